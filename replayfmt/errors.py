@@ -1,0 +1,72 @@
+"""Every error this project raises on purpose, with the status name and exit code the tools report.
+
+A message says what is wrong, where (path, frame, offset, ordinal), what was expected and found, and what to do next.
+The tools print it as one line, `STATUS: message`, and exit with `exit_code`. Imports nothing of the project.
+"""
+
+from __future__ import annotations
+
+
+class OpReplayError(Exception):
+    """Base class. `status` is a canonical status name, `exit_code` what a tool exits with."""
+
+    status = "FAILED_PRECONDITION"
+    exit_code = 1
+
+
+class UsageError(OpReplayError):
+    """The caller's arguments are wrong."""
+
+    status = "INVALID_ARGUMENT"
+    exit_code = 2
+
+
+class CaptureNotFound(OpReplayError):
+    """The capture is missing, is a directory or cannot be read."""
+
+    status = "NOT_FOUND"
+    exit_code = 3
+
+
+class InvalidCapture(OpReplayError):
+    """The file is not a valid capture: damaged, truncated, hostile, or not a capture at all."""
+
+    status = "DATA_LOSS"
+    exit_code = 3
+
+
+class UnsupportedVersion(InvalidCapture):
+    """The file needs a newer reader."""
+
+    status = "UNIMPLEMENTED"
+
+
+class CaptureFailed(OpReplayError):
+    """The capture could not be started, written or closed. The program under capture goes on."""
+
+
+class OutputExists(OpReplayError):
+    """A file would be overwritten without --force."""
+
+    status = "FAILED_PRECONDITION"
+
+
+class ReplayRefused(OpReplayError):
+    """The plan found work it cannot reproduce; nothing was run.
+
+    `findings` lists every one of them, each a full sentence.
+    """
+
+    def __init__(self, message: str, findings: tuple[str, ...] = ()) -> None:
+        super().__init__(message)
+        self.findings = findings
+
+
+class ReplayFailed(OpReplayError):
+    """An op failed while it was being replayed."""
+
+
+class ReplayMismatch(OpReplayError):
+    """The replay ran, and a result differs from the captured one."""
+
+    status = "DATA_LOSS"

@@ -1,0 +1,259 @@
+"""What a capture is made of, as plain values: definitions, signatures, records.
+
+Everything here is immutable and knows nothing of files or of PyTorch. Ids count from 1, 0 means "none"; ordinals
+count from 0. The writer turns these into frames, the reader turns frames into these.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Iterator
+
+from .codes import DType, KernelKind, Layout, MemoryFormat, OpStatus, RecordKind, StorageOrigin, TensorFlag, ValueKind
+
+
+@dataclass(frozen=True)
+class Session:
+    """What the capture says of its origin. `settings`, `libraries` and `policies` map names to JSON scalars."""
+
+    session_id: str
+    producer: str
+    producer_version: str
+    created_unix_ns: int = 0
+    torch_version: str | None = None
+    python_version: str | None = None
+    platform: str | None = None
+    host: str | None = None
+    cpu: str | None = None
+    cpu_capability: str | None = None
+    argv: tuple[str, ...] = ()
+    working_directory: str | None = None
+    rank: int = 0
+    world_size: int = 1
+    libraries: dict[str, Any] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)
+    policies: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Device:
+    """A captured device. `index` is -1 where the kind has only one; `fingerprint` is a JSON object as text, or ""."""
+
+    kind: str
+    index: int = -1
+    name: str = ""
+    fingerprint: str = ""
+
+    def __str__(self) -> str:
+        return self.kind if self.index < 0 else f"{self.kind}:{self.index}"
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """What an op calls: `name` is `namespace::name`, `schema` the full schema as PyTorch prints it."""
+
+    name: str
+    overload: str
+    schema: str
+    kind: KernelKind = KernelKind.operator
+
+    @property
+    def qualified_name(self) -> str:
+        """`aten::mm.default`: what names exactly one overload."""
+        return f"{self.name}.{self.overload}"
+
+
+@dataclass(frozen=True)
+class Generator:
+    """A random generator; `default` marks the device's default one. `device` is a device id."""
+
+    device: int
+    default: bool
+
+
+@dataclass(frozen=True)
+class Scope:
+    """A named region. `parent` is a scope id, 0 at top level. Ids stand for paths, not for single passes through them."""
+
+    parent: int
+    name: str
+
+
+@dataclass(frozen=True)
+class TensorMeta:
+    """Everything of a tensor but its storage and offset. `device` is a device id; strides are in elements."""
+
+    dtype: DType
+    layout: Layout
+    device: int
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    flags: TensorFlag = TensorFlag(0)
+
+
+@dataclass(frozen=True)
+class Node:
+    """One value's place in a signature: its kind, its schema name, and what of it is constant.
+
+    `constant` is 0 or 1 for bool, the code for dtype, layout and memory_format, a device id for device, and the text
+    for string, process_group, opaque and composite (the form); None for every other kind, whose value is in slots.
+    """
+
+    kind: ValueKind
+    name: str = ""
+    constant: int | str | None = None
+    children: tuple[Node, ...] = ()
+
+    def walk(self) -> Iterator[Node]:
+        """This node and everything below it, in pre-order."""
+        yield self
+        for child in self.children:
+            yield from child.walk()
+
+
+# How many slots a node of each kind takes in the columns tensors, ints and floats.
+SLOTS: dict[ValueKind, tuple[int, int, int]] = {
+    ValueKind.tensor: (1, 0, 0),
+    ValueKind.int: (0, 1, 0),
+    ValueKind.storage: (0, 1, 0),
+    ValueKind.generator: (0, 1, 0),
+    ValueKind.payload: (0, 1, 0),
+    ValueKind.float: (0, 0, 1),
+    ValueKind.complex: (0, 0, 2),
+}
+
+
+@dataclass(frozen=True)
+class Signature:
+    """The constant part of a record. `kernel` is a kernel id for ops, otherwise 0."""
+
+    kind: RecordKind
+    args: tuple[Node, ...] = ()
+    results: tuple[Node, ...] = ()
+    kernel: int = 0
+    status: OpStatus = OpStatus.none
+
+    @cached_property
+    def nodes(self) -> tuple[Node, ...]:
+        """Every node of arguments, then results, in pre-order."""
+        return tuple(node for top in (*self.args, *self.results) for node in top.walk())
+
+    @cached_property
+    def slots(self) -> tuple[int, int, int]:
+        """How many tensor, int and float slots a record of this signature has."""
+        counts = [SLOTS[node.kind] for node in self.nodes if node.kind in SLOTS]
+        return (sum(c[0] for c in counts), sum(c[1] for c in counts), sum(c[2] for c in counts))
+
+
+# ------------------------------------------------------------------------------------------------------ decoded values
+# None, bool, int, float, complex, str, DType, Layout, MemoryFormat, list and tuple stand for themselves.
+
+
+@dataclass(frozen=True, slots=True)
+class TensorValue:
+    """A tensor as one record used it. `offset` is in elements; `storage` is a storage id, 0 where it has none."""
+
+    id: int
+    storage: int
+    offset: int
+    meta: TensorMeta
+
+
+@dataclass(frozen=True, slots=True)
+class StorageValue:
+    id: int
+
+
+@dataclass(frozen=True, slots=True)
+class GeneratorValue:
+    id: int
+
+
+@dataclass(frozen=True, slots=True)
+class PayloadValue:
+    id: int
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceValue:
+    id: int
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessGroupValue:
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class OpaqueValue:
+    """Something that could not be captured; `text` describes it."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class CompositeValue:
+    """A tensor made of component values; `form` names the layout or quantization, FORMAT.md lists the components."""
+
+    form: str
+    parts: tuple[Any, ...]
+
+
+Value = (
+    None | bool | int | float | complex | str | list | tuple | DType | Layout | MemoryFormat | TensorValue | StorageValue
+    | GeneratorValue | PayloadValue | DeviceValue | ProcessGroupValue | OpaqueValue | CompositeValue
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One record, decoded. `args` and `results` are in the order of `signature.args` and `signature.results`."""
+
+    ordinal: int
+    signature_id: int
+    signature: Signature
+    scope: int
+    thread: int
+    start_ns: int
+    duration_ns: int | None          # None: not measured
+    device_duration_ns: int | None   # None: not measured
+    args: tuple[Value, ...]
+    results: tuple[Value, ...]
+    frame_offset: int
+
+    @property
+    def kind(self) -> RecordKind:
+        return self.signature.kind
+
+    def argument(self, name: str) -> Value:
+        """The top-level argument of that name. Raises KeyError where the record has none."""
+        for node, value in zip(self.signature.args, self.args, strict=True):
+            if node.name == name:
+                return value
+        raise KeyError(name)
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """One allocation of the program. `bytes` is its length when born; `payload` its first content, 0 for none."""
+
+    id: int
+    bytes: int
+    device: int
+    origin: StorageOrigin
+    payload: int
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Totals over a whole capture. Counts are keyed by what they count."""
+
+    ended_ns: int | None
+    recovered: bool
+    records: dict[RecordKind, int]
+    kernel_calls: dict[int, int]
+    storages: int
+    storage_payload_bytes: int
+    absent_storages: int
+    unsupported: dict[str, int]
