@@ -1,0 +1,69 @@
+# `make demo` and `make test` are all a newcomer needs; both make the environment first. The rest is for working on it.
+#
+#   PYTHON        the interpreter to build the environment with (3.11 or newer)
+#   VENV          where the environment lives
+#   PIP_FLAGS     more flags for pip install. On a machine without a GPU, outside of this project's pinned CPU wheel,
+#                 PIP_FLAGS='--extra-index-url https://download.pytorch.org/whl/cpu' keeps CUDA's libraries away.
+
+PYTHON    ?= python3
+VENV      ?= .venv
+PIP_FLAGS ?=
+BIN       := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+BENCHABLE := $(VENV)/.installed-bench
+DEMO      := build/demo
+
+# The generated bindings are compared byte by byte with what this flatc makes; other versions differ.
+FLATC         ?= flatc
+FLATC_VERSION := flatc version 2.0.8
+GENERATED     := replayfmt/format/generated
+
+.PHONY: demo test bench lint schema help
+help:
+	@echo 'make demo    capture a GPT-2 training step, replay and verify it, benchmark and dump it'
+	@echo 'make test    the whole test suite'
+	@echo 'make bench   measure everything into one table (benchmarks/README.md explains it)'
+	@echo 'make lint    ruff and mypy'
+	@echo 'make schema  regenerate $(GENERATED) from schema/opreplay.fbs'
+
+$(INSTALLED): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: \
+	make PYTHON=..., this one is " + sys.version.split()[0])'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) -c constraints.txt -e '.[test]'
+	@touch $@
+
+$(BENCHABLE): $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) -c constraints.txt -e '.[test,bench]'
+	@touch $@
+
+demo: $(INSTALLED)
+	@mkdir -p $(DEMO)
+	$(BIN)/opreplay-capture --force -o $(DEMO)/step.opreplay examples/gpt2_training_step.py
+	@echo
+	$(BIN)/opreplay-run $(DEMO)/step.opreplay
+	@echo
+	$(BIN)/opreplay-benchmark --replay-scope=execute --benchmark-min-time=20x $(DEMO)/step.opreplay
+	@echo
+	$(BIN)/opreplay-dump --ops=0:12 $(DEMO)/step.opreplay | cut -c -100
+
+test: $(INSTALLED)
+	$(BIN)/python -m pytest
+
+bench: $(BENCHABLE)
+	$(BIN)/python benchmarks/run.py
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+# flatc also writes an empty __init__.py into every package of the namespace; ours stay as they are.
+schema:
+	@found="$$($(FLATC) --version 2>/dev/null || echo 'no flatc')"; test "$$found" = '$(FLATC_VERSION)' || { \
+	echo "make schema needs '$(FLATC_VERSION)' (Debian 12: apt-get install flatbuffers-compiler)" >&2; \
+	echo "and found '$$found' as $(FLATC); name another one with FLATC=..." >&2; exit 1; }
+	rm -rf build/schema && mkdir -p build/schema
+	$(FLATC) --python -o build/schema schema/opreplay.fbs
+	rm build/schema/$(GENERATED)/__init__.py
+	find $(GENERATED) -name '*.py' ! -name __init__.py -delete
+	cp build/schema/$(GENERATED)/*.py $(GENERATED)/
