@@ -1,0 +1,98 @@
+"""Where a program runs: what a session records of it, and what a replay compares before it promises bitwise results."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+import time
+import uuid
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from replayfmt.errors import CaptureFailed
+from replayfmt.format.model import Device
+
+PRODUCER = "opreplay"
+
+
+def _cpu_model() -> str | None:
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text(errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or None
+
+
+def library_versions() -> dict[str, str]:
+    """Versions of the libraries that decide numerics in this build, by name."""
+    versions = {"torch_git": str(torch.version.git_version)}
+    if torch.version.cuda:
+        versions["cuda"] = torch.version.cuda
+    if torch.version.hip:
+        versions["hip"] = torch.version.hip
+    if torch.backends.cudnn.is_available():
+        versions["cudnn"] = str(torch.backends.cudnn.version())
+    for line in torch.__config__.show().splitlines():
+        text = line.strip(" -")
+        if "Math Kernel Library Version" in text:
+            versions["mkl"] = text
+        elif "MKL-DNN" in text:
+            versions["mkldnn"] = text
+    return versions
+
+
+def cpu_capability() -> str:
+    """The vector extension that torch's CPU kernels were chosen for."""
+    return torch.backends.cpu.get_cpu_capability()
+
+
+def describe_device(device: torch.device) -> Device:
+    """The captured form of a device, with the fingerprint that decides whether another one is the same."""
+    if device.type == "cpu":
+        return Device("cpu", -1, _cpu_model() or "", json.dumps({"capability": cpu_capability()}))
+    index = device.index
+    if device.type != "cuda":
+        return Device(device.type, -1 if index is None else index)
+    index = torch.cuda.current_device() if index is None else index
+    properties = torch.cuda.get_device_properties(index)
+    fingerprint: dict[str, Any] = {
+        "capability": f"{properties.major}.{properties.minor}",
+        "memory_bytes": properties.total_memory,
+        "multiprocessors": properties.multi_processor_count,
+    }
+    return Device("cuda", index, properties.name, json.dumps(fingerprint))
+
+
+def _integer_variable(name: str, default: int) -> int:
+    text = os.environ.get(name, str(default))
+    try:
+        return int(text)
+    except ValueError as error:
+        raise CaptureFailed(f"the environment variable {name} is {text!r}, expected an integer") from error
+
+
+def session_fields() -> dict[str, Any]:
+    """Keyword arguments for `model.Session` that describe this process; settings and policies are the recorder's."""
+    return {
+        "session_id": str(uuid.uuid4()),
+        "producer": PRODUCER,
+        "producer_version": version("opreplay"),
+        "created_unix_ns": time.time_ns(),
+        "torch_version": torch.__version__,
+        "python_version": platform.python_version(),
+        "platform": f"{platform.system()} {platform.machine()}",
+        "host": platform.node() or None,
+        "cpu": _cpu_model(),
+        "cpu_capability": cpu_capability(),
+        "argv": tuple(sys.argv),
+        "working_directory": os.getcwd(),
+        "rank": _integer_variable("RANK", 0),
+        "world_size": _integer_variable("WORLD_SIZE", 1),
+        "libraries": library_versions(),
+    }

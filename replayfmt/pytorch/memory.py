@@ -1,0 +1,94 @@
+"""Reading and making storages, and tensors as views on them, without touching the program's objects.
+
+Never calls `.numpy()` on a storage of the program: that would make it unresizable for good.
+Every function here expects to run with dispatch modes disabled and below autograd (`undispatched()`).
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+from replayfmt.format.codes import TensorFlag
+
+_NO_FLAGS = TensorFlag(0)
+_AUTOCAST_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU) | torch._C.DispatchKeySet(
+    torch._C.DispatchKey.AutocastCUDA
+)
+
+
+@contextmanager
+def undispatched() -> Iterator[None]:
+    """Run torch calls as the recorder's and replayer's own: unseen by the program's modes, autograd and autocast."""
+    with (
+        torch._C.DisableTorchFunction(),
+        torch._C._DisableTorchDispatch(),
+        torch._C._AutoDispatchBelowAutograd(),
+        torch._C._ExcludeDispatchKeyGuard(_AUTOCAST_KEYS),
+    ):
+        yield
+
+
+def host_view(storage: torch.UntypedStorage) -> memoryview:
+    """The live bytes of a CPU storage, without a copy. Valid only while the storage lives and keeps its length."""
+    length = storage.nbytes()
+    if length == 0:
+        return memoryview(b"")
+    return memoryview((ctypes.c_char * length).from_address(storage.data_ptr())).cast("B")
+
+
+def storage_bytes(storage: torch.UntypedStorage) -> memoryview:
+    """All bytes of a storage: on the CPU the live memory (see `host_view`), from another device a host copy."""
+    if storage.device.type == "cpu":
+        return host_view(storage)
+    if storage.nbytes() == 0:
+        return memoryview(b"")
+    copy = make_view(storage, torch.uint8, (storage.nbytes(),), (1,)).cpu().untyped_storage()
+    view = host_view(copy)
+    # The view does not own the copy: hand out bytes that own themselves.
+    return memoryview(bytes(view))
+
+
+def new_storage(length_bytes: int, device: torch.device) -> torch.UntypedStorage:
+    """A fresh storage whose bytes are not set."""
+    return torch.empty((length_bytes,), dtype=torch.uint8, device=device).untyped_storage()
+
+
+def fill_storage(storage: torch.UntypedStorage, content: bytes | bytearray | memoryview) -> None:
+    """Overwrite the first bytes of a storage with `content`. Raises ValueError if it does not fit."""
+    source = memoryview(content).cast("B")
+    if len(source) > storage.nbytes():
+        raise ValueError(f"{len(source)} bytes do not fit into a storage of {storage.nbytes()} bytes")
+    if len(source) == 0:
+        return
+    if storage.device.type == "cpu":
+        host_view(storage)[: len(source)] = source
+        return
+    staging = new_storage(len(source), torch.device("cpu"))
+    host_view(staging)[:] = source
+    target = make_view(storage, torch.uint8, (len(source),), (1,))
+    target.copy_(make_view(staging, torch.uint8, (len(source),), (1,)))
+
+
+def make_view(
+    storage: torch.UntypedStorage,
+    dtype: torch.dtype,
+    sizes: Iterable[int],
+    strides: Iterable[int],
+    offset: int = 0,
+    flags: TensorFlag = _NO_FLAGS,
+) -> torch.Tensor:
+    """A tensor on `storage` (shared, not copied); strides and offset are in elements.
+
+    Raises RuntimeError where the view does not fit into the storage.
+    """
+    tensor = torch.empty((0,), dtype=dtype, device=storage.device)
+    tensor.set_(storage, offset, tuple(sizes), tuple(strides))
+    if flags & TensorFlag.conj:
+        torch._C._set_conj(tensor, True)
+    if flags & TensorFlag.neg:
+        torch._C._set_neg(tensor, True)
+    return tensor

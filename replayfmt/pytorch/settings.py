@@ -1,0 +1,211 @@
+"""The global state that decides numerics: read at capture, applied for a replay, put back afterwards.
+
+Each setting is a JSON scalar under a stable name. A setting that this torch build does not have reads as absent.
+Autocast is apart: it acts above the dispatch level that is captured, so it is applied only around custom operators,
+whose own code may depend on it (`autocast_as_captured`).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from replayfmt.errors import ReplayRefused
+
+Scalar = bool | int | float | str | None
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One setting. `get` may return None: this build cannot tell; such a setting is not recorded."""
+
+    name: str
+    get: Callable[[], Scalar]
+    set: Callable[[Any], object]
+
+
+def _float32_matmul_precision() -> str | None:
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:  # the program mixed it with the newer fp32_precision settings, which are recorded below
+        return None
+
+
+def _flushes_denormals() -> bool:
+    # Python's own floats go through the same processor flag, so one multiplication tells.
+    return sys.float_info.min * _HALF == 0.0
+
+
+_HALF = 0.5
+
+
+def _c(name: str, getter: str, setter: str) -> Setting | None:
+    """A setting behind two functions of torch._C, or None where this build lacks one of them."""
+    get, put = getattr(torch._C, getter, None), getattr(torch._C, setter, None)
+    return Setting(name, get, put) if get and put else None
+
+
+def _fp32_precision(backend: str, operation: str) -> Setting | None:
+    get = getattr(torch._C, "_get_fp32_precision_getter", None)
+    put = getattr(torch._C, "_set_fp32_precision_setter", None)
+    if not (get and put):
+        return None
+    return Setting(
+        f"fp32_precision.{backend}.{operation}",
+        lambda: get(backend, operation),
+        lambda value: put(backend, operation, value),
+    )
+
+
+def _reduced_precision(name: str, getter: str, attribute: str) -> Setting | None:
+    """cuBLAS reduced-precision reduction: the getter gives one flag or (allow reduction, allow split-k)."""
+    get = getattr(torch._C, getter, None)
+    if get is None:
+        return None
+
+    def read() -> str:
+        value = get()
+        return ",".join(str(int(part)) for part in (value if isinstance(value, tuple) else (value,)))
+
+    def write(value: str) -> None:
+        parts = tuple(part == "1" for part in value.split(","))
+        setattr(torch.backends.cuda.matmul, attribute, parts if len(parts) > 1 else parts[0])
+
+    return Setting(name, read, write)
+
+
+def _sdp_priority() -> Setting | None:
+    get, put = getattr(torch._C, "_get_sdp_priority_order", None), getattr(torch._C, "_set_sdp_priority_order", None)
+    if not (get and put):
+        return None
+    return Setting(
+        "sdp_priority_order",
+        lambda: ",".join(str(int(backend)) for backend in get()),
+        lambda value: put([int(backend) for backend in value.split(",")]),
+    )
+
+
+def _dtype_named(name: str) -> torch.dtype:
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"{name!r} is no dtype")
+    return dtype
+
+
+_CANDIDATES: tuple[Setting | None, ...] = (
+    Setting("grad_enabled", torch.is_grad_enabled, torch._C._set_grad_enabled),
+    Setting(
+        "default_dtype",
+        lambda: str(torch.get_default_dtype()).removeprefix("torch."),
+        lambda value: torch.set_default_dtype(_dtype_named(value)),
+    ),
+    Setting("deterministic_debug_mode", torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
+    _c("fill_uninitialized_memory", "_get_deterministic_fill_uninitialized_memory",
+       "_set_deterministic_fill_uninitialized_memory"),
+    Setting("num_threads", torch.get_num_threads, torch.set_num_threads),
+    Setting("flush_denormal", _flushes_denormals, torch.set_flush_denormal),
+    Setting("float32_matmul_precision", _float32_matmul_precision, torch.set_float32_matmul_precision),
+    _c("cudnn_allow_tf32", "_get_cudnn_allow_tf32", "_set_cudnn_allow_tf32"),
+    # After the older flags above, which write some of these too.
+    _fp32_precision("generic", "all"),
+    *(
+        _fp32_precision(backend, operation)
+        for backend in ("cuda", "mkldnn")
+        for operation in ("all", "matmul", "conv", "rnn")
+    ),
+    _reduced_precision("cublas_fp16_reduced_precision", "_get_cublas_allow_fp16_reduced_precision_reduction",
+                       "allow_fp16_reduced_precision_reduction"),
+    _reduced_precision("cublas_bf16_reduced_precision", "_get_cublas_allow_bf16_reduced_precision_reduction",
+                       "allow_bf16_reduced_precision_reduction"),
+    _c("cublas_fp16_accumulation", "_get_cublas_allow_fp16_accumulation", "_set_cublas_allow_fp16_accumulation"),
+    _c("cpu_fp16_reduced_precision", "_get_cpu_allow_fp16_reduced_precision_reduction",
+       "_set_cpu_allow_fp16_reduced_precision_reduction"),
+    _c("cudnn_enabled", "_get_cudnn_enabled", "_set_cudnn_enabled"),
+    _c("cudnn_benchmark", "_get_cudnn_benchmark", "_set_cudnn_benchmark"),
+    _c("cudnn_deterministic", "_get_cudnn_deterministic", "_set_cudnn_deterministic"),
+    _c("mkldnn_enabled", "_get_mkldnn_enabled", "_set_mkldnn_enabled"),
+    _c("mkldnn_deterministic", "_get_mkldnn_deterministic", "_set_mkldnn_deterministic"),
+    _c("nnpack_enabled", "_get_nnpack_enabled", "_set_nnpack_enabled"),
+    _c("quantized_engine", "_get_qengine", "_set_qengine"),
+    _c("sdp_flash", "_get_flash_sdp_enabled", "_set_sdp_use_flash"),
+    _c("sdp_mem_efficient", "_get_mem_efficient_sdp_enabled", "_set_sdp_use_mem_efficient"),
+    _c("sdp_math", "_get_math_sdp_enabled", "_set_sdp_use_math"),
+    _c("sdp_cudnn", "_get_cudnn_sdp_enabled", "_set_sdp_use_cudnn"),
+    _c("sdp_math_reduced_precision", "_get_math_sdp_allow_fp16_bf16_reduction",
+       "_set_math_sdp_allow_fp16_bf16_reduction"),
+    _sdp_priority(),
+)
+SETTINGS: dict[str, Setting] = {setting.name: setting for setting in _CANDIDATES if setting is not None}
+
+AUTOCAST_DEVICES = ("cpu", "cuda")
+
+
+def _read_autocast(device: str) -> str:
+    if not torch.is_autocast_enabled(device):
+        return ""
+    return str(torch.get_autocast_dtype(device)).removeprefix("torch.")
+
+
+def read_settings(names: tuple[str, ...] | None = None) -> dict[str, Scalar]:
+    """The present value of the named settings (default: all of them, with `autocast.<device>`).
+
+    Autocast reads as the dtype's name, or "" while it is off.
+    """
+    values: dict[str, Scalar] = {}
+    for name in names if names is not None else SETTINGS:
+        value = SETTINGS[name].get()
+        if value is not None:
+            values[name] = value
+    if names is None:
+        values.update({f"autocast.{device}": _read_autocast(device) for device in AUTOCAST_DEVICES})
+    return values
+
+
+def check_settings(values: Mapping[str, Scalar]) -> list[str]:
+    """What of `values` this build cannot set, each as a sentence."""
+    known = {*SETTINGS, *(f"autocast.{device}" for device in AUTOCAST_DEVICES)}
+    return [
+        f"the setting {name} = {value!r} does not exist in torch {torch.__version__}"
+        for name, value in values.items()
+        if name not in known
+    ]
+
+
+def apply_settings(values: Mapping[str, Scalar]) -> None:
+    """Set every setting in `values`, in the table's order; autocast entries are left to `autocast_as_captured`.
+
+    Raises ReplayRefused where a value is refused by torch.
+    """
+    for name, setting in SETTINGS.items():
+        if name not in values or setting.get() == values[name]:
+            continue
+        try:
+            setting.set(values[name])
+        except (RuntimeError, ValueError, TypeError) as error:
+            raise ReplayRefused(f"the setting {name} = {values[name]!r} cannot be set here: {error}") from error
+
+
+@contextmanager
+def preserved_settings() -> Iterator[None]:
+    """Put every setting back as it was on leaving."""
+    before = read_settings()
+    try:
+        yield
+    finally:
+        apply_settings(before)
+
+
+@contextmanager
+def autocast_as_captured(values: Mapping[str, Scalar]) -> Iterator[None]:
+    """Autocast on or off per device as `values` say, for the call of one custom operator."""
+    with ExitStack() as stack:
+        for device in AUTOCAST_DEVICES:
+            name = values.get(f"autocast.{device}", "")
+            if name:
+                stack.enter_context(torch.autocast(device, dtype=_dtype_named(str(name))))
+        yield
