@@ -2,8 +2,8 @@
 #
 #   PYTHON        the interpreter to build the environment with (3.11 or newer)
 #   VENV          where the environment lives
-#   PIP_FLAGS     more flags for pip install. On a machine without a GPU, outside of this project's pinned CPU wheel,
-#                 PIP_FLAGS='--extra-index-url https://download.pytorch.org/whl/cpu' keeps CUDA's libraries away.
+#   PIP_FLAGS     more flags for pip install. Where pip's index offers torch with CUDA and there is no GPU,
+#                 PIP_FLAGS='--extra-index-url https://download.pytorch.org/whl/cpu' takes the CPU wheel.
 
 PYTHON    ?= python3
 VENV      ?= .venv
@@ -12,6 +12,7 @@ BIN       := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 BENCHABLE := $(VENV)/.installed-bench
 DEMO      := build/demo
+PIP_INSTALL = $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt $(PIP_FLAGS)
 
 # The generated bindings are compared byte by byte with what this flatc makes; other versions differ.
 FLATC         ?= flatc
@@ -27,14 +28,14 @@ help:
 	@echo 'make schema  regenerate $(GENERATED) from schema/opreplay.fbs'
 
 $(INSTALLED): pyproject.toml constraints.txt
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: \
-	make PYTHON=..., this one is " + sys.version.split()[0])'
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) -c constraints.txt -e '.[test]'
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "needs Python 3.11 or newer: make PYTHON=...")'
+	test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
+	@echo 'installing into $(VENV): PyTorch is large, so the first time takes minutes'
+	$(PIP_INSTALL) -e '.[test]'
 	@touch $@
 
 $(BENCHABLE): $(INSTALLED)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) -c constraints.txt -e '.[test,bench]'
+	$(PIP_INSTALL) -e '.[test,bench]'
 	@touch $@
 
 demo: $(INSTALLED)

@@ -1,0 +1,135 @@
+"""Documents cannot lie: what README.md and AGENTS.md show is run, and every local link leads somewhere.
+
+In these documents a block marked `console` holds commands after `$ ` prompts, each followed by what it prints (`…`
+where lines are left out); a block marked `python` is run as it stands. Blocks of one document run in order, in one
+directory with a copy of examples/. Blocks marked `sh setup` and `sh gpu` are not run here.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from .test_tree import ROOT, tracked
+
+FENCE = re.compile(r"^```(?P<kind>[^\n]*)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"(?<!!)\[[^\]\n]+\]\((?P<target>[^()\s]+)\)")
+
+
+@dataclass
+class Step:
+    """One thing a document tells its reader to do, and the output it promises."""
+
+    kind: str
+    text: str
+    output: list[str] = field(default_factory=list)
+
+
+def steps(text: str) -> list[Step]:
+    """The commands and programs of a document, in order."""
+    found: list[Step] = []
+    for block in FENCE.finditer(text):
+        kind = block["kind"].strip()
+        if kind == "python":
+            found.append(Step("python", block["text"]))
+        elif kind == "console":
+            for line in block["text"].splitlines():
+                if line.startswith("$ "):
+                    found.append(Step("console", line[2:]))
+                elif found and found[-1].kind == "console" and not found[-1].output and found[-1].text.endswith("\\"):
+                    found[-1].text += "\n" + line
+                elif line.strip() not in {"", "…", "..."}:
+                    found[-1].output.append(line)
+    return found
+
+
+def shape(line: str) -> str:
+    """A line of output without what differs from run to run and from machine to machine: numbers, units, width."""
+    line = re.sub(r"\b[0-9a-f]{12,}\b", "#", line)
+    line = re.sub(r"\d+(?:[.,]\d+)*(?:e[-+]?\d+)?", "#", line)
+    line = re.sub(r"# ?(?:ns|µs|us|ms|s|B|KiB|MiB|GiB|kB|MB|GB)\b", "# unit", line)
+    return re.sub(r"[\s─━-]+", " ", line).strip(" …")
+
+
+def documents() -> list[str]:
+    return [name for name in ("README.md", "AGENTS.md") if (ROOT / name).exists()]
+
+
+@pytest.mark.parametrize("document", documents())
+def test_a_document_does_what_it_says(document: str, tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "examples", tmp_path / "examples", ignore=shutil.ignore_patterns("__pycache__"))
+    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "COLUMNS": "100"}
+    done = steps((ROOT / document).read_text(encoding="utf-8"))
+    assert done, f"{document} shows no command"
+    for number, step in enumerate(done, 1):
+        if step.kind == "python":
+            (tmp_path / f"block{number}.py").write_text(step.text)
+            step.text = f"python block{number}.py"
+        ran = subprocess.run(["bash", "-euo", "pipefail", "-c", step.text], cwd=tmp_path, env=environment, text=True,
+                             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=300)
+        assert ran.returncode == 0, f"{document}: `{step.text}` gave exit code {ran.returncode}\n{ran.stdout}"
+        assert "Traceback" not in ran.stdout, f"{document}: `{step.text}`\n{ran.stdout}"
+        # A line shown shortened (it ends in …) has to be the beginning of a real one.
+        shapes = [shape(line) for line in ran.stdout.splitlines()]
+        missing = [line for line in step.output
+                   if not any(s.startswith(shape(line)) if line.endswith("…") else s == shape(line) for s in shapes)]
+        assert not missing, f"{document}: `{step.text}` does not print {missing}, but\n{ran.stdout}"
+
+
+def test_the_setup_commands_of_the_readme_exist() -> None:
+    (setup,) = (block["text"] for block in FENCE.finditer((ROOT / "README.md").read_text(encoding="utf-8"))
+                if block["kind"].strip() == "sh setup")
+    commands = [line.split("#")[0].split() for line in setup.splitlines()]
+    assert commands == [["make", "demo"], ["make", "test"]]
+    for command in commands:
+        subprocess.run([*command, "--dry-run"], cwd=ROOT, check=True, capture_output=True)
+
+
+def test_the_demo_runs_and_fits_a_hundred_columns(tmp_path: Path) -> None:
+    done = subprocess.run(["make", "demo", "BIN=" + str(Path(sys.executable).parent), f"DEMO={tmp_path}",
+                           "--old-file=.venv/.installed"],
+                          cwd=ROOT, text=True, timeout=300, stdin=subprocess.DEVNULL,
+                          env={**os.environ, "COLUMNS": "100"}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    assert done.returncode == 0, done.stdout
+    output = done.stdout.replace(str(Path(sys.executable).parent), ".venv/bin").replace(str(tmp_path), "build/demo")
+    assert [line for line in output.splitlines() if len(line) > 100] == []
+    for tool in ("capture", "run", "benchmark", "dump"):
+        assert f".venv/bin/opreplay-{tool}" in output
+    assert "BM_replay/scope:execute" in output and "bitwise" in output
+
+
+def anchors(text: str) -> set[str]:
+    """The names that GitHub gives a document's headings."""
+    headings = re.findall(r"^#+ (.+)$", FENCE.sub("", text), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("document", [str(p.relative_to(ROOT)) for p in tracked() if p.suffix == ".md"])
+def test_every_local_link_leads_somewhere(document: str) -> None:
+    text = (ROOT / document).read_text(encoding="utf-8")
+    wrong = []
+    for target in (link["target"] for link in LINK.finditer(FENCE.sub("", text))):
+        if re.match(r"[a-z]+:", target):
+            continue
+        name, _, anchor = target.partition("#")
+        path = (ROOT / document).parent / name if name else ROOT / document
+        if not path.exists() or (anchor and anchor not in anchors(path.read_text(encoding="utf-8"))):
+            wrong.append(target)
+    assert not wrong
+
+
+def test_what_a_document_promises_is_found_in_it() -> None:
+    text = ("```console\n$ echo a \\\n    b\na 12.5 ms\n…\n$ true\n```\n"
+            "```sh setup\nmake demo\n```\n"
+            "```python\nx = 1\n```\n")
+    assert steps(text) == [Step("console", "echo a \\\n    b", ["a 12.5 ms"]),
+                           Step("console", "true"),
+                           Step("python", "x = 1\n")]
+    assert shape("  BM_replay   12.5 ms ") == shape("BM_replay 3 µs") == "BM_replay # unit"

@@ -1,0 +1,107 @@
+"""The import direction, read off every module's source, and the modules that must work where torch is not installed."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+# errors ← format ← pytorch ← {recording, replay} ← benchmark ← api, tools; dump stands on format alone.
+ALLOWED: dict[str, set[str]] = {
+    "errors": set(),
+    "format": {"errors"},
+    "dump": {"errors", "format"},
+    "pytorch": {"errors", "format"},
+    "recording": {"errors", "format", "pytorch"},
+    "replay": {"errors", "format", "pytorch"},
+    "benchmark": {"errors", "format", "pytorch", "recording", "replay"},
+    "api": {"errors", "format", "pytorch", "recording", "replay", "benchmark", "dump"},
+}
+WITHOUT_TORCH = ("replayfmt/errors.py", "replayfmt/format", "replayfmt/dump", "tools/__init__.py", "tools/command.py",
+                 "tools/playbook.py", "tools/dump.py", "tools/check.py")
+TOP_LEVEL = {"__init__", "api"}  # the package's own face: may use every part
+
+
+def modules() -> list[Path]:
+    return sorted(path.relative_to(ROOT) for top in ("replayfmt", "tools") for path in (ROOT / top).rglob("*.py"))
+
+
+def imported(path: Path) -> Iterator[tuple[int, str]]:
+    """Every module that `path` names in an import, at any depth of its code, with the line it does so."""
+    name = ".".join(path.with_suffix("").parts)
+    package = name.removesuffix(".__init__") if path.name == "__init__.py" else name.rpartition(".")[0]
+    for node in ast.walk(ast.parse((ROOT / path).read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            parents = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            base = ".".join([*parents, *([node.module] if node.module else [])])
+            # `from replayfmt import errors` names the module replayfmt.errors: say both.
+            yield from ((node.lineno, f"{base}.{alias.name}") for alias in node.names)
+
+
+def part_of(module: str) -> str | None:
+    """`format` for replayfmt.format.reader; None for what is not this library's or is the library's own face."""
+    names = module.split(".")
+    return names[1] if len(names) > 1 and names[0] == "replayfmt" and names[1] in ALLOWED else None
+
+
+def test_every_part_is_known_to_the_import_rule() -> None:
+    parts = {path.parts[1].removesuffix(".py") for path in modules() if path.parts[0] == "replayfmt"}
+    assert parts - TOP_LEVEL <= set(ALLOWED)
+
+
+@pytest.mark.parametrize("part", sorted(set(ALLOWED) - TOP_LEVEL))
+def test_a_part_imports_only_the_parts_before_it(part: str) -> None:
+    wrong = []
+    for path in modules():
+        if path.parts[0] != "replayfmt" or path.parts[1].removesuffix(".py") != part:
+            continue
+        for line, module in imported(path):
+            if module.startswith("replayfmt") and part_of(module) not in ALLOWED[part] | {part}:
+                wrong.append(f"{path}:{line} imports {module}")
+            if module.split(".")[0] in {"tools", "opreplay_tools"}:
+                wrong.append(f"{path}:{line} imports {module}: the library does not know its tools")
+    assert not wrong
+
+
+def test_nothing_that_must_work_without_torch_names_it() -> None:
+    wrong = [f"{path}:{line}" for path in modules() if str(path).startswith(WITHOUT_TORCH)
+             for line, module in imported(path)
+             if module.split(".")[0] == "torch" or part_of(module) in {"pytorch", "recording", "replay", "benchmark"}]
+    assert not wrong
+
+
+def test_nothing_imports_pickle() -> None:
+    wrong = [f"{path}:{line}" for path in modules() for line, module in imported(path)
+             if module.split(".")[0] in {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve"}]
+    assert not wrong
+
+
+def test_format_dump_and_check_import_where_torch_is_not_installed() -> None:
+    code = """
+import sys, pkgutil, importlib
+sys.modules["torch"] = None  # importing it raises ImportError
+import replayfmt, replayfmt.format, replayfmt.dump
+for package in (replayfmt.format, replayfmt.dump):
+    for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
+        importlib.import_module(module.name)
+for tool in ("command", "dump", "check"):
+    importlib.import_module("opreplay_tools." + tool)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_mistake_against_the_rule_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "ROOT", tmp_path)
+    (tmp_path / "replayfmt/format").mkdir(parents=True)
+    wrong = Path("replayfmt/format/reader.py")
+    (tmp_path / wrong).write_text("def f():\n    from ..replay import plan\n    import torch.nn\n")
+    assert set(imported(wrong)) == {(2, "replayfmt.replay.plan"), (3, "torch.nn")}

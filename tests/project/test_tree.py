@@ -1,0 +1,64 @@
+"""What holds for every file of the project: no machine's paths, modules of a readable length, pinned dependencies."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+MOST_LINES = 450
+
+
+def tracked() -> list[Path]:
+    """Every file that git tracks or would track."""
+    if not (ROOT / ".git").exists():
+        pytest.skip("not a git checkout: there is no list of the project's own files")
+    command = ["git", "ls-files", "-coz", "--exclude-standard"]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, check=True)
+    return [ROOT / name for name in listed.stdout.decode().split("\0") if name and (ROOT / name).is_file()]
+
+
+def test_no_file_names_a_path_of_the_machine_it_was_written_on() -> None:
+    machine = re.compile(rb"/(?:work|root|home/\w+|Users/\w+)/")
+    wrong = [str(path.relative_to(ROOT)) for path in tracked()
+             if path != Path(__file__) and machine.search(path.read_bytes())]
+    assert not wrong
+
+
+def test_modules_stay_short_enough_to_read_at_once() -> None:
+    long = {str(path.relative_to(ROOT)): lines for path in tracked()
+            if path.suffix == ".py" and "generated" not in path.parts
+            and (lines := len(path.read_text(encoding="utf-8").splitlines())) > MOST_LINES}
+    assert not long
+
+
+def test_every_module_says_what_it_is_for() -> None:
+    silent = [str(path.relative_to(ROOT)) for path in tracked()
+              if path.suffix == ".py" and "generated" not in path.parts and path.stat().st_size
+              and ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) is None]
+    assert not silent
+
+
+def test_every_dependency_is_pinned_for_the_suite() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    asked = [*project["dependencies"], *(d for extra in project["optional-dependencies"].values() for d in extra)]
+    pins = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line)
+    assert {re.split(r"[<>=~!\[; ]", requirement)[0] for requirement in asked} <= set(pins)
+    assert pins["torch"] == "2.13.0"
+
+
+def test_every_package_is_listed_for_the_wheel() -> None:
+    setup = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    packages = {".".join(path.parent.relative_to(ROOT).parts) for path in (ROOT / "replayfmt").rglob("*.py")}
+    assert packages | {"opreplay_tools"} == set(setup["packages"])
+
+
+def test_make_schema_refuses_another_flatc() -> None:
+    done = subprocess.run(["make", "schema", "FLATC=true"], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode != 0
+    assert "2.0.8" in done.stderr and "FLATC=" in done.stderr
