@@ -1,0 +1,88 @@
+"""Dump: JSONL rows a second against iree-dump-replay, which is written in C, whole processes against whole processes.
+
+IREE's capture is a small module called again and again under iree-benchmark-module, which records nine rows a call;
+ours are training steps of the tiny GPT-2. Both have at least 320,000 rows, and both dumps go to /dev/null.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+
+import tiny_gpt2
+import torch
+from measuring import arguments, in_turns, median_of, row, scratch
+
+import replayfmt
+
+HERE = Path(__file__).parent
+BIN = Path(sys.executable).parent
+IREE = ("iree-compile", "iree-benchmark-module", "iree-dump-replay")
+
+
+def rows_and_bytes(command: list[str]) -> tuple[int, int]:
+    """How many lines and bytes a command prints."""
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        lines = length = 0
+        while block := process.stdout.read(1 << 20):
+            lines, length = lines + block.count(b"\n"), length + len(block)
+    if process.returncode:
+        raise SystemExit(f"{command} gave exit code {process.returncode}")
+    return lines, length
+
+
+def to_null(command: list[str]) -> float:
+    begin = perf_counter()
+    subprocess.run(command, stdout=subprocess.DEVNULL, check=True)
+    return perf_counter() - begin
+
+
+def iree_capture(directory: Path, calls: int) -> Path:
+    module, path = directory / "add.vmfb", directory / "add.ireereplay"
+    subprocess.run([BIN / "iree-compile", HERE / "add.mlir", "--iree-hal-target-device=local",
+                    "--iree-hal-local-target-device-backends=vmvx", "-o", module], check=True)
+    subprocess.run([BIN / "iree-benchmark-module", f"--module={module}", "--function=main", "--device=local-sync",
+                    "--input=4xf32=1", "--input=4xf32=2", f"--benchmark_min_time={calls}x",
+                    f"--device_replay_output={path}"], check=True, capture_output=True)
+    return path
+
+
+def main() -> None:
+    quick = arguments(__doc__).quick
+    torch.set_num_threads(1)
+    wanted = 3_000 if quick else 320_000
+    with scratch() as directory:
+        path, run = directory / "steps.opreplay", tiny_gpt2.training_step()
+        times = wanted // tiny_gpt2.operators(run) + 1
+        with replayfmt.capture(path, payload="none"):
+            for _ in range(times):
+                run()
+        ours = [str(BIN / "opreplay-dump"), "--format=jsonl", str(path)]
+        our_rows, our_bytes = rows_and_bytes(ours)
+        if any(shutil.which(BIN / tool) is None for tool in IREE):
+            taken = in_turns({"ours": lambda: to_null(ours)}, 1 if quick else 5)
+            row("dump, JSONL rows a second / iree-dump-replay's", None, at_least=1.3,
+                reason="IREE's tools are not installed", rows_a_second=our_rows / median(taken["ours"]))
+            return
+        theirs = [str(BIN / "iree-dump-replay"), "--format=jsonl", str(iree_capture(directory, wanted // 9 + 1))]
+        their_rows, their_bytes = rows_and_bytes(theirs)
+        empty = directory / "empty.opreplay"
+        with replayfmt.capture(empty, payload="none"):
+            torch.ones(1)
+        start = [*ours[:2], str(empty)]
+        commands = {"ours": ours, "theirs": theirs, "start": start}
+        taken = in_turns({name: lambda c=command: to_null(c) for name, command in commands.items()}, 1 if quick else 7)
+    row("dump, JSONL rows a second / iree-dump-replay's",
+        median_of(lambda o, t: (our_rows / o) / (their_rows / t), taken["ours"], taken["theirs"]), at_least=1.3,
+        rows=our_rows, bytes_a_row=our_bytes / our_rows, rows_a_second=our_rows / median(taken["ours"]),
+        start_seconds=median(taken["start"]), iree_rows=their_rows, iree_bytes_a_row=their_bytes / their_rows,
+        iree_rows_a_second=their_rows / median(taken["theirs"]))
+
+
+if __name__ == "__main__":
+    main()
