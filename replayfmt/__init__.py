@@ -1,16 +1,16 @@
 """OpReplay: capture the operators a PyTorch program issues into one file, and do that work again without the program.
 
-`open` needs no torch; `capture`, `scope`, `Recorder` and `Plan` import it when they are first used.
+Every name is imported when it is first used: `open` needs no torch, `capture`, `scope`, `Recorder` and `Plan` do.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from replayfmt.api import Capture, open
 from replayfmt.errors import OpReplayError, ReplayMismatch, ReplayRefused
 
 if TYPE_CHECKING:
+    from replayfmt.api import Capture, open
     from replayfmt.recording.recorder import Recorder, capture, scope
     from replayfmt.replay.plan import Plan
 
@@ -26,7 +26,9 @@ __all__ = [
     "scope",
 ]
 
-_NEEDS_TORCH = {
+_HOME = {
+    "Capture": "replayfmt.api",
+    "open": "replayfmt.api",
     "Recorder": "replayfmt.recording.recorder",
     "capture": "replayfmt.recording.recorder",
     "scope": "replayfmt.recording.recorder",
@@ -35,8 +37,8 @@ _NEEDS_TORCH = {
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _NEEDS_TORCH:
+    if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module
 
-    return getattr(import_module(_NEEDS_TORCH[name]), name)
+    return getattr(import_module(_HOME[name]), name)
