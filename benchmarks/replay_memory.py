@@ -32,7 +32,7 @@ def program(quick: bool, path: Path | None) -> None:
 
     def step() -> None:
         optimizer.zero_grad()
-        network(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
+        network(input_ids=tokens, use_cache=False).logits.logsumexp(-1).mean().backward()
         optimizer.step()
 
     step()

@@ -31,7 +31,9 @@ def machine() -> dict[str, Any]:
 def rows_of(script: str, quick: bool) -> list[dict[str, Any]]:
     """The rows of one script; a script that fails is a row without a measurement, and its output goes to stderr."""
     command = [sys.executable, str(HERE / f"{script}.py"), *(["--quick"] if quick else [])]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+    # ExecutionTraceObserver announces every start and stop as a warning.
+    environment = {**os.environ, "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environment)
     rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"what"')]
     if done.returncode:
         rows.append({"what": script, "measured": None, "unit": "", "at_most": None, "at_least": None, "met": None,

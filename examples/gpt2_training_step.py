@@ -13,13 +13,14 @@ import replayfmt
 torch.manual_seed(0)
 
 with replayfmt.scope("init"):
-    config = GPT2Config(n_layer=2, n_embd=64, n_head=4, n_positions=64, vocab_size=256)
+    config = GPT2Config(n_layer=2, n_embd=64, n_head=4, n_positions=64, vocab_size=256, bos_token_id=0, eos_token_id=0)
     model = GPT2LMHeadModel(config).train()  # dropout stays on: its random numbers are captured too
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     tokens = torch.randint(config.vocab_size, (2, 32))
 
 with replayfmt.scope("execute"):
-    loss = model(input_ids=tokens, labels=tokens).loss
+    logits = model(input_ids=tokens, use_cache=False).logits
+    loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
     loss.backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
