@@ -1,0 +1,88 @@
+"""The console's table of a benchmark: what was run, a row for each region and repetition, and what to doubt of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from .report import Report
+from .units import duration, rate
+
+# Where there is no terminal to fit, nothing is wrapped: the lines are for other programs and for files.
+_UNLIMITED = 10_000
+
+
+def print_report(report: Report, console: Console | None = None) -> None:
+    """Print a report to stdout, or to `console`."""
+    console = console or Console(highlight=False)
+    if not console.is_terminal:
+        console.width = _UNLIMITED
+    context = report.context
+    _line(console, f"capture   {context['capture']} (session {context['capture_session']})")
+    threads = context["torch_num_threads"]
+    _line(console, f"run on    {', '.join(context['devices'])}; torch {context['torch_version']}, {threads} "
+                   f"thread{'s' if threads != 1 else ''}; {context['num_cpus']} CPUs")
+    _line(console, f"verified  {context['verified']}")
+    console.print()
+    console.print(_table(report.rows))
+    console.print()
+    for row in _one_each(report.rows):
+        _line(console, _captured(row))
+    for warning in context["warnings"]:
+        _line(console, f"WARNING: {warning}", "yellow")
+    for row in _one_each(report.rows):
+        for warning in row["warnings"]:
+            _line(console, f"WARNING: {row['run_name']}: {warning}", "yellow")
+
+
+def _line(console: Console, text: str, style: str = "") -> None:
+    console.print(Text(text, style=style), soft_wrap=True)
+
+
+def _one_each(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The first repetition of each region: what is said once, not for each repetition."""
+    return [row for row in rows if row.get("repetition_index") == 0]
+
+
+def _captured(row: dict[str, Any]) -> str:
+    if row["captured_time"] is None:
+        return f"{row['run_name']}: time under capture not measured: {row['captured_time_reason']}"
+    passes = f" in {row['passes']} passes" if row["passes"] > 1 else ""
+    return (f"{row['run_name']}: took {duration(row['captured_time'])}{passes} while it was captured, the recorder's "
+            "own work included")
+
+
+def _table(rows: list[dict[str, Any]]) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    host = any("host_time" in row for row in rows)
+    table.add_column("Benchmark", no_wrap=True)
+    names = ["Real time (mean)", "CPU time", *(["Host time"] if host else []), "Iterations", "Median", "Median 95%",
+             "Std. dev.", "Minimum", "Ops/s"]
+    for name in names:
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in rows:
+        table.add_row(*_cells(row, host))
+    return table
+
+
+def _cells(row: dict[str, Any], host: bool) -> list[str]:
+    """One row. An aggregate has no figures over iterations, and `_cv` is a share of everything it stands for."""
+    share = row.get("aggregate_unit") == "percentage"
+
+    def shown(name: str) -> str:
+        if name not in row:
+            return ""
+        if share:
+            return "-" if row[name] is None else f"{row[name]:.2%}"
+        return rate(row[name]) if name == "ops_per_second" else duration(row[name])
+
+    interval = ""
+    if "samples" in row:
+        low, high = row["median_real_time_low"], row["median_real_time_high"]
+        interval = "-" if low is None else f"{duration(low)} .. {duration(high)}"
+    return [row["name"], shown("real_time"), shown("cpu_time"), *([shown("host_time")] if host else []),
+            str(row["iterations"]), shown("median_real_time"), interval, shown("stddev_real_time"),
+            shown("min_real_time"), shown("ops_per_second")]

@@ -1,0 +1,78 @@
+"""What a measurement ran on, in the words of Google Benchmark's JSON context: host, processors, caches, load.
+
+Read from the operating system only (no torch), so that it can be tested against a made-up /sys and /proc. What the
+machine does not tell is absent, never zero.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import sys
+from contextlib import suppress
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+
+
+def machine_context(root: Path = Path("/")) -> dict[str, Any]:
+    """The context fields that are about the machine, now. `root` is where proc and sys are."""
+    context: dict[str, Any] = {
+        "date": datetime.now().astimezone().isoformat(timespec="seconds"),
+        "host_name": socket.gethostname(),
+        "executable": sys.argv[0],
+        "num_cpus": os.cpu_count(),
+    }
+    known = {
+        "mhz_per_cpu": _frequency(root),
+        "cpu_scaling_enabled": frequency_scaling(root),
+        "caches": _caches(root),
+        "load_avg": _load(root),
+    }
+    return context | {key: value for key, value in known.items() if value is not None}
+
+
+def frequency_scaling(root: Path = Path("/")) -> bool | None:
+    """Whether some processor's frequency is left to vary; None where the machine does not say."""
+    governors = [_text(path) for path in root.glob("sys/devices/system/cpu/cpu[0-9]*/cpufreq/scaling_governor")]
+    known = [governor for governor in governors if governor]
+    return any(governor != "performance" for governor in known) if known else None
+
+
+def _frequency(root: Path) -> int | None:
+    """Nominal MHz of the first processor."""
+    maximum = _text(root / "sys/devices/system/cpu/cpu0/cpufreq/cpuinfo_max_freq")
+    if maximum and maximum.isdigit():
+        return round(int(maximum) / 1000)
+    found = re.search(r"^cpu MHz\s*:\s*([\d.]+)", _text(root / "proc/cpuinfo") or "", re.MULTILINE)
+    return round(float(found[1])) if found else None
+
+
+def _caches(root: Path) -> list[dict[str, Any]] | None:
+    """The first processor's caches, sizes in bytes."""
+    caches = []
+    for index in sorted(root.glob("sys/devices/system/cpu/cpu0/cache/index[0-9]*")):
+        size = re.fullmatch(r"(\d+)([KMG]?)", _text(index / "size") or "")
+        level, kind = _text(index / "level"), _text(index / "type")
+        sharing = _text(index / "shared_cpu_map")
+        if not (size and level and kind and sharing):
+            continue
+        caches.append({"type": kind, "level": int(level), "size": int(size[1]) * _UNITS[size[2]],
+                       "num_sharing": int(sharing.replace(",", ""), 16).bit_count()})
+    return caches or None
+
+
+def _load(root: Path) -> list[float] | None:
+    """Load averages over 1, 5 and 15 minutes."""
+    words = (_text(root / "proc/loadavg") or "").split()[:3]
+    return [float(word) for word in words] if len(words) == 3 else None
+
+
+def _text(path: Path) -> str | None:
+    """A small file's content, stripped; None where it cannot be read, which is how a kernel says it does not know."""
+    with suppress(OSError):
+        return path.read_text(encoding="utf-8", errors="replace").strip()
+    return None

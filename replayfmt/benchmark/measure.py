@@ -1,0 +1,247 @@
+"""Runs a plan again and again and keeps what every single replay took.
+
+One repetition after the other: each replay restores its state untimed, then runs the whole capture between the start
+and the stop of a stopwatch, or of one stopwatch a scope where scopes are measured. Nothing is verified while anything
+is timed: a verified replay before the first and after the last timed one frames them, and where one does not match
+there are no results at all.
+
+What could disturb a measurement: Python's cyclic garbage collector is run before each repetition and is off while
+replays are timed (as `timeit` does), except that it runs between two replays, untimed, where they left much behind;
+thread counts and every other numeric setting are the capture's own (the plan sets them). It freezes no objects, because
+what another part of the process froze could not be told apart afterwards.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from replayfmt.errors import ReplayMismatch, UsageError
+from replayfmt.format.reader import CaptureReader
+
+from .min_time import MOST_ITERATIONS, MinTime
+from .scopes import Region, find_regions, whole_capture
+from .statistics import Statistics, summarize
+from .stopwatch import Clock, ScopeWatch, Stopwatch, Times, stopwatch_for
+
+# Restoring state is untimed and may take many times the replay: --benchmark-min-time counts timed seconds, and gives up
+# after this many times as much real time. The rule and the number are Google Benchmark's.
+PATIENCE = 5
+# Objects born since the last collection that are worth an untimed collection between two replays.
+_MUCH_GARBAGE = 20_000
+
+
+class Plan(Protocol):
+    """What is used of `replayfmt.replay.plan.Plan`."""
+
+    @property
+    def devices(self) -> Sequence[torch.device]: ...
+
+    def execute(self, *, verify: str = "none", on_scope: Callable[[str, str, str, int], None] | None = None,
+                timer: Stopwatch | None = None) -> Any: ...
+
+
+@dataclass(frozen=True)
+class Options:
+    """How to measure. `warmup` counts untimed replays before each repetition's first timed one."""
+
+    min_time: MinTime = field(default_factory=lambda: MinTime(seconds=0.5))
+    repetitions: int = 1
+    warmup: int = 2
+    verify: str = "auto"
+    scopes: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.repetitions < 1:
+            raise UsageError(f"--benchmark-repetitions={self.repetitions}: expected 1 or more")
+        if self.warmup < 0:
+            raise UsageError(f"--benchmark-warmup={self.warmup}: expected 0 or more iterations")
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One repetition of one region: what each of its iterations took, in nanoseconds, in order.
+
+    `host` is there where `real` is the devices' time: how long the host took to issue the work.
+    """
+
+    real: np.ndarray
+    cpu: np.ndarray
+    host: np.ndarray | None
+
+    @staticmethod
+    def of(times: Sequence[Times]) -> Sample:
+        host = [each.host_ns for each in times if each.host_ns is not None]
+        return Sample(np.array([each.real_ns for each in times], dtype=np.float64),
+                      np.array([each.cpu_ns for each in times], dtype=np.float64),
+                      np.array(host, dtype=np.float64) if len(host) == len(times) else None)
+
+    def statistics(self) -> Statistics:
+        """Over the iterations' real times."""
+        return summarize(self.real)
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One region with its repetitions; each has the same number of iterations."""
+
+    region: Region
+    samples: list[Sample]
+
+
+@dataclass(frozen=True)
+class Run:
+    """A finished benchmark whose verifications held.
+
+    `measurements` has one entry a row asked for. `whole` is the entire replay's, also where only scopes were asked
+    for. `before` and `after` are the verified replays' results, None where nothing was to be verified. `cut_short` is
+    how many seconds had gone by when measuring gave up on collecting the timed seconds asked for, else None.
+    """
+
+    options: Options
+    measurements: list[Measurement]
+    whole: Measurement
+    before: Any | None
+    after: Any | None
+    cut_short: float | None
+
+
+# What is going on, how many are done, of how many (None: not known yet).
+Progress = Callable[[str, int, int | None], None]
+
+
+def measure(plan: Plan, reader: CaptureReader, options: Options, *, clock: Clock | None = None,
+            progress: Progress | None = None) -> Run:
+    """Benchmark a plan made from `reader`'s capture.
+
+    `clock` replaces the host's clocks. Raises UsageError and ReplayRefused for scopes that cannot be measured, before
+    anything runs; ReplayFailed where a replay fails; ReplayMismatch where a verified one does not match.
+    """
+    regions = find_regions(reader, options.scopes)
+    runner = _Runner(plan, whole_capture(reader), regions, options, clock or Clock(), progress or _no_progress)
+    before = runner.verify("before")
+    iterations, cut_short = runner.first_repetition()
+    for _ in range(1, options.repetitions):
+        runner.repetition(iterations)
+    after = runner.verify("after")
+    whole = Measurement(runner.whole_region, runner.whole_samples)
+    scopes = [Measurement(watch.region, samples) for watch, samples in zip(runner.watches, runner.samples, strict=True)]
+    return Run(options, scopes or [whole], whole, before, after, cut_short)
+
+
+def _no_progress(_what: str, _done: int, _of: int | None) -> None:
+    """Nobody is looking."""
+
+
+class _Runner:
+    """The replays of one benchmark, in order, and what they took so far."""
+
+    def __init__(self, plan: Plan, whole: Region, regions: list[Region], options: Options, clock: Clock,
+                 progress: Progress) -> None:
+        self._plan, self._options, self._clock, self._progress = plan, options, clock, progress
+        self.whole_region = whole
+        self.whole_samples: list[Sample] = []
+        self._stopwatch = stopwatch_for(plan.devices, clock)
+        self.watches = [ScopeWatch(region, stopwatch_for(plan.devices, clock)) for region in regions]
+        self.samples: list[list[Sample]] = [[] for _ in regions]
+
+    def verify(self, when: str) -> Any | None:
+        """One verified, untimed replay; None where verification is off. Raises ReplayMismatch."""
+        if self._options.verify == "none":
+            return None
+        self._progress(f"verifying {when} timing", 0, None)
+        result = self._plan.execute(verify=self._options.verify)
+        self._require_match(result, f"{when} timing")
+        return result
+
+    def first_repetition(self) -> tuple[int, float | None]:
+        """The repetition that finds out how many iterations it takes; the number, and `Run.cut_short`."""
+        goal = self._options.min_time
+        if goal.iterations is not None:
+            self.repetition(goal.iterations)
+            return goal.iterations, None
+        goal_ns = (goal.seconds or 0.0) * 1e9
+        timed = waited = 0.0
+        before = self._clock.real()
+
+        def enough(done: int, last: Times) -> bool:
+            nonlocal timed, waited, before
+            timed += last.real_ns
+            now = self._clock.real()
+            waited += now - before if done > 1 else last.real_ns      # before the first one there were warm-ups
+            before = now
+            return timed >= goal_ns or done >= MOST_ITERATIONS or waited >= PATIENCE * goal_ns
+
+        done = self._repeat(enough, None)
+        return done, waited / 1e9 if timed < goal_ns else None
+
+    def repetition(self, iterations: int) -> None:
+        """Warm up, then time `iterations` replays."""
+        self._repeat(lambda done, _last: done >= iterations, iterations)
+
+    def _repeat(self, enough: Callable[[int, Times], bool], of: int | None) -> int:
+        on_scope = self._on_scope()
+        whole: list[Times] = []
+        scopes: list[list[Times]] = [[] for _ in self.watches]
+        label = f"repetition {len(self.whole_samples) + 1} of {self._options.repetitions}"
+        with _collector_off():
+            for done in range(self._options.warmup):
+                self._progress(f"{label}: warming up", done, self._options.warmup)
+                self._replay(on_scope)
+            self._progress(label, 0, of)
+            while not whole or not enough(len(whole), whole[-1]):
+                whole.append(self._replay(on_scope))
+                for times, watch in zip(scopes, self.watches, strict=True):
+                    times.append(watch.end_replay())
+                if gc.get_count()[0] > _MUCH_GARBAGE:
+                    gc.collect()
+                self._progress(label, len(whole), of)
+        self.whole_samples.append(Sample.of(whole))
+        for samples, times in zip(self.samples, scopes, strict=True):
+            samples.append(Sample.of(times))
+        return len(whole)
+
+    def _replay(self, on_scope: Callable[[str, str, str, int], None] | None) -> Times:
+        """One timed replay of the whole capture."""
+        self._stopwatch.reset()
+        for watch in self.watches:
+            watch.begin_replay()
+        result = self._plan.execute(verify="none", on_scope=on_scope, timer=self._stopwatch)
+        self._require_match(result, "while it was timed")
+        return self._stopwatch.read()
+
+    def _on_scope(self) -> Callable[[str, str, str, int], None] | None:
+        """The cheapest callback that serves every watch: none at all where there is no watch."""
+        if len(self.watches) < 2:
+            return self.watches[0] if self.watches else None
+        watches = tuple(self.watches)
+
+        def every(event: str, name: str, path: str, ordinal: int) -> None:
+            for watch in watches:
+                watch(event, name, path, ordinal)
+
+        return every
+
+    def _require_match(self, result: Any, when: str) -> None:
+        if result.outcome != "ok":
+            raise ReplayMismatch(f"the replay did not match the capture {when}, so there are no times to report: "
+                                 f"{result.divergence}")
+
+
+@contextmanager
+def _collector_off() -> Iterator[None]:
+    """Collect, then keep Python's cyclic garbage collector from running by itself."""
+    was_on = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()

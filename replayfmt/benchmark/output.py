@@ -1,0 +1,70 @@
+"""Result files: refused early, written whole or not at all.
+
+The work before a result is written may take minutes, so whether it can be written is found out first: the file is
+opened under a temporary name beside its final one, and renamed to it once it is complete. Imports only the errors.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from replayfmt.errors import OpReplayError, OutputExists, UsageError
+
+
+class OutputFile:
+    """A result file that is being made. `partial` is where to write it; `commit` gives it its name."""
+
+    def __init__(self, flag: str, path: Path, partial: Path, force: bool) -> None:
+        self._flag, self._path, self._force = flag, path, force
+        self.partial = partial
+        self.committed = False
+
+    def commit(self) -> None:
+        """Give the finished file its final name. Raises OutputExists where one has appeared since, without force."""
+        refuse_existing(self._flag, self._path, self._force)
+        os.replace(self.partial, self._path)
+        self.committed = True
+
+    def write(self, text: str) -> None:
+        """Write all of it and commit. Raises OpReplayError where the disk does not take it."""
+        try:
+            with open(self.partial, "w", encoding="utf-8") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise OpReplayError(f"{self._flag}={self._path}: cannot be written: {error.strerror}") from error
+        self.commit()
+
+
+@contextmanager
+def output_file(flag: str, path: str | os.PathLike[str], force: bool) -> Iterator[OutputFile]:
+    """Open a result file given by a command-line flag; whatever was not committed is removed on leaving.
+
+    Raises OutputExists for an existing file without `force`, and UsageError where there cannot be one at all.
+    """
+    final = Path(path)
+    refuse_existing(flag, path, force)
+    # The ending stays what it was: torch compresses a trace whose name ends in .gz.
+    partial = final.with_name(f".{os.getpid()}.{final.name}")
+    try:
+        os.close(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666))
+    except OSError as error:
+        raise UsageError(f"{flag}={path}: cannot be created: {error.strerror}") from error
+    output = OutputFile(flag, final, partial, force)
+    try:
+        yield output
+    finally:
+        if not output.committed:
+            partial.unlink(missing_ok=True)
+
+
+def refuse_existing(flag: str, path: str | os.PathLike[str], force: bool) -> None:
+    """Raises OutputExists for an existing file without `force`, UsageError for a directory."""
+    if os.path.isdir(path):
+        raise UsageError(f"{flag}={os.fspath(path)}: is a directory, expected a file name")
+    if not force and os.path.lexists(path):
+        raise OutputExists(f"{flag}={os.fspath(path)}: the file exists; --force overwrites it")

@@ -1,0 +1,29 @@
+"""How times and rates are written for people: four significant digits and the unit that fits."""
+
+from __future__ import annotations
+
+_TIME_UNITS = ((1e9, "s"), (1e6, "ms"), (1e3, "us"), (1.0, "ns"))
+_RATE_UNITS = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""))
+_DIGITS = 4
+
+
+def duration(nanoseconds: float | None) -> str:
+    """A time in ns, us, ms or s; `-` where it is not known."""
+    if nanoseconds is None:
+        return "-"
+    scale, unit = next((pair for pair in _TIME_UNITS if abs(nanoseconds) >= pair[0]), _TIME_UNITS[-1])
+    return f"{_digits(nanoseconds / scale)} {unit}"
+
+
+def rate(per_second: float | None) -> str:
+    """A count a second, as 12.34k/s; `-` where it is not known."""
+    if per_second is None:
+        return "-"
+    scale, unit = next((pair for pair in _RATE_UNITS if abs(per_second) >= pair[0]), _RATE_UNITS[-1])
+    return f"{_digits(per_second / scale)}{unit}/s"
+
+
+def _digits(value: float) -> str:
+    """Four significant digits, and never fewer than those before the point."""
+    before = len(str(int(abs(value))))
+    return f"{value:.{max(0, _DIGITS - before)}f}"

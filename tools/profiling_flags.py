@@ -1,0 +1,69 @@
+"""--device-profiling-mode and --device-profiling-output, for the tools that replay: run and benchmark.
+
+`--force` comes with them. What can be checked before a capture is opened is; torch is imported only when they are given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import click
+
+from replayfmt.errors import UsageError
+
+
+def profiling_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the flags, as parameters device_profiling_mode, device_profiling_output and force."""
+    for option in (
+        click.option("--force", is_flag=True, help="Overwrite output files that exist."),
+        click.option("--device-profiling-output", metavar="FILE",
+                     help="Write a torch.profiler trace of one more, untimed replay to FILE (Chrome JSON, or with .gz "
+                          "compressed), with the capture's scopes as annotations."),
+        click.option("--device-profiling-mode", metavar="LIST",
+                     help="What the trace holds, comma-separated: host-ops, device-kernels, memory, shapes, stacks."),
+    ):
+        function = option(function)
+    return function
+
+
+@dataclass(frozen=True)
+class ProfilingRequest:
+    """A trace that the command line asks for."""
+
+    families: tuple[str, ...]
+    output: str
+    force: bool
+
+    def check(self, plan: Any) -> None:
+        """Raises UsageError where the plan's devices or this torch cannot give a family."""
+        from replayfmt.benchmark.profiling import check_families
+
+        check_families(self.families, plan.devices)
+
+    def profile(self, plan: Any) -> None:
+        """Replay the plan once more under the profiler and write the trace; raises what the replay raises."""
+        from replayfmt.benchmark.profiling import profile_replay
+
+        profile_replay(plan, self.families, self.output, force=self.force)
+
+
+def profiling_request(mode: str | None, output: str | None, force: bool) -> ProfilingRequest | None:
+    """What the flags ask for, None where they are not given.
+
+    Raises UsageError for one flag without the other and for unknown families, OutputExists for an existing output.
+    """
+    if mode is None and output is None:
+        return None
+    if mode is None:
+        raise UsageError(f"--device-profiling-output={output}: give --device-profiling-mode=LIST with it, for instance "
+                         "host-ops,shapes")
+    if output is None:
+        raise UsageError(f"--device-profiling-mode={mode}: give --device-profiling-output=FILE with it")
+    from replayfmt.benchmark.output import refuse_existing
+    from replayfmt.benchmark.profiling import OUTPUT_FLAG, parse_families
+
+    families = parse_families(mode)
+    refuse_existing(OUTPUT_FLAG, output, force)
+    return ProfilingRequest(families, output, force)
