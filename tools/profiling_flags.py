@@ -1,6 +1,6 @@
 """--device-profiling-mode and --device-profiling-output, for the tools that replay: run and benchmark.
 
-`--force` comes with them. What can be checked before a capture is opened is; torch is imported only when they are given.
+`--force` comes with them. What can be checked before a capture is opened is. Imports torch only when they are given.
 """
 
 from __future__ import annotations

@@ -28,13 +28,21 @@ from replayfmt.format.reader import CaptureReader
 from .min_time import MOST_ITERATIONS, MinTime
 from .scopes import Region, find_regions, whole_capture
 from .statistics import Statistics, summarize
-from .stopwatch import Clock, ScopeWatch, Stopwatch, Times, stopwatch_for
+from .stopwatch import Clock, ScopeWatch, Times, stopwatch_for
 
 # Restoring state is untimed and may take many times the replay: --benchmark-min-time counts timed seconds, and gives up
 # after this many times as much real time. The rule and the number are Google Benchmark's.
 PATIENCE = 5
 # Objects born since the last collection that are worth an untimed collection between two replays.
 _MUCH_GARBAGE = 20_000
+
+
+class Timer(Protocol):
+    """What a plan starts right before the first op and stops right after the last one, also when one fails."""
+
+    def start(self) -> None: ...
+
+    def stop(self) -> None: ...
 
 
 class Plan(Protocol):
@@ -44,7 +52,7 @@ class Plan(Protocol):
     def devices(self) -> Sequence[torch.device]: ...
 
     def execute(self, *, verify: str = "none", on_scope: Callable[[str, str, str, int], None] | None = None,
-                timer: Stopwatch | None = None) -> Any: ...
+                timer: Timer | None = None) -> Any: ...
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,110 @@
+"""Reasons to doubt a measurement are found and said."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from replayfmt.benchmark import caveats
+from replayfmt.benchmark.caveats import measurement_caveats, run_caveats
+from replayfmt.benchmark.measure import Measurement, Options, Run, Sample
+from replayfmt.benchmark.scopes import Region
+from replayfmt.format.model import Device
+from replayfmt.pytorch.environment import cpu_capability, describe_device
+
+from .fakes import EXECUTE, FakeReader
+
+WHOLE = Region(None, frozenset(), 1, 1, 1)
+CPU = torch.device("cpu")
+
+
+def of_times(*samples):
+    return Measurement(WHOLE, [Sample(np.array(times, dtype=float), np.array(times), None) for times in samples])
+
+
+def run(**fields):
+    measurement = of_times([100] * 10)
+    return replace(Run(Options(), [measurement], measurement, object(), object(), None), **fields)
+
+
+@pytest.fixture(autouse=True)
+def an_idle_machine(monkeypatch):
+    monkeypatch.setattr(caveats.os, "getloadavg", lambda: (0.1, 0.1, 0.1))
+
+
+def test_steady_times_leave_nothing_to_say():
+    assert measurement_caveats(of_times([100, 101] * 5)) == []
+
+
+def test_few_iterations_are_named_with_the_number_that_would_do():
+    assert "only 1 iteration: too few" in measurement_caveats(of_times([100]))[0]
+    assert "--benchmark-min-time=6x" in measurement_caveats(of_times([100] * 5))[0]
+
+
+@pytest.mark.parametrize("high, words", [(130, "could be other work"), (300, "significant influence from outside")])
+def test_noisy_iterations_are_reported_by_how_much_they_vary(high, words):
+    (warning,) = measurement_caveats(of_times([100, high] * 5))
+    assert "repetition 1: iterations vary by " in warning and words in warning
+
+
+def test_repetitions_that_differ_are_reported():
+    assert measurement_caveats(of_times([100] * 10, [200] * 10)) == [
+        "repetitions vary by 47%: the machine was not the same throughout"]
+
+
+def test_a_run_where_the_capture_was_made_leaves_nothing_to_say(tmp_path):
+    assert run_caveats(run(), here(), [CPU], tmp_path) == []
+
+
+def here(**session):
+    reader = FakeReader(EXECUTE)
+    fields = {"torch_version": torch.__version__, "cpu": describe_device(CPU).name, "cpu_capability": cpu_capability()}
+    reader.session = replace(reader.session, **(fields | session))
+    return reader
+
+
+@pytest.mark.parametrize("session, words", [
+    ({"torch_version": "2.11.0"}, "another torch (2.11.0, here "),
+    ({"cpu": "Other 9000"}, "another processor (Other 9000, here "),
+    ({"cpu_capability": "NEON"}, "another CPU capability (NEON, here "),
+])
+def test_another_origin_is_reported(tmp_path, session, words):
+    (warning,) = run_caveats(run(), here(**session), [CPU], tmp_path)
+    assert words in warning
+
+
+def test_what_the_capture_does_not_say_is_not_compared(tmp_path):
+    assert run_caveats(run(), here(torch_version=None, cpu=None, cpu_capability=None), [CPU], tmp_path) == []
+
+
+def test_a_capture_of_a_device_that_is_not_used_here_is_reported(tmp_path):
+    reader = here()
+    reader.devices = (None, Device("cpu", -1, "x"), Device("cuda", 0, "NVIDIA H200"))
+    assert "another CUDA devices (NVIDIA H200, here none)" in run_caveats(run(), reader, [CPU], tmp_path)[0]
+
+
+def test_an_unverified_run_says_so(tmp_path):
+    assert "nothing was verified" in run_caveats(run(before=None), here(), [CPU], tmp_path)[0]
+
+
+def test_a_run_that_was_cut_short_says_so(tmp_path):
+    assert run_caveats(run(cut_short=2.5), here(), [CPU], tmp_path)[0].startswith("stopped after 2.5 s, 5 times")
+
+
+def test_frequency_scaling_is_reported(tmp_path):
+    governor = tmp_path / "sys/devices/system/cpu/cpu0/cpufreq/scaling_governor"
+    governor.parent.mkdir(parents=True)
+    governor.write_text("ondemand\n")
+    assert "CPU frequency scaling" in run_caveats(run(), here(), [CPU], tmp_path)[0]
+
+
+def test_a_busy_machine_is_reported(tmp_path, monkeypatch):
+    monkeypatch.setattr(caveats.os, "getloadavg", lambda: (99.0, 1.0, 1.0))
+    assert "the machine was busy: load average 99.0" in run_caveats(run(), here(), [CPU], tmp_path)[0]
+
+
+def test_an_incomplete_capture_is_reported(tmp_path):
+    reader = here()
+    reader.complete, reader.incomplete_reason = False, "it was never closed"
+    assert run_caveats(run(), reader, [CPU], tmp_path) == ["the capture is incomplete: it was never closed"]

@@ -1,0 +1,177 @@
+"""The rows of a report, in Google Benchmark's JSON and CSV and in the console's table."""
+
+import csv
+import io
+import json
+
+import numpy as np
+import pytest
+import torch
+from rich.console import Console
+
+from replayfmt.benchmark.console import print_report
+from replayfmt.benchmark.measure import Measurement, Options, Run, Sample
+from replayfmt.benchmark.min_time import MinTime
+from replayfmt.benchmark.report import make_report
+from replayfmt.benchmark.scopes import Region
+from replayfmt.benchmark.units import duration, rate
+
+from .fakes import EXECUTE, FakeReader
+
+WHOLE = Region(None, frozenset(), 1, 300, 5_000_000)
+STEP = Region("step 3", frozenset({"execute/step 3"}), 4, 40, None, "the capture holds no times for it")
+
+# What Google Benchmark 1.9.5 itself writes, with repetitions: every field of the three objects.
+CONTEXT = {"date", "host_name", "executable", "num_cpus", "mhz_per_cpu", "cpu_scaling_enabled", "caches", "load_avg",
+           "library_version", "library_build_type", "json_schema_version"}
+ITERATION = ["name", "family_index", "per_family_instance_index", "run_name", "run_type", "repetitions",
+             "repetition_index", "threads", "iterations", "real_time", "cpu_time", "time_unit"]
+AGGREGATE = ["name", "family_index", "per_family_instance_index", "run_name", "run_type", "repetitions", "threads",
+             "aggregate_name", "aggregate_unit", "iterations", "real_time", "cpu_time", "time_unit"]
+MAY_BE_ABSENT = {"mhz_per_cpu", "cpu_scaling_enabled", "caches", "load_avg"}
+
+
+def sample(*real, cpu=None, host=None):
+    return Sample(np.array(real, dtype=float), np.array(cpu or real, dtype=float) / 2,
+                  None if host is None else np.array(host, dtype=float))
+
+
+def report(*measurements, warnings=(), row_warnings=None):
+    run = Run(Options(min_time=MinTime(iterations=3)), list(measurements), measurements[0], None, None, None)
+    return make_report(run, FakeReader(EXECUTE), [torch.device("cpu")], 2, "bitwise: everything", list(warnings),
+                       row_warnings or [[] for _ in measurements])
+
+
+def shown(made):
+    console = Console(file=io.StringIO(), highlight=False)
+    print_report(made, console)
+    return console.file.getvalue()
+
+
+def test_one_repetition_is_one_row_with_google_benchmarks_fields_in_its_order():
+    made = json.loads(report(Measurement(WHOLE, [sample(1000, 2000, 3000)])).json())
+    (row,) = made["benchmarks"]
+    assert list(row)[:len(ITERATION)] == ITERATION
+    assert {name: row[name] for name in ITERATION} == {
+        "name": "BM_replay", "family_index": 0, "per_family_instance_index": 0, "run_name": "BM_replay",
+        "run_type": "iteration", "repetitions": 1, "repetition_index": 0, "threads": 1, "iterations": 3,
+        "real_time": 2000.0, "cpu_time": 1000.0, "time_unit": "ns"}
+    assert CONTEXT - set(made["context"]) <= MAY_BE_ABSENT and made["context"]["json_schema_version"] == 1
+
+
+def test_counters_hold_what_is_ours():
+    (row,) = report(Measurement(WHOLE, [sample(*range(1000, 1010))])).rows
+    assert (row["ops"], row["passes"], row["captured_time"]) == (300, 1, 5_000_000)
+    assert row["ops_per_second"] == pytest.approx(300 / 1004.5e-9)
+    assert (row["median_real_time"], row["min_real_time"], row["max_real_time"]) == (1004.5, 1000, 1009)
+    assert (row["median_real_time_low"], row["median_real_time_high"]) == (1001, 1008)
+    assert row["median_confidence"] > 0.95
+    assert row["stddev_real_time"] == pytest.approx(np.std(range(10), ddof=1))
+    assert row["samples"]["real_time"] == [float(each) for each in range(1000, 1010)]
+    assert "host_time" not in row and "host_time" not in row["samples"]
+
+
+def test_what_is_not_known_is_null_with_a_reason():
+    (row,) = report(Measurement(STEP, [sample(0.0)])).rows
+    for name in ("captured_time", "stddev_real_time", "median_confidence", "ops_per_second"):
+        assert row[name] is None and row[f"{name}_reason"]
+    assert json.loads(report(Measurement(STEP, [sample(0.0)])).json())
+
+
+def test_repetitions_have_aggregates_over_them_as_google_benchmark_makes_them():
+    rows = report(Measurement(STEP, [sample(100, 300), sample(500, 500), sample(200, 200)])).rows
+    assert [row["name"] for row in rows] == ["BM_replay/scope:step 3"] * 3 + [
+        f"BM_replay/scope:step 3_{name}" for name in ("mean", "median", "stddev", "cv")]
+    mean, median, stddev, cv = rows[3:]
+    assert list(mean)[:len(AGGREGATE)] == AGGREGATE
+    assert {row["run_name"] for row in rows} == {"BM_replay/scope:step 3"}
+    assert {row["iterations"] for row in rows[3:]} == {row["repetitions"] for row in rows} == {3}
+    assert (mean["real_time"], median["real_time"]) == (300, 200)
+    assert stddev["real_time"] == pytest.approx(np.std([200, 500, 200], ddof=1))
+    assert cv["real_time"] == pytest.approx(stddev["real_time"] / 300)
+    assert [row["aggregate_unit"] for row in rows[3:]] == ["time", "time", "time", "percentage"]
+    assert mean["cpu_time"] == 150
+    assert mean["min_real_time"] == pytest.approx((100 + 500 + 200) / 3)
+
+
+def test_each_region_is_a_family_of_its_own():
+    rows = report(Measurement(WHOLE, [sample(1, 2)] * 2), Measurement(STEP, [sample(1, 1)] * 2)).rows
+    assert [row["family_index"] for row in rows] == [0] * 6 + [1] * 6
+
+
+def test_on_a_device_the_hosts_time_is_beside_the_devices():
+    made = report(Measurement(WHOLE, [sample(1000, 3000, host=(400, 600)), sample(1000, 3000, host=(100, 300))]))
+    assert [row["host_time"] for row in made.rows] == pytest.approx([500, 200, 350, 350, 212.13203435, 0.6060915267])
+    assert made.rows[0]["samples"]["host_time"] == [400, 600]
+    assert "Host time" in shown(made) and "Host time" not in shown(report(Measurement(WHOLE, [sample(1)])))
+
+
+def test_two_reports_can_be_paired_by_name_and_unit():
+    """What compare.py does: rows of one name, in the unit of the first, compared one by one."""
+    old = json.loads(report(Measurement(WHOLE, [sample(100, 300), sample(200, 200)])).json())
+    new = json.loads(report(Measurement(WHOLE, [sample(1e9, 3e9), sample(2e9, 2e9)])).json())
+    for name in {row["name"] for row in old["benchmarks"]}:
+        pair = [[row for row in made["benchmarks"] if row["name"] == name] for made in (old, new)]
+        assert len(pair[0]) == len(pair[1]) and {row["time_unit"] for side in pair for row in side} == {"ns"}
+        assert all(isinstance(row["real_time"], float) and isinstance(row["cpu_time"], float)
+                   for side in pair for row in side)
+
+
+def test_csv_has_google_benchmarks_columns_and_then_the_counters():
+    text = report(Measurement(WHOLE, [sample(1000, 3000), sample(1000, 1000)])).csv()
+    rows = list(csv.DictReader(io.StringIO(text)))
+    assert text.startswith("name,iterations,real_time,cpu_time,time_unit,bytes_per_second,items_per_second,label,"
+                           "error_occurred,error_message,captured_time,")
+    assert [row["name"] for row in rows][:3] == ["BM_replay", "BM_replay", "BM_replay_mean"]
+    assert (rows[0]["iterations"], rows[0]["real_time"], rows[0]["time_unit"]) == ("2", "2000.0", "ns")
+    assert rows[0]["captured_time"] == "5000000" and rows[0]["label"] == "" and rows[2]["captured_time"] == ""
+    assert rows[-1]["name"] == "BM_replay_cv" and rows[-1]["time_unit"] == ""
+    assert not {"samples", "warnings"} & set(rows[0])
+
+
+def test_the_console_shows_every_figure_and_what_the_capture_took():
+    text = shown(report(Measurement(WHOLE, [sample(*[1.5e6] * 9, 2e6)])))
+    header, row = [line for line in text.splitlines() if line.startswith(("Benchmark", "BM_replay "))]
+    for title in ("Real time (mean)", "CPU time", "Iterations", "Median", "Std. dev.", "Minimum", "Ops/s"):
+        assert title in header
+    assert row.split("  ")[0] == "BM_replay"
+    for figure in ("1.550 ms", "775.0 us", " 10 ", "1.500 ms", "158.1 us", "193.5k/s", "1.500 ms .. 1.500 ms"):
+        assert figure in row
+    assert "took 5.000 ms while it was captured" in text and "verified  bitwise: everything" in text
+
+
+def test_the_console_says_why_the_capture_tells_no_time_and_how_many_passes_there_were():
+    assert "not measured: the capture holds no times for it" in shown(report(Measurement(STEP, [sample(1, 2)])))
+    timed = Region("step 3", frozenset(), 4, 40, 2000)
+    assert "took 2.000 us in 4 passes while" in shown(report(Measurement(timed, [sample(1, 2)])))
+
+
+def test_the_console_shows_coefficients_of_variation_as_shares():
+    text = shown(report(Measurement(WHOLE, [sample(100), sample(300)])))
+    (row,) = [line for line in text.splitlines() if line.startswith("BM_replay_cv")]
+    assert "70.71%" in row
+
+
+def test_warnings_stand_under_the_table_and_in_the_json():
+    made = report(Measurement(WHOLE, [sample(1, 2)]), warnings=["the machine was busy"], row_warnings=[["too few"]])
+    assert "WARNING: the machine was busy\nWARNING: BM_replay: too few\n" in shown(made)
+    assert made.context["warnings"] == ["the machine was busy"] and made.rows[0]["warnings"] == ["too few"]
+
+
+def test_nothing_is_cut_off_where_there_is_no_terminal():
+    name = "execute/" + "model.layers.0.self_attn/" * 10 + "q_proj"
+    made = report(Measurement(Region(name, frozenset(), 1, 1, 10), [sample(1, 2)]))
+    assert f"BM_replay/scope:{name} " in shown(made)
+
+
+@pytest.mark.parametrize("nanoseconds, text", [
+    (0, "0.000 ns"), (12.345, "12.35 ns"), (999.9, "999.9 ns"), (1000, "1.000 us"), (123_456, "123.5 us"),
+    (1.5e6, "1.500 ms"), (2.5e9, "2.500 s"), (123456e9, "123456 s"), (None, "-"), (-1.5e3, "-1.500 us")])
+def test_times_have_four_digits_and_the_unit_that_fits(nanoseconds, text):
+    assert duration(nanoseconds) == text
+
+
+@pytest.mark.parametrize("per_second, text", [
+    (12.5, "12.50/s"), (260_123, "260.1k/s"), (3.2e6, "3.200M/s"), (None, "-")])
+def test_rates_likewise(per_second, text):
+    assert rate(per_second) == text

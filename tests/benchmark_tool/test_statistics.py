@@ -1,0 +1,62 @@
+"""The arithmetic over measured times, against values worked out by hand and by simulation."""
+
+import math
+
+import numpy as np
+import pytest
+
+from replayfmt.benchmark.statistics import CONFIDENCE, median_interval, summarize
+
+
+def test_an_even_sample_has_the_mean_of_the_middle_two_as_its_median():
+    found = summarize([4.0, 1.0, 3.0, 2.0])
+    assert (found.count, found.median, found.mean, found.minimum, found.maximum) == (4, 2.5, 2.5, 1.0, 4.0)
+    assert found.standard_deviation == pytest.approx(math.sqrt(5 / 3))      # of the sample: n - 1
+    assert found.variation == pytest.approx(math.sqrt(5 / 3) / 2.5)
+
+
+def test_one_time_has_no_spread_and_says_so():
+    found = summarize([7.0])
+    assert (found.median, found.mean, found.minimum, found.maximum) == (7.0, 7.0, 7.0, 7.0)
+    assert found.standard_deviation is None and found.variation is None and found.interval is None
+    assert set(found.reasons) == {"standard_deviation", "interval"} and "6 are needed" in found.reasons["interval"]
+
+
+def test_an_empty_sample_is_refused():
+    with pytest.raises(ValueError):
+        summarize([])
+
+
+def test_times_of_zero_have_no_coefficient_of_variation():
+    assert summarize([0.0, 0.0]).variation is None
+
+
+def test_five_times_are_too_few_for_an_interval_and_six_are_enough():
+    assert median_interval(np.arange(5.0)) is None
+    interval = median_interval(np.array([6.0, 1, 5, 2, 4, 3]))
+    assert (interval.low, interval.high, interval.confidence) == (1.0, 6.0, 1 - 2 / 64)
+
+
+@pytest.mark.parametrize("count, rank", [(8, 1), (9, 2), (20, 6), (31, 10), (71, 27), (100, 40)])
+def test_the_interval_lies_between_the_ranks_that_the_binomial_distribution_gives(count, rank):
+    """Ranks as in published tables of confidence intervals for the median (95%), and their confidence counted out."""
+    interval = median_interval(np.arange(1.0, count + 1))
+    assert (interval.low, interval.high) == (rank, count + 1 - rank)
+    tail = sum(math.comb(count, below) for below in range(rank)) / 2**count
+    assert interval.confidence == pytest.approx(1 - 2 * tail) and interval.confidence >= CONFIDENCE
+
+
+def test_the_approximation_for_large_samples_is_no_narrower_than_the_exact_interval():
+    for count in (1001, 2000, 5001):
+        interval = median_interval(np.arange(1.0, count + 1))
+        rank = int(interval.low)
+        tail = sum(math.comb(count, below) for below in range(rank)) / 2**count
+        assert 1 - 2 * tail >= CONFIDENCE
+        assert interval.confidence == pytest.approx(1 - 2 * tail, abs=1e-3)
+
+
+def test_the_interval_encloses_the_true_median_as_often_as_it_says():
+    random = np.random.default_rng(7)
+    samples = random.exponential(size=(2000, 15))      # as skewed as times are
+    held = sum(interval.low <= math.log(2) <= interval.high for interval in map(median_interval, samples))
+    assert held / len(samples) > 0.95
