@@ -1,0 +1,204 @@
+"""What a dump says before its records: the file, the summary, the session, and every definition that records refer to.
+
+As rows (plain dicts, in the order of docs/rows.md) for JSON lines, and the summary as text for people.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from typing import Any
+
+from replayfmt.format.codes import Codec, RecordKind, StorageOrigin, ValueKind
+from replayfmt.format.model import Device, Session
+from replayfmt.format.reader import CaptureReader, RecordFrame
+
+from .json_text import encode, quote
+from .text import printable
+
+Row = dict[str, Any]
+
+
+def file_row(reader: CaptureReader) -> Row:
+    """What kind of file this is, and whether all of it is there."""
+    return {
+        "kind": "file", "path": str(reader.path), "version": f"{reader.version[0]}.{reader.version[1]}",
+        "complete": reader.complete, "length": reader.length,
+        "incomplete_reason": None if reader.complete else reader.incomplete_reason, "warnings": list(reader.warnings),
+    }
+
+
+def obstacles(reader: CaptureReader) -> list[str]:
+    """Why a strict replay would refuse this capture, as far as the file alone can tell; empty where nothing speaks
+    against it. (An operator that the replaying build lacks, say, is found by opreplay-run.)"""
+    found = []
+    if not reader.complete:
+        found.append("incomplete")
+    if reader.summary.unsupported:
+        found.append("unsupported records")
+    if reader.summary.absent_storages:
+        found.append("contents not captured")
+    used = (signature for signature in reader.signatures[1:] if signature.kind == RecordKind.op)
+    if any(node.kind == ValueKind.opaque for signature in used for node in signature.nodes):
+        found.append("opaque arguments")
+    if reader.summary.records.get(RecordKind.collective):
+        found.append("collectives")
+    return found
+
+
+def summary_row(reader: CaptureReader) -> Row:
+    """Totals over the whole capture. External files do not exist in format 1.0, so what counts them is zero."""
+    summary = reader.summary
+    records = {kind.name: summary.records.get(kind, 0) for kind in RecordKind if kind != RecordKind.none}
+    return {
+        "kind": "summary", "hermetic": True, "environment_referenced": False,
+        "strict_replay_supported": not obstacles(reader), "ops": records["op"], "kernels": len(reader.kernels) - 1,
+        "storages": summary.storages,
+        "scopes": {"begin": records["scope_begin"], "end": records["scope_end"]},
+        "payloads": {"count": len(reader.payloads), "bytes": summary.storage_payload_bytes},
+        "files": {"external": 0, "inline": 0, "ranges": 0, "unknown": 0},
+        "file_bytes": {"external": 0, "inline": 0, "ranges": 0},
+        "file_validation": {"identity": 0, "digest": 0, "none": 0, "unknown": 0},
+        "unsupported": dict(sorted(summary.unsupported.items())),
+        "records": records, "absent_storages": summary.absent_storages, "duration_ns": summary.ended_ns,
+        "recovered": summary.recovered,
+    }
+
+
+def created(session: Session) -> str | None:
+    """When the capture was started, as ISO 8601 in UTC. None where that is not known or no date at all."""
+    if not 0 < session.created_unix_ns < 253402300800 * 10**9:
+        return None
+    return datetime.fromtimestamp(session.created_unix_ns // 10**9, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def session_row(session: Session) -> Row:
+    """What the capture says of its origin."""
+    return {
+        "kind": "session", "session_id": session.session_id, "producer": session.producer,
+        "producer_version": session.producer_version, "created": created(session),
+        # Always a string, so that its type does not depend on its size.
+        "created_unix_ns": str(session.created_unix_ns) if session.created_unix_ns else None,
+        "torch_version": session.torch_version, "python_version": session.python_version, "platform": session.platform,
+        "host": session.host, "cpu": session.cpu, "cpu_capability": session.cpu_capability,
+        "argv": list(session.argv), "working_directory": session.working_directory,
+        "rank": session.rank, "world_size": session.world_size,
+        "libraries": session.libraries, "settings": session.settings, "policies": session.policies,
+    }
+
+
+def fingerprint(device: Device) -> Any:
+    """The device's properties as an object; as text where the capture's text is not one."""
+    try:
+        return json.loads(device.fingerprint) if device.fingerprint else None
+    except (ValueError, RecursionError):
+        return device.fingerprint
+
+
+def definition_rows(reader: CaptureReader) -> Iterator[Row]:
+    """The session, then devices, kernels, generators, scopes and payloads by id."""
+    yield session_row(reader.session)
+    names = [None, *(str(device) for device in reader.devices[1:])]
+    for number, device in enumerate(reader.devices[1:], start=1):
+        yield {
+            "kind": "device", "id": number, "device": names[number], "type": device.kind,
+            "index": device.index if device.index >= 0 else None, "name": device.name or None,
+            "fingerprint": fingerprint(device),
+        }
+    for number, kernel in enumerate(reader.kernels[1:], start=1):
+        yield {
+            "kind": "kernel", "id": number, "name": kernel.name, "overload": kernel.overload, "schema": kernel.schema,
+            "calls": reader.summary.kernel_calls.get(number, 0), "kernel_kind": kernel.kind.name,
+        }
+    for number, generator in enumerate(reader.generators[1:], start=1):
+        yield {"kind": "generator", "id": number, "device": names[generator.device], "default": generator.default}
+    for number, scope in enumerate(reader.scopes[1:], start=1):
+        yield {
+            "kind": "scope", "id": number, "name": scope.name, "path": reader.scope_path(number),
+            "parent": scope.parent or None,
+        }
+    for payload in reader.payloads:
+        yield {
+            "kind": "payload", "id": payload.id, "bytes": payload.raw_bytes, "digest": payload.digest,
+            "range": {"offset": payload.offset, "length": payload.stored_bytes,
+                      "compression": Codec(payload.codec).name},
+        }
+
+
+def lines(rows: Iterator[Row]) -> Iterator[str]:
+    """Rows as JSON lines."""
+    for row in rows:
+        yield encode(row) + "\n"
+
+
+def storage_lines(reader: CaptureReader, frame: RecordFrame) -> str:
+    """The rows of the storages born in a frame, as JSON lines. There may be as many as ops, hence no dicts."""
+    devices = ["null", *(quote(str(device)) for device in reader.devices[1:])]
+    origins = {origin.value: quote(origin.name) for origin in StorageOrigin}
+    return "".join([
+        f'{{"kind":"storage","id":{number},"device":{devices[device]},"bytes":{encode(size)},'
+        f'"origin":{origins[origin]},"payload":{payload or "null"}}}\n'
+        for number, (size, device, origin, payload) in enumerate(
+            zip(frame.storage_bytes.tolist(), frame.storage_device.tolist(), frame.storage_origin.tolist(),
+                frame.storage_payload.tolist(), strict=True), start=frame.first_storage)
+    ])
+
+
+# ------------------------------------------------------------------------------------------------------ text for people
+
+
+def counted(number: int, noun: str) -> str:
+    """`1,377 ops`, `1 op`."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def summary_text(reader: CaptureReader) -> str:
+    """The summary as aligned lines, with an empty line after it."""
+    facts = [*_file_facts(reader), *_origin_facts(reader.session), *_content_facts(reader)]
+    return "".join(f"{name:<14}{printable(value, 400)}\n" for name, value in facts if value) + "\n"
+
+
+def _file_facts(reader: CaptureReader) -> list[tuple[str, str]]:
+    version = f"{reader.version[0]}.{reader.version[1]}"
+    return [
+        ("file", f"{reader.path}, {counted(reader.length, 'byte')}, format {version}"),
+        ("complete", "yes" if reader.complete else f"no: {reader.incomplete_reason}"),
+        *(("warning", warning) for warning in reader.warnings),
+    ]
+
+
+def _origin_facts(session: Session) -> list[tuple[str, str]]:
+    makers = [f"{session.producer} {session.producer_version}"]
+    makers += [f"{name} {version}" for name, version in (
+        ("torch", session.torch_version), ("python", session.python_version)) if version]
+    machine = (session.host, session.platform, session.cpu, session.cpu_capability)
+    return [
+        ("captured", " by ".join(filter(None, (created(session), ", ".join(makers))))),
+        ("machine", ", ".join(filter(None, machine))),
+        ("command", " ".join(session.argv)),
+        ("rank", f"{session.rank} of {session.world_size}" if session.world_size > 1 else ""),
+    ]
+
+
+def _content_facts(reader: CaptureReader) -> list[tuple[str, str]]:
+    summary = reader.summary
+    devices = [f"{device} ({device.name})" if device.name else str(device) for device in reader.devices[1:]]
+    ops = summary.records.get(RecordKind.op, 0)
+    records = [f"{counted(ops, 'op')} of {counted(len(reader.kernels) - 1, 'kernel')}"]
+    records += [f"{count:,} {kind.name}" for kind, count in sorted(summary.records.items())
+                if count and kind != RecordKind.op]
+    memory = [counted(summary.storages, "storage"), f"{counted(len(reader.payloads), 'payload')} of "
+              f"{counted(summary.storage_payload_bytes, 'byte')}"]
+    if summary.absent_storages:
+        memory.append(f"{summary.absent_storages:,} without content")
+    unsupported = [f"{count:,} {reason}" for reason, count in sorted(summary.unsupported.items())]
+    against = obstacles(reader)
+    return [
+        ("devices", ", ".join(devices)),
+        ("records", ", ".join(records)),
+        ("scopes", ", ".join(scope.name for scope in reader.scopes[1:] if not scope.parent)),
+        ("memory", ", ".join(memory)),
+        ("unsupported", ", ".join(unsupported) or "none"),
+        ("strict replay", f"refused: {', '.join(against)}" if against else "nothing in the file is against it"),
+    ]

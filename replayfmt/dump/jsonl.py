@@ -1,0 +1,231 @@
+"""Rows of records as JSON, one object a line: what `opreplay-dump --format=jsonl` prints for ops and the other kinds.
+
+docs/rows.md documents every key. Rows of definitions (file, summary, kernels, …) are in definitions.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from replayfmt.format.codes import DType, Layout, MemoryFormat, RecordKind, TensorFlag, ValueKind
+from replayfmt.format.model import Node, Signature, TensorMeta
+from replayfmt.format.reader import CaptureReader, RecordFrame
+
+from .json_text import EXACT, encode, integer, number, quote
+from .templates import Hole, Piece, Slot
+from .values import Columns, Cursor, Dialect, Made, device_slot
+
+# Kinds whose value is plain JSON; lists of one such kind hold these values themselves.
+PLAIN = frozenset({
+    ValueKind.none, ValueKind.bool, ValueKind.int, ValueKind.float, ValueKind.complex, ValueKind.string,
+    ValueKind.dtype, ValueKind.layout, ValueKind.memory_format, ValueKind.device, ValueKind.process_group,
+    ValueKind.opaque,
+})
+RUNS = {ValueKind.int: Hole.integers, ValueKind.float: Hole.numbers}
+REFERENCES = frozenset({ValueKind.storage, ValueKind.generator, ValueKind.payload})
+CODES: dict[ValueKind, Callable[[int], Any]] = {
+    ValueKind.dtype: DType, ValueKind.layout: Layout, ValueKind.memory_format: MemoryFormat,
+}
+
+# Keys of a host_read or digest row that carries no digest: a capture may have been made without them.
+DIGEST_KEYS = ("hash", "elements", "nan", "inf", "min", "max", "mean", "l2", "sample")
+NO_DIGEST = "".join(f',"{key}":null' for key in DIGEST_KEYS)
+
+
+class JsonLines(Dialect):
+    """Writes records as JSON objects."""
+
+    def __init__(self, reader: CaptureReader) -> None:
+        super().__init__(reader)
+        self._devices = ["null", *(quote(str(device)) for device in reader.devices[1:])]
+        self._metas = Made(lambda number: self._meta(reader.metas[number]))
+        self._meta_devices = Made(lambda number: self._devices[reader.metas[number].device])
+
+    def scope(self, number: int) -> str:
+        return quote(self.reader.scope_path(number))
+
+    # ------------------------------------------------------------------------------------------------------- columns
+
+    def columns(self, frame: RecordFrame) -> Columns:
+        rows = frame.tensor_meta.tolist()
+        storages = self.integers(frame.tensor_storage)
+        if frame.tensor_storage.size and not frame.tensor_storage.all():
+            storages = [storage or "null" for storage in storages]
+        tensors = [
+            f'"tensor":{tensor},"storage":{storage}{before}{offset}{after}'
+            for tensor, storage, (before, after), offset in zip(
+                self.integers(frame.tensor_id), storages, self._metas.of(rows),
+                self.integers(frame.tensor_offset), strict=True)
+        ]
+        floats = frame.floats.tolist()
+        if not np.isfinite(frame.floats).all():
+            floats = [number(value) for value in floats]
+        slots = frame.tensor_slots.tolist()
+        return Columns(
+            T=list(map(tensors.__getitem__, slots)), I=self.integers(frame.ints), F=floats, R=frame.ints.tolist(),
+            L=slots, D=list(self._meta_devices.of(rows)),
+        )
+
+    def integers(self, column: Any) -> list[Any]:
+        values = column.tolist()
+        if column.size and (column.max() > EXACT or (column.dtype.kind == "i" and column.min() < -EXACT)):
+            return [value if -EXACT <= value <= EXACT else f'"{value}"' for value in values]
+        return values
+
+    def tail(self, frame: RecordFrame) -> str:
+        return f',"frame_offset":{integer(frame.offset)}}}\n'
+
+    def _meta(self, meta: TensorMeta) -> tuple[str, str]:
+        """What stands before and after the offset in a tensor's keys."""
+        before = (f',"dtype":{quote(meta.dtype.name)},"sizes":{encode(meta.sizes)},"strides":{encode(meta.strides)}'
+                  ',"offset":')
+        after = f',"device":{self._devices[meta.device]}'
+        if meta.layout != Layout.strided:
+            after += f',"layout":{quote(meta.layout.name)}'
+        if meta.flags:
+            after += f',"flags":{encode([flag.name for flag in TensorFlag if flag in meta.flags])}'
+        return before, after
+
+    # ----------------------------------------------------------------------------------------------------- templates
+
+    def template(self, signature: Signature) -> list[Piece]:
+        if signature.kind == RecordKind.op:
+            return self._op(signature)
+        pieces: list[Piece] = [f'{{"kind":{quote(signature.kind.name)},"ordinal":', Slot(Hole.ordinal)]
+        if signature.kind == RecordKind.global_state:
+            pieces += [',"settings":{', *self._settings(signature), "}"]
+        elif signature.kind == RecordKind.collective:
+            pieces += self._values(signature)
+        else:
+            pieces += self._fields(signature)
+        pieces += [',"scope":', Slot(Hole.scope), ',"thread":', Slot(Hole.thread), ',"start_ns":', Slot(Hole.start)]
+        return pieces
+
+    def _op(self, signature: Signature) -> list[Piece]:
+        kernel = self.reader.kernels[signature.kernel]
+        slot = device_slot(signature)
+        return [
+            '{"kind":"op","ordinal":', Slot(Hole.ordinal),
+            f',"op":{quote(kernel.name)},"overload":{quote(kernel.overload)},"kernel":{signature.kernel},"scope":',
+            Slot(Hole.scope), ',"device":', "null" if slot is None else Slot(Hole.tensor_device, slot),
+            ',"thread":', Slot(Hole.thread), f',"status":{quote(signature.status.name)},"start_ns":', Slot(Hole.start),
+            ',"duration_ns":', Slot(Hole.duration), ',"device_duration_ns":', Slot(Hole.device_duration),
+            *self._values(signature),
+        ]
+
+    def _values(self, signature: Signature) -> list[Piece]:
+        """`args` and `results`."""
+        cursor = Cursor()
+        pieces: list[Piece] = [',"args":[']
+        for position, node in enumerate(signature.args):
+            pieces += ["," * (position > 0), f'{{"name":{quote(node.name)},', *self._content(node, cursor)]
+        pieces.append('],"results":[')
+        for position, node in enumerate(signature.results):
+            pieces += ["," * (position > 0), "{", *self._content(node, cursor)]
+        return [*pieces, "]"]
+
+    def _content(self, node: Node, cursor: Cursor) -> list[Piece]:
+        """A value's object after its name: type, value, closing brace. Moves the cursor past the node."""
+        head = f'"type":{quote(node.kind.name)},'
+        if node.kind in PLAIN:
+            return [head + '"value":', *self._plain(node, cursor), "}"]
+        if node.kind == ValueKind.tensor:
+            slot = Slot(Hole.tensor, cursor.tensors)
+            cursor.skip(node)
+            return [head, slot, "}"]
+        if node.kind in REFERENCES:
+            slot = Slot(Hole.integer, cursor.ints)
+            cursor.skip(node)
+            return [head + f'"{node.kind.name}":', slot, "}"]
+        if node.kind == ValueKind.composite:
+            head += f'"form":{quote(str(node.constant))},"parts":['
+            return [head, *self._objects(node.children, cursor), "]}"]
+        return [head, *self._list(node, cursor), "}"]
+
+    def _list(self, node: Node, cursor: Cursor) -> list[Piece]:
+        """`item_type` and `value` of a list or tuple."""
+        kinds = {child.kind for child in node.children}
+        kind = next(iter(kinds)) if len(kinds) == 1 else None
+        item_type = f'"{kind.name}"' if kind is not None else '"mixed"' if kinds else "null"
+        head = f'"item_type":{item_type},"value":['
+        if kind in PLAIN:
+            return [head, *self._plain_items(node, cursor), "]"]
+        return [head, *self._objects(node.children, cursor), "]"]
+
+    def _objects(self, nodes: tuple[Node, ...], cursor: Cursor) -> list[Piece]:
+        """Values as objects without names, separated by commas."""
+        if len(nodes) > 1 and all(node.kind == ValueKind.tensor for node in nodes):
+            run = Slot(Hole.tensors, cursor.tensors, len(nodes), '},{"type":"tensor",')
+            cursor.tensors += len(nodes)
+            return ['{"type":"tensor",', run, "}"]
+        pieces: list[Piece] = []
+        for node in nodes:
+            pieces += ["," * bool(pieces) + "{", *self._content(node, cursor)]
+        return pieces
+
+    def _plain_items(self, node: Node, cursor: Cursor) -> list[Piece]:
+        """The values of a list whose elements are plain, separated by commas."""
+        kinds, count = {child.kind for child in node.children}, len(node.children)
+        for kind, hole in RUNS.items():
+            if kinds == {kind} and count > 1:
+                run = Slot(hole, cursor.ints if kind == ValueKind.int else cursor.floats, count, ",")
+                cursor.skip(node)
+                return [run]
+        pieces: list[Piece] = []
+        for child in node.children:
+            pieces += ["," * bool(pieces), *self._plain(child, cursor)]
+        return pieces
+
+    def _plain(self, node: Node, cursor: Cursor) -> list[Piece]:
+        """The JSON of a value of a plain kind, or of an id. Moves the cursor past the node."""
+        at = (cursor.ints, cursor.floats)
+        cursor.skip(node)
+        if node.kind == ValueKind.int or node.kind in REFERENCES:
+            return [Slot(Hole.integer, at[0])]
+        if node.kind == ValueKind.float:
+            return [Slot(Hole.number, at[1])]
+        if node.kind == ValueKind.complex:
+            return ['{"real":', Slot(Hole.number, at[1]), ',"imag":', Slot(Hole.number, at[1] + 1), "}"]
+        return [self._constant(node)]
+
+    def _constant(self, node: Node) -> str:
+        """The JSON of a value that is constant in its signature."""
+        if node.kind == ValueKind.none:
+            return "null"
+        if node.kind == ValueKind.bool:
+            return "true" if node.constant else "false"
+        if node.kind == ValueKind.device:
+            return self._devices[int(node.constant or 0)]
+        if node.kind in CODES:
+            return quote(CODES[node.kind](int(node.constant or 0)).name)
+        return quote(str(node.constant))
+
+    def _settings(self, signature: Signature) -> list[Piece]:
+        cursor = Cursor()
+        pieces: list[Piece] = []
+        for node in signature.args:
+            pieces += ["," * bool(pieces) + f"{quote(node.name)}:", *self._plain(node, cursor)]
+        return pieces
+
+    def _fields(self, signature: Signature) -> list[Piece]:
+        """The keys that the arguments of a record that is not an op become. The reader has checked which there are."""
+        cursor = Cursor()
+        pieces: list[Piece] = []
+        for node in signature.args:
+            if node.name == "hash_low":
+                pieces += [',"hash":"', Slot(Hole.hash, cursor.ints), '"']
+                cursor.skip(node)
+            elif node.name == "hash_high":
+                cursor.skip(node)
+            elif node.kind in (ValueKind.tensor, ValueKind.composite):
+                pieces += [',"value":{', *self._content(node, cursor)]
+            elif node.kind == ValueKind.list:
+                pieces += [f',"{node.name}":[', *self._plain_items(node, cursor), "]"]
+            else:
+                pieces += [f',"{node.name}":', *self._plain(node, cursor)]
+        if signature.kind in (RecordKind.host_read, RecordKind.digest) and signature.args[-1].name != "sample":
+            pieces.append(NO_DIGEST)
+        return pieces

@@ -1,0 +1,67 @@
+"""jq over rows: a filter compiled once and applied to each row, its results as `jq -c` prints them."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from replayfmt.errors import OpReplayError, UsageError
+
+LARGEST = 1.7976931348623157e308
+
+
+class FilterFailed(OpReplayError):
+    """A jq filter raised an error on a row."""
+
+    status = "INVALID_ARGUMENT"
+
+
+class Query:
+    """A compiled jq filter."""
+
+    def __init__(self, text: str) -> None:
+        """Raises UsageError, with jq's own message, where the filter does not compile."""
+        # Only here, so that a dump without a filter works where the binding is missing.
+        import jq  # type: ignore[import-not-found]
+
+        try:
+            self._program = jq.compile(text)
+        except ValueError as error:
+            raise UsageError(f"--jq: {error}") from None
+
+    def apply(self, chunks: Iterable[str]) -> Iterator[str]:
+        """Chunks of rows as chunks of results, a line each. Raises FilterFailed at the first row that it fails on."""
+        for chunk in chunks:
+            results: list[str] = []
+            for row in chunk.splitlines():
+                try:
+                    # One row at a time, so that an error belongs to a row. It costs no more than many at once.
+                    results += map(compact, self._program.input_text(row))
+                except ValueError as error:
+                    yield "".join(results)
+                    raise FilterFailed(f"--jq: {error}; the filter failed on this row: {abridged(row)}") from None
+            yield "".join(results)
+
+
+def compact(value: Any) -> str:
+    """A result as one line of JSON."""
+    try:
+        return json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False) + "\n"
+    except ValueError:
+        return json.dumps(finite(value), separators=(",", ":"), ensure_ascii=False) + "\n"
+
+
+def finite(value: Any) -> Any:
+    """The value as jq prints it: NaN is null, and infinities are the largest doubles."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None if math.isnan(value) else math.copysign(LARGEST, value)
+    if isinstance(value, dict):
+        return {key: finite(item) for key, item in value.items()}
+    return [finite(item) for item in value] if isinstance(value, list) else value
+
+
+def abridged(row: str) -> str:
+    """Enough of a row to find it."""
+    return row if len(row) <= 200 else row[:200] + "…"

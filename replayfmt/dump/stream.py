@@ -1,0 +1,89 @@
+"""The dump itself: a capture as a stream of text chunks, one frame at a time, so that memory does not grow with it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import repeat
+from typing import Any
+
+from replayfmt.format.reader import CaptureReader, RecordFrame
+
+from .definitions import definition_rows, file_row, lines, storage_lines, summary_row, summary_text
+from .jsonl import JsonLines
+from .selection import Filter, Selection
+from .text import Text
+from .values import Dialect
+
+UNKNOWN_DEVICE_DURATION = 2**64 - 1
+
+
+def jsonl_chunks(reader: CaptureReader, selection: Selection, summary_only: bool = False) -> Iterator[str]:
+    """The capture as JSON lines (docs/rows.md), in chunks of whole lines.
+
+    With a selection: the file, the summary and the selected records, without definitions and storages. Raises
+    InvalidCapture when it comes to a damaged frame, and NoSuchScope before the first chunk.
+    """
+    chosen = Filter(reader, selection)
+    yield from lines(iter([file_row(reader), summary_row(reader)]))
+    if summary_only:
+        return
+    if selection.everything:
+        yield from lines(definition_rows(reader))
+    dialect = JsonLines(reader)
+    for frame in _frames(reader, chosen):
+        if selection.everything:
+            yield storage_lines(reader, frame)
+        yield _records(dialect, frame, chosen)
+
+
+def text_chunks(reader: CaptureReader, selection: Selection, summary_only: bool = False) -> Iterator[str]:
+    """The capture as text for people: the summary, then a line for each selected record. Raises as jsonl_chunks."""
+    chosen = Filter(reader, selection)
+    yield summary_text(reader)
+    if summary_only:
+        return
+    dialect = Text(reader)
+    for frame in _frames(reader, chosen):
+        yield _records(dialect, frame, chosen)
+
+
+def _frames(reader: CaptureReader, chosen: Filter) -> Iterator[RecordFrame]:
+    """The frames that hold a selected ordinal; no other frame is read."""
+    for number, info in enumerate(reader.record_frames):
+        if info.first_ordinal < chosen.stop and info.first_ordinal + info.count > chosen.start:
+            yield reader.frame(number)
+
+
+def _records(dialect: Dialect, frame: RecordFrame, chosen: Filter) -> str:
+    """The selected records of one frame, a line each."""
+    which = chosen.indices(frame)
+    signatures = frame.signature[which].tolist()
+    if not signatures:
+        return ""
+    if isinstance(which, slice):
+        ordinals = list(range(frame.first_ordinal + which.start, frame.first_ordinal + which.stop))
+    else:
+        ordinals = (which + frame.first_ordinal).tolist()
+    columns = dialect.columns(frame)
+    T, I, F, R, L, D = columns.T, columns.I, columns.F, columns.R, columns.L, columns.D  # noqa: E741
+    tail = dialect.tail(frame)
+    rows = [
+        function(o, s, h, n, d, g, t, i, f, T, I, F, R, L, D)
+        for function, o, s, h, n, d, g, t, i, f in zip(
+            dialect.functions.of(signatures), dialect.ordinals(ordinals),
+            dialect.scopes.of(frame.scope[which].tolist()), frame.thread[which].tolist(),
+            dialect.integers(frame.start_ns[which]), _durations(dialect, frame.duration_ns, which, None),
+            _durations(dialect, frame.device_duration_ns, which, UNKNOWN_DEVICE_DURATION),
+            frame.tensor_first[:-1][which].tolist(), frame.int_first[:-1][which].tolist(),
+            frame.float_first[:-1][which].tolist(), strict=False)
+    ]
+    return tail.join(rows) + tail
+
+
+def _durations(dialect: Dialect, column: Any, which: Any, unknown: int | None) -> Any:
+    """A column of durations; `null` where nothing was measured."""
+    if column is None:
+        return repeat("null")
+    column = column[which]
+    shown = dialect.integers(column)
+    return ["null" if value == unknown else text for value, text in zip(column.tolist(), shown, strict=True)]

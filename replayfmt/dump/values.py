@@ -1,0 +1,100 @@
+"""What the two outputs share in reading records: where a node's slots are, and a frame's columns as Python lists.
+
+A dialect (JSON lines, text) says how things are written; `Columns` holds one frame's values as the dialect writes
+them, in the form that row functions take (templates.PARAMETERS).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from replayfmt.format.model import SLOTS, Node, Signature
+from replayfmt.format.reader import CaptureReader, RecordFrame
+
+from .templates import Piece, RowFunction, row_function
+
+T = TypeVar("T")
+
+
+@dataclass
+class Cursor:
+    """How many slots of each column the nodes before this one take, counted from the record's first slots."""
+
+    tensors: int = 0
+    ints: int = 0
+    floats: int = 0
+
+    def skip(self, node: Node) -> None:
+        """Move past a node and everything below it."""
+        for below in node.walk():
+            tensors, ints, floats = SLOTS.get(below.kind, (0, 0, 0))
+            self.tensors, self.ints, self.floats = self.tensors + tensors, self.ints + ints, self.floats + floats
+
+
+def device_slot(signature: Signature) -> int | None:
+    """The tensor slot whose device is the op's: its first result's, else its first argument's. None without tensors."""
+    before = sum(SLOTS.get(node.kind, (0, 0, 0))[0] for top in signature.args for node in top.walk())
+    total = signature.slots[0]
+    return None if total == 0 else before if before < total else 0
+
+
+@dataclass(frozen=True)
+class Columns:
+    """One frame's values as a dialect writes them. Names as in templates.PARAMETERS."""
+
+    T: list[str]
+    I: list[Any]  # noqa: E741
+    F: list[Any]
+    R: list[int]
+    L: list[int]
+    D: list[str]
+
+
+class Made(Generic[T]):
+    """Something made once for each id that is met: a capture may define far more than a selection uses."""
+
+    def __init__(self, make: Callable[[int], T]) -> None:
+        self._make = make
+        self._known: dict[int, T] = {}
+
+    def of(self, ids: list[int]) -> Iterator[T]:
+        """What belongs to each id, in their order."""
+        for number in set(ids).difference(self._known):
+            self._known[number] = self._make(number)
+        return map(self._known.__getitem__, ids)
+
+
+class Dialect(ABC):
+    """How one output writes records. Keeps what it has made for the signatures and scopes it has met."""
+
+    def __init__(self, reader: CaptureReader) -> None:
+        self.reader = reader
+        self.functions: Made[RowFunction] = Made(lambda number: row_function(self.template(reader.signatures[number])))
+        self.scopes: Made[str] = Made(self.scope)
+
+    @abstractmethod
+    def scope(self, number: int) -> str:
+        """What a row shows of the scope with this id."""
+
+    @abstractmethod
+    def template(self, signature: Signature) -> list[Piece]:
+        """The row of every record of this signature, without the frame's tail."""
+
+    @abstractmethod
+    def columns(self, frame: RecordFrame) -> Columns:
+        """The frame's columns as this dialect writes them."""
+
+    @abstractmethod
+    def integers(self, column: Any) -> list[Any]:
+        """A column of integers as this dialect writes them."""
+
+    def ordinals(self, ordinals: list[int]) -> list[Any]:
+        """Ordinals as this dialect writes them."""
+        return ordinals
+
+    @abstractmethod
+    def tail(self, frame: RecordFrame) -> str:
+        """What ends every row of a frame, the newline included."""

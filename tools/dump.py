@@ -1,0 +1,66 @@
+"""opreplay-dump: what is in a capture, as text or as JSON lines. Needs no PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import click
+
+from replayfmt.dump.query import Query
+from replayfmt.dump.selection import Selection, parse_range
+from replayfmt.dump.stream import jsonl_chunks, text_chunks
+from replayfmt.errors import UsageError
+from replayfmt.format.reader import open_capture
+
+from .command import run_tool, tool
+
+
+@tool("opreplay-dump")
+@click.argument("capture", type=click.Path())
+@click.option("--format", "form", type=click.Choice(["text", "jsonl"]), default=None,
+              help="text for people (the default), or one JSON object a line.")
+@click.option("--jq", "query", metavar="FILTER", help="Apply a jq filter to each row and print its results, as `jq -c` "
+              "does. Implies --format=jsonl.")
+@click.option("--ops", metavar="A:B", help="Only records with ordinals from A up to, not including, B. Either may be "
+              "missing. Reads only the frames that hold them.")
+@click.option("--scope", metavar="NAME", help="Only records inside the scopes of this name or full path.")
+@click.option("--kernel", metavar="PATTERN", help="Only ops whose operator matches, such as 'aten::mm', "
+              "'aten::mm.default' or 'aten::*norm*'.")
+@click.option("--summary", is_flag=True, help="Only the file and its summary.")
+def cli(capture: str, form: str | None, query: str | None, ops: str | None, scope: str | None, kernel: str | None,
+        summary: bool) -> None:
+    """Show what is in CAPTURE.
+
+    An incomplete capture is shown as far as it goes, and says so.
+    """
+    if query is not None and form == "text":
+        raise UsageError("--jq works on rows: leave --format out, or give --format=jsonl")
+    program = None if query is None else Query(query)
+    start, stop = (0, None) if ops is None else parse_range(ops)
+    selection = Selection(start, stop, scope, kernel)
+    reader = open_capture(capture)
+    try:
+        if program is not None:
+            write(program.apply(jsonl_chunks(reader, selection, summary)))
+        elif form == "jsonl":
+            write(jsonl_chunks(reader, selection, summary))
+        else:
+            write(text_chunks(reader, selection, summary))
+    finally:
+        reader.close()
+
+
+def write(chunks: Iterable[str]) -> None:
+    """Print chunks of whole lines, in UTF-8 whatever the locale."""
+    output = click.get_binary_stream("stdout")
+    for chunk in chunks:
+        output.write(chunk.encode("utf-8", "backslashreplace"))
+    output.flush()
+
+
+def main() -> None:
+    run_tool(cli)
+
+
+if __name__ == "__main__":
+    main()
