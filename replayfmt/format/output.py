@@ -1,0 +1,112 @@
+"""The file a capture is written to: append only, under its final name plus `.partial` until it is complete.
+
+Owns the descriptor and its position. The first write that fails ends the file: what is on disk by then is left as it
+is (a torn tail is what recovery expects), and every later call raises the same CaptureFailed.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Sequence
+
+from ..errors import CaptureFailed, OutputExists
+
+_VECTORS = 1000  # below every system's IOV_MAX
+
+
+class Output:
+    """An append-only file. Not safe for use from several threads at once."""
+
+    def __init__(self, path: str | os.PathLike[str], force: bool) -> None:
+        """Create `path`.partial. Raises OutputExists, or CaptureFailed where it cannot be created."""
+        self.path = os.fspath(path)
+        self.partial = self.path + ".partial"
+        self.position = 0
+        self._force = force
+        self._failure: CaptureFailed | None = None
+        self._fd = -1
+        self._process = os.getpid()
+        if os.path.isdir(self.path):
+            raise CaptureFailed(f"{self.path}: is a directory; name a file to write the capture to")
+        if os.path.lexists(self.path) and not force:
+            raise OutputExists(f"{self.path}: exists already; remove it, write elsewhere, or use --force (force=True)")
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        try:
+            if force and os.path.lexists(self.partial):
+                # Not truncated in place: another process may still be writing it, and would write into ours.
+                os.unlink(self.partial)
+            self._fd = os.open(self.partial, flags, 0o666)
+        except FileExistsError:
+            raise OutputExists(f"{self.partial}: exists already, from a capture that is still being written or was never "
+                               f"closed; recover it with opreplay-check {self.partial} --recover OUT, remove it, or use "
+                               "--force (force=True)") from None
+        except (OSError, ValueError) as error:
+            reason = error.strerror if isinstance(error, OSError) else str(error)
+            raise CaptureFailed(f"{self.partial}: the capture cannot be written: {reason}") from None
+
+    def write(self, parts: Sequence[bytes | bytearray | memoryview]) -> None:
+        """Append all of `parts`, in order, without copying them. Raises CaptureFailed."""
+        self.check()
+        if os.getpid() != self._process:
+            raise CaptureFailed(f"{self.partial}: a forked child tried to write to its parent's capture")
+        views = [memoryview(part).cast("B") for part in parts if len(part)]
+        try:
+            first = 0
+            while first < len(views):
+                done = os.writev(self._fd, views[first:first + _VECTORS])
+                self.position += done
+                # A write may return short: at 2 GiB, when a signal comes, or when the disk fills up.
+                while first < len(views) and done >= len(views[first]):
+                    done -= len(views[first])
+                    first += 1
+                if done:
+                    views[first] = views[first][done:]
+        except OSError as error:
+            raise self._fail("written", error) from None
+
+    def check(self) -> None:
+        """Raise what ended the file, if anything did."""
+        if self._failure is not None:
+            raise CaptureFailed(*self._failure.args)
+        if self._fd < 0:
+            raise CaptureFailed(f"{self.path}: the capture was closed already")
+
+    def _fail(self, doing: str, error: OSError) -> CaptureFailed:
+        hint = ("; the disk is full" if error.errno in (errno.ENOSPC, errno.EDQUOT)
+                else "; the file is as long as it may be" if error.errno == errno.EFBIG else "")
+        self._failure = CaptureFailed(
+            f"{self.partial}: could not be {doing} at {self.position:#x}: {error.strerror}{hint}; the capture ends here, and "
+            f"opreplay-check {self.partial} --recover OUT keeps what came before")
+        self.release()
+        return self._failure
+
+    def finish(self) -> None:
+        """Sync the file and give it its final name. Raises CaptureFailed, or OutputExists where the name was taken."""
+        self.check()
+        try:
+            os.fsync(self._fd)
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # what pipes and some file systems say
+                raise self._fail("synced", error) from None
+        self.release()
+        if os.path.lexists(self.path) and not self._force:
+            self._failure = CaptureFailed(f"{self.path}: was created by someone else meanwhile; the capture is complete and "
+                                          f"stays in {self.partial}")
+            raise self._failure
+        try:
+            os.replace(self.partial, self.path)
+        except OSError as error:
+            self._failure = CaptureFailed(f"{self.partial}: is complete, but could not be renamed to {self.path}: "
+                                          f"{error.strerror}")
+            raise self._failure from None
+
+    def release(self) -> None:
+        """Close the descriptor and leave the file as it is."""
+        if self._fd >= 0:
+            fd, self._fd = self._fd, -1
+            try:
+                os.close(fd)
+            except OSError as error:
+                if self._failure is None:
+                    raise self._fail("closed", error) from None

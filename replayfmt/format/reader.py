@@ -1,0 +1,265 @@
+"""Reading a capture: opening it in milliseconds, any record by touching one frame, payloads straight from the file.
+
+Opening reads the preamble, the trailer, the index, the head and the definitions; frames are read, verified and decoded
+when they are asked for, and a few are kept. Nothing a file says is used before it was checked: see frames.py, flat.py,
+definitions.py and record_frames.py for what that means at each level. Not safe for use from several threads at once.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from ..errors import InvalidCapture
+from .codes import MINOR_VERSION, FrameKind, StorageOrigin
+from .contents import Contents, find_contents
+from .definitions import Definitions, Frozen
+from .frames import FLAG_CONSOLIDATED, PREAMBLE_BYTES, FrameHeader, parse_preamble
+from .model import Record, Storage, Summary
+from .payload_input import PayloadInfo, PayloadInput
+from .record_frames import RecordFrame, RecordFrameDecoder
+from .session import decode_session
+from .source import Source
+from .summary import Tally, decode_summary
+from .values import decode_record
+
+_CACHED_FRAMES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class FrameInfo:
+    """Where a frame of records is and what it begins with."""
+
+    offset: int
+    stored_bytes: int
+    raw_bytes: int
+    first_ordinal: int
+    first_storage: int
+    count: int
+
+
+def open_capture(path: str | os.PathLike[str]) -> CaptureReader:
+    """Open a capture. Raises CaptureNotFound, InvalidCapture, or UnsupportedVersion."""
+    return CaptureReader(path)
+
+
+class CaptureReader:
+    """An open capture; close it, or use it in a `with` statement.
+
+    A capture that was never closed opens too, with `complete` False and `incomplete_reason`, and is readable up to its
+    last whole frame. `warnings` are sentences about what was wrong or skipped without making anything unreadable.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._source = Source(path)
+        try:
+            self._open()
+        except BaseException:
+            self._source.close()
+            raise
+
+    def _open(self) -> None:
+        source = self._source
+        self.path = source.path
+        self.length = source.length
+        preamble = parse_preamble(source.read(0, min(PREAMBLE_BYTES, source.length), "preamble"), source.path)
+        self.version = (preamble.major, preamble.minor)
+        contents = find_contents(source)
+        self.contents: Contents = contents
+        self.complete = contents.complete
+        self.incomplete_reason = contents.incomplete_reason
+        self.warnings = list(contents.warnings)
+        if preamble.minor > MINOR_VERSION:
+            self.warnings.append(f"written by format version {preamble.major}.{preamble.minor}; this reader knows "
+                                 f"{preamble.major}.{MINOR_VERSION} and skips what is newer")
+        self.record_count = contents.records
+        header, body, where = self.read_frame(0)
+        self.session = decode_session(body, where)
+        if self.session.session_id != preamble.session_id:
+            raise InvalidCapture(f"{where}: session {self.session.session_id}, the preamble says {preamble.session_id}")
+        self.definitions = self._read_definitions()
+        self.strings = self.definitions.strings
+        self.devices = self.definitions.devices
+        self.kernels = self.definitions.kernels
+        self.generators = self.definitions.generators
+        self.scopes = self.definitions.scopes
+        self.metas = self.definitions.metas
+        self.signatures = self.definitions.signatures
+        self._positions = contents.of_kind(FrameKind.records)
+        self._first_ordinals = contents.frames["first_ordinal"][self._positions].astype(np.int64)
+        self._first_storages = contents.frames["first_storage"][self._positions].astype(np.int64)
+        self._decoder = RecordFrameDecoder(self.definitions, len(contents.payloads))
+        self._cache: OrderedDict[int, RecordFrame] = OrderedDict()
+        self._payloads = PayloadInput(source, contents.payloads)
+
+    def _read_definitions(self) -> Frozen:
+        contents = self.contents
+        tables = contents.of_kind(FrameKind.tables)
+        consolidated = (contents.frames["flags"][tables] & FLAG_CONSOLIDATED) != 0
+        chosen = tables[~consolidated]
+        if consolidated.any():
+            if np.count_nonzero(consolidated) > 1 or not consolidated[-1]:
+                raise InvalidCapture(f"{self.path}: consolidated definitions are not the last ones")
+            chosen = tables[consolidated]
+        definitions = Definitions()
+        for position in chosen.tolist():
+            header, body, where = self.read_frame(position)
+            definitions.add(body, header.minor, where)
+        return definitions.freeze()
+
+    def read_frame(self, position: int) -> tuple[FrameHeader, bytes, str]:
+        """Header, verified body and place of any frame, by its position among all frames."""
+        row = self.contents.frames[position]
+        offset = int(row["offset"])
+        header = self._source.header(offset)
+        where = self._source.where(offset, header)
+        found = (header.sequence, header.kind, header.flags, header.stored_bytes, header.raw_bytes, header.first_ordinal,
+                 header.count)
+        listed = (position, *(int(row[name]) for name in (
+            "kind", "flags", "stored_bytes", "raw_bytes", "first_ordinal", "count")))
+        if found != listed:
+            raise InvalidCapture(f"{where}: sequence, kind, flags, lengths, first ordinal and count are {found}, "
+                                 f"the index says {listed}")
+        return header, self._source.body(offset, header), where
+
+    # --------------------------------------------------------------------------------------------------- records
+
+    @cached_property
+    def record_frames(self) -> list[FrameInfo]:
+        """Every frame of records, in order."""
+        names = ("offset", "stored_bytes", "raw_bytes", "first_ordinal", "first_storage", "count")
+        rows = self.contents.frames[self._positions]
+        return [FrameInfo(*values) for values in zip(*(rows[name].tolist() for name in names), strict=True)]
+
+    def frame(self, index: int) -> RecordFrame:
+        """The `index`-th frame of records, verified and decoded. Raises InvalidCapture where it is damaged."""
+        cached = self._cache.get(index)
+        if cached is not None:
+            self._cache.move_to_end(index)
+            return cached
+        if not 0 <= index < len(self._positions):
+            raise IndexError(f"{self.path}: frame {index} of {len(self._positions)}")
+        header, body, where = self.read_frame(int(self._positions[index]))
+        frame = self._decoder.decode(body, header, int(self.contents.frames["offset"][self._positions[index]]), where)
+        if frame.first_storage != self._first_storages[index]:
+            raise InvalidCapture(f"{where}: first_storage is {frame.first_storage}, "
+                                 f"the index says {int(self._first_storages[index])}")
+        if index + 1 < len(self._positions):
+            after = frame.first_storage + len(frame.storage_bytes)
+            if after != self._first_storages[index + 1]:
+                raise InvalidCapture(f"{where}: its storages end with {after - 1}, the index says the next is "
+                                     f"{int(self._first_storages[index + 1])}")
+        self._cache[index] = frame
+        if len(self._cache) > _CACHED_FRAMES:
+            self._cache.popitem(last=False)
+        return frame
+
+    def frame_of(self, ordinal: int) -> int:
+        """Which frame holds a record. Raises IndexError where the capture has no such record."""
+        if not 0 <= ordinal < self.record_count:
+            raise IndexError(f"{self.path}: record {ordinal} of {self.record_count}")
+        return int(np.searchsorted(self._first_ordinals, ordinal, side="right")) - 1
+
+    def record(self, ordinal: int) -> Record:
+        """One record, decoded."""
+        frame = self.frame(self.frame_of(ordinal))
+        return decode_record(frame, ordinal - frame.first_ordinal, self.definitions)
+
+    def records(self, start: int = 0, stop: int | None = None) -> Iterator[Record]:
+        """Records `start` to `stop`, decoded one after the other."""
+        stop = self.record_count if stop is None else min(stop, self.record_count)
+        if start >= stop:
+            return
+        for index in range(self.frame_of(start), self.frame_of(stop - 1) + 1):
+            frame = self.frame(index)
+            first = max(start - frame.first_ordinal, 0)
+            last = min(stop - frame.first_ordinal, frame.count)
+            for row in range(first, last):
+                yield decode_record(frame, row, self.definitions)
+
+    @cached_property
+    def storage_count(self) -> int:
+        """How many storages the capture has: the largest id."""
+        if self.contents.storages is not None:
+            return self.contents.storages
+        if not len(self._positions):
+            return 0
+        last = self.frame(len(self._positions) - 1)
+        return last.first_storage + len(last.storage_bytes) - 1
+
+    def storage(self, number: int) -> Storage:
+        """A storage by id. Raises IndexError where the capture has no such storage."""
+        if not 1 <= number <= self.storage_count:
+            raise IndexError(f"{self.path}: storage {number} of {self.storage_count}")
+        frame = self.frame(int(np.searchsorted(self._first_storages, number, side="right")) - 1)
+        row = number - frame.first_storage
+        return Storage(number, int(frame.storage_bytes[row]), int(frame.storage_device[row]),
+                       StorageOrigin(int(frame.storage_origin[row])), int(frame.storage_payload[row]))
+
+    def scope_path(self, number: int) -> str:
+        """A scope's names from the outermost inwards, joined by slashes; "" for 0."""
+        return self.definitions.scope_path(number)
+
+    @cached_property
+    def summary(self) -> Summary:
+        """The stored totals, or a recount of what can be read where the capture has none."""
+        stored = self.contents.of_kind(FrameKind.summary)
+        if not len(stored):
+            return self.recount()
+        _header, body, where = self.read_frame(int(stored[0]))
+        return decode_summary(body, len(self.kernels) - 1, self.record_count, where)
+
+    def recount(self, ended_ns: int | None = None, recovered: bool = False) -> Summary:
+        """The totals, counted by reading every frame of records."""
+        tally = Tally()
+        for index in range(len(self._positions)):
+            frame = self.frame(index)
+            absent = int(np.count_nonzero(frame.storage_origin == StorageOrigin.absent))
+            tally.add(frame.signature, len(frame.storage_bytes), absent)
+        return self.tally_summary(tally, ended_ns, recovered)
+
+    def tally_summary(self, tally: Tally, ended_ns: int | None, recovered: bool) -> Summary:
+        """The totals of a tally over this capture's frames."""
+        return tally.summary(
+            self.definitions.column("signature_kind"), self.definitions.column("signature_kernel"),
+            len(self.kernels) - 1, self.definitions.unsupported_reasons(),
+            int(self.contents.payloads["raw_bytes"].sum(dtype=np.uint64)), ended_ns, recovered)
+
+    # -------------------------------------------------------------------------------------------------- payloads
+
+    @property
+    def payloads(self) -> PayloadInput:
+        """Every payload's PayloadInfo, in file order: a sequence that begins with id 1."""
+        return self._payloads
+
+    def payload_info(self, number: int) -> PayloadInfo:
+        """A payload by id. Raises IndexError where the capture has no such payload."""
+        return self._payloads.info(number)
+
+    def payload(self, number: int) -> bytes | memoryview:
+        """A payload's content, verified against its hash. Large uncompressed ones are a map of the file: the result is
+        valid until the reader is closed, and reading it while someone truncates the file ends the process."""
+        return self._payloads.content(number)
+
+    def read_payload_into(self, number: int, buffer: bytearray | memoryview) -> None:
+        """Fill `buffer`, of exactly the payload's raw length, with its content and verify that. Raises
+        InvalidCapture; the buffer's content is then undefined."""
+        self._payloads.read_into(number, buffer)
+
+    # ------------------------------------------------------------------------------------------------- lifetime
+
+    def close(self) -> None:
+        """Release the file. Closing twice does nothing."""
+        self._payloads.close()
+        self._source.close()
+
+    def __enter__(self) -> CaptureReader:
+        return self
+
+    def __exit__(self, *_exception: object) -> None:
+        self.close()

@@ -1,0 +1,222 @@
+"""A Records frame decoded: its columns as numpy arrays, every one of them checked.
+
+What is checked here is everything that could make a later index wrong: column lengths, slot sums, every id against what
+the capture defines. Consumers may index without looking.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..errors import InvalidCapture, UnsupportedVersion
+from . import flat
+from .codes import MAJOR_VERSION, MINOR_VERSION, StorageOrigin, ValueKind
+from .definitions import Frozen
+from .frames import MAX_LENGTH, FrameHeader
+from .layouts import RECORDS, SCALARS
+
+
+@dataclass(frozen=True, slots=True)
+class RecordFrame:
+    """Consecutive records as columns; record `first_ordinal + i` is row i.
+
+    `tensor_slots` index the tensor_* columns of this frame. Record i's slots are `tensor_first[i]` to
+    `tensor_first[i + 1]` in `tensor_slots`, and likewise for ints and floats. Times are nanoseconds, `start_ns` since the
+    session's start. Arrays are read-only.
+    """
+
+    first_ordinal: int
+    count: int
+    offset: int
+    signature: np.ndarray
+    scope: np.ndarray
+    thread: np.ndarray
+    start_ns: np.ndarray
+    duration_ns: np.ndarray | None
+    device_duration_ns: np.ndarray | None
+    tensor_slots: np.ndarray
+    ints: np.ndarray
+    floats: np.ndarray
+    tensor_first: np.ndarray
+    int_first: np.ndarray
+    float_first: np.ndarray
+    tensor_id: np.ndarray
+    tensor_storage: np.ndarray
+    tensor_offset: np.ndarray
+    tensor_meta: np.ndarray
+    first_storage: int
+    storage_bytes: np.ndarray
+    storage_device: np.ndarray
+    storage_origin: np.ndarray
+    storage_payload: np.ndarray
+
+
+class RecordFrameDecoder:
+    """Decodes the frames of one capture. Knows its definitions and how many payloads it has."""
+
+    def __init__(self, definitions: Frozen, payloads: int) -> None:
+        self._definitions = definitions
+        self._payloads = payloads
+        self._references = _IntReferences(definitions)
+
+    def decode(self, body: bytes, header: FrameHeader, offset: int, where: str) -> RecordFrame:
+        """A verified frame. Raises InvalidCapture."""
+        return _Decoding(self._definitions, self._payloads, self._references, body, header, offset, where).frame()
+
+
+def first_and_storages(body: bytes, where: str) -> tuple[int, int]:
+    """First storage id and number of storages of a Records body, without decoding the rest."""
+    table = flat.root(body, RECORDS, where)
+    born = table.column("storage_bytes")
+    return table.scalar("first_storage"), 0 if born is None else len(born)
+
+
+class _IntReferences:
+    """Which int slots of which signatures hold storage, generator or payload ids."""
+
+    def __init__(self, definitions: Frozen) -> None:
+        kinds = definitions.column("node_kind")
+        node_slots = np.isin(kinds, [ValueKind.int, ValueKind.storage, ValueKind.generator, ValueKind.payload])
+        self.nodes = np.flatnonzero(np.isin(kinds, [ValueKind.storage, ValueKind.generator, ValueKind.payload]))
+        sizes = definitions.column("signature_nodes").astype(np.int64)
+        owner = np.repeat(np.arange(1, len(sizes) + 1), sizes)[self.nodes]
+        slot = np.concatenate(([0], np.cumsum(node_slots)))[self.nodes]
+        firsts = np.concatenate(([0, 0], np.cumsum(definitions.slots[1:, 1])))
+        # Row by row: the signature, the place among its record's int slots, the kind.
+        self.place = slot - firsts[owner]
+        self.kind = kinds[self.nodes]
+        self.count = np.bincount(owner, minlength=len(sizes) + 1)
+        self.first = np.concatenate(([0], np.cumsum(self.count)))
+
+    def find(self, signature: np.ndarray, int_first: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Positions in a frame's ints that hold ids, and the kind of each."""
+        counts = self.count[signature]
+        rows = np.flatnonzero(counts)
+        counts = counts[rows]
+        if not len(rows):
+            return np.zeros(0, np.int64), np.zeros(0, np.uint8)
+        starts = np.cumsum(counts) - counts
+        within = np.arange(int(counts.sum())) - np.repeat(starts, counts)
+        reference = np.repeat(self.first[signature[rows]], counts) + within
+        return np.repeat(int_first[rows], counts) + self.place[reference], self.kind[reference]
+
+
+class _Decoding:
+    def __init__(self, definitions: Frozen, payloads: int, references: _IntReferences, body: bytes, header: FrameHeader,
+                 offset: int, where: str) -> None:
+        self._definitions = definitions
+        self._payloads = payloads
+        self._references = references
+        self._table = flat.root(body, RECORDS, where)
+        self._header = header
+        self._offset = offset
+        self._where = where
+
+    def _fail(self, what: str) -> InvalidCapture:
+        return InvalidCapture(f"{self._where}: {what}")
+
+    def _get(self, name: str) -> np.ndarray:
+        column = self._table.column(name)
+        return np.zeros(0, SCALARS[RECORDS.fields[name].type[1:-1]]) if column is None else column
+
+    def _rows(self, length: int, *names: str) -> list[np.ndarray]:
+        columns = [self._get(name) for name in names]
+        for name, column in zip(names, columns, strict=True):
+            if len(column) != length:
+                raise self._fail(f"column {name} has {len(column)} rows, expected {length}")
+        return columns
+
+    def _range(self, name: str, column: np.ndarray, lowest: int, highest: int) -> None:
+        if len(column) and not (lowest <= int(column.min()) and int(column.max()) <= highest):
+            raise self._fail(f"{name} holds {int(column.min())}..{int(column.max())}, allowed {lowest}..{highest}")
+
+    def frame(self) -> RecordFrame:
+        definitions, count = self._definitions, self._header.count
+        signature, scope, thread = self._rows(count, "signature", "scope", "thread")
+        self._range("signature", signature, 1, len(definitions.slots) - 1)
+        self._range("scope", scope, 0, len(definitions.scopes) - 1)
+        start = self._start(count)
+        duration = self._optional("duration_ns", count)
+        device_duration = self._optional("device_duration_ns", count)
+
+        slots = definitions.slots[signature]
+        firsts = np.zeros((count + 1, 3), np.int64)
+        np.cumsum(slots, axis=0, out=firsts[1:])
+        tensors, ints, floats = (
+            self._rows(int(firsts[-1, column]), name)[0] for column, name in enumerate(("tensors", "ints", "floats")))
+        int_first = np.ascontiguousarray(firsts[:, 1])
+
+        first_storage = self._table.scalar("first_storage")
+        storage_bytes = self._get("storage_bytes")
+        born = len(storage_bytes)
+        if not 1 <= first_storage <= MAX_LENGTH:
+            raise self._fail(f"first_storage is {first_storage}")
+        device, origin, payload = self._rows(born, "storage_device", "storage_origin", "storage_payload")
+        self._range("storage_bytes", storage_bytes, 0, MAX_LENGTH)
+        self._range("storage_device", device, 1, len(definitions.devices) - 1)
+        if born and int(origin.max()) > max(StorageOrigin) and self._header.minor > MINOR_VERSION:
+            raise UnsupportedVersion(f"{self._where}: storage_origin {int(origin.max())} of format version "
+                                     f"{MAJOR_VERSION}.{self._header.minor}")
+        self._range("storage_origin", origin, 1, max(StorageOrigin))
+        self._range("storage_payload", payload, 0, self._payloads)
+        if ((origin == StorageOrigin.payload) != (payload != 0)).any():
+            raise self._fail("storages have a payload exactly if their origin is payload; one here does not")
+        storages = first_storage + born - 1
+
+        tensor_id = self._get("tensor_id")
+        tensor_storage, tensor_offset, tensor_meta = self._rows(
+            len(tensor_id), "tensor_storage", "tensor_offset", "tensor_meta")
+        self._range("tensors", tensors, 0, len(tensor_id) - 1)
+        self._range("tensor_id", tensor_id, 1, MAX_LENGTH)
+        if len(tensor_id) > 1 and (tensor_id[1:] <= tensor_id[:-1]).any():
+            raise self._fail("tensor_id is not ascending")
+        self._range("tensor_storage", tensor_storage, 0, storages)
+        self._range("tensor_offset", tensor_offset, 0, MAX_LENGTH)
+        self._range("tensor_meta", tensor_meta, 1, len(definitions.metas) - 1)
+        self._check_references(signature, ints, int_first, storages)
+        return RecordFrame(
+            self._header.first_ordinal, count, self._offset, signature, scope, thread, start, duration, device_duration,
+            tensors, ints, floats, np.ascontiguousarray(firsts[:, 0]), int_first, np.ascontiguousarray(firsts[:, 2]),
+            tensor_id, tensor_storage, tensor_offset, tensor_meta, first_storage, storage_bytes, device, origin, payload)
+
+    def _optional(self, name: str, count: int) -> np.ndarray | None:
+        column = self._table.column(name)
+        if column is not None and len(column) != count:
+            raise self._fail(f"column {name} has {len(column)} rows, expected {count}")
+        return column
+
+    def _start(self, count: int) -> np.ndarray:
+        base = self._table.scalar("start_base_ns")
+        delta, = self._rows(count, "start_delta_ns")
+        position = self._get("gap_position").astype(np.int64)
+        gap, = self._rows(len(position), "gap_ns")
+        steps = delta.astype(np.int64)
+        if len(position):
+            self._range("gap_position", position, 0, count - 1)
+            if (np.diff(position) <= 0).any():
+                raise self._fail("gap_position is not ascending")
+            self._range("gap_ns", gap, 0, MAX_LENGTH)
+            if float(gap.astype(np.float64).sum()) > MAX_LENGTH:
+                raise self._fail("gap_ns add up to more than 2^60")
+            steps[position] += gap.astype(np.int64)
+        if base > MAX_LENGTH:
+            raise self._fail(f"start_base_ns is {base}")
+        return np.cumsum(steps) + base
+
+    def _check_references(self, signature: np.ndarray, ints: np.ndarray, int_first: np.ndarray, storages: int) -> None:
+        positions, kinds = self._references.find(signature, int_first)
+        if not len(positions):
+            return
+        highest = np.zeros(max(ValueKind) + 1, np.int64)
+        highest[ValueKind.storage] = storages
+        highest[ValueKind.generator] = len(self._definitions.generators) - 1
+        highest[ValueKind.payload] = self._payloads
+        values = ints[positions]
+        wrong = (values < 1) | (values > highest[kinds])
+        if wrong.any():
+            at = int(np.argmax(wrong))
+            kind = ValueKind(int(kinds[at]))
+            raise self._fail(f"int slot {int(positions[at])} refers to {kind.name} {int(values[at])}; "
+                             f"there are {int(highest[kind])}")

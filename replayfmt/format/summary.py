@@ -1,0 +1,121 @@
+"""The Summary frame: totals over a whole capture, and how they are counted.
+
+Writer, recovery and opreplay-check count with the same `Tally`, so that a stored summary and a recount can only differ
+when the file is wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import flatbuffers
+import numpy as np
+
+from ..errors import InvalidCapture
+from . import flat
+from .codes import RecordKind
+from .generated import Summary as Generated
+from .layouts import SUMMARY
+from .model import Summary
+
+
+class Tally:
+    """Counts that grow frame by frame: how often each signature occurred, and what storages were born."""
+
+    def __init__(self) -> None:
+        self._signatures = np.zeros(64, np.int64)
+        self.records = 0
+        self.storages = 0
+        self.absent_storages = 0
+
+    def add(self, signature: np.ndarray, storages: int, absent: int) -> None:
+        """Count one frame, given its signature column, its number of storages and how many of those are absent."""
+        counts = np.bincount(signature)
+        if len(counts) > len(self._signatures):
+            grown = np.zeros(2 * len(counts), np.int64)
+            grown[:len(self._signatures)] = self._signatures
+            self._signatures = grown
+        self._signatures[:len(counts)] += counts
+        self.records += len(signature)
+        self.storages += storages
+        self.absent_storages += absent
+
+    def summary(self, kinds: np.ndarray, kernels: np.ndarray, kernel_count: int, unsupported: Mapping[int, str],
+                payload_bytes: int, ended_ns: int | None, recovered: bool) -> Summary:
+        """The totals. `kinds` and `kernels` give record kind and kernel id by signature id less one; `unsupported`
+        maps signature ids of unsupported records to their reasons."""
+        counts = self._signatures[1:len(kinds) + 1]
+        kinds, kernels = kinds[:len(counts)], kernels[:len(counts)]
+        by_kind = np.bincount(kinds, weights=counts, minlength=max(RecordKind) + 1)
+        calls = np.zeros(kernel_count + 1, np.int64)
+        ops = kinds == RecordKind.op
+        np.add.at(calls, kernels[ops], counts[ops])
+        reasons: dict[str, int] = {}
+        for signature, reason in unsupported.items():
+            count = int(self._signatures[signature]) if signature < len(self._signatures) else 0
+            if count:
+                reasons[reason] = reasons.get(reason, 0) + count
+        return Summary(
+            ended_ns=ended_ns, recovered=recovered,
+            records={kind: int(by_kind[kind]) for kind in RecordKind if by_kind[kind]},
+            kernel_calls={kernel: int(calls[kernel]) for kernel in np.flatnonzero(calls).tolist()},
+            storages=self.storages, storage_payload_bytes=payload_bytes, absent_storages=self.absent_storages,
+            unsupported=dict(sorted(reasons.items())),
+        )
+
+
+def encode_summary(summary: Summary) -> memoryview:
+    """The Summary body."""
+    builder = flatbuffers.Builder(1024)
+    kinds, calls = np.zeros(max(RecordKind) + 1, np.uint64), np.zeros(max(summary.kernel_calls, default=0) + 1, np.uint64)
+    for kind, count in summary.records.items():
+        kinds[kind] = count
+    for kernel, count in summary.kernel_calls.items():
+        calls[kernel] = count
+    reasons = [builder.CreateString(reason) for reason in summary.unsupported]
+    builder.StartVector(4, len(reasons), 4)
+    for place in reversed(reasons):
+        builder.PrependUOffsetTRelative(place)
+    reason_vector = builder.EndVector()
+    places = [
+        ("RecordCounts", builder.CreateNumpyVector(kinds)), ("KernelCalls", builder.CreateNumpyVector(calls)),
+        ("UnsupportedReason", reason_vector),
+        ("UnsupportedCount", builder.CreateNumpyVector(np.array(list(summary.unsupported.values()), np.uint64))),
+    ]
+    Generated.Start(builder)
+    for name, place in places:
+        getattr(Generated, "Add" + name)(builder, place)
+    Generated.AddEndedNs(builder, summary.ended_ns or 0)
+    Generated.AddRecovered(builder, summary.recovered)
+    Generated.AddStorages(builder, summary.storages)
+    Generated.AddStoragePayloadBytes(builder, summary.storage_payload_bytes)
+    Generated.AddAbsentStorages(builder, summary.absent_storages)
+    builder.Finish(Generated.End(builder))
+    return memoryview(builder.Bytes)[builder.Head():]
+
+
+def decode_summary(body: bytes, kernel_count: int, records: int, where: str) -> Summary:
+    """The summary of a Summary body. Raises InvalidCapture where it cannot be one of this capture."""
+    table = flat.root(body, SUMMARY, where)
+    empty = np.zeros(0, np.uint64)
+
+    def column(name: str) -> list[int]:
+        values = table.column(name)
+        return (empty if values is None else values).tolist()
+
+    kinds, calls = column("record_counts"), column("kernel_calls")
+    reasons, counts = table.strings("unsupported_reason"), column("unsupported_count")
+    if len(reasons) != len(counts) or len(set(reasons)) != len(reasons):
+        raise InvalidCapture(f"{where}: {len(reasons)} reasons with {len(counts)} counts, or a reason twice")
+    if any(kinds[max(RecordKind) + 1:]) or any(calls[kernel_count + 1:]) or any(kinds[:1]) or any(calls[:1]):
+        raise InvalidCapture(f"{where}: counts of record kinds or kernels that the capture does not have")
+    if sum(kinds) != records or sum(calls) != (kinds[RecordKind.op] if len(kinds) > RecordKind.op else 0):
+        raise InvalidCapture(f"{where}: counts {sum(kinds)} records and {sum(calls)} kernel calls; "
+                             f"the capture has {records} records")
+    return Summary(
+        ended_ns=table.scalar("ended_ns") or None, recovered=bool(table.scalar("recovered")),
+        records={RecordKind(kind): count for kind, count in enumerate(kinds) if count},
+        kernel_calls={kernel: count for kernel, count in enumerate(calls) if count},
+        storages=table.scalar("storages"), storage_payload_bytes=table.scalar("storage_payload_bytes"),
+        absent_storages=table.scalar("absent_storages"), unsupported=dict(zip(reasons, counts, strict=True)),
+    )
