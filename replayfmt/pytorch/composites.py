@@ -1,0 +1,107 @@
+"""Tensors that are made of other tensors: sparse, quantized and strided nested ones, taken apart and put together.
+
+The components are plain strided tensors that share memory with the composite, so writing to one is seen in the other,
+on both sides. The forms and their parts, in order:
+
+    sparse_coo                                        indices, values, sizes, is_coalesced
+    sparse_csr, sparse_csc, sparse_bsr, sparse_bsc    compressed indices, plain indices, values, sizes
+    quantized_per_tensor                              integers, dtype, scale, zero point
+    quantized_per_channel                             integers, dtype, scales, zero points, axis
+    nested                                            buffer, sizes, strides, offsets (the last three are tensors)
+
+`integers` is the quantized tensor's own memory, with its sizes and strides, as int8, uint8 or int32. Call inside
+`undispatched()`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from .memory import make_view
+
+Parts = tuple[Any, ...]
+
+_COMPRESSED = {
+    torch.sparse_csr: "sparse_csr",
+    torch.sparse_csc: "sparse_csc",
+    torch.sparse_bsr: "sparse_bsr",
+    torch.sparse_bsc: "sparse_bsc",
+}
+_COMPRESSED_LAYOUT = {form: layout for layout, form in _COMPRESSED.items()}
+_ROWS_ARE_COMPRESSED = (torch.sparse_csr, torch.sparse_bsr)
+_INTEGERS = {torch.qint8: torch.int8, torch.quint8: torch.uint8, torch.qint32: torch.int32}
+
+FORMS = ("sparse_coo", *_COMPRESSED_LAYOUT, "quantized_per_tensor", "quantized_per_channel", "nested")
+
+
+def is_composite(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has to be taken apart (or cannot be: see `take_apart`)."""
+    return tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested
+
+
+def take_apart(tensor: torch.Tensor) -> tuple[str, Parts]:
+    """(form, parts) of a composite. The tensors among the parts share its memory.
+
+    Raises TypeError for a layout that has no form here (mkldnn, packed quantized dtypes).
+    """
+    if tensor.layout is torch.sparse_coo:
+        return "sparse_coo", (tensor._indices(), tensor._values(), tuple(tensor.shape), tensor.is_coalesced())
+    if tensor.layout in _COMPRESSED:
+        if tensor.layout in _ROWS_ARE_COMPRESSED:
+            indices = (tensor.crow_indices(), tensor.col_indices())
+        else:
+            indices = (tensor.ccol_indices(), tensor.row_indices())
+        return _COMPRESSED[tensor.layout], (*indices, tensor.values(), tuple(tensor.shape))
+    if tensor.is_quantized and tensor.dtype in _INTEGERS:
+        return _take_quantized(tensor)
+    if tensor.is_nested and tensor.layout is torch.strided:
+        shape = (tensor._nested_tensor_size(), tensor._nested_tensor_strides(), tensor._nested_tensor_storage_offsets())
+        return "nested", (torch.ops.aten.values.default(tensor), *shape)
+    raise TypeError(f"a tensor of layout {tensor.layout} and dtype {tensor.dtype} cannot be taken apart")
+
+
+def _take_quantized(tensor: torch.Tensor) -> tuple[str, Parts]:
+    integers = make_view(
+        tensor.untyped_storage(), _INTEGERS[tensor.dtype], tensor.shape, tensor.stride(), int(tensor.storage_offset())
+    )
+    if tensor.qscheme() in (torch.per_tensor_affine, torch.per_tensor_symmetric):
+        return "quantized_per_tensor", (integers, tensor.dtype, tensor.q_scale(), tensor.q_zero_point())
+    scales, zero_points = tensor.q_per_channel_scales(), tensor.q_per_channel_zero_points()
+    return "quantized_per_channel", (integers, tensor.dtype, scales, zero_points, tensor.q_per_channel_axis())
+
+
+def put_together(form: str, parts: Sequence[Any]) -> torch.Tensor:
+    """The composite that `take_apart` took apart, on the memory of the given parts. Raises ValueError for other forms."""
+    if form == "sparse_coo":
+        indices, values, sizes, is_coalesced = parts
+        return torch.sparse_coo_tensor(indices, values, tuple(sizes), check_invariants=False, is_coalesced=is_coalesced)
+    if form in _COMPRESSED_LAYOUT:
+        compressed, plain, values, sizes = parts
+        return torch.ops.aten._sparse_compressed_tensor_unsafe.default(
+            compressed, plain, values, tuple(sizes),
+            dtype=values.dtype, layout=_COMPRESSED_LAYOUT[form], device=values.device,
+        )
+    if form == "quantized_per_tensor":
+        integers, dtype, scale, zero_point = parts
+        empty = torch._empty_affine_quantized((0,), scale=scale, zero_point=zero_point, dtype=dtype, device=integers.device)
+        return _on_memory_of(integers, empty)
+    if form == "quantized_per_channel":
+        integers, dtype, scales, zero_points, axis = parts
+        empty = torch._empty_per_channel_affine_quantized(
+            tuple(integers.shape), scales=scales, zero_points=zero_points, axis=axis, dtype=dtype, device=integers.device
+        )
+        return _on_memory_of(integers, empty)
+    if form == "nested":
+        buffer, sizes, strides, offsets = parts
+        return torch._nested_view_from_buffer(buffer, sizes, strides, offsets)
+    raise ValueError(f"there is no composite form {form!r}; known are {', '.join(FORMS)}")
+
+
+def _on_memory_of(integers: torch.Tensor, quantized: torch.Tensor) -> torch.Tensor:
+    quantized.set_(
+        integers.untyped_storage(), int(integers.storage_offset()), tuple(integers.shape), tuple(integers.stride())
+    )
+    return quantized
