@@ -44,26 +44,38 @@ def tool(name: str) -> Callable[[Callable[..., Any]], click.Command]:
 
 def report(error: OpReplayError) -> None:
     """Print an error as the tools do: `STATUS: message` on stderr, then its findings, one a line."""
-    click.echo(f"{error.status}: {error}", err=True)
+    click.echo(f"{error.status}: {one_line(str(error))}", err=True)
     for finding in getattr(error, "findings", ()):
-        click.echo(f"  {finding}", err=True)
+        click.echo(f"  {one_line(finding)}", err=True)
+
+
+def one_line(text: str) -> str:
+    """Text that stays on its line and cannot steer a terminal: messages quote what captures and paths contain."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def discard_output() -> None:
+    """Let what is still buffered for stdout go nowhere: it cannot be written, and Python would complain at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def run_tool(command: click.Command) -> None:
     """Run a tool and leave the process with its exit code. The commands return their exit code, None for 0."""
     try:
-        code = command.main(standalone_mode=False)
+        # Not command.main(), which turns a closed pipe into exit code 1.
+        with command.make_context(command.name, sys.argv[1:]) as context:
+            code = command.invoke(context)
         sys.stdout.flush()
     except click.exceptions.Exit as leaving:
         code = leaving.exit_code
     except click.ClickException as error:
         error.show()
         code = error.exit_code
-    except click.Abort:
+    except (click.Abort, KeyboardInterrupt):
         code = 130
     except BrokenPipeError:
         # The reader of our output went away (`| head`): that ends the tool, and is no error of ours.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        discard_output()
         code = 0
     except OpReplayError as error:
         report(error)

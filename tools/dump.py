@@ -9,10 +9,10 @@ import click
 from replayfmt.dump.query import Query
 from replayfmt.dump.selection import Selection, parse_range
 from replayfmt.dump.stream import jsonl_chunks, text_chunks
-from replayfmt.errors import UsageError
+from replayfmt.errors import OpReplayError, UsageError
 from replayfmt.format.reader import open_capture
 
-from .command import run_tool, tool
+from .command import discard_output, run_tool, tool
 
 
 @tool("opreplay-dump")
@@ -51,11 +51,17 @@ def cli(capture: str, form: str | None, query: str | None, ops: str | None, scop
 
 
 def write(chunks: Iterable[str]) -> None:
-    """Print chunks of whole lines, in UTF-8 whatever the locale."""
+    """Print chunks of whole lines, in UTF-8 whatever the locale. Raises OpReplayError where that fails."""
     output = click.get_binary_stream("stdout")
     for chunk in chunks:
-        output.write(chunk.encode("utf-8", "backslashreplace"))
-    output.flush()
+        try:
+            output.write(chunk.encode("utf-8", "backslashreplace"))
+            output.flush()
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            discard_output()
+            raise OpReplayError(f"the output could not be written: {error.strerror}") from None
 
 
 def main() -> None:

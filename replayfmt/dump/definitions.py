@@ -8,13 +8,14 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from datetime import UTC, datetime
+from itertools import count
 from typing import Any
 
 from replayfmt.format.codes import Codec, RecordKind, StorageOrigin, ValueKind
 from replayfmt.format.model import Device, Session
 from replayfmt.format.reader import CaptureReader, RecordFrame
 
-from .json_text import encode, quote
+from .json_text import encode, integers, quote
 from .text import printable
 
 Row = dict[str, Any]
@@ -135,13 +136,13 @@ def lines(rows: Iterator[Row]) -> Iterator[str]:
 def storage_lines(reader: CaptureReader, frame: RecordFrame) -> str:
     """The rows of the storages born in a frame, as JSON lines. There may be as many as ops, hence no dicts."""
     devices = ["null", *(quote(str(device)) for device in reader.devices[1:])]
-    origins = {origin.value: quote(origin.name) for origin in StorageOrigin}
+    origins = [quote(origin.name) for origin in StorageOrigin]
     return "".join([
-        f'{{"kind":"storage","id":{number},"device":{devices[device]},"bytes":{encode(size)},'
-        f'"origin":{origins[origin]},"payload":{payload or "null"}}}\n'
-        for number, (size, device, origin, payload) in enumerate(
-            zip(frame.storage_bytes.tolist(), frame.storage_device.tolist(), frame.storage_origin.tolist(),
-                frame.storage_payload.tolist(), strict=True), start=frame.first_storage)
+        f'{{"kind":"storage","id":{number},"device":{devices[device]},"bytes":{size},"origin":{origins[origin]},'
+        f'"payload":{payload or "null"}}}\n'
+        for number, size, device, origin, payload in zip(
+            count(frame.first_storage), integers(frame.storage_bytes), frame.storage_device.tolist(),
+            frame.storage_origin.tolist(), frame.storage_payload.tolist(), strict=False)
     ])
 
 

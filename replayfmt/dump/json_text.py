@@ -12,6 +12,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 EXACT = 2**53
 
 
@@ -26,6 +28,14 @@ def quote(text: str) -> str:
 def integer(value: int) -> str:
     """A JSON number, or a string of digits where a double would round it."""
     return str(value) if -EXACT <= value <= EXACT else f'"{value}"'
+
+
+def integers(column: np.ndarray) -> list[int | str]:
+    """A column of integers, in a form whose text is JSON: `integer` of each, but fast."""
+    values: list[int | str] = column.tolist()
+    if column.size and (column.max() > EXACT or (column.dtype.kind == "i" and column.min() < -EXACT)):
+        return [value if -EXACT <= int(value) <= EXACT else f'"{value}"' for value in values]
+    return values
 
 
 def number(value: float) -> str:

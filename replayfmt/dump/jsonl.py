@@ -14,7 +14,7 @@ from replayfmt.format.codes import DType, Layout, MemoryFormat, RecordKind, Tens
 from replayfmt.format.model import Node, Signature, TensorMeta
 from replayfmt.format.reader import CaptureReader, RecordFrame
 
-from .json_text import EXACT, encode, integer, number, quote
+from .json_text import encode, integer, integers, number, quote
 from .templates import Hole, Piece, Slot
 from .values import Columns, Cursor, Dialect, Made, device_slot
 
@@ -31,6 +31,7 @@ CODES: dict[ValueKind, Callable[[int], Any]] = {
 }
 
 # Keys of a host_read or digest row that carries no digest: a capture may have been made without them.
+UNKNOWN_DURATION = 2**64 - 1
 DIGEST_KEYS = ("hash", "elements", "nan", "inf", "min", "max", "mean", "l2", "sample")
 NO_DIGEST = "".join(f',"{key}":null' for key in DIGEST_KEYS)
 
@@ -51,29 +52,30 @@ class JsonLines(Dialect):
 
     def columns(self, frame: RecordFrame) -> Columns:
         rows = frame.tensor_meta.tolist()
-        storages = self.integers(frame.tensor_storage)
+        storages = integers(frame.tensor_storage)
         if frame.tensor_storage.size and not frame.tensor_storage.all():
             storages = [storage or "null" for storage in storages]
         tensors = [
             f'"tensor":{tensor},"storage":{storage}{before}{offset}{after}'
             for tensor, storage, (before, after), offset in zip(
-                self.integers(frame.tensor_id), storages, self._metas.of(rows),
-                self.integers(frame.tensor_offset), strict=True)
+                integers(frame.tensor_id), storages, self._metas.of(rows),
+                integers(frame.tensor_offset), strict=True)
         ]
         floats = frame.floats.tolist()
         if not np.isfinite(frame.floats).all():
             floats = [number(value) for value in floats]
         slots = frame.tensor_slots.tolist()
         return Columns(
-            T=list(map(tensors.__getitem__, slots)), I=self.integers(frame.ints), F=floats, R=frame.ints.tolist(),
+            T=list(map(tensors.__getitem__, slots)), I=integers(frame.ints), F=floats, R=frame.ints.tolist(),
             L=slots, D=list(self._meta_devices.of(rows)),
         )
 
-    def integers(self, column: Any) -> list[Any]:
-        values = column.tolist()
-        if column.size and (column.max() > EXACT or (column.dtype.kind == "i" and column.min() < -EXACT)):
-            return [value if -EXACT <= value <= EXACT else f'"{value}"' for value in values]
-        return values
+    def integers(self, column: np.ndarray) -> list[Any]:
+        return integers(column)
+
+    def device_durations(self, column: np.ndarray) -> list[str]:
+        return [f',"device_duration_ns":{value if value != UNKNOWN_DURATION else "null"}'
+                for value in column.tolist()]
 
     def tail(self, frame: RecordFrame) -> str:
         return f',"frame_offset":{integer(frame.offset)}}}\n'
@@ -82,7 +84,8 @@ class JsonLines(Dialect):
         """What stands before and after the offset in a tensor's keys."""
         before = (f',"dtype":{quote(meta.dtype.name)},"sizes":{encode(meta.sizes)},"strides":{encode(meta.strides)}'
                   ',"offset":')
-        after = f',"device":{self._devices[meta.device]}'
+        # Where there is only one device, every op and every storage says already which.
+        after = f',"device":{self._devices[meta.device]}' if len(self._devices) > 2 else ""
         if meta.layout != Layout.strided:
             after += f',"layout":{quote(meta.layout.name)}'
         if meta.flags:
@@ -112,7 +115,7 @@ class JsonLines(Dialect):
             f',"op":{quote(kernel.name)},"overload":{quote(kernel.overload)},"kernel":{signature.kernel},"scope":',
             Slot(Hole.scope), ',"device":', "null" if slot is None else Slot(Hole.tensor_device, slot),
             ',"thread":', Slot(Hole.thread), f',"status":{quote(signature.status.name)},"start_ns":', Slot(Hole.start),
-            ',"duration_ns":', Slot(Hole.duration), ',"device_duration_ns":', Slot(Hole.device_duration),
+            ',"duration_ns":', Slot(Hole.duration), Slot(Hole.device_duration),
             *self._values(signature),
         ]
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 from replayfmt.errors import OpReplayError, UsageError
 
 LARGEST = 1.7976931348623157e308
+_UNLIKE_JQ = re.compile(r"NaN|Infinity|[0-9]{18}")  # in text that json.dumps made: worth a second look
 
 
 class FilterFailed(OpReplayError):
@@ -29,7 +31,7 @@ class Query:
         try:
             self._program = jq.compile(text)
         except ValueError as error:
-            raise UsageError(f"--jq: {error}") from None
+            raise UsageError(f"--jq: {message(error)}") from None
 
     def apply(self, chunks: Iterable[str]) -> Iterator[str]:
         """Chunks of rows as chunks of results, a line each. Raises FilterFailed at the first row that it fails on."""
@@ -41,25 +43,36 @@ class Query:
                     results += map(compact, self._program.input_text(row))
                 except ValueError as error:
                     yield "".join(results)
-                    raise FilterFailed(f"--jq: {error}; the filter failed on this row: {abridged(row)}") from None
+                    raise FilterFailed(
+                        f"--jq: {message(error)}; the filter failed on this row: {abridged(row)}") from None
             yield "".join(results)
+
+
+def message(error: ValueError) -> str:
+    """jq's message on one line, without its count of errors and the mark it puts below the place it quotes."""
+    lines = (line.strip() for line in str(error).splitlines())
+    return " ".join(line.removeprefix("jq: error: ") for line in lines
+                    if line.strip("^") and not re.fullmatch(r"jq: \d+ compile errors?", line))
 
 
 def compact(value: Any) -> str:
     """A result as one line of JSON."""
-    try:
-        return json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False) + "\n"
-    except ValueError:
-        return json.dumps(finite(value), separators=(",", ":"), ensure_ascii=False) + "\n"
+    text = json.dumps(value, separators=(",", ":"), ensure_ascii=False)
+    if _UNLIKE_JQ.search(text):
+        text = json.dumps(as_jq_prints(value), separators=(",", ":"), ensure_ascii=False)
+    return text + "\n"
 
 
-def finite(value: Any) -> Any:
-    """The value as jq prints it: NaN is null, and infinities are the largest doubles."""
+def as_jq_prints(value: Any) -> Any:
+    """The value with numbers as jq prints them: NaN is null, infinities are the largest doubles, and whole numbers of
+    more than 17 digits, which the binding gives as int, are the doubles they were."""
     if isinstance(value, float) and not math.isfinite(value):
         return None if math.isnan(value) else math.copysign(LARGEST, value)
+    if isinstance(value, int) and abs(value) >= 10**17:
+        return float(value)
     if isinstance(value, dict):
-        return {key: finite(item) for key, item in value.items()}
-    return [finite(item) for item in value] if isinstance(value, list) else value
+        return {key: as_jq_prints(item) for key, item in value.items()}
+    return [as_jq_prints(item) for item in value] if isinstance(value, list) else value
 
 
 def abridged(row: str) -> str:

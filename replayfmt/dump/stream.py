@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import repeat
-from typing import Any
 
 from replayfmt.format.reader import CaptureReader, RecordFrame
 
@@ -13,8 +12,6 @@ from .jsonl import JsonLines
 from .selection import Filter, Selection
 from .text import Text
 from .values import Dialect
-
-UNKNOWN_DEVICE_DURATION = 2**64 - 1
 
 
 def jsonl_chunks(reader: CaptureReader, selection: Selection, summary_only: bool = False) -> Iterator[str]:
@@ -64,6 +61,7 @@ def _records(dialect: Dialect, frame: RecordFrame, chosen: Filter) -> str:
         ordinals = list(range(frame.first_ordinal + which.start, frame.first_ordinal + which.stop))
     else:
         ordinals = (which + frame.first_ordinal).tolist()
+    device_duration = frame.device_duration_ns
     columns = dialect.columns(frame)
     T, I, F, R, L, D = columns.T, columns.I, columns.F, columns.R, columns.L, columns.D  # noqa: E741
     tail = dialect.tail(frame)
@@ -72,18 +70,10 @@ def _records(dialect: Dialect, frame: RecordFrame, chosen: Filter) -> str:
         for function, o, s, h, n, d, g, t, i, f in zip(
             dialect.functions.of(signatures), dialect.ordinals(ordinals),
             dialect.scopes.of(frame.scope[which].tolist()), frame.thread[which].tolist(),
-            dialect.integers(frame.start_ns[which]), _durations(dialect, frame.duration_ns, which, None),
-            _durations(dialect, frame.device_duration_ns, which, UNKNOWN_DEVICE_DURATION),
+            dialect.integers(frame.start_ns[which]),
+            repeat("null") if frame.duration_ns is None else frame.duration_ns[which].tolist(),
+            repeat("") if device_duration is None else dialect.device_durations(device_duration[which]),
             frame.tensor_first[:-1][which].tolist(), frame.int_first[:-1][which].tolist(),
             frame.float_first[:-1][which].tolist(), strict=False)
     ]
     return tail.join(rows) + tail
-
-
-def _durations(dialect: Dialect, column: Any, which: Any, unknown: int | None) -> Any:
-    """A column of durations; `null` where nothing was measured."""
-    if column is None:
-        return repeat("null")
-    column = column[which]
-    shown = dialect.integers(column)
-    return ["null" if value == unknown else text for value, text in zip(column.tolist(), shown, strict=True)]

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from replayfmt.format.codes import DType, Layout, OpStatus, RecordKind, TensorFlag, ValueKind
 from replayfmt.format.model import Node, Signature, TensorMeta
 from replayfmt.format.reader import CaptureReader, RecordFrame
@@ -82,8 +84,11 @@ class Text(Dialect):
         return Columns(T=list(map(tensors.__getitem__, slots)), I=ints, F=frame.floats.tolist(), R=ints, L=slots,
                        D=[""] * len(tensors))
 
-    def integers(self, column: Any) -> list[Any]:
+    def integers(self, column: np.ndarray) -> list[Any]:
         return column.tolist()
+
+    def device_durations(self, column: np.ndarray) -> list[str]:
+        return [""] * len(column)
 
     def ordinals(self, ordinals: list[int]) -> list[Any]:
         return [f"{ordinal:>{self._width}}  " for ordinal in ordinals]

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
+import numpy as np
+
 from replayfmt.format.model import SLOTS, Node, Signature
 from replayfmt.format.reader import CaptureReader, RecordFrame
 
@@ -88,8 +90,12 @@ class Dialect(ABC):
         """The frame's columns as this dialect writes them."""
 
     @abstractmethod
-    def integers(self, column: Any) -> list[Any]:
+    def integers(self, column: np.ndarray) -> list[Any]:
         """A column of integers as this dialect writes them."""
+
+    @abstractmethod
+    def device_durations(self, column: np.ndarray) -> list[str]:
+        """What rows show of the device times that a frame has."""
 
     def ordinals(self, ordinals: list[int]) -> list[Any]:
         """Ordinals as this dialect writes them."""

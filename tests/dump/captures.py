@@ -193,8 +193,8 @@ def every_kind(path: Path) -> Path:
     b.record(Signature(RecordKind.digest, arguments), [item], [3, 0, *ints], floats)
     waves = TensorDigest(5, 6, 2, 0, 0, None, None, 1.0, 2.0, (1 + 2j, complex(math.nan, math.inf)))
     ints, floats = waves.slots()
-    pair = Node(V.composite, "tensor", "sparse_coo", tensors("", ""))
-    b.record(Signature(RecordKind.digest, (pair, *of, *waves.nodes())), [item, product], [-1, -1, *ints], floats)
+    arguments = (Node(V.tensor, "tensor"), *of, *waves.nodes())
+    b.record(Signature(RecordKind.digest, arguments), [product], [-1, -1, *ints], floats)
     b.record(Signature(RecordKind.storage_resize, (Node(V.storage, "storage"), Node(V.int, "bytes"))), ints=[out, 2048])
     b.record(Signature(RecordKind.storage_release, (Node(V.storage, "storage"),)), ints=[out])
     b.record(Signature(RecordKind.generator_state, (Node(V.generator, "generator"), Node(V.payload, "payload"))),

@@ -49,8 +49,9 @@ def content(reader: CaptureReader, node: Node, value: Any) -> dict[str, Any]:
     row: dict[str, Any] = {"type": node.kind.name}
     if isinstance(value, TensorValue):
         row |= {"tensor": value.id, "storage": value.storage or None, "dtype": value.meta.dtype.name,
-                "sizes": list(value.meta.sizes), "strides": list(value.meta.strides), "offset": value.offset,
-                "device": str(reader.devices[value.meta.device])}
+                "sizes": list(value.meta.sizes), "strides": list(value.meta.strides), "offset": value.offset}
+        if len(reader.devices) > 2:
+            row["device"] = str(reader.devices[value.meta.device])
         if value.meta.layout != Layout.strided:
             row["layout"] = value.meta.layout.name
         if value.meta.flags:
@@ -88,11 +89,13 @@ def row(reader: CaptureReader, record: Record) -> dict[str, Any]:
     if kind == RecordKind.op:
         kernel = reader.kernels[signature.kernel]
         tensors = tensors_in(list(record.results)) or tensors_in(list(record.args))
+        frame = reader.frame(reader.frame_of(record.ordinal))
+        measured = {} if frame.device_duration_ns is None else {"device_duration_ns": record.device_duration_ns}
         return start | {
             "op": kernel.name, "overload": kernel.overload, "kernel": signature.kernel, "scope": scope,
             "device": str(reader.devices[tensors[0].meta.device]) if tensors else None, "thread": record.thread,
             "status": signature.status.name, "start_ns": record.start_ns, "duration_ns": record.duration_ns,
-            "device_duration_ns": record.device_duration_ns,
+            **measured,
             "args": [{"name": node.name} | content(reader, node, value)
                      for node, value in zip(signature.args, record.args, strict=True)],
             "results": [content(reader, node, value)
