@@ -28,7 +28,7 @@ from replayfmt.format.reader import CaptureReader
 from .min_time import MOST_ITERATIONS, MinTime
 from .scopes import Region, find_regions, whole_capture
 from .statistics import Statistics, summarize
-from .stopwatch import Clock, ScopeWatch, Times, stopwatch_for
+from .stopwatch import Clock, ReplayTimer, ScopeWatch, Times, stopwatch_for
 
 # Restoring state is untimed and may take many times the replay: --benchmark-min-time counts timed seconds, and gives up
 # after this many times as much real time. The rule and the number are Google Benchmark's.
@@ -38,9 +38,16 @@ _MUCH_GARBAGE = 20_000
 
 
 class Timer(Protocol):
-    """What a plan starts right before the first op and stops right after the last one, also when one fails."""
+    """What a plan starts right before the first op and stops right after the last one, also when one fails.
+
+    In between it pauses while the plan does what is no work of the capture (content that enters from a payload).
+    """
 
     def start(self) -> None: ...
+
+    def pause(self) -> None: ...
+
+    def resume(self) -> None: ...
 
     def stop(self) -> None: ...
 
@@ -155,8 +162,8 @@ class _Runner:
         self._plan, self._options, self._clock, self._progress = plan, options, clock, progress
         self.whole_region = whole
         self.whole_samples: list[Sample] = []
-        self._stopwatch = stopwatch_for(plan.devices, clock)
         self.watches = [ScopeWatch(region, stopwatch_for(plan.devices, clock)) for region in regions]
+        self._timer = ReplayTimer(stopwatch_for(plan.devices, clock), self.watches)
         self.samples: list[list[Sample]] = [[] for _ in regions]
 
     def verify(self, when: str) -> Any | None:
@@ -217,12 +224,10 @@ class _Runner:
 
     def _replay(self, on_scope: Callable[[str, str, str, int], None] | None) -> Times:
         """One timed replay of the whole capture."""
-        self._stopwatch.reset()
-        for watch in self.watches:
-            watch.begin_replay()
-        result = self._plan.execute(verify="none", on_scope=on_scope, timer=self._stopwatch)
+        self._timer.begin_replay()
+        result = self._plan.execute(verify="none", on_scope=on_scope, timer=self._timer)
         self._require_match(result, "while it was timed")
-        return self._stopwatch.read()
+        return self._timer.stopwatch.read()
 
     def _on_scope(self) -> Callable[[str, str, str, int], None] | None:
         """The cheapest callback that serves every watch: none at all where there is no watch."""

@@ -94,6 +94,12 @@ class _Session:
         self.profiler.start()
         self._running = True
 
+    def pause(self) -> None:
+        """What content the replay takes in on its way is in the trace."""
+
+    def resume(self) -> None:
+        """See `pause`."""
+
     def stop(self) -> None:
         if self._running and self.profiler is not None:
             if ProfilerActivity.CUDA in self.profiler.activities:

@@ -157,6 +157,15 @@ class ScopeWatch:
             self.stopwatch.stop()
             self._passes += 1
 
+    def pause(self) -> None:
+        """Stop counting, inside or outside the scopes, until `resume`."""
+        if self._depth:
+            self.stopwatch.stop()
+
+    def resume(self) -> None:
+        if self._depth:
+            self.stopwatch.start()
+
     def end_replay(self) -> Times:
         """What the scopes took in the replay just ended. Raises ReplayFailed where they did not run as captured."""
         if self._depth:
@@ -165,3 +174,33 @@ class ScopeWatch:
             raise ReplayFailed(f"--replay-scope={self.region.name}: the replay passed through it {self._passes} times, "
                                f"the capture {self.region.passes} times")
         return self.stopwatch.read()
+
+
+class ReplayTimer:
+    """A replay's `timer`: runs a stopwatch for the whole of it, and pauses those of its scopes with it."""
+
+    def __init__(self, stopwatch: Stopwatch, watches: Sequence[ScopeWatch] = ()) -> None:
+        self.stopwatch = stopwatch
+        self._watches = tuple(watches)
+
+    def begin_replay(self) -> None:
+        """Forget the replay before."""
+        self.stopwatch.reset()
+        for watch in self._watches:
+            watch.begin_replay()
+
+    def start(self) -> None:
+        self.stopwatch.start()
+
+    def pause(self) -> None:
+        for watch in self._watches:
+            watch.pause()
+        self.stopwatch.stop()
+
+    def resume(self) -> None:
+        self.stopwatch.start()
+        for watch in self._watches:
+            watch.resume()
+
+    def stop(self) -> None:
+        self.stopwatch.stop()

@@ -1,6 +1,7 @@
 """A capture, a plan and clocks that are made up, so that what is measured is known exactly.
 
-A script is a list of steps: ("begin", path), ("end", path), or ("op", real nanoseconds, CPU nanoseconds).
+A script is a list of steps: ("begin", path), ("end", path), ("op", real nanoseconds, CPU nanoseconds),
+or ("import", nanoseconds): content that enters while the timer pauses.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ from replayfmt.benchmark.stopwatch import Clock
 from replayfmt.format.codes import RecordKind
 from replayfmt.format.model import Scope, Session
 
-KINDS = {"op": 1, "begin": 2, "end": 3}      # signature ids
+KINDS = {"op": 1, "begin": 2, "end": 3, "import": 4}      # signature ids
 SIGNATURES = (None, SimpleNamespace(kind=RecordKind.op), SimpleNamespace(kind=RecordKind.scope_begin),
-              SimpleNamespace(kind=RecordKind.scope_end))
+              SimpleNamespace(kind=RecordKind.scope_end), SimpleNamespace(kind=RecordKind.storage_import))
 
 EXECUTE = [("begin", "execute"), ("op", 100, 50), ("op", 20, 10), ("end", "execute")]
 
@@ -41,7 +42,7 @@ class FakeReader:
         self.session = Session("1234", "test", "0", torch_version=torch.__version__)
         self.devices = (None,)
         self.signatures = SIGNATURES
-        paths = list(dict.fromkeys(step[1] for step in script if step[0] != "op"))
+        paths = list(dict.fromkeys(step[1] for step in script if step[0] in ("begin", "end")))
         for path in list(paths):                       # parents that are never entered themselves have ids as well
             while "/" in path:
                 path = path.rpartition("/")[0]
@@ -63,7 +64,7 @@ class FakeReader:
             self._frames.append(SimpleNamespace(
                 first_ordinal=ordinal, count=len(steps), duration_ns=None,
                 signature=np.array([KINDS[step[0]] for step in steps], dtype=np.uint32),
-                scope=np.array([self._ids[step[1]] if step[0] != "op" else 0 for step in steps], dtype=np.uint32),
+                scope=np.array([self._ids.get(step[1], 0) for step in steps], dtype=np.uint32),
                 start_ns=np.array(starts, dtype=np.int64)))
             ordinal += count
         self.record_frames = self._frames
@@ -94,6 +95,12 @@ class FakePlan:
             if step[0] == "op":
                 self.time.real += step[1] + self.slower * self.timed
                 self.time.cpu += step[2]
+            elif step[0] == "import":
+                if timer is not None:
+                    timer.pause()
+                self.time.real += step[1]
+                if timer is not None:
+                    timer.resume()
             elif on_scope is not None:
                 on_scope(step[0], step[1].rpartition("/")[2], step[1], ordinal)
         if timer is not None:

@@ -100,6 +100,14 @@ def test_a_scope_inside_itself_is_counted_once():
     assert result.measurements[0].samples[0].real.tolist() == [15] * 3
 
 
+def test_content_that_enters_on_the_way_is_not_timed():
+    script = [("op", 10, 1), ("import", 9999), ("begin", "a"), ("op", 5, 1), ("import", 7777), ("op", 6, 1),
+              ("end", "a")]
+    result, _ = run(script, scopes=("a",))
+    assert result.measurements[0].samples[0].real.tolist() == [11] * 3
+    assert result.whole.samples[0].real.tolist() == [21] * 3
+
+
 def test_several_scopes_are_measured_in_the_same_replays():
     script = [("begin", "a"), ("op", 10, 1), ("begin", "a/b"), ("op", 5, 1), ("end", "a/b"), ("end", "a")]
     result, plan = run(script, scopes=("a", "b"))
