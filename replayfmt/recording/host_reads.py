@@ -1,0 +1,109 @@
+"""Records values that leave the device for the host without an operator: `tolist`, `numpy`, `__array__`, DLPack.
+
+`item()`, `bool()` and the like are operators and need nothing. What else reads memory behind the dispatcher's back and
+is not seen: `repr` and printing, pickling and `torch.save`, a storage's own `tolist` and indexing, `data_ptr` and the
+DLPack C exchange interface; none of them is a value that programs branch on.
+
+The program gets exactly what it would get: the original runs first, and what it returned or raised is passed on.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import types
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+
+from .patches import Patch, PatchSet
+
+# Tensor.__dlpack__ ends in torch._C, and torch.to_dlpack is the same function under its older name.
+_METHODS = ("tolist", "numpy", "__array__", "__dlpack__")
+_FUNCTIONS = (("torch", "to_dlpack"), ("torch.utils.dlpack", "to_dlpack"))
+
+
+class RecorderForReads(Protocol):
+    """What the host reads need of a recorder."""
+
+    def recording(self) -> bool: ...
+
+    def paused(self) -> AbstractContextManager[Any]: ...
+
+    def host_read(self, method: str, tensor: torch.Tensor) -> None: ...
+
+
+class HostReads:
+    """The patches of one capture that see host reads."""
+
+    def __init__(self, recorder: RecorderForReads) -> None:
+        wraps = functools.partial(_Read, recorder)
+        self._patches = PatchSet(
+            [Patch("torch", f"Tensor.{name}", functools.partial(wraps, name)) for name in _METHODS]
+            + [Patch(module, name, functools.partial(wraps, name)) for module, name in _FUNCTIONS]
+        )
+
+    @property
+    def missing(self) -> list[str]:
+        return [patch.target for patch in self._patches.missing]
+
+    def install(self) -> None:
+        self._patches.install()
+
+    def remove(self) -> None:
+        """Put everything back as it was. Idempotent."""
+        self._patches.remove()
+
+
+_inside = threading.local()  # .depth: how many patched reads this thread is in; only the outermost is the program's
+
+
+class _Read:
+    """Takes the place of one method or function.
+
+    It equals the original and hashes like it, because `__torch_function__` gets this object where libraries have tables
+    keyed by the original.
+    """
+
+    def __init__(self, recorder: RecorderForReads, method: str, original: Callable[..., Any]) -> None:
+        self._recorder = recorder
+        self._method = method
+        self._original = original
+        functools.update_wrapper(self, original)
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        return self if instance is None else types.MethodType(self, instance)
+
+    def __eq__(self, other: object) -> bool:
+        return other is self or other is self._original
+
+    def __hash__(self) -> int:
+        return hash(self._original)
+
+    def __call__(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        # A __torch_function__ override or mode comes first, and may come back here with what it wants read.
+        if (
+            getattr(_inside, "depth", 0)
+            or not self._recorder.recording()
+            or torch._C._has_torch_function_unary(tensor)
+            or not _has_values(tensor)
+        ):
+            return self._original(tensor, *args, **kwargs)
+        _inside.depth = 1
+        try:
+            values = self._original(tensor, *args, **kwargs)
+        finally:
+            _inside.depth = 0
+        self._recorder.host_read(self._method, tensor)
+        return values
+
+
+def _has_values(tensor: Any) -> bool:
+    """Whether this tensor itself holds the bytes that are read: not a wrapper, nor what compilers trace with."""
+    return (
+        isinstance(tensor, torch.Tensor)
+        and type(tensor).__torch_dispatch__ is torch._C._disabled_torch_dispatch_impl
+        and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    )

@@ -1,0 +1,101 @@
+"""`--module-scopes`: every call of an nn.Module is a scope named by the module's path, such as `transformer.h.0.attn`.
+
+Paths count from the outermost module that was called, its root; the root itself goes by its class. A module keeps its
+path when it is called on its own later (checkpointing does that in the backward pass). The scopes come from PyTorch's
+global forward hooks, so a module whose `forward` is called directly has none, nor has one inside a compiled region.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import weakref
+from types import FrameType
+from typing import Any, Protocol
+
+import torch
+from torch.nn.modules import module as hooks
+
+
+class RecorderForModules(Protocol):
+    """What module scopes need of a recorder."""
+
+    def recording(self) -> bool: ...
+
+    def module_scope_begin(self, name: str) -> None: ...
+
+    def module_scope_end(self, name: str) -> None: ...
+
+
+class _Open(threading.local):
+    """The module scopes that this thread is in: (module, name, the frame that calls its forward)."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[torch.nn.Module, str, FrameType]] = []
+
+
+class ModuleScopes:
+    """The hooks of one capture."""
+
+    def __init__(self, recorder: RecorderForModules) -> None:
+        self._recorder = recorder
+        self._open = _Open()
+        self._paths: weakref.WeakKeyDictionary[torch.nn.Module, str] = weakref.WeakKeyDictionary()
+        self._handles: list[Any] = []
+
+    def install(self) -> None:
+        self._handles = [
+            hooks.register_module_forward_pre_hook(self._begin),
+            hooks.register_module_forward_hook(self._end, always_call=True),
+        ]
+
+    def remove(self) -> None:
+        """Idempotent."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def _begin(self, module: torch.nn.Module, _args: Any) -> None:
+        if torch.compiler.is_compiling() or not self._recorder.recording():
+            return
+        frame = sys._getframe(1)
+        self._leave_abandoned(frame)
+        calls = self._open.calls
+        name = self._path(module, calls[0][0] if calls else None)
+        calls.append((module, name, frame))
+        self._recorder.module_scope_begin(name)
+
+    def _end(self, module: torch.nn.Module, _args: Any, _result: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        calls = self._open.calls
+        if any(entered is module for entered, _, _ in calls):
+            while self._leave() is not module:
+                pass
+
+    def _leave(self) -> torch.nn.Module:
+        module, name, _ = self._open.calls.pop()
+        self._recorder.module_scope_end(name)
+        return module
+
+    def _leave_abandoned(self, frame: FrameType | None) -> None:
+        """Leave scopes whose call is over: PyTorch runs no hooks for exceptions like KeyboardInterrupt."""
+        calls = self._open.calls
+        if not calls:
+            return
+        running = set()
+        while frame is not None:
+            running.add(id(frame))
+            frame = frame.f_back
+        # Frames in `calls` are alive, so their ids are theirs alone.
+        while calls and id(calls[-1][2]) not in running:
+            self._leave()
+
+    def _path(self, module: torch.nn.Module, root: torch.nn.Module | None) -> str:
+        if module not in self._paths:
+            # A new root, or a module that was added to its root after the root's first call. What had a name as a root
+            # of its own gets its path under this one.
+            top = module if root is None else root
+            for name, part in top.named_modules():
+                self._paths[part] = name or type(part).__name__
+        return self._paths.setdefault(module, type(module).__name__)

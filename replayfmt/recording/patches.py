@@ -1,0 +1,114 @@
+"""Replaces functions of other libraries while a capture runs, and puts every one of them back.
+
+A table of `Patch` rows says what is replaced where; `PatchSet` applies the rows whose module is imported, waits for the
+import of the others (nothing is imported for a patch's sake), and restores exactly what was there. A row whose target
+this build does not have is kept in `missing`, so that coverage is never lost without a word.
+
+A replacement may outlive `remove()` where another library has wrapped it in the meantime: replacements must go straight
+to the original once their capture has ended. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from types import ModuleType
+from typing import Any
+
+from .import_watch import Watch
+
+
+@dataclass(frozen=True)
+class Patch:
+    """One replacement: `wrap(original)` takes the place of `attribute` of `module`.
+
+    `attribute` is `name` or `Class.name`; the class may be a shell pattern where a family of classes share the method.
+    `reason`: the reason of the `unsupported` records that it is there for, if it is. `vital`: without this target, work
+    of that kind would go unseen.
+    """
+
+    module: str
+    attribute: str
+    wrap: Callable[[Any], Any]
+    reason: str = ""
+    vital: bool = False
+
+    @property
+    def target(self) -> str:
+        return f"{self.module}.{self.attribute}"
+
+
+@dataclass
+class _Applied:
+    holder: Any          # the class or module that was changed
+    name: str
+    own: bool            # the holder had an attribute of its own, not an inherited one
+    original: Any        # it, as it lay in the holder's namespace
+    replacement: Any
+
+
+class PatchSet:
+    """The patches of one capture. `missing` lists rows without a target among the modules imported so far."""
+
+    def __init__(self, patches: Iterable[Patch], on_missing: Callable[[Patch], None] | None = None) -> None:
+        """`on_missing` is told of every row whose module is imported and lacks the target, when that is found."""
+        self._patches = tuple(patches)
+        self._on_missing = on_missing
+        self._applied: list[_Applied] = []
+        self._watches: list[Watch] = []
+        self.missing: list[Patch] = []
+
+    def install(self) -> None:
+        """Apply what can be applied now and the rest as soon as its module has been imported."""
+        for patch in self._patches:
+            self._watches.append(Watch(patch.module, functools.partial(self._apply, patch)))
+
+    def remove(self) -> None:
+        """Restore everything, last first. Idempotent. What someone else has replaced since then is left to them."""
+        for watch in self._watches:
+            watch.stop()
+        self._watches.clear()
+        while self._applied:
+            done = self._applied.pop()
+            if vars(done.holder).get(done.name) is not done.replacement:
+                continue
+            if done.own:
+                setattr(done.holder, done.name, done.original)
+            else:
+                delattr(done.holder, done.name)
+
+    def _apply(self, patch: Patch, module: ModuleType) -> None:
+        holders, name = _holders(module, patch.attribute)
+        if not holders:
+            self.missing.append(patch)
+            if self._on_missing is not None:
+                self._on_missing(patch)
+        for holder in holders:
+            own = name in vars(holder)
+            original = vars(holder)[name] if own else inspect.getattr_static(holder, name)
+            if any(done.replacement is original for done in self._applied):
+                continue  # the module was executed again and kept our replacement
+            replacement = patch.wrap(original)
+            setattr(holder, name, replacement)
+            self._applied.append(_Applied(holder, name, own, original, replacement))
+
+
+def _holders(module: ModuleType, attribute: str) -> tuple[list[Any], str]:
+    """The objects that `attribute` is to be set on (none where this build has no such target), and its last name.
+
+    The members of a family need not all have the method themselves: those that inherit it are served by their base.
+    """
+    owner, _, name = attribute.rpartition(".")
+    if not owner:
+        return ([module] if hasattr(module, name) else []), name
+    if any(mark in owner for mark in "*?["):
+        classes = (value for key, value in vars(module).items() if fnmatchcase(key, owner))
+        unique = {id(c): c for c in classes if isinstance(c, type) and name in vars(c)}
+        return list(unique.values()), name
+    holder: Any = module
+    for part in owner.split("."):
+        holder = getattr(holder, part, None)
+    return ([holder] if holder is not None and hasattr(holder, name) else []), name

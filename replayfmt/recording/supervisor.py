@@ -1,0 +1,233 @@
+"""One program under capture, from before its first line to after its last: what `opreplay-capture` does.
+
+The recorder starts when the program has imported torch, so that what the program sets before (environment variables,
+mostly) has its effect. The capture closes when the interpreter leaves: after the program's other threads and its atexit
+handlers, with the program's exit code, or 1 where only the capture failed. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import sys
+import threading
+import traceback
+from collections.abc import Sequence
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from replayfmt.errors import CaptureFailed, OpReplayError, OutputExists, UsageError
+from replayfmt.format.codes import RecordKind
+
+from .children import AfterFork, ChildrenSeen
+from .import_watch import Watch
+from .marks import Mark, Marks
+from .options import CaptureOptions
+from .program import Program, compile_source
+from .termination import Termination
+
+if TYPE_CHECKING:
+    from .module_scopes import ModuleScopes
+    from .recorder import Recorder
+
+IMPLICIT_SCOPE = "execute"  # the scope of a program that has none of its own
+
+
+def output_path(template: str, environment: dict[str, str], pid: int) -> str:
+    """`template` with `{rank}` and `{pid}` filled in. Raises UsageError where ranks would share a file."""
+    try:
+        rank, ranks = (int(environment.get(name) or default) for name, default in (("RANK", "0"), ("WORLD_SIZE", "1")))
+    except ValueError as error:
+        raise UsageError(f"the environment variables RANK and WORLD_SIZE must be integers: {error}") from None
+    if ranks > 1 and "{rank}" not in template and "{pid}" not in template:
+        raise UsageError(f"WORLD_SIZE is {ranks}, and every rank would write to {template}; put {{rank}} or {{pid}} "
+                         "into the name, for instance step.{rank}.opreplay")
+    return template.replace("{rank}", str(rank)).replace("{pid}", str(pid))
+
+
+def check_output(path: str, force: bool) -> None:
+    """Raise now what would keep the capture from being written later: OutputExists, CaptureFailed."""
+    for name in (path, f"{path}.partial"):
+        if os.path.lexists(name) and not force:
+            raise OutputExists(f"{name}: exists already; remove it, write elsewhere, or use --force")
+    folder = os.path.dirname(path) or "."
+    if os.path.isdir(path):
+        raise CaptureFailed(f"{path}: is a directory; name a file to write the capture to")
+    if not os.path.isdir(folder):
+        raise CaptureFailed(f"{path}: there is no directory {folder}; create it first")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise CaptureFailed(f"{path}: files cannot be created in {folder}: permission denied")
+
+
+class CapturedProgram:
+    """Runs one program once, in this process, and captures what it does."""
+
+    def __init__(
+        self,
+        program: Program,
+        path: str,
+        options: CaptureOptions,
+        marks: Sequence[Mark] = (),
+        module_scopes: bool = False,
+    ) -> None:
+        """Raises UsageError, OutputExists or CaptureFailed where the program must not be started."""
+        program.check()
+        check_output(path, options.force)
+        self._program = program
+        self._path = os.path.abspath(path)  # the program may change its directory
+        self._shown_path = path
+        self._options = options
+        self._marks = Marks(marks, self._scope, program.target if program.is_module else None)
+        self._with_module_scopes = module_scopes
+        self._module_scopes: ModuleScopes | None = None
+        self._recorder: Recorder | None = None
+        self._failure: OpReplayError | None = None
+        self._children = ChildrenSeen()
+        self._after_fork = AfterFork(self._forget)
+        self._termination = Termination(self._finish)
+        self._torch: Watch | None = None
+        self._forked = False
+        self._finished = False
+        self._code = 0
+
+    def run(self) -> int:
+        """Run the program; its exit code. The caller leaves with `sys.exit` of it: the capture closes on the way."""
+        atexit.register(self._at_exit)  # before any of the program's, so that it runs after them
+        self._termination.install()
+        self._children.install()
+        self._marks.install()
+        self._torch = Watch("torch", self._start)
+        self._code = self._program.run(self._marks.compiler(compile_source))
+        return self._code
+
+    # ------------------------------------------------------------------------------------------------------- start
+
+    def _start(self, _torch: ModuleType) -> None:
+        """Start recording. Whatever fails here is the capture's failure; the program goes on without it."""
+        if self._recorder is not None or self._failure is not None:
+            return
+        try:
+            if threading.current_thread() is not threading.main_thread():
+                raise CaptureFailed(f"torch was first imported by the thread {threading.current_thread().name}, so the "
+                                    "main thread cannot be recorded; import torch before starting threads")
+            from .recorder import Recorder
+
+            recorder = Recorder(self._path, self._options)
+            recorder.start()
+            self._recorder = recorder
+            if self._with_module_scopes:
+                from .module_scopes import ModuleScopes
+
+                self._module_scopes = ModuleScopes(recorder)
+                self._module_scopes.install()
+        except OpReplayError as error:
+            self._failure = error
+        except Exception as error:
+            traceback.print_exc()
+            self._failure = CaptureFailed(f"{self._shown_path}: the recorder could not be started: {error!r}")
+        if self._failure is not None:
+            _say(f"opreplay-capture: {self._failure.status}: {self._failure}; the program goes on uncaptured")
+
+    def _scope(self, name: str) -> contextlib.AbstractContextManager[Any]:
+        """A scope of the program where something records, else nothing."""
+        if self._recorder is None:
+            return contextlib.nullcontext()
+        from .recorder import scope
+
+        return scope(name)
+
+    # --------------------------------------------------------------------------------------------------------- end
+
+    def _forget(self) -> None:
+        """In a forked child: nothing of the capture is left."""
+        self._forked = True
+        self._children.remove()
+        self._marks.remove()
+        if self._torch is not None:
+            self._torch.stop()
+        if self._module_scopes is not None:
+            self._module_scopes.remove()
+        self._termination.remove()
+
+    def _at_exit(self) -> None:
+        if self._forked:
+            return
+        self._finish()
+        code = self._code or (1 if self._failure is not None else 0)
+        if code != self._code:
+            # An atexit handler cannot change the exit code. What is left of the interpreter's way out is done here.
+            if "logging" in sys.modules:
+                sys.modules["logging"].shutdown()
+            for stream in (sys.stdout, sys.stderr):
+                if stream is not None and not stream.closed:
+                    stream.flush()
+            os._exit(code)
+
+    def _finish(self) -> None:
+        """Close the capture and say how it went. Only the first call does anything, and none in a child."""
+        if self._finished or self._forked:
+            return
+        self._finished = True
+        if self._torch is not None:
+            self._torch.stop()
+        self._after_fork.stop()
+        self._children.remove()
+        self._marks.remove()
+        if self._module_scopes is not None:
+            self._module_scopes.remove()
+        try:
+            summary = self._close()
+        except OpReplayError as error:
+            self._failure = self._failure or error
+            _say(f"opreplay-capture: {error.status}: {error}")
+        else:
+            if summary:
+                _say(f"opreplay-capture: {summary}")
+        for sentence in self._marks.never_called():
+            _say(f"opreplay-capture: warning: {sentence}")
+        for sentence in self._marks.unmatched():
+            self._failure = self._failure or CaptureFailed(sentence)
+            _say(f"opreplay-capture: {CaptureFailed.status}: {sentence}")
+
+    def _close(self) -> str:
+        """Close the file and describe it in one line; "" where it never started and that was said. Raises OpReplayError
+        where it failed or holds no op."""
+        if self._recorder is None:
+            if self._failure is not None:
+                return ""
+            raise CaptureFailed(f"{self._shown_path}: no op was captured, because the program never imported torch; "
+                                f"{self._children.sentence()}{self._about_children()}; no file was written")
+        self._recorder.close()
+        from replayfmt.format.reader import open_capture
+
+        with contextlib.closing(open_capture(self._path)) as capture:
+            summary, length, kernels = capture.summary, capture.length, len(capture.kernels) - 1
+        ops = summary.records.get(RecordKind.op, 0)
+        if ops == 0 and not summary.unsupported:
+            os.unlink(self._path)
+            raise CaptureFailed(f"{self._shown_path}: no op was captured{self._limits()}; {self._children.sentence()}"
+                                f"{self._about_children()}; the empty file was removed")
+        unsupported = ", ".join(f"{reason} {count}" for reason, count in sorted(summary.unsupported.items())) or "none"
+        scopes = summary.records.get(RecordKind.scope_begin, 0)
+        text = (f"{self._shown_path}: {ops:,} ops of {kernels:,} kernels, {scopes:,} scopes, {length:,} bytes; "
+                f"unsupported: {unsupported}")
+        if ops == 0:
+            raise CaptureFailed(f"{text}; no op was captured{self._limits()}; {self._children.sentence()}"
+                                f"{self._about_children()}; the file was kept for what it says is unsupported")
+        return text
+
+    def _limits(self) -> str:
+        return " between --start-op or --start-scope and --stop-op or --stop-scope" if self._options.limited else ""
+
+    def _about_children(self) -> str:
+        return ", and children do not record: capture each with its own opreplay-capture" if self._children.seen else ""
+
+
+def _say(text: str) -> None:
+    """One line on stderr, past the program's own sys.stderr, which may be closed or buffered."""
+    if sys.stderr is not None and not sys.stderr.closed:
+        sys.stderr.flush()
+    # Where stderr itself is gone there is nobody left to tell.
+    with contextlib.suppress(OSError):
+        os.write(2, f"{text}\n".encode(errors="backslashreplace"))
