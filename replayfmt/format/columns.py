@@ -122,10 +122,11 @@ def encode_records(given: RecordColumns, bounds: Bounds, slot_counts: tuple[arra
 
     tensors = _column(given.tensors, np.uint64, "tensors")
     ints, floats = _column(given.ints, np.int64, "ints"), _column(given.floats, np.float64, "floats")
-    for name, slots, per_signature in zip(("tensors", "ints", "floats"), (tensors, ints, floats), slot_counts, strict=True):
+    for name, column, per_signature in zip(
+            ("tensors", "ints", "floats"), (tensors, ints, floats), slot_counts, strict=True):
         expected = int(np.asarray(per_signature)[signature].sum(dtype=np.int64))
-        if len(slots) != expected:
-            raise ValueError(f"{len(slots)} {name} slots, but the records' signatures have {expected}")
+        if len(column) != expected:
+            raise ValueError(f"{len(column)} {name} slots, but the records' signatures have {expected}")
 
     storage_bytes = _column(given.storage_bytes, np.uint64, "storage_bytes")
     storage_device = _column(given.storage_device, np.uint32, "storage_device")

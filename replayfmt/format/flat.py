@@ -151,7 +151,8 @@ class Table:
         try:
             return [data[begin:end].decode() for begin, end in zip((targets + 4).tolist(), ends.tolist(), strict=True)]
         except UnicodeDecodeError as error:
-            raise self._buffer.fail(f"{self._layout.name}.{name} has a string that is not UTF-8: {error.reason}") from None
+            what = f"{self._layout.name}.{name} has a string that is not UTF-8: {error.reason}"
+            raise self._buffer.fail(what) from None
 
     def pairs(self, name: str) -> list[tuple[str, str]]:
         """A vector of KeyValue tables, empty where it is absent."""
@@ -160,7 +161,10 @@ class Table:
 
 
 def root(data: bytes, layout: Layout, where: str) -> Table:
-    """The root table of a buffer. Raises InvalidCapture where it, or any field later asked for, is not as it must be."""
+    """The root table of a buffer. Raises InvalidCapture where it is not whole, and so does asking for its fields.
+
+    Ask for each field once: what is handed out is counted.
+    """
     buffer = _Buffer(data, where)
     if len(data) < 8:
         raise buffer.fail("too short")

@@ -84,7 +84,8 @@ def parse_preamble(raw: bytes, path: str) -> Preamble:
     if not raw:
         raise InvalidCapture(f"{path}: the file is empty; expected a capture, which begins with {PREAMBLE_BYTES} bytes")
     if raw[:8] != PREAMBLE_MAGIC[: len(raw)]:
-        raise InvalidCapture(f"{path}: not an OpReplay capture: it begins with {raw[:8]!r}, expected {PREAMBLE_MAGIC!r}")
+        raise InvalidCapture(f"{path}: not an OpReplay capture: it begins with {raw[:8]!r}, "
+                             f"expected {PREAMBLE_MAGIC!r}")
     if len(raw) < PREAMBLE_BYTES:
         raise InvalidCapture(f"{path}: the file ends after {len(raw)} bytes, inside the preamble of {PREAMBLE_BYTES}; "
                              "nothing can be recovered from it")
@@ -96,8 +97,8 @@ def parse_preamble(raw: bytes, path: str) -> Preamble:
         raise UnsupportedVersion(f"{path}: format version {major}.{minor}; this reader knows {MAJOR_VERSION}.x, "
                                  "so a version of opreplay that knows the file's is needed")
     if preamble_bytes != PREAMBLE_BYTES or head_offset != PREAMBLE_BYTES or reserved != bytes(16):
-        raise InvalidCapture(f"{path}: the preamble is not one of version {major}: length {preamble_bytes}, first frame "
-                             f"at {head_offset:#x}, reserved bytes {reserved.hex()}; expected 64, 0x40 and zeros")
+        raise InvalidCapture(f"{path}: the preamble is not one of version {major}: length {preamble_bytes}, first "
+                             f"frame at {head_offset:#x}, reserved bytes {reserved.hex()}; expected 64, 0x40 and zeros")
     return Preamble(major, minor, head_offset, str(uuid.UUID(bytes=session)))
 
 
@@ -165,33 +166,38 @@ def parse_header(raw: bytes, where: str) -> FrameHeader:
         raise BadHeader(f"{where}: the frame header is damaged: its check is {check:#010x}, expected {expected:#010x}")
     header = FrameHeader(kind, flags, sequence, stored, raw_bytes, first_ordinal, count, minor, codec, high << 64 | low)
     # From here on the header is what somebody wrote on purpose: what is wrong with it is no accident of a torn tail.
-    newer = minor > MINOR_VERSION
     known = kind in FrameKind._value2member_map_ and kind != FrameKind.none
-    if not known:
-        if header.required:
-            raise UnsupportedVersion(f"{where}: required frame of unknown kind {kind}, of format version "
-                                     f"{MAJOR_VERSION}.{minor}; this reader knows {MAJOR_VERSION}.{MINOR_VERSION}")
-    elif header.required != (kind in REQUIRED_KINDS):
-        raise InvalidCapture(f"{where}: a {header.name} frame has flags {flags:#x}")
-    allowed = FLAG_REQUIRED | (FLAG_CONSOLIDATED if kind == FrameKind.tables else 0)
-    if known and flags & ~allowed:
-        _newer_or_invalid(newer, minor, f"{where}: {header.name} frame with unknown flags {flags:#x}")
-    if codec not in (Codec.none, Codec.zstd) and known:
-        _newer_or_invalid(newer, minor, f"{where}: {header.name} frame with unknown codec {codec}")
     if max(stored, raw_bytes, first_ordinal) > MAX_LENGTH:
         raise InvalidCapture(f"{where}: lengths {stored} and {raw_bytes} or first ordinal {first_ordinal} above 2^60")
-    if known and codec == Codec.none and stored != raw_bytes:
-        raise InvalidCapture(f"{where}: {header.name} frame of {stored} stored bytes declares {raw_bytes} raw bytes, "
-                             "though it is not compressed")
-    if known and codec != Codec.none and stored > raw_bytes:
-        raise InvalidCapture(f"{where}: compressed {header.name} frame of {stored} stored bytes for {raw_bytes} raw bytes")
-    if known and codec != Codec.none and kind in (FrameKind.payload, FrameKind.index):
-        raise InvalidCapture(f"{where}: a {header.name} frame is never compressed as a whole")
-    if kind in (FrameKind.head, FrameKind.tables, FrameKind.records, FrameKind.summary) and raw_bytes > MAX_BODY_BYTES:
-        raise InvalidCapture(f"{where}: {header.name} frame declares {raw_bytes} raw bytes; the limit is {MAX_BODY_BYTES}")
-    if known and (count != 0) != (kind in (FrameKind.records, FrameKind.payload)):
-        raise InvalidCapture(f"{where}: {header.name} frame with a count of {count}")
+    if known:
+        _check_known(header, where)
+    elif header.required:
+        raise UnsupportedVersion(f"{where}: required frame of unknown kind {kind}, of format version "
+                                 f"{MAJOR_VERSION}.{minor}; this reader knows {MAJOR_VERSION}.{MINOR_VERSION}")
     return header
+
+
+def _check_known(header: FrameHeader, where: str) -> None:
+    """The rules for frames of known kinds."""
+    kind, flags, codec, name = header.kind, header.flags, header.codec, header.name
+    newer = header.minor > MINOR_VERSION
+    if header.required != (kind in REQUIRED_KINDS):
+        raise InvalidCapture(f"{where}: a {name} frame has flags {flags:#x}")
+    if flags & ~(FLAG_REQUIRED | (FLAG_CONSOLIDATED if kind == FrameKind.tables else 0)):
+        _newer_or_invalid(newer, header.minor, f"{where}: {name} frame with unknown flags {flags:#x}")
+    if codec not in (Codec.none, Codec.zstd):
+        _newer_or_invalid(newer, header.minor, f"{where}: {name} frame with unknown codec {codec}")
+    if codec == Codec.none and header.stored_bytes != header.raw_bytes or header.stored_bytes > header.raw_bytes:
+        raise InvalidCapture(f"{where}: {name} frame of codec {codec} declares {header.stored_bytes} stored and "
+                             f"{header.raw_bytes} raw bytes")
+    if kind in (FrameKind.payload, FrameKind.index):
+        if codec != Codec.none:
+            raise InvalidCapture(f"{where}: a {name} frame is never compressed as a whole")
+    elif header.raw_bytes > MAX_BODY_BYTES:
+        raise InvalidCapture(f"{where}: {name} frame declares {header.raw_bytes} raw bytes; "
+                             f"the limit is {MAX_BODY_BYTES}")
+    if (header.count != 0) != (kind in (FrameKind.records, FrameKind.payload)):
+        raise InvalidCapture(f"{where}: {name} frame with a count of {header.count}")
 
 
 def _newer_or_invalid(newer: bool, minor: int, message: str) -> None:
@@ -201,7 +207,7 @@ def _newer_or_invalid(newer: bool, minor: int, message: str) -> None:
     raise InvalidCapture(message)
 
 
-def body_hash(body: bytes | memoryview) -> int:
+def body_hash(body: bytes | bytearray | memoryview) -> int:
     """XXH3-128 of a frame's body, as its header carries it."""
     return xxh3_128_intdigest(body)
 
@@ -224,13 +230,11 @@ class Trailer:
         return head + xxh3_64_intdigest(head).to_bytes(8, "little")
 
 
-def parse_trailer(raw: bytes, file_bytes: int, where: str) -> Trailer | None:
-    """The trailer in the last 64 bytes of a file; None where there is none. Raises InvalidCapture where it is wrong."""
-    if len(raw) < TRAILER_BYTES:
-        return None
+def parse_trailer(raw: bytes, file_bytes: int, where: str) -> Trailer:
+    """The trailer in the last 64 bytes of a file. Raises InvalidCapture where there is none or it is wrong."""
     magic, index_offset, index_bytes, length, records, frames, payloads, reserved, check = TRAILER.unpack(raw)
     if magic != TRAILER_MAGIC:
-        return None
+        raise InvalidCapture(f"{where}: no trailer ends the file: magic {magic:#018x}, expected {TRAILER_MAGIC:#018x}")
     if check != xxh3_64_intdigest(raw[:56]):
         raise InvalidCapture(f"{where}: the trailer is damaged: its check is {check:#018x}, "
                              f"expected {xxh3_64_intdigest(raw[:56]):#018x}")

@@ -8,46 +8,20 @@ body of what came since the last one, or of everything.
 from __future__ import annotations
 
 from array import array
-from dataclasses import dataclass, field
 
-import flatbuffers
 import numpy as np
 from xxhash import xxh3_128_digest
 
 from .codes import RecordKind, ValueKind
 from .frames import MAX_STRING_BYTES
-from .generated import Tables
+from .layouts import TABLES
 from .model import SLOTS, Device, Generator, Kernel, Scope, Signature, TensorMeta
 from .signatures import flatten
+from .tables_output import FAMILIES, RAGGED, encode_tables
 
-# Families in the schema's order, each with its first_x field, its per-row columns, and its columns of varying length.
-_FAMILIES: dict[str, tuple[str, ...]] = {
-    "device": ("device_kind:I", "device_index:i", "device_name:I", "device_fingerprint:I"),
-    "kernel": ("kernel_kind:B", "kernel_name:I", "kernel_overload:I", "kernel_schema:I"),
-    "generator": ("generator_device:I", "generator_default:B"),
-    "scope": ("scope_parent:I", "scope_name:I"),
-    "meta": ("meta_dtype:B", "meta_layout:B", "meta_device:I", "meta_flags:H", "meta_rank:H"),
-    "signature": ("signature_kind:B", "signature_status:B", "signature_kernel:I", "signature_args:I",
-                  "signature_results:I", "signature_nodes:I"),
-}
-_RAGGED: dict[str, tuple[str, ...]] = {
-    "meta": ("meta_sizes:q", "meta_strides:q"),
-    "signature": ("node_kind:B", "node_name:I", "node_constant:q", "node_children:I"),
-}
+# How the columns are kept: type codes of array.array, by the schema's types.
+_TYPE_CODES = {"[ubyte]": "B", "[ushort]": "H", "[uint]": "I", "[int]": "i", "[long]": "q"}
 _MAX_ID = 0xFFFFFFFF
-
-
-def _camel(name: str) -> str:
-    return "".join(part.capitalize() for part in name.split("_"))
-
-
-@dataclass
-class _Mark:
-    """How much of every column a Tables frame has already defined."""
-
-    strings: int = 0
-    rows: dict[str, int] = field(default_factory=lambda: dict.fromkeys(_FAMILIES, 0))
-    ragged: dict[str, int] = field(default_factory=lambda: dict.fromkeys(_RAGGED, 0))
 
 
 class Definitions:
@@ -56,14 +30,14 @@ class Definitions:
     def __init__(self) -> None:
         self._strings: dict[str, int] = {}
         self._columns: dict[str, array] = {}
-        for columns in (*_FAMILIES.values(), *_RAGGED.values()):
-            for column in columns:
-                name, code = column.split(":")
-                self._columns[name] = array(code)
+        for names in (*FAMILIES.values(), *RAGGED.values()):
+            for name in names:
+                self._columns[name] = array(_TYPE_CODES[TABLES.fields[name].type])
         self._ids: dict[bytes, int] = {}
         self._kernels: dict[Kernel, int] = {}
         self._scopes: dict[tuple[int, str], int] = {}
-        self._written = _Mark()
+        self._written = dict.fromkeys(self._columns, 0)  # how much of each column a Tables frame has
+        self._written_strings = 0
         self._new_strings: list[bytes] = []
         self._new_text_bytes = self._text_bytes = 0
         # Slots of each signature, element 0 unused: what a frame's columns must add up to.
@@ -75,7 +49,7 @@ class Definitions:
         """How many ids of a family there are: `string`, or a key of the schema's first_x fields."""
         if family == "string":
             return len(self._strings)
-        return len(self._columns[_FAMILIES[family][0].split(":")[0]])
+        return len(self._columns[FAMILIES[family][0]])
 
     def column(self, name: str) -> np.ndarray:
         """A column as numpy, without a copy; valid until the next definition."""
@@ -109,12 +83,17 @@ class Definitions:
         return self._text_bytes + sum(len(c) * c.itemsize + 16 for c in self._columns.values()) + 1024
 
     def _add(self, family: str, *row: int) -> int:
-        for column, value in zip(_FAMILIES[family], row, strict=True):
-            self._columns[column.split(":")[0]].append(value)
-        number = self.count(family)
-        if number > _MAX_ID:
+        before = self.count(family)
+        if before >= _MAX_ID:
             raise ValueError(f"more than {_MAX_ID} definitions of family {family}")
-        return number
+        try:
+            for name, value in zip(FAMILIES[family], row, strict=True):
+                self._columns[name].append(value)
+        except (OverflowError, TypeError) as error:
+            for name in FAMILIES[family]:
+                del self._columns[name][before:]
+            raise ValueError(f"{family} {row} does not fit the format: {error}") from None
+        return before + 1
 
     def _interned(self, family: str, *row: int) -> int:
         key = xxh3_128_digest(family.encode() + repr(row).encode())
@@ -130,8 +109,9 @@ class Definitions:
     def kernel(self, kernel: Kernel) -> int:
         known = self._kernels.get(kernel)
         if known is None:
-            known = self._kernels[kernel] = self._add(
-                "kernel", kernel.kind, self.string(kernel.name), self.string(kernel.overload), self.string(kernel.schema))
+            name, overload = self.string(kernel.name), self.string(kernel.overload)
+            known = self._add("kernel", kernel.kind, name, overload, self.string(kernel.schema))
+            self._kernels[kernel] = known
         return known
 
     def generator(self, generator: Generator) -> int:
@@ -147,7 +127,10 @@ class Definitions:
         return known
 
     def meta(self, meta: TensorMeta) -> int:
-        sizes, strides = array("q", meta.sizes), array("q", meta.strides)
+        try:
+            sizes, strides = array("q", meta.sizes), array("q", meta.strides)
+        except (OverflowError, TypeError) as error:
+            raise ValueError(f"tensor metadata whose sizes or strides are no 64-bit numbers: {meta}: {error}") from None
         if len(sizes) != len(strides):
             raise ValueError(f"tensor metadata with {len(sizes)} sizes and {len(strides)} strides")
         head = (int(meta.dtype), int(meta.layout), meta.device, int(meta.flags), len(sizes))
@@ -192,8 +175,8 @@ class Definitions:
         for kind in kinds:
             for column, count in enumerate(SLOTS.get(ValueKind(kind), ())):
                 slots[column] += count
-        for column, count in zip(self.slot_counts, slots, strict=True):
-            column.append(count)
+        for counts, slot in zip(self.slot_counts, slots, strict=True):
+            counts.append(slot)
         if signature.kind == RecordKind.unsupported:
             self.unsupported[number] = str(signature.args[0].constant)
 
@@ -203,45 +186,23 @@ class Definitions:
 
     def pending(self) -> bool:
         """Whether anything was defined that no Tables frame has yet."""
-        return (len(self._strings) != self._written.strings
-                or any(self.count(family) != rows for family, rows in self._written.rows.items()))
+        return bool(self._new_strings) or any(
+            len(self._columns[names[0]]) != self._written[names[0]] for names in FAMILIES.values())
 
-    def encode(self, everything: bool) -> memoryview:
-        """A Tables body: of everything, or of what came since the last call without `everything`."""
-        mark = _Mark() if everything else self._written
-        body = self._build(mark, [text.encode() for text in self._strings] if everything else self._new_strings)
-        if not everything:
-            self._written = _Mark(len(self._strings), {family: self.count(family) for family in _FAMILIES},
-                                  {family: len(self._columns[_RAGGED[family][0].split(":")[0]]) for family in _RAGGED})
-            self._new_strings.clear()
-            self._new_text_bytes = 0
+    def encode(self) -> memoryview:
+        """A Tables body of what came since the last call."""
+        columns = {name: self.column(name)[self._written[name]:] for name in self._columns}
+        firsts = {"string": self._written_strings + 1,
+                  **{family: self._written[names[0]] + 1 for family, names in FAMILIES.items()}}
+        body = encode_tables(self._new_strings, columns, firsts)
+        self._written = {name: len(column) for name, column in self._columns.items()}
+        self._written_strings = len(self._strings)
+        self._new_strings = []
+        self._new_text_bytes = 0
         return body
 
-    def _build(self, mark: _Mark, strings: list[bytes]) -> memoryview:
-        builder = flatbuffers.Builder(4096)
-        added: list[tuple[str, int]] = []
-        if strings:
-            places = [builder.CreateString(text) for text in strings]
-            builder.StartVector(4, len(places), 4)
-            for place in reversed(places):
-                builder.PrependUOffsetTRelative(place)
-            added.append(("strings", builder.EndVector()))
-        firsts = [("string", mark.strings + 1)] if strings else []
-        for family, columns in _FAMILIES.items():
-            begin = mark.rows[family]
-            if begin == self.count(family):
-                continue
-            firsts.append((family, begin + 1))
-            for column in columns:
-                name = column.split(":")[0]
-                added.append((name, builder.CreateNumpyVector(self.column(name)[begin:])))
-            for column in _RAGGED.get(family, ()):
-                name = column.split(":")[0]
-                added.append((name, builder.CreateNumpyVector(self.column(name)[mark.ragged[family]:])))
-        Tables.Start(builder)
-        for family, first in firsts:
-            getattr(Tables, f"AddFirst{_camel(family)}")(builder, first)
-        for name, place in added:
-            getattr(Tables, f"Add{_camel(name)}")(builder, place)
-        builder.Finish(Tables.End(builder))
-        return memoryview(builder.Bytes)[builder.Head():]
+    def encode_all(self) -> memoryview:
+        """A Tables body of everything, from id 1."""
+        columns = {name: self.column(name) for name in self._columns}
+        firsts = dict.fromkeys(("string", *FAMILIES), 1)
+        return encode_tables([text.encode() for text in self._strings], columns, firsts)

@@ -18,10 +18,10 @@ _VECTORS = 1000  # below every system's IOV_MAX
 class Output:
     """An append-only file. Not safe for use from several threads at once."""
 
-    def __init__(self, path: str | os.PathLike[str], force: bool) -> None:
-        """Create `path`.partial. Raises OutputExists, or CaptureFailed where it cannot be created."""
+    def __init__(self, path: str | os.PathLike[str], force: bool, suffix: str = ".partial") -> None:
+        """Create `path` plus `suffix`. Raises OutputExists, or CaptureFailed where it cannot be created."""
         self.path = os.fspath(path)
-        self.partial = self.path + ".partial"
+        self.partial = self.path + suffix
         self.position = 0
         self._force = force
         self._failure: CaptureFailed | None = None
@@ -38,9 +38,9 @@ class Output:
                 os.unlink(self.partial)
             self._fd = os.open(self.partial, flags, 0o666)
         except FileExistsError:
-            raise OutputExists(f"{self.partial}: exists already, from a capture that is still being written or was never "
-                               f"closed; recover it with opreplay-check {self.partial} --recover OUT, remove it, or use "
-                               "--force (force=True)") from None
+            raise OutputExists(f"{self.partial}: exists already, from a capture that is still being written or was "
+                               f"never closed; recover it with opreplay-check {self.partial} --recover OUT, remove it, "
+                               "or use --force (force=True)") from None
         except (OSError, ValueError) as error:
             reason = error.strerror if isinstance(error, OSError) else str(error)
             raise CaptureFailed(f"{self.partial}: the capture cannot be written: {reason}") from None
@@ -63,7 +63,7 @@ class Output:
                 if done:
                     views[first] = views[first][done:]
         except OSError as error:
-            raise self._fail("written", error) from None
+            raise self._failed("written", error) from None
 
     def check(self) -> None:
         """Raise what ended the file, if anything did."""
@@ -72,34 +72,39 @@ class Output:
         if self._fd < 0:
             raise CaptureFailed(f"{self.path}: the capture was closed already")
 
-    def _fail(self, doing: str, error: OSError) -> CaptureFailed:
-        hint = ("; the disk is full" if error.errno in (errno.ENOSPC, errno.EDQUOT)
-                else "; the file is as long as it may be" if error.errno == errno.EFBIG else "")
-        self._failure = CaptureFailed(
-            f"{self.partial}: could not be {doing} at {self.position:#x}: {error.strerror}{hint}; the capture ends here, and "
-            f"opreplay-check {self.partial} --recover OUT keeps what came before")
-        self.release()
-        return self._failure
+    def _failed(self, doing: str, error: OSError) -> CaptureFailed:
+        hint = {errno.ENOSPC: "; the disk is full", errno.EDQUOT: "; the disk quota is used up",
+                errno.EFBIG: "; the file is as long as the system lets it be"}.get(error.errno or 0, "")
+        return self.fail(f"could not be {doing} at {self.position:#x}: {error.strerror}{hint}")
+
+    def fail(self, reason: str) -> CaptureFailed:
+        """End the file because of `reason`; the error that this and every later call is to raise."""
+        if self._failure is None:
+            self._failure = CaptureFailed(
+                f"{self.partial}: {reason}; the capture ends here, and opreplay-check {self.partial} --recover OUT "
+                "keeps what came before")
+            self.release()
+        return CaptureFailed(*self._failure.args)
 
     def finish(self) -> None:
-        """Sync the file and give it its final name. Raises CaptureFailed, or OutputExists where the name was taken."""
+        """Give the complete file its final name. Raises CaptureFailed.
+
+        Nothing is synced to the disk: as with other programs' files, a power failure soon afterwards may take the end
+        of it, and the checks in it tell.
+        """
         self.check()
-        try:
-            os.fsync(self._fd)
-        except OSError as error:
-            if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # what pipes and some file systems say
-                raise self._fail("synced", error) from None
         self.release()
         if os.path.lexists(self.path) and not self._force:
-            self._failure = CaptureFailed(f"{self.path}: was created by someone else meanwhile; the capture is complete and "
-                                          f"stays in {self.partial}")
-            raise self._failure
+            raise self._complete_but("that name was taken meanwhile")
         try:
             os.replace(self.partial, self.path)
         except OSError as error:
-            self._failure = CaptureFailed(f"{self.partial}: is complete, but could not be renamed to {self.path}: "
-                                          f"{error.strerror}")
-            raise self._failure from None
+            raise self._complete_but(str(error.strerror)) from None
+
+    def _complete_but(self, reason: str) -> CaptureFailed:
+        self._failure = CaptureFailed(
+            f"{self.partial}: is complete, but could not be renamed to {self.path}: {reason}; rename it yourself")
+        return CaptureFailed(*self._failure.args)
 
     def release(self) -> None:
         """Close the descriptor and leave the file as it is."""
@@ -109,4 +114,4 @@ class Output:
                 os.close(fd)
             except OSError as error:
                 if self._failure is None:
-                    raise self._fail("closed", error) from None
+                    raise self._failed("closed", error) from None

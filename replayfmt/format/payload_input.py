@@ -9,6 +9,7 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, overload
 
@@ -127,7 +128,8 @@ class PayloadInput(Sequence[PayloadInfo]):
                 count = min(_CHUNK_BYTES, info.stored_bytes - start)
                 digest.update(self._source.read(info.offset + start, count, f"payload {number}"))
         self._verify(info, digest.intdigest())
-        padding = self._source.read(info.offset + info.stored_bytes, align(info.stored_bytes) - info.stored_bytes, "padding")
+        end = info.offset + info.stored_bytes
+        padding = self._source.read(end, align(end) - end, "padding")
         if any(padding):
             raise InvalidCapture(f"{self._where(info)}: the padding after the payload is not zero")
 
@@ -138,8 +140,7 @@ class PayloadInput(Sequence[PayloadInfo]):
     def close(self) -> None:
         """Release the map; views handed out keep it alive until they are gone."""
         if self._map is not None:
-            try:
+            # Where a view is still in use, the map goes with the last one.
+            with suppress(BufferError):
                 self._map.close()
-            except BufferError:
-                pass  # a view is still in use somewhere: the map goes with the last one
             self._map = None

@@ -7,13 +7,12 @@ structs: they, and a map from content to id, are all that stays in memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import zstandard
 from xxhash import xxh3_128_intdigest
 
-from .codes import Codec, FrameKind
+from .codes import Codec
+from .frame_output import Buffer, FrameOutput
 from .frames import ALIGNMENT, HEADER_BYTES, PAYLOAD_ROW, align, body_hash, halves
 
 SMALL_BYTES = 64 << 10        # below it a payload is copied and waits for others
@@ -25,10 +24,8 @@ COMPRESS_UP_TO_BYTES = 64 << 20   # larger payloads stay mappable, and need no s
 _SAMPLE_BYTES = 64 << 10
 _SAMPLE_PIECES = 4
 
-WriteFrame = Callable[[FrameKind, int, int, list[bytes | bytearray | memoryview], int], None]
 
-
-def _bytes_of(data: bytes | bytearray | memoryview) -> memoryview:
+def _bytes_of(data: Buffer) -> memoryview:
     view = memoryview(data)
     if not view.nbytes:
         return memoryview(b"")
@@ -36,11 +33,10 @@ def _bytes_of(data: bytes | bytearray | memoryview) -> memoryview:
 
 
 class PayloadOutput:
-    """Payloads of one capture. `position` tells where the next frame begins, `write_frame` writes one."""
+    """Payloads of one capture, on their way into its frames."""
 
-    def __init__(self, position: Callable[[], int], write_frame: WriteFrame) -> None:
-        self._position = position
-        self._write_frame = write_frame
+    def __init__(self, frames: FrameOutput) -> None:
+        self._frames = frames
         self._ids: dict[int, int] = {}
         self._rows = bytearray()
         self._waiting: list[tuple[int, int, int, int]] = []  # hash, raw bytes, stored bytes, codec
@@ -57,7 +53,7 @@ class PayloadOutput:
         """The PayloadRow structs of everything written, sorted by id."""
         return bytes(self._rows)
 
-    def add(self, data: bytes | bytearray | memoryview) -> int:
+    def add(self, data: Buffer) -> int:
         """The id of this content. The buffer must not change during the call, and may afterwards."""
         view = _bytes_of(data)
         digest = xxh3_128_intdigest(view)
@@ -96,17 +92,18 @@ class PayloadOutput:
             return
         rows = np.zeros(len(self._waiting), PAYLOAD_ROW)
         rows_bytes = rows.nbytes
-        offset = self._position() + HEADER_BYTES + align(rows_bytes)
+        begin = self._frames.position + HEADER_BYTES
+        offset = begin + align(rows_bytes)
         body_bytes = 0
         first_id = len(self._rows) // PAYLOAD_ROW.itemsize + 1
         for index, (digest, raw, stored, codec) in enumerate(self._waiting):
             rows[index] = (*halves(digest), offset, stored, raw, first_id + index, codec, 0)
-            body_bytes = offset + stored - (self._position() + HEADER_BYTES)
+            body_bytes = offset + stored - begin
             offset += align(stored)
         packed = rows.tobytes()
-        parts: list[bytes | bytearray | memoryview] = [
+        parts: list[Buffer] = [
             packed, bytes(-rows_bytes % ALIGNMENT), self._waiting_data, large, bytes(-len(large) % ALIGNMENT)]
-        self._write_frame(FrameKind.payload, body_bytes, len(self._waiting), parts, body_hash(packed))
+        self._frames.write_payloads(body_bytes, len(self._waiting), parts, body_hash(packed))
         self._rows += packed
         self._waiting = []
         self._waiting_data = bytearray()

@@ -110,7 +110,7 @@ class CaptureReader:
         for position in chosen.tolist():
             header, body, where = self.read_frame(position)
             definitions.add(body, header.minor, where)
-        return definitions.freeze()
+        return Frozen(definitions)
 
     def read_frame(self, position: int) -> tuple[FrameHeader, bytes, str]:
         """Header, verified body and place of any frame, by its position among all frames."""
@@ -118,8 +118,8 @@ class CaptureReader:
         offset = int(row["offset"])
         header = self._source.header(offset)
         where = self._source.where(offset, header)
-        found = (header.sequence, header.kind, header.flags, header.stored_bytes, header.raw_bytes, header.first_ordinal,
-                 header.count)
+        found = (header.sequence, header.kind, header.flags, header.stored_bytes, header.raw_bytes,
+                 header.first_ordinal, header.count)
         listed = (position, *(int(row[name]) for name in (
             "kind", "flags", "stored_bytes", "raw_bytes", "first_ordinal", "count")))
         if found != listed:

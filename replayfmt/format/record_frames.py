@@ -23,8 +23,8 @@ class RecordFrame:
     """Consecutive records as columns; record `first_ordinal + i` is row i.
 
     `tensor_slots` index the tensor_* columns of this frame. Record i's slots are `tensor_first[i]` to
-    `tensor_first[i + 1]` in `tensor_slots`, and likewise for ints and floats. Times are nanoseconds, `start_ns` since the
-    session's start. Arrays are read-only.
+    `tensor_first[i + 1]` in `tensor_slots`, and likewise for ints and floats. Times are nanoseconds, `start_ns` since
+    the session's start. Arrays are read-only.
     """
 
     first_ordinal: int
@@ -179,7 +179,8 @@ class _Decoding:
         return RecordFrame(
             self._header.first_ordinal, count, self._offset, signature, scope, thread, start, duration, device_duration,
             tensors, ints, floats, np.ascontiguousarray(firsts[:, 0]), int_first, np.ascontiguousarray(firsts[:, 2]),
-            tensor_id, tensor_storage, tensor_offset, tensor_meta, first_storage, storage_bytes, device, origin, payload)
+            tensor_id, tensor_storage, tensor_offset, tensor_meta, first_storage, storage_bytes, device, origin,
+            payload)
 
     def _optional(self, name: str, count: int) -> np.ndarray | None:
         column = self._table.column(name)

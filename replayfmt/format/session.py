@@ -14,6 +14,7 @@ from . import flat
 from .generated import Head, KeyValue
 from .layouts import HEAD
 from .model import Session
+from .tables_output import camel, string_vector
 
 _UUID = re.compile(r"[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}")
 _TEXTS = ("torch_version", "python_version", "platform", "host", "cpu", "cpu_capability", "working_directory")
@@ -45,7 +46,7 @@ def encode_session(session: Session) -> memoryview:
         return int(KeyValue.End(builder))
 
     pairs = {name: vector([pair(k, v) for k, v in getattr(session, name).items()]) for name in _PAIRS}
-    argv = vector([text(argument) for argument in session.argv])
+    argv = string_vector(builder, [argument.encode(errors="backslashreplace") for argument in session.argv])
     texts = {name: text(getattr(session, name)) for name in _TEXTS if getattr(session, name) is not None}
     identity = text(session.session_id), text(session.producer), text(session.producer_version)
     Head.Start(builder)
@@ -54,7 +55,7 @@ def encode_session(session: Session) -> memoryview:
     Head.AddProducerVersion(builder, identity[2])
     Head.AddCreatedUnixNs(builder, session.created_unix_ns)
     for name, place in {**texts, **pairs, "argv": argv}.items():
-        getattr(Head, "Add" + "".join(part.capitalize() for part in name.split("_")))(builder, place)
+        getattr(Head, f"Add{camel(name)}")(builder, place)
     Head.AddRank(builder, session.rank)
     Head.AddWorldSize(builder, session.world_size)
     builder.Finish(Head.End(builder))

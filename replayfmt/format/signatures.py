@@ -100,7 +100,7 @@ def _constant(node: Node) -> int | str:
             return value
     elif node.kind == V.bool:
         if value in (0, 1):
-            return int(value)  # type: ignore[arg-type]
+            return int(value)
     elif node.kind in CODE_CONSTANTS:
         if isinstance(value, int) and 1 <= value <= CODE_CONSTANTS[node.kind]:
             return int(value)

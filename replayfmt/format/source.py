@@ -15,7 +15,11 @@ import zstandard
 
 from ..errors import CaptureNotFound, InvalidCapture
 from .codes import Codec, FrameKind
-from .frames import HEADER_BYTES, FrameHeader, align, body_hash, parse_header
+from .frames import HEADER_BYTES, PAYLOAD_ROW, FrameHeader, align, body_hash, parse_header
+
+
+class DamagedBody(InvalidCapture):
+    """A body is not what its header says was written."""
 
 
 class Source:
@@ -53,41 +57,40 @@ class Source:
 
     def read(self, offset: int, length: int, what: str) -> bytes:
         """Exactly `length` bytes from `offset`. Raises InvalidCapture where the file does not have them."""
-        if offset + length > self.length:
-            raise InvalidCapture(f"{self.path}: {what} of {length} bytes at {offset:#x} runs past the end of the file "
-                                 f"({max(0, self.length - offset)} left)")
-        try:
-            data = os.pread(self._fd, length, offset)
-            if len(data) != length:
-                parts = [data]
-                done = len(data)
-                while done < length:
-                    part = os.pread(self._fd, length - done, offset + done)
-                    if not part:
-                        raise InvalidCapture(f"{self.path}: the file was truncated while it was read: {what} of {length} "
-                                             f"bytes at {offset:#x} has only {done}")
-                    parts.append(part)
-                    done += len(part)
-                data = b"".join(parts)
-        except OSError as error:
-            raise CaptureNotFound(f"{self.path}: cannot be read at {offset:#x}: {error.strerror}") from None
-        return data
+        if offset + length <= self.length:
+            try:
+                data = os.pread(self._fd, length, offset)
+            except OSError as error:
+                raise self._unreadable(offset, error) from None
+            if len(data) == length:
+                return data
+        # More than one read returns, or less than there should be: the slow way decides which.
+        self._check_bounds(offset, length, what)
+        buffer = bytearray(length)
+        self.read_into(offset, memoryview(buffer), what)
+        return bytes(buffer)
 
     def read_into(self, offset: int, view: memoryview, what: str) -> None:
         """Fill `view` with the bytes from `offset`. Raises InvalidCapture where the file does not have them."""
+        self._check_bounds(offset, len(view), what)
         done = 0
-        if offset + len(view) > self.length:
-            raise InvalidCapture(f"{self.path}: {what} of {len(view)} bytes at {offset:#x} runs past the end of the file "
-                                 f"({max(0, self.length - offset)} left)")
-        try:
-            while done < len(view):
+        while done < len(view):
+            try:
                 count = os.preadv(self._fd, [view[done:]], offset + done)
-                if not count:
-                    raise InvalidCapture(f"{self.path}: the file was truncated while it was read: {what} of {len(view)} "
-                                         f"bytes at {offset:#x} has only {done}")
-                done += count
-        except OSError as error:
-            raise CaptureNotFound(f"{self.path}: cannot be read at {offset:#x}: {error.strerror}") from None
+            except OSError as error:
+                raise self._unreadable(offset + done, error) from None
+            if not count:
+                raise InvalidCapture(f"{self.path}: the file was truncated while it was read: {what} of {len(view)} "
+                                     f"bytes at {offset:#x} has only {done}")
+            done += count
+
+    def _check_bounds(self, offset: int, length: int, what: str) -> None:
+        if offset + length > self.length:
+            raise InvalidCapture(f"{self.path}: {what} of {length} bytes at {offset:#x} runs past the end of the file "
+                                 f"({max(0, self.length - offset)} left)")
+
+    def _unreadable(self, offset: int, error: OSError) -> CaptureNotFound:
+        return CaptureNotFound(f"{self.path}: cannot be read at {offset:#x}: {error.strerror}")
 
     def where(self, offset: int, header: FrameHeader | None = None) -> str:
         """How errors name a place: `step.opreplay: frame 17 (records) at 0x4f20`."""
@@ -105,19 +108,18 @@ class Source:
         begin = offset + HEADER_BYTES
         hashed = header.stored_bytes
         if header.kind == FrameKind.payload:
-            hashed = header.count * 48
+            hashed = header.count * PAYLOAD_ROW.itemsize
             if hashed > header.stored_bytes:
-                raise InvalidCapture(f"{where}: {header.count} payload rows do not fit a body of {header.stored_bytes} bytes")
-            if begin + align(header.stored_bytes) > self.length:
-                raise InvalidCapture(f"{where}: body of {header.stored_bytes} bytes runs past the end of the file "
-                                     f"({self.length - begin} left)")
+                raise InvalidCapture(f"{where}: {header.count} payload rows do not fit a body of "
+                                     f"{header.stored_bytes} bytes")
+            self._check_bounds(begin, align(header.stored_bytes), f"frame {header.sequence} (payload): body")
         data = self.read(begin, align(hashed), f"frame {header.sequence} ({header.name}): body")
         body, padding = memoryview(data)[:hashed], data[hashed:]
         if body_hash(body) != header.hash:
-            raise InvalidCapture(f"{where}: the body is damaged: XXH3-128 {body_hash(body):032x}, "
-                                 f"expected {header.hash:032x}")
+            raise DamagedBody(f"{where}: the body is damaged: XXH3-128 {body_hash(body):032x}, "
+                              f"expected {header.hash:032x}")
         if any(padding):
-            raise InvalidCapture(f"{where}: the padding after the body is not zero")
+            raise DamagedBody(f"{where}: the padding after the body is not zero")
         if header.codec == Codec.zstd:
             return decompress(body, header.raw_bytes, where)
         return bytes(body)
@@ -147,7 +149,7 @@ def decompress(stored: bytes | memoryview, raw_bytes: int, where: str) -> bytes:
 def _why_not(path: str, error: OSError) -> str:
     partial = f"{path}.partial"
     if error.errno == errno.ENOENT and os.path.isfile(partial):
-        return (f"{path}: no such file, but {partial} is there: that capture is still being written or was never closed; "
-                f"look at it with opreplay-check {partial}, and make a valid capture of it with "
-                f"opreplay-check {partial} --recover {path}")
+        return (f"{path}: no such file, but {partial} is there: that capture is still being written or was never "
+                f"closed; opreplay-check {partial} explains it, and opreplay-check {partial} --recover {path} makes a "
+                "valid capture of it")
     return f"{path}: {(error.strerror or 'cannot be opened').lower()}; expected a capture file"

@@ -17,6 +17,7 @@ from .codes import RecordKind
 from .generated import Summary as Generated
 from .layouts import SUMMARY
 from .model import Summary
+from .tables_output import string_vector
 
 
 class Tally:
@@ -67,19 +68,15 @@ class Tally:
 def encode_summary(summary: Summary) -> memoryview:
     """The Summary body."""
     builder = flatbuffers.Builder(1024)
-    kinds, calls = np.zeros(max(RecordKind) + 1, np.uint64), np.zeros(max(summary.kernel_calls, default=0) + 1, np.uint64)
+    kinds = np.zeros(max(RecordKind) + 1, np.uint64)
+    calls = np.zeros(max(summary.kernel_calls, default=0) + 1, np.uint64)
     for kind, count in summary.records.items():
         kinds[kind] = count
     for kernel, count in summary.kernel_calls.items():
         calls[kernel] = count
-    reasons = [builder.CreateString(reason) for reason in summary.unsupported]
-    builder.StartVector(4, len(reasons), 4)
-    for place in reversed(reasons):
-        builder.PrependUOffsetTRelative(place)
-    reason_vector = builder.EndVector()
     places = [
         ("RecordCounts", builder.CreateNumpyVector(kinds)), ("KernelCalls", builder.CreateNumpyVector(calls)),
-        ("UnsupportedReason", reason_vector),
+        ("UnsupportedReason", string_vector(builder, [reason.encode() for reason in summary.unsupported])),
         ("UnsupportedCount", builder.CreateNumpyVector(np.array(list(summary.unsupported.values()), np.uint64))),
     ]
     Generated.Start(builder)

@@ -1,0 +1,96 @@
+"""Writing frames one after the other, and the index and trailer that end a capture.
+
+Keeps one FrameRow for each frame. The writer and recovery both write through it, so that a recovered capture ends like
+any other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import zstandard
+
+from .codes import MINOR_VERSION, Codec, FrameKind
+from .frames import (
+    ALIGNMENT,
+    FLAG_CONSOLIDATED,
+    FLAG_REQUIRED,
+    FRAME_ROW,
+    HEADER_BYTES,
+    PAYLOAD_ROW,
+    REQUIRED_KINDS,
+    TRAILER_BYTES,
+    FrameHeader,
+    Trailer,
+    align,
+    body_hash,
+    pack_frame_row,
+)
+from .model import Summary
+from .output import Output
+from .summary import encode_summary
+
+Buffer = bytes | bytearray | memoryview
+
+_COMPRESSED_KINDS = frozenset({FrameKind.tables, FrameKind.records})
+
+
+class FrameOutput:
+    """Frames on their way into a file. `next_ordinal` and `next_storage` are what the next frame begins with."""
+
+    def __init__(self, output: Output) -> None:
+        self._output = output
+        self._rows = bytearray()
+        self._compressor = zstandard.ZstdCompressor(level=1, write_content_size=True, write_checksum=False)
+        self.next_ordinal = 0
+        self.next_storage = 1
+
+    @property
+    def position(self) -> int:
+        """Where the next frame begins."""
+        return self._output.position
+
+    def adopt(self, rows: bytes, next_ordinal: int, next_storage: int) -> None:
+        """Take over frames that are in the file already, given their FrameRows."""
+        self._rows = bytearray(rows)
+        self.next_ordinal, self.next_storage = next_ordinal, next_storage
+
+    def write(self, kind: FrameKind, body: Buffer, *, count: int = 0, flags: int = 0, storages: int = 0) -> None:
+        """Append a frame. `count` records and `storages` are what it adds to the capture. Raises CaptureFailed."""
+        stored, codec = body, Codec.none
+        if kind in _COMPRESSED_KINDS:
+            compressed = self._compressor.compress(body)
+            if len(compressed) < len(body):
+                stored, codec = compressed, Codec.zstd
+        self._append(kind, flags, len(stored), len(body), count, codec, body_hash(stored),
+                     [stored, bytes(-len(stored) % ALIGNMENT)])
+        self.next_ordinal += count
+        self.next_storage += storages
+
+    def write_payloads(self, stored_bytes: int, count: int, parts: Sequence[Buffer], digest: int) -> None:
+        """Append a frame of `count` payloads. `parts` are its body of `stored_bytes` with padding, `digest` the hash of
+        its rows."""
+        self._append(FrameKind.payload, 0, stored_bytes, stored_bytes, count, Codec.none, digest, parts)
+
+    def _append(self, kind: FrameKind, flags: int, stored_bytes: int, raw_bytes: int, count: int, codec: Codec,
+                digest: int, parts: Sequence[Buffer]) -> None:
+        flags |= FLAG_REQUIRED if kind in REQUIRED_KINDS else 0
+        offset = self._output.position
+        header = FrameHeader(kind, flags, len(self._rows) // FRAME_ROW.itemsize, stored_bytes, raw_bytes,
+                             self.next_ordinal, count, MINOR_VERSION, codec, digest)
+        self._output.write([header.pack(), *parts])
+        if kind != FrameKind.index:
+            self._rows += pack_frame_row(offset, header, self.next_storage)
+
+    def finish(self, tables: Buffer | None, summary: Summary, payload_rows: bytes) -> None:
+        """Append consolidated definitions, summary, index and trailer. The file is complete afterwards."""
+        if tables is not None:
+            self.write(FrameKind.tables, tables, flags=FLAG_CONSOLIDATED)
+        self.write(FrameKind.summary, encode_summary(summary))
+        body = bytes(self._rows) + payload_rows
+        offset = self._output.position
+        self.write(FrameKind.index, body)
+        length = HEADER_BYTES + align(len(body))
+        self._output.write([Trailer(
+            offset, length, offset + length + TRAILER_BYTES, self.next_ordinal, len(self._rows) // FRAME_ROW.itemsize,
+            len(payload_rows) // PAYLOAD_ROW.itemsize).pack()])
