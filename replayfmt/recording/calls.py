@@ -1,0 +1,268 @@
+"""One operator call as the capture sees it: what has to be recorded before it runs, and its record after.
+
+This is the complete path, which every call can take. Callers hold the recorder's lock around `before` and `after`, not
+while the operator runs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from replayfmt.format.codes import OpStatus, RecordKind
+from replayfmt.format.model import Kernel, Signature
+
+from .arguments import Encoder, Use, Values, build_nodes
+from .buffer import RecordBuffer, packer
+from .digesting import Digests
+from .kernels import KernelFacts
+from .numeric_state import NumericState
+from .randomness import Generators, drawn_from
+from .records import Records, Unrepresentable
+from .storages import Storages
+from .tensor_metas import TensorMetas
+
+
+class Call:
+    """A call that is being recorded."""
+
+    __slots__ = ("args", "facts", "generators", "kwargs", "values")
+
+    def __init__(self, facts: KernelFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.facts = facts
+        self.args = args
+        self.kwargs = kwargs
+        self.values = Values()
+        self.generators: list[torch.Generator] = []
+
+
+class PassedThrough(Exception):
+    """The op returned a wrapper subclass: what it holds was or will be recorded on its own."""
+
+
+class Calls:
+    """Records calls."""
+
+    def __init__(
+        self,
+        buffer: RecordBuffer,
+        records: Records,
+        metas: TensorMetas,
+        storages: Storages,
+        generators: Generators,
+        numeric: NumericState,
+        digests: Digests,
+        *,
+        digest_results: bool,
+    ) -> None:
+        self._buffer = buffer
+        self._records = records
+        self._metas = metas
+        self._storages = storages
+        self._generators = generators
+        self._numeric = numeric
+        self._digests = digests
+        self._digest_results = digest_results
+        self._kernels: dict[int, KernelFacts] = {}
+        self._call: Call | None = None
+        self._arguments = Encoder(self._use_argument, self._use_storage, generators.number, records.device)
+        self._results = Encoder(self._use_result, self._result_storage, generators.number, records.device)
+
+    def facts(self, func: torch._ops.OpOverload) -> KernelFacts:
+        """What is known of an overload; computed at its first call."""
+        facts = self._kernels.get(id(func))
+        if facts is None:
+            facts = self._kernels[id(func)] = KernelFacts(func)
+        return facts
+
+    # ---------------------------------------------------------------------------------------------------------- before
+
+    def before(self, facts: KernelFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+        """Record what the op needs: state, content. Raises Unrepresentable."""
+        call = self._call = Call(facts, args, kwargs)
+        values = call.values
+        self._numeric.check(facts.name)
+        add = self._arguments.add
+        for index, value in enumerate(args):
+            values.argument = index
+            add(value, values)
+        for name, value in kwargs.items():
+            values.argument = facts.indices[name]
+            add(value, values)
+        if facts.random:
+            call.generators = drawn_from(args, kwargs, self._devices(call))
+            self._generators.before(call.generators)
+        return call
+
+    @staticmethod
+    def _devices(call: Call) -> set[torch.device]:
+        device = call.kwargs.get("device")
+        devices = {use.storage.device for use in call.values.uses}
+        if device is not None:
+            devices.add(torch.device(device))
+        if call.facts.namespace != "aten":
+            devices.add(torch.device("cpu"))
+        return devices
+
+    def _use_argument(self, tensor: torch.Tensor, index: int) -> Use:
+        storage = tensor.untyped_storage()
+        zero = tensor._is_zerotensor()
+        storages, call = self._storages, self._call
+        assert call is not None
+        tracker = storages.known(storage)
+        if tracker is None:
+            tracker = storages.enter(storage, not zero and storage.device.type != "meta")
+        elif tracker.size != storage.nbytes():
+            reads = tensor.numel() != 0 and call.facts.reads(index, call.args, call.kwargs)
+            tracker = storages.use(tracker, storage, reads, call.facts.name)
+        meta = self._metas.of(tensor, zero)
+        number = storages.view(tracker, meta, tensor.storage_offset(), self._metas.params[meta].item)
+        return Use(index, tensor, storage, tracker, number, meta)
+
+    def _use_storage(self, storage: torch.UntypedStorage, index: int) -> int:
+        tracker = self._storages.known(storage)
+        if tracker is None:
+            tracker = self._storages.enter(storage, storage.device.type != "meta")
+        elif tracker.size != storage.nbytes():
+            call = self._call
+            assert call is not None
+            reads = storage.nbytes() != 0 and call.facts.reads(index, call.args, call.kwargs)
+            tracker = self._storages.use(tracker, storage, reads, call.facts.name)
+        state = tracker.state
+        if state is not None and state.alias_of is not None and (state.delta or state.length != state.alias_of.size):
+            raise Unrepresentable("overlapping_storages", "a storage that is a part of another one was passed as such")
+        return tracker.id
+
+    # ----------------------------------------------------------------------------------------------------------- after
+
+    def after(self, call: Call, result: Any, started: int, ended: int) -> None:
+        """The op returned. Raises Unrepresentable or PassedThrough; then nothing was recorded of it."""
+        facts = call.facts
+        self._call = call
+        values = Values()
+        if facts.results == 1:
+            results = (result,)
+        else:
+            results = tuple(result) if facts.results else ()
+        for index, value in enumerate(results):
+            values.argument = index
+            self._results.add(value, values)
+        self._commit(call, OpStatus.ok, values, len(results), started, ended)
+        self._note_writes(call, values)
+        if call.generators:
+            self._generators.after(call.generators)
+        if self._digest_results:
+            self._digest(call, values, self._buffer.flushed + len(self._buffer.rows) - 1)
+
+    def raised(self, call: Call, started: int, ended: int) -> None:
+        """The op raised: it has no results."""
+        self._commit(call, OpStatus.raised, Values(), 0, started, ended)
+        if call.generators:
+            self._generators.after(call.generators)
+
+    def _use_result(self, tensor: torch.Tensor, index: int) -> Use:
+        if is_wrapper(tensor):
+            raise PassedThrough
+        storage = tensor.untyped_storage()
+        zero = tensor._is_zerotensor()
+        call, storages = self._call, self._storages
+        assert call is not None
+        tracker = storages.known(storage)
+        if tracker is None:
+            tracker = storages.produced(storage, uninitialized=(call.facts.empty and not _fills_empty()) or zero)
+            if index in call.facts.opaque_results:
+                storages.state(tracker).opaque = True
+        meta = self._metas.of(tensor, zero)
+        number = storages.view(tracker, meta, tensor.storage_offset(), self._metas.params[meta].item)
+        storages.synchronize(tracker, storage)
+        return Use(index, tensor, storage, tracker, number, meta)
+
+    def _result_storage(self, storage: torch.UntypedStorage, _index: int) -> int:
+        tracker = self._storages.known(storage)
+        return (tracker or self._storages.produced(storage, uninitialized=False)).id
+
+    def _commit(self, call: Call, status: OpStatus, values: Values, results: int, started: int, ended: int) -> None:
+        given, facts = call.values, call.facts
+        key = (facts, status, len(call.args), tuple(call.kwargs), tuple(given.key), tuple(values.key))
+
+        def make() -> Signature:
+            names = [facts.arguments[i].name for i in range(len(call.args))] + list(call.kwargs)
+            return Signature(
+                RecordKind.op, build_nodes(given.key, names), build_nodes(values.key, [""] * results),
+                self._kernel(facts), status,
+            )
+
+        signature = self._records.signature(key, make)
+        words = (*given.tensors, *values.tensors, *given.ints, *values.ints)
+        floats = (*given.floats, *values.floats)
+        begin = self._records.started
+        pack = packer(len(words), len(floats))
+        context = self._records.context()
+        self._buffer.rows.append(pack(signature, context, started - begin, ended - started, *words, *floats))
+
+    def _kernel(self, facts: KernelFacts) -> int:
+        if not facts.id:
+            facts.id = self._buffer.writer.kernel(Kernel(facts.name, facts.overload, facts.schema))
+        return facts.id
+
+    def _note_writes(self, call: Call, values: Values) -> None:
+        facts = call.facts
+        if facts.writes:
+            for use in call.values.uses:
+                if use.argument in facts.writes:
+                    self._wrote(use.tensor, facts.writes_all(use.argument))
+        elif facts.in_place_view or facts.namespace != "aten":
+            for use in call.values.uses:
+                state = use.tracker.state
+                length = use.storage.nbytes()
+                if length != (use.tracker.size if state is None else state.length):
+                    self._storages.resized(use.tracker, length)
+
+    def _wrote(self, tensor: torch.Tensor, everything: bool) -> None:
+        storage = tensor.untyped_storage()
+        tracker = self._storages.known(storage)
+        if tracker is not None:
+            meta, offset = self._metas.of(tensor, tensor._is_zerotensor()), tensor.storage_offset()
+            number = self._storages.view(tracker, meta, offset, self._metas.params[meta].item)
+            self._storages.wrote(tracker, storage, number, meta, offset, everything)
+
+    # --------------------------------------------------------------------------------------------------------- digests
+
+    def _digest(self, call: Call, values: Values, ordinal: int) -> None:
+        """Digest every result of the op just recorded, and what it wrote that is not among them."""
+        facts = call.facts
+        uses = [use for use in values.uses if use.argument not in facts.opaque_results] if not facts.empty else []
+        seen = {use.number for use in uses}
+        for use in uses:
+            self._digest_use(use.tensor, use.argument, ordinal)
+        for use in call.values.uses:
+            if use.argument in facts.writes and use.number not in seen:
+                self._digest_use(use.tensor, -1, ordinal)
+
+    def _digest_use(self, tensor: torch.Tensor, result: int, ordinal: int) -> None:
+        storage = tensor.untyped_storage()
+        tracker = self._storages.known(storage)
+        if tracker is None:
+            return
+        meta, offset = self._metas.of(tensor, tensor._is_zerotensor()), tensor.storage_offset()
+        params = self._metas.params[meta]
+        state = tracker.state
+        if state is not None and (state.opaque or (
+            state.coverage is not None and not state.coverage.covers(params.region(offset))
+        )):
+            return
+        digest = self._digests.of_view(storage, params, offset)
+        if digest is not None:
+            self._records.digest(self._storages.view(tracker, meta, offset, params.item), ordinal, result, digest)
+
+
+def is_wrapper(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is of a class with a `__torch_dispatch__` of its own."""
+    dispatch = type(tensor).__torch_dispatch__
+    return dispatch is not torch.Tensor.__torch_dispatch__ and dispatch is not torch._C._disabled_torch_dispatch_impl
+
+
+def _fills_empty() -> bool:
+    """Whether torch fills memory that `empty` returns with a known value."""
+    return torch._C._get_deterministic_algorithms() and torch._C._get_deterministic_fill_uninitialized_memory()

@@ -1,0 +1,205 @@
+"""Everything one capture keeps while it records, and the one lock around it.
+
+A failed write, or a mistake of the recorder's own, ends the recording once and for all: it is reported once on stderr,
+kept for `close`, and the program goes on without being recorded.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from typing import Any
+
+import torch
+
+from replayfmt.errors import CaptureFailed, OpReplayError
+from replayfmt.format.model import Session
+from replayfmt.format.writer import CaptureWriter
+from replayfmt.pytorch.composites import is_composite, take_apart
+from replayfmt.pytorch.environment import session_fields
+from replayfmt.pytorch.memory import undispatched
+from replayfmt.pytorch.settings import read_settings
+
+from .buffer import RecordBuffer
+from .calls import Calls, is_wrapper
+from .digesting import Digests
+from .numeric_state import NumericState
+from .options import CaptureOptions
+from .randomness import Generators
+from .records import Records
+from .scopes import Open, Scopes
+from .storages import Storages
+from .tensor_metas import TensorMetas
+
+
+class Core:
+    """One capture in progress. `on`: what happens now is recorded."""
+
+    def __init__(self, path: str | os.PathLike[str], options: CaptureOptions) -> None:
+        """Create the file. Raises CaptureFailed or OutputExists."""
+        session = Session(**session_fields(), settings=read_settings(), policies=options.policies())
+        self.options = options
+        self.lock = threading.RLock()
+        self.writer = CaptureWriter(path, session, force=options.force)
+        self.started = time.perf_counter_ns()
+        self.buffer = RecordBuffer(self.writer, options.chunk_records, self.lock)
+        self.scopes = Scopes(self.buffer)
+        self.records = Records(self.buffer, self.scopes.current, self.started)
+        self.scopes.records = self.records
+        self.metas = TensorMetas(self.buffer, self.records)
+        content = options.payload != "none"
+        self.storages = Storages(self.buffer, self.records, self.metas, content=content, audit=options.audit and content)
+        self.generators = Generators(self.buffer, self.records)
+        self.numeric = NumericState(self.records)
+        self.digests = Digests(self.buffer, self.records, self.metas, self.storages)
+        self.calls = Calls(
+            self.buffer, self.records, self.metas, self.storages, self.generators, self.numeric, self.digests,
+            digest_results=options.digests == "ops",
+        )
+        self.on = False
+        self.finished = False               # recording stopped for good: closed, failed, or past its stop
+        self.failure: OpReplayError | None = None
+        self.ops_seen = 0
+
+    # --------------------------------------------------------------------------------------------------- start and stop
+
+    def resume(self) -> None:
+        """What happens from now on is recorded."""
+        with self.lock:
+            if not self.on and not self.finished:
+                self.scopes.record_open()
+                self.on = True
+
+    def stop(self) -> None:
+        """Nothing that happens from now on is recorded. Idempotent."""
+        with self.lock:
+            if self.on:
+                self.settle()
+                self.scopes.record_ends()
+            self.on = False
+            self.finished = True
+
+    def settle(self) -> None:
+        """Deaths and digests as of now."""
+        self.storages.drain()
+        if self.options.digests == "live":
+            self.digests.sweep()
+
+    def finish(self) -> None:
+        """Write what is left and complete the file. Raises CaptureFailed."""
+        with self.lock:
+            try:
+                self.stop()
+                self.storages.drain()
+                self.buffer.flush()
+                self.writer.close(time.perf_counter_ns() - self.started)
+            except OpReplayError as error:
+                self.fail(error)
+            finally:
+                self.storages.forget_all()
+
+    def fail(self, error: BaseException) -> None:
+        """Recording cannot go on."""
+        with self.lock:
+            self.on = False
+            self.finished = True
+            self.scopes.recorded = False
+            if self.failure is not None:
+                return
+            if not isinstance(error, OpReplayError):
+                failure = CaptureFailed(f"{self.writer.path}: recording failed on an unexpected {error!r}")
+                failure.__cause__ = error
+                error = failure
+            self.failure = error
+            self.writer.abandon()
+            self.buffer.rows.clear()
+        print(f"opreplay: the capture ended early: {error}; the program goes on unrecorded", file=sys.stderr)
+
+    # ------------------------------------------------------------------------------------------------------- buffering
+
+    def pump(self) -> None:
+        """Called after every op: tell deaths, write a frame where one is full."""
+        if len(self.storages.dead) >= 64:
+            with self.lock:
+                self.storages.drain()
+        if self.buffer.due():
+            self.flush()
+
+    def flush(self) -> None:
+        with self.lock:
+            if self.failure is None:
+                try:
+                    self.storages.drain()
+                    self.buffer.flush()
+                except Exception as error:
+                    self.fail(error)
+
+    # ----------------------------------------------------------------------------------------------------------- scopes
+
+    def scope_begin(self, name: str, user: bool, token: Any = None) -> Open:
+        with self.lock:
+            scope = self.scopes.begin(name, user, token)
+            if name == self.options.start_scope and user and self.options.start_op is None:
+                # Begun before recording was on, so it is recorded as the innermost open scope.
+                self.resume()
+            return scope
+
+    def scope_left(self, left: list[Open]) -> None:
+        """After scopes ended."""
+        if not self.on:
+            return
+        if any(scope.user for scope in left):
+            self.settle()
+        if any(scope.user and scope.name == self.options.stop_scope for scope in left):
+            self.stop()
+
+    # ------------------------------------------------------------------------------------------------ what others tell
+
+    def mark_outside_write(self, tensor: torch.Tensor) -> None:
+        """Something unseen may have written to a tensor. Storages nobody knows enter at their first use anyway."""
+        for plain in plain_parts(tensor):
+            tracker = self.storages.known(plain.untyped_storage())
+            if tracker is not None:
+                self.storages.mark_written_outside(tracker)
+
+    def host_read(self, method: str, tensor: torch.Tensor) -> None:
+        """A value left the device for the host. Of storages that no captured op has touched nothing is recorded."""
+        for plain in plain_parts(tensor):
+            storage = plain.untyped_storage()
+            tracker = self.storages.known(storage)
+            if tracker is None or plain._is_zerotensor():
+                continue
+            if tracker.size != storage.nbytes():
+                tracker = self.storages.use(tracker, storage, False, method)
+            meta, offset = self.metas.of(plain), int(plain.storage_offset())
+            params, state = self.metas.params[meta], tracker.state
+            digest = None
+            unknown = state is not None and (
+                state.opaque or (state.coverage is not None and not state.coverage.covers(params.region(offset)))
+            )
+            if self.options.digests != "none" and not unknown:
+                digest = self.digests.of_view(storage, params, offset)
+            self.records.host_read(method, self.storages.view(tracker, meta, offset, params.item), digest)
+            if method in _SHARING:
+                self.storages.watch(tracker)
+                self.storages.synchronize(tracker, storage)
+
+
+# Host reads that give the host a window on the memory, through which it may write later.
+_SHARING = ("numpy", "__array__", "__array_interface__", "__dlpack__", "to_dlpack")
+
+
+def plain_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """A strided tensor itself, or the tensors a composite is made of; nothing for what has no memory of its own."""
+    if is_wrapper(tensor) or tensor.layout is torch._mkldnn:
+        return []
+    if not is_composite(tensor):
+        return [tensor]
+    with undispatched():
+        try:
+            _form, parts = take_apart(tensor)
+        except TypeError:
+            return []
+    return [part for part in parts if isinstance(part, torch.Tensor)]

@@ -1,0 +1,114 @@
+"""Which bytes of an uninitialized storage captured ops have written.
+
+Digests must never cover bytes that nobody wrote: they differ between identical runs. Views are noted as they are
+written and evaluated only when somebody asks. Knows storages by their length in bytes, nothing else.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import gcd, prod
+
+import numpy as np
+
+_MAP_LIMIT = 1 << 27   # cells of the exact map; storages that need more count as unwritten
+
+
+@dataclass(frozen=True)
+class Region:
+    """A view in bytes: where it begins, and for each dimension its size and stride. `item` bytes at each place."""
+
+    start: int
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    item: int
+
+    @property
+    def empty(self) -> bool:
+        return 0 in self.sizes
+
+    def dense(self) -> tuple[int, int] | None:
+        """(first byte, byte after the last) where the view covers that range without a hole, else None."""
+        expected = self.item
+        for stride, size in sorted((s, n) for n, s in zip(self.sizes, self.strides, strict=True) if n != 1):
+            if stride != expected:
+                return None
+            expected *= size
+        return self.start, self.start + expected
+
+
+class Coverage:
+    """What of one storage was written. A storage that was written in full needs no Coverage at all."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+        self._ranges: list[tuple[int, int]] = []
+        self._strided: set[Region] = set()
+        self.touched = False      # some captured op wrote something, perhaps data-dependently
+
+    def write(self, region: Region) -> None:
+        self.touched = True
+        dense = region.dense()
+        if dense is None:
+            self._strided.add(region)
+        else:
+            self._add(*dense)
+
+    def _add(self, begin: int, end: int) -> None:
+        kept = []
+        for low, high in self._ranges:
+            if high < begin or low > end:
+                kept.append((low, high))
+            else:
+                begin, end = min(begin, low), max(end, high)
+        kept.append((begin, end))
+        self._ranges = sorted(kept)
+
+    @property
+    def complete(self) -> bool:
+        """Whether every byte was written, as far as can be told without the exact map."""
+        return self._ranges == [(0, self.length)] or self.length == 0
+
+    def covers(self, region: Region) -> bool:
+        """Whether every element of the view was written."""
+        if region.empty:
+            return True
+        dense = region.dense()
+        if dense is not None and any(low <= dense[0] and dense[1] <= high for low, high in self._ranges):
+            return True
+        if region in self._strided:
+            return True
+        if not self._strided and len(self._ranges) <= 1 and not self._touches(region):
+            return False
+        return self._exact(region)
+
+    def _touches(self, region: Region) -> bool:
+        end = region.start + sum((n - 1) * s for n, s in zip(region.sizes, region.strides, strict=True)) + region.item
+        return any(low <= region.start and end <= high for low, high in self._ranges)
+
+    def _exact(self, region: Region) -> bool:
+        regions = [region, *self._strided]
+        cell = gcd(self.length, *(gcd(r.start, r.item, *r.strides) for r in regions),
+                   *(gcd(low, high) for low, high in self._ranges))
+        if cell == 0 or self.length // cell > _MAP_LIMIT:
+            return False
+        written = np.zeros(self.length // cell, bool)
+        for low, high in self._ranges:
+            written[low // cell : high // cell] = True
+        for part in self._strided:
+            _cells(written, part, cell)[...] = True
+        return bool(_cells(written, region, cell).all())
+
+
+def _cells(cells: np.ndarray, region: Region, cell: int) -> np.ndarray:
+    per_item = region.item // cell
+    return np.lib.stride_tricks.as_strided(
+        cells[region.start // cell :],
+        (*region.sizes, per_item),
+        (*(stride // cell for stride in region.strides), 1),
+    )
+
+
+def whole(sizes: tuple[int, ...], item: int, length: int) -> bool:
+    """Whether a non-overlapping view of these sizes must cover a storage of `length` bytes."""
+    return prod(sizes) * item == length

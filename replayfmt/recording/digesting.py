@@ -1,0 +1,85 @@
+"""Digests for verification: of live storages at chosen moments, or of every op's results.
+
+Only what captured ops wrote is digested: bytes that nobody wrote differ between identical runs.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from replayfmt.format.codes import TensorFlag
+from replayfmt.format.digest import TensorDigest
+from replayfmt.pytorch.digests import digest_tensor
+from replayfmt.pytorch.memory import make_view, undispatched
+
+from .buffer import RecordBuffer
+from .records import Records
+from .storages import Storages, Tracker
+from .tensor_metas import MetaParams, TensorMetas
+
+_VIEWS = 64   # written views of one storage that are digested one by one
+
+
+class Digests:
+    """Computes digests and records them. Callers hold the recorder's lock."""
+
+    def __init__(self, buffer: RecordBuffer, records: Records, metas: TensorMetas, storages: Storages) -> None:
+        self._buffer = buffer
+        self._records = records
+        self._metas = metas
+        self._storages = storages
+        self._fresh_from = 1     # storages with ids from here on were born after the last sweep
+
+    def sweep(self) -> None:
+        """Digest every live storage that captured ops wrote since the last sweep."""
+        newest = self._fresh_from
+        for number, tracker in list(self._storages.live.items()):
+            newest = max(newest, number + 1)
+            views = self._written_views(number, tracker)
+            storage = tracker()
+            if views and storage is not None:
+                for tensor, (meta, offset) in views.items():
+                    self._record(storage, tensor, meta, offset)
+        self._fresh_from = newest
+
+    def _written_views(self, number: int, tracker: Tracker) -> dict[int, tuple[int, int]]:
+        """The views of one storage that a sweep digests."""
+        state = tracker.state
+        fresh = number >= self._fresh_from
+        if state is None:
+            return {tracker.tensor: (tracker.meta, tracker.offset)} if fresh and tracker.meta else {}
+        written, state.written = state.written, {}
+        if state.opaque or state.outside is not None:
+            return {}
+        if fresh and not state.imported and state.coverage is None and tracker.meta:
+            written[tracker.tensor] = (tracker.meta, tracker.offset)
+        params = self._metas.params
+        for tensor, (meta, offset) in written.items():
+            if params[meta].region(offset).dense() == (0, state.length):
+                return {tensor: (meta, offset)}
+        if len(written) > _VIEWS and state.coverage is None:
+            return {tracker.tensor: (tracker.meta, tracker.offset)}
+        kept = list(written.items())[:_VIEWS]
+        coverage = state.coverage
+        return {t: (m, o) for t, (m, o) in kept if coverage is None or coverage.covers(params[m].region(o))}
+
+    def _record(self, storage: torch.UntypedStorage, tensor: int, meta: int, offset: int) -> None:
+        digest = self.of_view(storage, self._metas.params[meta], offset)
+        if digest is not None:
+            self._records.digest(tensor, -1, -1, digest)
+
+    @staticmethod
+    def of_view(storage: torch.UntypedStorage, params: MetaParams, offset: int) -> TensorDigest | None:
+        """The digest of a view; None where it has none (no bytes, bytes freed, packed dtype)."""
+        if storage.device.type == "meta" or params.flags & TensorFlag.zero:
+            return None
+        region = params.region(offset)
+        span = sum((n - 1) * s for n, s in zip(region.sizes, region.strides, strict=True)) + region.item
+        if not region.empty and region.start + span > storage.nbytes():
+            return None
+        with undispatched():
+            try:
+                view = make_view(storage, params.dtype, params.sizes, params.strides, offset, params.flags)
+                return digest_tensor(view)
+            except TypeError:
+                return None

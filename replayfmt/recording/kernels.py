@@ -1,0 +1,166 @@
+"""What the recorder knows of an operator overload before it sees a call: computed once, from its schema and its name.
+
+The lists of names here are the recorder's knowledge of PyTorch's operators: which ones only look at a tensor's shape,
+which overwrite without reading, which leave memory unwritten. Everything not listed reads its inputs and writes its
+results.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import torch
+
+INTERNAL_NAMESPACES = ("aten", "prim", "prims", "quantized", "mkldnn", "mkl", "_quantized")
+
+
+class Action(Enum):
+    """What the mode does with a call."""
+
+    record = 1
+    ignore = 2         # run it, record nothing
+    decompose = 3      # a composite that reached the mode: its parts are recorded
+    collective = 4     # run it, record that it cannot be reproduced
+    scope_enter = 5    # torch.profiler.record_function
+    scope_exit = 6
+
+
+# Results are memory that nobody has written.
+_EMPTY = {
+    "empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided", "empty_quantized",
+    "_empty_affine_quantized", "_empty_per_channel_affine_quantized",
+}
+
+# No bytes of any input are read, only their metadata.
+_READS_NOTHING = _EMPTY | {
+    "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like", "new_zeros", "new_ones", "new_full",
+    "_unsafe_view", "is_same_size", "_has_same_storage_numel", "is_pinned", "is_set_to", "record_stream", "sym_size",
+    "sym_stride", "sym_numel", "sym_storage_offset", "size", "stride", "numel", "dim", "set_", "resize_", "resize_as_",
+    "_resize_output_", "resize_storage_bytes_", "_fused_sdp_choice", "_assert_tensor_metadata", "result_type",
+    "detach_", "as_strided_", "lift", "_nested_tensor_storage_offsets", "sym_is_contiguous", "is_contiguous",
+    "is_non_overlapping_and_dense", "device", "layout", "zero_", "_foreach_zero_",
+}
+
+# In-place operators that overwrite all of their first argument without reading it.
+_OVERWRITES_SELF = {
+    "copy_", "fill_", "zero_", "uniform_", "normal_", "random_", "bernoulli_", "exponential_", "geometric_", "cauchy_",
+    "log_normal_", "_foreach_copy_", "_foreach_zero_", "_no_grad_uniform_", "_no_grad_normal_", "_no_grad_fill_",
+    "_no_grad_zero_", "_resize_output_", "eye_", "_fill_mem_eff_dropout_mask_", "copy_sparse_to_sparse_",
+}
+
+# In-place operators that write a part of their first argument, which part depends on data, and read none of it.
+_WRITES_SOME = {
+    "index_put_", "_index_put_impl_", "scatter_", "index_copy_", "index_fill_", "masked_fill_", "masked_scatter_", "put_",
+    "fill_diagonal_", "_unsafe_index_put_", "_unsafe_masked_index_put_accumulate_",
+}
+_ACCUMULATES = ("accumulate", "reduce")   # with one of these arguments set, the operators above read what they write
+
+# With beta=0 the first argument is not read.
+_BETA = {"addmm", "addmm_", "baddbmm", "baddbmm_", "addbmm", "addbmm_", "addmv", "addmv_", "addr", "addr_", "_addmm_activation"}
+
+# They draw random numbers, or may, without the tag nondeterministic_seeded.
+_UNTAGGED_RANDOM = {"_no_grad_normal_", "_no_grad_uniform_", "seed", "manual_seed", "initial_seed"}
+
+# Results that no replay can reproduce bit for bit, because the kernel leaves parts of them unwritten.
+OPAQUE_RESULTS = {"aten::mkldnn_rnn_layer": (3,)}
+
+_COLLECTIVE_NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "symm_mem", "_dtensor")
+
+
+@dataclass(frozen=True)
+class Argument:
+    name: str
+    written: bool
+    keyword_only: bool
+
+
+class KernelFacts:
+    """One operator overload. `id` is its kernel id in the capture, 0 until a call of it is recorded."""
+
+    __slots__ = (
+        "accumulates_at", "action", "arguments", "beta", "call", "empty", "func", "id", "in_place_view", "indices", "name",
+        "namespace", "opaque_results", "overwrites_self", "random", "reads_nothing", "results", "view", "writes",
+        "writes_some",
+    )
+
+    def __init__(self, func: torch._ops.OpOverload) -> None:
+        schema = func._schema
+        self.func = func
+        self.call = func._op
+        self.id = 0
+        self.name = schema.name
+        self.namespace, _, base = schema.name.partition("::")
+        self.arguments = tuple(
+            Argument(a.name, a.alias_info is not None and a.alias_info.is_write, a.kwarg_only) for a in schema.arguments
+        )
+        self.indices = {a.name: index for index, a in enumerate(self.arguments)}
+        self.results = len(schema.returns)
+        aten = self.namespace in ("aten", "prims", "prim", "inductor", "fsdp")
+        self.view = func.is_view
+        self.empty = aten and base in _EMPTY
+        self.reads_nothing = self.view or (aten and base in _READS_NOTHING) or torch.Tag.inplace_view in func.tags
+        self.overwrites_self = aten and base in _OVERWRITES_SELF
+        self.writes_some = aten and base in _WRITES_SOME
+        self.beta = aten and base in _BETA
+        self.in_place_view = torch.Tag.inplace_view in func.tags
+        # Views written to nothing: an in-place view changes metadata, not memory.
+        self.writes = () if self.in_place_view else tuple(i for i, a in enumerate(self.arguments) if a.written)
+        self.accumulates_at = tuple(i for i, a in enumerate(self.arguments) if a.name in _ACCUMULATES)
+        self.random = (
+            torch.Tag.nondeterministic_seeded in func.tags
+            or base in _UNTAGGED_RANDOM
+            or self.namespace not in INTERNAL_NAMESPACES
+            or any("Generator" in str(a.type) for a in schema.arguments)
+        )
+        self.opaque_results = OPAQUE_RESULTS.get(schema.name, ())
+        self.action = self._choose_action(base)
+
+    def _choose_action(self, base: str) -> Action:
+        if self.namespace == "profiler":
+            if base.startswith("_record_function_enter"):
+                return Action.scope_enter
+            return Action.scope_exit if base.startswith("_record_function_exit") else Action.ignore
+        if self.namespace in _COLLECTIVE_NAMESPACES:
+            return Action.collective
+        if self.func._can_decompose():
+            return Action.decompose
+        return Action.record
+
+    @property
+    def overload(self) -> str:
+        return str(self.func._schema.overload_name or "default")
+
+    @property
+    def schema(self) -> str:
+        return str(self.func._schema)
+
+    def argument(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The value a call gives for an argument; None where it leaves it to the schema's default."""
+        if index < len(args):
+            return args[index]
+        return kwargs.get(self.arguments[index].name)
+
+    def reads(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether this call reads bytes of the tensors in its argument `index`."""
+        if self.reads_nothing:
+            return False
+        argument = self.arguments[index]
+        if argument.written and argument.keyword_only and self.namespace == "aten":
+            return False  # an out= argument
+        if index == 0:
+            if self.overwrites_self:
+                return False
+            if self.writes_some:
+                return any(self.argument(i, args, kwargs) for i in self.accumulates_at)
+            if self.beta:
+                beta = kwargs.get("beta", 1)
+                return not (isinstance(beta, (int, float)) and beta == 0)
+        if self.name in ("aten::expand_as", "aten::view_as", "aten::type_as", "aten::reshape_as"):
+            return index == 0
+        return True
+
+    def writes_all(self, index: int) -> bool:
+        """Whether a call that writes its argument `index` writes every element of it."""
+        return not (self.writes_some and index == 0)

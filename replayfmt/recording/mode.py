@@ -1,0 +1,209 @@
+"""The dispatch mode: sees every operator call of the threads that carry it, and hands it on to be recorded.
+
+What a call's kind demands is decided here: composites are run in parts, wrapper subclasses unwrapped, fake and
+functional tensors left alone, collectives and opaque arguments noted as unsupported. The operator itself always runs,
+with the arguments it was given, and what it returns or raises is what the program gets.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Any
+
+import torch
+from torch._C import _len_torch_dispatch_stack, _pop_torch_dispatch_stack, _push_on_torch_dispatch_stack
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from replayfmt.errors import OpReplayError
+
+from .calls import PassedThrough
+from .core import Core
+from .higher_order import run_higher_order
+from .kernels import Action, KernelFacts
+from .records import Unrepresentable
+
+_clock = time.perf_counter_ns
+_PLAIN = (torch.Tensor,)   # what `detach` names as its types; other ops name only classes with a __torch_dispatch__
+
+
+class RecordingMode(TorchDispatchMode):
+    """Records into one core. Inert once the core is finished: a thread may carry it longer than the capture lasts."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, core: Core) -> None:
+        super().__init__()
+        self.core = core
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        # Compiled code runs as it would without a capture; hooks record that it did.
+        return True
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        core = self.core
+        if core.finished:
+            return func(*args, **kwargs)
+        if types and types != _PLAIN:
+            return func(*args, **kwargs) if _is_tracing(types) else NotImplemented
+        if _len_torch_dispatch_stack():
+            return self._beneath(func, args, kwargs)
+        if not isinstance(func, torch._ops.OpOverload):
+            return run_higher_order(self, func, args, kwargs)
+        facts = core.calls.facts(func)
+        if facts.action is not Action.record:
+            return self._special(facts, args, kwargs)
+        if not core.on and not self._begins():
+            return func(*args, **kwargs)
+        if core.options.stop_op is not None and self._ends():
+            return func(*args, **kwargs)
+        return self.record(facts, args, kwargs)
+
+    # ---------------------------------------------------------------------------------------------------------- ordinary
+
+    def record(self, facts: KernelFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run one op and record it."""
+        core = self.core
+        try:
+            with core.lock:
+                call = core.calls.before(facts, args, kwargs)
+        except Unrepresentable as problem:
+            return self._run_unsupported(facts, args, kwargs, problem)
+        except Exception as error:
+            core.fail(error)
+            return facts.call(*args, **kwargs)
+        started = _clock()
+        try:
+            result = facts.call(*args, **kwargs)
+        except BaseException:
+            ended = _clock()
+            with core.lock:
+                if core.on:
+                    core.calls.raised(call, started, ended)
+            raise
+        ended = _clock()
+        if core.on:
+            try:
+                with core.lock:
+                    core.calls.after(call, result, started, ended)
+                core.pump()
+            except PassedThrough:
+                pass
+            except Unrepresentable as problem:
+                self._note_unsupported(facts, args, kwargs, problem)
+            except Exception as error:
+                core.fail(error)
+        return result
+
+    def _begins(self) -> bool:
+        """Before recording has begun: whether this op is where it begins."""
+        core, options = self.core, self.core.options
+        with core.lock:
+            if core.finished:
+                return False
+            core.ops_seen += 1
+            waits_for_scope = options.start_scope is not None and not self._inside(options.start_scope)
+            if waits_for_scope or core.ops_seen <= (options.start_op or 0):
+                return False
+            core.ops_seen -= 1
+            core.resume()
+            return core.on
+
+    def _inside(self, name: str) -> bool:
+        return self.core.scopes.find(lambda scope: scope.name == name) is not None
+
+    def _ends(self) -> bool:
+        """While ops are counted: whether this op is past the last one to record."""
+        core = self.core
+        with core.lock:
+            core.ops_seen += 1
+            assert core.options.stop_op is not None
+            if core.ops_seen > core.options.stop_op:
+                core.stop()
+        return not core.on
+
+    # ----------------------------------------------------------------------------------------------------- special cases
+
+    def _beneath(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Another mode lies beneath: a tracer that runs nothing for real, or a mode that replaces what is called."""
+        keys = torch._C._TorchDispatchModeKey
+        if any(torch._C._get_dispatch_mode(key) is not None for key in (keys.FAKE, keys.PROXY, keys.FUNCTIONAL)):
+            return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        self._note_unsupported(self.core.calls.facts(func), args, kwargs, Unrepresentable(
+            "host_call", "another dispatch mode lies beneath the recorder and may have replaced the op"))
+        return result
+
+    def _special(self, facts: KernelFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        core = self.core
+        if facts.action is Action.decompose:
+            return self.run_inside(facts.func.decompose, args, kwargs)
+        if facts.action is Action.collective:
+            return self._run_unsupported(
+                facts, args, kwargs, Unrepresentable("collective", "collectives are not replayed yet"))
+        result = facts.func(*args, **kwargs)
+        with core.lock:
+            if facts.action is Action.scope_enter:
+                core.scope_begin(str(args[0]), user=False, token="record_function")
+            elif facts.action is Action.scope_exit:
+                scope = core.scopes.find(lambda entry: entry.token == "record_function")
+                if scope is not None:
+                    core.scope_left(core.scopes.end(scope))
+        return result
+
+    def run_inside(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call something whose operators are to be recorded, from within a call that is not."""
+        _push_on_torch_dispatch_stack(self)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            _pop_torch_dispatch_stack(None)
+
+    def _run_unsupported(
+        self, facts: KernelFacts, args: tuple[Any, ...], kwargs: dict[str, Any], problem: Unrepresentable
+    ) -> Any:
+        result = facts.call(*args, **kwargs)
+        self._note_unsupported(facts, args, kwargs, problem)
+        return result
+
+    def _note_unsupported(
+        self, facts: KernelFacts, args: tuple[Any, ...], kwargs: dict[str, Any], problem: Unrepresentable
+    ) -> None:
+        """Record that an op ran that cannot be reproduced; what it wrote enters again at its next use."""
+        core = self.core
+        if not core.on:
+            return
+        try:
+            with core.lock:
+                core.records.unsupported(problem.reason, facts.name, problem.detail)
+                for index in facts.writes:
+                    for tensor in _tensors(facts.argument(index, args, kwargs)):
+                        core.mark_outside_write(tensor)
+        except OpReplayError as error:
+            core.fail(error)
+
+
+def _is_tracing(types: Any) -> bool:
+    """Whether an op is about tensors that stand for others: nothing is computed."""
+    names = (("torch._subclasses.fake_tensor", "FakeTensor"), ("torch._subclasses.functional_tensor", "FunctionalTensor"))
+    for module, name in names:
+        loaded = sys.modules.get(module)
+        if loaded is not None and any(issubclass(kind, getattr(loaded, name)) for kind in types):
+            return True
+    return False
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, (list, tuple)):
+        return [tensor for item in value for tensor in _tensors(item)]
+    return []

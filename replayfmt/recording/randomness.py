@@ -1,0 +1,93 @@
+"""Random generators: whose state the stream has to state before an op draws from them.
+
+The state after a captured draw is what a replay's generator will be in too, so it is predicted; a state is recorded only
+where the generator is in another one (first use, seeding, draws nobody saw). States are recorded under every payload
+policy: they are PyTorch's, not the user's content.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+
+from replayfmt.format.model import Generator
+from replayfmt.pytorch.memory import host_view, undispatched
+
+from .buffer import RecordBuffer
+from .records import Records
+
+_REMEMBERED = 4096   # generators; a program that makes more gets new ids for the oldest
+
+
+class _Known:
+    __slots__ = ("expected", "number", "reference")
+
+    def __init__(self, number: int, reference: weakref.ref[torch.Generator]) -> None:
+        self.number = number
+        self.reference = reference
+        self.expected: bytes | None = None
+
+
+class Generators:
+    """The generators of the program. Callers hold the recorder's lock."""
+
+    def __init__(self, buffer: RecordBuffer, records: Records) -> None:
+        self._buffer = buffer
+        self._records = records
+        self._known: dict[int, _Known] = {}
+
+    def number(self, generator: torch.Generator) -> int:
+        """The id of a generator, a new one where it is not known."""
+        return self._entry(generator).number
+
+    def _entry(self, generator: torch.Generator) -> _Known:
+        known = self._known.get(id(generator))
+        if known is not None and known.reference() is generator:
+            return known
+        default = generator is default_generator(generator.device)
+        number = self._buffer.writer.generator(Generator(self._records.device(generator.device), default))
+        known = _Known(number, weakref.ref(generator))
+        if len(self._known) >= _REMEMBERED:
+            del self._known[next(iter(self._known))]
+        self._known[id(generator)] = known
+        return known
+
+    def before(self, generators: list[torch.Generator]) -> None:
+        """An op is about to draw from these: record the states that no replay would be in."""
+        for generator in generators:
+            known = self._entry(generator)
+            state = generator_state(generator)
+            if state != known.expected:
+                self._records.generator_state(known.number, self._buffer.writer.payload(state))
+                known.expected = state
+
+    def after(self, generators: list[torch.Generator]) -> None:
+        """The op drew."""
+        for generator in generators:
+            self._entry(generator).expected = generator_state(generator)
+
+
+def default_generator(device: torch.device) -> torch.Generator | None:
+    """The device's default generator, where this build can tell."""
+    if device.type == "cpu":
+        return torch.default_generator
+    if device.type == "cuda" and torch.cuda.is_initialized():
+        index = torch.cuda.current_device() if device.index is None else device.index
+        return torch.cuda.default_generators[index]
+    return None
+
+
+def generator_state(generator: torch.Generator) -> bytes:
+    with undispatched():
+        return bytes(host_view(generator.get_state().untyped_storage()))
+
+
+def drawn_from(args: tuple[Any, ...], kwargs: dict[str, Any], devices: set[torch.device]) -> list[torch.Generator]:
+    """The generators a random op may draw from: those it was given, else the defaults of its devices."""
+    given = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Generator)]
+    if given:
+        return given
+    defaults = [default_generator(device) for device in devices or {torch.device("cpu")}]
+    return [generator for generator in defaults if generator is not None]

@@ -1,0 +1,324 @@
+"""The recorder: starts a capture, keeps the mode where it belongs, and completes the file however the program ends.
+
+`capture(path, ...)` is a context manager around it, `scope(name)` names a region of whatever is being recorded.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch._C import (
+    _get_dispatch_stack_at,
+    _len_torch_dispatch_stack,
+    _pop_torch_dispatch_stack,
+    _push_on_torch_dispatch_stack,
+)
+
+from replayfmt.errors import CaptureFailed
+
+from .children import AfterFork
+from .core import Core
+from .hooks import Hooks
+from .host_reads import HostReads
+from .mode import RecordingMode
+from .options import CaptureOptions
+
+_FLUSH_PERIOD_S = 0.5
+_active: Recorder | None = None
+_activation = threading.Lock()
+
+
+class Recorder:
+    """One capture. Not reusable: a second capture needs a second recorder."""
+
+    def __init__(self, path: str | os.PathLike[str], options: CaptureOptions | None = None) -> None:
+        self.path = os.fspath(path)
+        self.options = options or CaptureOptions()
+        self._core: Core | None = None
+        self._mode: RecordingMode | None = None
+        self._patches: list[Hooks | HostReads] = []
+        self._after_fork: AfterFork | None = None
+        self._thread: int = 0
+        self._wake = threading.Event()
+        self._flusher: threading.Thread | None = None
+        self._closed = False
+        self._forked = False
+        self._original_run: Any = None
+
+    # -------------------------------------------------------------------------------------------------------- lifecycle
+
+    def start(self) -> None:
+        """Begin recording what this thread, and threads it starts from now on, do.
+
+        Raises CaptureFailed where another dispatch mode or another capture is active or the file cannot be written,
+        OutputExists where the file exists.
+        """
+        global _active
+        if self._core is not None or self._closed:
+            raise CaptureFailed(f"{self.path}: this recorder was started before; make a new one for another capture")
+        with _activation:
+            if _active is not None:
+                raise CaptureFailed(f"{self.path}: a capture to {_active.path} is in progress; close it first")
+            _remove_finished_modes()
+            if _len_torch_dispatch_stack() != 0:
+                names = ", ".join(type(mode).__name__ for mode in _mode_stack())
+                raise CaptureFailed(
+                    f"{self.path}: a dispatch mode is active ({names}), so what it replaces could not be replayed; "
+                    "start the capture outside of it"
+                )
+            self._core = Core(self.path, self.options)
+            _active = self
+        self._mode = RecordingMode(self._core)
+        self._thread = threading.get_ident()
+        self._after_fork = AfterFork(self.disable_after_fork)
+        self._patches = [Hooks(self, self.options.compiled), HostReads(self)]
+        for patches in self._patches:
+            patches.install()
+        self._patch_threads()
+        if not self.options.limited or (self.options.start_op is None and self.options.start_scope is None):
+            self._core.resume()
+        self._flusher = threading.Thread(target=self._flush_loop, name="opreplay-flush", daemon=True)
+        self._flusher.start()
+        self._mode.__enter__()
+
+    def close(self) -> None:
+        """Stop recording and complete the file. Idempotent. Raises the first failure of any write."""
+        global _active
+        if self._closed:
+            return
+        self._closed = True
+        core = self._core
+        if core is None:
+            return
+        try:
+            if not self._forked:
+                with self.paused():
+                    core.finish()
+        finally:
+            self._take_off()
+            self._unpatch_threads()
+            for patches in self._patches:
+                patches.remove()
+            if self._after_fork is not None:
+                self._after_fork.stop()
+            self._wake.set()
+            with _activation:
+                if _active is self:
+                    _active = None
+        if core.failure is not None:
+            raise core.failure
+
+    def disable_after_fork(self) -> None:
+        """In a forked child: record nothing, and leave the parent's file alone."""
+        self._forked = True
+        core = self._core
+        if core is not None:
+            core.on = False
+            core.finished = True
+            core.lock = core.buffer.lock = threading.RLock()
+        _set_inactive(self)
+
+    @property
+    def failure(self) -> Exception | None:
+        """Why recording ended early, if it did."""
+        return None if self._core is None else self._core.failure
+
+    def _flush_loop(self) -> None:
+        core = self._core
+        assert core is not None
+        while not self._wake.wait(_FLUSH_PERIOD_S):
+            if core.failure is not None:
+                return
+            if core.buffer.rows or core.storages.dead:
+                core.flush()
+
+    def _take_off(self) -> None:
+        """Take the mode off the dispatch stack of the thread that started, where it is this one."""
+        if threading.get_ident() == self._thread and self._mode in _mode_stack():
+            above = []
+            while _get_dispatch_stack_at(_len_torch_dispatch_stack() - 1) is not self._mode:
+                above.append(_pop_torch_dispatch_stack(None))
+            assert self._mode is not None
+            self._mode.__exit__(None, None, None)
+            for mode in reversed(above):
+                _push_on_torch_dispatch_stack(mode)
+
+    # ----------------------------------------------------------------------------------------------------------- threads
+
+    def _patch_threads(self) -> None:
+        """Threads that the program starts from now on carry the mode."""
+        original, recorder = threading.Thread.run, self
+
+        def run(thread: threading.Thread) -> None:
+            mode, core = recorder._mode, recorder._core
+            if mode is None or core is None or core.finished or thread is recorder._flusher:
+                original(thread)
+                return
+            _push_on_torch_dispatch_stack(mode)
+            try:
+                original(thread)
+            finally:
+                _pop_torch_dispatch_stack(None)
+                with core.lock:
+                    core.scope_left(core.scopes.thread_ended())
+
+        self._original_run = original
+        self._patched_run = run
+        threading.Thread.run = run  # type: ignore[method-assign]
+
+    def _unpatch_threads(self) -> None:
+        if self._original_run is not None and threading.Thread.run is self._patched_run:
+            threading.Thread.run = self._original_run  # type: ignore[method-assign]
+
+    # ------------------------------------------------------------------------------------------------------------ scopes
+
+    def scope_begin(self, name: str) -> None:
+        """Enter a scope of this thread."""
+        core = self._running()
+        if core is not None:
+            core.scope_begin(name, user=True)
+
+    def scope_end(self, name: str) -> None:
+        """Leave the innermost scope of that name, and what is open inside it. Raises UsageError where none is open."""
+        core = self._running()
+        if core is not None:
+            with self.paused(), core.lock:
+                core.scope_left(core.scopes.end_named(name))
+
+    def module_scope_begin(self, name: str) -> None:
+        """Enter a scope that the program did not name itself: no digests are taken at its end."""
+        core = self._running()
+        if core is not None:
+            core.scope_begin(name, user=False, token="module")
+
+    def module_scope_end(self, name: str) -> None:
+        """Leave it. Nothing happens where it has ended already, with a scope around it."""
+        core = self._running()
+        if core is not None:
+            with core.lock:
+                entered = core.scopes.find(lambda entry: entry.token == "module" and entry.name == name)
+                if entered is not None:
+                    core.scope_left(core.scopes.end(entered))
+
+    def _running(self) -> Core | None:
+        core = self._core
+        return None if core is None or core.finished or self._closed else core
+
+    # -------------------------------------------------------------------------------------------------- for the hooks
+
+    def recording(self) -> bool:
+        """Whether an op that this thread issued now would be recorded."""
+        core = self._core
+        return core is not None and core.on and self._mode in _mode_stack()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """This thread records nothing inside."""
+        mode = self._mode
+        stack = _mode_stack()
+        if mode is None or mode not in stack:
+            yield
+            return
+        place = stack.index(mode)
+        _remove_mode_at(place)
+        try:
+            yield
+        finally:
+            _insert_mode_at(place, mode)
+
+    def unsupported(self, reason: str, op: str, detail: str) -> None:
+        """Record work that cannot be reproduced."""
+        core = self._core
+        if core is not None and core.on:
+            with core.lock:
+                core.records.unsupported(reason, op, detail)
+
+    def mark_outside_write(self, tensor: torch.Tensor) -> None:
+        """Something unseen may have written to a tensor: its content enters again at its next use."""
+        core = self._core
+        if core is not None and core.on:
+            with core.lock:
+                core.mark_outside_write(tensor)
+
+    def host_read(self, method: str, tensor: torch.Tensor) -> None:
+        """A value left the device for the host outside any op."""
+        core = self._core
+        if core is not None and core.on:
+            with core.lock:
+                core.host_read(method, tensor)
+
+
+@contextmanager
+def capture(path: str | os.PathLike[str], **options: Any) -> Iterator[Recorder]:
+    """Record what happens inside into `path`. Options are those of CaptureOptions.
+
+    Raises what `Recorder.start` raises, and on leaving the first failure of any write, unless an exception of the
+    program is on its way: that one passes (the failure was reported on stderr).
+    """
+    recorder = Recorder(path, CaptureOptions(**options))
+    recorder.start()
+    try:
+        yield recorder
+    except BaseException:
+        try:
+            recorder.close()
+        except CaptureFailed:
+            pass  # reported when it happened; the program's own exception matters more
+        raise
+    recorder.close()
+
+
+@contextmanager
+def scope(name: str) -> Iterator[None]:
+    """Name a region. Does nothing where nothing is being recorded."""
+    recorder = _active
+    core = None if recorder is None else recorder._running()
+    if recorder is None or core is None:
+        yield
+        return
+    entered = core.scope_begin(name, user=True)
+    try:
+        yield
+    finally:
+        with recorder.paused(), core.lock:
+            core.scope_left(core.scopes.end(entered))
+
+
+def active_recorder() -> Recorder | None:
+    """The recorder whose capture is in progress, if any."""
+    return _active
+
+
+def _set_inactive(recorder: Recorder) -> None:
+    global _active
+    if _active is recorder:
+        _active = None
+
+
+def _mode_stack() -> list[Any]:
+    return [_get_dispatch_stack_at(index) for index in range(_len_torch_dispatch_stack())]
+
+
+def _remove_mode_at(place: int) -> None:
+    above = [_pop_torch_dispatch_stack(None) for _ in range(_len_torch_dispatch_stack() - place)]
+    for mode in reversed(above[:-1]):
+        _push_on_torch_dispatch_stack(mode)
+
+
+def _insert_mode_at(place: int, mode: Any) -> None:
+    above = [_pop_torch_dispatch_stack(None) for _ in range(_len_torch_dispatch_stack() - place)]
+    _push_on_torch_dispatch_stack(mode)
+    for other in reversed(above):
+        _push_on_torch_dispatch_stack(other)
+
+
+def _remove_finished_modes() -> None:
+    """Take modes of captures that are over off this thread's stack."""
+    for place, mode in reversed(list(enumerate(_mode_stack()))):
+        if isinstance(mode, RecordingMode) and mode.core.finished:
+            _remove_mode_at(place)

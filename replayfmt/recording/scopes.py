@@ -1,0 +1,178 @@
+"""Named regions: which scope each thread is in, and the records that mark their begins and ends.
+
+The thread that started the capture has the main stack. Another thread is where the main thread is, until it opens
+scopes of its own, which then lie under the main thread's scope of that moment. Every begin that was recorded gets its
+end, in order, also where exceptions pass or the capture ends inside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from threading import get_ident
+from typing import Any
+
+from replayfmt.errors import UsageError
+
+from .buffer import RecordBuffer
+from .records import Records
+
+
+@dataclass
+class Open:
+    """A scope that is open. `user`: opened by the program itself, so digests are taken at its end."""
+
+    name: str
+    id: int
+    user: bool
+    token: Any = None
+
+
+class Contexts(dict[int, int]):
+    """Context id of each thread, by its ident: one lookup on the hot path; a new thread is registered on the way."""
+
+    def __init__(self, register: Callable[[int], int]) -> None:
+        super().__init__()
+        self._register = register
+
+    def __missing__(self, ident: int) -> int:
+        return self._register(ident)
+
+
+class Scopes:
+    """The scope stacks of all threads. Callers hold the recorder's lock. `recorded`: begins and ends make records."""
+
+    def __init__(self, buffer: RecordBuffer) -> None:
+        self._buffer = buffer
+        self.records: Records | None = None
+        self.recorded = False
+        self._main = get_ident()
+        self._stacks: dict[int, list[Open]] = {self._main: []}
+        self._bases: dict[int, int] = {self._main: 0}
+        self._threads: dict[int, int] = {self._main: 0}
+        self._known: dict[tuple[int, int], int] = {}
+        self.contexts = Contexts(self._register)
+        self._refresh(self._main)
+
+    @property
+    def thread_count(self) -> int:
+        return len(self._threads)
+
+    def current(self) -> int:
+        """The context id of the calling thread."""
+        return self.contexts[get_ident()]
+
+    def _register(self, ident: int) -> int:
+        with self._buffer.lock:
+            self._threads.setdefault(ident, min(len(self._threads), 0xFFFF))
+            return self._refresh(ident)
+
+    def _scope_of(self, ident: int) -> int:
+        stack = self._stacks.get(ident)
+        if stack:
+            return stack[-1].id
+        if ident == self._main:
+            return 0
+        return self._scope_of(self._main)
+
+    def _refresh(self, ident: int) -> int:
+        key = (self._threads[ident], self._scope_of(ident))
+        context = self._known.get(key)
+        if context is None:
+            context = self._known[key] = self._buffer.context(*key)
+        self.contexts[ident] = context
+        return context
+
+    def _moved(self, ident: int) -> None:
+        self._refresh(ident)
+        if ident == self._main:
+            for other in list(self.contexts):
+                if other != ident and not self._stacks.get(other):
+                    self._refresh(other)
+
+    def begin(self, name: str, user: bool, token: Any = None) -> Open:
+        ident = get_ident()
+        if ident not in self._threads:
+            self._register(ident)
+        scope = Open(name, self._buffer.writer.scope(self._scope_of(ident), name), user, token)
+        self._stacks.setdefault(ident, []).append(scope)
+        self._moved(ident)
+        if self.recorded and self.records is not None:
+            self.records.scope_begin(name)
+        return scope
+
+    def find(self, match: Callable[[Open], bool]) -> Open | None:
+        """The innermost open scope of this thread that matches."""
+        return next((scope for scope in reversed(self._stacks.get(get_ident(), [])) if match(scope)), None)
+
+    def end(self, scope: Open) -> list[Open]:
+        """Leave a scope of this thread and everything inside it. Returns what was left, innermost first."""
+        ident = get_ident()
+        stack = self._stacks.get(ident, [])
+        if not any(entry is scope for entry in stack):
+            return []
+        left = []
+        while True:
+            innermost = stack[-1]
+            if self.recorded and self.records is not None:
+                self.records.scope_end(innermost.name)
+            stack.pop()
+            self._moved(ident)
+            left.append(innermost)
+            if innermost is scope:
+                return left
+
+    def end_named(self, name: str) -> list[Open]:
+        """Leave the innermost scope of that name. Raises UsageError where none is open."""
+        scope = self.find(lambda entry: entry.name == name)
+        if scope is None:
+            raise UsageError(f"the scope {name!r} is not open in this thread")
+        return self.end(scope)
+
+    def record_open(self) -> None:
+        """Recording starts: scopes that are open already begin now."""
+        self.recorded = True
+        if self.records is None:
+            return
+        for stack in self._stacks.values():
+            if stack:
+                self._replay_begins(stack)
+
+    def _replay_begins(self, stack: list[Open]) -> None:
+        ident = get_ident()
+        before = self.contexts[ident]
+        for scope in stack:
+            self.contexts[ident] = self._context_for(self._threads[ident], scope.id)
+            assert self.records is not None
+            self.records.scope_begin(scope.name)
+        self.contexts[ident] = before
+
+    def record_ends(self) -> None:
+        """Recording stops: every scope that is open ends now, innermost first."""
+        if not self.recorded or self.records is None:
+            return
+        ident = get_ident()
+        before = self.contexts[ident]
+        # Threads' own stacks first: they lie inside the main thread's.
+        for stack in sorted(self._stacks.items(), key=lambda item: item[0] == self._main):
+            for scope in reversed(stack[1]):
+                self.contexts[ident] = self._context_for(self._threads[ident], scope.id)
+                self.records.scope_end(scope.name)
+        self.contexts[ident] = before
+        self.recorded = False
+
+    def _context_for(self, thread: int, scope: int) -> int:
+        context = self._known.get((thread, scope))
+        if context is None:
+            context = self._known[thread, scope] = self._buffer.context(thread, scope)
+        return context
+
+    def thread_ended(self) -> list[Open]:
+        """The calling thread ends: its scopes with it."""
+        ident = get_ident()
+        stack = self._stacks.get(ident)
+        left = self.end(stack[0]) if stack else []
+        if ident != self._main:
+            self._stacks.pop(ident, None)
+            self.contexts.pop(ident, None)
+        return left

@@ -1,0 +1,364 @@
+"""The program's storages: who is who, how they enter the capture, how they die.
+
+A storage is known by a `Tracker`, a weak reference kept in the storage's own `__dict__`: it lives exactly as long as
+the storage does, also where only C++ holds it, keeps nothing alive, and its callback tells the death. A callback may
+run at any time in any thread, so all it does is to append to a deque, which is drained when it suits.
+
+A storage that no captured op produced is imported at its first use, in the state it has then. Ordinary storages cost
+one comparison of their length at each use. Those that need more care (uninitialized, watched for writes from outside,
+marked as written) have `size` -1 and a `State`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from typing import Any
+
+import torch
+import xxhash
+
+from replayfmt.format.codes import StorageOrigin
+from replayfmt.pytorch.memory import storage_bytes, undispatched
+
+from .buffer import RecordBuffer, pack_birth, pack_definition
+from .coverage import Coverage, Region
+from .records import Records, Unrepresentable
+from .tensor_metas import TensorMetas
+
+ATTRIBUTE = "_opreplay"
+_RELEASE_BATCH = 64
+
+
+class State:
+    """What of a storage is out of the ordinary."""
+
+    __slots__ = ("alias_of", "content", "coverage", "delta", "imported", "length", "opaque", "outside", "version", "watched", "written")
+
+    def __init__(self, length: int) -> None:
+        self.length = length                          # bytes
+        self.coverage: Coverage | None = None         # not None: uninitialized, in part at least
+        self.watched = False                          # compared with `content` at each use
+        self.content: int | None = None               # XXH3-128 after the last captured write or import
+        self.outside: str | None = None               # written from outside: import at the next use, for this reason
+        self.version = 0                              # of the last import
+        self.imported = False
+        self.written: dict[int, tuple[int, int]] = {}  # tensors written since the last digest: meta id and offset
+        self.opaque = False                           # holds what no replay reproduces: never compared
+        self.alias_of: Tracker | None = None          # memory shared with another storage, `delta` bytes into it
+        self.delta = 0
+
+
+class Tracker(weakref.ref):  # type: ignore[type-arg]
+    """One storage of the program. Calling it gives the storage, or None once it died."""
+
+    __slots__ = ("id", "meta", "offset", "size", "state", "tensor", "views")
+
+    id: int                                    # storage id
+    size: int                                  # bytes; -1: look at `state` before each use
+    meta: int                                  # meta id, offset and tensor id of its first view; meta 0: none yet
+    offset: int
+    tensor: int
+    views: dict[tuple[int, int], int] | None   # tensor id of every further (meta id, offset)
+    state: State | None
+
+
+class Storages:
+    """Every storage the capture knows. Callers hold the recorder's lock, except for what the hot path inlines."""
+
+    def __init__(self, buffer: RecordBuffer, records: Records, metas: TensorMetas, *, content: bool, audit: bool) -> None:
+        self._buffer = buffer
+        self._records = records
+        self._metas = metas
+        self._content = content
+        self._audit = audit
+        self.live: dict[int, Tracker] = {}
+        self.dead: deque[Tracker] = deque()
+        self._external: dict[int, tuple[int, int]] = {}   # storage id: address range, of storages torch did not allocate
+        self._aliases: dict[int, list[weakref.ref[Tracker]]] = {}
+
+    # -------------------------------------------------------------------------------------------------------- identity
+
+    @staticmethod
+    def known(storage: torch.UntypedStorage) -> Tracker | None:
+        return getattr(storage, ATTRIBUTE, None)
+
+    def _track(self, storage: torch.UntypedStorage, number: int, length: int) -> Tracker:
+        tracker = Tracker(storage, self.dead.append)
+        tracker.id = number
+        tracker.size = length
+        tracker.meta = tracker.offset = tracker.tensor = 0
+        tracker.views = None
+        tracker.state = None
+        setattr(storage, ATTRIBUTE, tracker)
+        return tracker
+
+    def _bear(self, storage: torch.UntypedStorage, origin: StorageOrigin, payload: int) -> Tracker:
+        number, length = next(self._buffer.next_storage), storage.nbytes()
+        device = self._records.device(storage.device)
+        self._buffer.births.append(pack_birth(number, length, device, origin, payload))
+        tracker = self.live[number] = self._track(storage, number, length)
+        if self._audit:
+            self.watch(tracker)
+        return tracker
+
+    def view(self, tracker: Tracker, meta: int, offset: int, item: int) -> int:
+        """The tensor id of a view. `offset` is in elements of `item` bytes."""
+        state = tracker.state
+        if state is not None and state.alias_of is not None:
+            if state.delta % item:
+                raise Unrepresentable(
+                    "overlapping_storages", f"memory shared {state.delta} bytes into a storage, with elements of {item} bytes"
+                )
+            return self.view(state.alias_of, meta, offset + state.delta // item, item)
+        if tracker.meta == meta and tracker.offset == offset:
+            return tracker.tensor
+        views = tracker.views
+        if views is None:
+            views = tracker.views = {}
+        number = views.get((meta, offset))
+        if number is None:
+            number = next(self._buffer.next_tensor)
+            self._buffer.definitions.append(pack_definition(number, tracker.id, offset, meta))
+            if tracker.meta:
+                views[meta, offset] = number
+            else:
+                tracker.meta, tracker.offset, tracker.tensor = meta, offset, number
+        return number
+
+    # ---------------------------------------------------------------------------------------------------------- births
+
+    def produced(self, storage: torch.UntypedStorage, *, uninitialized: bool) -> Tracker:
+        """A storage that an op returned and nobody knew."""
+        if not uninitialized:
+            return self._bear(storage, StorageOrigin.op, 0)
+        tracker = self._bear(storage, StorageOrigin.uninitialized, 0)
+        if storage.nbytes():
+            self.state(tracker).coverage = Coverage(storage.nbytes())
+            tracker.size = -1
+        return tracker
+
+    def enter(self, storage: torch.UntypedStorage, readable: bool, reason: str = "first_use") -> Tracker:
+        """A storage that no captured op produced, at its first use: its content enters the capture.
+
+        `readable`: there are bytes behind it (not so for meta tensors and ZeroTensors).
+        """
+        length = storage.nbytes()
+        if not readable or length == 0:
+            return self._bear(storage, StorageOrigin.uninitialized, 0)
+        if storage.device.type == "cpu":
+            alias = self._overlapping(storage, length)
+            if alias is not None:
+                return alias
+        payload = self._payload(storage)
+        tracker = self._bear(storage, StorageOrigin.payload if payload else StorageOrigin.absent, payload)
+        self._records.storage_import(tracker.id, payload, 0, reason)
+        state = self.state(tracker)
+        state.imported = True
+        if storage.device.type == "cpu" and not storage.resizable():
+            begin = storage.data_ptr()
+            self._external[tracker.id] = (begin, begin + length)
+            self.watch(tracker)
+        self.synchronize(tracker, storage)
+        return tracker
+
+    def _payload(self, storage: torch.UntypedStorage) -> int:
+        if not self._content:
+            return 0
+        with undispatched():
+            return self._buffer.writer.payload(storage_bytes(storage))
+
+    # ------------------------------------------------------------------------------------------------- shared memory
+
+    def _overlapping(self, storage: torch.UntypedStorage, length: int) -> Tracker | None:
+        """A tracker for memory that another storage of the capture already stands for, or None.
+
+        Only storages whose memory torch did not allocate can share it with others.
+        """
+        begin = storage.data_ptr()
+        end = begin + length
+        external = not storage.resizable()
+        for number, (low, high) in self._ranges() if external else list(self._external.items()):
+            base = self.live.get(number)
+            if base is None or high <= begin or end <= low:
+                continue
+            if low <= begin and end <= high:
+                return self._alias(storage, base, begin - low, length)
+            self._records.unsupported(
+                "overlapping_storages", "", f"{length} bytes of memory that storage {number} holds in part came into use"
+            )
+        return None
+
+    def _ranges(self) -> list[tuple[int, tuple[int, int]]]:
+        ranges = []
+        for number, tracker in list(self.live.items()):
+            storage = tracker()
+            if storage is not None and storage.device.type == "cpu" and storage.nbytes():
+                begin = storage.data_ptr()
+                ranges.append((number, (begin, begin + storage.nbytes())))
+        return ranges
+
+    def _alias(self, storage: torch.UntypedStorage, base: Tracker, delta: int, length: int) -> Tracker:
+        tracker = self._track(storage, base.id, -1)
+        state = tracker.state = State(length)
+        state.alias_of, state.delta = base, delta
+        self._aliases.setdefault(base.id, []).append(weakref.ref(tracker))
+        self.watch(base)
+        return tracker
+
+    # ------------------------------------------------------------------------------------------------------------ uses
+
+    def state(self, tracker: Tracker) -> State:
+        if tracker.state is None:
+            tracker.state = State(tracker.size)
+        return tracker.state
+
+    def settle(self, tracker: Tracker) -> None:
+        """Make uses cheap again where nothing is left to look at."""
+        state = tracker.state
+        if state is not None:
+            careful = state.coverage is not None or state.watched or state.outside or state.alias_of is not None
+            tracker.size = -1 if careful else state.length
+
+    def watch(self, tracker: Tracker) -> None:
+        """Compare its content at each use from now on. The caller synchronizes."""
+        self.state(tracker).watched = True
+        tracker.size = -1
+
+    def mark_written_outside(self, tracker: Tracker, reason: str = "outside_write") -> None:
+        """Its content enters again at its next use."""
+        self.state(tracker).outside = reason
+        tracker.size = -1
+
+    def use(self, tracker: Tracker, storage: torch.UntypedStorage, reads: bool, op: str) -> Tracker:
+        """Before an op (or the recorder) uses it. Returns the tracker to go on with."""
+        state = tracker.state
+        length = storage.nbytes()
+        if state is not None and state.alias_of is not None:
+            return self._use_alias(tracker, state, storage, reads, op)
+        if length != (tracker.size if state is None else state.length):
+            self._records.storage_resize(tracker.id, length)
+            self.resized(tracker, length)
+            state = tracker.state
+        if state is None:
+            return tracker
+        if state.outside is not None and length:
+            self._enter_again(tracker, state, storage, state.outside)
+        if reads and length and state.coverage is not None and not state.coverage.touched:
+            self._records.unsupported(
+                "unseen_write", op, f"storage {tracker.id} ({length} bytes) is read before any captured op wrote it"
+            )
+            self._enter_again(tracker, state, storage, "unseen_write")
+        if state.watched and length and self._content:
+            content = content_hash(storage)
+            if state.content is not None and content != state.content:
+                self._enter_again(tracker, state, storage, "outside_write")
+            state.content = content
+        return tracker
+
+    def _use_alias(self, tracker: Tracker, state: State, storage: torch.UntypedStorage, reads: bool, op: str) -> Tracker:
+        base = state.alias_of
+        assert base is not None
+        memory = base()
+        if memory is None or storage.nbytes() != state.length:
+            # What it shared memory with is gone, so it stands for itself from now on.
+            delattr(storage, ATTRIBUTE)
+            return self.enter(storage, True)
+        self.use(base, memory, reads, op)
+        return tracker
+
+    def _enter_again(self, tracker: Tracker, state: State, storage: torch.UntypedStorage, reason: str) -> None:
+        if state.imported or reason != "unseen_write":
+            state.version += 1
+        state.imported = True
+        self._records.storage_import(tracker.id, self._payload(storage), state.version, reason)
+        state.outside = None
+        state.coverage = None
+        self.synchronize(tracker, storage)
+        self.settle(tracker)
+
+    def resized(self, tracker: Tracker, length: int) -> None:
+        """Its length changed. Bytes that were added are not written."""
+        state = self.state(tracker)
+        before, state.length = state.length, length
+        if length > before:
+            coverage = Coverage(length)
+            if before and (state.coverage is None or state.coverage.touched):
+                coverage.write(Region(0, (before,), (1,), 1))
+            state.coverage = coverage
+        elif length == 0:
+            state.coverage = None
+            state.written.clear()
+        state.content = None
+        self.settle(tracker)
+
+    # ---------------------------------------------------------------------------------------------------------- writes
+
+    def wrote(self, tracker: Tracker, storage: torch.UntypedStorage, tensor: int, meta: int, offset: int, everything: bool) -> None:
+        """A captured op wrote to a view. `everything`: to every element of it."""
+        state = self.state(tracker)
+        if state.alias_of is not None:
+            memory = state.alias_of()
+            if memory is not None:
+                item = self._metas.params[meta].item
+                self.wrote(state.alias_of, memory, tensor, meta, offset + state.delta // item, everything)
+            return
+        length = storage.nbytes()
+        if length != state.length:
+            self.resized(tracker, length)      # the op itself resized it, as it will on replay
+        state.written[tensor] = (meta, offset)
+        if state.coverage is not None:
+            if everything:
+                params = self._metas.params[meta]
+                state.coverage.write(params.region(offset))
+                if state.coverage.complete:
+                    state.coverage = None
+                    self.settle(tracker)
+            else:
+                state.coverage.touched = True
+        self.synchronize(tracker, storage)
+
+    def synchronize(self, tracker: Tracker, storage: torch.UntypedStorage) -> None:
+        """What it holds now is known: by an import or a captured write."""
+        state = tracker.state
+        if state is not None and state.watched:
+            state.content = content_hash(storage) if self._content and storage.nbytes() else None
+
+    # ---------------------------------------------------------------------------------------------------------- deaths
+
+    def drain(self) -> None:
+        """Record the deaths that were told since the last time."""
+        dead = [self.dead.popleft() for _ in range(len(self.dead))]
+        ids = []
+        for tracker in dead:
+            if self.live.get(tracker.id) is not tracker:
+                continue
+            del self.live[tracker.id]
+            self._external.pop(tracker.id, None)
+            for alias in self._aliases.pop(tracker.id, ()):
+                other = alias()
+                if other is not None:
+                    other.size = -1
+            ids.append(tracker.id)
+        if ids:
+            self._records.storage_releases(ids)
+            self._buffer.released(ids)
+
+    def forget_all(self) -> None:
+        """Take the trackers off the program's storages."""
+        for tracker in list(self.live.values()):
+            storage = tracker()
+            if storage is not None and self.known(storage) is tracker:
+                delattr(storage, ATTRIBUTE)
+            for alias in self._aliases.get(tracker.id, ()):
+                other = alias()
+                shared: Any = other() if other is not None else None
+                if shared is not None and self.known(shared) is other:
+                    delattr(shared, ATTRIBUTE)
+        self.live.clear()
+        self.dead.clear()
+
+
+def content_hash(storage: torch.UntypedStorage) -> int:
+    with undispatched():
+        return xxhash.xxh3_128_intdigest(storage_bytes(storage))

@@ -1,0 +1,64 @@
+"""Tensor metadata as the capture interns it: dtype, sizes, strides, device and flags under one id."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from replayfmt.format.codes import Layout, TensorFlag
+from replayfmt.format.model import TensorMeta
+from replayfmt.pytorch.dtypes import DTYPE_CODE
+
+from .buffer import RecordBuffer
+from .coverage import Region
+from .records import Records
+
+Key = tuple[torch.dtype, torch.Size, tuple[int, ...], torch.device, int]
+
+
+@dataclass(frozen=True, slots=True)
+class MetaParams:
+    """What it takes to make a tensor of a meta id again."""
+
+    dtype: torch.dtype
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    flags: TensorFlag
+    item: int              # bytes an element
+    elements: int
+
+    def region(self, offset: int) -> Region:
+        """The bytes of a view with this metadata, `offset` elements into its storage."""
+        item = self.item
+        return Region(offset * item, self.sizes, tuple(stride * item for stride in self.strides), item)
+
+
+class TensorMetas:
+    """Meta ids by content. `ids` is read by the hot path without a lock; `params` is indexed by meta id."""
+
+    def __init__(self, buffer: RecordBuffer, records: Records) -> None:
+        self._buffer = buffer
+        self._records = records
+        self.ids: dict[Key, int] = {}
+        self.params: list[MetaParams] = []
+
+    def of(self, tensor: torch.Tensor, zero: bool = False) -> int:
+        """The meta id of a strided tensor as it is now."""
+        conj = tensor.is_complex() and tensor.is_conj()
+        flags = (TensorFlag.conj if conj else 0) | (TensorFlag.neg if tensor.is_neg() else 0) | (TensorFlag.zero if zero else 0)
+        key = (tensor.dtype, tensor.shape, tensor.stride(), tensor.device, int(flags))
+        number = self.ids.get(key)
+        return self._add(key) if number is None else number
+
+    def _add(self, key: Key) -> int:
+        dtype, sizes, strides, device, bits = key
+        flags = TensorFlag(bits)
+        with self._buffer.lock:
+            number = self._buffer.writer.meta(
+                TensorMeta(DTYPE_CODE[dtype], Layout.strided, self._records.device(device), tuple(sizes), strides, flags)
+            )
+            while len(self.params) <= number:
+                self.params.append(MetaParams(dtype, tuple(sizes), strides, flags, dtype.itemsize, sizes.numel()))
+            self.ids[key] = number
+        return number
