@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 
 import click
@@ -52,7 +53,7 @@ def cli(capture: str, form: str | None, query: str | None, ops: str | None, scop
 
 def write(chunks: Iterable[str]) -> None:
     """Print chunks of whole lines, in UTF-8 whatever the locale. Raises OpReplayError where that fails."""
-    output = click.get_binary_stream("stdout")
+    output = sys.stdout.buffer
     for chunk in chunks:
         try:
             output.write(chunk.encode("utf-8", "backslashreplace"))

@@ -53,6 +53,7 @@ class Builder:
         self.path = path
         self.writer = CaptureWriter(path, session)
         self.definitions: dict[int, tuple[int, int, int]] = {}
+        self.known: dict[tuple[int, int, int], int] = {}
         self.next_storage = 1
         self.ordinal = 0
         self._clear()
@@ -74,11 +75,9 @@ class Builder:
 
     def tensor(self, storage: int, meta: int, offset: int = 0) -> int:
         definition = (storage, offset, meta)
-        for known, other in self.definitions.items():
-            if other == definition:
-                return known
-        self.definitions[len(self.definitions) + 1] = definition
-        return len(self.definitions)
+        number = self.known.setdefault(definition, len(self.known) + 1)
+        self.definitions[number] = definition
+        return number
 
     def record(self, signature: Signature, tensors: Sequence[int] = (), ints: Sequence[int] = (),
                floats: Sequence[float] = (), scope: int = 0, thread: int = 0) -> int:

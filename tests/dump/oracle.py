@@ -49,7 +49,8 @@ def content(reader: CaptureReader, node: Node, value: Any) -> dict[str, Any]:
     row: dict[str, Any] = {"type": node.kind.name}
     if isinstance(value, TensorValue):
         row |= {"tensor": value.id, "storage": value.storage or None, "dtype": value.meta.dtype.name,
-                "sizes": list(value.meta.sizes), "strides": list(value.meta.strides), "offset": value.offset}
+                "sizes": list(value.meta.sizes), "strides": list(value.meta.strides),
+                "offset": plain(reader, value.offset)}
         if len(reader.devices) > 2:
             row["device"] = str(reader.devices[value.meta.device])
         if value.meta.layout != Layout.strided:

@@ -1,0 +1,149 @@
+"""opreplay-dump as a command: what it prints where, its exit codes, what it does with captures that are not whole."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from replayfmt.format.reader import open_capture
+
+from . import captures
+from .conftest import Ran
+
+Run = Callable[..., Ran]
+
+
+def test_text_is_the_default_and_jsonl_is_asked_for(run: Run, plain: Path) -> None:
+    default, text, jsonl = run(plain), run("--format=text", plain), run("--format=jsonl", plain)
+    assert default == text and default.code == 0 and default.output.startswith("file ") and default.error == ""
+    rows = [json.loads(line) for line in jsonl.output.splitlines()]
+    assert rows[0]["kind"] == "file" and rows[-1] == {**rows[-1], "kind": "scope_end", "ordinal": 101}
+
+
+def test_jq_implies_jsonl_and_contradicts_text(run: Run, plain: Path) -> None:
+    assert run("--jq", "select(.kind==\"op\") | .op", "--ops=1:3", plain).output == '"aten::add"\n"aten::mul"\n'
+    assert run("--format=jsonl", "--jq", ".kind", "--summary", plain).output == '"file"\n"summary"\n'
+    wrong = run("--format=text", "--jq", ".", plain)
+    assert (wrong.code, wrong.output) == (2, "") and "--jq" in wrong.error
+
+
+def test_summary_is_the_first_part_of_either_format(run: Run, plain: Path) -> None:
+    assert run(plain).output.startswith(run("--summary", plain).output)
+    assert [json.loads(line)["kind"] for line in run("--summary", "--format=jsonl", plain).output.splitlines()] == [
+        "file", "summary"]
+
+
+def test_selections_reach_the_records(run: Run, plain: Path) -> None:
+    count = 'select(.kind=="op") | .ordinal'
+    assert run("--ops=3:5", "--jq", count, plain).output == "3\n4\n"
+    assert run("--kernel=aten::mul", "--ops=:5", "--jq", count, plain).output == "2\n4\n"
+    assert len(run("--scope=execute", "--jq", count, plain).output.splitlines()) == 100
+
+
+@pytest.mark.parametrize("arguments", [
+    ["--ops=1"], ["--ops=9:1"], ["--ops=x:y"], ["--jq", ".["], ["--format=xml"], ["--no-such-flag"], ["--ops"]])
+def test_wrong_usage_is_exit_code_2(run: Run, plain: Path, arguments: list[str]) -> None:
+    for ran in (run(*arguments, plain), run(*arguments[:1], *arguments[1:], "missing.opreplay")):
+        assert (ran.code, ran.output) == (2, "") and "Traceback" not in ran.error
+
+
+def test_a_missing_argument_is_exit_code_2(run: Run) -> None:
+    assert run().code == 2
+
+
+def test_what_cannot_be_done_is_exit_code_1_and_one_line(run: Run, plain: Path) -> None:
+    for arguments, status in ((["--scope=nowhere"], "NOT_FOUND"), (["--jq", ".kind + 1"], "INVALID_ARGUMENT")):
+        ran = run(*arguments, plain)
+        assert ran.code == 1 and ran.error.startswith(f"{status}: ") and ran.error.count("\n") == 1
+
+
+def test_a_capture_that_was_never_closed_is_shown_with_the_reason(run: Run, tmp_path: Path) -> None:
+    b = captures.Builder(tmp_path / "killed.opreplay")
+    scope = b.writer.scope(0, "execute")
+    begin = captures.Signature(captures.RecordKind.scope_begin, (captures.Node(captures.V.string, "name", "execute"),))
+    b.record(begin, scope=scope)
+    b.frame()
+    b.writer.abandon()
+    ran = run("--format=jsonl", f"{b.path}.partial")
+    assert (ran.code, ran.error) == (0, "")
+    rows = {row["kind"]: row for row in map(json.loads, ran.output.splitlines())}
+    assert rows["file"]["complete"] is False and rows["file"]["incomplete_reason"]
+    assert rows["summary"]["strict_replay_supported"] is False and rows["summary"]["duration_ns"] is None
+    assert rows["scope_begin"]["name"] == "execute"
+    shown = run(f"{b.path}.partial").output
+    assert "\ncomplete      no: " in shown and "refused: incomplete" in shown and "[scope_begin]" in shown
+
+
+@pytest.mark.parametrize("form", ["text", "jsonl"])
+def test_a_capture_that_is_none_is_exit_code_3_and_one_line(run: Run, tmp_path: Path, plain: Path, form: str) -> None:
+    (tmp_path / "empty").write_bytes(b"")
+    (tmp_path / "other").write_text("not a capture")
+    newer = bytearray(plain.read_bytes())
+    newer[8] = 9
+    (tmp_path / "damaged").write_bytes(newer)
+    for name in ("empty", "other", "damaged", "missing", "."):
+        ran = run(f"--format={form}", tmp_path / name)
+        assert (ran.code, ran.output) == (3, "")
+        assert ran.error.count("\n") == 1 and str(tmp_path) in ran.error
+
+
+def test_damage_in_the_middle_ends_the_dump_where_it_is_met(run: Run, tmp_path: Path, plain: Path) -> None:
+    with open_capture(plain) as reader:
+        offset = reader.record_frames[4].offset
+    data = bytearray(plain.read_bytes())
+    data[offset + 64 + 5] ^= 1
+    (tmp_path / "damaged.opreplay").write_bytes(data)
+    ran = run("--format=jsonl", tmp_path / "damaged.opreplay")
+    assert ran.code == 3 and ran.error.startswith("DATA_LOSS: ") and ran.error.count("\n") == 1
+    assert f"{offset:#x}" in ran.error
+    assert json.loads(ran.output.splitlines()[-1])["ordinal"] == 39
+    assert run("--ops=:40", tmp_path / "damaged.opreplay").code == 0
+
+
+def test_a_reader_that_goes_away_ends_the_tool_quietly(tmp_path: Path) -> None:
+    path = captures.plain(tmp_path / "long.opreplay", ops=20_000, frame=5000)
+    for arguments in ("--format=jsonl", "--format=text", "--jq=."):
+        command = [sys.executable, "-m", "opreplay_tools.dump", arguments, str(path)]
+        tool = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        assert tool.stdout is not None and tool.stderr is not None
+        tool.stdout.readline()
+        tool.stdout.close()
+        assert tool.wait(60) == 0
+        assert tool.stderr.read() == b""
+        tool.stderr.close()
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_output_that_cannot_be_written_is_an_error(plain: Path) -> None:
+    with open("/dev/full", "wb") as full:
+        command = [sys.executable, "-m", "opreplay_tools.dump", str(plain)]
+        ran = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert ran.returncode == 1
+    assert ran.stderr == "FAILED_PRECONDITION: the output could not be written: No space left on device\n"
+
+
+def test_the_dump_works_where_torch_cannot_be_imported(plain: Path) -> None:
+    program = (
+        "import sys\n"
+        "class Blocked:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name.partition('.')[0] in ('torch', 'transformers'):\n"
+        "            raise ImportError(name + ' is blocked')\n"
+        "sys.meta_path.insert(0, Blocked())\n"
+        "from opreplay_tools.dump import main\n"
+        "main()\n")
+    command = [sys.executable, "-c", program, "--jq", "select(.kind==\"op\") | .ordinal", "--ops=98:", str(plain)]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (ran.returncode, ran.stdout, ran.stderr) == (0, "98\n99\n100\n", "")
+
+
+def test_output_is_utf_8_whatever_the_locale(every: Path) -> None:
+    command = [sys.executable, "-m", "opreplay_tools.dump", "--ops=6:7", str(every)]
+    environment = {"LC_ALL": "C", "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0", "PATH": ""}
+    ran = subprocess.run(command, capture_output=True, env=environment, timeout=60)
+    assert ran.returncode == 0 and 'say "é"' in ran.stdout.decode()
