@@ -60,4 +60,5 @@ def test_output_equals_that_of_the_jq_command(every: Path, text: str) -> None:
     theirs = subprocess.run(["jq", "-c", text], input=rows, capture_output=True, text=True, check=True).stdout
     ours = "".join(Query(text).apply([rows]))
     # By value: the binding does not tell -0 from 0, and versions of jq differ in whether 1.0 stays 1.0.
-    assert [json.loads(line) for line in ours.splitlines()] == [json.loads(line) for line in theirs.splitlines()]
+    assert [json.loads(line) for line in ours[:-1].split("\n")] == [
+        json.loads(line) for line in theirs[:-1].split("\n")]
