@@ -257,10 +257,15 @@ class Calls:
             self._records.digest(self._storages.view(tracker, meta, offset, params.item), ordinal, result, digest)
 
 
-def is_wrapper(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is of a class with a `__torch_dispatch__` of its own."""
-    dispatch = type(tensor).__torch_dispatch__
+def dispatches_itself(kind: type) -> bool:
+    """Whether a tensor class has a `__torch_dispatch__` of its own."""
+    dispatch = kind.__torch_dispatch__  # type: ignore[attr-defined]
     return dispatch is not torch.Tensor.__torch_dispatch__ and dispatch is not torch._C._disabled_torch_dispatch_impl
+
+
+def is_wrapper(tensor: torch.Tensor) -> bool:
+    """Whether a tensor stands for others, whose operators come one by one."""
+    return dispatches_itself(type(tensor))
 
 
 def _fills_empty() -> bool:

@@ -17,14 +17,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from replayfmt.errors import OpReplayError
 
-from .calls import PassedThrough
+from .calls import PassedThrough, dispatches_itself
 from .core import Core
 from .higher_order import run_higher_order
 from .kernels import Action, KernelFacts
 from .records import Unrepresentable
 
 _clock = time.perf_counter_ns
-_PLAIN = (torch.Tensor,)   # what `detach` names as its types; other ops name only classes with a __torch_dispatch__
 
 
 class RecordingMode(TorchDispatchMode):
@@ -52,7 +51,7 @@ class RecordingMode(TorchDispatchMode):
         core = self.core
         if core.finished:
             return func(*args, **kwargs)
-        if types and types != _PLAIN:
+        if types and any(map(dispatches_itself, types)):  # `detach` names plain classes too
             return func(*args, **kwargs) if _is_tracing(types) else NotImplemented
         if _len_torch_dispatch_stack():
             return self._beneath(func, args, kwargs)

@@ -81,7 +81,8 @@ def default_generator(device: torch.device) -> torch.Generator | None:
 
 def generator_state(generator: torch.Generator) -> bytes:
     with undispatched():
-        return bytes(host_view(generator.get_state().untyped_storage()))
+        storage = generator.get_state().untyped_storage()   # held while it is read: the view does not
+        return bytes(host_view(storage))
 
 
 def drawn_from(args: tuple[Any, ...], kwargs: dict[str, Any], devices: set[torch.device]) -> list[torch.Generator]:

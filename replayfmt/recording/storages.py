@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from typing import Any
 
 import torch
 import xxhash
@@ -75,7 +74,7 @@ class Storages:
         self.live: dict[int, Tracker] = {}
         self.dead: deque[Tracker] = deque()
         self._external: dict[int, tuple[int, int]] = {}   # storage id: address range, of storages torch did not allocate
-        self._aliases: dict[int, list[weakref.ref[Tracker]]] = {}
+        self._aliases: dict[int, list[Tracker]] = {}   # by storage id: others on the same memory
 
     # -------------------------------------------------------------------------------------------------------- identity
 
@@ -202,7 +201,7 @@ class Storages:
         tracker = self._track(storage, base.id, -1)
         state = tracker.state = State(length)
         state.alias_of, state.delta = base, delta
-        self._aliases.setdefault(base.id, []).append(weakref.ref(tracker))
+        self._aliases.setdefault(base.id, []).append(tracker)
         self.watch(base)
         return tracker
 
@@ -332,13 +331,12 @@ class Storages:
         ids = []
         for tracker in dead:
             if self.live.get(tracker.id) is not tracker:
+                others = self._aliases.get(tracker.id, [])
+                others[:] = [other for other in others if other is not tracker]
                 continue
             del self.live[tracker.id]
             self._external.pop(tracker.id, None)
-            for alias in self._aliases.pop(tracker.id, ()):
-                other = alias()
-                if other is not None:
-                    other.size = -1
+            self._aliases.pop(tracker.id, None)
             ids.append(tracker.id)
         if ids:
             self._records.storage_releases(ids)
@@ -351,9 +349,8 @@ class Storages:
             if storage is not None and self.known(storage) is tracker:
                 delattr(storage, ATTRIBUTE)
             for alias in self._aliases.get(tracker.id, ()):
-                other = alias()
-                shared: Any = other() if other is not None else None
-                if shared is not None and self.known(shared) is other:
+                shared = alias()
+                if shared is not None and self.known(shared) is alias:
                     delattr(shared, ATTRIBUTE)
         self.live.clear()
         self.dead.clear()
