@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -109,18 +110,29 @@ def _region(recorder: RecorderForHooks, describe: Callable[[Any, tuple[Any, ...]
         if not recorder.recording():
             return original(self, *args, **kwargs)
         recorder.unsupported("compiled_region", *describe(self, args))
-        # Before the call, and without keeping any of them: a region frees its arguments while it runs. What is marked
-        # is read at its next recorded use, which comes after the region.
-        for tensor in _written_arguments(self, args, kwargs):
-            recorder.mark_outside_write(tensor)
+        # Before the call, and without keeping an argument: a region frees them while it runs. What is marked is read at
+        # its next recorded use, which comes after the region.
+        _mark(recorder, _written_arguments(self, args, kwargs))
+        given = [(_storage(tensor), weakref.ref(tensor)) for tensor in _tensors((args, kwargs))]
         with recorder.paused():
             results = original(self, *args, **kwargs)
-        # A region may reuse an argument's memory for a result.
-        for tensor in _tensors(results):
-            recorder.mark_outside_write(tensor)
+        # A region may reuse a former result's memory for a result, or that of an argument that nobody else has. What
+        # it passes through (a forward region returns what its backward needs) is as it was.
+        kept = {storage for storage, tensor in given if tensor() is not None}
+        _mark(recorder, (tensor for tensor in _tensors(results) if _storage(tensor) not in kept))
         return results
 
     return call
+
+
+def _storage(tensor: torch.Tensor) -> int | None:
+    """What tensors on the same memory have in common, while one of them lives. None: no memory of its own."""
+    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else None
+
+
+def _mark(recorder: RecorderForHooks, tensors: Iterable[torch.Tensor]) -> None:
+    for tensor in tensors:
+        recorder.mark_outside_write(tensor)
 
 
 def _written_arguments(region: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
@@ -159,8 +171,7 @@ def _script(recorder: RecorderForHooks, original: Function) -> Function:
         if hidden:
             recorder.unsupported("compiled_region", f"torch.jit {getattr(self, 'name', type(self).__name__)}",
                                  f"TorchScript ran {', '.join(hidden)}, which call no operators")
-            for tensor in _tensors((args, kwargs, results)):
-                recorder.mark_outside_write(tensor)
+            _mark(recorder, _tensors((args, kwargs, results)))
         return results
 
     return call
@@ -214,8 +225,7 @@ def _recorded_launch(recorder: RecorderForHooks, kernel: Any, arguments: Any) ->
     code = getattr(function, "__code__", None)
     where = f" ({code.co_filename}:{code.co_firstlineno})" if code is not None else ""
     recorder.unsupported("triton_launch", name, f"a Triton kernel{where} was launched; it may write what it is given")
-    for tensor in _tensors(arguments):
-        recorder.mark_outside_write(tensor)
+    _mark(recorder, _tensors(arguments))
     return recorder.paused()
 
 

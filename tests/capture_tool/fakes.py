@@ -1,0 +1,64 @@
+"""A recorder that only writes down what it is told, for the hooks around it."""
+
+import contextlib
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class _Mode(TorchDispatchMode):
+    supports_higher_order_operators = True
+
+    def __init__(self, recorder):
+        super().__init__()
+        self.recorder = recorder
+
+    @classmethod
+    def _should_skip_dynamo(cls):
+        return False
+
+    @classmethod
+    def ignore_compile_internals(cls):
+        return True
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if not self.recorder.pauses:
+            self.recorder.log.append(("op", str(func)))
+        return func(*args, **(kwargs or {}))
+
+
+class FakeRecorder:
+    """`log` has what happened: ("op", name), ("unsupported", reason, op, detail), ("host_read", method, values),
+    ("mark", data pointer)."""
+
+    def __init__(self):
+        self.log = []
+        self.pauses = 0
+        self.mode = _Mode(self)
+
+    def recording(self):
+        depth = torch._C._len_torch_dispatch_stack()
+        return not self.pauses and any(torch._C._get_dispatch_stack_at(i) is self.mode for i in range(depth))
+
+    @contextlib.contextmanager
+    def paused(self):
+        self.pauses += 1
+        try:
+            yield
+        finally:
+            self.pauses -= 1
+
+    def unsupported(self, reason, op, detail):
+        self.log.append(("unsupported", reason, op, detail))
+
+    def host_read(self, method, tensor):
+        with self.paused(), torch.utils._python_dispatch._disable_current_modes():
+            self.log.append(("host_read", method, tensor.detach().clone().tolist()))
+
+    def mark_outside_write(self, tensor):
+        self.log.append(("mark", tensor.data_ptr()))
+
+    def take(self, *kinds):
+        """What happened since the last time, of these kinds, shortened to what a test compares."""
+        taken, self.log[:] = [event for event in self.log if not kinds or event[0] in kinds], []
+        return taken

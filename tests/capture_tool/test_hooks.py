@@ -1,0 +1,388 @@
+"""Work that passes the dispatcher by is recorded as unsupported, and runs as it would."""
+
+import functools
+import os
+import subprocess
+import sys
+import types
+
+import pytest
+import torch
+
+from replayfmt.recording import hooks as hooks_module
+from replayfmt.recording.hooks import Hooks
+from replayfmt.recording.patches import Patch
+
+from .fakes import FakeRecorder
+
+
+@pytest.fixture
+def recorder():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    recorder = FakeRecorder()
+    hooks = Hooks(recorder)
+    hooks.install()
+    assert hooks.missing == []
+    with recorder.mode:
+        yield recorder
+    hooks.remove()
+    torch.set_num_threads(threads)
+
+
+def unsupported(recorder):
+    return [event[1:3] for event in recorder.take("unsupported")]
+
+
+# ---------------------------------------------------------------------------------------------------- compiled regions
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    """One small compiled function for all tests, with its eager form."""
+
+    def function(x, w, counter):
+        counter.add_(1)
+        return torch.relu(x @ w).sin().sum()
+
+    yield function, torch.compile(function)
+    torch._dynamo.reset()
+
+
+def test_forward_and_backward_of_a_compiled_function_are_one_record_each(recorder, compiled):
+    eager, function = compiled
+    x, w, counter = torch.randn(4, 8), torch.randn(8, 8, requires_grad=True), torch.zeros(3)
+    with recorder.paused():
+        expected = eager(x, w, counter)
+        expected.backward()
+        gradient, w.grad = w.grad, None
+    recorder.log.clear()
+    result = function(x, w, counter)
+    forward = recorder.take()
+    result.backward()
+    backward = recorder.take()
+    addresses = {name: tensor.data_ptr() for name, tensor in
+                 (("x", x), ("w", w), ("counter", counter), ("result", result))}
+    torch.testing.assert_close(result, expected)
+    torch.testing.assert_close(w.grad, gradient)
+    assert counter.tolist() == [2.0] * 3
+    assert [event[1:3] for event in forward if event[0] == "unsupported"] == [
+        ("compiled_region", "torch.compile graph 0 (forward)")]
+    assert [event[1:3] for event in backward if event[0] == "unsupported"] == [
+        ("compiled_region", "torch.compile graph 0 (backward)")]
+    assert ("op", "aten.mm.out") not in forward + backward, "the region's own kernels"
+    marked = {event[1] for event in forward if event[0] == "mark"}
+    assert {addresses["counter"], addresses["result"]} <= marked, "what the region writes"
+    assert not marked & {addresses["x"], addresses["w"]}, "what it only reads"
+
+
+def test_a_recompiled_function_is_seen_too(recorder, compiled):
+    _, function = compiled
+    function(torch.randn(5, 8), torch.randn(8, 8), torch.zeros(4, dtype=torch.float64))
+    assert [reason for reason, _ in unsupported(recorder)] == ["compiled_region"]
+
+
+def test_compiling_host_reads_and_running_without_the_hooks_works_as_before(compiled):
+    eager, function = compiled
+    arguments = torch.randn(4, 8), torch.randn(8, 8), torch.zeros(3)
+    torch.testing.assert_close(function(*arguments), eager(*arguments))
+    assert not hasattr(torch._inductor.output_code.CompiledFxGraph.__call__, "__wrapped__")
+
+
+def test_with_compiled_eager_the_operators_run_and_the_stance_is_put_back(compiled):
+    _, function = compiled
+    recorder = FakeRecorder()
+    hooks = Hooks(recorder, compiled="eager")
+    hooks.install()
+    with recorder.mode:
+        function(torch.randn(4, 8), torch.randn(8, 8), torch.zeros(3))
+        torch.compile(lambda x: x.cos(), fullgraph=True)(torch.ones(3))
+    hooks.remove()
+    ops = [event[1] for event in recorder.take("op", "unsupported")]
+    assert {"aten.mm.default", "aten.relu.default", "aten.sin.default", "aten.cos.default"} <= set(ops)
+    assert "compiled_region" not in ops
+    assert torch._dynamo.eval_frame._stance.stance == "default"
+    with (again := FakeRecorder()).mode:
+        (hooks := Hooks(again)).install()
+        function(torch.randn(4, 8), torch.randn(8, 8), torch.zeros(3))
+        hooks.remove()
+    assert [reason for reason, _ in unsupported(again)] == ["compiled_region"]
+
+
+def test_a_region_inside_an_op_is_part_of_the_op(recorder, compiled):
+    _, function = compiled
+
+    @torch.library.custom_op("capture_tests::compiled_inside", mutates_args=())
+    def compiled_inside(x: torch.Tensor) -> torch.Tensor:
+        return function(x, torch.ones(8, 8), torch.zeros(3)).clone()
+
+    compiled_inside(torch.ones(4, 8))
+    assert unsupported(recorder) == []
+
+
+def test_arguments_of_a_region_are_freed_while_it_runs(recorder):
+    """The boxed calling convention: a region takes its arguments out of the list that it is given."""
+    import weakref
+
+    from torch._inductor.output_code import CompiledFxGraph
+
+    graph = CompiledFxGraph.__new__(CompiledFxGraph)
+    graph._compile_context, graph.mutated_input_idxs, graph.device_types = None, [0], ("cpu",)
+    graph.fx_kwargs, graph.compile_region_name = {"graph_id": 7, "is_backward": True}, None
+    freed = []
+
+    def run(inputs):
+        alive = weakref.ref(inputs[0].untyped_storage())
+        inputs.clear()
+        freed.append(alive() is None)
+        return []
+
+    graph.current_callable = run
+    graph.compiled_fn_runner = None
+    graph([torch.ones(3)])
+    assert freed == [True]
+    assert unsupported(recorder) == [("compiled_region", "torch.compile graph 7 (backward)")]
+
+
+def test_a_model_compiled_ahead_of_time_is_a_region(recorder):
+    class AOTIModelRunnerOfATest:
+        def run(self, inputs):
+            return [inputs[0].mul_(2)]
+
+    runners = sys.modules["torch._C._aoti"]
+    assert {"AOTIModelContainerRunnerCpu", "AOTIModelPackageLoader"} <= set(vars(runners))
+    assert all(hasattr(getattr(runners, name).run, "__wrapped__")
+               for name in ("AOTIModelContainerRunnerCpu", "AOTIModelPackageLoader"))
+    run = hooks_module._region(recorder, hooks_module._class_name, AOTIModelRunnerOfATest.run)
+    tensor = torch.ones(2)
+    recorder.log.clear()
+    run(AOTIModelRunnerOfATest(), [tensor])
+    assert [event[0] for event in recorder.log] == ["unsupported", "mark"]
+
+
+def test_torchscript_is_recorded_op_by_op_and_its_fused_groups_as_unsupported(recorder):
+    @torch.jit.script
+    def plain(x):
+        return (x + 1).sin()
+
+    x = torch.randn(3)
+    recorder.log.clear()
+    for _ in range(3):
+        plain(x)
+    assert [event[1] for event in recorder.take("op", "unsupported")] == ["aten.add.Scalar", "aten.sin.default"] * 3
+    convolution = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3)).eval()
+    with recorder.paused():
+        fused = torch.jit.optimize_for_inference(torch.jit.script(convolution))
+    recorder.log.clear()
+    fused(torch.ones(1, 3, 5, 5))
+    events = recorder.take()
+    assert [event[1] for event in events if event[0] == "unsupported"] == ["compiled_region"]
+    assert "prim::mkldnn_convolution" in [event[3] for event in events if event[0] == "unsupported"][0]
+
+
+# ------------------------------------------------------------------------------------------------------------- Triton
+
+
+def test_an_interpreted_triton_launch_is_one_record_and_leaks_no_ops(tmp_path):
+    """In a process of its own: TRITON_INTERPRET is read when Triton is imported."""
+    pytest.importorskip("triton")
+    (tmp_path / "kernels.py").write_text('''
+import torch
+from tests.capture_tool.fakes import FakeRecorder
+from replayfmt.recording.hooks import Hooks
+
+recorder = FakeRecorder()
+hooks = Hooks(recorder)
+hooks.install()
+import triton, triton.language as tl  # after the hooks: they take effect when it is imported
+assert hooks.missing == [], hooks.missing
+
+@triton.jit
+def add_one(x, out, n: tl.constexpr):
+    at = tl.arange(0, n)
+    tl.store(out + at, tl.load(x + at) + 1)
+
+x, out = torch.arange(8.0), torch.zeros(8)
+with recorder.mode:
+    add_one[(1,)](x, out, n=8)
+    add_one.run(x, out, 8, grid=(1,), warmup=True)
+assert out.tolist() == [i + 1.0 for i in range(8)]
+events = recorder.take()
+assert [event[0] for event in events] == ["unsupported", "mark", "mark"], events
+assert events[0][1:3] == ("triton_launch", "add_one"), events
+assert f"{__file__}:" in events[0][3], events
+
+@torch.library.triton_op("capture_tests::triton_inside", mutates_args=())
+def triton_inside(x: torch.Tensor) -> torch.Tensor:
+    out = torch.empty_like(x)
+    add_one[(1,)](x, out, n=8)
+    return out
+
+with recorder.mode:
+    assert triton_inside(x).tolist() == out.tolist()
+assert recorder.take() == [("op", "capture_tests.triton_inside.default")]
+hooks.remove()
+add_one[(1,)](x, out, n=8)
+assert recorder.log == []
+''')
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join([os.getcwd(), *sys.path])}
+    done = subprocess.run([sys.executable, "kernels.py"], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.fixture
+def stand_in_triton(monkeypatch):
+    """Modules with Triton's names and the interfaces that are hooked, importable but not imported."""
+
+    class JITFunction:
+        def __init__(self, fn):
+            self.fn = fn
+
+        def __getitem__(self, grid):
+            return lambda *args, **kwargs: self.run(*args, grid=grid, warmup=False, **kwargs)
+
+        def run(self, *args, grid, warmup, **kwargs):
+            return None if warmup else self.fn(*args, **kwargs)
+
+    class CompiledKernel:
+        name = "a_compiled_kernel"
+
+        def __getitem__(self, grid):
+            return lambda *args: args[0].add_(1)
+
+    def module(name, **content):
+        made = types.ModuleType(name)
+        vars(made).update(content)
+        return made
+
+    for name in [name for name in sys.modules if name.partition(".")[0] == "triton"]:
+        monkeypatch.delitem(sys.modules, name)
+    contents = {
+        "triton": {"__path__": []},
+        "triton.runtime": {"__path__": []},
+        "triton.runtime.jit": {"JITFunction": JITFunction},
+        "triton.compiler": {"__path__": []},
+        "triton.compiler.compiler": {"CompiledKernel": CompiledKernel},
+    }
+
+    class Finder:
+        @staticmethod
+        def find_spec(name, path, target=None):
+            from importlib.machinery import ModuleSpec
+
+            return ModuleSpec(name, Finder) if name in contents else None
+
+        @staticmethod
+        def create_module(spec):
+            return module(spec.name, **contents[spec.name])
+
+        @staticmethod
+        def exec_module(module):
+            pass
+
+    monkeypatch.setattr(sys, "meta_path", [sys.meta_path[0], Finder, *sys.meta_path[1:]])  # the hooks' finder is first
+    yield
+    for name in contents:
+        sys.modules.pop(name, None)
+
+
+def test_launches_of_compiled_kernels_are_seen_once_triton_is_imported(recorder, stand_in_triton):
+    from triton.compiler.compiler import CompiledKernel
+    from triton.runtime.jit import JITFunction
+
+    def my_kernel(x, y):
+        return x.add_(y)
+
+    kernel = JITFunction(my_kernel)
+    x, y = torch.zeros(2), torch.ones(2)
+    recorder.log.clear()
+    kernel[(1,)](x, y=y)
+    assert [event[:3] for event in recorder.take()] == [
+        ("unsupported", "triton_launch", my_kernel.__qualname__), ("mark", x.data_ptr()), ("mark", y.data_ptr())]
+    kernel.run(x, y, grid=(1,), warmup=True)
+    assert recorder.take() == []
+    CompiledKernel()[(1,)](x)
+    assert unsupported(recorder) == [("triton_launch", "a_compiled_kernel")]
+    assert x.tolist() == [2.0, 2.0]
+
+
+# -------------------------------------------------------------------------------------------------------- CUDA graphs
+
+
+def test_a_cuda_graph_replay_is_recorded_and_nothing_while_a_graph_is_captured(recorder, monkeypatch):
+    class CUDAGraph:
+        def capture_begin(self):
+            self.state = ["begun"]
+
+        def capture_end(self):
+            self.state.append("ended")
+
+        def replay(self):
+            torch.ones(3)
+            return "replayed"
+
+    monkeypatch.setattr(torch.cuda.graphs, "CUDAGraph", CUDAGraph)
+    hooks = Hooks(recorder)
+    hooks.install()
+    graph = CUDAGraph()
+    graph.capture_begin()
+    torch.ones(3)
+    graph.capture_end()
+    assert (graph.state, recorder.take()) == (["begun", "ended"], [])
+    assert graph.replay() == "replayed"
+    assert [event[:3] for event in recorder.take()] == [("unsupported", "cuda_graph", "CUDAGraph.replay")]
+    torch.ones(3)
+    assert [event[0] for event in recorder.take()] == ["op"]
+    hooks.remove()
+    assert not hasattr(CUDAGraph.replay, "__wrapped__")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_real_cuda_graph_can_be_captured_and_replayed(recorder):
+    x = torch.zeros(3, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    recorder.log.clear()
+    with torch.cuda.graph(graph):
+        x.add_(1)
+    assert recorder.take("op", "unsupported") == []
+    graph.replay()
+    graph.replay()
+    assert unsupported(recorder) == [("cuda_graph", "CUDAGraph.replay")] * 2
+    assert x.tolist() == [2.0] * 3
+
+
+# ------------------------------------------------------------------------------------------------------- what is there
+
+
+def test_a_vital_target_that_this_build_lacks_makes_the_capture_say_so(recorder, monkeypatch):
+    rows = [Patch("torch", "Gone.run", lambda original: original, "triton_launch", vital=True),
+            Patch("torch", "GoneToo.run", lambda original: original, "triton_launch")]
+    monkeypatch.setattr(hooks_module, "table", lambda recorder: rows)
+    hooks = Hooks(recorder)
+    with pytest.warns(RuntimeWarning, match="this build has no torch.Gone"):
+        hooks.install()
+    assert hooks.missing == ["torch.Gone.run", "torch.GoneToo.run"]
+    assert unsupported(recorder) == [("triton_launch", "torch.Gone.run")]
+
+
+def test_every_hook_is_there_once_and_is_taken_out_again():
+    import torch._inductor.output_code
+    import torch._inductor.runtime.triton_heuristics  # noqa: F401
+
+    def targets():
+        found = {}
+        for row in hooks_module.table(FakeRecorder()):
+            if "*" not in row.attribute and row.module in sys.modules:
+                owner, _, name = row.attribute.rpartition(".")
+                holder = functools.reduce(getattr, owner.split("."), sys.modules[row.module])
+                found[row.target] = vars(holder)[name]
+        return found
+
+    before = targets()
+    assert len(before) >= 8
+    hooks = Hooks(FakeRecorder())
+    hooks.install()
+    assert all(now is not before[target] for target, now in targets().items())
+    hooks.remove()
+    assert all(now is before[target] for target, now in targets().items())
