@@ -1,0 +1,161 @@
+"""Which device stands for which captured device, and which generator for which captured generator.
+
+Without a request the captured kinds and indices are used. A request maps captured accelerators in the order of their
+index; the host's own storages stay on the host unless the CPU is the only captured device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from replayfmt.errors import UsageError
+from replayfmt.format.model import Device, Generator
+
+
+@dataclass(frozen=True)
+class DeviceMap:
+    """`targets[id]` is the device that stands for captured device `id`, None for id 0 and what cannot be mapped."""
+
+    captured: tuple[Device | None, ...]
+    targets: tuple[torch.device | None, ...]
+
+    def target(self, device_id: int) -> torch.device:
+        target = self.targets[device_id]
+        assert target is not None, "a plan with unmapped devices is refused before anything asks for them"
+        return target
+
+    def crosses(self, device_id: int) -> bool:
+        """Whether the captured device is replayed on another kind."""
+        captured = self.captured[device_id]
+        return captured is not None and captured.kind != self.target(device_id).type
+
+    @property
+    def host_goes_to(self) -> torch.device | None:
+        """Where what was captured on the CPU is replayed, None where that is the CPU."""
+        for captured, target in zip(self.captured, self.targets, strict=True):
+            if captured is not None and captured.kind == "cpu" and target is not None and target.type != "cpu":
+                return target
+        return None
+
+    def in_use(self) -> list[torch.device]:
+        """Every device that takes part, accelerators first."""
+        unique = dict.fromkeys(target for target in self.targets if target is not None)
+        return sorted(unique, key=lambda device: (device.type == "cpu", device.type, device.index or 0))
+
+
+def map_devices(captured: Sequence[Device | None], requested: Sequence[str]) -> tuple[DeviceMap, list[str]]:
+    """The mapping and what stands against it, each finding a sentence that names the --device that would do.
+
+    `captured` is indexed by device id (0 unused). Raises UsageError where a request is no device of this machine.
+    """
+    wanted = [_requested(text) for text in requested]
+    accelerators = sorted(
+        (device for device in captured if device is not None and device.kind not in ("cpu", "meta")),
+        key=lambda device: (device.kind, device.index),
+    )
+    findings: list[str] = []
+    chosen: dict[Device, torch.device] = {}
+    if not wanted:
+        for device in accelerators:
+            target = _same(device)
+            if target is None:
+                findings.append(f"the capture used {_described(device)}, which is not here; map it with "
+                                f"{_suggestion(len(accelerators))}")
+            else:
+                chosen[device] = target
+    elif not accelerators:
+        if len(wanted) > 1:
+            findings.append(f"the capture used one device (cpu), {len(wanted)} were given; give --device once")
+        chosen.update((host, wanted[0]) for host in captured if host is not None and host.kind == "cpu")
+    elif len(wanted) != len(accelerators):
+        names = ", ".join(str(device) for device in accelerators)
+        findings.append(f"the capture used {len(accelerators)} accelerator(s) ({names}), {len(wanted)} device(s) were "
+                        f"given; give --device {len(accelerators)} time(s), in that order")
+    else:
+        chosen.update(zip(accelerators, wanted, strict=True))
+    targets: list[torch.device | None] = []
+    for captured_device in captured:
+        if captured_device is None:
+            targets.append(None)
+        elif captured_device in chosen:
+            targets.append(chosen[captured_device])
+        elif captured_device.kind in ("cpu", "meta"):
+            targets.append(torch.device(captured_device.kind))
+        else:
+            targets.append(None)
+    return DeviceMap(tuple(captured), tuple(targets)), findings
+
+
+def _described(device: Device) -> str:
+    return f"{device} ({device.name})" if device.name else str(device)
+
+
+def _suggestion(count: int) -> str:
+    """What to put on the command line so that `count` accelerators find a device here."""
+    if torch.cuda.is_available() and torch.cuda.device_count() >= count:
+        return " ".join(f"--device=cuda:{index}" for index in range(count))
+    return " ".join(["--device=cpu"] * count)
+
+
+def _count(kind: str) -> int:
+    """How many devices of a kind this machine has."""
+    if kind == "cpu":
+        return 1
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return torch.accelerator.device_count() if accelerator is not None and accelerator.type == kind else 0
+
+
+def _same(device: Device) -> torch.device | None:
+    """The device here of the same kind and index, if there is one."""
+    if max(device.index, 0) >= _count(device.kind):
+        return None
+    return torch.device(device.kind, max(device.index, 0))
+
+
+def _requested(text: str) -> torch.device:
+    try:
+        device = torch.device(text)
+    except RuntimeError:
+        raise UsageError(f"--device={text}: not a device; expected cpu, cuda, cuda:0, ...") from None
+    if device.type == "meta":
+        raise UsageError("--device=meta: the meta device holds no data, nothing can be replayed on it")
+    if device.type == "cpu":
+        return torch.device("cpu")
+    count = _count(device.type)
+    index = device.index or 0
+    if index >= count:
+        available = ", ".join(["cpu", *(f"cuda:{number}" for number in range(_count("cuda")))])
+        raise UsageError(f"--device={text}: this machine has {count} {device.type} device(s); available: {available}")
+    return torch.device(device.type, index)
+
+
+def map_generators(captured: Sequence[Generator | None], devices: DeviceMap) -> tuple[torch.Generator | None, ...]:
+    """The generator that stands for each captured generator, by id; explicit ones are made here.
+
+    Random numbers of a CPU capture are always drawn on the CPU. None where a generator's numbers cannot be drawn on
+    the mapped device; a plan that needs one is refused.
+    """
+    made: list[torch.Generator | None] = []
+    for generator in captured:
+        made.append(None if generator is None else _generator(generator, devices))
+    return tuple(made)
+
+
+def _generator(generator: Generator, devices: DeviceMap) -> torch.Generator | None:
+    device = devices.captured[generator.device]
+    target = devices.targets[generator.device]
+    if device is None or target is None:
+        return None
+    if device.kind == "cpu":
+        return torch.default_generator if generator.default else torch.Generator("cpu")
+    if device.kind != target.type:
+        return None
+    if not generator.default:
+        return torch.Generator(target)
+    if target.type == "cuda":
+        torch.cuda.init()
+        return torch.cuda.default_generators[target.index or 0]
+    return None

@@ -1,0 +1,141 @@
+"""What the plan has to know of a signature before it meets the records that have it.
+
+Everything that is the same for all records of one signature is found out here, once: which slots an op may write,
+which argument's metadata it may change, where a storage import keeps its fields. Slots are numbered within the record,
+each column for itself, arguments before results.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from replayfmt.format.codes import ValueKind
+from replayfmt.format.model import SLOTS, Node, Signature
+
+from .resolve import ResolvedKernel
+
+
+@dataclass(frozen=True)
+class Place:
+    """A node with the first slot it takes in each column."""
+
+    node: Node
+    tensor_slot: int
+    int_slot: int
+    float_slot: int
+    children: tuple[Place, ...]
+
+    @property
+    def tensors(self) -> list[int]:
+        """The tensor slots of this node and everything below it, in order."""
+        if self.node.kind is ValueKind.tensor:
+            return [self.tensor_slot]
+        return [slot for child in self.children for slot in child.tensors]
+
+    @property
+    def constant(self) -> bool:
+        """Whether the value takes no slot at all: it is the same in every record of the signature."""
+        return self.node.kind not in SLOTS and all(child.constant for child in self.children)
+
+
+def place(nodes: tuple[Node, ...], start: tuple[int, int, int] = (0, 0, 0)) -> tuple[list[Place], tuple[int, int, int]]:
+    """Places of top-level nodes whose slots begin at `start`, and where the next node's slots would begin."""
+    placed = []
+    tensor, integer, real = start
+    for node in nodes:
+        own = SLOTS.get(node.kind, (0, 0, 0))
+        first = (tensor, integer, real)
+        children, (tensor, integer, real) = place(node.children, (tensor + own[0], integer + own[1], real + own[2]))
+        placed.append(Place(node, *first, tuple(children)))
+    return placed, (tensor, integer, real)
+
+
+class Layout:
+    """Where a signature's arguments and results keep their slots."""
+
+    def __init__(self, signature: Signature) -> None:
+        self.signature = signature
+        self.args, middle = place(signature.args)
+        self.results, self.slots = place(signature.results, middle)
+        self.arg_tensors = middle[0]
+
+    def arg(self, name: str) -> Place | None:
+        """The top-level argument of that name."""
+        return next((each for each in self.args if each.node.name == name), None)
+
+    def nodes(self, kind: ValueKind) -> list[Place]:
+        """Every node of a kind, arguments and results."""
+        found: list[Place] = []
+
+        def visit(each: Place) -> None:
+            if each.node.kind is kind:
+                found.append(each)
+            for child in each.children:
+                visit(child)
+
+        for each in (*self.args, *self.results):
+            visit(each)
+        return found
+
+
+# Operators whose schemas keep quiet about arguments they write.
+_RUNNING = ("running_mean", "running_var")
+_UNANNOTATED_WRITES = {
+    "aten::native_batch_norm": _RUNNING,
+    "aten::batch_norm": _RUNNING,
+    "aten::_batch_norm_impl_index": _RUNNING,
+    "aten::cudnn_batch_norm": _RUNNING,
+    "aten::miopen_batch_norm": _RUNNING,
+    "aten::instance_norm": _RUNNING,
+    "aten::rrelu_with_noise": ("noise",),
+    "aten::rrelu_with_noise_": ("noise",),
+}
+
+
+@dataclass(frozen=True)
+class Effects:
+    """What an op may do to its arguments, by tensor slot.
+
+    `writes`: slots whose storage it may write. `rebinds`: pairs of an argument slot and the result slot that is the
+    same tensor object afterwards; where their ids differ the op changed the tensor's metadata in place. `reshapes`:
+    argument slots whose metadata it changes without returning the tensor.
+    """
+
+    writes: tuple[int, ...]
+    rebinds: tuple[tuple[int, int], ...]
+    reshapes: tuple[int, ...]
+
+
+def effects_of(layout: Layout, kernel: ResolvedKernel) -> Effects:
+    """Read from the operator's alias annotations, which PyTorch's own functionalization relies on as well."""
+    unannotated = _UNANNOTATED_WRITES.get(kernel.overload._schema.name, ())
+    by_name = {argument.name: argument for argument in kernel.overload._schema.arguments}
+    returns = kernel.overload._schema.returns
+    writes: list[int] = []
+    rebinds: list[tuple[int, int]] = []
+    reshapes: list[int] = []
+    in_place_view = torch.Tag.inplace_view in kernel.overload.tags
+    for each in layout.args:
+        schema = by_name.get(each.node.name)
+        alias = schema.alias_info if schema is not None else None
+        if alias is None or not alias.is_write:
+            if each.node.name in unannotated:
+                writes += each.tensors
+            continue
+        writes += each.tensors
+        if each.node.kind is not ValueKind.tensor:
+            continue
+        same = [
+            result.tensor_slot
+            for result, returned in zip(layout.results, returns, strict=False)
+            if result.node.kind is ValueKind.tensor and returned.alias_info is not None
+            and returned.alias_info.is_write and returned.alias_info.before_set & alias.before_set
+        ]
+        if same:
+            rebinds.append((each.tensor_slot, same[0]))
+        elif in_place_view:
+            reshapes.append(each.tensor_slot)
+    return Effects(tuple(writes), tuple(rebinds), tuple(reshapes))
+

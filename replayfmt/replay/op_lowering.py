@@ -1,0 +1,254 @@
+"""Lowering one op: its line of code, the variables it defines, those it lets go.
+
+Results are variables under the id they were recorded with. A result whose id is live already (an in-place op's, a
+detached alias) needs no variable of its own. Registers of arguments that die here are free for the results, so that
+`v3 = f(v3, a1)` lets go of its argument as soon as the program did.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any
+
+from .lowering import Lowering
+from .operations import DrawOnHost, MustRaise, TakeApart, WithAutocast, storage_of
+from .structure import Expected, ExpectResults
+from .templates import Leaf, Operand, Result, Template
+from .verify import CheckScalar, Where
+
+
+def lower_op(walk: Lowering, row: int, ordinal: int) -> None:
+    """Write the code of one op. Ops without an operator here are left out; what they would define stays undefined."""
+    signature = walk.frame.signatures[row]
+    template = walk.template(signature)
+    if template is None:
+        _settle_missing(walk, signature, row)
+    else:
+        _OpLine(walk, template, row, ordinal).write()
+
+
+def _settle_missing(walk: Lowering, signature: int, row: int) -> None:
+    """An op that cannot be run: what it would define counts as live, and will be missing when it is asked for."""
+    frame, variables = walk.frame, walk.variables
+    first, end = frame.tensor_first[row], frame.tensor_first[row + 1]
+    for place in walk.scan.layout(signature).results:
+        for slot in place.tensors:
+            if frame.keys[first + slot] not in variables:
+                walk.drop(variables.define(frame.keys[first + slot], frame.storages[first + slot]))
+    for slot in range(first, end):
+        if frame.storage_ends[slot]:
+            walk.drop(variables.all_on(frame.storages[slot]))
+
+
+class _OpLine:
+    """The line of one op while it is put together."""
+
+    def __init__(self, walk: Lowering, template: Template, row: int, ordinal: int) -> None:
+        self.walk, self.template, self.row, self.ordinal = walk, template, row, ordinal
+        self.first = walk.frame.tensor_first[row]
+        self.end = walk.frame.tensor_first[row + 1]
+        self.temporary: list[str] = []            # registers that are deleted at the end of the line
+        self.after: list[str] = []                # statements after the call, in the same line
+        self.mutated: list[int] = []              # arguments that become other tensors, and are not needed as they are
+        self.defined: set[int] = set()            # results that become variables
+        self.assigned: set[str] = set()           # names that the line assigns
+
+    def write(self) -> None:
+        walk, template = self.walk, self.template
+        call, slot_names = self._call()
+        leaving = self._settle()
+        for name in leaving:
+            walk.text.free(name)
+        for name in self.temporary:
+            walk.text.free(name)
+        leaving += self.temporary
+        self.temporary = []
+        if walk.checks and not template.raises:
+            arguments = "".join(f", {name}" for name in slot_names)
+            call = f"{walk.text.constant(self._expectation())}({call}{arguments})"
+        statement = self._assign(call)
+        gone = [name for name in dict.fromkeys(leaving) if name not in self.assigned] + self.temporary
+        for name in self.temporary:
+            walk.text.free(name)
+        parts = [statement, *self.after]
+        if gone:
+            parts.append(f"del {', '.join(gone)}")
+        walk.text.line(self.ordinal, "; ".join(parts))
+
+    # --------------------------------------------------------------------------------------------------------- the call
+
+    def _call(self) -> tuple[str, list[str]]:
+        """The call's text, and the name under which each tensor argument is passed."""
+        walk, frame, names, text = self.walk, self.walk.frame, self.walk.names, self.walk.text
+        template, first, ordinal = self.template, self.first, self.ordinal
+        protected = self._protect() if template.effects.rebinds or template.effects.reshapes else {}
+        holes = [self._function()]
+        slot_names: list[str] = []
+        for operand, what in template.operands:
+            if operand is Operand.tensor:
+                name = protected.get(what) or names.get(frame.keys[first + what]) or walk.acquire(first + what, ordinal)
+                slot_names.append(name)
+            elif operand is Operand.own:
+                value = what(frame.ints, frame.int_first[self.row], frame.floats, frame.float_first[self.row])
+                name = text.constant(value)
+            elif operand is Operand.shared:
+                name = text.shared(*what)
+            else:
+                storage = frame.ints[frame.int_first[self.row] + what]
+                name = f"{text.shared('storage of', storage_of)}({walk.storage(storage, ordinal)})"
+            holes.append(name)
+        return template.text % tuple(holes), slot_names
+
+    def _function(self) -> str:
+        """The parameter that holds what is called."""
+        walk, kernel = self.walk, self.template.kernel
+        call: Any = kernel.overload._op
+        key: tuple[Hashable, ...] = ("kernel", self.template.kernel_id, self.template.raises)
+        if kernel.draws and walk.context.draws_on is not None:
+            call = DrawOnHost(call, kernel.overload._schema, walk.context.draws_on)
+        if not kernel.own:
+            autocast = {name: value for name, value in walk.settings.items() if name.startswith("autocast.") and value}
+            if autocast:
+                call = WithAutocast(call, autocast)
+                key = (*key, *sorted(autocast.items()))
+        if self.template.raises:
+            call = MustRaise(call)
+        return walk.text.shared(key, call)
+
+    def _protect(self) -> dict[int, str]:
+        """Fresh aliases for arguments whose metadata the op changes in place while they are needed as they are."""
+        walk, frame, first = self.walk, self.walk.frame, self.first
+        protected: dict[int, str] = {}
+        effects = self.template.effects
+        for slot, result in [*effects.rebinds, *((slot, None) for slot in effects.reshapes)]:
+            here = first + slot
+            key, storage = frame.keys[here], frame.storages[here]
+            if result is not None and frame.keys[first + result] == key:
+                continue
+            name = walk.names.get(key) or walk.acquire(here, self.ordinal)
+            base_needed = (not frame.storage_ends[here] and walk.variables.alone(key)
+                           and (result is None or frame.storages[first + result] != storage))
+            if frame.ends[here] and not base_needed:
+                self.mutated.append(key)
+                continue
+            alias = walk.text.register()
+            walk.text.line(self.ordinal, f"{alias} = {walk.text.constant(walk.view(here))}({name})")
+            self.temporary.append(alias)
+            protected[slot] = alias
+        return protected
+
+    # ------------------------------------------------------------------------------------------------- what lives, dies
+
+    def _settle(self) -> list[str]:
+        """Define the results' variables, let go of what ends here; returns the names that go."""
+        walk, frame, variables = self.walk, self.walk.frame, self.walk.variables
+        names = walk.drop(self.mutated)
+        for result in self.template.leaves:
+            for part in result.parts or (result,):
+                if part.leaf is Leaf.tensor:
+                    slot = self.first + part.what
+                    key = frame.keys[slot]
+                    if key not in variables:
+                        names += walk.drop(variables.define(key, frame.storages[slot]))
+                        self.defined.add(key)
+        if True not in frame.ends[self.first : self.end] and True not in frame.storage_ends[self.first : self.end]:
+            return names + self._expired_storages()
+        for slot in range(self.first, self.end):
+            key = frame.keys[slot]
+            if frame.ends[slot] and key in variables and not frame.storage_ends[slot]:
+                if variables.alone(key):
+                    variables.keep_idle(key)
+                else:
+                    names += walk.drop([key]) if key not in self.defined else self._undefine([key])
+        for slot in range(self.first, self.end):
+            if frame.storage_ends[slot]:
+                names += self._expire(frame.storages[slot])
+        return names + self._expired_storages()
+
+    def _expired_storages(self) -> list[str]:
+        """Storages that are arguments themselves and end here."""
+        walk, frame = self.walk, self.walk.frame
+        names: list[str] = []
+        for operand, what in self.template.operands:
+            if operand is Operand.storage:
+                storage = frame.ints[frame.int_first[self.row] + what]
+                if walk.scan.last_use_of(storage) == self.ordinal:
+                    names += self._expire(storage)
+        return names
+
+    def _expire(self, storage: int) -> list[str]:
+        keys = self.walk.variables.all_on(storage)
+        self._undefine([key for key in keys if key in self.defined])
+        return self.walk.drop([key for key in keys if key in self.walk.variables])
+
+    def _undefine(self, keys: list[int]) -> list[str]:
+        """Results that nothing needs: they never get a name."""
+        self.walk.variables.forget(keys)
+        self.defined.difference_update(keys)
+        return []
+
+    # ------------------------------------------------------------------------------------------------------ the results
+
+    def _assign(self, call: str) -> str:
+        """The statement with its assignment."""
+        leaves = self.template.leaves
+        if all(self._ignored(leaf) for leaf in leaves):
+            return call
+        if self.template.target == "%s" and leaves[0].leaf is Leaf.scalar:
+            return f"{self.walk.text.constant(self._scalar(leaves[0]))}({call})"
+        names = [self._leaf_name(leaf) for leaf in leaves]
+        self.assigned.update(names)
+        return f"{self.template.target % tuple(names)} = {call}"
+
+    def _ignored(self, leaf: Result) -> bool:
+        if leaf.leaf is Leaf.tensor:
+            return self.walk.frame.keys[self.first + leaf.what] not in self.defined
+        return leaf.leaf is Leaf.nothing
+
+    def _leaf_name(self, leaf: Result) -> str:
+        """The name a leaf is assigned to; what has to happen with it then goes to `after`."""
+        walk = self.walk
+        if leaf.leaf is Leaf.tensor:
+            key = walk.frame.keys[self.first + leaf.what]
+            if key in self.defined and key not in walk.names:
+                name = walk.names[key] = walk.text.register()
+                return name
+        name = walk.text.register()
+        self.temporary.append(name)
+        if leaf.leaf is Leaf.scalar:
+            self.after.append(f"{walk.text.constant(self._scalar(leaf))}({name})")
+        elif leaf.leaf is Leaf.composite:
+            count = len(leaf.parts)
+            take_apart = walk.text.shared(("take apart", leaf.what, count), TakeApart(leaf.what, count))
+            parts = [self._leaf_name(part) for part in leaf.parts]
+            self.assigned.update(parts)
+            self.after.append(f"({''.join(part + ', ' for part in parts)}) = {take_apart}({name})")
+        return name
+
+    def _scalar(self, leaf: Result) -> CheckScalar:
+        frame = self.walk.frame
+        expected = leaf.what(frame.ints, frame.int_first[self.row], frame.floats, frame.float_first[self.row])
+        return CheckScalar(self.walk.context.judge, Where(self.ordinal, leaf.index, self.ordinal), expected)
+
+    # --------------------------------------------------------------------------------------------------------- checking
+
+    def _expectation(self) -> ExpectResults:
+        """What the results of this op have to look like."""
+        walk, frame, first = self.walk, self.walk.frame, self.first
+        layout = self.template.layout
+        passed = [what for operand, what in self.template.operands if operand is Operand.tensor]
+        changed = {slot for slot, _result in self.template.effects.rebinds} | set(self.template.effects.reshapes)
+        expected: dict[int, Expected] = {}
+        for place in layout.results:
+            for slot in place.tensors:
+                storage = frame.storages[first + slot]
+                same = [i for i, arg in enumerate(passed) if frame.storages[first + arg] == storage]
+                steady = [i for i in same if passed[i] not in changed]
+                apart = tuple(i for i, arg in enumerate(passed)
+                              if frame.storages[first + arg] != storage and arg not in changed)
+                shares = steady[0] if steady else same[0] if same else None
+                meta = walk.reader.metas[frame.metas[first + slot]]
+                assert meta is not None
+                device = walk.context.devices.target(meta.device)
+                expected[slot] = Expected(walk.view(first + slot), device, shares, apart)
+        return ExpectResults(walk.context.judge, Where(self.ordinal, None, self.ordinal), layout.results, expected)

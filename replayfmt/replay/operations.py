@@ -1,0 +1,214 @@
+"""What generated code calls besides operators: views, composites, state changes, content that enters.
+
+Each is a small object that holds everything it needs, so that the generated line stays `v3 = a7(v1)`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import torch
+from torch.utils._pytree import tree_map
+
+from replayfmt.format.codes import TensorFlag
+from replayfmt.pytorch.composites import put_together, take_apart
+from replayfmt.pytorch.memory import fill_storage, make_view
+from replayfmt.pytorch.settings import apply_settings, autocast_as_captured
+
+from .results import UnexpectedBehaviour
+
+
+class Pausable(Protocol):
+    """The clock of a running replay, stopped while something happens that is no work of the capture."""
+
+    def pause(self) -> None: ...
+
+    def resume(self) -> None: ...
+
+
+class View:
+    """Makes a tensor on a storage, given as such or as any tensor on it. Sizes, strides and offset in elements."""
+
+    __slots__ = ("dtype", "flags", "offset", "sizes", "strides")
+
+    def __init__(self, dtype: torch.dtype, sizes: tuple[int, ...], strides: tuple[int, ...], offset: int,
+                 flags: TensorFlag) -> None:
+        self.dtype, self.sizes, self.strides, self.offset, self.flags = dtype, sizes, strides, offset, flags
+
+    def __call__(self, base: torch.Tensor | torch.UntypedStorage) -> torch.Tensor:
+        storage = base if isinstance(base, torch.UntypedStorage) else base.untyped_storage()
+        return make_view(storage, self.dtype, self.sizes, self.strides, self.offset, self.flags)
+
+    def end(self) -> int:
+        """How many bytes the storage needs for this view."""
+        if 0 in self.sizes:
+            return 0
+        last = self.offset + sum((size - 1) * stride for size, stride in zip(self.sizes, self.strides, strict=True))
+        return (last + 1) * self.dtype.itemsize
+
+
+class Zeros:
+    """Makes a tensor without bytes that reads as zeros, as forward-mode autograd uses."""
+
+    __slots__ = ("device", "dtype", "sizes")
+
+    def __init__(self, dtype: torch.dtype, sizes: tuple[int, ...], device: torch.device) -> None:
+        self.dtype, self.sizes, self.device = dtype, sizes, device
+
+    def __call__(self) -> torch.Tensor:
+        return torch._efficientzerotensor(self.sizes, dtype=self.dtype, device=self.device)
+
+
+def storage_of(tensor: torch.Tensor | torch.UntypedStorage) -> torch.UntypedStorage:
+    """The storage under a tensor; a storage stands for itself."""
+    return tensor if isinstance(tensor, torch.UntypedStorage) else tensor.untyped_storage()
+
+
+class PutTogether:
+    """Makes a composite tensor of its components."""
+
+    def __init__(self, form: str) -> None:
+        self._form = form
+
+    def __call__(self, parts: tuple[Any, ...]) -> torch.Tensor:
+        return put_together(self._form, list(parts))
+
+
+class TakeApart:
+    """Gives the components of a composite result, in the captured form or not at all."""
+
+    def __init__(self, form: str, parts: int) -> None:
+        self._form, self._parts = form, parts
+
+    def __call__(self, tensor: Any) -> tuple[Any, ...]:
+        if not isinstance(tensor, torch.Tensor):
+            raise UnexpectedBehaviour(f"a result is {type(tensor).__name__}, captured was a {self._form} tensor")
+        form, parts = take_apart(tensor)
+        if form != self._form or len(parts) != self._parts:
+            raise UnexpectedBehaviour(f"a result is a {form} tensor of {len(parts)} parts, captured was {self._form} "
+                                      f"of {self._parts}")
+        return tuple(parts)
+
+
+class MustRaise:
+    """An op that raised under capture: it has to raise again."""
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        self._call = call
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        try:
+            self._call(*args, **kwargs)
+        except (KeyboardInterrupt, SystemExit, MemoryError):
+            raise
+        except Exception:
+            return
+        raise UnexpectedBehaviour("it raised an exception when it was captured, and now it does not")
+
+
+class WithAutocast:
+    """A custom operator under the autocast state it was captured with: its own code may depend on it."""
+
+    def __init__(self, call: Callable[..., Any], settings: Mapping[str, Any]) -> None:
+        self._call, self._settings = call, settings
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with autocast_as_captured(self._settings):
+            return self._call(*args, **kwargs)
+
+
+class DrawOnHost:
+    """A random op of a CPU capture on another device: drawn on the CPU, because random streams differ, and copied."""
+
+    def __init__(self, call: Callable[..., Any], schema: torch.FunctionSchema, target: torch.device) -> None:
+        self._call, self._target = call, target
+        self._written = [
+            (position, argument.name)
+            for position, argument in enumerate(schema.arguments)
+            if argument.alias_info is not None and argument.alias_info.is_write
+        ]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        copies: dict[int, torch.Tensor] = {}        # id of the original → its copy on the host
+        originals: dict[int, torch.Tensor] = {}     # id of the copy → the original
+
+        def to_host(value: Any) -> Any:
+            if isinstance(value, torch.device):
+                return torch.device("cpu")
+            if not isinstance(value, torch.Tensor):
+                return value
+            if id(value) not in copies:
+                copies[id(value)] = value.to("cpu", copy=True)
+                originals[id(copies[id(value)])] = value
+            return copies[id(value)]
+
+        def to_target(value: Any) -> Any:
+            if not isinstance(value, torch.Tensor):
+                return value
+            return originals[id(value)] if id(value) in originals else value.to(self._target)
+
+        def copy_back(value: Any) -> Any:
+            if isinstance(value, torch.Tensor):
+                value.copy_(copies[id(value)])
+            return value
+
+        host_args, host_kwargs = tree_map(to_host, (args, kwargs))
+        results = self._call(*host_args, **host_kwargs)
+        for position, name in self._written:
+            tree_map(copy_back, args[position] if position < len(args) else kwargs.get(name))
+        return tree_map(to_target, results)
+
+
+class ApplySettings:
+    """Global settings change here."""
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        self._settings = settings
+
+    def __call__(self) -> None:
+        apply_settings(self._settings)
+
+
+class SetGenerator:
+    """A random generator takes a captured state."""
+
+    def __init__(self, generator: torch.Generator, state: bytes) -> None:
+        self._generator = generator
+        self._state = torch.frombuffer(bytearray(state), dtype=torch.uint8)
+
+    def __call__(self) -> None:
+        self._generator.set_state(self._state)
+
+
+class LoadContent:
+    """The program wrote a storage from outside: its new bytes enter, untimed. `read` gives them."""
+
+    def __init__(self, read: Callable[[], bytes | memoryview], clock: Pausable) -> None:
+        self._read, self._clock = read, clock
+
+    def __call__(self, base: torch.Tensor | torch.UntypedStorage) -> None:
+        self._clock.pause()
+        fill_storage(storage_of(base), self._read())
+        self._clock.resume()
+
+
+class ResizeStorage:
+    """The program changed an allocation's length without an op."""
+
+    def __init__(self, length_bytes: int) -> None:
+        self._length_bytes = length_bytes
+
+    def __call__(self, base: torch.Tensor | torch.UntypedStorage) -> None:
+        storage_of(base).resize_(self._length_bytes)
+
+
+class Synchronize:
+    """The program waited for a device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def __call__(self) -> None:
+        if self._device.type != "cpu":
+            torch.accelerator.synchronize(self._device)

@@ -1,0 +1,255 @@
+"""A capture prepared once for a group of devices: everything checked that can be, then run as often as wanted.
+
+Making a plan reads the records once and refuses with every finding at once. Running it lowers the records to windows of
+code (kept between runs where the capture is not very long), puts fresh content in place and reissues the ops.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack, suppress
+from os import PathLike
+from typing import Any
+
+import torch
+
+from replayfmt.errors import ReplayRefused, UsageError
+from replayfmt.format.codes import RecordKind, ValueKind
+from replayfmt.format.reader import CaptureReader, open_capture
+
+from .content import Content
+from .cuts import WindowSize
+from .devices import map_devices, map_generators
+from .execute import Machine, OnScope, RunClock, Timer, surroundings
+from .facts import Effects, Layout, effects_of
+from .findings import Findings
+from .lowering import Context, Lowering
+from .memory import MemoryWatch
+from .op_lowering import lower_op
+from .resolve import ResolvedKernel, resolve
+from .results import VERIFY_MODES, PeakMemory, ReplayResult, Verification, VerifyMode
+from .scan import Scan
+from .scope_times import ScopeTimes
+from .templates import TemplateMaker
+from .verify import Judge, StopReplay, decide, environment_differences
+from .windows import CodeCache, Window
+
+# Captures of up to this many records keep their windows between runs, at some hundred bytes a record.
+_KEPT_RECORDS = 250_000
+
+
+class Plan:
+    """A capture that is ready to run on `devices`.
+
+    `capture` is a path, an open reader or a `replayfmt.open(...)` capture; a path is opened here and closed by `close`.
+    `findings` are the reasons against a strict replay: empty, unless the plan was made with `keep_going`.
+    """
+
+    def __init__(self, capture: str | PathLike[str] | CaptureReader | Any, devices: Sequence[str] = (),
+                 allow_incomplete: bool = False, *, keep_going: bool = False,
+                 window: WindowSize = WindowSize()) -> None:  # noqa: B008 - a frozen value
+        """Raises ReplayRefused with `findings`, UsageError for wrong devices, and what opening a file raises."""
+        self._owned: CaptureReader | None = None
+        self.reader = self._opened(capture)
+        try:
+            self._prepare(devices, allow_incomplete, keep_going, window)
+        except BaseException:
+            self.close()
+            raise
+
+    def _opened(self, capture: Any) -> CaptureReader:
+        if isinstance(capture, str | PathLike):
+            self._owned = open_capture(capture)
+            return self._owned
+        reader = getattr(capture, "reader", capture)
+        if not isinstance(reader, CaptureReader):
+            raise UsageError(f"a plan is made of a path or an open capture, not of {type(capture).__name__}")
+        return reader
+
+    def _prepare(self, devices: Sequence[str], allow_incomplete: bool, keep_going: bool, window: WindowSize) -> None:
+        reader = self.reader
+        self._window = window
+        self._keeps_going = keep_going
+        self.device_map, sentences = map_devices(reader.devices, devices)
+        if not reader.complete and not allow_incomplete:
+            sentences.insert(0, f"the capture is incomplete ({reader.incomplete_reason}); --allow-incomplete replays "
+                                "what is there")
+        self.kernels: tuple[ResolvedKernel | str | None, ...] = tuple(
+            None if kernel is None else resolve(kernel, reader.session.torch_version) for kernel in reader.kernels
+        )
+        self._effects: dict[int, Effects | None] = {}
+        self._scans: dict[bool, Scan] = {}
+        findings = Findings(reader, self.device_map, self.kernels, self.scan(checks=False))
+        findings.collect()
+        self.findings = (*sentences, *findings.sentences)
+        self.refused = findings.refused
+        if sentences or (self.findings and not keep_going):
+            count = len(self.findings)
+            reasons = f"{count} reason{'s' if count > 1 else ''}"
+            raise ReplayRefused(f"{reader.path}: cannot be replayed here, for {reasons}; nothing was run",
+                                self.findings)
+        generators = map_generators(reader.generators, self.device_map)
+        self._generators = generators
+        self._clock = RunClock()
+        self.judge = Judge(self._clock, self.describe)
+        usable = tuple(None if isinstance(kernel, str) else kernel for kernel in self.kernels)
+        self.context = Context(reader, self.device_map, generators, usable,
+                               TemplateMaker(self.device_map, generators), self._clock, self.judge, CodeCache(),
+                               self.refused, self.device_map.host_goes_to)
+        self._content = Content(reader, self.scan(checks=False))
+        self._kept: dict[bool, list[Window]] = {}
+        self._differences: list[str] | None = None
+
+    # ----------------------------------------------------------------------------------------------- what it is made of
+
+    @property
+    def devices(self) -> list[torch.device]:
+        """The devices that take part, accelerators first."""
+        return self.device_map.in_use()
+
+    @property
+    def scopes(self) -> tuple[str, ...]:
+        """Path of every scope of the capture, in order of first entry."""
+        return tuple(self.reader.scope_path(scope) for scope in range(1, len(self.reader.scopes)))
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a user has to know of how the capture is replayed."""
+        threads = len(self.scan(checks=False).threads)
+        serialized = (f"the work of {threads} threads is replayed by one, in capture order",) if threads > 1 else ()
+        return (*serialized, *self.reader.warnings)
+
+    def scan(self, *, checks: bool) -> Scan:
+        """The first pass over the records, made once for replays that verify and once for those that do not."""
+        if checks not in self._scans:
+            self._scans[checks] = Scan(self.reader, self.effects, checks=checks, window=self._window)
+        return self._scans[checks]
+
+    def effects(self, signature_id: int, layout: Layout) -> Effects | None:
+        """What an op of this signature does to its arguments; None where its kernel has no operator here."""
+        if signature_id not in self._effects:
+            kernel = self.kernels[layout.signature.kernel]
+            self._effects[signature_id] = effects_of(layout, kernel) if isinstance(kernel, ResolvedKernel) else None
+        return self._effects[signature_id]
+
+    def describe(self, ordinal: int) -> tuple[str, str]:
+        """What the record at an ordinal is, and the path of its scope."""
+        record = self.reader.record(ordinal)
+        scope = self.reader.scope_path(record.scope)
+        if record.kind is RecordKind.op:
+            kernel = self.reader.kernels[record.signature.kernel]
+            return (kernel.qualified_name if kernel is not None else "op"), scope
+        if record.kind is RecordKind.host_read:
+            return f"host read by {record.argument('method')}", scope
+        if record.kind is RecordKind.digest:
+            return "a tensor that is alive here", scope
+        return record.kind.name, scope
+
+    def windows(self, *, checks: bool) -> tuple[Iterable[Window], bool]:
+        """The windows, and whether all of them are prepared already."""
+        if checks not in self._kept:
+            lowered = Lowering(self.context, self.scan(checks=checks), checks=checks).windows(lower_op)
+            if self.reader.record_count > _KEPT_RECORDS:
+                return lowered, False
+            self._kept[checks] = list(lowered)
+        return self._kept[checks], True
+
+    def differences(self) -> list[str]:
+        """Why bitwise equality is not to be expected here. Asked for under the capture's settings."""
+        if self._differences is None:
+            self._differences = environment_differences(self.reader.session, self.device_map)
+        return self._differences
+
+    def comparable(self) -> int:
+        """How many digests, host reads and scalars the capture holds to compare a replay with."""
+        scan = self.scan(checks=False)
+        total = 0
+        for number, signature in enumerate(self.reader.signatures):
+            if signature is None or not scan.signature_calls[number]:
+                continue
+            if signature.kind in (RecordKind.digest, RecordKind.host_read):
+                total += int(scan.signature_calls[number]) if any(n.name == "hash_low" for n in signature.args) else 0
+            elif signature.kind is RecordKind.op:
+                scalars = sum(node.kind in (ValueKind.bool, ValueKind.int, ValueKind.float, ValueKind.complex)
+                              for node in signature.results)
+                total += scalars * int(scan.signature_calls[number])
+        return total
+
+    # ---------------------------------------------------------------------------------------------------------- running
+
+    def execute(self, verify: VerifyMode = "none", on_scope: OnScope | None = None, keep_going: bool = False, *,
+                timer: Timer | None = None, on_progress: Callable[[int], None] | None = None,
+                scope_times: bool = False) -> ReplayResult:
+        """Run every op once, from fresh state.
+
+        `on_scope(event, name, path, ordinal)` is called at each scope record, inside the timed region; `timer` runs
+        exactly while ops do; `on_progress(records done)` is called between windows. With `scope_times` the result
+        holds the time spent in each scope. With `keep_going` (the plan has to be made with it too) every op gets a
+        verdict instead of the first failure ending the run.
+
+        Raises ReplayFailed where an op fails, ReplayRefused where `bitwise` has nothing to compare.
+        """
+        if verify not in VERIFY_MODES:
+            raise UsageError(f"verify={verify!r}: expected one of {', '.join(VERIFY_MODES)}")
+        if keep_going and not self._keeps_going:
+            raise UsageError("keep_going needs a plan made with keep_going=True")
+        if self.findings and not keep_going:
+            raise ReplayRefused(f"{self.reader.path}: this plan only keeps going", self.findings)
+        times = ScopeTimes(self._clock, on_scope) if scope_times else None
+        with ExitStack() as stack:
+            stack.enter_context(surroundings(dict(self.reader.session.settings), self._generators))
+            verification = self._decide(verify)
+            self.judge.reset(verification, bitwise=self._is_bitwise(verification), stop_at_first=not keep_going)
+            self._clock.reset(self.devices, timer)
+            watch = MemoryWatch(self.devices)
+            windows, prepared = self.windows(checks=verification.mode != "none")
+            watch.start()
+            machine = Machine(self.reader, self._content, self._clock, self.judge, self.describe)
+            with suppress(StopReplay):
+                machine.run(windows, times or on_scope, on_progress, prepared=prepared)
+            memory = watch.read()
+        return self._result(verification, memory, times)
+
+    def _is_bitwise(self, verification: Verification) -> bool:
+        """Scalars that the program read are compared in every replay: without verification as `auto` would."""
+        return verification.mode == "bitwise" or (verification.mode == "none" and not self.differences())
+
+    def _decide(self, verify: VerifyMode) -> Verification:
+        policy = self.reader.session.policies.get("digests", "unknown")
+        why = f"the capture holds nothing to compare with (digests={policy})"
+        verification = decide(verify, self.differences(), self.comparable(), why)
+        if verify == "bitwise" and verification.mode == "none":
+            raise ReplayRefused(f"{self.reader.path}: --verify=bitwise: {why}", (f"{why}; capture with digests=live",))
+        return verification
+
+    def _result(self, verification: Verification, memory: tuple[PeakMemory, ...],
+                times: ScopeTimes | None) -> ReplayResult:
+        scan, found = self.scan(checks=False), self.judge.found
+        kinds = {RecordKind.op: 0, RecordKind.scope_begin: 0}
+        kernels = set()
+        for number, signature in enumerate(self.reader.signatures):
+            if signature is not None and signature.kind in kinds:
+                kinds[signature.kind] += int(scan.signature_calls[number])
+                if signature.kernel and scan.signature_calls[number]:
+                    kernels.add(signature.kernel)
+        return ReplayResult(
+            outcome="mismatched" if found else "ok", elapsed_ns=self._clock.elapsed_ns, ops=kinds[RecordKind.op],
+            kernels=len(kernels), scopes=kinds[RecordKind.scope_begin], verification=verification,
+            divergence=found[0] if found else None, memory=memory, scope_ns=times.totals() if times else {},
+            notes=self.notes,
+        )
+
+    # --------------------------------------------------------------------------------------------------------- lifetime
+
+    def close(self) -> None:
+        """Let go of the storages kept between runs, and of the file if the plan opened it."""
+        if hasattr(self, "_content"):
+            self._content.release()
+        if self._owned is not None:
+            self._owned.close()
+
+    def __enter__(self) -> Plan:
+        return self
+
+    def __exit__(self, *_exception: object) -> None:
+        self.close()

@@ -1,0 +1,103 @@
+"""Finding the operator a captured kernel names, in the torch that is here.
+
+Only the dispatcher is asked: a name in a file never causes an import of anything that the file chose. A schema that
+changed since the capture is accepted only where torch itself calls it backward compatible.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+from dataclasses import dataclass
+
+import torch
+from torch._ops import OpOverload
+
+from replayfmt.format.codes import KernelKind
+from replayfmt.format.model import Kernel
+
+# Namespaces whose operators are PyTorch's own: they read no autocast state below the dispatch level of a capture.
+OWN_NAMESPACES = frozenset(
+    {"aten", "prims", "rngprims", "quantized", "sparse", "mkldnn", "mkl", "onednn", "_c10d_functional", "c10d", "prim"}
+)
+# Operators that draw random numbers and do not carry the tag that says so.
+_UNTAGGED_DRAWS = frozenset({"aten::_no_grad_normal_", "aten::_no_grad_uniform_"})
+# PyTorch registers these namespaces only once their module is imported. Ours to choose, never the file's.
+_LAZY_NAMESPACES = {
+    "prims": "torch._prims",
+    "rngprims": "torch._prims.rng_prims",
+    "_c10d_functional": "torch.distributed._functional_collectives",
+    "fsdp": "torch.distributed.fsdp._fully_shard._fsdp_collectives",
+}
+_IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
+
+
+@dataclass(frozen=True)
+class ResolvedKernel:
+    """An operator overload that stands for a captured kernel."""
+
+    overload: OpOverload
+    own: bool       # of one of OWN_NAMESPACES
+    draws: bool     # takes random numbers from a generator
+
+    @property
+    def dispatcher_name(self) -> str:
+        """As the dispatcher spells it: `aten::mm`, `aten::add.Tensor`."""
+        return self.overload.name()
+
+    def runs_on(self, device_type: str) -> bool:
+        """Whether the dispatcher has any kernel of it for tensors of a device type."""
+        key = torch._C._dispatch_key_for_device(device_type)
+        return bool(torch._C._dispatch_has_computed_kernel_for_dispatch_key(self.dispatcher_name, key))
+
+
+def resolve(kernel: Kernel, captured_torch: str | None) -> ResolvedKernel | str:
+    """The operator for a captured kernel, or a sentence that says why there is none."""
+    named = kernel.qualified_name
+    if kernel.kind is not KernelKind.operator:
+        return f"{named} is a {kernel.kind.name} kernel; this version replays operators only"
+    namespace, separator, base = kernel.name.partition("::")
+    if not (separator and all(_IDENTIFIER.match(part) for part in (namespace, base, kernel.overload))):
+        return f"{named!r} is no operator name"
+    if namespace in _LAZY_NAMESPACES:
+        try:
+            importlib.import_module(_LAZY_NAMESPACES[namespace])
+        except ImportError as error:
+            return f"{named} needs {_LAZY_NAMESPACES[namespace]}, which cannot be imported here: {error}"
+    overload = _find(namespace, base, kernel.overload)
+    if overload is None:
+        library = "" if namespace in OWN_NAMESPACES else (
+            f"; import the library that registers namespace {namespace!r} before making the plan")
+        return f"{named} does not exist in torch {torch.__version__}{library}"
+    difference = _schema_difference(kernel, overload, captured_torch)
+    if difference:
+        return difference
+    tags = overload.tags
+    draws = torch.Tag.nondeterministic_seeded in tags or kernel.name in _UNTAGGED_DRAWS
+    return ResolvedKernel(overload, namespace in OWN_NAMESPACES, draws)
+
+
+def _find(namespace: str, base: str, overload: str) -> OpOverload | None:
+    dispatcher_overload = "" if overload == "default" else overload
+    try:
+        torch._C._get_schema(f"{namespace}::{base}", dispatcher_overload)
+    except RuntimeError:
+        return None
+    found = getattr(getattr(getattr(torch.ops, namespace), base), overload, None)
+    return found if isinstance(found, OpOverload) else None
+
+
+def _schema_difference(kernel: Kernel, overload: OpOverload, captured_torch: str | None) -> str | None:
+    here = str(overload._schema)
+    if here == kernel.schema:
+        return None
+    versions = f"captured with torch {captured_torch or 'of an unknown version'}, this is torch {torch.__version__}"
+    try:
+        captured = torch._C.parse_schema(kernel.schema)
+        compatible = overload._schema.is_backward_compatible_with(captured)  # type: ignore[attr-defined]
+    except RuntimeError as error:
+        reason = str(error).strip().partition("\n")[0]
+        return f"{kernel.qualified_name}: its captured schema cannot be read ({reason}); {versions}"
+    if compatible:
+        return None
+    return f"{kernel.qualified_name} changed: captured {kernel.schema!r}, here {here!r}; {versions}"

@@ -1,0 +1,129 @@
+"""What a replay says of itself: outcome, first divergence, what was verified and how, memory, verdicts.
+
+Plain values that print themselves. Unknown is None with a reason beside it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+VerifyMode = Literal["auto", "bitwise", "close", "none"]
+VERIFY_MODES: tuple[VerifyMode, ...] = ("auto", "bitwise", "close", "none")
+Verdict = Literal["ok", "refused", "failed", "mismatched", "skipped"]
+VERDICTS: tuple[Verdict, ...] = ("ok", "refused", "failed", "mismatched", "skipped")
+
+
+class UnexpectedBehaviour(Exception):
+    """An op did something else than it did when it was captured. Internal: becomes a divergence that names the op."""
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """Where a replay first differs from its capture.
+
+    `ordinal` is the op's whose result differs (of a host read: the read's own), `result` the index of the result, None
+    where the difference is in none. `distance` says how far the samples are apart, None where there is nothing to
+    measure. `found_at` is the ordinal of the record that showed it.
+    """
+
+    ordinal: int
+    what: str
+    result: int | None
+    scope: str
+    expected: str
+    got: str
+    distance: str | None = None
+    found_at: int | None = None
+
+    def __str__(self) -> str:
+        place = f"ordinal {self.ordinal} ({self.what})"
+        if self.result is not None:
+            place += f", result {self.result}"
+        if self.scope:
+            place += f", scope {self.scope}"
+        text = f"{place}: expected {self.expected}, got {self.got}"
+        if self.distance is not None:
+            text += f"; {self.distance}"
+        if self.found_at is not None and self.found_at != self.ordinal:
+            text += f" (seen at ordinal {self.found_at})"
+        return text
+
+
+@dataclass
+class Verification:
+    """What was compared with the capture, and how. `mode` is what `asked` came to; `reasons` say why."""
+
+    asked: VerifyMode
+    mode: VerifyMode
+    reasons: tuple[str, ...] = ()
+    digests: int = 0
+    host_reads: int = 0
+    scalars: int = 0
+    structures: int = 0
+
+    @property
+    def text(self) -> str:
+        """One line: what was verified, or why nothing was."""
+        because = f" ({'; '.join(self.reasons)})" if self.reasons else ""
+        scalars = f"{self.scalars} scalars the program read"
+        if self.mode == "none":
+            return f"not verified: {'; '.join(self.reasons)}" + (f"; compared {scalars}" if self.scalars else "")
+        counted = f"{self.digests} digests, {self.host_reads} host reads, {scalars}"
+        return f"{self.mode}{because}: {counted}; the shape of {self.structures} ops' results"
+
+    def __str__(self) -> str:
+        return self.text
+
+
+@dataclass(frozen=True)
+class PeakMemory:
+    """Most memory a device held during the replay, in bytes; None where it was not measured, and `note` says why.
+
+    `before_bytes` is what it held when the ops began.
+    """
+
+    device: str
+    peak_bytes: int | None
+    before_bytes: int | None
+    note: str
+
+
+@dataclass(frozen=True)
+class OpVerdict:
+    """What became of one op under keep_going. `reason` is empty for `ok`."""
+
+    ordinal: int
+    op: str
+    verdict: Verdict
+    reason: str = ""
+
+
+@dataclass
+class ReplayResult:
+    """A finished replay. `elapsed_ns` counts the ops alone: state is restored and results are verified outside of it.
+
+    `scope_ns` maps scope paths to the time spent inside them, where that was asked for.
+    """
+
+    outcome: Literal["ok", "mismatched", "incomplete"]
+    elapsed_ns: int
+    ops: int
+    kernels: int
+    scopes: int
+    verification: Verification
+    divergence: Divergence | None = None
+    memory: tuple[PeakMemory, ...] = ()
+    nondeterministic: tuple[str, ...] = ()
+    verdicts: tuple[OpVerdict, ...] | None = None
+    scope_ns: dict[str, int] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+    def totals(self) -> dict[Verdict, int]:
+        """How many ops got each verdict; empty without keep_going."""
+        if self.verdicts is None:
+            return {}
+        counts: dict[Verdict, int] = dict.fromkeys(VERDICTS, 0)
+        for each in self.verdicts:
+            counts[each.verdict] += 1
+        return counts

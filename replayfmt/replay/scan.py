@@ -1,0 +1,285 @@
+"""The first pass over a capture: where everything is last used, what is written, where windows may be cut.
+
+One vectorized walk over the frames, without decoding a single record. What it keeps grows by a few bytes for each
+tensor and storage; everything else a replay needs is prepared window by window.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from replayfmt.format.codes import RecordKind, StorageOrigin, ValueKind
+from replayfmt.format.model import Storage
+from replayfmt.format.reader import CaptureReader, RecordFrame
+
+from .cuts import CutFinder, WindowSize
+from .facts import Effects, Layout
+from .identity import TensorKeys
+
+# How many of the ordinals where something was found are kept to be shown.
+_SHOWN = 3
+
+
+class GrowingArray:
+    """A numpy array that grows; new elements are `fill`."""
+
+    def __init__(self, dtype: type, fill: int) -> None:
+        self._fill = fill
+        self.values: np.ndarray = np.full(1024, fill, dtype=dtype)
+
+    def reach(self, length: int) -> np.ndarray:
+        """The array, with at least `length` elements."""
+        if length > len(self.values):
+            grown = np.full(max(length, 2 * len(self.values)), self._fill, dtype=self.values.dtype)
+            grown[: len(self.values)] = self.values
+            self.values = grown
+        return self.values
+
+
+@dataclass
+class Imports:
+    """Every first import of a storage, in capture order."""
+
+    ordinals: list[int] = field(default_factory=list)
+    storages: list[int] = field(default_factory=list)
+
+
+@dataclass
+class Occurrences:
+    """How often something was seen, and where first."""
+
+    count: int = 0
+    first: list[int] = field(default_factory=list)
+
+    def add(self, ordinals: np.ndarray) -> None:
+        self.count += len(ordinals)
+        self.first += ordinals[: max(0, _SHOWN - len(self.first))].tolist()
+
+
+class Scan:
+    """What one pass over the records up to `stop` (None: all of them) found out.
+
+    With `checks`, digest and host_read records count as uses of their tensor: a verifying replay needs it then.
+    `effects` gives an op signature's effects, None where its kernel cannot be resolved.
+    """
+
+    def __init__(self, reader: CaptureReader, effects: Callable[[int, Layout], Effects | None], *, checks: bool,
+                 window: WindowSize, stop: int | None = None) -> None:
+        self.reader = reader
+        self.checks = checks
+        self.stop = reader.record_count if stop is None else stop
+        self._effects = effects
+        self._layouts: dict[int, Layout] = {}
+        self._last_use = GrowingArray(np.int32 if reader.record_count < 2**31 else np.int64, -1)
+        self._storage_last_use = GrowingArray(self._last_use.values.dtype.type, -1)
+        self._written = GrowingArray(np.bool_, 0)
+        self._released = GrowingArray(np.bool_, 0)
+        self.imports = Imports()
+        self.signature_calls = np.zeros(len(reader.signatures), dtype=np.int64)
+        self.signature_first = np.full(len(reader.signatures), -1, dtype=np.int64)
+        self.signature_devices: dict[int, set[int]] = defaultdict(set)
+        self.metas: set[int] = set()
+        self.absent = Occurrences()
+        self.threads: set[int] = set()
+        self.known_peak_bytes = 0
+        self._live_bytes = 0
+        self._storage_bytes: dict[int, int] = {}
+        self._kinds = np.array([0, *(signature.kind for signature in reader.signatures[1:])], dtype=np.uint8)
+        self._meta_device = np.array([0, *(meta.device for meta in reader.metas[1:])], dtype=np.int64)
+        self._keys = TensorKeys(reader.metas)
+        cutter = CutFinder(window)
+        for index, info in enumerate(reader.record_frames):
+            if info.first_ordinal >= self.stop:
+                break
+            frame = reader.frame(index)
+            count = min(frame.count, self.stop - frame.first_ordinal)
+            kinds = self._kinds[frame.signature[:count]]
+            self._frame(frame, count, kinds)
+            cutter.feed(frame.signature[:count], kinds)
+        self.cuts = self._cut_at_imports(cutter.finish(), window)
+
+    # --------------------------------------------------------------------------------------------------- what was found
+
+    @property
+    def last_use(self) -> np.ndarray:
+        """Ordinal of the last use of each tensor key, -1 where a key has none."""
+        return self._last_use.reach(self._keys.count)
+
+    def storage_last_uses(self, storages: np.ndarray) -> np.ndarray:
+        """Likewise for these storages."""
+        return self._storage_last_use.reach(int(storages.max(initial=0)) + 1)[storages]
+
+    def last_use_of(self, storage: int) -> int:
+        """Ordinal of a storage's last use, -1 where it has none."""
+        return int(self._storage_last_use.reach(storage + 1)[storage])
+
+    def is_written(self, storage: int) -> bool:
+        """Whether an op or an import after the first may change its bytes."""
+        return bool(self._written.reach(storage + 1)[storage])
+
+    def is_released(self, storage: int) -> bool:
+        """Whether the program freed it during the capture."""
+        return bool(self._released.reach(storage + 1)[storage])
+
+    # -------------------------------------------------------------------------------------------------------- one frame
+
+    def layout(self, signature_id: int) -> Layout:
+        """The signature's layout, made once."""
+        layout = self._layouts.get(signature_id)
+        if layout is None:
+            signature = self.reader.signatures[signature_id]
+            assert signature is not None
+            layout = self._layouts[signature_id] = Layout(signature)
+        return layout
+
+    def _frame(self, frame: RecordFrame, count: int, kinds: np.ndarray) -> None:
+        signatures = frame.signature[:count]
+        first = frame.first_ordinal
+        self.threads.update(np.unique(frame.thread[:count]).tolist())
+        keys = self._keys.of_frame(frame)
+        self.metas.update(np.unique(frame.tensor_meta).tolist())
+        ends = frame.tensor_first[count]
+        record_of_slot = np.repeat(np.arange(count), np.diff(frame.tensor_first[: count + 1]))
+        local = frame.tensor_slots[:ends]
+        used = kinds[record_of_slot]
+        counts = used == RecordKind.op
+        if self.checks:
+            counts |= (used == RecordKind.digest) | (used == RecordKind.host_read)
+        self._note_uses(keys, frame.tensor_storage, local[counts], record_of_slot[counts] + first)
+        self._note_devices(frame, signatures, record_of_slot, local)
+        released: list[tuple[int, int]] = []
+        values, positions, counted = np.unique(signatures, return_index=True, return_counts=True)
+        self.signature_calls[values] += counted
+        fresh = self.signature_first[values] < 0
+        self.signature_first[values[fresh]] = positions[fresh] + first
+        for signature_id in values.tolist():
+            kind = self._kinds[signature_id]
+            if kind == RecordKind.op:
+                self._note_writes(frame, signatures, signature_id, local, first)
+            elif kind in (RecordKind.storage_import, RecordKind.storage_resize, RecordKind.storage_release):
+                rows = np.flatnonzero(signatures == signature_id)
+                released += self._note_storages(frame, rows, signature_id, first)
+        self._note_memory(frame, _first_appearances(frame, local, record_of_slot), released)
+        for _position, storage in released:
+            self._keys.forget(storage)
+
+    def _note_uses(self, keys: np.ndarray, storages: np.ndarray, slots: np.ndarray, ordinals: np.ndarray) -> None:
+        if not len(slots):
+            return
+        last = np.full(len(keys), -1, dtype=np.int64)
+        np.maximum.at(last, slots, ordinals)
+        seen = np.flatnonzero(last >= 0)
+        np.maximum.at(self._last_use.reach(self._keys.count), keys[seen], last[seen])
+        by_storage = self._storage_last_use.reach(int(storages.max(initial=0)) + 1)
+        np.maximum.at(by_storage, storages[seen].astype(np.int64), last[seen])
+
+    def _note_devices(self, frame: RecordFrame, signatures: np.ndarray, record_of_slot: np.ndarray,
+                      local: np.ndarray) -> None:
+        width = len(self.reader.devices) + 1
+        devices = self._meta_device[frame.tensor_meta]
+        pairs = np.unique(signatures[record_of_slot].astype(np.int64) * width + devices[local])
+        for pair in pairs.tolist():
+            self.signature_devices[pair // width].add(pair % width)
+
+    def _note_writes(self, frame: RecordFrame, signatures: np.ndarray, signature_id: int, local: np.ndarray,
+                     first: int) -> None:
+        layout = self.layout(signature_id)
+        effects = self._effects(signature_id, layout)
+        storage_slots = [each.int_slot for each in layout.nodes(ValueKind.storage)]
+        if not storage_slots and (effects is None or not effects.writes):
+            return
+        rows = np.flatnonzero(signatures == signature_id)
+        if effects is not None and effects.writes:
+            slots = frame.tensor_first[rows][:, None] + np.array(effects.writes, dtype=np.int64)
+            storages = np.unique(frame.tensor_storage[local[slots.ravel()]]).astype(np.int64)
+            self._written.reach(int(storages.max()) + 1)[storages] = True
+        for slot in storage_slots:
+            storages = frame.ints[frame.int_first[rows] + slot]
+            np.maximum.at(self._storage_last_use.reach(int(storages.max()) + 1), storages, rows + first)
+
+    def _note_storages(self, frame: RecordFrame, rows: np.ndarray, signature_id: int,
+                       first: int) -> list[tuple[int, int]]:
+        """Imports, resizes and releases of one signature; returns the releases, as (position, storage)."""
+        layout = self.layout(signature_id)
+        kind = layout.signature.kind
+        storages = frame.ints[frame.int_first[rows] + _slot(layout, "storage")]
+        top = int(storages.max()) + 1
+        if kind is RecordKind.storage_release:
+            self._released.reach(top)[storages] = True
+            return list(zip(rows.tolist(), storages.tolist(), strict=True))
+        ordinals = rows + first
+        if kind is RecordKind.storage_import:
+            absent = layout.arg("payload")
+            if absent is not None and absent.node.kind is ValueKind.none:
+                nonempty = [self.reader.storage(int(storage)).bytes > 0 for storage in storages]
+                self.absent.add(ordinals[np.array(nonempty, dtype=bool)])
+            versions = frame.ints[frame.int_first[rows] + _slot(layout, "version")].tolist()
+            again = np.array([not enters(version, self.reader.storage(storage))
+                              for version, storage in zip(versions, storages.tolist(), strict=True)])
+            self.imports.ordinals += ordinals[~again].tolist()
+            self.imports.storages += storages[~again].tolist()
+            storages, ordinals = storages[again], ordinals[again]
+            self._written.reach(top)[storages] = True
+        np.maximum.at(self._storage_last_use.reach(top), storages, ordinals)
+        return []
+
+    # ----------------------------------------------------------------------------------------------------------- memory
+
+    def _note_memory(self, frame: RecordFrame, appeared: dict[int, int], released: list[tuple[int, int]]) -> None:
+        """Follow how many bytes of the storages that the capture knows were alive at once, at least."""
+        first, count = frame.first_storage, len(frame.storage_bytes)
+        events: list[tuple[int, int]] = []
+        for storage, position in appeared.items():
+            if first <= storage < first + count:
+                length = int(frame.storage_bytes[storage - first])
+                self._storage_bytes[storage] = length
+                events.append((2 * position, length))
+        events += [(2 * position + 1, -self._storage_bytes.pop(storage, 0)) for position, storage in released]
+        if events:
+            events.sort()
+            alive = self._live_bytes + np.cumsum([change for _, change in events])
+            self.known_peak_bytes = max(self.known_peak_bytes, int(alive.max()))
+            self._live_bytes = int(alive[-1])
+
+    def _cut_at_imports(self, cuts: list[int], window: WindowSize) -> list[int]:
+        """More cuts, so that staging a window's imports ahead of it adds little to what the program had alive.
+
+        Only storages that the program freed again can matter: the others were there at the end, and may as well have
+        been there from the beginning.
+        """
+        budget = window.staged_bytes if window.staged_bytes is not None else max(1 << 20, self.known_peak_bytes // 50)
+        added: list[int] = []
+        window_index, staged = -1, 0
+        bounds = np.array([*cuts, self.stop], dtype=np.int64)
+        for ordinal, storage in zip(self.imports.ordinals, self.imports.storages, strict=True):
+            here = int(np.searchsorted(bounds, ordinal, side="right"))
+            if here != window_index:
+                window_index, staged = here, 0
+            if not self.is_released(storage):
+                continue
+            staged += self.reader.storage(storage).bytes
+            if staged > budget:
+                added.append(ordinal)
+                staged = self.reader.storage(storage).bytes
+        return sorted({*cuts, *added})
+
+
+def enters(version: int, storage: Storage) -> bool:
+    """Whether an import brings a storage into the replay; otherwise it gives new content to one that is there."""
+    return version == 0 and storage.origin in (StorageOrigin.payload, StorageOrigin.absent)
+
+
+def _slot(layout: Layout, name: str) -> int:
+    place = layout.arg(name)
+    assert place is not None, f"a {layout.signature.kind.name} record without {name}"
+    return place.int_slot
+
+
+def _first_appearances(frame: RecordFrame, local: np.ndarray, record_of_slot: np.ndarray) -> dict[int, int]:
+    """Storages used in a frame, each with the position of the record that uses it first."""
+    storages, index = np.unique(frame.tensor_storage[local], return_index=True)
+    return dict(zip(storages.tolist(), record_of_slot[index].tolist(), strict=True))
