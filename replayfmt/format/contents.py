@@ -12,8 +12,19 @@ import numpy as np
 
 from ..errors import InvalidCapture, UnsupportedVersion
 from .codes import FrameKind
-from .frames import FLAG_REQUIRED, PREAMBLE_BYTES, TRAILER_BYTES, Trailer, parse_trailer
+from .frames import (
+    FLAG_REQUIRED,
+    PREAMBLE_BYTES,
+    TRAILER_BYTES,
+    FrameHeader,
+    Preamble,
+    Trailer,
+    parse_preamble,
+    parse_trailer,
+)
 from .index import read_index
+from .model import Session
+from .session import decode_session
 from .source import Source
 from .walk import walk
 
@@ -43,6 +54,11 @@ class Contents:
         return np.flatnonzero(self.frames["kind"] == kind)
 
 
+def read_preamble(source: Source) -> Preamble:
+    """The verified preamble of a file. Raises InvalidCapture, or UnsupportedVersion."""
+    return parse_preamble(source.read(0, min(PREAMBLE_BYTES, source.length), "preamble"), source.path)
+
+
 def find_contents(source: Source) -> Contents:
     """The contents of a file whose preamble is good. Raises InvalidCapture where not even its head can be read, and
     UnsupportedVersion where only a newer reader can."""
@@ -68,10 +84,35 @@ def walk_contents(source: Source, trailer: Trailer | None, problem: str) -> Cont
         contents.index_problem = problem
         contents.warnings.append(f"{problem}; every frame before it is whole, so they were read one by one instead")
     else:
-        what = "is damaged" if trailer else "was never closed, or is still being written"
+        what = "is damaged" if walked.closed else "was never closed, or is still being written"
         contents.incomplete_reason = (f"the capture {what}: {walked.stopped}; its {walked.records} records before "
                                       f"{walked.end:#x} can be read")
     return contents
+
+
+def read_frame(source: Source, frames: np.ndarray, position: int) -> tuple[FrameHeader, bytes, str]:
+    """Header, verified body and place of a frame. Raises InvalidCapture where it is not what its row says."""
+    row = frames[position]
+    offset = int(row["offset"])
+    header = source.header(offset)
+    where = source.where(offset, header)
+    found = (header.sequence, header.kind, header.flags, header.stored_bytes, header.raw_bytes, header.first_ordinal,
+             header.count)
+    names = ("kind", "flags", "stored_bytes", "raw_bytes", "first_ordinal", "count")
+    listed = (position, *(int(row[name]) for name in names))
+    if found != listed:
+        raise InvalidCapture(f"{where}: sequence, kind, flags, lengths, first ordinal and count are {found}, "
+                             f"the index says {listed}")
+    return header, source.body(offset, header), where
+
+
+def read_session(source: Source, contents: Contents, preamble: Preamble) -> Session:
+    """The session in the head frame, which is the preamble's. Raises InvalidCapture."""
+    _header, body, where = read_frame(source, contents.frames, 0)
+    session = decode_session(body, where)
+    if session.session_id != preamble.session_id:
+        raise InvalidCapture(f"{where}: session {session.session_id}, the preamble says {preamble.session_id}")
+    return session
 
 
 def _trailer(source: Source) -> Trailer:

@@ -84,6 +84,10 @@ class Definitions:
             self._parts[name] = parts
         return parts[0]
 
+    def columns(self) -> dict[str, np.ndarray]:
+        """All rows of every column, by name."""
+        return {name: self.column(name) for name in _COLUMN_NAMES}
+
     def same_as(self, other: Definitions) -> bool:
         """Whether both define the same."""
         return self.strings == other.strings and all(

@@ -42,8 +42,7 @@ class Definitions:
         self._new_text_bytes = self._text_bytes = 0
         # Slots of each signature, element 0 unused: what a frame's columns must add up to.
         self.slot_counts = (array("I", [0]), array("I", [0]), array("I", [0]))
-        # Signatures with a string argument `reason` of unsupported records, for the summary.
-        self.unsupported: dict[int, str] = {}
+        self._unsupported: dict[int, str] = {}
 
     def count(self, family: str) -> int:
         """How many ids of a family there are: `string`, or a key of the schema's first_x fields."""
@@ -54,6 +53,10 @@ class Definitions:
     def column(self, name: str) -> np.ndarray:
         """A column as numpy, without a copy; valid until the next definition."""
         return np.asarray(self._columns[name])
+
+    def unsupported_reasons(self) -> dict[int, str]:
+        """The reason of each signature of unsupported records, by signature id."""
+        return self._unsupported
 
     def string(self, text: str) -> int:
         """The id of a string. The empty string is a string like any other: 0 is never its id."""
@@ -178,7 +181,7 @@ class Definitions:
         for counts, slot in zip(self.slot_counts, slots, strict=True):
             counts.append(slot)
         if signature.kind == RecordKind.unsupported:
-            self.unsupported[number] = str(signature.args[0].constant)
+            self._unsupported[number] = str(signature.args[0].constant)
 
     def _known(self, family: str, number: int) -> None:
         if not 1 <= number <= self.count(family):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 
 from ..errors import CaptureFailed, OutputExists
 
@@ -18,14 +19,18 @@ _VECTORS = 1000  # below every system's IOV_MAX
 class Output:
     """An append-only file. Not safe for use from several threads at once."""
 
-    def __init__(self, path: str | os.PathLike[str], force: bool, suffix: str = ".partial") -> None:
-        """Create `path` plus `suffix`. Raises OutputExists, or CaptureFailed where it cannot be created."""
+    def __init__(self, path: str | os.PathLike[str], force: bool, *, recovering: bool = False) -> None:
+        """Create `path`.partial, or `path`.recovering.partial: what is recovered may be `path`.partial itself, and
+        what an earlier recovery left is no loss. Raises OutputExists, or CaptureFailed where it cannot be created."""
         self.path = os.fspath(path)
-        self.partial = self.path + suffix
+        self.partial = self.path + (".recovering.partial" if recovering else ".partial")
+        self._advice = ("the recovery ends here; the capture it reads is unchanged" if recovering else
+                        f"the capture ends here, and opreplay-check {self.partial} --recover OUT keeps what came before")
         self.position = 0
         self._force = force
         self._failure: CaptureFailed | None = None
         self._fd = -1
+        self._finished = False
         self._process = os.getpid()
         if os.path.isdir(self.path):
             raise CaptureFailed(f"{self.path}: is a directory; name a file to write the capture to")
@@ -33,7 +38,7 @@ class Output:
             raise OutputExists(f"{self.path}: exists already; remove it, write elsewhere, or use --force (force=True)")
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         try:
-            if force and os.path.lexists(self.partial):
+            if (force or recovering) and os.path.lexists(self.partial):
                 # Not truncated in place: another process may still be writing it, and would write into ours.
                 os.unlink(self.partial)
             self._fd = os.open(self.partial, flags, 0o666)
@@ -43,7 +48,7 @@ class Output:
                                "or use --force (force=True)") from None
         except (OSError, ValueError) as error:
             reason = error.strerror if isinstance(error, OSError) else str(error)
-            raise CaptureFailed(f"{self.partial}: the capture cannot be written: {reason}") from None
+            raise CaptureFailed(f"{self.partial}: cannot be written: {reason}") from None
 
     def write(self, parts: Sequence[bytes | bytearray | memoryview]) -> None:
         """Append all of `parts`, in order, without copying them. Raises CaptureFailed."""
@@ -80,9 +85,7 @@ class Output:
     def fail(self, reason: str) -> CaptureFailed:
         """End the file because of `reason`; the error that this and every later call is to raise."""
         if self._failure is None:
-            self._failure = CaptureFailed(
-                f"{self.partial}: {reason}; the capture ends here, and opreplay-check {self.partial} --recover OUT "
-                "keeps what came before")
+            self._failure = CaptureFailed(f"{self.partial}: {reason}; {self._advice}")
             self.release()
         return CaptureFailed(*self._failure.args)
 
@@ -100,11 +103,19 @@ class Output:
             os.replace(self.partial, self.path)
         except OSError as error:
             raise self._complete_but(str(error.strerror)) from None
+        self._finished = True
 
     def _complete_but(self, reason: str) -> CaptureFailed:
         self._failure = CaptureFailed(
             f"{self.partial}: is complete, but could not be renamed to {self.path}: {reason}; rename it yourself")
         return CaptureFailed(*self._failure.args)
+
+    def discard(self) -> None:
+        """Close the file and remove it, where it did not get its final name."""
+        self.release()
+        if not self._finished:
+            with suppress(FileNotFoundError):
+                os.unlink(self.partial)
 
     def release(self) -> None:
         """Close the descriptor and leave the file as it is."""

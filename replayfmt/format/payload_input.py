@@ -69,6 +69,11 @@ class PayloadInput(Sequence[PayloadInfo]):
             raise IndexError(f"{self._source.path}: payload {number} of {len(self)}")
         return self[number - 1]
 
+    @property
+    def raw_bytes(self) -> int:
+        """Length of all contents together."""
+        return int(self._rows["raw_bytes"].sum(dtype=np.uint64))
+
     def _where(self, info: PayloadInfo) -> str:
         return f"{self._source.path}: payload {info.id} at {info.offset:#x}"
 

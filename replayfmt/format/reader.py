@@ -17,13 +17,12 @@ import numpy as np
 
 from ..errors import InvalidCapture
 from .codes import MINOR_VERSION, FrameKind, StorageOrigin
-from .contents import Contents, find_contents
+from .contents import Contents, find_contents, read_frame, read_preamble, read_session
 from .definitions import Definitions, Frozen
-from .frames import FLAG_CONSOLIDATED, PREAMBLE_BYTES, FrameHeader, parse_preamble
+from .frames import FLAG_CONSOLIDATED, FrameHeader
 from .model import Record, Storage, Summary
 from .payload_input import PayloadInfo, PayloadInput
 from .record_frames import RecordFrame, RecordFrameDecoder
-from .session import decode_session
 from .source import Source
 from .summary import Tally, decode_summary
 from .values import decode_record
@@ -67,7 +66,7 @@ class CaptureReader:
         source = self._source
         self.path = source.path
         self.length = source.length
-        preamble = parse_preamble(source.read(0, min(PREAMBLE_BYTES, source.length), "preamble"), source.path)
+        preamble = read_preamble(source)
         self.version = (preamble.major, preamble.minor)
         contents = find_contents(source)
         self.contents: Contents = contents
@@ -78,10 +77,7 @@ class CaptureReader:
             self.warnings.append(f"written by format version {preamble.major}.{preamble.minor}; this reader knows "
                                  f"{preamble.major}.{MINOR_VERSION} and skips what is newer")
         self.record_count = contents.records
-        header, body, where = self.read_frame(0)
-        self.session = decode_session(body, where)
-        if self.session.session_id != preamble.session_id:
-            raise InvalidCapture(f"{where}: session {self.session.session_id}, the preamble says {preamble.session_id}")
+        self.session = read_session(source, contents, preamble)
         self.definitions = self._read_definitions()
         self.strings = self.definitions.strings
         self.devices = self.definitions.devices
@@ -93,7 +89,8 @@ class CaptureReader:
         self._positions = contents.of_kind(FrameKind.records)
         self._first_ordinals = contents.frames["first_ordinal"][self._positions].astype(np.int64)
         self._first_storages = contents.frames["first_storage"][self._positions].astype(np.int64)
-        self._decoder = RecordFrameDecoder(self.definitions, len(contents.payloads))
+        self._decoder = RecordFrameDecoder(self.definitions)
+        self._counts = {**self.definitions.counts, "payload": len(contents.payloads)}
         self._cache: OrderedDict[int, RecordFrame] = OrderedDict()
         self._payloads = PayloadInput(source, contents.payloads)
 
@@ -114,18 +111,7 @@ class CaptureReader:
 
     def read_frame(self, position: int) -> tuple[FrameHeader, bytes, str]:
         """Header, verified body and place of any frame, by its position among all frames."""
-        row = self.contents.frames[position]
-        offset = int(row["offset"])
-        header = self._source.header(offset)
-        where = self._source.where(offset, header)
-        found = (header.sequence, header.kind, header.flags, header.stored_bytes, header.raw_bytes,
-                 header.first_ordinal, header.count)
-        listed = (position, *(int(row[name]) for name in (
-            "kind", "flags", "stored_bytes", "raw_bytes", "first_ordinal", "count")))
-        if found != listed:
-            raise InvalidCapture(f"{where}: sequence, kind, flags, lengths, first ordinal and count are {found}, "
-                                 f"the index says {listed}")
-        return header, self._source.body(offset, header), where
+        return read_frame(self._source, self.contents.frames, position)
 
     # --------------------------------------------------------------------------------------------------- records
 
@@ -145,7 +131,8 @@ class CaptureReader:
         if not 0 <= index < len(self._positions):
             raise IndexError(f"{self.path}: frame {index} of {len(self._positions)}")
         header, body, where = self.read_frame(int(self._positions[index]))
-        frame = self._decoder.decode(body, header, int(self.contents.frames["offset"][self._positions[index]]), where)
+        offset = int(self.contents.frames["offset"][self._positions[index]])
+        frame = self._decoder.decode(body, header, offset, where, self._counts)
         if frame.first_storage != self._first_storages[index]:
             raise InvalidCapture(f"{where}: first_storage is {frame.first_storage}, "
                                  f"the index says {int(self._first_storages[index])}")
@@ -214,21 +201,12 @@ class CaptureReader:
         _header, body, where = self.read_frame(int(stored[0]))
         return decode_summary(body, len(self.kernels) - 1, self.record_count, where)
 
-    def recount(self, ended_ns: int | None = None, recovered: bool = False) -> Summary:
-        """The totals, counted by reading every frame of records."""
+    def recount(self) -> Summary:
+        """The totals, counted by reading every frame of records; when the capture ended is not known."""
         tally = Tally()
         for index in range(len(self._positions)):
-            frame = self.frame(index)
-            absent = int(np.count_nonzero(frame.storage_origin == StorageOrigin.absent))
-            tally.add(frame.signature, len(frame.storage_bytes), absent)
-        return self.tally_summary(tally, ended_ns, recovered)
-
-    def tally_summary(self, tally: Tally, ended_ns: int | None, recovered: bool) -> Summary:
-        """The totals of a tally over this capture's frames."""
-        return tally.summary(
-            self.definitions.column("signature_kind"), self.definitions.column("signature_kernel"),
-            len(self.kernels) - 1, self.definitions.unsupported_reasons(),
-            int(self.contents.payloads["raw_bytes"].sum(dtype=np.uint64)), ended_ns, recovered)
+            tally.add_frame(self.frame(index))
+        return tally.summary(self.definitions, self._payloads.raw_bytes)
 
     # -------------------------------------------------------------------------------------------------- payloads
 
@@ -263,3 +241,6 @@ class CaptureReader:
 
     def __exit__(self, *_exception: object) -> None:
         self.close()
+
+
+__all__ = ["CaptureReader", "FrameInfo", "RecordFrame", "open_capture"]

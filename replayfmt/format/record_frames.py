@@ -6,6 +6,7 @@ the capture defines. Consumers may index without looking.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -54,16 +55,17 @@ class RecordFrame:
 
 
 class RecordFrameDecoder:
-    """Decodes the frames of one capture. Knows its definitions and how many payloads it has."""
+    """Decodes the frames of one capture. Knows its definitions and where their records have references."""
 
-    def __init__(self, definitions: Frozen, payloads: int) -> None:
+    def __init__(self, definitions: Frozen) -> None:
         self._definitions = definitions
-        self._payloads = payloads
         self._references = _IntReferences(definitions)
 
-    def decode(self, body: bytes, header: FrameHeader, offset: int, where: str) -> RecordFrame:
-        """A verified frame. Raises InvalidCapture."""
-        return _Decoding(self._definitions, self._payloads, self._references, body, header, offset, where).frame()
+    def decode(self, body: bytes, header: FrameHeader, offset: int, where: str,
+               counts: Mapping[str, int]) -> RecordFrame:
+        """A verified frame. `counts` says how many ids of each family of definitions, and of payloads (`payload`), the
+        frame may refer to. Raises InvalidCapture."""
+        return _Decoding(self._definitions, self._references, body, header, offset, where, counts).frame()
 
 
 def first_and_storages(body: bytes, where: str) -> tuple[int, int]:
@@ -104,10 +106,10 @@ class _IntReferences:
 
 
 class _Decoding:
-    def __init__(self, definitions: Frozen, payloads: int, references: _IntReferences, body: bytes, header: FrameHeader,
-                 offset: int, where: str) -> None:
+    def __init__(self, definitions: Frozen, references: _IntReferences, body: bytes, header: FrameHeader, offset: int,
+                 where: str, counts: Mapping[str, int]) -> None:
         self._definitions = definitions
-        self._payloads = payloads
+        self._counts = counts
         self._references = references
         self._table = flat.root(body, RECORDS, where)
         self._header = header
@@ -135,8 +137,8 @@ class _Decoding:
     def frame(self) -> RecordFrame:
         definitions, count = self._definitions, self._header.count
         signature, scope, thread = self._rows(count, "signature", "scope", "thread")
-        self._range("signature", signature, 1, len(definitions.slots) - 1)
-        self._range("scope", scope, 0, len(definitions.scopes) - 1)
+        self._range("signature", signature, 1, self._counts["signature"])
+        self._range("scope", scope, 0, self._counts["scope"])
         start = self._start(count)
         duration = self._optional("duration_ns", count)
         device_duration = self._optional("device_duration_ns", count)
@@ -155,12 +157,12 @@ class _Decoding:
             raise self._fail(f"first_storage is {first_storage}")
         device, origin, payload = self._rows(born, "storage_device", "storage_origin", "storage_payload")
         self._range("storage_bytes", storage_bytes, 0, MAX_LENGTH)
-        self._range("storage_device", device, 1, len(definitions.devices) - 1)
+        self._range("storage_device", device, 1, self._counts["device"])
         if born and int(origin.max()) > max(StorageOrigin) and self._header.minor > MINOR_VERSION:
             raise UnsupportedVersion(f"{self._where}: storage_origin {int(origin.max())} of format version "
                                      f"{MAJOR_VERSION}.{self._header.minor}")
         self._range("storage_origin", origin, 1, max(StorageOrigin))
-        self._range("storage_payload", payload, 0, self._payloads)
+        self._range("storage_payload", payload, 0, self._counts["payload"])
         if ((origin == StorageOrigin.payload) != (payload != 0)).any():
             raise self._fail("storages have a payload exactly if their origin is payload; one here does not")
         storages = first_storage + born - 1
@@ -174,7 +176,7 @@ class _Decoding:
             raise self._fail("tensor_id is not ascending")
         self._range("tensor_storage", tensor_storage, 0, storages)
         self._range("tensor_offset", tensor_offset, 0, MAX_LENGTH)
-        self._range("tensor_meta", tensor_meta, 1, len(definitions.metas) - 1)
+        self._range("tensor_meta", tensor_meta, 1, self._counts["meta"])
         self._check_references(signature, ints, int_first, storages)
         return RecordFrame(
             self._header.first_ordinal, count, self._offset, signature, scope, thread, start, duration, device_duration,
@@ -212,8 +214,8 @@ class _Decoding:
             return
         highest = np.zeros(max(ValueKind) + 1, np.int64)
         highest[ValueKind.storage] = storages
-        highest[ValueKind.generator] = len(self._definitions.generators) - 1
-        highest[ValueKind.payload] = self._payloads
+        highest[ValueKind.generator] = self._counts["generator"]
+        highest[ValueKind.payload] = self._counts["payload"]
         values = ints[positions]
         wrong = (values < 1) | (values > highest[kinds])
         if wrong.any():

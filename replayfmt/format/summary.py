@@ -6,18 +6,27 @@ when the file is wrong.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from typing import Protocol
 
 import flatbuffers
 import numpy as np
 
 from ..errors import InvalidCapture
 from . import flat
-from .codes import RecordKind
+from .codes import RecordKind, StorageOrigin
 from .generated import Summary as Generated
 from .layouts import SUMMARY
 from .model import Summary
+from .record_frames import RecordFrame
 from .tables_output import string_vector
+
+
+class Counted(Protocol):
+    """The definitions that a tally is turned into totals with: the writer's or a reader's."""
+
+    def column(self, name: str) -> np.ndarray: ...
+
+    def unsupported_reasons(self) -> dict[int, str]: ...
 
 
 class Tally:
@@ -41,23 +50,27 @@ class Tally:
         self.storages += storages
         self.absent_storages += absent
 
-    def summary(self, kinds: np.ndarray, kernels: np.ndarray, kernel_count: int, unsupported: Mapping[int, str],
-                payload_bytes: int, ended_ns: int | None, recovered: bool) -> Summary:
-        """The totals. `kinds` and `kernels` give record kind and kernel id by signature id less one; `unsupported`
-        maps signature ids of unsupported records to their reasons."""
-        counts = self._signatures[1:len(kinds) + 1]
-        kinds, kernels = kinds[:len(counts)], kernels[:len(counts)]
+    def add_frame(self, frame: RecordFrame) -> None:
+        """Count one decoded frame."""
+        absent = int(np.count_nonzero(frame.storage_origin == StorageOrigin.absent))
+        self.add(frame.signature, len(frame.storage_bytes), absent)
+
+    def summary(self, definitions: Counted, payload_bytes: int, ended_ns: int | None = None,
+                recovered: bool = False) -> Summary:
+        """The totals, with `payload_bytes` of content in all payloads."""
+        kinds, kernels = definitions.column("signature_kind"), definitions.column("signature_kernel")
+        counts = np.zeros(len(kinds), np.int64)
+        seen = self._signatures[1:len(kinds) + 1]
+        counts[:len(seen)] = seen
         by_kind = np.bincount(kinds, weights=counts, minlength=max(RecordKind) + 1)
-        calls = np.zeros(kernel_count + 1, np.int64)
-        ops = kinds == RecordKind.op
-        np.add.at(calls, kernels[ops], counts[ops])
+        calls = np.bincount(kernels, weights=np.where(kinds == RecordKind.op, counts, 0), minlength=1)
         reasons: dict[str, int] = {}
-        for signature, reason in unsupported.items():
-            count = int(self._signatures[signature]) if signature < len(self._signatures) else 0
+        for signature, reason in definitions.unsupported_reasons().items():
+            count = int(counts[signature - 1])
             if count:
                 reasons[reason] = reasons.get(reason, 0) + count
         return Summary(
-            ended_ns=ended_ns, recovered=recovered,
+            ended_ns=ended_ns or None, recovered=recovered,
             records={kind: int(by_kind[kind]) for kind in RecordKind if by_kind[kind]},
             kernel_calls={kernel: int(calls[kernel]) for kernel in np.flatnonzero(calls).tolist()},
             storages=self.storages, storage_payload_bytes=payload_bytes, absent_storages=self.absent_storages,

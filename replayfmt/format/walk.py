@@ -30,7 +30,8 @@ from .source import DamagedBody, Source
 @dataclass(frozen=True)
 class Walked:
     """What a walk found. `end` is where the last whole frame ends; `stopped` says why it ended there, "" where the
-    file ends as a closed capture does, or does but for its index and trailer."""
+    file ends as a closed capture does, or does but for what is in its index and trailer. `closed` says whether there
+    is an index, or was one."""
 
     frames: np.ndarray
     payloads: np.ndarray
@@ -38,6 +39,7 @@ class Walked:
     storages: int
     end: int
     stopped: str
+    closed: bool
 
 
 def walk(source: Source, trailer: Trailer | None = None) -> Walked:
@@ -63,6 +65,7 @@ class _Walk:
         self._records = 0
         self._storages = 1  # the next storage's id
         self._summary = False
+        self._closed = trailer is not None
 
     def run(self) -> Walked:
         path = self._source.path
@@ -76,7 +79,7 @@ class _Walk:
             listed = (self._trailer.records, self._trailer.frames, self._trailer.payloads)
             if found != listed:
                 raise InvalidCapture(f"{path}: records, frames and payloads are {found}, the trailer counts {listed}")
-        return Walked(frames, payloads, self._records, self._storages - 1, self._offset, stopped)
+        return Walked(frames, payloads, self._records, self._storages - 1, self._offset, stopped, self._closed)
 
     def _walk(self) -> str:
         """Take frames until something ends the walk: what did, "" for the index in its place."""
@@ -103,6 +106,7 @@ class _Walk:
             self._offset = end
 
     def _after_index(self, end: int) -> str:
+        self._closed = True
         left = self._source.length - end
         if left == TRAILER_BYTES:
             return ""

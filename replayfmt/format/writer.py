@@ -17,7 +17,7 @@ from .columns import Bounds, RecordColumns, encode_records
 from .frame_output import Buffer, FrameOutput
 from .frames import MAX_BODY_BYTES, pack_preamble
 from .interning import Definitions
-from .model import Device, Generator, Kernel, Scope, Session, Signature, Summary, TensorMeta
+from .model import Device, Generator, Kernel, Scope, Session, Signature, TensorMeta
 from .output import Output
 from .payload_output import PayloadOutput
 from .session import encode_session
@@ -156,7 +156,8 @@ class CaptureWriter:
         with self._whole():
             self._payloads.flush()
             self._write_definitions()
-            self._frames.finish(self._all_definitions(), self._summary(ended_ns), self._payloads.rows())
+            summary = self._tally.summary(self._definitions, self._payloads.raw_bytes, ended_ns)
+            self._frames.finish(self._all_definitions(), summary, self._payloads.rows())
             self._output.finish()
             self._closed = True
 
@@ -169,9 +170,3 @@ class CaptureWriter:
         definitions = self._definitions
         some = any(definitions.count(family) for family in ("string", "generator", "meta", "signature"))
         return definitions.encode_all() if some and definitions.encoded_bytes <= MAX_BODY_BYTES else None
-
-    def _summary(self, ended_ns: int) -> Summary:
-        definitions = self._definitions
-        return self._tally.summary(
-            definitions.column("signature_kind"), definitions.column("signature_kernel"), definitions.count("kernel"),
-            definitions.unsupported, self._payloads.raw_bytes, ended_ns, recovered=False)

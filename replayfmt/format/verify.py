@@ -1,0 +1,171 @@
+"""Verifying every frame of a capture, in order: what opreplay-check does, and recovery before it keeps a frame.
+
+Beyond what reading a frame checks: definitions and payloads come before the records that use them, payloads have the
+content that their hashes name, padding is zero everywhere, a tensor has one id within a frame, digests name ops that
+came before, scope markers name their scope, and consolidated definitions and summary agree with everything before them.
+Memory does not grow with the number of records.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+
+from ..errors import InvalidCapture
+from . import flat
+from .codes import FrameKind, RecordKind
+from .contents import Contents, read_frame
+from .definitions import Definitions, Frozen
+from .frames import FLAG_CONSOLIDATED, FrameHeader
+from .layouts import RECORDS
+from .model import Summary
+from .payload_input import PayloadInput
+from .record_frames import RecordFrame, RecordFrameDecoder
+from .source import Source
+from .summary import Tally, decode_summary
+
+Progress = Callable[[int], None]
+
+
+class Verifier:
+    """Verifies the frames of a capture one after the other, from the first."""
+
+    def __init__(self, source: Source, contents: Contents, progress: Progress) -> None:
+        """`progress` is called with numbers of bytes that were read since it was called last."""
+        self._source = source
+        self._frames = contents.frames
+        self._progress = progress
+        self._payloads = PayloadInput(source, contents.payloads)
+        self._definitions, self._counts = self._read_definitions()
+        self.definitions = Frozen(self._definitions)
+        self._decoder = RecordFrameDecoder(self.definitions)
+        self.tally = Tally()
+        self.payload_bytes = 0
+        self.payloads = 0
+        self.summary: Summary | None = None  # the stored one, once it was verified
+        self._kind_of = self.definitions.column("signature_kind")
+        self._first_node = np.concatenate((
+            [0], np.cumsum(self.definitions.column("signature_nodes"), dtype=np.int64)))
+        self._record_frames = contents.of_kind(FrameKind.records)
+        self._first_ordinals = self._frames["first_ordinal"][self._record_frames].astype(np.int64)
+        self._before: tuple[int, np.ndarray] = (-1, np.zeros(0, np.uint32))  # a frame of records, its signatures
+
+    def _read_definitions(self) -> tuple[Definitions, list[dict[str, int]]]:
+        """All definitions, and how many of each family there are before each frame."""
+        definitions = Definitions()
+        counts = []
+        for position, row in enumerate(self._frames):
+            counts.append(definitions.counts)
+            if row["kind"] == FrameKind.tables and not row["flags"] & FLAG_CONSOLIDATED:
+                header, body, where = read_frame(self._source, self._frames, position)
+                definitions.add(body, header.minor, where)
+        return definitions, counts
+
+    def verify(self, position: int) -> FrameHeader:
+        """Verify the next frame. Raises InvalidCapture with what is wrong with it."""
+        header, body, where = read_frame(self._source, self._frames, position)
+        if header.kind == FrameKind.payload:
+            self._verify_payloads(header)
+        elif header.kind == FrameKind.records:
+            self._verify_records(position, header, body, where)
+        elif header.kind == FrameKind.tables and header.consolidated:
+            self._verify_consolidated(position, header, body, where)
+        elif header.kind == FrameKind.summary:
+            self._verify_summary(header, body, where)
+        if header.kind != FrameKind.payload:
+            self._progress(len(body))
+        return header
+
+    def _verify_payloads(self, header: FrameHeader) -> None:
+        for number in range(self.payloads + 1, self.payloads + header.count + 1):
+            self._payloads.verify(number)
+            info = self._payloads.info(number)
+            self.payload_bytes += info.raw_bytes
+            self._progress(info.stored_bytes)
+        self.payloads += header.count
+
+    def _verify_records(self, position: int, header: FrameHeader, body: bytes, where: str) -> None:
+        counts = {**self._counts[position], "payload": self.payloads}
+        frame = self._decoder.decode(body, header, int(self._frames["offset"][position]), where, counts)
+        if frame.first_storage != self.tally.storages + 1:
+            raise InvalidCapture(f"{where}: first_storage is {frame.first_storage}, expected {self.tally.storages + 1}")
+        if len(frame.tensor_id) > 1:
+            rows = np.zeros(len(frame.tensor_id), np.dtype([("a", "<u8"), ("b", "<i8"), ("c", "<u4")]))
+            rows["a"], rows["b"], rows["c"] = frame.tensor_storage, frame.tensor_offset, frame.tensor_meta
+            if len(np.unique(rows)) != len(rows):
+                raise InvalidCapture(f"{where}: the same storage, offset and metadata have two tensor ids")
+        self._verify_digests(frame, where)
+        self._verify_scopes(frame, where)
+        self.tally.add_frame(frame)
+
+    def _rows_of(self, frame: RecordFrame, *kinds: RecordKind) -> np.ndarray:
+        return np.flatnonzero(np.isin(self._kind_of[frame.signature.astype(np.int64) - 1], kinds))
+
+    def _verify_digests(self, frame: RecordFrame, where: str) -> None:
+        """`of` is an op that came before, or -1 together with `result`."""
+        rows = self._rows_of(frame, RecordKind.digest)
+        if not len(rows):
+            return
+        of, result = frame.ints[frame.int_first[rows]], frame.ints[frame.int_first[rows] + 1]
+        neither = (of == -1) & (result == -1)
+        if (((of < 0) | (result < 0)) & ~neither).any() or (of >= frame.first_ordinal + rows).any():
+            raise InvalidCapture(f"{where}: a digest is of a record that does not come before it")
+        sizes = self.definitions.column("signature_nodes")
+        for number, place in zip(of[of >= 0].tolist(), result[of >= 0].tolist(), strict=True):
+            signature = self._signature_of(number, frame)
+            if self._kind_of[signature - 1] != RecordKind.op or place >= sizes[signature - 1]:
+                raise InvalidCapture(f"{where}: a digest is of result {place} of record {number}, which has no such "
+                                     "result")
+
+    def _signature_of(self, ordinal: int, frame: RecordFrame) -> int:
+        """The signature of a record in `frame` or before it."""
+        if ordinal >= frame.first_ordinal:
+            return int(frame.signature[ordinal - frame.first_ordinal])
+        index = int(np.searchsorted(self._first_ordinals, ordinal, side="right")) - 1
+        if self._before[0] != index:  # digests are mostly of what came just before: one frame is enough to keep
+            position = int(self._record_frames[index])
+            _header, body, where = read_frame(self._source, self._frames, position)
+            column = flat.root(body, RECORDS, where).column("signature")
+            assert column is not None  # the frame was verified before
+            self._before = (index, column)
+        return int(self._before[1][ordinal - int(self._first_ordinals[index])])
+
+    def _verify_scopes(self, frame: RecordFrame, where: str) -> None:
+        """A scope marker's record is in the scope it names."""
+        rows = self._rows_of(frame, RecordKind.scope_begin, RecordKind.scope_end)
+        if not len(rows):
+            return
+        scopes = frame.scope[rows].astype(np.int64)
+        named = self.definitions.column("node_constant")[self._first_node[frame.signature[rows].astype(np.int64) - 1]]
+        names = np.concatenate(([0], self.definitions.column("scope_name")))
+        if (scopes == 0).any() or (names[scopes] != named).any():
+            raise InvalidCapture(f"{where}: a scope marker names another scope than its record's")
+
+    def _verify_consolidated(self, position: int, header: FrameHeader, body: bytes, where: str) -> None:
+        consolidated = Definitions()
+        consolidated.add(body, header.minor, where)
+        if self._counts[position] != self._definitions.counts or not consolidated.same_as(self._definitions):
+            raise InvalidCapture(f"{where}: the consolidated definitions differ from those of the frames before it")
+
+    def _verify_summary(self, header: FrameHeader, body: bytes, where: str) -> None:
+        stored = decode_summary(body, len(self.definitions.kernels) - 1, header.first_ordinal, where)
+        counted = self.tally.summary(self.definitions, self.payload_bytes, stored.ended_ns, stored.recovered)
+        if stored != counted:
+            fields = [name for name in vars(stored) if getattr(stored, name) != getattr(counted, name)]
+            raise InvalidCapture(f"{where}: the summary is wrong: {', '.join(fields)}: stored "
+                                 f"{[getattr(stored, name) for name in fields]}, counted "
+                                 f"{[getattr(counted, name) for name in fields]}")
+        self.summary = stored
+
+
+def kept(contents: Contents, whole: int) -> Contents:
+    """The first `whole` frames of a capture, up to the definitions and totals that close it."""
+    frames = contents.frames[:whole]
+    closing = np.flatnonzero((frames["kind"] == FrameKind.summary) | ((frames["flags"] & FLAG_CONSOLIDATED) != 0))
+    frames = frames[:int(closing[0])] if len(closing) else frames
+    payloads = int(frames["count"][frames["kind"] == FrameKind.payload].sum(dtype=np.int64))
+    records = int(frames["count"][frames["kind"] == FrameKind.records].sum(dtype=np.int64))
+    end = contents.end if len(frames) == len(contents.frames) else int(contents.frames["offset"][len(frames)])
+    return replace(contents, frames=frames, payloads=contents.payloads[:payloads], records=records, end=end)

@@ -1,0 +1,95 @@
+"""opreplay-check: verify a capture, explain one that was never closed, and recover what is whole in it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import click
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+from replayfmt.format.check import CheckReport, check_capture
+from replayfmt.format.recover import recover_capture
+from replayfmt.format.verify import Progress as ReportProgress
+
+from .command import run_tool, tool
+
+
+@contextmanager
+def _progress_bar(title: str, path: str, passes: int) -> Iterator[ReportProgress]:
+    """A bar on stderr over `passes` times the file's length, only where stderr is a terminal."""
+    if not sys.stderr.isatty():
+        yield lambda _count: None
+        return
+    total = passes * os.path.getsize(path) if os.path.isfile(path) else None
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(title, total=total)
+        yield lambda count: bar.advance(task, count)
+
+
+def _plural(count: int, noun: str) -> str:
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
+def _listed(counts: dict[str, int]) -> str:
+    return ", ".join(f"{count:,} {name}" for name, count in counts.items())
+
+
+def _print_report(report: CheckReport) -> None:
+    """What was found, as far as the check came."""
+    if report.session is None:
+        return
+    state = "recovered" if report.recovered else "complete" if report.complete else "incomplete"
+    version = ".".join(map(str, report.version))
+    click.echo(f"{report.path}: capture of format {version}, {_plural(report.length, 'byte')}, {state}")
+    session = report.session
+    made = f"{session.producer} {session.producer_version}"
+    click.echo(f"  session      {session.session_id} by {made}" + (
+        f" with torch {session.torch_version}" if session.torch_version else ""))
+    click.echo(f"  frames       {_listed(report.frames)}")
+    if report.definitions:
+        click.echo(f"  definitions  {_listed(report.definitions)}")
+    click.echo(f"  records      {_listed({kind.name: count for kind, count in report.records.items()}) or 'none'}")
+    click.echo(f"  storages     {report.storages:,}")
+    click.echo(f"  payloads     {report.payloads:,} with {_plural(report.payload_bytes, 'byte')}")
+    for warning in report.warnings:
+        click.echo(f"  warning      {warning}")
+
+
+@tool("opreplay-check")
+@click.argument("file", type=click.Path())
+@click.option("--recover", "out", metavar="OUT", type=click.Path(),
+              help="Write what is whole in FILE to OUT as a valid capture, and verify that.")
+@click.option("--force", is_flag=True, help="With --recover: replace OUT where it exists.")
+def cli(file: str, out: str | None, force: bool) -> None:
+    """Verify everything in the capture FILE: structure, hashes of every frame and payload, references.
+
+    Exits with 0 where it is valid, with 3 and the first finding where it is not; a capture that was never closed is
+    not. With --recover, exits with 0 once OUT is verified.
+    """
+    if out is None:
+        if force:
+            raise click.UsageError("--force replaces the output of --recover; give --recover OUT too")
+        report = CheckReport(file)
+        try:
+            with _progress_bar("checking", file, 1) as progress:
+                check_capture(file, report, progress)
+        finally:
+            _print_report(report)
+        click.echo("valid")
+        return
+    with _progress_bar("recovering", file, 3) as progress:
+        report, left = recover_capture(file, out, force=force, progress=progress)
+    _print_report(report)
+    if left:
+        click.echo(f"left behind: {left}")
+    click.echo(f"valid; recovered from {file}")
+
+
+def main() -> None:
+    """Entry point."""
+    run_tool(cli)
