@@ -25,6 +25,8 @@ from replayfmt.pytorch.settings import read_settings
 from .buffer import RecordBuffer
 from .calls import Calls, is_wrapper
 from .digesting import Digests
+from .hooks import hook_policies
+from .implicit_scope import ImplicitScope
 from .numeric_state import NumericState
 from .options import CaptureOptions
 from .randomness import Generators
@@ -39,7 +41,8 @@ class Core:
 
     def __init__(self, path: str | os.PathLike[str], options: CaptureOptions) -> None:
         """Create the file. Raises CaptureFailed or OutputExists."""
-        session = Session(**session_fields(), settings=read_settings(), policies=options.policies())
+        policies = {**options.policies(), **hook_policies()}
+        session = Session(**session_fields(), settings=read_settings(), policies=policies)
         self.options = options
         self.lock = threading.RLock()
         self.writer = CaptureWriter(path, session, force=options.force)
@@ -62,6 +65,7 @@ class Core:
         self.finished = False               # recording stopped for good: closed, failed, or past its stop
         self.failure: OpReplayError | None = None
         self.ops_seen = 0
+        self.implicit: ImplicitScope | None = None    # with one, recording begins with the first thing to record
 
     # --------------------------------------------------------------------------------------------------- start and stop
 
@@ -69,8 +73,16 @@ class Core:
         """What happens from now on is recorded."""
         with self.lock:
             if not self.on and not self.finished:
+                if self.implicit is not None:
+                    self.implicit.begin(self)
                 self.scopes.record_open()
                 self.on = True
+
+    def begins(self) -> bool:
+        """Whether recording, if it has not begun, begins with what is about to happen. Ops decide for themselves."""
+        if self.implicit is not None and self.options.start_op is None and self.options.start_scope is None:
+            self.resume()
+        return self.on
 
     def stop(self) -> None:
         """Nothing that happens from now on is recorded. Idempotent."""
@@ -140,6 +152,10 @@ class Core:
 
     def scope_begin(self, name: str, user: bool, token: Any = None) -> Open:
         with self.lock:
+            if user and self.implicit is not None:
+                self.implicit.give_way(self)
+            if not self.on:
+                self.begins()
             scope = self.scopes.begin(name, user, token)
             if name == self.options.start_scope and user and self.options.start_op is None:
                 # Begun before recording was on, so it is recorded as the innermost open scope.

@@ -12,16 +12,17 @@ The table at the end is the list of what is hooked. Nothing is imported for a ho
 from __future__ import annotations
 
 import functools
+import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
 
 from .import_watch import Watch
-from .patches import Patch, PatchSet
+from .patches import Patch, PatchSet, targets
 
 Function = Callable[..., Any]
 
@@ -54,6 +55,22 @@ class RecorderForHooks(Protocol):
     def paused(self) -> AbstractContextManager[Any]: ...
 
     def mark_outside_write(self, tensor: torch.Tensor) -> None: ...
+
+
+class _NoRecorder:
+    """Stands in where the table is only read."""
+
+    def recording(self) -> bool:
+        return False
+
+    def unsupported(self, reason: str, op: str, detail: str) -> None:
+        raise AssertionError("nothing records")
+
+    def paused(self) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def mark_outside_write(self, tensor: torch.Tensor) -> None:
+        raise AssertionError("nothing records")
 
 
 class Hooks:
@@ -96,6 +113,13 @@ class Hooks:
         if patch.vital:
             self._recorder.unsupported(patch.reason, patch.target, detail)
         warnings.warn(f"opreplay: {detail}", RuntimeWarning, stacklevel=2)
+
+
+def hook_policies() -> dict[str, str]:
+    """What the session says of the hooks: the targets that this build lacks, among the modules imported now."""
+    rows = [row for row in table(_NoRecorder()) if row.module in sys.modules]
+    absent = [row.target for row in rows if not targets(sys.modules[row.module], row.attribute)[0]]
+    return {"hooks_missing": ", ".join(absent)} if absent else {}
 
 
 # ---------------------------------------------------------------------------------------------------- compiled regions

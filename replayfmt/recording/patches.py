@@ -81,7 +81,7 @@ class PatchSet:
                 delattr(done.holder, done.name)
 
     def _apply(self, patch: Patch, module: ModuleType) -> None:
-        holders, name = _holders(module, patch.attribute)
+        holders, name = targets(module, patch.attribute)
         if not holders:
             self.missing.append(patch)
             if self._on_missing is not None:
@@ -96,7 +96,7 @@ class PatchSet:
             self._applied.append(_Applied(holder, name, own, original, replacement))
 
 
-def _holders(module: ModuleType, attribute: str) -> tuple[list[Any], str]:
+def targets(module: ModuleType, attribute: str) -> tuple[list[Any], str]:
     """The objects that `attribute` is to be set on (none where this build has no such target), and its last name.
 
     The members of a family need not all have the method themselves: those that inherit it are served by their base.

@@ -25,6 +25,7 @@ from .children import AfterFork
 from .core import Core
 from .hooks import Hooks
 from .host_reads import HostReads
+from .implicit_scope import ImplicitScope
 from .mode import RecordingMode
 from .options import CaptureOptions
 
@@ -36,7 +37,13 @@ _activation = threading.Lock()
 class Recorder:
     """One capture. Not reusable: a second capture needs a second recorder."""
 
-    def __init__(self, path: str | os.PathLike[str], options: CaptureOptions | None = None) -> None:
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        options: CaptureOptions | None = None,
+        implicit_scope: str | None = None,
+    ) -> None:
+        """`implicit_scope`: the name of the scope that everything is in where the program has none of its own."""
         self.path = os.fspath(path)
         self.options = options or CaptureOptions()
         self._core: Core | None = None
@@ -49,6 +56,7 @@ class Recorder:
         self._closed = False
         self._forked = False
         self._original_run: Any = None
+        self._implicit_scope = implicit_scope
 
     # -------------------------------------------------------------------------------------------------------- lifecycle
 
@@ -80,7 +88,9 @@ class Recorder:
         for patches in self._patches:
             patches.install()
         self._patch_threads()
-        if not self.options.limited or (self.options.start_op is None and self.options.start_scope is None):
+        if self._implicit_scope is not None:
+            self._core.implicit = ImplicitScope(self._implicit_scope)
+        elif not self.options.limited or (self.options.start_op is None and self.options.start_scope is None):
             self._core.resume()
         self._flusher = threading.Thread(target=self._flush_loop, name="opreplay-flush", daemon=True)
         self._flusher.start()
@@ -121,6 +131,9 @@ class Recorder:
             core.on = False
             core.finished = True
             core.lock = core.buffer.lock = threading.RLock()
+            _remove_finished_modes()
+        for patches in self._patches:
+            patches.remove()
         _set_inactive(self)
 
     @property
@@ -214,7 +227,7 @@ class Recorder:
     def recording(self) -> bool:
         """Whether an op that this thread issued now would be recorded."""
         core = self._core
-        return core is not None and core.on and self._mode in _mode_stack()
+        return core is not None and self._mode in _mode_stack() and (core.on or core.begins())
 
     @contextmanager
     def paused(self) -> Iterator[None]:

@@ -90,8 +90,9 @@ class Scopes:
                 if other != ident and not self._stacks.get(other):
                     self._refresh(other)
 
-    def begin(self, name: str, user: bool, token: Any = None) -> Open:
-        ident = get_ident()
+    def begin(self, name: str, user: bool, token: Any = None, thread: int | None = None) -> Open:
+        """Enter a scope of the calling thread, or of `thread`."""
+        ident = get_ident() if thread is None else thread
         if ident not in self._threads:
             self._register(ident)
         scope = Open(name, self._buffer.writer.scope(self._scope_of(ident), name), user, token)

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import importlib
 import os
 import sys
 import threading
 import traceback
 from collections.abc import Sequence
+from importlib.abc import MetaPathFinder
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -60,6 +62,18 @@ def check_output(path: str, force: bool) -> None:
         raise CaptureFailed(f"{path}: files cannot be created in {folder}: permission denied")
 
 
+class _TorchFirst(MetaPathFinder):
+    """Imports torch before any module of ours that needs it. Importing torch starts the recorder, which takes those
+    modules complete; a program may well ask for `replayfmt.scope` before it has imported torch."""
+
+    def find_spec(self, fullname: str, _path: object, _target: object = None) -> None:
+        if fullname in _NEED_TORCH and "torch" not in sys.modules:
+            importlib.import_module("torch")
+
+
+_NEED_TORCH = ("replayfmt.pytorch", "replayfmt.recording.recorder", "replayfmt.replay", "replayfmt.benchmark")
+
+
 class CapturedProgram:
     """Runs one program once, in this process, and captures what it does."""
 
@@ -87,6 +101,7 @@ class CapturedProgram:
         self._after_fork = AfterFork(self._forget)
         self._termination = Termination(self._finish)
         self._torch: Watch | None = None
+        self._torch_first = _TorchFirst()
         self._forked = False
         self._finished = False
         self._code = 0
@@ -97,6 +112,7 @@ class CapturedProgram:
         self._termination.install()
         self._children.install()
         self._marks.install()
+        sys.meta_path.insert(0, self._torch_first)
         self._torch = Watch("torch", self._start)
         self._code = self._program.run(self._marks.compiler(compile_source))
         return self._code
@@ -107,13 +123,16 @@ class CapturedProgram:
         """Start recording. Whatever fails here is the capture's failure; the program goes on without it."""
         if self._recorder is not None or self._failure is not None:
             return
+        sys.meta_path.remove(self._torch_first)
         try:
             if threading.current_thread() is not threading.main_thread():
                 raise CaptureFailed(f"torch was first imported by the thread {threading.current_thread().name}, so the "
                                     "main thread cannot be recorded; import torch before starting threads")
             from .recorder import Recorder
 
-            recorder = Recorder(self._path, self._options)
+            # Marks are scopes of the program's own.
+            implicit = None if self._marks.marks or self._options.start_scope is not None else IMPLICIT_SCOPE
+            recorder = Recorder(self._path, self._options, implicit)
             recorder.start()
             self._recorder = recorder
             if self._with_module_scopes:
