@@ -17,13 +17,13 @@ import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
 
 import numpy as np
-import torch
 
 from replayfmt.errors import ReplayMismatch, UsageError
-from replayfmt.format.reader import CaptureReader
+from replayfmt.replay.execute import OnScope
+from replayfmt.replay.plan import Plan
+from replayfmt.replay.results import ReplayResult, VerifyMode
 
 from .min_time import MOST_ITERATIONS, MinTime
 from .scopes import Region, find_regions, whole_capture
@@ -37,31 +37,6 @@ PATIENCE = 5
 _MUCH_GARBAGE = 20_000
 
 
-class Timer(Protocol):
-    """What a plan starts right before the first op and stops right after the last one, also when one fails.
-
-    In between it pauses while the plan does what is no work of the capture (content that enters from a payload).
-    """
-
-    def start(self) -> None: ...
-
-    def pause(self) -> None: ...
-
-    def resume(self) -> None: ...
-
-    def stop(self) -> None: ...
-
-
-class Plan(Protocol):
-    """What is used of `replayfmt.replay.plan.Plan`."""
-
-    @property
-    def devices(self) -> Sequence[torch.device]: ...
-
-    def execute(self, *, verify: str = "none", on_scope: Callable[[str, str, str, int], None] | None = None,
-                timer: Timer | None = None) -> Any: ...
-
-
 @dataclass(frozen=True)
 class Options:
     """How to measure. `warmup` counts untimed replays before each repetition's first timed one."""
@@ -69,7 +44,7 @@ class Options:
     min_time: MinTime = field(default_factory=lambda: MinTime(seconds=0.5))
     repetitions: int = 1
     warmup: int = 2
-    verify: str = "auto"
+    verify: VerifyMode = "auto"
     scopes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -122,8 +97,8 @@ class Run:
     options: Options
     measurements: list[Measurement]
     whole: Measurement
-    before: Any | None
-    after: Any | None
+    before: ReplayResult | None
+    after: ReplayResult | None
     cut_short: float | None
 
 
@@ -131,15 +106,15 @@ class Run:
 Progress = Callable[[str, int, int | None], None]
 
 
-def measure(plan: Plan, reader: CaptureReader, options: Options, *, clock: Clock | None = None,
+def measure(plan: Plan, options: Options, *, clock: Clock | None = None,
             progress: Progress | None = None) -> Run:
-    """Benchmark a plan made from `reader`'s capture.
+    """Benchmark a plan.
 
     `clock` replaces the host's clocks. Raises UsageError and ReplayRefused for scopes that cannot be measured, before
     anything runs; ReplayFailed where a replay fails; ReplayMismatch where a verified one does not match.
     """
-    regions = find_regions(reader, options.scopes)
-    runner = _Runner(plan, whole_capture(reader), regions, options, clock or Clock(), progress or _no_progress)
+    regions = find_regions(plan.reader, options.scopes)
+    runner = _Runner(plan, whole_capture(plan.reader), regions, options, clock or Clock(), progress or _no_progress)
     before = runner.verify("before")
     iterations, cut_short = runner.first_repetition()
     for _ in range(1, options.repetitions):
@@ -166,7 +141,7 @@ class _Runner:
         self._timer = ReplayTimer(stopwatch_for(plan.devices, clock), self.watches)
         self.samples: list[list[Sample]] = [[] for _ in regions]
 
-    def verify(self, when: str) -> Any | None:
+    def verify(self, when: str) -> ReplayResult | None:
         """One verified, untimed replay; None where verification is off. Raises ReplayMismatch."""
         if self._options.verify == "none":
             return None
@@ -222,14 +197,14 @@ class _Runner:
             samples.append(Sample.of(times))
         return len(whole)
 
-    def _replay(self, on_scope: Callable[[str, str, str, int], None] | None) -> Times:
+    def _replay(self, on_scope: OnScope | None) -> Times:
         """One timed replay of the whole capture."""
         self._timer.begin_replay()
         result = self._plan.execute(verify="none", on_scope=on_scope, timer=self._timer)
         self._require_match(result, "while it was timed")
         return self._timer.stopwatch.read()
 
-    def _on_scope(self) -> Callable[[str, str, str, int], None] | None:
+    def _on_scope(self) -> OnScope | None:
         """The cheapest callback that serves every watch: none at all where there is no watch."""
         if len(self.watches) < 2:
             return self.watches[0] if self.watches else None
@@ -241,7 +216,7 @@ class _Runner:
 
         return every
 
-    def _require_match(self, result: Any, when: str) -> None:
+    def _require_match(self, result: ReplayResult, when: str) -> None:
         if result.outcome != "ok":
             raise ReplayMismatch(f"the replay did not match the capture {when}, so there are no times to report: "
                                  f"{result.divergence}")

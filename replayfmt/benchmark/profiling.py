@@ -16,8 +16,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function, supported_activities
 
 from replayfmt.errors import ReplayFailed, UsageError
+from replayfmt.replay.plan import Plan
 
-from .measure import Plan
 from .output import output_file
 
 MODE_FLAG = "--device-profiling-mode"
@@ -78,7 +78,7 @@ def profile_replay(plan: Plan, families: Sequence[str], output: str | PathLike[s
 
 
 class _Session:
-    """Starts and stops the profiler where a replay starts and stops its timer."""
+    """A replay's `timer` that runs the profiler. Content that enters on the way is in the trace."""
 
     def __init__(self, families: Sequence[str]) -> None:
         self._families = frozenset(families)
@@ -95,16 +95,17 @@ class _Session:
         self._running = True
 
     def pause(self) -> None:
-        """What content the replay takes in on its way is in the trace."""
+        """A profiler cannot pause."""
 
     def resume(self) -> None:
         """See `pause`."""
 
     def stop(self) -> None:
+        """Stop once the devices have done what they were given: their work would be missing from the trace."""
         if self._running and self.profiler is not None:
-            if ProfilerActivity.CUDA in self.profiler.activities:
-                torch.cuda.synchronize()      # kernels still running would be missing from the trace
             self._running = False
+            if ProfilerActivity.CUDA in self.profiler.activities:
+                torch.cuda.synchronize()
             self.profiler.stop()
 
 

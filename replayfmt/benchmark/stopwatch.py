@@ -177,30 +177,40 @@ class ScopeWatch:
 
 
 class ReplayTimer:
-    """A replay's `timer`: runs a stopwatch for the whole of it, and pauses those of its scopes with it."""
+    """A replay's `timer`: runs a stopwatch for the whole of it, and lets those of its scopes pause with it.
+
+    The replay pauses it around what is no work of the capture (content that enters on the way), and may end paused.
+    """
 
     def __init__(self, stopwatch: Stopwatch, watches: Sequence[ScopeWatch] = ()) -> None:
         self.stopwatch = stopwatch
         self._watches = tuple(watches)
+        self._running = False
 
     def begin_replay(self) -> None:
         """Forget the replay before."""
         self.stopwatch.reset()
         for watch in self._watches:
             watch.begin_replay()
+        self._running = False
 
     def start(self) -> None:
+        self._running = True
         self.stopwatch.start()
 
     def pause(self) -> None:
         for watch in self._watches:
             watch.pause()
         self.stopwatch.stop()
+        self._running = False
 
     def resume(self) -> None:
+        self._running = True
         self.stopwatch.start()
         for watch in self._watches:
             watch.resume()
 
     def stop(self) -> None:
-        self.stopwatch.stop()
+        if self._running:
+            self.stopwatch.stop()
+            self._running = False

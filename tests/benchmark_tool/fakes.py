@@ -81,6 +81,7 @@ class FakePlan:
 
     def __init__(self, script: list[tuple], time: Time, slower: int = 0, restore: int = 0) -> None:
         self.script, self.time, self.slower, self.restore = script, time, slower, restore
+        self.reader = FakeReader(script)
         self.devices = [torch.device("cpu")]
         self.calls: list[str] = []             # how each execute was asked to verify
         self.timed = 0
