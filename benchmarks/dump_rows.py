@@ -9,6 +9,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -42,6 +43,15 @@ def to_null(command: list[str]) -> float:
     return perf_counter() - begin
 
 
+def capture(run: Callable[[], None], times: int, path: Path) -> int:
+    """Capture `run`, metadata only. Returns the number of records."""
+    with replayfmt.capture(path, payload="none", force=True):
+        for _ in range(times):
+            run()
+    with replayfmt.open(path) as made:
+        return made.reader.record_count
+
+
 def iree_capture(directory: Path, calls: int) -> Path:
     module, path = directory / "add.vmfb", directory / "add.ireereplay"
     subprocess.run([BIN / "iree-compile", HERE / "add.mlir", "--iree-hal-target-device=local",
@@ -57,11 +67,11 @@ def main() -> None:
     torch.set_num_threads(1)
     wanted = 3_000 if quick else 320_000
     with scratch() as directory:
-        path, run = directory / "steps.opreplay", tiny_gpt2.training_step()
-        times = wanted // tiny_gpt2.operators(run) + 1
-        with replayfmt.capture(path, payload="none"):
-            for _ in range(times):
-                run()
+        path = directory / "steps.opreplay"
+        run = tiny_gpt2.training_step()
+        run()
+        records_a_step = capture(run, 1, path)
+        capture(run, wanted // records_a_step + 1, path)
         ours = [str(BIN / "opreplay-dump"), "--format=jsonl", str(path)]
         our_rows, our_bytes = rows_and_bytes(ours)
         if any(shutil.which(BIN / tool) is None for tool in IREE):
@@ -72,8 +82,7 @@ def main() -> None:
         theirs = [str(BIN / "iree-dump-replay"), "--format=jsonl", str(iree_capture(directory, wanted // 9 + 1))]
         their_rows, their_bytes = rows_and_bytes(theirs)
         empty = directory / "empty.opreplay"
-        with replayfmt.capture(empty, payload="none"):
-            torch.ones(1)
+        capture(lambda: torch.ones(1), 1, empty)
         start = [*ours[:2], str(empty)]
         commands = {"ours": ours, "theirs": theirs, "start": start}
         taken = in_turns({name: lambda c=command: to_null(c) for name, command in commands.items()}, 1 if quick else 7)

@@ -84,6 +84,8 @@ def write(short: Path, path: Path, records: int) -> None:
     repeated = Repeated(capture)
     writer = CaptureWriter(path, dataclasses.replace(capture.session), force=True)
     # Interning in the order of the ids gives the same ids, so that the columns hold as they are.
+    for payload in capture.payloads:
+        writer.payload(capture.payload(payload.id))
     for text in capture.strings[1:]:
         writer.string(text)
     for device in capture.devices[1:]:

@@ -32,6 +32,7 @@ def main() -> None:
     tensors = {f"layer{n}.weight": torch.randn(elements).to(torch.bfloat16 if n % 3 == 2 else torch.float32)
                for n in range(count)}
     length = sum(tensor.nbytes for tensor in tensors.values())
+    written: list[int] = []
     with scratch() as directory:
         ours, theirs = directory / "payload.opreplay", directory / "payload.safetensors"
 
@@ -39,6 +40,7 @@ def main() -> None:
             with replayfmt.capture(ours, payload="full", digests="none", force=True):
                 for tensor in tensors.values():
                     tensor.view(-1)
+            written.append(ours.stat().st_size)
 
         def save() -> None:
             save_file(tensors, theirs)
@@ -54,8 +56,7 @@ def main() -> None:
 
         taken = in_turns({work.__name__: lambda w=work: fresh(w) for work in (capture, save_durably, save)},
                          1 if quick else 7)
-        written = ours.stat().st_size if ours.exists() else None
-    details = {"bytes": length, "file_bytes": written, "tensors": count,
+    details = {"bytes": length, "file_bytes": written[-1], "tensors": count,
                **{f"{name}_gb_a_second": length / median(value) / 1e9 for name, value in taken.items()}}
     row("embedding payloads: speed / safetensors.torch.save_file and fsync",
         median_of(lambda c, s: s / c, taken["capture"], taken["save_durably"]), at_least=0.7, **details)
