@@ -112,7 +112,7 @@ class Calls:
         assert call is not None
         tracker = storages.known(storage)
         if tracker is None:
-            tracker = storages.enter(storage, not zero and storage.device.type != "meta")
+            tracker = storages.enter(storage)
         elif tracker.size != storage.nbytes():
             reads = tensor.numel() != 0 and call.facts.reads(index, call.args, call.kwargs)
             tracker = storages.use(tracker, storage, reads, call.facts.name)
@@ -123,7 +123,7 @@ class Calls:
     def _use_storage(self, storage: torch.UntypedStorage, index: int) -> int:
         tracker = self._storages.known(storage)
         if tracker is None:
-            tracker = self._storages.enter(storage, storage.device.type != "meta")
+            tracker = self._storages.enter(storage)
         elif tracker.size != storage.nbytes():
             call = self._call
             assert call is not None
@@ -170,7 +170,7 @@ class Calls:
         assert call is not None
         tracker = storages.known(storage)
         if tracker is None:
-            tracker = storages.produced(storage, uninitialized=(call.facts.empty and not _fills_empty()) or zero)
+            tracker = storages.produced(storage, uninitialized=call.facts.empty and not _fills_empty())
             if index in call.facts.opaque_results:
                 storages.state(tracker).opaque = True
         meta = self._metas.of(tensor, zero)

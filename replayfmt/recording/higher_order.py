@@ -1,11 +1,13 @@
-"""Higher-order operators under the recorder: their bodies run as ordinary operators, which are recorded.
+"""Higher-order operators under the recorder: what they run is recorded as the ordinary operators it consists of.
 
-`cond` and `scan` assert that no mode is active, so their eager meaning is spelled out here; the others run their eager
-implementation with the recorder active inside.
+Some eager implementations assert that no mode is active. Of these, `cond` and `scan` are spelled out here, because they
+issue operators of their own beside their bodies; the others only call their body, so the body alone gets the recorder
+back. All the rest run their eager implementation with the recorder active inside.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,18 +16,47 @@ from torch._C import DispatchKey
 if TYPE_CHECKING:
     from .mode import RecordingMode
 
+_ONLY_CALL_THEIR_BODY = ("invoke_subgraph", "strict_mode")
+
 
 def run_higher_order(mode: RecordingMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run one higher-order operator with its inner operators recorded."""
-    name = getattr(func, "_name", str(func))
+    name = func.name()
     if name == "cond":
         return mode.run_inside(_cond, args, kwargs)
-    eager = getattr(func, "py_kernels", {}).get(DispatchKey.CompositeExplicitAutograd)
+    if name == "scan":
+        from torch._higher_order_ops.scan import generic_scan
+
+        return mode.run_inside(_scan, (generic_scan, *args), kwargs)
+    eager = func.py_kernels.get(DispatchKey.CompositeExplicitAutograd)
     if eager is None:
         return mode.run_inside(func, args, kwargs)
+    if name in _ONLY_CALL_THEIR_BODY or _is_base(func):
+        recorded = [_with_recorder(mode, arg) if callable(arg) and not isinstance(arg, torch.Tensor) else arg for arg in args]
+        return eager(*recorded, **kwargs)
     return mode.run_inside(eager, args, kwargs)
+
+
+def _is_base(func: Any) -> bool:
+    from torch._higher_order_ops.base_hop import BaseHOP
+
+    return isinstance(func, BaseHOP)
+
+
+def _with_recorder(mode: RecordingMode, body: Any) -> Any:
+    @functools.wraps(body, updated=())
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return mode.run_inside(body, args, kwargs)
+
+    if getattr(body, "_boxed_call", False):
+        run._boxed_call = True  # type: ignore[attr-defined]
+    return run
 
 
 def _cond(predicate: Any, true_fn: Any, false_fn: Any, operands: Any = ()) -> Any:
     taken = predicate.item() if isinstance(predicate, torch.Tensor) else predicate
     return (true_fn if taken else false_fn)(*operands)
+
+
+def _scan(generic_scan: Any, combine_fn: Any, init: Any, xs: Any, additional_inputs: Any = ()) -> Any:
+    return generic_scan(combine_fn, init, xs, additional_inputs=additional_inputs)

@@ -71,6 +71,14 @@ class RecordingMode(TorchDispatchMode):
     def record(self, facts: KernelFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one op and record it."""
         core = self.core
+        if facts.random and facts.namespace == "aten":
+            # The order of draws is the order of records. (Other operators may wait for threads that record, too.)
+            with core.lock:
+                return self._record(facts, args, kwargs)
+        return self._record(facts, args, kwargs)
+
+    def _record(self, facts: KernelFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        core = self.core
         try:
             with core.lock:
                 call = core.calls.before(facts, args, kwargs)

@@ -132,18 +132,15 @@ class Storages:
         if not uninitialized:
             return self._bear(storage, StorageOrigin.op, 0)
         tracker = self._bear(storage, StorageOrigin.uninitialized, 0)
-        if storage.nbytes():
+        if storage.nbytes() and has_bytes(storage):
             self.state(tracker).coverage = Coverage(storage.nbytes())
             tracker.size = -1
         return tracker
 
-    def enter(self, storage: torch.UntypedStorage, readable: bool, reason: str = "first_use") -> Tracker:
-        """A storage that no captured op produced, at its first use: its content enters the capture.
-
-        `readable`: there are bytes behind it (not so for meta tensors and ZeroTensors).
-        """
+    def enter(self, storage: torch.UntypedStorage, reason: str = "first_use") -> Tracker:
+        """A storage that no captured op produced, at its first use: its content enters the capture."""
         length = storage.nbytes()
-        if not readable or length == 0:
+        if length == 0 or not has_bytes(storage):
             return self._bear(storage, StorageOrigin.uninitialized, 0)
         if storage.device.type == "cpu":
             alias = self._overlapping(storage, length)
@@ -262,7 +259,7 @@ class Storages:
         if memory is None or storage.nbytes() != state.length:
             # What it shared memory with is gone, so it stands for itself from now on.
             delattr(storage, ATTRIBUTE)
-            return self.enter(storage, True)
+            return self.enter(storage)
         self.use(base, memory, reads, op)
         return tracker
 
@@ -354,6 +351,16 @@ class Storages:
                     delattr(shared, ATTRIBUTE)
         self.live.clear()
         self.dead.clear()
+
+
+def has_bytes(storage: torch.UntypedStorage) -> bool:
+    """Whether there is memory behind a storage: not so for meta tensors and ZeroTensors."""
+    if storage.device.type == "meta":
+        return False
+    try:
+        return storage.data_ptr() != 0 or storage.nbytes() == 0
+    except RuntimeError:  # torch refuses the address of a ZeroTensor's storage
+        return False
 
 
 def content_hash(storage: torch.UntypedStorage) -> int:
