@@ -48,8 +48,9 @@ def measurement_caveats(measurement: Measurement) -> list[str]:
 def run_caveats(run: Run, reader: CaptureReader, devices: list[torch.device], root: Path = Path("/")) -> list[str]:
     """What the machine and the capture say against all of a run's figures. `root` is where proc and sys are."""
     found = []
-    if run.before is None:
-        found.append("nothing was verified (--verify=none): the times are of work that may not be the captured work")
+    if run.before is None or run.before.verification.mode == "none":
+        why = "--verify=none" if run.before is None else "; ".join(run.before.verification.reasons)
+        found.append(f"nothing was verified ({why}): the times may be of other work than what was captured")
     if run.cut_short is not None:
         found.append(f"stopped after {run.cut_short:.3g} s, {PATIENCE} times what --benchmark-min-time asks for, with "
                      "fewer timed seconds than that: restoring state between replays, which is not timed, takes long")

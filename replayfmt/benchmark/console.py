@@ -29,22 +29,15 @@ def print_report(report: Report, console: Console | None = None) -> None:
     console.print()
     console.print(_table(report.rows))
     console.print()
-    for row in _one_each(report.rows):
-        _line(console, _captured(row))
-    for warning in context["warnings"]:
+    for row in report.rows:
+        if row.get("repetition_index") == 0:
+            _line(console, _captured(row))
+    for warning in report.warnings():
         _line(console, f"WARNING: {warning}", "yellow")
-    for row in _one_each(report.rows):
-        for warning in row["warnings"]:
-            _line(console, f"WARNING: {row['run_name']}: {warning}", "yellow")
 
 
 def _line(console: Console, text: str, style: str = "") -> None:
     console.print(Text(text, style=style), soft_wrap=True)
-
-
-def _one_each(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The first repetition of each region: what is said once, not for each repetition."""
-    return [row for row in rows if row.get("repetition_index") == 0]
 
 
 def _captured(row: dict[str, Any]) -> str:

@@ -19,7 +19,9 @@ from typing import Any
 import torch
 
 from replayfmt.format.reader import CaptureReader
+from replayfmt.replay.plan import Plan
 
+from .caveats import measurement_caveats, run_caveats
 from .machine import machine_context
 from .measure import Measurement, Run, Sample
 from .statistics import CONFIDENCE, summarize
@@ -47,6 +49,11 @@ class Report:
         """Google Benchmark's JSON document."""
         return json.dumps({"context": self.context, "benchmarks": self.rows}, indent=2, allow_nan=False) + "\n"
 
+    def warnings(self) -> list[str]:
+        """What to doubt: the context's warnings, then those of each region once, with its name."""
+        regions = [row for row in self.rows if row.get("repetition_index") == 0]
+        return self.context["warnings"] + [f"{row['run_name']}: {text}" for row in regions for text in row["warnings"]]
+
     def csv(self) -> str:
         """Google Benchmark's columns, then one for each counter. Fields that a row does not have are empty."""
         counters = sorted({name for row in self.rows for name, value in row.items()
@@ -62,27 +69,22 @@ class Report:
         return text.getvalue()
 
 
-def make_report(run: Run, reader: CaptureReader, devices: list[torch.device], threads: int, verified: str,
-                warnings: list[str], row_warnings: list[list[str]]) -> Report:
-    """The report of a run.
-
-    `threads` is how many torch replayed with, `verified` a sentence on how it was verified; `warnings` are the run's
-    caveats and `row_warnings` each measurement's.
-    """
+def make_report(run: Run, plan: Plan) -> Report:
+    """The report of a run of `plan`."""
     rows = []
     for index, measurement in enumerate(run.measurements):
-        family = [_iteration_row(measurement, index, repetition, row_warnings[index])
+        warnings = measurement_caveats(measurement)
+        family = [_iteration_row(measurement, index, repetition, warnings)
                   for repetition in range(len(measurement.samples))]
         rows += family + (_aggregate_rows(family) if len(family) > 1 else [])
-    return Report(_context(run, reader, devices, threads, verified, warnings), rows)
+    return Report(_context(run, plan.reader, plan.devices), rows)
 
 
-def _context(run: Run, reader: CaptureReader, devices: list[torch.device], threads: int, verified: str,
-             warnings: list[str]) -> dict[str, Any]:
-    library = version("opreplay")
+def _context(run: Run, reader: CaptureReader, devices: list[torch.device]) -> dict[str, Any]:
+    threads = reader.session.settings.get("num_threads", torch.get_num_threads())     # a replay runs with the capture's
     return {
         **machine_context(),
-        "library_version": library,
+        "library_version": version("opreplay"),
         "library_build_type": "debug" if torch.version.debug else "release",
         "json_schema_version": SCHEMA_VERSION,
         "capture": reader.path,
@@ -93,9 +95,16 @@ def _context(run: Run, reader: CaptureReader, devices: list[torch.device], threa
         "devices": [_device_name(device) for device in devices],
         "min_time": str(run.options.min_time),
         "warmup_iterations": run.options.warmup,
-        "verified": verified,
-        "warnings": warnings,
+        "verified": _verified(run),
+        "warnings": run_caveats(run, reader, devices),
     }
+
+
+def _verified(run: Run) -> str:
+    if run.before is None:
+        return "not verified: --verify=none"
+    when = "" if run.before.verification.mode == "none" else "before and after timing, "
+    return f"{when}{run.before.verification.text}"
 
 
 def _device_name(device: torch.device) -> str:

@@ -1,6 +1,7 @@
 """Reasons to doubt a measurement are found and said."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from replayfmt.benchmark.measure import Measurement, Options, Run, Sample
 from replayfmt.benchmark.scopes import Region
 from replayfmt.format.model import Device
 from replayfmt.pytorch.environment import cpu_capability, describe_device
+from replayfmt.replay.results import Verification
 
 from .fakes import EXECUTE, FakeReader
 
@@ -25,7 +27,8 @@ def of_times(*samples):
 
 def run(**fields):
     measurement = of_times([100] * 10)
-    return replace(Run(Options(), [measurement], measurement, object(), object(), None), **fields)
+    verified = SimpleNamespace(verification=Verification("auto", "bitwise"))
+    return replace(Run(Options(), [measurement], measurement, verified, verified, None), **fields)
 
 
 @pytest.fixture(autouse=True)
@@ -85,7 +88,9 @@ def test_a_capture_of_a_device_that_is_not_used_here_is_reported(tmp_path):
 
 
 def test_an_unverified_run_says_so(tmp_path):
-    assert "nothing was verified" in run_caveats(run(before=None), here(), [CPU], tmp_path)[0]
+    assert "nothing was verified (--verify=none)" in run_caveats(run(before=None), here(), [CPU], tmp_path)[0]
+    nothing = SimpleNamespace(verification=Verification("auto", "none", ("the capture holds no digests",)))
+    assert "(the capture holds no digests)" in run_caveats(run(before=nothing), here(), [CPU], tmp_path)[0]
 
 
 def test_a_run_that_was_cut_short_says_so(tmp_path):

@@ -3,18 +3,21 @@
 import csv
 import io
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from rich.console import Console
 
+from replayfmt.benchmark import caveats
 from replayfmt.benchmark.console import print_report
 from replayfmt.benchmark.measure import Measurement, Options, Run, Sample
 from replayfmt.benchmark.min_time import MinTime
 from replayfmt.benchmark.report import make_report
 from replayfmt.benchmark.scopes import Region
 from replayfmt.benchmark.units import duration, rate
+from replayfmt.replay.results import Verification
 
 from .fakes import EXECUTE, FakeReader
 
@@ -36,10 +39,16 @@ def sample(*real, cpu=None, host=None):
                   None if host is None else np.array(host, dtype=float))
 
 
-def report(*measurements, warnings=(), row_warnings=None):
-    run = Run(Options(min_time=MinTime(iterations=3)), list(measurements), measurements[0], None, None, None)
-    return make_report(run, FakeReader(EXECUTE), [torch.device("cpu")], 2, "bitwise: everything", list(warnings),
-                       row_warnings or [[] for _ in measurements])
+@pytest.fixture(autouse=True)
+def an_idle_machine(monkeypatch):
+    monkeypatch.setattr(caveats.os, "getloadavg", lambda: (0.1, 0.1, 0.1))
+
+
+def report(*measurements, verification=None):
+    verification = verification or Verification("auto", "bitwise", digests=3)
+    result = SimpleNamespace(verification=verification)
+    run = Run(Options(min_time=MinTime(iterations=3)), list(measurements), measurements[0], result, result, None)
+    return make_report(run, SimpleNamespace(reader=FakeReader(EXECUTE), devices=[torch.device("cpu")]))
 
 
 def shown(made):
@@ -137,7 +146,8 @@ def test_the_console_shows_every_figure_and_what_the_capture_took():
     assert row.split("  ")[0] == "BM_replay"
     for figure in ("1.550 ms", "775.0 us", " 10 ", "1.500 ms", "158.1 us", "193.5k/s", "1.500 ms .. 1.500 ms"):
         assert figure in row
-    assert "took 5.000 ms while it was captured" in text and "verified  bitwise: everything" in text
+    assert "took 5.000 ms while it was captured" in text
+    assert "verified  before and after timing, bitwise: 3 digests" in text
 
 
 def test_the_console_says_why_the_capture_tells_no_time_and_how_many_passes_there_were():
@@ -153,9 +163,13 @@ def test_the_console_shows_coefficients_of_variation_as_shares():
 
 
 def test_warnings_stand_under_the_table_and_in_the_json():
-    made = report(Measurement(WHOLE, [sample(1, 2)]), warnings=["the machine was busy"], row_warnings=[["too few"]])
-    assert "WARNING: the machine was busy\nWARNING: BM_replay: too few\n" in shown(made)
-    assert made.context["warnings"] == ["the machine was busy"] and made.rows[0]["warnings"] == ["too few"]
+    nothing = Verification("auto", "none", ("the capture holds no digests",))
+    made = report(Measurement(WHOLE, [sample(1, 1)]), verification=nothing)
+    ((general,), (particular,)) = made.context["warnings"], made.rows[0]["warnings"]
+    assert general.startswith("nothing was verified (the capture holds no digests)")
+    assert particular.startswith("only 2 iterations")
+    assert f"WARNING: {general}\nWARNING: BM_replay: {particular}\n" in shown(made)
+    assert "verified  not verified: the capture holds no digests" in shown(made)
 
 
 def test_nothing_is_cut_off_where_there_is_no_terminal():

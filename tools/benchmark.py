@@ -1,0 +1,125 @@
+"""opreplay-benchmark: do a capture's work again and again, and say how long it takes."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING
+
+import click
+
+from replayfmt.errors import UsageError
+
+from .command import run_tool, tool
+from .profiling_flags import profiling_options, profiling_request
+from .replay_flags import ReplayFlags, replay_options
+
+if TYPE_CHECKING:
+    from replayfmt.benchmark.measure import Options
+    from replayfmt.benchmark.report import Report
+    from replayfmt.replay.plan import Plan
+
+_OUT = "--benchmark-out"
+_REDRAW_S = 0.2
+
+
+@tool("opreplay-benchmark")
+@replay_options
+@click.option("--replay-scope", multiple=True, metavar="NAME",
+              help="Report the time inside the scopes of this name, or of this full path (execute/step 3), instead of "
+                   "the whole replay's; all of it still runs. Passes add up, nested ones count once. Repeatable.")
+@click.option("--benchmark-min-time", default="0.5s", show_default=True, metavar="Nx|SECONDSs",
+              help="Time N replays (20x), or replays until they took that many seconds (0.5s) altogether.")
+@click.option("--benchmark-warmup", type=click.IntRange(min=0), default=2, show_default=True, metavar="N",
+              help="Untimed replays before each repetition.")
+@click.option("--benchmark-repetitions", type=click.IntRange(min=1), default=1, show_default=True, metavar="N",
+              help="Measure that often, and add rows with mean, median, standard deviation and variation over them.")
+@click.option("--benchmark-format", type=click.Choice(["console", "json", "csv"]), default="console", show_default=True,
+              help="What stdout gets: a table, or Google Benchmark's JSON or CSV.")
+@click.option("--benchmark-out", metavar="FILE", help="Write the results to FILE as Google Benchmark's JSON.")
+@profiling_options
+@click.argument("capture", metavar="CAPTURE")
+def cli(capture: str, device: tuple[str, ...], verify: str, allow_incomplete: bool, replay_scope: tuple[str, ...],
+        benchmark_min_time: str, benchmark_warmup: int, benchmark_repetitions: int, benchmark_format: str,
+        benchmark_out: str | None, device_profiling_mode: str | None, device_profiling_output: str | None,
+        force: bool) -> None:
+    """Replay CAPTURE repeatedly and report real time, CPU time and their spread. Verifies before and after timing.
+
+    Exits with 0 if it ran and matched, 1 if it was refused, failed or did not match (then there are no results), 2 for
+    wrong usage, 3 if CAPTURE is missing, unreadable or no valid capture.
+    """
+    from replayfmt.benchmark.min_time import parse_min_time
+
+    flags = ReplayFlags.of(device, verify, allow_incomplete)
+    min_time = parse_min_time(benchmark_min_time)
+    profiling = profiling_request(device_profiling_mode, device_profiling_output, force)
+    if benchmark_out and profiling and os.path.realpath(benchmark_out) == os.path.realpath(profiling.output):
+        raise UsageError(f"{_OUT} and --device-profiling-output are the same file: {benchmark_out}")
+    from replayfmt.benchmark.measure import Options
+    from replayfmt.benchmark.output import output_file
+
+    options = Options(min_time, benchmark_repetitions, benchmark_warmup, flags.verify, replay_scope)
+    with ExitStack() as stack:
+        out = stack.enter_context(output_file(_OUT, benchmark_out, force)) if benchmark_out is not None else None
+        plan = stack.enter_context(flags.plan(capture))
+        if profiling:
+            profiling.check(plan)
+        report = _measure(plan, options)
+        _show(report, benchmark_format)
+        if out is not None:
+            out.write(report.json())
+        if profiling:
+            profiling.profile(plan)
+
+
+def _measure(plan: Plan, options: Options) -> Report:
+    """Run the benchmark; progress goes to stderr where that is a terminal."""
+    from replayfmt.benchmark.measure import measure
+    from replayfmt.benchmark.report import make_report
+
+    with _progress() as progress:
+        return make_report(measure(plan, options, progress=progress), plan)
+
+
+def _show(report: Report, form: str) -> None:
+    """Print the results on stdout; where that is for a program, what to doubt about them goes to stderr."""
+    from replayfmt.benchmark.console import print_report
+
+    if form == "console":
+        print_report(report)
+        return
+    click.echo(report.json() if form == "json" else report.csv(), nl=False)
+    for warning in report.warnings():
+        click.echo(f"WARNING: {warning}", err=True)
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[str, int, int | None], None] | None]:
+    """A progress bar on stderr where it is a terminal, None otherwise."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed:.0f}"), TimeElapsedColumn())
+    # No thread that redraws: it would wake up inside what is timed. The bar is drawn between replays.
+    with Progress(*columns, console=Console(stderr=True), transient=True, auto_refresh=False) as bar:
+        task = bar.add_task("")
+        drawn = 0.0
+
+        def show(what: str, done: int, of: int | None) -> None:
+            nonlocal drawn
+            now = bar.get_time()
+            if now - drawn >= _REDRAW_S or not done:
+                bar.update(task, description=what, completed=done, total=of, refresh=True)
+                drawn = now
+
+        yield show
+
+
+def main() -> None:
+    """The console script."""
+    run_tool(cli)
