@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from datetime import UTC, datetime
-from itertools import count
+from itertools import count, islice
 from typing import Any
 
 from replayfmt.format.codes import Codec, RecordKind, StorageOrigin, ValueKind
@@ -128,22 +128,32 @@ def definition_rows(reader: CaptureReader) -> Iterator[Row]:
 
 
 def lines(rows: Iterator[Row]) -> Iterator[str]:
-    """Rows as JSON lines."""
+    """Rows as JSON lines, in chunks."""
+    chunk: list[str] = []
+    length = 0
     for row in rows:
-        yield encode(row) + "\n"
+        chunk.append(encode(row) + "\n")
+        length += len(chunk[-1])
+        if length > 1 << 20:
+            yield "".join(chunk)
+            chunk, length = [], 0
+    yield "".join(chunk)
 
 
-def storage_lines(reader: CaptureReader, frame: RecordFrame) -> str:
+def storage_lines(reader: CaptureReader, frame: RecordFrame) -> Iterator[str]:
     """The rows of the storages born in a frame, as JSON lines. There may be as many as ops, hence no dicts."""
     devices = ["null", *(quote(str(device)) for device in reader.devices[1:])]
     origins = [quote(origin.name) for origin in StorageOrigin]
-    return "".join([
+    born = zip(
+        count(frame.first_storage), integers(frame.storage_bytes), frame.storage_device.tolist(),
+        frame.storage_origin.tolist(), frame.storage_payload.tolist(), strict=False)
+    at_once = max(1, (1 << 26) // (max(map(len, devices)) + 256))
+    while rows := [
         f'{{"kind":"storage","id":{number},"device":{devices[device]},"bytes":{size},"origin":{origins[origin]},'
         f'"payload":{payload or "null"}}}\n'
-        for number, size, device, origin, payload in zip(
-            count(frame.first_storage), integers(frame.storage_bytes), frame.storage_device.tolist(),
-            frame.storage_origin.tolist(), frame.storage_payload.tolist(), strict=False)
-    ])
+        for number, size, device, origin, payload in islice(born, at_once)
+    ]:
+        yield "".join(rows)
 
 
 # ------------------------------------------------------------------------------------------------------ text for people

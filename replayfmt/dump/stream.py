@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import repeat
+from itertools import islice, repeat
 
 from replayfmt.format.reader import CaptureReader, RecordFrame
 
@@ -12,6 +12,9 @@ from .jsonl import JsonLines
 from .selection import Filter, Selection
 from .text import Text
 from .values import Dialect
+
+# No chunk of records is longer, unless a single row is. One frame of ordinary records makes about 10 million.
+CHUNK_CHARACTERS = 1 << 26
 
 
 def jsonl_chunks(reader: CaptureReader, selection: Selection, summary_only: bool = False) -> Iterator[str]:
@@ -29,8 +32,8 @@ def jsonl_chunks(reader: CaptureReader, selection: Selection, summary_only: bool
     dialect = JsonLines(reader)
     for frame in _frames(reader, chosen):
         if selection.everything:
-            yield storage_lines(reader, frame)
-        yield _records(dialect, frame, chosen)
+            yield from storage_lines(reader, frame)
+        yield from _records(dialect, frame, chosen)
 
 
 def text_chunks(reader: CaptureReader, selection: Selection, summary_only: bool = False) -> Iterator[str]:
@@ -41,7 +44,7 @@ def text_chunks(reader: CaptureReader, selection: Selection, summary_only: bool 
         return
     dialect = Text(reader)
     for frame in _frames(reader, chosen):
-        yield _records(dialect, frame, chosen)
+        yield from _records(dialect, frame, chosen)
 
 
 def _frames(reader: CaptureReader, chosen: Filter) -> Iterator[RecordFrame]:
@@ -51,12 +54,12 @@ def _frames(reader: CaptureReader, chosen: Filter) -> Iterator[RecordFrame]:
             yield reader.frame(number)
 
 
-def _records(dialect: Dialect, frame: RecordFrame, chosen: Filter) -> str:
+def _records(dialect: Dialect, frame: RecordFrame, chosen: Filter) -> Iterator[str]:
     """The selected records of one frame, a line each."""
     which = chosen.indices(frame)
     signatures = frame.signature[which].tolist()
     if not signatures:
-        return ""
+        return
     if isinstance(which, slice):
         ordinals = list(range(frame.first_ordinal + which.start, frame.first_ordinal + which.stop))
     else:
@@ -64,16 +67,19 @@ def _records(dialect: Dialect, frame: RecordFrame, chosen: Filter) -> str:
     device_duration = frame.device_duration_ns
     columns = dialect.columns(frame)
     T, I, F, R, L, D = columns.T, columns.I, columns.F, columns.R, columns.L, columns.D  # noqa: E741
+    calls = zip(
+        dialect.functions.of(signatures), dialect.ordinals(ordinals), dialect.scopes.of(frame.scope[which].tolist()),
+        frame.thread[which].tolist(), dialect.integers(frame.start_ns[which]),
+        repeat("null") if frame.duration_ns is None else frame.duration_ns[which].tolist(),
+        repeat("") if device_duration is None else dialect.device_durations(device_duration[which]),
+        frame.tensor_first[:-1][which].tolist(), frame.int_first[:-1][which].tolist(),
+        frame.float_first[:-1][which].tolist(), strict=False)
     tail = dialect.tail(frame)
-    rows = [
+    # A whole frame at once, unless its longest possible row says that this could be too much.
+    longest = dialect.longest_template + dialect.longest_scope + columns.longest(frame) + 256
+    while rows := [
         function(o, s, h, n, d, g, t, i, f, T, I, F, R, L, D)
-        for function, o, s, h, n, d, g, t, i, f in zip(
-            dialect.functions.of(signatures), dialect.ordinals(ordinals),
-            dialect.scopes.of(frame.scope[which].tolist()), frame.thread[which].tolist(),
-            dialect.integers(frame.start_ns[which]),
-            repeat("null") if frame.duration_ns is None else frame.duration_ns[which].tolist(),
-            repeat("") if device_duration is None else dialect.device_durations(device_duration[which]),
-            frame.tensor_first[:-1][which].tolist(), frame.int_first[:-1][which].tolist(),
-            frame.float_first[:-1][which].tolist(), strict=False)
-    ]
-    return tail.join(rows) + tail
+        for function, o, s, h, n, d, g, t, i, f in islice(calls, max(1, CHUNK_CHARACTERS // longest))
+    ]:
+        rows.append("")
+        yield tail.join(rows)

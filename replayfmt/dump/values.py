@@ -54,6 +54,14 @@ class Columns:
     L: list[int]
     D: list[str]
 
+    def longest(self, frame: RecordFrame) -> int:
+        """An upper bound of what the slots of any one record of the frame add to its row, in characters."""
+        fragment = max(map(len, self.T), default=0) + 64
+        per_record = (np.diff(column).max(initial=0) for column in (
+            frame.tensor_first, frame.int_first, frame.float_first))
+        tensors, ints, floats = map(int, per_record)
+        return tensors * fragment + 32 * (ints + floats)
+
 
 class Made(Generic[T]):
     """Something made once for each id that is met: a capture may define far more than a selection uses."""
@@ -74,8 +82,22 @@ class Dialect(ABC):
 
     def __init__(self, reader: CaptureReader) -> None:
         self.reader = reader
-        self.functions: Made[RowFunction] = Made(lambda number: row_function(self.template(reader.signatures[number])))
-        self.scopes: Made[str] = Made(self.scope)
+        self.functions: Made[RowFunction] = Made(self._function)
+        self.scopes: Made[str] = Made(self._scope)
+        # The longest text that a signature and a scope have added to a row so far, in characters.
+        self.longest_template = 0
+        self.longest_scope = 0
+
+    def _function(self, number: int) -> RowFunction:
+        pieces = self.template(self.reader.signatures[number])
+        length = sum(len(piece) for piece in pieces if isinstance(piece, str))
+        self.longest_template = max(self.longest_template, length)
+        return row_function(pieces)
+
+    def _scope(self, number: int) -> str:
+        text = self.scope(number)
+        self.longest_scope = max(self.longest_scope, len(text))
+        return text
 
     @abstractmethod
     def scope(self, number: int) -> str:

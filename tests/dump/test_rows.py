@@ -13,6 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from replayfmt.dump import stream
 from replayfmt.dump.json_text import encode
 from replayfmt.dump.selection import Selection
 from replayfmt.dump.stream import jsonl_chunks
@@ -311,3 +312,14 @@ def test_rows_of_any_signature_and_any_values_equal_the_slow_way(
         assert fast == [oracle.row(reader, record) for record in reader.records()]
         for row in fast:
             jsonschema.Draft202012Validator(schema_of("op")).validate(row)
+
+
+def test_a_chunk_stays_bounded_however_long_the_rows_of_a_capture_are(
+        every: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with open_capture(every) as reader:
+        whole = "".join(jsonl_chunks(reader, EVERYTHING))
+        monkeypatch.setattr(stream, "CHUNK_CHARACTERS", 4000)
+        chunks = [chunk for chunk in jsonl_chunks(reader, EVERYTHING) if '"ordinal"' in chunk]
+        assert "".join(jsonl_chunks(reader, EVERYTHING)) == whole
+    assert all(len(chunk) <= 4000 or chunk.count("\n") == 1 for chunk in chunks)
+    assert any(chunk.count("\n") > 1 for chunk in chunks)
