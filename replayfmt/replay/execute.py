@@ -28,27 +28,33 @@ OnScope = Callable[[str, str, str, int], None]
 
 
 class Timer(Protocol):
-    """A stopwatch of the caller that runs while ops do."""
+    """A stopwatch of the caller that runs while ops do: started before the first one, stopped after the last."""
 
     def start(self) -> None: ...
+
+    def pause(self) -> None: ...
+
+    def resume(self) -> None: ...
 
     def stop(self) -> None: ...
 
 
 class RunClock:
-    """Adds up the time ops take on the host, waiting for devices included. Pauses nest."""
+    """Adds up the time ops take on the host, waiting for devices included. Pauses nest; the clock begins paused."""
 
     def __init__(self) -> None:
         self.elapsed_ns = 0
         self._devices: list[torch.device] = []
         self._timer: Timer | None = None
+        self._started = False
         self._pauses = 1
         self._since = 0
 
     def reset(self, devices: Iterable[torch.device], timer: Timer | None) -> None:
-        """Ready for a run: stopped, at zero."""
+        """Ready for a run: paused, at zero."""
         self._devices = [device for device in devices if device.type not in ("cpu", "meta")]
         self._timer = timer
+        self._started = False
         self.elapsed_ns, self._pauses = 0, 1
 
     def resume(self) -> None:
@@ -56,40 +62,54 @@ class RunClock:
         self._pauses -= 1
         if self._pauses:
             return
-        self.synchronize()
+        self._synchronize()
         if self._timer is not None:
-            self._timer.start()
+            if self._started:
+                self._timer.resume()
+            else:
+                self._timer.start()
+        self._started = True
         self._since = time.perf_counter_ns()
 
     def pause(self) -> None:
         """What follows is no work of the capture."""
         self._pauses += 1
-        if self._pauses > 1:
-            return
-        if self._devices:
-            if self._timer is not None:
-                self._timer.stop()
-            self.synchronize()
-            self.elapsed_ns += time.perf_counter_ns() - self._since
-            return
-        self.elapsed_ns += time.perf_counter_ns() - self._since
-        if self._timer is not None:
-            self._timer.stop()
+        if self._pauses == 1:
+            self._halt(self._timer.pause if self._timer is not None else None)
 
-    def stop(self) -> None:
-        """The run is over, however it ended."""
+    def halt(self) -> None:
+        """Pause, whether or not something that failed has left the clock paused."""
         if not self._pauses:
             self.pause()
         self._pauses = 1
 
+    def stop(self) -> None:
+        """The run is over, however it ended."""
+        stop = self._timer.stop if self._timer is not None and self._started else None
+        if not self._pauses:
+            self._halt(stop)
+        elif stop is not None:
+            stop()
+        self._started = False
+        self._pauses = 1
+
+    def _halt(self, timer: Callable[[], None] | None) -> None:
+        # A timer with events on the devices has to record them before anybody waits; on the host it is the outer one.
+        if not self._devices:
+            self.elapsed_ns += time.perf_counter_ns() - self._since
+        if timer is not None:
+            timer()
+        if self._devices:
+            self._synchronize()
+            self.elapsed_ns += time.perf_counter_ns() - self._since
+
+    def _synchronize(self) -> None:
+        for device in self._devices:
+            torch.accelerator.synchronize(device)
+
     def now(self) -> int:
         """Nanoseconds of work so far, without waiting for devices."""
         return self.elapsed_ns + (0 if self._pauses else time.perf_counter_ns() - self._since)
-
-    def synchronize(self) -> None:
-        """Wait for every device that takes part."""
-        for device in self._devices:
-            torch.accelerator.synchronize(device)
 
 
 class Machine:
@@ -102,7 +122,7 @@ class Machine:
         self._content = content
         self._clock = clock
         self._judge = judge
-        self._describe = describe
+        self.describe = describe
 
     def run(self, windows: Iterable[Window], on_scope: OnScope | None, on_progress: Callable[[int], None] | None, *,
             prepared: bool) -> None:
@@ -116,8 +136,8 @@ class Machine:
         running = False
         try:
             for window in windows:
-                if running and (between or window.staged or window.hoisted):
-                    self._clock.stop()
+                if running and (window.staged or window.hoisted):
+                    self._clock.pause()
                     running = False
                 self.prepare(window)
                 inputs = self.take(window)
@@ -126,7 +146,7 @@ class Machine:
                     running = True
                 outputs = self.call(window, inputs, on_scope)
                 if between:
-                    self._clock.stop()
+                    self._clock.pause()
                     running = False
                 self.values.update(zip(window.outputs, outputs, strict=True))
                 del outputs
@@ -165,7 +185,7 @@ class Machine:
             if isinstance(error, UnexpectedBehaviour):
                 self._judge.diverged(Where(ordinal, None, ordinal), "what it did when it was captured", str(error))
                 raise StopReplay from None
-            what, scope = self._describe(ordinal)
+            what, scope = self.describe(ordinal)
             inside = f", scope {scope}" if scope else ""
             raise ReplayFailed(f"{self._reader.path}: ordinal {ordinal} ({what}{inside}) failed: "
                                f"{type(error).__name__}: {_first_line(error)}") from error

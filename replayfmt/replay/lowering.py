@@ -117,10 +117,10 @@ class Lowering:
             self._let_go_of_storage(storage)
         text = self.text
         outputs = [key for key, name in self.names.items() if name[0] == "v"]
-        function, constants = text.function(self.context.cache, [self.names[key] for key in outputs])
+        function = text.function(self.context.cache, [self.names[key] for key in outputs])
         window = Window(first, end - first, self._operations, function, text.inputs,
                         [key in self._consumed for key in text.inputs], outputs, self._staged, self._hoisted,
-                        self._dropped, text.line_ordinals, constants)
+                        self._dropped, text.line_ordinals, text.returns_result)
         self.text, self.names = WindowText(), {}
         self._staged, self._hoisted, self._dropped, self._consumed = [], [], [], set()
         self._hoisted_on.clear()
@@ -269,6 +269,8 @@ class Lowering:
         if absent:
             return      # refused, or its readers are: nothing to load
         reader = self.reader
+        if self.scan.last_use_of(storage) < 0:
+            return
         load = LoadContent(lambda: reader.payload(payload), self.context.clock)
         self.text.line(ordinal, f"{self.text.constant(load)}({self.storage(storage, ordinal)})")
         self.expire(storage, ordinal)
@@ -278,6 +280,8 @@ class Lowering:
         ints, first = self._ints(row)
         fields = {each.node.name: each for each in layout.args}
         storage = ints[first + fields["storage"].int_slot]
+        if self.scan.last_use_of(storage) < 0:
+            return
         resize = ResizeStorage(ints[first + fields["bytes"].int_slot])
         self.text.line(ordinal, f"{self.text.constant(resize)}({self.storage(storage, ordinal)})")
         self.expire(storage, ordinal)

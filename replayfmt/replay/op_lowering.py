@@ -27,6 +27,13 @@ def lower_op(walk: Lowering, row: int, ordinal: int) -> None:
         _OpLine(walk, template, row, ordinal).write()
 
 
+def lower_result(walk: Lowering, row: int, ordinal: int) -> None:
+    """Write an op whose window returns what the op returned."""
+    template = walk.template(walk.frame.signatures[row])
+    if template is not None:
+        _OpLine(walk, template, row, ordinal).write_return()
+
+
 def _settle_missing(walk: Lowering, signature: int, row: int) -> None:
     """An op that cannot be run: what it would define counts as live, and will be missing when it is asked for."""
     frame, variables = walk.frame, walk.variables
@@ -75,14 +82,21 @@ class _OpLine:
             parts.append(f"del {', '.join(gone)}")
         walk.text.line(self.ordinal, "; ".join(parts))
 
+    def write_return(self) -> None:
+        """The call, and its result as it is handed out of the window. Everything else ends here."""
+        walk = self.walk
+        call, _slot_names = self._call(expect_failure=False)
+        walk.text.line(self.ordinal, f"return {call}")
+        walk.text.returns_result = True
+
     # --------------------------------------------------------------------------------------------------------- the call
 
-    def _call(self) -> tuple[str, list[str]]:
+    def _call(self, *, expect_failure: bool = True) -> tuple[str, list[str]]:
         """The call's text, and the name under which each tensor argument is passed."""
         walk, frame, names, text = self.walk, self.walk.frame, self.walk.names, self.walk.text
         template, first, ordinal = self.template, self.first, self.ordinal
         protected = self._protect() if template.effects.rebinds or template.effects.reshapes else {}
-        holes = [self._function()]
+        holes = [self._function(expect_failure)]
         slot_names: list[str] = []
         for operand, what in template.operands:
             if operand is Operand.tensor:
@@ -99,7 +113,7 @@ class _OpLine:
             holes.append(name)
         return template.text % tuple(holes), slot_names
 
-    def _function(self) -> str:
+    def _function(self, expect_failure: bool) -> str:
         """The parameter that holds what is called."""
         walk, kernel = self.walk, self.template.kernel
         call: Any = kernel.overload._op
@@ -111,7 +125,7 @@ class _OpLine:
             if autocast:
                 call = WithAutocast(call, autocast)
                 key = (*key, *sorted(autocast.items()))
-        if self.template.raises:
+        if self.template.raises and expect_failure:
             call = MustRaise(call)
         return walk.text.shared(key, call)
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from replayfmt.errors import ReplayRefused, UsageError
+from replayfmt.errors import ReplayFailed, ReplayRefused, UsageError
 from replayfmt.format.codes import RecordKind, ValueKind
 from replayfmt.format.reader import CaptureReader, open_capture
 
@@ -25,12 +25,15 @@ from .facts import Effects, Layout, effects_of
 from .findings import Findings
 from .lowering import Context, Lowering
 from .memory import MemoryWatch
+from .nondeterminism import find_nondeterministic
 from .op_lowering import lower_op
 from .resolve import ResolvedKernel, resolve
-from .results import VERIFY_MODES, PeakMemory, ReplayResult, Verification, VerifyMode
+from .results import VERIFY_MODES, Divergence, OpVerdict, PeakMemory, ReplayResult, Verification, VerifyMode
 from .scan import Scan
 from .scope_times import ScopeTimes
+from .steps import ONE_RECORD, Steps
 from .templates import TemplateMaker
+from .verdicts import KeepGoing
 from .verify import Judge, StopReplay, decide, environment_differences
 from .windows import CodeCache, Window
 
@@ -202,13 +205,64 @@ class Plan:
             self.judge.reset(verification, bitwise=self._is_bitwise(verification), stop_at_first=not keep_going)
             self._clock.reset(self.devices, timer)
             watch = MemoryWatch(self.devices)
-            windows, prepared = self.windows(checks=verification.mode != "none")
-            watch.start()
-            machine = Machine(self.reader, self._content, self._clock, self.judge, self.describe)
-            with suppress(StopReplay):
-                machine.run(windows, times or on_scope, on_progress, prepared=prepared)
-            memory = watch.read()
-        return self._result(verification, memory, times)
+            machine = self._machine()
+            callback = times or on_scope
+            verdicts = None
+            if keep_going:
+                watch.start()
+                verdicts = self._keep_going(machine, verification.mode != "none", callback)
+            else:
+                windows, prepared = self.windows(checks=verification.mode != "none")
+                watch.start()
+                with suppress(StopReplay):
+                    machine.run(windows, callback, on_progress, prepared=prepared)
+            result = self._result(verification, watch.read(), times, verdicts)
+            if result.divergence is not None and verdicts is None and verification.mode != "none":
+                result.nondeterministic = self._nondeterministic(result.divergence)
+        return result
+
+    def _machine(self) -> Machine:
+        return Machine(self.reader, self._content, self._clock, self.judge, self.describe)
+
+    def _keep_going(self, machine: Machine, checks: bool, on_scope: OnScope | None) -> tuple[OpVerdict, ...]:
+        scan = Scan(self.reader, self.effects, checks=checks, window=ONE_RECORD)
+        runner = KeepGoing(self.reader, machine, self._clock, self.judge, self.refused)
+        try:
+            return runner.run(Steps(self.context, scan, checks=checks), on_scope)
+        finally:
+            self._clock.stop()
+            machine.values.clear()
+
+    def _nondeterministic(self, divergence: Divergence) -> tuple[str, ...]:
+        """Ops up to a divergence that differ from themselves."""
+        stop = (divergence.ordinal if divergence.found_at is None else divergence.found_at) + 1
+        scan = Scan(self.reader, self.effects, checks=False, window=ONE_RECORD, stop=stop)
+        self.judge.reset(Verification("none", "none"), bitwise=False, stop_at_first=False)
+        machine = self._machine()
+        try:
+            with suppress(ReplayFailed, StopReplay):
+                return find_nondeterministic(Steps(self.context, scan, checks=False), machine, self._generators)
+        finally:
+            machine.values.clear()
+        return ()
+
+    def scan_up_to(self, ordinal: int) -> Scan:
+        """A scan of what comes before an ordinal."""
+        return Scan(self.reader, self.effects, checks=False, window=ONE_RECORD, stop=ordinal)
+
+    def run_single(self, ordinal: int, *, alone: bool) -> tuple[OpVerdict, Any]:
+        """Run one op, after the ops before it unless `alone`; its verdict, and what it returned."""
+        scan = Scan(self.reader, self.effects, checks=False, window=ONE_RECORD, stop=ordinal + 1,
+                    only=ordinal if alone else None)
+        steps = Steps(self.context, scan, checks=False, result_of=ordinal, alone=alone)
+        with surroundings(dict(self.reader.session.settings), self._generators):
+            self.judge.reset(Verification("none", "none"), bitwise=False, stop_at_first=False)
+            self._clock.reset(self.devices, None)
+            machine = self._machine()
+            runner = KeepGoing(self.reader, machine, self._clock, self.judge, self.refused)
+            runner.run(steps, None)
+            machine.values.clear()
+        return runner.verdict(ordinal), runner.result
 
     def _is_bitwise(self, verification: Verification) -> bool:
         """Scalars that the program read are compared in every replay: without verification as `auto` would."""
@@ -222,8 +276,8 @@ class Plan:
             raise ReplayRefused(f"{self.reader.path}: --verify=bitwise: {why}", (f"{why}; capture with digests=live",))
         return verification
 
-    def _result(self, verification: Verification, memory: tuple[PeakMemory, ...],
-                times: ScopeTimes | None) -> ReplayResult:
+    def _result(self, verification: Verification, memory: tuple[PeakMemory, ...], times: ScopeTimes | None,
+                verdicts: tuple[OpVerdict, ...] | None) -> ReplayResult:
         scan, found = self.scan(checks=False), self.judge.found
         kinds = {RecordKind.op: 0, RecordKind.scope_begin: 0}
         kernels = set()
@@ -232,11 +286,13 @@ class Plan:
                 kinds[signature.kind] += int(scan.signature_calls[number])
                 if signature.kernel and scan.signature_calls[number]:
                     kernels.add(signature.kernel)
+        complete = verdicts is None or all(each.verdict == "ok" for each in verdicts)
         return ReplayResult(
-            outcome="mismatched" if found else "ok", elapsed_ns=self._clock.elapsed_ns, ops=kinds[RecordKind.op],
+            outcome="mismatched" if found else "ok" if complete else "incomplete",
+            elapsed_ns=self._clock.elapsed_ns, ops=kinds[RecordKind.op],
             kernels=len(kernels), scopes=kinds[RecordKind.scope_begin], verification=verification,
             divergence=found[0] if found else None, memory=memory, scope_ns=times.totals() if times else {},
-            notes=self.notes,
+            notes=self.notes, verdicts=verdicts,
         )
 
     # --------------------------------------------------------------------------------------------------------- lifetime

@@ -63,20 +63,23 @@ class Occurrences:
 class Scan:
     """What one pass over the records up to `stop` (None: all of them) found out.
 
-    With `checks`, digest and host_read records count as uses of their tensor: a verifying replay needs it then.
+    With `checks`, digest and host_read records count as uses of their tensor: a verifying replay needs it then. With
+    `only`, nothing but the record at that ordinal counts as a use: what that one op needs.
     `effects` gives an op signature's effects, None where its kernel cannot be resolved.
     """
 
     def __init__(self, reader: CaptureReader, effects: Callable[[int, Layout], Effects | None], *, checks: bool,
-                 window: WindowSize, stop: int | None = None) -> None:
+                 window: WindowSize, stop: int | None = None, only: int | None = None) -> None:
         self.reader = reader
         self.checks = checks
         self.stop = reader.record_count if stop is None else stop
+        self._only = only
         self._effects = effects
         self._layouts: dict[int, Layout] = {}
         self._last_use = GrowingArray(np.int32 if reader.record_count < 2**31 else np.int64, -1)
         self._storage_last_use = GrowingArray(self._last_use.values.dtype.type, -1)
         self._written = GrowingArray(np.bool_, 0)
+        self._imported_again = GrowingArray(np.bool_, 0)
         self._released = GrowingArray(np.bool_, 0)
         self.imports = Imports()
         self.signature_calls = np.zeros(len(reader.signatures), dtype=np.int64)
@@ -119,6 +122,10 @@ class Scan:
 
     def is_written(self, storage: int) -> bool:
         """Whether an op or an import after the first may change its bytes."""
+        return self.is_written_by_ops(storage) or bool(self._imported_again.reach(storage + 1)[storage])
+
+    def is_written_by_ops(self, storage: int) -> bool:
+        """Whether an op may change its bytes."""
         return bool(self._written.reach(storage + 1)[storage])
 
     def is_released(self, storage: int) -> bool:
@@ -136,6 +143,10 @@ class Scan:
             layout = self._layouts[signature_id] = Layout(signature)
         return layout
 
+    def effects(self, signature_id: int) -> Effects | None:
+        """The effects of an op signature, None where its kernel has no operator here."""
+        return self._effects(signature_id, self.layout(signature_id))
+
     def _frame(self, frame: RecordFrame, count: int, kinds: np.ndarray) -> None:
         signatures = frame.signature[:count]
         first = frame.first_ordinal
@@ -149,6 +160,8 @@ class Scan:
         counts = used == RecordKind.op
         if self.checks:
             counts |= (used == RecordKind.digest) | (used == RecordKind.host_read)
+        if self._only is not None:
+            counts = record_of_slot == self._only - first
         self._note_uses(keys, frame.tensor_storage, local[counts], record_of_slot[counts] + first)
         self._note_devices(frame, signatures, record_of_slot, local)
         released: list[tuple[int, int]] = []
@@ -188,7 +201,7 @@ class Scan:
     def _note_writes(self, frame: RecordFrame, signatures: np.ndarray, signature_id: int, local: np.ndarray,
                      first: int) -> None:
         layout = self.layout(signature_id)
-        effects = self._effects(signature_id, layout)
+        effects = self.effects(signature_id)
         storage_slots = [each.int_slot for each in layout.nodes(ValueKind.storage)]
         if not storage_slots and (effects is None or not effects.writes):
             return
@@ -197,7 +210,9 @@ class Scan:
             slots = frame.tensor_first[rows][:, None] + np.array(effects.writes, dtype=np.int64)
             storages = np.unique(frame.tensor_storage[local[slots.ravel()]]).astype(np.int64)
             self._written.reach(int(storages.max()) + 1)[storages] = True
-        for slot in storage_slots:
+        if self._only is not None:
+            rows = rows[rows == self._only - first]
+        for slot in storage_slots if len(rows) else ():
             storages = frame.ints[frame.int_first[rows] + slot]
             np.maximum.at(self._storage_last_use.reach(int(storages.max()) + 1), storages, rows + first)
 
@@ -223,8 +238,9 @@ class Scan:
             self.imports.ordinals += ordinals[~again].tolist()
             self.imports.storages += storages[~again].tolist()
             storages, ordinals = storages[again], ordinals[again]
-            self._written.reach(top)[storages] = True
-        np.maximum.at(self._storage_last_use.reach(top), storages, ordinals)
+            self._imported_again.reach(top)[storages] = True
+        if self._only is None:
+            np.maximum.at(self._storage_last_use.reach(top), storages, ordinals)
         return []
 
     # ----------------------------------------------------------------------------------------------------------- memory

@@ -55,7 +55,7 @@ class Window:
     hoisted: list[tuple[int, int, View]]
     dropped: list[int]
     line_ordinals: list[int] = field(repr=False)
-    constants: int = 0
+    returns_result: bool = False      # the function returns what its op returned, and defines no variables
 
     @property
     def last_ordinal(self) -> int:
@@ -100,6 +100,7 @@ class WindowText:
         self.lines: list[str] = []
         self.line_ordinals: list[int] = []
         self.inputs: list[int] = []
+        self.returns_result = False
         self._constants: list[Any] = []
         self._shared: dict[Hashable, str] = {}
         self._free: list[int] = []
@@ -139,8 +140,8 @@ class WindowText:
         if name[0] == "v":
             self._free.append(int(name[1:]))
 
-    def function(self, cache: CodeCache, outputs: list[str]) -> tuple[Callable[..., list[Any]], int]:
-        """The finished function and how many constants it has."""
+    def function(self, cache: CodeCache, outputs: list[str]) -> Callable[..., list[Any]]:
+        """The finished function."""
         constants = self._constants
         parameters = "".join(f", a{index}" for index in range(len(constants)))
         taken = "".join(f"i{index}, " for index in range(len(self.inputs)))
@@ -149,4 +150,4 @@ class WindowText:
         body = "\n ".join([f"def window(I, s{parameters}):", take_in, *self.lines, f"return [{', '.join(outputs)}]"])
         code = cache.code(body + "\n")
         # PyTorch imports things from under the caller's frame, which takes the builtins from its globals.
-        return types.FunctionType(code, {"__builtins__": builtins}, "window", tuple(constants)), len(constants)
+        return types.FunctionType(code, {"__builtins__": builtins}, "window", tuple(constants))

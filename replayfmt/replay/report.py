@@ -1,0 +1,103 @@
+"""A finished replay as text for people and as one row for programs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .plan import Plan
+from .results import PeakMemory, ReplayResult
+
+_SHOWN_VERDICTS = 20
+
+
+def as_text(plan: Plan, result: ReplayResult) -> list[str]:
+    """The summary, line by line."""
+    devices = ", ".join(map(str, plan.devices)) or "no device"
+    lines = [
+        f"{plan.reader.path}: {result.ops} ops of {result.kernels} kernels in {result.scopes} scopes, on {devices}",
+        f"time: {seconds(result.elapsed_ns)}" + (f", {result.elapsed_ns / result.ops / 1000:.2f} us an op"
+                                                 if result.ops else ""),
+    ]
+    lines += [f"  {path}: {seconds(spent)}" for path, spent in result.scope_ns.items() if "/" not in path]
+    verification = result.verification
+    lines.append(verification.text if verification.mode == "none" else f"verified: {verification.text}")
+    lines += [f"peak memory, {each.device}: {_memory(each)}" for each in result.memory]
+    lines += [f"note: {note}" for note in result.notes]
+    if result.verdicts is not None:
+        lines.append("verdicts: " + ", ".join(f"{count} {name}" for name, count in result.totals().items()))
+        failing = [each for each in result.verdicts if each.verdict != "ok"]
+        lines += [f"  ordinal {each.ordinal} ({each.op}): {each.verdict}: {each.reason}"
+                  for each in failing[:_SHOWN_VERDICTS]]
+        if len(failing) > _SHOWN_VERDICTS:
+            lines.append(f"  and {len(failing) - _SHOWN_VERDICTS} more; --format=jsonl lists all of them")
+    return lines
+
+
+def as_rows(plan: Plan, result: ReplayResult) -> list[dict[str, Any]]:
+    """One `replay` row, then one `verdict` row for each op where verdicts were asked for."""
+    verification = result.verification
+    divergence = result.divergence
+    row: dict[str, Any] = {
+        "kind": "replay",
+        "path": plan.reader.path,
+        "outcome": result.outcome,
+        "devices": [str(device) for device in plan.devices],
+        "ops": result.ops,
+        "kernels": result.kernels,
+        "scopes": result.scopes,
+        "elapsed_ns": result.elapsed_ns,
+        "scope_ns": result.scope_ns,
+        "verification": {
+            "asked": verification.asked,
+            "mode": verification.mode,
+            "reasons": list(verification.reasons),
+            "digests": verification.digests,
+            "host_reads": verification.host_reads,
+            "scalars": verification.scalars,
+            "structures": verification.structures,
+        },
+        "divergence": None if divergence is None else {
+            "ordinal": divergence.ordinal,
+            "op": divergence.what,
+            "result": divergence.result,
+            "scope": divergence.scope,
+            "expected": divergence.expected,
+            "got": divergence.got,
+            "distance": divergence.distance,
+            "found_at": divergence.found_at,
+        },
+        "nondeterministic": list(result.nondeterministic),
+        "memory": [
+            {"device": each.device, "peak_bytes": each.peak_bytes, "before_bytes": each.before_bytes, "note": each.note}
+            for each in result.memory
+        ],
+        "notes": list(result.notes),
+        "findings": list(plan.findings),
+        "verdicts": result.totals() or None,
+    }
+    verdicts = [
+        {"kind": "verdict", "ordinal": each.ordinal, "op": each.op, "verdict": each.verdict, "reason": each.reason}
+        for each in result.verdicts or ()
+    ]
+    return [row, *verdicts]
+
+
+def seconds(nanoseconds: int) -> str:
+    """A duration with a unit that fits."""
+    for limit, unit, size in ((1_000, "ns", 1), (1_000_000, "us", 1e3), (1_000_000_000, "ms", 1e6)):
+        if nanoseconds < limit:
+            return f"{nanoseconds / size:.4g} {unit}"
+    return f"{nanoseconds / 1e9:.4g} s"
+
+
+def _memory(peak: PeakMemory) -> str:
+    if peak.peak_bytes is None:
+        return f"not measured: {peak.note}"
+    text = f"{_mebibytes(peak.peak_bytes)} ({peak.note})"
+    if peak.before_bytes is not None:
+        text += f", {_mebibytes(max(0, peak.peak_bytes - peak.before_bytes))} more than before the ops"
+    return text
+
+
+def _mebibytes(length: int) -> str:
+    return f"{length / 2**20:.1f} MiB"

@@ -1,0 +1,48 @@
+"""Running one op of a capture on its own.
+
+Its inputs are taken straight from the capture where they are content that entered it and that no op before has
+written; otherwise the ops before it are replayed first.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from replayfmt.errors import ReplayFailed, ReplayRefused, UsageError
+from replayfmt.format.codes import RecordKind, StorageOrigin
+from replayfmt.format.reader import CaptureReader
+
+from .plan import Plan
+
+
+def replay_op(reader: CaptureReader, ordinal: int, device: str | None) -> Any:
+    """What the op at an ordinal returns, as its kernel gives it, replayed on `device` (default: the captured ones).
+
+    Raises UsageError where there is no op at the ordinal, ReplayRefused where it or what it needs cannot be run here,
+    ReplayFailed where it raises.
+    """
+    if not 0 <= ordinal < reader.record_count or reader.record(ordinal).kind is not RecordKind.op:
+        raise UsageError(f"{reader.path}: there is no op at ordinal {ordinal}")
+    with Plan(reader, [] if device is None else [device], allow_incomplete=True, keep_going=True) as plan:
+        verdict, result = plan.run_single(ordinal, alone=_inputs_are_imports(plan, ordinal))
+    if verdict.verdict == "ok":
+        return result
+    message = f"{reader.path}: ordinal {ordinal} ({verdict.op}): {verdict.reason}"
+    if verdict.verdict == "failed":
+        raise ReplayFailed(message)
+    raise ReplayRefused(message, (verdict.reason,))
+
+
+def _inputs_are_imports(plan: Plan, ordinal: int) -> bool:
+    """Whether every input has, at that op, the bytes with which it entered the capture."""
+    reader = plan.reader
+    frame = reader.frame(reader.frame_of(ordinal))
+    row = ordinal - frame.first_ordinal
+    before = plan.scan_up_to(ordinal)
+    layout = before.layout(int(frame.signature[row]))
+    first = int(frame.tensor_first[row])
+    slots = frame.tensor_slots[first : first + layout.arg_tensors]
+    return all(
+        reader.storage(storage).origin is StorageOrigin.payload and not before.is_written_by_ops(storage)
+        for storage in set(frame.tensor_storage[slots].tolist())
+    )

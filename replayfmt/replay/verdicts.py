@@ -1,0 +1,147 @@
+"""A replay that keeps going: what became of every op, one by one.
+
+An op is refused where it cannot be run here, or reads content that is not in the capture; failed where it raised;
+mismatched where its results are not the captured ones; skipped where it needs what such an op would have given. What an
+op that did not succeed would have written is not to be trusted from there on, until content is imported again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from typing import Any
+
+from replayfmt.errors import ReplayFailed
+from replayfmt.format.codes import RecordKind, StorageOrigin
+from replayfmt.format.reader import CaptureReader
+
+from .execute import Machine, OnScope, RunClock
+from .results import OpVerdict, Verdict
+from .steps import Step, Touched
+from .verify import Judge, StopReplay
+
+_CHECKS = (RecordKind.digest, RecordKind.host_read)
+
+
+class KeepGoing:
+    """Runs steps and judges each op. `refused` has the reason for op signatures that cannot be run here."""
+
+    def __init__(self, reader: CaptureReader, machine: Machine, clock: RunClock, judge: Judge,
+                 refused: Mapping[int, str]) -> None:
+        self._reader = reader
+        self._machine = machine
+        self._clock = clock
+        self._judge = judge
+        self._refused = refused
+        self._spoiled: dict[int, int] = {}          # storage → ordinal of the op that should have written it
+        self._absent: set[int] = set()              # storages whose content is not in the capture
+        self._writer: dict[int, int] = {}           # storage → ordinal of the op that wrote it last
+        self._verdicts: dict[int, OpVerdict] = {}
+        self.result: Any = None                     # what the last op returned, where its step returns results
+
+    def run(self, steps: Iterable[Step], on_scope: OnScope | None) -> tuple[OpVerdict, ...]:
+        """Every op's verdict, in order."""
+        for step in steps:
+            found = len(self._judge.found)
+            self._prepare(step)
+            if step.op is not None:
+                self._op(step, step.op, on_scope)
+            else:
+                self._other(step, on_scope)
+            self._blame(step, found)
+        return tuple(self._verdicts[ordinal] for ordinal in sorted(self._verdicts))
+
+    def verdict(self, ordinal: int) -> OpVerdict:
+        """The verdict on one op that was run."""
+        return self._verdicts[ordinal]
+
+    # ---------------------------------------------------------------------------------------------------------- steps
+
+    def _prepare(self, step: Step) -> None:
+        self._machine.prepare(step.window)
+        for staged in step.window.staged:
+            if self._reader.storage(staged.storage).origin is StorageOrigin.absent and staged.length_bytes:
+                self._absent.add(staged.storage)
+
+    def _op(self, step: Step, touched: Touched, on_scope: OnScope | None) -> None:
+        verdict, reason = self._obstacle(step, touched)
+        if verdict == "ok":
+            try:
+                self._call(step, on_scope)
+            except ReplayFailed as error:
+                verdict, reason = "failed", _cause(error)
+            except StopReplay:
+                verdict, reason = "mismatched", str(self._judge.found[-1])
+        else:
+            self._abandon(step)
+        name, _scope = self._machine.describe(step.ordinal)
+        self._verdicts[step.ordinal] = OpVerdict(step.ordinal, name, verdict, reason)
+        spoiled = touched.writes | (touched.results - touched.reads)
+        for storage in spoiled:
+            if verdict == "ok":
+                self._writer[storage] = step.ordinal
+            else:
+                self._spoiled.setdefault(storage, step.ordinal)
+
+    def _obstacle(self, step: Step, touched: Touched) -> tuple[Verdict, str]:
+        """Why an op cannot be run, if it cannot."""
+        reason = self._refused.get(touched.signature)
+        if reason is not None:
+            return "refused", reason
+        for storage in sorted(touched.reads):
+            if storage in self._spoiled:
+                return "skipped", f"it needs what ordinal {self._spoiled[storage]} did not give"
+            if storage in self._absent:
+                return "refused", f"the content of storage {storage} is not in the capture"
+        if any(key not in self._machine.values for key in step.window.inputs):
+            return "skipped", "it needs a tensor that an earlier op did not give"
+        return "ok", ""
+
+    def _call(self, step: Step, on_scope: OnScope | None) -> None:
+        inputs = self._machine.take(step.window)
+        self._clock.resume()
+        try:
+            outputs = self._machine.call(step.window, inputs, on_scope)
+        finally:
+            self._clock.halt()
+        if step.window.returns_result:
+            self.result = outputs
+        else:
+            self._machine.values.update(zip(step.window.outputs, outputs, strict=True))
+
+    def _abandon(self, step: Step) -> None:
+        for key, consumed in zip(step.window.inputs, step.window.consumed, strict=True):
+            if consumed:
+                self._machine.values.pop(key, None)
+
+    def _other(self, step: Step, on_scope: OnScope | None) -> None:
+        """A record that is no op. Content that is imported again can be trusted again."""
+        usable = all(key in self._machine.values for key in step.window.inputs)
+        if step.kind is RecordKind.storage_import:
+            for storage in step.storages:
+                self._spoiled.pop(storage, None)
+        elif step.storages & (self._spoiled.keys() | self._absent):
+            usable = False
+        if not usable:
+            self._abandon(step)
+            return
+        with suppress(StopReplay):
+            self._call(step, on_scope)
+
+    def _blame(self, step: Step, found: int) -> None:
+        """Give divergences to the op they are about: named by the record, or else the last that wrote the memory."""
+        for divergence in self._judge.found[found:]:
+            culprit = divergence.ordinal
+            if culprit not in self._verdicts:
+                writers = [self._writer[storage] for storage in step.storages if storage in self._writer]
+                if not writers:
+                    continue
+                culprit = max(writers)
+            known = self._verdicts[culprit]
+            if known.verdict == "ok":
+                self._verdicts[culprit] = OpVerdict(culprit, known.op, "mismatched", str(divergence))
+
+
+def _cause(error: ReplayFailed) -> str:
+    cause = error.__cause__
+    return f"{type(cause).__name__}: {str(cause).strip().partition(chr(10))[0]}" if cause is not None else str(error)

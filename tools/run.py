@@ -1,0 +1,89 @@
+"""opreplay-run: do a capture's work again and compare the results with what was captured."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import click
+
+from replayfmt.errors import ReplayMismatch
+
+from .command import report, run_tool, tool
+from .profiling_flags import profiling_options, profiling_request
+from .replay_flags import ReplayFlags, replay_options
+
+if TYPE_CHECKING:
+    from replayfmt.replay.results import ReplayResult
+
+_LONG = 20_000       # records; shorter replays show no progress
+
+
+@tool("opreplay-run")
+@replay_options
+@click.option("--keep-going", is_flag=True,
+              help="Run what can be run and give every op a verdict: ok, refused, failed, mismatched or skipped.")
+@click.option("--format", "form", type=click.Choice(["text", "jsonl"]), default="text", show_default=True,
+              help="How the result is printed.")
+@profiling_options
+@click.argument("capture", metavar="CAPTURE")
+def cli(capture: str, device: tuple[str, ...], verify: str, allow_incomplete: bool, keep_going: bool, form: str,
+        device_profiling_mode: str | None, device_profiling_output: str | None, force: bool) -> int:
+    """Replay CAPTURE without the program that made it, and verify the results.
+
+    Exits with 0 if it ran and matched, 1 if it was refused, failed or did not match, 2 for wrong usage, 3 if CAPTURE is
+    missing, unreadable or no valid capture.
+    """
+    flags = ReplayFlags.of(device, verify, allow_incomplete)
+    profiling = profiling_request(device_profiling_mode, device_profiling_output, force)
+    with flags.plan(capture, keep_going=keep_going) as plan:
+        from replayfmt.replay.report import as_rows, as_text
+
+        if profiling:
+            profiling.check(plan)
+        with _progress(plan.reader.record_count) as on_progress:
+            result = plan.execute(verify=flags.verify, keep_going=keep_going, on_progress=on_progress, scope_times=True)
+        if form == "jsonl":
+            for row in as_rows(plan, result):
+                click.echo(json.dumps(row, ensure_ascii=False))
+        else:
+            for line in as_text(plan, result):
+                click.echo(line)
+            for finding in plan.findings:
+                click.echo(f"finding: {finding}")
+        code = _judge(capture, result, bool(plan.findings))
+        if profiling:
+            profiling.profile(plan)
+    return code
+
+
+def _judge(capture: str, result: ReplayResult, findings: bool) -> int:
+    """Say on stderr what did not match; the exit code."""
+    if result.divergence is not None:
+        details = [f"ops that differ from themselves when run twice: {text}" for text in result.nondeterministic]
+        differs = f"{capture}: the replay differs from the capture: {result.divergence}"
+        report(ReplayMismatch("\n  ".join([differs, *details])))
+    return 0 if result.outcome == "ok" and not findings else 1
+
+
+@contextmanager
+def _progress(records: int) -> Iterator[Callable[[int], None] | None]:
+    """A progress bar on stderr for long replays on a terminal; None otherwise."""
+    if records < _LONG or not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("replaying"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("replaying", total=records)
+        yield lambda done: bar.update(task, completed=done)
+
+
+def main() -> None:
+    """The console script."""
+    run_tool(cli)
