@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from .report import Report
-from .units import duration, rate
+from .units import duration, printable, rate
 
 # Where there is no terminal to fit, nothing is wrapped: the lines are for other programs and for files.
 _UNLIMITED = 10_000
@@ -37,7 +37,7 @@ def print_report(report: Report, console: Console | None = None) -> None:
 
 
 def _line(console: Console, text: str, style: str = "") -> None:
-    console.print(Text(text, style=style), soft_wrap=True)
+    console.print(Text(printable(text), style=style), soft_wrap=True)
 
 
 def _captured(row: dict[str, Any]) -> str:
@@ -57,7 +57,7 @@ def _table(rows: list[dict[str, Any]]) -> Table:
     for name in names:
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
-        table.add_row(*_cells(row, host))
+        table.add_row(*(Text(cell) for cell in _cells(row, host)))
     return table
 
 
@@ -76,6 +76,6 @@ def _cells(row: dict[str, Any], host: bool) -> list[str]:
     if "samples" in row:
         low, high = row["median_real_time_low"], row["median_real_time_high"]
         interval = "-" if low is None else f"{duration(low)} .. {duration(high)}"
-    return [row["name"], shown("real_time"), shown("cpu_time"), *([shown("host_time")] if host else []),
+    return [printable(row["name"]), shown("real_time"), shown("cpu_time"), *([shown("host_time")] if host else []),
             str(row["iterations"]), shown("median_real_time"), interval, shown("stddev_real_time"),
             shown("min_real_time"), shown("ops_per_second")]

@@ -1,4 +1,4 @@
-"""How times and rates are written for people: four significant digits and the unit that fits."""
+"""How times, rates and names are written for people: four significant digits and the unit that fits, one line."""
 
 from __future__ import annotations
 
@@ -21,6 +21,11 @@ def rate(per_second: float | None) -> str:
         return "-"
     scale, unit = next((pair for pair in _RATE_UNITS if abs(per_second) >= pair[0]), _RATE_UNITS[-1])
     return f"{_digits(per_second / scale)}{unit}/s"
+
+
+def printable(text: str) -> str:
+    """Text that stays on its line and cannot steer a terminal: names come from captures."""
+    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
 
 
 def _digits(value: float) -> str:

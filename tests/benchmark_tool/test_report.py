@@ -178,6 +178,13 @@ def test_nothing_is_cut_off_where_there_is_no_terminal():
     assert f"BM_replay/scope:{name} " in shown(made)
 
 
+def test_names_from_a_capture_cannot_steer_a_terminal_or_be_taken_for_markup():
+    made = report(Measurement(Region("[red]a\x1b[2J\nb", frozenset(), 1, 1, 10), [sample(1, 2)]))
+    text = shown(made)
+    assert "BM_replay/scope:[red]a\\x1b[2J\\nb " in text and "\x1b" not in text
+    assert json.loads(made.json())["benchmarks"][0]["name"] == "BM_replay/scope:[red]a\x1b[2J\nb"
+
+
 @pytest.mark.parametrize("nanoseconds, text", [
     (0, "0.000 ns"), (12.345, "12.35 ns"), (999.9, "999.9 ns"), (1000, "1.000 us"), (123_456, "123.5 us"),
     (1.5e6, "1.500 ms"), (2.5e9, "2.500 s"), (123456e9, "123456 s"), (None, "-"), (-1.5e3, "-1.500 us")])
