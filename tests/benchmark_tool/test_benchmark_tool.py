@@ -217,7 +217,8 @@ def test_a_trace_that_cannot_be_is_refused_early(bench, captured, tmp_path, monk
 
 @pytest.mark.parametrize("flags", [
     ["--benchmark-min-time=fast"], ["--benchmark-min-time=0x"], ["--benchmark-warmup=-1"],
-    ["--benchmark-repetitions=0"], ["--benchmark-format=xml"], ["--verify=maybe"], ["--replay-scope=nowhere"], ["--no-such-flag"], ["second.opreplay"],
+    ["--benchmark-repetitions=0"], ["--benchmark-format=xml"],
+    ["--verify=maybe"], ["--replay-scope=nowhere"], ["--no-such-flag"], ["second.opreplay"],
 ])
 def test_wrong_usage_gives_exit_code_2(bench, captured, flags, executed):
     done = bench(captured, *flags)
