@@ -17,6 +17,7 @@ from replayfmt.format.reader import CaptureReader, RecordFrame
 
 from .json_text import encode, integers, quote
 from .text import printable
+from .values import CHUNK_CHARACTERS, scope_path
 
 Row = dict[str, Any]
 
@@ -116,7 +117,7 @@ def definition_rows(reader: CaptureReader) -> Iterator[Row]:
         yield {"kind": "generator", "id": number, "device": names[generator.device], "default": generator.default}
     for number, scope in enumerate(reader.scopes[1:], start=1):
         yield {
-            "kind": "scope", "id": number, "name": scope.name, "path": reader.scope_path(number),
+            "kind": "scope", "id": number, "name": scope.name, "path": scope_path(reader, number),
             "parent": scope.parent or None,
         }
     for payload in reader.payloads:
@@ -147,7 +148,7 @@ def storage_lines(reader: CaptureReader, frame: RecordFrame) -> Iterator[str]:
     born = zip(
         count(frame.first_storage), integers(frame.storage_bytes), frame.storage_device.tolist(),
         frame.storage_origin.tolist(), frame.storage_payload.tolist(), strict=False)
-    at_once = max(1, (1 << 26) // (max(map(len, devices)) + 256))
+    at_once = max(1, CHUNK_CHARACTERS // (max(map(len, devices)) + 256))
     while rows := [
         f'{{"kind":"storage","id":{number},"device":{devices[device]},"bytes":{size},"origin":{origins[origin]},'
         f'"payload":{payload or "null"}}}\n'

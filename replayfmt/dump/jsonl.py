@@ -16,7 +16,7 @@ from replayfmt.format.reader import CaptureReader, RecordFrame
 
 from .json_text import encode, integer, integers, number, quote
 from .templates import Hole, Piece, Slot
-from .values import Columns, Cursor, Dialect, Made, device_slot
+from .values import Columns, Cursor, Dialect, Made, device_slot, scope_path
 
 # Kinds whose value is plain JSON; lists of one such kind hold these values themselves.
 PLAIN = frozenset({
@@ -46,12 +46,14 @@ class JsonLines(Dialect):
         self._meta_devices = Made(lambda number: self._devices[reader.metas[number].device])
 
     def scope(self, number: int) -> str:
-        return quote(self.reader.scope_path(number))
+        return quote(scope_path(self.reader, number))
 
     # ------------------------------------------------------------------------------------------------------- columns
 
     def columns(self, frame: RecordFrame) -> Columns:
         rows = frame.tensor_meta.tolist()
+        longest = max((len(before) for before, _after in self._metas.of(list(set(rows)))), default=0)
+        self.check_room(frame, longest * len(rows), "the tensors")
         storages = integers(frame.tensor_storage)
         if frame.tensor_storage.size and not frame.tensor_storage.all():
             storages = [storage or "null" for storage in storages]

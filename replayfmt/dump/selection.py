@@ -77,12 +77,24 @@ def _scopes(reader: CaptureReader, name: str) -> np.ndarray:
     """Which scopes are called `name`, by their own name or by full path, or lie inside one that is."""
     inside = np.zeros(len(reader.scopes), bool)
     for scope, definition in enumerate(reader.scopes[1:], start=1):
-        inside[scope] = inside[definition.parent] or definition.name == name or reader.scope_path(scope) == name
+        inside[scope] = inside[definition.parent] or definition.name == name or _has_path(reader, scope, name)
     if not inside.any():
         known = sorted({definition.name for definition in reader.scopes[1:]})
         listed = ", ".join(known[:10]) + (f" and {len(known) - 10} more" if len(known) > 10 else "") or "none"
         raise NoSuchScope(f"{reader.path}: no scope is called {name!r}; its scopes are: {listed}")
     return inside
+
+
+def _has_path(reader: CaptureReader, scope: int, path: str) -> bool:
+    """Whether this is the scope's path. Walks up no further than `path` reaches."""
+    while scope:
+        name, scope = reader.scopes[scope].name, reader.scopes[scope].parent
+        if not scope:
+            return path == name
+        if not path.endswith(f"/{name}"):
+            return False
+        path = path[: -len(name) - 1]
+    return False
 
 
 def _kernels(reader: CaptureReader, pattern: str) -> set[int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import islice, repeat
+from itertools import repeat
 
 from replayfmt.format.reader import CaptureReader, RecordFrame
 
@@ -12,9 +12,6 @@ from .jsonl import JsonLines
 from .selection import Filter, Selection
 from .text import Text
 from .values import Dialect
-
-# No chunk of records is longer, unless a single row is. One frame of ordinary records makes about 10 million.
-CHUNK_CHARACTERS = 1 << 26
 
 
 def jsonl_chunks(reader: CaptureReader, selection: Selection, summary_only: bool = False) -> Iterator[str]:
@@ -64,22 +61,24 @@ def _records(dialect: Dialect, frame: RecordFrame, chosen: Filter) -> Iterator[s
         ordinals = list(range(frame.first_ordinal + which.start, frame.first_ordinal + which.stop))
     else:
         ordinals = (which + frame.first_ordinal).tolist()
+    scopes = frame.scope[which].tolist()
     device_duration = frame.device_duration_ns
     columns = dialect.columns(frame)
     T, I, F, R, L, D = columns.T, columns.I, columns.F, columns.R, columns.L, columns.D  # noqa: E741
-    calls = zip(
-        dialect.functions.of(signatures), dialect.ordinals(ordinals), dialect.scopes.of(frame.scope[which].tolist()),
-        frame.thread[which].tolist(), dialect.integers(frame.start_ns[which]),
+    records = zip(
+        dialect.ordinals(ordinals), frame.thread[which].tolist(), dialect.integers(frame.start_ns[which]),
         repeat("null") if frame.duration_ns is None else frame.duration_ns[which].tolist(),
         repeat("") if device_duration is None else dialect.device_durations(device_duration[which]),
         frame.tensor_first[:-1][which].tolist(), frame.int_first[:-1][which].tolist(),
         frame.float_first[:-1][which].tolist(), strict=False)
     tail = dialect.tail(frame)
-    # A whole frame at once, unless its longest possible row says that this could be too much.
-    longest = dialect.longest_template + dialect.longest_scope + columns.longest(frame) + 256
-    while rows := [
-        function(o, s, h, n, d, g, t, i, f, T, I, F, R, L, D)
-        for function, o, s, h, n, d, g, t, i, f in islice(calls, max(1, CHUNK_CHARACTERS // longest))
-    ]:
+    at_once = dialect.rows_at_once(frame, signatures, columns)
+    for first in range(0, len(signatures), at_once):
+        functions = dialect.functions.of(signatures[first:first + at_once])
+        paths = dialect.scopes.of(scopes[first:first + at_once])
+        rows = [
+            function(o, s, h, n, d, g, t, i, f, T, I, F, R, L, D)
+            for function, s, (o, h, n, d, g, t, i, f) in zip(functions, paths, records, strict=False)
+        ]
         rows.append("")
         yield tail.join(rows)

@@ -74,11 +74,13 @@ class Text(Dialect):
         return indent
 
     def columns(self, frame: RecordFrame) -> Columns:
+        metas = frame.tensor_meta.tolist()
+        longest = max(map(len, self._metas.of(list(set(metas)))), default=0)
+        self.check_room(frame, longest * len(metas), "the tensors")
         tensors = [
             f"%{tensor} {meta}{f'+{offset}' if offset else ''}"
             for tensor, meta, offset in zip(
-                frame.tensor_id.tolist(), self._metas.of(frame.tensor_meta.tolist()), frame.tensor_offset.tolist(),
-                strict=True)
+                frame.tensor_id.tolist(), self._metas.of(metas), frame.tensor_offset.tolist(), strict=True)
         ]
         slots, ints = frame.tensor_slots.tolist(), frame.ints.tolist()
         return Columns(T=list(map(tensors.__getitem__, slots)), I=ints, F=frame.floats.tolist(), R=ints, L=slots,

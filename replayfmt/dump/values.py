@@ -13,12 +13,18 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
+from replayfmt.errors import InvalidCapture
 from replayfmt.format.model import SLOTS, Node, Signature
 from replayfmt.format.reader import CaptureReader, RecordFrame
 
 from .templates import Piece, RowFunction, row_function
 
 T = TypeVar("T")
+
+# No chunk of rows is longer. One frame of ordinary records takes about 10 million characters.
+CHUNK_CHARACTERS = 1 << 27
+CACHE_CHARACTERS = 1 << 27
+PATH_CHARACTERS = 2048
 
 
 @dataclass
@@ -64,17 +70,38 @@ class Columns:
 
 
 class Made(Generic[T]):
-    """Something made once for each id that is met: a capture may define far more than a selection uses."""
+    """Something made once for each id that is met: a capture may define far more than a selection uses. What weighs
+    more than the limit together is made anew, so that memory does not grow with a capture's length."""
 
-    def __init__(self, make: Callable[[int], T]) -> None:
+    def __init__(self, make: Callable[[int], T], weigh: Callable[[int], int] = lambda _number: 1) -> None:
         self._make = make
+        self._weigh = weigh
         self._known: dict[int, T] = {}
+        self._weight = 0
 
     def of(self, ids: list[int]) -> Iterator[T]:
-        """What belongs to each id, in their order."""
+        """What belongs to each id, in their order. Use it up before asking again."""
+        if self._weight > CACHE_CHARACTERS:
+            self._known.clear()
+            self._weight = 0
         for number in set(ids).difference(self._known):
             self._known[number] = self._make(number)
+            self._weight += self._weigh(number)
         return map(self._known.__getitem__, ids)
+
+
+def scope_path(reader: CaptureReader, number: int) -> str:
+    """A scope's names from the outermost inwards, joined by slashes; "" for 0. Of paths that no program needs, only the
+    end, after an ellipsis: nested scopes could otherwise make rows that are longer than the capture."""
+    names: list[str] = []
+    length = 0
+    while number and length <= PATH_CHARACTERS:
+        scope = reader.scopes[number]
+        names.append(scope.name)
+        length += len(scope.name) + 1
+        number = scope.parent
+    path = "/".join(reversed(names))
+    return path if length <= PATH_CHARACTERS else "…" + path[-PATH_CHARACTERS:]
 
 
 class Dialect(ABC):
@@ -82,22 +109,36 @@ class Dialect(ABC):
 
     def __init__(self, reader: CaptureReader) -> None:
         self.reader = reader
-        self.functions: Made[RowFunction] = Made(self._function)
-        self.scopes: Made[str] = Made(self._scope)
-        # The longest text that a signature and a scope have added to a row so far, in characters.
-        self.longest_template = 0
-        self.longest_scope = 0
+        self.lengths: Made[int] = Made(self._length)
+        self.functions: Made[RowFunction] = Made(
+            lambda number: row_function(self.template(reader.signatures[number])), self._length)
+        self.scopes: Made[str] = Made(self.scope, lambda _number: PATH_CHARACTERS)
 
-    def _function(self, number: int) -> RowFunction:
-        pieces = self.template(self.reader.signatures[number])
-        length = sum(len(piece) for piece in pieces if isinstance(piece, str))
-        self.longest_template = max(self.longest_template, length)
-        return row_function(pieces)
+    def _length(self, number: int) -> int:
+        """An upper bound of what a signature's text adds to a row, in characters."""
+        signature = self.reader.signatures[number]
+        text = sum(len(node.name) + len(str(node.constant)) for node in signature.nodes)
+        if signature.kernel:
+            kernel = self.reader.kernels[signature.kernel]
+            text += len(kernel.name) + len(kernel.overload)
+        # A character takes at most twelve in JSON: a pair of surrogates, each written as \\u and four digits.
+        return 12 * text + 64 * len(signature.nodes) + 256
 
-    def _scope(self, number: int) -> str:
-        text = self.scope(number)
-        self.longest_scope = max(self.longest_scope, len(text))
-        return text
+    def rows_at_once(self, frame: RecordFrame, signatures: list[int], columns: Columns) -> int:
+        """How many of these records to write at once, so that their rows stay below CHUNK_CHARACTERS.
+
+        Raises InvalidCapture where a single row could be longer.
+        """
+        path = 12 * PATH_CHARACTERS * bool(frame.scope.any())
+        longest = max(self.lengths.of(signatures)) + path + columns.longest(frame)
+        self.check_room(frame, longest, "a row")
+        return CHUNK_CHARACTERS // longest
+
+    def check_room(self, frame: RecordFrame, characters: int, what: str) -> None:
+        """Raise InvalidCapture where what a frame needs is more than any real capture makes it."""
+        if characters > CHUNK_CHARACTERS:
+            raise InvalidCapture(f"{self.reader.path}: frame at {frame.offset:#x}: {what} of its records could take "
+                                 f"{characters} characters; the limit is {CHUNK_CHARACTERS}")
 
     @abstractmethod
     def scope(self, number: int) -> str:

@@ -13,10 +13,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from replayfmt.dump import stream
+from replayfmt.dump import values
 from replayfmt.dump.json_text import encode
 from replayfmt.dump.selection import Selection
 from replayfmt.dump.stream import jsonl_chunks
+from replayfmt.errors import InvalidCapture
 from replayfmt.format.codes import DType, Layout, MemoryFormat, OpStatus, RecordKind, StorageOrigin, TensorFlag
 from replayfmt.format.codes import ValueKind as V
 from replayfmt.format.model import Device, Generator, Kernel, Node, Signature, TensorMeta
@@ -318,8 +319,12 @@ def test_a_chunk_stays_bounded_however_long_the_rows_of_a_capture_are(
         every: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with open_capture(every) as reader:
         whole = "".join(jsonl_chunks(reader, EVERYTHING))
-        monkeypatch.setattr(stream, "CHUNK_CHARACTERS", 4000)
+        monkeypatch.setattr(values, "CHUNK_CHARACTERS", 100_000)
+        monkeypatch.setattr(values, "CACHE_CHARACTERS", 1000)
         chunks = [chunk for chunk in jsonl_chunks(reader, EVERYTHING) if '"ordinal"' in chunk]
-        assert "".join(jsonl_chunks(reader, EVERYTHING)) == whole
-    assert all(len(chunk) <= 4000 or chunk.count("\n") == 1 for chunk in chunks)
+        assert "".join(chunks) == whole[whole.index('{"kind":"scope_begin","ordinal":0'):]
+        monkeypatch.setattr(values, "CHUNK_CHARACTERS", 10_000)
+        with pytest.raises(InvalidCapture, match="limit is 10000"):
+            list(jsonl_chunks(reader, EVERYTHING))
+    assert len(chunks) > 5 and all(len(chunk) <= 100_000 for chunk in chunks)
     assert any(chunk.count("\n") > 1 for chunk in chunks)
