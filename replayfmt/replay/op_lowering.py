@@ -219,7 +219,7 @@ class _OpLine:
             return self.walk.frame.keys[self.first + leaf.what] not in self.defined
         return leaf.leaf is Leaf.nothing
 
-    def _leaf_name(self, leaf: Result) -> str:
+    def _leaf_name(self, leaf: Result, *, of_composite: bool = False) -> str:
         """The name a leaf is assigned to; what has to happen with it then goes to `after`."""
         walk = self.walk
         if leaf.leaf is Leaf.tensor:
@@ -230,19 +230,21 @@ class _OpLine:
         name = walk.text.register()
         self.temporary.append(name)
         if leaf.leaf is Leaf.scalar:
-            self.after.append(f"{walk.text.constant(self._scalar(leaf))}({name})")
+            self.after.append(f"{walk.text.constant(self._scalar(leaf, read=not of_composite))}({name})")
         elif leaf.leaf is Leaf.composite:
             count = len(leaf.parts)
             take_apart = walk.text.shared(("take apart", leaf.what, count), TakeApart(leaf.what, count))
-            parts = [self._leaf_name(part) for part in leaf.parts]
+            checks, self.after = self.after, []
+            parts = [self._leaf_name(part, of_composite=True) for part in leaf.parts]
             self.assigned.update(parts)
-            self.after.append(f"({''.join(part + ', ' for part in parts)}) = {take_apart}({name})")
+            taken = f"({''.join(part + ', ' for part in parts)}) = {take_apart}({name})"
+            self.after = [*checks, taken, *self.after]
         return name
 
-    def _scalar(self, leaf: Result) -> CheckScalar:
+    def _scalar(self, leaf: Result, *, read: bool = True) -> CheckScalar:
         frame = self.walk.frame
         expected = leaf.what(frame.ints, frame.int_first[self.row], frame.floats, frame.float_first[self.row])
-        return CheckScalar(self.walk.context.judge, Where(self.ordinal, leaf.index, self.ordinal), expected)
+        return CheckScalar(self.walk.context.judge, Where(self.ordinal, leaf.index, self.ordinal), expected, read=read)
 
     # --------------------------------------------------------------------------------------------------------- checking
 

@@ -78,9 +78,9 @@ class Judge:
         if self.stop_at_first:
             raise StopReplay
 
-    def scalar(self, where: Where, expected: Any, got: Any) -> None:
-        """Compare a value that left the device."""
-        self.verification.scalars += 1
+    def scalar(self, where: Where, expected: Any, got: Any, *, read: bool) -> None:
+        """Compare a result that is no tensor. `read`: the program got it, so it left the device."""
+        self.verification.scalars += read
         if _same_scalar(expected, got) or (not self.bitwise and _close_scalar(expected, got)):
             return
         self.diverged(where, repr(expected), repr(got), _scalar_distance(expected, got))
@@ -104,15 +104,15 @@ class Judge:
 
 
 class CheckScalar:
-    """Called with a scalar result; compares it with the captured one."""
+    """Called with a result that is no tensor; compares it with the captured one."""
 
-    __slots__ = ("_expected", "_judge", "_where")
+    __slots__ = ("_expected", "_judge", "_read", "_where")
 
-    def __init__(self, judge: Judge, where: Where, expected: Any) -> None:
-        self._judge, self._where, self._expected = judge, where, expected
+    def __init__(self, judge: Judge, where: Where, expected: Any, *, read: bool) -> None:
+        self._judge, self._where, self._expected, self._read = judge, where, expected, read
 
     def __call__(self, got: Any) -> None:
-        self._judge.scalar(self._where, self._expected, got)
+        self._judge.scalar(self._where, self._expected, got, read=self._read)
 
 
 class CheckDigest:
