@@ -13,7 +13,7 @@ import click
 from replayfmt.errors import UsageError
 
 from .command import run_tool, tool
-from .profiling_flags import profiling_options, profiling_request
+from .profiling_flags import profiled, profiling_options, profiling_request
 from .replay_flags import ReplayFlags, replay_options
 
 if TYPE_CHECKING:
@@ -64,14 +64,11 @@ def cli(capture: str, device: tuple[str, ...], verify: str, allow_incomplete: bo
     with ExitStack() as stack:
         out = stack.enter_context(output_file(_OUT, benchmark_out, force)) if benchmark_out is not None else None
         plan = stack.enter_context(flags.plan(capture))
-        if profiling:
-            profiling.check(plan)
+        stack.enter_context(profiled(profiling, plan))
         report = _measure(plan, options)
         _show(report, benchmark_format)
         if out is not None:
             out.write(report.json())
-        if profiling:
-            profiling.profile(plan)
 
 
 def _measure(plan: Plan, options: Options) -> Report:

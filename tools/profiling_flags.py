@@ -5,13 +5,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
 import click
 
-from replayfmt.errors import UsageError
+from replayfmt.errors import ReplayFailed, ReplayMismatch, UsageError
 
 
 def profiling_options(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -47,6 +48,25 @@ class ProfilingRequest:
         from replayfmt.benchmark.profiling import profile_replay
 
         profile_replay(plan, self.families, self.output, force=self.force)
+
+
+@contextmanager
+def profiled(request: ProfilingRequest | None, plan: Any) -> Iterator[None]:
+    """Around the replays a tool is for: checks the request before them and writes the trace after them.
+
+    Also when they failed: the trace then goes as far as the replay does, and the failure goes on.
+    """
+    if request is None:
+        yield
+        return
+    request.check(plan)
+    try:
+        yield
+    except (ReplayFailed, ReplayMismatch):
+        with suppress(ReplayFailed):      # the same failure once more, most likely; the first is the one to report
+            request.profile(plan)
+        raise
+    request.profile(plan)
 
 
 def profiling_request(mode: str | None, output: str | None, force: bool) -> ProfilingRequest | None:

@@ -15,6 +15,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+_ADDR_NO_RANDOMIZE = 0x0040000
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
@@ -29,6 +30,7 @@ def machine_context(root: Path = Path("/")) -> dict[str, Any]:
     known = {
         "mhz_per_cpu": _frequency(root),
         "cpu_scaling_enabled": frequency_scaling(root),
+        "aslr_enabled": _random_addresses(root),
         "caches": _caches(root),
         "load_avg": _load(root),
     }
@@ -40,6 +42,12 @@ def frequency_scaling(root: Path = Path("/")) -> bool | None:
     governors = [_text(path) for path in root.glob("sys/devices/system/cpu/cpu[0-9]*/cpufreq/scaling_governor")]
     known = [governor for governor in governors if governor]
     return any(governor != "performance" for governor in known) if known else None
+
+
+def _random_addresses(root: Path) -> bool | None:
+    """Whether this process's addresses are random (ASLR): its personality lacks ADDR_NO_RANDOMIZE."""
+    personality = _text(root / "proc/self/personality")
+    return not int(personality, 16) & _ADDR_NO_RANDOMIZE if personality else None
 
 
 def _frequency(root: Path) -> int | None:

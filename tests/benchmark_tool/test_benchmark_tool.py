@@ -127,6 +127,26 @@ def test_a_replay_that_does_not_match_gives_exit_code_1_and_no_results(bench, tm
     assert "host read by tolist" in done.err and "scope execute" in done.err
 
 
+@torch.library.custom_op("opreplay_benchmark_test::fails_later", mutates_args=())
+def fails_later(value: torch.Tensor) -> torch.Tensor:
+    """Works once, when it is captured."""
+    _counter[0] += 1
+    if _counter[0] > 1:
+        raise RuntimeError("no more")
+    return value.clone()
+
+
+@pytest.mark.parametrize("main", [benchmark.main, run.main])
+def test_the_trace_is_written_when_the_replay_fails(tool, tmp_path, main):
+    path, out = tmp_path / "fails.opreplay", tmp_path / "trace.json"
+    _counter[0] = 0
+    with replayfmt.capture(path), replayfmt.scope("execute"):
+        fails_later(torch.ones(3).cosh())
+    tool(main, path, "--device-profiling-mode=host-ops", f"--device-profiling-output={out}")
+    assert tool.code == 1 and "fails_later" in tool.err and len(tool.err.splitlines()) == 1
+    assert {"aten::cosh", "execute"} <= {event["name"] for event in trace(out)}
+
+
 def test_results_are_written_in_google_benchmarks_json_whatever_is_printed(bench, captured, tmp_path):
     out = tmp_path / "out.json"
     done = bench(captured, f"--benchmark-out={out}", "--benchmark-format=csv")

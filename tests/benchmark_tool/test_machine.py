@@ -24,6 +24,7 @@ def test_what_the_machine_tells_is_read(tmp_path):
     write(tmp_path, {
         **cache(0, type="Data", level="1", size="48K", shared_cpu_map="00000000,00000003"),
         **cache(3, type="Unified", level="3", size="32M", shared_cpu_map="f"),
+        "proc/self/personality": "00040000\n",
         "proc/loadavg": "0.50 1.25 2.00 1/234 5678\n",
         "proc/cpuinfo": "processor\t: 0\nmodel name\t: A\ncpu MHz\t\t: 2596.096\n",
     })
@@ -31,6 +32,7 @@ def test_what_the_machine_tells_is_read(tmp_path):
     assert context["caches"] == [{"type": "Data", "level": 1, "size": 49152, "num_sharing": 2},
                                  {"type": "Unified", "level": 3, "size": 33554432, "num_sharing": 4}]
     assert context["load_avg"] == [0.5, 1.25, 2.0] and context["mhz_per_cpu"] == 2596
+    assert context["aslr_enabled"] is False
     assert context["num_cpus"] == os.cpu_count()
     assert "cpu_scaling_enabled" not in context
 

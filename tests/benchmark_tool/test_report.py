@@ -26,12 +26,12 @@ STEP = Region("step 3", frozenset({"execute/step 3"}), 4, 40, None, "the capture
 
 # What Google Benchmark 1.9.5 itself writes, with repetitions: every field of the three objects.
 CONTEXT = {"date", "host_name", "executable", "num_cpus", "mhz_per_cpu", "cpu_scaling_enabled", "caches", "load_avg",
-           "library_version", "library_build_type", "json_schema_version"}
+           "aslr_enabled", "library_version", "library_build_type", "json_schema_version"}
 ITERATION = ["name", "family_index", "per_family_instance_index", "run_name", "run_type", "repetitions",
              "repetition_index", "threads", "iterations", "real_time", "cpu_time", "time_unit"]
 AGGREGATE = ["name", "family_index", "per_family_instance_index", "run_name", "run_type", "repetitions", "threads",
              "aggregate_name", "aggregate_unit", "iterations", "real_time", "cpu_time", "time_unit"]
-MAY_BE_ABSENT = {"mhz_per_cpu", "cpu_scaling_enabled", "caches", "load_avg"}
+MAY_BE_ABSENT = {"mhz_per_cpu", "cpu_scaling_enabled", "aslr_enabled", "caches", "load_avg"}
 
 
 def sample(*real, cpu=None, host=None):
