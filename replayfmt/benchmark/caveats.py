@@ -62,6 +62,9 @@ def run_caveats(run: Run, reader: CaptureReader, devices: list[torch.device], ro
     load, processors = os.getloadavg()[0], os.cpu_count()
     if processors and load > processors:
         found.append(f"the machine was busy: load average {load:.1f} with {processors} processors")
+    threads = reader.session.settings.get("num_threads")
+    if processors and isinstance(threads, int) and threads > processors:
+        found.append(f"the capture's {threads} threads share {processors} processors here")
     if not reader.complete:
         found.append(f"the capture is incomplete: {reader.incomplete_reason}")
     return found + _differences(reader, devices)

@@ -109,6 +109,13 @@ def test_a_busy_machine_is_reported(tmp_path, monkeypatch):
     assert "the machine was busy: load average 99.0" in run_caveats(run(), here(), [CPU], tmp_path)[0]
 
 
+def test_more_threads_than_processors_are_reported(tmp_path, monkeypatch):
+    monkeypatch.setattr(caveats.os, "cpu_count", lambda: 2)
+    assert run_caveats(run(), here(settings={"num_threads": 16}), [CPU], tmp_path) == [
+        "the capture's 16 threads share 2 processors here"]
+    assert run_caveats(run(), here(settings={"num_threads": 2}), [CPU], tmp_path) == []
+
+
 def test_an_incomplete_capture_is_reported(tmp_path):
     reader = here()
     reader.complete, reader.incomplete_reason = False, "it was never closed"
