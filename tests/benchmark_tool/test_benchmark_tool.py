@@ -8,13 +8,17 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from opreplay_tools import benchmark, run
 
 import replayfmt
-from replayfmt.format.codes import RecordKind
+from replayfmt.format.codes import RecordKind, ValueKind
+from replayfmt.format.columns import RecordColumns
+from replayfmt.format.model import Node, Session, Signature
 from replayfmt.format.reader import open_capture
+from replayfmt.format.writer import CaptureWriter
 from replayfmt.replay.plan import Plan
 
 from .conftest import STEPS
@@ -247,6 +251,25 @@ def test_wrong_usage_gives_exit_code_2(bench, captured, flags, executed):
 
 def test_a_scope_that_the_capture_lacks_is_answered_with_those_it_has(bench, captured):
     assert "it has 'init', 'execute', 'execute/step', 'execute/step/forward'" in bench(captured, "--replay-scope=x").err
+
+
+@pytest.mark.parametrize("kinds, words", [
+    (["scope_begin"], "begins at ordinal 0 or later and does not end"),
+    (["scope_end", "scope_begin", "scope_end"], "ordinal 0: scope 'step' ends before it begins"),
+])
+def test_a_scope_without_both_ends_is_refused_with_exit_code_1(bench, tmp_path, executed, kinds, words):
+    path = tmp_path / "open.opreplay"
+    writer = CaptureWriter(path, Session("00112233-4455-6677-8899-aabbccddeeff", "test", "0"))
+    scope = writer.scope(0, "step")
+    signatures = [writer.signature(Signature(RecordKind[kind], args=(Node(ValueKind.string, "name", "step"),)))
+                  for kind in kinds]
+    none = np.zeros(0, dtype=np.uint64)
+    writer.records(RecordColumns(signature=np.array(signatures), scope=np.full(len(kinds), scope),
+                                 thread=np.zeros(len(kinds), dtype=np.uint16), start_ns=np.arange(len(kinds)),
+                                 duration_ns=None, tensors=none, ints=none, floats=none, tensor_definitions={}))
+    writer.close(100)
+    done = bench(path, "--replay-scope=step")
+    assert done.code == 1 and words in done.err and done.out == "" and executed == []
 
 
 def damage(content, kind):
