@@ -20,7 +20,7 @@ class Output:
     """An append-only file. Not safe for use from several threads at once."""
 
     def __init__(self, path: str | os.PathLike[str], force: bool, *, recovering: bool = False) -> None:
-        """Create `path`.partial, or `path`.recovering.partial: what is recovered may be `path`.partial itself, and
+        """Create `path`.partial, or `path`.recovering.partial: what is recovered may be `path`.partial, and
         what an earlier recovery left is no loss. Raises OutputExists, or CaptureFailed where it cannot be created."""
         self.path = os.fspath(path)
         self.partial = self.path + (".recovering.partial" if recovering else ".partial")

@@ -116,7 +116,7 @@ def _check_arguments(signature: Signature) -> None:
     """Raise ValueError where a record kind's fixed arguments are not what they must be."""
     expected = ARGUMENTS.get(signature.kind, ())
     given = signature.args
-    if signature.kind == RecordKind.op:
+    if signature.kind in (RecordKind.op, RecordKind.collective):
         return
     if signature.kind == RecordKind.global_state:
         wrong = [node.name for node in given if node.kind not in SETTING_KINDS or not node.name]

@@ -193,8 +193,12 @@ class TablesCheck:
         begins = ends - sizes
         if (roots[sizes == 0] != 0).any():
             raise self._fail("a signature has arguments or results without nodes")
-        if not len(children):
-            return
+        if len(children):
+            self._check_shape(sizes, roots, children, begins, ends)
+        self._check_arguments(begins, children)
+
+    def _check_shape(self, sizes: np.ndarray, roots: np.ndarray, children: np.ndarray, begins: np.ndarray,
+                     ends: np.ndarray) -> None:
         owner = np.repeat(np.arange(len(sizes)), sizes)
         running = np.cumsum(children - 1)
         before = np.concatenate(([0], running))[begins]
@@ -205,7 +209,6 @@ class TablesCheck:
         if (owed[last] != 0).any() or (owed[~last] <= 0).any():
             raise self._fail("a signature's nodes do not form its arguments and results")
         self._check_depth(begins, ends, owner, children)
-        self._check_arguments(begins, children)
 
     def _check_depth(self, begins: np.ndarray, ends: np.ndarray, owner: np.ndarray, children: np.ndarray) -> None:
         # Only a signature with that many containers can be nested too deep; there are none in practice.
