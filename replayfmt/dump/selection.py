@@ -8,18 +8,12 @@ from fnmatch import fnmatchcase
 
 import numpy as np
 
-from replayfmt.errors import OpReplayError, UsageError
+from replayfmt.errors import UsageError
 from replayfmt.format.reader import CaptureReader, RecordFrame
 
 from .values import Made
 
 _RANGE = re.compile(r"([0-9]*):([0-9]*)", re.ASCII)
-
-
-class NoSuchScope(OpReplayError):
-    """The capture has no scope of the name asked for."""
-
-    status = "NOT_FOUND"
 
 
 @dataclass(frozen=True)
@@ -51,7 +45,7 @@ class Filter:
     """A selection resolved against a capture: which records of a frame it takes."""
 
     def __init__(self, reader: CaptureReader, selection: Selection) -> None:
-        """Raises NoSuchScope where the capture has no scope of that name."""
+        """Raises UsageError where the capture has no scope of that name."""
         self.start = selection.start
         self.stop = min(reader.record_count, reader.record_count if selection.stop is None else selection.stop)
         self._scopes = None if selection.scope is None else _scopes(reader, selection.scope)
@@ -80,8 +74,9 @@ def _scopes(reader: CaptureReader, name: str) -> np.ndarray:
         inside[scope] = inside[definition.parent] or definition.name == name or _has_path(reader, scope, name)
     if not inside.any():
         known = sorted({definition.name for definition in reader.scopes[1:]})
-        listed = ", ".join(known[:10]) + (f" and {len(known) - 10} more" if len(known) > 10 else "") or "none"
-        raise NoSuchScope(f"{reader.path}: no scope is called {name!r}; its scopes are: {listed}")
+        listed = ", ".join(map(repr, known[:10])) + (f" and {len(known) - 10} more" if len(known) > 10 else "")
+        raise UsageError(f"--scope={name}: {reader.path} has no scope of that name or path; "
+                         f"it has {listed or 'no scopes at all'}")
     return inside
 
 

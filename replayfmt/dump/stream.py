@@ -18,7 +18,7 @@ def jsonl_chunks(reader: CaptureReader, selection: Selection, summary_only: bool
     """The capture as JSON lines (docs/rows.md), in chunks of whole lines.
 
     With a selection: the file, the summary and the selected records, without definitions and storages. Raises
-    InvalidCapture when it comes to a damaged frame, and NoSuchScope before the first chunk.
+    InvalidCapture when it comes to a damaged frame, and UsageError before the first chunk.
     """
     chosen = Filter(reader, selection)
     yield from lines(iter([file_row(reader), summary_row(reader)]))

@@ -56,10 +56,10 @@ def test_a_missing_argument_is_exit_code_2(run: Run) -> None:
     assert run().code == 2
 
 
-def test_what_cannot_be_done_is_exit_code_1_and_one_line(run: Run, plain: Path) -> None:
-    for arguments, status in ((["--scope=nowhere"], "NOT_FOUND"), (["--jq", ".kind + 1"], "INVALID_ARGUMENT")):
+def test_what_cannot_be_done_with_this_capture_is_one_line(run: Run, plain: Path) -> None:
+    for arguments, code in ((["--scope=nowhere"], 2), (["--jq", ".kind + 1"], 1)):
         ran = run(*arguments, plain)
-        assert ran.code == 1 and ran.error.startswith(f"{status}: ") and ran.error.count("\n") == 1
+        assert ran.code == code and ran.error.startswith("INVALID_ARGUMENT: ") and ran.error.count("\n") == 1
 
 
 def test_a_capture_that_was_never_closed_is_shown_with_the_reason(run: Run, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from replayfmt.dump.selection import NoSuchScope, Selection, parse_range
+from replayfmt.dump.selection import Selection, parse_range
 from replayfmt.dump.stream import jsonl_chunks, text_chunks
 from replayfmt.errors import UsageError
 from replayfmt.format.codes import RecordKind
@@ -74,7 +74,7 @@ def test_scope_takes_what_is_in_scopes_of_that_name_or_path_and_below(every: Pat
 
 @pytest.mark.parametrize("name", ["exec", "step", "step 3/execute", ""])
 def test_a_scope_that_is_not_there_is_refused_with_those_that_are(every: Path, name: str) -> None:
-    with open_capture(every) as reader, pytest.raises(NoSuchScope, match="execute"):
+    with open_capture(every) as reader, pytest.raises(UsageError, match="it has .*'execute'"):
         next(jsonl_chunks(reader, Selection(scope=name)))
 
 
