@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import importlib
 import os
 import sys
 import threading
 import traceback
 from collections.abc import Sequence
-from importlib.abc import MetaPathFinder
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +26,7 @@ from .marks import Mark, Marks
 from .options import CaptureOptions
 from .program import Program, compile_source
 from .termination import Termination
+from .torch_first import TorchFirst
 
 if TYPE_CHECKING:
     from .module_scopes import ModuleScopes
@@ -50,28 +49,16 @@ def output_path(template: str, environment: dict[str, str], pid: int) -> str:
 
 def check_output(path: str, force: bool) -> None:
     """Raise now what would keep the capture from being written later: OutputExists, CaptureFailed."""
-    for name in (path, f"{path}.partial"):
-        if os.path.lexists(name) and not force:
-            raise OutputExists(f"{name}: exists already; remove it, write elsewhere, or use --force")
     folder = os.path.dirname(path) or "."
     if os.path.isdir(path):
         raise CaptureFailed(f"{path}: is a directory; name a file to write the capture to")
+    for name in (path, f"{path}.partial"):
+        if os.path.lexists(name) and not force:
+            raise OutputExists(f"{name}: exists already; remove it, write elsewhere, or use --force")
     if not os.path.isdir(folder):
         raise CaptureFailed(f"{path}: there is no directory {folder}; create it first")
     if not os.access(folder, os.W_OK | os.X_OK):
         raise CaptureFailed(f"{path}: files cannot be created in {folder}: permission denied")
-
-
-class _TorchFirst(MetaPathFinder):
-    """Imports torch before any module of ours that needs it. Importing torch starts the recorder, which takes those
-    modules complete; a program may well ask for `replayfmt.scope` before it has imported torch."""
-
-    def find_spec(self, fullname: str, _path: object, _target: object = None) -> None:
-        if fullname in _NEED_TORCH and "torch" not in sys.modules:
-            importlib.import_module("torch")
-
-
-_NEED_TORCH = ("replayfmt.pytorch", "replayfmt.recording.recorder", "replayfmt.replay", "replayfmt.benchmark")
 
 
 class CapturedProgram:
@@ -101,7 +88,7 @@ class CapturedProgram:
         self._after_fork = AfterFork(self._forget)
         self._termination = Termination(self._finish)
         self._torch: Watch | None = None
-        self._torch_first = _TorchFirst()
+        self._torch_first = TorchFirst()
         self._forked = False
         self._finished = False
         self._code = 0
@@ -112,7 +99,7 @@ class CapturedProgram:
         self._termination.install()
         self._children.install()
         self._marks.install()
-        sys.meta_path.insert(0, self._torch_first)
+        self._torch_first.install()
         self._torch = Watch("torch", self._start)
         self._code = self._program.run(self._marks.compiler(compile_source))
         return self._code
@@ -123,7 +110,7 @@ class CapturedProgram:
         """Start recording. Whatever fails here is the capture's failure; the program goes on without it."""
         if self._recorder is not None or self._failure is not None:
             return
-        sys.meta_path.remove(self._torch_first)
+        self._torch_first.remove()
         try:
             if threading.current_thread() is not threading.main_thread():
                 raise CaptureFailed(f"torch was first imported by the thread {threading.current_thread().name}, so the "

@@ -1,0 +1,441 @@
+"""opreplay-capture from the outside: flags, files, exit codes, and programs that behave as under python."""
+
+import re
+import resource
+import subprocess
+import sys
+
+import pytest
+
+from replayfmt.format.codes import RecordKind, StorageOrigin
+
+from .running import CAPTURE, CHECK, Captured, capture, environment, plain
+
+TRAIN = '''
+import os, sys
+os.environ["CHOSEN_BEFORE_TORCH"] = "1"
+import torch
+import numpy as np
+
+torch.manual_seed(0)
+data = torch.from_numpy(np.ones((4, 3), dtype=np.float32))
+net = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.ReLU(), torch.nn.Linear(4, 1))
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+
+def step(x):
+    optimizer.zero_grad()
+    loss = net(x).square().mean()
+    loss.backward()
+    optimizer.step()
+    return loss.item()
+
+if __name__ == "__main__":
+    print([round(step(data), 4) for _ in range(3)], sys.argv[1:])
+'''
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("programs")
+    (folder / "train.py").write_text(TRAIN)
+    (folder / "no_torch.py").write_text("print('no torch here')\n")
+    package = folder / "package"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "train.py").write_text(TRAIN)
+    return folder
+
+
+# --------------------------------------------------------------------------------------------------------- usage
+
+
+USAGE = {
+    "": "Missing argument 'PROGRAM'",
+    "-o x.opreplay": "Missing argument 'PROGRAM'",
+    "no_torch.py": "Missing option '-o'",
+    "-o x.opreplay missing.py": "missing.py: no such script",
+    "-o x.opreplay --nonsense no_torch.py": "No such option",
+    "-o x.opreplay --payload=some no_torch.py": "'some' is not one of 'full', 'none'",
+    "-o x.opreplay --digests=some no_torch.py": "'some' is not one of 'live', 'ops', 'none'",
+    "-o x.opreplay --compiled=some no_torch.py": "'some' is not one of 'keep', 'eager'",
+    "-o x.opreplay --payload=none --digests=ops no_torch.py": "digests='ops' cannot be recorded",
+    "-o x.opreplay --start-op=-1 no_torch.py": "-1 is not in the range x>=0",
+    "-o x.opreplay --start-op=5 --stop-op=5 no_torch.py": "leaves nothing to record",
+    "-o x.opreplay --mark=nonsense no_torch.py": "expected MODULE:CALLABLE=SCOPE",
+    "-o x.opreplay -m": "Missing argument 'PROGRAM'",
+}
+REFUSED = {
+    "-o there.opreplay no_torch.py": "there.opreplay: exists already; remove it, write elsewhere, or use --force",
+    "-o left.opreplay no_torch.py": "left.opreplay.partial: exists already",
+    "-o missing/x.opreplay no_torch.py": "there is no directory missing",
+    "-o folder no_torch.py": "folder: is a directory",
+}
+DRIVER = '''
+import json, sys
+sys.modules["torch"] = None  # importing it would fail
+from opreplay_tools.capture import main
+for line in json.loads(sys.argv[1]):
+    sys.argv[:] = ["opreplay-capture", *line.split()]
+    print(f"#{line}", file=sys.stderr, flush=True)
+    try:
+        main()
+    except SystemExit as leaving:
+        print(f"={leaving.code}", file=sys.stderr, flush=True)
+'''
+
+
+def test_usage_errors_and_refusals_come_before_torch_is_imported_and_the_program_started(tmp_path):
+    import json
+
+    (tmp_path / "no_torch.py").write_text("print('ran')")
+    (tmp_path / "there.opreplay").write_text("precious")
+    (tmp_path / "left.opreplay.partial").write_text("precious")
+    (tmp_path / "folder").mkdir()
+    lines = [*USAGE, *REFUSED]
+    done = plain(tmp_path, "-c", DRIVER, json.dumps(lines))
+    outcomes = dict(re.findall(r"^#(.*)\n((?:[^#].*\n)*)", done.stderr, re.MULTILINE))
+    for code, expected in ((2, USAGE), (1, REFUSED)):
+        for line, message in expected.items():
+            assert message in outcomes[line], line
+            assert outcomes[line].endswith(f"={code}\n"), line
+            assert "Traceback" not in outcomes[line]
+    assert done.stdout == ""
+    assert (tmp_path / "there.opreplay").read_text() == "precious"
+
+
+def test_several_ranks_need_a_name_for_each(folder):
+    done = capture(folder, "-o", "ranks.opreplay", "train.py", WORLD_SIZE="2", RANK="1")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "put {rank} or {pid} into the name" in done.stderr
+    assert capture(folder, "-o", "ranks.opreplay", "train.py", WORLD_SIZE="two").returncode == 2
+    done = capture(folder, "-o", "ranks.{rank}.{pid}.opreplay", "train.py", WORLD_SIZE="2", RANK="1")
+    assert done.returncode == 0, done.stderr
+    [path] = folder.glob("ranks.*")
+    assert re.fullmatch(r"ranks\.1\.\d+\.opreplay", path.name)
+    session = Captured(path).session
+    assert (session.rank, session.world_size) == (1, 2)
+
+
+# --------------------------------------------------------------------------------------------------- the ordinary run
+
+
+def test_a_program_without_scopes_is_one_execute_scope_and_prints_what_it_prints(folder):
+    arguments = ("train.py", "--force", "-o", "elsewhere", "--", "-m")
+    expected = plain(folder, *arguments)
+    done = capture(folder, "-o", "plain.opreplay", *arguments)
+    assert (done.returncode, done.stdout) == (0, expected.stdout)
+    assert "elsewhere" in done.stdout, "flags after the script are the script's own"
+    captured = Captured(folder / "plain.opreplay")
+    assert captured.complete
+    assert [scope for scope in captured.scopes() if "#" not in scope] == ["+execute", "-execute"]
+    inside = [path.partition("/")[0] for record, path in zip(captured.records, captured.scope_paths, strict=True)
+              if record.kind is RecordKind.op]
+    assert set(inside) == {"execute"}
+    assert captured.session.argv == ("train.py", *arguments[1:])
+    assert {"aten::addmm.default", "aten::threshold_backward.default"} <= set(captured.op_names)
+    [line] = done.stderr.splitlines()
+    assert re.fullmatch(r"opreplay-capture: plain\.opreplay: [\d,]+ ops of [\d,]+ kernels, [\d,]+ scopes, [\d,]+ bytes"
+                        r"; unsupported: none", line)
+    assert subprocess.run([CHECK, folder / "plain.opreplay"], env=environment()).returncode == 0
+
+
+def test_what_the_program_sets_before_it_imports_torch_has_its_effect(folder, tmp_path):
+    (tmp_path / "threads.py").write_text(
+        "import os\nos.environ['OMP_NUM_THREADS'] = '1'\nimport torch\nprint(torch.get_num_threads(), torch.ones(1))\n")
+    done = capture(tmp_path, "-o", "t.opreplay", "threads.py", OMP_NUM_THREADS="2")
+    assert (done.returncode, done.stdout) == (0, "1 tensor([1.])\n")
+
+
+def test_a_module_runs_as_under_python_m_and_force_replaces_a_file(folder):
+    (folder / "module.opreplay").write_text("old")
+    done = capture(folder, "-o", "module.opreplay", "--force", "-m", "package.train", "--mark", "--force")
+    assert (done.returncode, done.stdout) == (0, plain(folder, "-m", "package.train", "--mark", "--force").stdout)
+    assert Captured(folder / "module.opreplay").complete
+
+
+# --------------------------------------------------------------------------------------------------- failing programs
+
+FAILING = '''
+import atexit, sys, threading, time
+import torch
+
+def late():
+    time.sleep(0.3)
+    torch.full((5,), 1.0).erfinv_()
+    print("late thread")
+
+def at_exit():
+    torch.full((5,), 1.0).lgamma_()
+    print("at exit")
+
+def fail(how):
+    if how == "raise":
+        torch.ones(2) @ torch.ones(3)
+    if how == "system exit":
+        sys.exit("a reason")
+    if how == "code":
+        sys.exit(7)
+    if how == "interrupt":
+        raise KeyboardInterrupt
+    if how == "closed":
+        sys.stdout.close()
+        sys.stderr.close()
+        sys.exit(3)
+
+atexit.register(at_exit)
+threading.Thread(target=late).start()
+fail(sys.argv[1])
+'''
+
+
+@pytest.mark.parametrize(("how", "code"), [
+    ("raise", 1), ("system exit", 1), ("code", 7), ("interrupt", 130), ("closed", 3)])
+def test_however_a_program_ends_its_exit_code_is_passed_on_and_the_capture_complete(tmp_path, how, code):
+    (tmp_path / "failing.py").write_text(FAILING)
+    expected = plain(tmp_path, "failing.py", how)
+    done = capture(tmp_path, "-o", "f.opreplay", "failing.py", how)
+    assert (done.returncode, done.stdout) == (code, expected.stdout)
+    assert code in (expected.returncode, 130)
+    captured = Captured(tmp_path / "f.opreplay")
+    assert captured.complete
+    assert {"aten::erfinv_.default", "aten::lgamma_.default"} <= set(captured.op_names), "threads and atexit handlers"
+    if how == "closed":
+        return
+    *trace, summary = done.stderr.splitlines()
+    assert summary.startswith("opreplay-capture: f.opreplay: ")
+    program_lines = [line for line in trace if "failing.py" in line or "Error" in line or "reason" in line]
+    assert program_lines == [line for line in expected.stderr.splitlines()
+                             if "failing.py" in line or "Error" in line or "reason" in line]
+    if how in ("raise", "interrupt"):
+        assert trace[0] == "Traceback (most recent call last):"
+        assert "failing.py" in trace[1], "none of our own frames come first"
+
+
+def test_a_capture_that_cannot_be_written_leaves_the_program_running_and_exits_with_1(tmp_path):
+    (tmp_path / "big.py").write_text(
+        "import sys, torch, numpy\nfor i in range(4):\n    torch.from_numpy(numpy.random.rand(100_000)) + 1\n"
+        "print('done')\nsys.exit(int(sys.argv[1]))\n")
+
+    def limit():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, 300_000))
+
+    for code, expected in ((0, 1), (4, 4)):
+        done = subprocess.run([CAPTURE, "-o", f"big{code}.opreplay", "big.py", str(code)], cwd=tmp_path, text=True,
+                              env=environment(), capture_output=True, preexec_fn=limit, timeout=120)
+        assert (done.returncode, done.stdout) == (expected, "done\n"), done.stderr
+        assert "File too large" in done.stderr
+        assert "Traceback" not in done.stderr
+        assert not (tmp_path / f"big{code}.opreplay").exists()
+
+
+def test_a_program_that_issues_no_op_fails_and_names_the_children_it_saw(tmp_path):
+    (tmp_path / "parent.py").write_text('''
+import multiprocessing, os, subprocess, sys
+def child():
+    import torch
+    torch.ones(3)
+if __name__ == "__main__":
+    subprocess.run([sys.executable, "-c", "print('in child', flush=True)", "an argument"])
+    process = multiprocessing.get_context("spawn").Process(target=child, name="the spawned one")
+    process.start()
+    process.join()
+    pid = os.fork()
+    if pid == 0:
+        child()
+        sys.exit(0)
+    assert os.waitpid(pid, 0)[1] == 0 and process.exitcode == 0
+    print(pid, process.pid)
+''')
+    done = capture(tmp_path, "-o", "none.opreplay", "parent.py")
+    assert done.returncode == 1
+    [first, second] = done.stdout.splitlines()
+    forked, spawned = second.split()
+    assert first == "in child"
+    [line] = done.stderr.splitlines()
+    assert "none.opreplay: no op was captured, because the program never imported torch" in line
+    assert f"{forked} (forked)" in line
+    assert f"{spawned} (multiprocessing the spawned one)" in line
+    assert re.search(r"\d+ \(\S*python\S* -c .* 'an argument'\)", line)
+    assert "children do not record" in line
+    assert not list(tmp_path.glob("none.opreplay*"))
+
+
+def test_a_program_that_imports_torch_and_issues_no_op_leaves_no_file(tmp_path):
+    (tmp_path / "idle.py").write_text("import torch\nprint('idle')\n")
+    done = capture(tmp_path, "-o", "idle.opreplay", "idle.py")
+    assert (done.returncode, done.stdout) == (1, "idle\n")
+    assert "no op was captured; no child process was seen; the empty file was removed" in done.stderr
+    assert not list(tmp_path.glob("idle.opreplay*"))
+    done = capture(tmp_path, "-o", "idle.opreplay", "--start-op=5", "idle.py")
+    assert "no op was captured between --start-op or --start-scope and --stop-op or --stop-scope" in done.stderr
+
+
+def test_torch_first_imported_by_another_thread_fails_the_capture_alone(tmp_path):
+    (tmp_path / "thread.py").write_text(
+        "import threading\nthread = threading.Thread(target=__import__, args=('torch',), name='importer')\n"
+        "thread.start()\nthread.join()\nimport torch\nprint(torch.ones(2).sum().item())\n")
+    done = capture(tmp_path, "-o", "thread.opreplay", "thread.py")
+    assert (done.returncode, done.stdout) == (1, "2.0\n")
+    [line] = done.stderr.splitlines()
+    assert "torch was first imported by the thread importer" in line
+
+
+# ------------------------------------------------------------------------------------------------------------- scopes
+
+
+def test_marks_and_module_scopes_name_regions_of_the_program(folder):
+    done = capture(folder, "-o", "marked.opreplay", "--mark=__main__:step=step", "--module-scopes",
+                   "--mark=torch.nn.functional:relu=activation", "train.py")
+    assert done.returncode == 0, done.stderr
+    captured = Captured(folder / "marked.opreplay")
+    scopes = [scope for scope in captured.scopes() if "#" not in scope]
+    one_step = ["+step", "+Sequential", "+0", "-0", "+1", "+activation", "-activation", "-1", "+2", "-2", "-Sequential",
+                "-step"]
+    assert scopes == one_step * 3
+    assert "step/Sequential/1/activation" in captured.scope_paths
+
+
+def test_a_mark_that_finds_nothing_fails_the_capture_and_keeps_the_file(folder):
+    done = capture(folder, "-o", "unmatched.opreplay", "--mark=__main__:step=step", "--mark=package.other:run=run",
+                   "--mark=__main__:step.gone=x", "train.py")
+    assert (done.returncode, done.stdout) == (1, plain(folder, "train.py").stdout)
+    assert "--mark=package.other:run=run: the program never imported package.other" in done.stderr
+    assert "--mark=__main__:step.gone=x: step has no gone" in done.stderr
+    assert Captured(folder / "unmatched.opreplay").scopes()[0] == "+step"
+
+
+@pytest.mark.parametrize(("source", "scopes"), [
+    # The program's own scopes, and nothing around them, even where this package comes before torch.
+    ("from replayfmt import scope\nimport torch\ntorch.ones(1)\nwith scope('mine'):\n    torch.ones(2)\n",
+     ["+mine", "-mine"]),
+    # Named only later: what came before is the implicit scope.
+    ("import torch\ntorch.ones(1)\ndef main():\n    import replayfmt\n    with replayfmt.scope('mine'):\n"
+     "        torch.ones(2)\n    torch.ones(3)\nmain()\n", ["+execute", "-execute", "+mine", "-mine"]),
+    # Opened before the first op.
+    ("def main():\n    import replayfmt\n    with replayfmt.scope('mine'):\n        import torch\n"
+     "        torch.ones(2)\nmain()\n", ["+mine", "-mine"]),
+    # The first op is another thread's.
+    ("import torch, threading\nthread = threading.Thread(target=torch.ones, args=(1,))\nthread.start()\nthread.join()\n"
+     "torch.ones(2)\n", ["+execute", "-execute"]),
+])
+def test_a_program_with_scopes_of_its_own_has_only_those(tmp_path, source, scopes):
+    (tmp_path / "scoped.py").write_text(source)
+    done = capture(tmp_path, "-o", "scoped.opreplay", "scoped.py")
+    assert done.returncode == 0, done.stderr
+    captured = Captured(tmp_path / "scoped.opreplay")
+    assert captured.scopes() == scopes
+    if scopes == ["+execute", "-execute"]:
+        assert set(captured.scope_paths) == {"execute"}
+
+
+# -------------------------------------------------------------------------------------------------------------- flags
+
+
+def test_payload_none_embeds_nothing_and_says_so(folder):
+    full, none = folder / "full.opreplay", folder / "none.opreplay"
+    assert capture(folder, "-o", full, "train.py").returncode == 0
+    assert capture(folder, "-o", none, "--payload=none", "train.py").returncode == 0
+    captured = Captured(full), Captured(none)
+    origins = [{storage.origin for storage in _storages(path)} for path in (full, none)]
+    assert StorageOrigin.payload in origins[0] and StorageOrigin.absent not in origins[0]
+    assert StorageOrigin.absent in origins[1] and StorageOrigin.payload not in origins[1]
+    assert [c.session.policies["payload"] for c in captured] == ["full", "none"]
+    assert [c.count(RecordKind.digest) > 0 for c in captured] == [True, False]
+
+
+def _storages(path):
+    from replayfmt.format.reader import open_capture
+
+    reader = open_capture(path)
+    count = reader.summary.storages
+    storages = [reader.storage(number) for number in range(1, count + 1)]
+    reader.close()
+    return storages
+
+
+def test_digests_of_every_op_of_what_lives_or_of_nothing(folder):
+    counts = {}
+    for digests in ("ops", "live", "none"):
+        path = folder / f"digests-{digests}.opreplay"
+        assert capture(folder, "-o", path, f"--digests={digests}", "train.py").returncode == 0
+        captured = Captured(path)
+        assert captured.session.policies["digests"] == digests
+        counts[digests] = captured.count(RecordKind.digest)
+    assert counts["ops"] > counts["live"] > counts["none"] == 0
+
+
+def test_audit_sees_what_was_written_behind_the_recorders_back(tmp_path):
+    (tmp_path / "outside.py").write_text('''
+import ctypes, torch
+x = torch.zeros(4)
+x.add_(1)
+ctypes.memset(x.data_ptr(), 0, 16)
+print(x.sum().item())
+''')
+    imports = {}
+    for flags in ((), ("--audit",)):
+        done = capture(tmp_path, "-o", "outside.opreplay", "--force", *flags, "outside.py")
+        assert (done.returncode, done.stdout) == (0, "0.0\n")
+        captured = Captured(tmp_path / "outside.opreplay")
+        assert captured.session.policies["audit"] is bool(flags)
+        imports[flags] = [record.argument("reason") for record in captured.records
+                          if record.kind is RecordKind.storage_import]
+    assert imports == {(): [], ("--audit",): ["outside_write"]}
+
+
+def test_start_and_stop_limit_what_is_recorded(folder):
+    everything = Captured(folder / "plain.opreplay").op_names
+    assert capture(folder, "-o", "part.opreplay", "--start-op=10", "--stop-op=25", "train.py").returncode == 0
+    captured = Captured(folder / "part.opreplay")
+    assert captured.op_names == everything[10:25]
+    assert {path.partition("/")[0] for path in captured.scope_paths} == {"execute"}
+    assert (captured.session.policies["start_op"], captured.session.policies["stop_op"]) == (10, 25)
+    done = capture(folder, "-o", "scoped.opreplay", "--mark=__main__:step=step", "--mark=torch.nn.functional:relu=relu",
+                   "--start-scope=step", "--stop-scope=relu", "train.py")
+    assert done.returncode == 0, done.stderr
+    captured = Captured(folder / "scoped.opreplay")
+    assert [scope for scope in captured.scopes() if "#" not in scope] == ["+step", "+relu", "-relu", "-step"]
+    assert captured.op_names[-1].startswith(("aten::relu", "aten::detach"))
+
+
+COMPILED = '''
+import torch
+@torch.compile
+def function(x):
+    return (x.sin() * 2).sum()
+x = torch.ones(4, requires_grad=True)
+function(x).backward()
+print(round(x.grad.sum().item(), 4))
+'''
+
+
+def test_compiled_regions_are_kept_or_run_as_operators(tmp_path):
+    (tmp_path / "compiled.py").write_text(COMPILED)
+    outcomes = {}
+    for compiled in ("keep", "eager"):
+        done = capture(tmp_path, "-o", "c.opreplay", "--force", f"--compiled={compiled}", "compiled.py")
+        assert (done.returncode, done.stdout) == (0, "4.3224\n"), done.stderr
+        captured = Captured(tmp_path / "c.opreplay")
+        assert captured.session.policies["compiled"] == compiled
+        outcomes[compiled] = (captured.summary.unsupported, "aten::sin.default" in captured.op_names,
+                              done.stderr.strip().rpartition("unsupported: ")[2])
+    assert outcomes == {"keep": ({"compiled_region": 2}, False, "compiled_region 2"), "eager": ({}, True, "none")}
+
+
+def test_triton_launches_are_recorded(tmp_path):
+    pytest.importorskip("triton")
+    (tmp_path / "launch.py").write_text('''
+import torch, triton, triton.language as tl
+@triton.jit
+def double(x, n: tl.constexpr):
+    at = tl.arange(0, n)
+    tl.store(x + at, tl.load(x + at) * 2)
+x = torch.ones(4)
+double[(1,)](x, n=4)
+print(x.sum().item())
+''')
+    done = capture(tmp_path, "-o", "t.opreplay", "launch.py", TRITON_INTERPRET="1", PYTHONPATH=":".join(sys.path))
+    assert (done.returncode, done.stdout) == (0, "8.0\n"), done.stderr
+    captured = Captured(tmp_path / "t.opreplay")
+    assert captured.summary.unsupported == {"triton_launch": 1}
+    assert captured.op_names == ["aten::ones.default", "aten::sum.default", "aten::_local_scalar_dense.default"]

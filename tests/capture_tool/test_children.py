@@ -1,0 +1,173 @@
+"""Children of a program under capture do not record, and the parent's capture does not notice them."""
+
+import os
+
+import pytest
+
+from replayfmt.recording.children import AfterFork, ChildrenSeen
+
+from .running import Captured, capture, plain
+
+LOADING = '''
+import multiprocessing, os, signal, sys, time
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+class Squares(Dataset):
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        # Operators that only workers issue.
+        return torch.full((3,), float(index)).square().lgamma(), torch._C._len_torch_dispatch_stack()
+
+def in_child(queue):
+    torch.ones(3).erfinv()
+    queue.put("child done")
+
+def sleeping():
+    print("ready", flush=True)
+    time.sleep(60)
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    total = torch.zeros(3)
+    stacks = set()
+    for batch, depth in DataLoader(Squares(), batch_size=2, num_workers=2):
+        total += batch.sum(0)
+        stacks.update(depth.tolist())
+    print(total, stacks)
+    for method in ("fork", "spawn"):
+        context = multiprocessing.get_context(method)
+        queue = context.SimpleQueue()
+        process = context.Process(target=in_child, args=(queue,))
+        process.start()
+        print(queue.get(), process.join(), process.exitcode)
+    process = multiprocessing.get_context("fork").Process(target=sleeping)
+    process.start()
+    time.sleep(0.5)
+    process.terminate()
+    print(process.join(), process.exitcode, signal.getsignal(signal.SIGTERM) == signal.SIG_DFL)
+    pid = os.fork()
+    torch.arange(4).cumsum(0)
+    if pid == 0:
+        sys.exit(9)
+    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+'''
+
+
+def test_workers_forked_and_spawned_children_run_as_ever_and_are_not_recorded(tmp_path):
+    (tmp_path / "loading.py").write_text(LOADING)
+    expected = plain(tmp_path, "loading.py")
+    done = capture(tmp_path, "-o", "loading.opreplay", "loading.py")
+    assert done.returncode == 0, done.stderr
+    ours, theirs = done.stdout.replace("-15 False", "-15 True"), expected.stdout
+    assert ours == theirs
+    captured = Captured(tmp_path / "loading.opreplay")
+    assert captured.complete
+    assert not {"aten::lgamma.default", "aten::erfinv.default"} & set(captured.op_names)
+    assert captured.op_names.count("aten::cumsum.default") == 1, "the parent's, not the child's"
+    assert len(done.stderr.splitlines()) == 1, "no child says anything of the capture"
+
+
+FORKED_INSIDE = '''
+import os, sys
+import torch
+import replayfmt
+
+def forked_during_an_op():
+    @torch.library.custom_op("capture_tests::forking", mutates_args=())
+    def forking(x: torch.Tensor) -> torch.Tensor:
+        pids.append(os.fork())
+        return x + 1
+    forking(torch.ones(2))
+
+pids = []
+codes = []
+try:
+    with replayfmt.capture("inside.opreplay") as recorder:
+        with replayfmt.scope("outer"):
+            torch.ones(1)
+            pids.append(os.fork())
+            if pids[-1] != 0:
+                forked_during_an_op()
+            torch.ones(2).erf()
+            in_child = pids[-1] == 0
+            if in_child:
+                # A child may go on for long, compile, and record on its own account.
+                assert torch._C._len_torch_dispatch_stack() == 0 or len(pids) == 2
+                assert torch.compile(lambda x: x + 1, backend="eager")(torch.ones(1)).item() == 2
+            else:
+                codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+    if in_child:
+        with replayfmt.capture(f"own{len(pids)}.opreplay"):
+            torch.ones(3).sin()
+        sys.exit(40 + len(pids))
+finally:
+    if codes:
+        print(codes)
+'''
+
+
+def test_a_forked_child_leaves_the_with_block_quietly_and_may_capture_on_its_own(tmp_path):
+    (tmp_path / "inside.py").write_text(FORKED_INSIDE)
+    done = plain(tmp_path, "inside.py")
+    assert (done.returncode, done.stdout) == (0, "[41, 42]\n"), done.stderr
+    captured = Captured(tmp_path / "inside.opreplay")
+    assert captured.complete
+    assert captured.op_names.count("aten::erf.default") == 1
+    assert captured.scopes() == ["+outer", "-outer"]
+    for number in (1, 2):
+        assert Captured(tmp_path / f"own{number}.opreplay").op_names == ["aten::ones.default", "aten::sin.default"]
+    assert {path.name for path in tmp_path.glob("*.opreplay*")} == {
+        "inside.opreplay", "own1.opreplay", "own2.opreplay"}
+
+
+@pytest.fixture
+def children():
+    children = ChildrenSeen()
+    children.install()
+    yield children
+    children.remove()
+
+
+def test_after_fork_calls_back_in_the_child_only_and_once():
+    read, write = os.pipe()
+    after = AfterFork(lambda: os.write(write, b"x"))
+    stopped = AfterFork(lambda: os.write(write, b"stopped"))
+    stopped.stop()
+    pid = os.fork()
+    if pid == 0:
+        grandchild = os.fork()
+        if grandchild:
+            os.waitpid(grandchild, 0)
+        os._exit(0)
+    os.waitpid(pid, 0)
+    after.stop()
+    after.stop()
+    os.close(write)
+    with os.fdopen(read, "rb") as told:
+        assert told.read() == b"x"
+
+
+def test_children_are_seen_with_what_is_known_of_them(children):
+    import subprocess
+    import sys
+
+    assert children.sentence() == "no child process was seen"
+    spawned = os.posix_spawn(sys.executable, [sys.executable, "-c", "pass"], os.environ)
+    os.waitpid(spawned, 0)
+    popen = subprocess.Popen("exit 0 # by the shell", shell=True)
+    popen.wait()
+    assert children.seen == {spawned: f"{sys.executable} -c pass", popen.pid: "exit 0 # by the shell"}
+    assert children.sentence() == (f"2 child processes seen: {spawned} ({sys.executable} -c pass), {popen.pid} "
+                                   "(exit 0 # by the shell)")
+
+
+def test_many_children_and_long_commands_are_cut_short(children):
+    import subprocess
+
+    for number in range(10):
+        subprocess.run(["true", "x" * 200, str(number)], check=True)
+    assert children.sentence().endswith("… and 2 more") or children.sentence().endswith(" and 2 more")
+    assert len(children.sentence()) < 8 * 150 + 100

@@ -1,0 +1,145 @@
+"""Signals: SIGTERM closes the capture and leaves with 143, an interrupt is an exception, SIGKILL leaves a .partial."""
+
+import os
+import signal
+import subprocess
+
+import pytest
+
+from .running import CHECK, Captured, capture, environment, started
+
+HEAD = '''
+import os, signal, sys, threading, time
+import torch
+torch.set_num_threads(1)
+x = torch.rand(600, 600)
+'''
+
+PROGRAMS = {
+    # Nearly all time is spent in operators, so nearly every signal comes while one is being recorded.
+    "in operators": "print('ready', flush=True)\nwhile True:\n    x = x @ x / 1000\n",
+    "in a backward pass": '''
+w = torch.rand(300, 300, requires_grad=True)
+print('ready', flush=True)
+while True:
+    y = w
+    for _ in range(20):
+        y = torch.tanh(y @ w)
+    y.sum().backward()
+    w.grad = None
+''',
+    "in short operators": "y = torch.ones(2)\nprint('ready', flush=True)\nwhile True:\n    y = y + 1\n",
+    "waiting for a thread": '''
+def work():
+    global x
+    while True:
+        x = x @ x / 1000
+thread = threading.Thread(target=work, daemon=False)
+thread.start()
+time.sleep(0.2)
+print('ready', flush=True)
+thread.join()
+''',
+    "at the end": '''
+x @ x
+def last():
+    time.sleep(0.1)
+    print('ready', flush=True)
+    time.sleep(60)
+threading.Thread(target=last).start()
+''',
+}
+
+
+@pytest.mark.parametrize("where", PROGRAMS)
+def test_sigterm_closes_the_capture_and_exits_with_143(tmp_path, where):
+    (tmp_path / "endless.py").write_text(HEAD + PROGRAMS[where] + "\n")
+    process = started(tmp_path, "-o", "t.opreplay", "endless.py")
+    process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 143, errors
+    assert errors.startswith("opreplay-capture: t.opreplay: ") and len(errors.splitlines()) == 1
+    captured = Captured(tmp_path / "t.opreplay")
+    assert captured.complete
+    assert captured.op_names
+    assert captured.scopes() == ["+execute", "-execute"]
+    assert not (tmp_path / "t.opreplay.partial").exists()
+    assert subprocess.run([CHECK, tmp_path / "t.opreplay"], env=environment(), capture_output=True).returncode == 0
+
+
+def test_the_programs_own_sigterm_handler_is_respected(tmp_path):
+    (tmp_path / "own.py").write_text(HEAD + '''
+x + 1
+def handler(number, frame):
+    print("mine", number, callable(previous), flush=True)
+    sys.exit(5)
+previous = signal.signal(signal.SIGTERM, handler)
+print('ready', flush=True)
+time.sleep(60)
+''')
+    process = started(tmp_path, "-o", "own.opreplay", "own.py")
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=60)
+    assert (process.returncode, output) == (5, "mine 15 True\n")
+    assert Captured(tmp_path / "own.opreplay").complete
+
+
+def test_a_program_that_ignores_sigterm_goes_on(tmp_path):
+    (tmp_path / "ignoring.py").write_text(HEAD + '''
+x + 1
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+os.kill(os.getpid(), signal.SIGTERM)
+print("still here")
+''')
+    done = capture(tmp_path, "-o", "i.opreplay", "ignoring.py")
+    assert (done.returncode, done.stdout) == (0, "still here\n")
+
+
+def test_an_interrupt_is_a_keyboard_interrupt_and_130(tmp_path):
+    (tmp_path / "interrupted.py").write_text(HEAD + '''
+print('ready', flush=True)
+try:
+    while True:
+        x = x @ x / 1000
+finally:
+    print("cleaned up", flush=True)
+''')
+    process = started(tmp_path, "-o", "i.opreplay", "interrupted.py")
+    process.send_signal(signal.SIGINT)
+    output, errors = process.communicate(timeout=60)
+    assert (process.returncode, output) == (130, "cleaned up\n"), errors
+    assert errors.startswith("Traceback (most recent call last):\n") and "\nKeyboardInterrupt\n" in errors
+    assert Captured(tmp_path / "i.opreplay").complete
+
+
+def test_a_killed_capture_leaves_a_partial_file_that_check_explains_and_recovers(tmp_path):
+    (tmp_path / "killed.py").write_text(HEAD + '''
+for _ in range(50):
+    x = x @ x / 1000
+time.sleep(1.5)  # longer than what is buffered may wait
+print('ready', flush=True)
+time.sleep(60)
+''')
+    process = started(tmp_path, "-o", "k.opreplay", "killed.py")
+    process.kill()
+    process.communicate(timeout=60)
+    assert process.returncode == -signal.SIGKILL
+    assert os.listdir(tmp_path).count("k.opreplay") == 0
+    partial = tmp_path / "k.opreplay.partial"
+    explained = subprocess.run([CHECK, partial], env=environment(), capture_output=True, text=True)
+    assert explained.returncode == 3
+    assert "never closed" in explained.stdout + explained.stderr
+    recovered = subprocess.run([CHECK, partial, "--recover", tmp_path / "r.opreplay"], env=environment(),
+                               capture_output=True, text=True)
+    assert recovered.returncode == 0, recovered.stderr
+    assert Captured(tmp_path / "r.opreplay").op_names.count("aten::mm.default") == 50
+
+
+def test_a_partial_file_of_a_killed_capture_is_not_overwritten_without_force(tmp_path):
+    (tmp_path / "p.opreplay.partial").write_text("what is left")
+    (tmp_path / "short.py").write_text("import torch\ntorch.ones(1)\n")
+    refused = capture(tmp_path, "-o", "p.opreplay", "short.py")
+    assert refused.returncode == 1 and "p.opreplay.partial: exists already" in refused.stderr
+    assert (tmp_path / "p.opreplay.partial").read_text() == "what is left"
+    assert capture(tmp_path, "-o", "p.opreplay", "--force", "short.py").returncode == 0
+    assert not (tmp_path / "p.opreplay.partial").exists()
