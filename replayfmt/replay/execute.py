@@ -157,12 +157,16 @@ class Machine:
             self.values.clear()
 
     def prepare(self, window: Window) -> None:
-        """What a window needs before its first op: content, and views on it."""
+        """What a window needs before its first op: content, and views on it. Raises ReplayFailed."""
         values = self.values
-        for staged in window.staged:
-            values[-staged.storage] = self._content.stage(staged)
-        for key, base, view in window.hoisted:
-            values[key] = view(values[base])
+        try:
+            for staged in window.staged:
+                values[-staged.storage] = self._content.stage(staged)
+            for key, base, view in window.hoisted:
+                values[key] = view(values[base])
+        except (RuntimeError, MemoryError, UnexpectedBehaviour) as error:
+            raise ReplayFailed(f"{self._reader.path}: the content that ordinals {window.first_ordinal} to "
+                               f"{window.last_ordinal} need cannot be put in place: {_first_line(error)}") from error
         for key in window.dropped:
             values.pop(key, None)
 

@@ -13,6 +13,7 @@ from replayfmt.format.codes import Layout as LayoutCode
 from replayfmt.format.codes import RecordKind, ValueKind
 from replayfmt.format.model import Signature
 from replayfmt.format.reader import CaptureReader
+from replayfmt.pytorch.composites import FORMS
 from replayfmt.pytorch.dtypes import TORCH_DTYPE
 from replayfmt.pytorch.settings import check_settings
 
@@ -82,6 +83,7 @@ class Findings:
                 continue
             if resolved is None:
                 continue
+            self._arguments(kernel.qualified_name, resolved, numbers)
             self._values(kernel.qualified_name, numbers)
             self._placed(kernel.qualified_name, resolved, numbers)
 
@@ -89,6 +91,20 @@ class Findings:
         for number in numbers:
             self.refused.setdefault(number, sentence)
         self.sentences.append(f"{sentence}; called {_times(self._seen(numbers))}")
+
+    def _arguments(self, name: str, resolved: ResolvedKernel, numbers: list[int]) -> None:
+        """Arguments that the operator does not have: nothing of a file may get into generated code unseen."""
+        known = [argument.name for argument in resolved.overload._schema.arguments]
+        for number in numbers:
+            signature = self._reader.signatures[number]
+            assert signature is not None
+            names = [node.name for node in signature.args]
+            wrong = [given for given in names if given not in known or names.count(given) > 1]
+            if wrong:
+                self._refuse([number], f"{name} does not take the arguments {names}, it takes {known}")
+            unknown = {str(node.constant) for node in signature.nodes if node.kind is ValueKind.composite} - set(FORMS)
+            if unknown:
+                self._refuse([number], f"{name} has tensors of unknown form ({', '.join(sorted(unknown))})")
 
     def _values(self, name: str, numbers: list[int]) -> None:
         """Arguments and results that were not captured as values."""

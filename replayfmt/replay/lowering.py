@@ -54,12 +54,12 @@ class Context:
 
 
 class Lowering:
-    """One walk over the records up to the scan's stop. `checks`: compare digests, host reads and structures."""
+    """One walk over the records up to the scan's stop. `compare`: with digests, host reads and structures."""
 
-    def __init__(self, context: Context, scan: Scan, *, checks: bool) -> None:
+    def __init__(self, context: Context, scan: Scan, *, compare: bool) -> None:
         self.context = context
         self.scan = scan
-        self.checks = checks
+        self.compare = compare
         self.reader = context.reader
         self.settings: dict[str, Any] = dict(context.reader.session.settings)
         self.variables = Variables()
@@ -87,7 +87,7 @@ class Lowering:
             RecordKind.generator_state: self._generator_state, RecordKind.global_state: self._global_state,
             RecordKind.synchronize: self._synchronize,
         }
-        if self.checks:
+        if self.scan.checks:
             others |= {RecordKind.digest: self._digest, RecordKind.host_read: self._host_read}
         for index, info in enumerate(self.reader.record_frames):
             if info.first_ordinal >= self.scan.stop:
@@ -199,6 +199,9 @@ class Lowering:
         base = self.variables.base(storage)
         if base is not None:
             return base
+        if not storage:
+            raise ReplayRefused(f"{self.reader.path}: ordinal {ordinal} uses a tensor without memory that nothing "
+                                "before it produced; the capture contradicts itself, capture it again")
         born = self.reader.storage(storage)
         device = self.reader.devices[born.device]
         assert device is not None
@@ -330,7 +333,7 @@ class Lowering:
                  host_read: bool) -> None:
         slot = self.frame.tensor_first[row]
         key = self.frame.keys[slot] if slot < self.frame.tensor_first[row + 1] else None
-        if expected is not None and isinstance(tensor, TensorValue):
+        if self.compare and expected is not None and isinstance(tensor, TensorValue):
             name = self.names.get(self.frame.keys[slot]) or self.acquire(slot, ordinal)
             check = CheckDigest(self.context.judge, where, expected, host_read=host_read)
             self.text.line(ordinal, f"{self.text.constant(check)}({name})")

@@ -56,7 +56,9 @@ def _twice(step: Step, touched: Touched, inputs: list[Any], call: Callable[..., 
         generator.set_state(state)
     kept = [inputs[index] for index in written]
     second = call(step.window, inputs, None)
-    pairs = [*zip(first, second, strict=True), *zip((copies[index] for index in written), kept, strict=True)]
+    pairs = list(zip((copies[index] for index in written), kept, strict=True))
+    if touched.fills:
+        pairs += zip(first, second, strict=True)
     for one, other in pairs:
         difference = _difference(one, other)
         if difference is not None:

@@ -70,7 +70,7 @@ class _OpLine:
             walk.text.free(name)
         leaving += self.temporary
         self.temporary = []
-        if walk.checks and not template.raises:
+        if walk.compare and not template.raises:
             arguments = "".join(f", {name}" for name in slot_names)
             call = f"{walk.text.constant(self._expectation())}({call}{arguments})"
         statement = self._assign(call)

@@ -37,7 +37,10 @@ class View:
         self.dtype, self.sizes, self.strides, self.offset, self.flags = dtype, sizes, strides, offset, flags
 
     def __call__(self, base: torch.Tensor | torch.UntypedStorage) -> torch.Tensor:
-        storage = base if isinstance(base, torch.UntypedStorage) else base.untyped_storage()
+        storage = storage_of(base)
+        if self.end() > storage.nbytes():
+            # PyTorch would make the storage longer instead of complaining.
+            raise UnexpectedBehaviour(f"a tensor needs {self.end()} bytes of a storage that has {storage.nbytes()}")
         return make_view(storage, self.dtype, self.sizes, self.strides, self.offset, self.flags)
 
     def end(self) -> int:

@@ -151,7 +151,7 @@ class Plan:
     def windows(self, *, checks: bool) -> tuple[Iterable[Window], bool]:
         """The windows, and whether all of them are prepared already."""
         if checks not in self._kept:
-            lowered = Lowering(self.context, self.scan(checks=checks), checks=checks).windows(lower_op)
+            lowered = Lowering(self.context, self.scan(checks=checks), compare=checks).windows(lower_op)
             if self.reader.record_count > _KEPT_RECORDS:
                 return lowered, False
             self._kept[checks] = list(lowered)
@@ -228,7 +228,7 @@ class Plan:
         scan = Scan(self.reader, self.effects, checks=checks, window=ONE_RECORD)
         runner = KeepGoing(self.reader, machine, self._clock, self.judge, self.refused)
         try:
-            return runner.run(Steps(self.context, scan, checks=checks), on_scope)
+            return runner.run(Steps(self.context, scan, compare=checks), on_scope)
         finally:
             self._clock.stop()
             machine.values.clear()
@@ -236,12 +236,12 @@ class Plan:
     def _nondeterministic(self, divergence: Divergence) -> tuple[str, ...]:
         """Ops up to a divergence that differ from themselves."""
         stop = (divergence.ordinal if divergence.found_at is None else divergence.found_at) + 1
-        scan = Scan(self.reader, self.effects, checks=False, window=ONE_RECORD, stop=stop)
+        scan = Scan(self.reader, self.effects, checks=True, window=ONE_RECORD, stop=stop)
         self.judge.reset(Verification("none", "none"), bitwise=False, stop_at_first=False)
         machine = self._machine()
         try:
             with suppress(ReplayFailed, StopReplay):
-                return find_nondeterministic(Steps(self.context, scan, checks=False), machine, self._generators)
+                return find_nondeterministic(Steps(self.context, scan, compare=False), machine, self._generators)
         finally:
             machine.values.clear()
         return ()
@@ -254,7 +254,7 @@ class Plan:
         """Run one op, after the ops before it unless `alone`; its verdict, and what it returned."""
         scan = Scan(self.reader, self.effects, checks=False, window=ONE_RECORD, stop=ordinal + 1,
                     only=ordinal if alone else None)
-        steps = Steps(self.context, scan, checks=False, result_of=ordinal, alone=alone)
+        steps = Steps(self.context, scan, compare=False, result_of=ordinal, alone=alone)
         with surroundings(dict(self.reader.session.settings), self._generators):
             self.judge.reset(Verification("none", "none"), bitwise=False, stop_at_first=False)
             self._clock.reset(self.devices, None)

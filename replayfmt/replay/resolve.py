@@ -29,6 +29,8 @@ _LAZY_NAMESPACES = {
     "_c10d_functional": "torch.distributed._functional_collectives",
     "fsdp": "torch.distributed.fsdp._fully_shard._fsdp_collectives",
 }
+# Operators that act on the host's files.
+_HOST_CALLS = frozenset({"aten::from_file"})
 _IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
 
 
@@ -56,6 +58,8 @@ def resolve(kernel: Kernel, captured_torch: str | None) -> ResolvedKernel | str:
     named = kernel.qualified_name
     if kernel.kind is not KernelKind.operator:
         return f"{named} is a {kernel.kind.name} kernel; this version replays operators only"
+    if kernel.name in _HOST_CALLS:
+        return f"{named} acts on files of the machine it was captured on; such host calls are not replayed"
     namespace, separator, base = kernel.name.partition("::")
     if not (separator and all(_IDENTIFIER.match(part) for part in (namespace, base, kernel.overload))):
         return f"{named!r} is no operator name"
@@ -80,7 +84,8 @@ def resolve(kernel: Kernel, captured_torch: str | None) -> ResolvedKernel | str:
 def _find(namespace: str, base: str, overload: str) -> OpOverload | None:
     dispatcher_overload = "" if overload == "default" else overload
     try:
-        torch._C._get_schema(f"{namespace}::{base}", dispatcher_overload)
+        # The dispatcher alone is asked: TorchScript has more operators, which do things that are no captured work.
+        torch._C._dispatch_find_schema_or_throw(f"{namespace}::{base}", dispatcher_overload)
     except RuntimeError:
         return None
     found = getattr(getattr(getattr(torch.ops, namespace), base), overload, None)

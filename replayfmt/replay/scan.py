@@ -279,7 +279,8 @@ class Scan:
                 continue
             staged += self.reader.storage(storage).bytes
             if staged > budget:
-                added.append(ordinal)
+                if ordinal:
+                    added.append(ordinal)
                 staged = self.reader.storage(storage).bytes
         return sorted({*cuts, *added})
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from replayfmt.format.codes import RecordKind
+from replayfmt.format.codes import RecordKind, StorageOrigin
 from replayfmt.format.model import CompositeValue, StorageValue, TensorValue, Value
 
 from .cuts import WindowSize
@@ -23,14 +23,18 @@ ONE_RECORD = WindowSize(least=1, most=1)
 
 @dataclass(frozen=True)
 class Touched:
-    """What an op touches, as storage ids: of its arguments, those it may write, of its results. `written_keys` are the
-    tensors among its arguments that it may write."""
+    """What an op touches, as storage ids: of its arguments, those it may write, of its results.
+
+    `written_keys` are the tensors among its arguments that it may write; `fills` is False where it leaves the memory it
+    returns unwritten (the empty family).
+    """
 
     signature: int
     reads: frozenset[int]
     writes: frozenset[int]
     results: frozenset[int]
     written_keys: frozenset[int]
+    fills: bool
 
 
 @dataclass(frozen=True)
@@ -62,14 +66,14 @@ class Steps:
     The op at `result_of` gives its results as they are, instead of variables. With `alone` it is the only op lowered.
     """
 
-    def __init__(self, context: Context, scan: Scan, *, checks: bool, result_of: int | None = None,
+    def __init__(self, context: Context, scan: Scan, *, compare: bool, result_of: int | None = None,
                  alone: bool = False) -> None:
-        self._context, self._scan, self._checks = context, scan, checks
+        self._context, self._scan, self._compare = context, scan, compare
         self._result_of, self._alone = result_of, alone
         self._touched: Touched | None = None
 
     def __iter__(self) -> Iterator[Step]:
-        walk = Lowering(self._context, self._scan, checks=self._checks)
+        walk = Lowering(self._context, self._scan, compare=self._compare)
         for window in walk.windows(self._lower):
             touched, self._touched = self._touched, None
             record = self._context.reader.record(window.first_ordinal)
@@ -83,9 +87,11 @@ class Steps:
         middle = first + layout.arg_tensors
         effects = walk.scan.effects(signature)
         written = [first + slot for slot in effects.writes] if effects is not None else []
+        results = frozenset(frame.storages[middle:end])
+        origins = {walk.reader.storage(storage).origin for storage in results if storage}
         self._touched = Touched(
             signature, frozenset(frame.storages[first:middle]), frozenset(frame.storages[slot] for slot in written),
-            frozenset(frame.storages[middle:end]), frozenset(frame.keys[slot] for slot in written),
+            results, frozenset(frame.keys[slot] for slot in written), origins != {StorageOrigin.uninitialized},
         )
         if ordinal == self._result_of:
             lower_result(walk, row, ordinal)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
+from keyword import iskeyword
 from typing import Any
 
 import torch
@@ -101,7 +102,8 @@ class TemplateMaker:
                 given += 1
             else:
                 given = len(names)
-                pieces.append(f"{each.node.name}={text}")
+                name = each.node.name
+                pieces.append(f"**{{{name!r}: {text}}}" if iskeyword(name) else f"{name}={text}")
         if device is not None:
             pieces.append("device=%s")
             operands.append((Operand.shared, (("device", str(device)), device)))

@@ -161,8 +161,10 @@ def sample_distance(expected: TensorDigest, got: TensorDigest) -> str | None:
     text = f"{len(differing)} of {len(pairs)} sampled elements differ"
     if finite:
         largest = max(abs(a - b) for a, b in finite)
-        relative = max(abs(a - b) / max(abs(a), 1e-300) for a, b in finite)
-        text += f", by at most {largest:.3g} (relative {relative:.3g})"
+        text += f", by at most {largest:.3g}"
+        relative = [abs(a - b) / abs(a) for a, b in finite if a]
+        if relative:
+            text += f" (relative {max(relative):.3g})"
     return text
 
 
