@@ -22,6 +22,7 @@ from struct import Struct
 import numpy as np
 
 from replayfmt.format.columns import RecordColumns
+from replayfmt.format.uninterrupted import Uninterrupted
 from replayfmt.format.writer import CaptureWriter
 
 HEAD_WORDS = 4  # signature, context, start, duration
@@ -84,7 +85,8 @@ class RecordBuffer:
 
     def flush(self) -> None:
         """Write what is buffered, in frames of at most `chunk_records`. Raises what the writer raises."""
-        with self.lock:
+        # An interrupt must not come between taking rows out of the buffer and writing them.
+        with Uninterrupted(), self.lock:
             waiting = len(self.rows)
             while waiting > 0:
                 waiting -= self._flush_frame()
