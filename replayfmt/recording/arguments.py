@@ -6,7 +6,7 @@ tokens, so that interning a signature is one dictionary lookup; only an unknown 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -168,12 +168,10 @@ def _concrete(value: torch.SymInt | torch.SymFloat | torch.SymBool) -> int | flo
 
 def build_nodes(tokens: Sequence[Token], names: Sequence[str]) -> tuple[Node, ...]:
     """The nodes of a flat key: as many top-level ones as there are names."""
-    place = 0
+    remaining = iter(tokens)
+    return tuple(_build_node(remaining, name) for name in names)
 
-    def build(name: str) -> Node:
-        nonlocal place
-        token = tokens[place]
-        place += 1
-        return Node(token.kind, name, token.constant, tuple(build("") for _ in range(token.children)))
 
-    return tuple(build(name) for name in names)
+def _build_node(remaining: Iterator[Token], name: str) -> Node:
+    token = next(remaining)
+    return Node(token.kind, name, token.constant, tuple(_build_node(remaining, "") for _ in range(token.children)))

@@ -6,7 +6,8 @@ while the operator runs.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -22,6 +23,9 @@ from .randomness import Generators, drawn_from
 from .records import Records, Unrepresentable
 from .storages import Storages
 from .tensor_metas import TensorMetas
+
+if TYPE_CHECKING:
+    from .sites import Site
 
 
 class Call:
@@ -55,6 +59,7 @@ class Calls:
         digests: Digests,
         *,
         digest_results: bool,
+        learn: Callable[[int, Call, Values, Any], Site | None],
     ) -> None:
         self._buffer = buffer
         self._records = records
@@ -64,6 +69,8 @@ class Calls:
         self._numeric = numeric
         self._digests = digests
         self._digest_results = digest_results
+        self._learn = learn
+        self.site: Site | None = None      # of the call that was recorded last
         self._kernels: dict[int, KernelFacts] = {}
         self._call: Call | None = None
         self._arguments = Encoder(self._use_argument, self._use_storage, generators.number, records.device)
@@ -81,19 +88,25 @@ class Calls:
     def before(self, facts: KernelFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         """Record what the op needs: state, content. Raises Unrepresentable."""
         call = self._call = Call(facts, args, kwargs)
-        values = call.values
-        self._numeric.check(facts.name)
-        add = self._arguments.add
-        for index, value in enumerate(args):
+        self.site = None
+        try:
+            self._numeric.check(facts.name)
+            self._gather(call)
+            if facts.random:
+                call.generators = drawn_from(args, kwargs, self._devices(call))
+                self._generators.before(call.generators)
+        finally:
+            self._call = None     # nothing here may hold on to the program's tensors
+        return call
+
+    def _gather(self, call: Call) -> None:
+        values, add = call.values, self._arguments.add
+        for index, value in enumerate(call.args):
             values.argument = index
             add(value, values)
-        for name, value in kwargs.items():
-            values.argument = facts.indices[name]
+        for name, value in call.kwargs.items():
+            values.argument = call.facts.indices[name]
             add(value, values)
-        if facts.random:
-            call.generators = drawn_from(args, kwargs, self._devices(call))
-            self._generators.before(call.generators)
-        return call
 
     @staticmethod
     def _devices(call: Call) -> set[torch.device]:
@@ -139,21 +152,25 @@ class Calls:
     def after(self, call: Call, result: Any, started: int, ended: int) -> None:
         """The op returned. Raises Unrepresentable or PassedThrough; then nothing was recorded of it."""
         facts = call.facts
-        self._call = call
         values = Values()
         if facts.results == 1:
             results = (result,)
         else:
             results = tuple(result) if facts.results else ()
-        for index, value in enumerate(results):
-            values.argument = index
-            self._results.add(value, values)
-        self._commit(call, OpStatus.ok, values, len(results), started, ended)
-        self._note_writes(call, values)
+        self._call = call
+        try:
+            for index, value in enumerate(results):
+                values.argument = index
+                self._results.add(value, values)
+        finally:
+            self._call = None
+        signature = self._commit(call, OpStatus.ok, values, len(results), started, ended)
+        self._note_writes(call)
         if call.generators:
             self._generators.after(call.generators)
         if self._digest_results:
             self._digest(call, values, self._buffer.flushed + len(self._buffer.rows) - 1)
+        self.site = self._learn(signature, call, values, result)
 
     def raised(self, call: Call, started: int, ended: int) -> None:
         """The op raised: it has no results."""
@@ -182,7 +199,7 @@ class Calls:
         tracker = self._storages.known(storage)
         return (tracker or self._storages.produced(storage, uninitialized=False)).id
 
-    def _commit(self, call: Call, status: OpStatus, values: Values, results: int, started: int, ended: int) -> None:
+    def _commit(self, call: Call, status: OpStatus, values: Values, results: int, started: int, ended: int) -> int:
         given, facts = call.values, call.facts
         key = (facts, status, len(call.args), tuple(call.kwargs), tuple(given.key), tuple(values.key))
 
@@ -200,13 +217,14 @@ class Calls:
         pack = packer(len(words), len(floats))
         context = self._records.context()
         self._buffer.rows.append(pack(signature, context, started - begin, ended - started, *words, *floats))
+        return signature
 
     def _kernel(self, facts: KernelFacts) -> int:
         if not facts.id:
             facts.id = self._buffer.writer.kernel(Kernel(facts.name, facts.overload, facts.schema))
         return facts.id
 
-    def _note_writes(self, call: Call, values: Values) -> None:
+    def _note_writes(self, call: Call) -> None:
         facts = call.facts
         if facts.writes:
             for use in call.values.uses:

@@ -26,13 +26,15 @@ from .buffer import RecordBuffer
 from .calls import Calls, is_wrapper
 from .digesting import Digests
 from .hooks import hook_policies
+from .kernels import KernelFacts
 from .implicit_scope import ImplicitScope
 from .numeric_state import NumericState
 from .options import CaptureOptions
 from .randomness import Generators
 from .records import Records
 from .scopes import Open, Scopes
-from .storages import Storages
+from .sites import Sites
+from .storages import RELEASE_BATCH, Storages
 from .tensor_metas import TensorMetas
 
 
@@ -57,11 +59,14 @@ class Core:
         self.generators = Generators(self.buffer, self.records)
         self.numeric = NumericState(self.records)
         self.digests = Digests(self.buffer, self.records, self.metas, self.storages)
+        self.sites = Sites(self)
+        self.threads: list[int] = []        # idents of other threads that record; empty while there is one thread
         self.calls = Calls(
             self.buffer, self.records, self.metas, self.storages, self.generators, self.numeric, self.digests,
-            digest_results=options.digests == "ops",
+            digest_results=options.digests == "ops", learn=self.sites.learn,
         )
         self.on = False
+        self.fast = False                   # calls may take the fast path
         self.finished = False               # recording stopped for good: closed, failed, or past its stop
         self.failure: OpReplayError | None = None
         self.ops_seen = 0
@@ -77,6 +82,7 @@ class Core:
                     self.implicit.begin(self)
                 self.scopes.record_open()
                 self.on = True
+                self.fast = self.sites.enabled and self.options.stop_op is None
 
     def begins(self) -> bool:
         """Whether recording, if it has not begun, begins with what is about to happen. Ops decide for themselves."""
@@ -90,7 +96,7 @@ class Core:
             if self.on:
                 self.settle()
                 self.scopes.record_ends()
-            self.on = False
+            self.on = self.fast = False
             self.finished = True
 
     def settle(self) -> None:
@@ -115,7 +121,7 @@ class Core:
     def fail(self, error: BaseException) -> None:
         """Recording cannot go on."""
         with self.lock:
-            self.on = False
+            self.on = self.fast = False
             self.finished = True
             self.scopes.recorded = False
             if self.failure is not None:
@@ -129,11 +135,31 @@ class Core:
             self.buffer.rows.clear()
         print(f"opreplay: the capture ended early: {error}; the program goes on unrecorded", file=sys.stderr)
 
+    # ------------------------------------------------------------------------------- from the fast path, after the op ran
+
+    def late(self, facts: KernelFacts, args: Any, kwargs: Any, result: Any, started: int, ended: int) -> None:
+        """An op of the fast path gave other results than it used to."""
+        try:
+            with self.lock:
+                if self.on:
+                    self.calls.after(self.calls.before(facts, args, kwargs), result, started, ended)
+        except Exception as error:
+            self.fail(error)
+
+    def late_raised(self, facts: KernelFacts, args: Any, kwargs: Any, started: int, ended: int) -> None:
+        """An op of the fast path raised."""
+        try:
+            with self.lock:
+                if self.on:
+                    self.calls.raised(self.calls.before(facts, args, kwargs), started, ended)
+        except Exception as error:
+            self.fail(error)
+
     # ------------------------------------------------------------------------------------------------------- buffering
 
     def pump(self) -> None:
         """Called after every op: tell deaths, write a frame where one is full."""
-        if len(self.storages.dead) >= 64:
+        if len(self.storages.dead) >= RELEASE_BATCH:
             with self.lock:
                 self.storages.drain()
         if self.buffer.due():

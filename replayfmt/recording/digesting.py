@@ -14,7 +14,7 @@ from replayfmt.pytorch.memory import make_view, undispatched
 
 from .buffer import RecordBuffer
 from .records import Records
-from .storages import Storages, Tracker
+from .storages import State, Storages, Tracker
 from .tensor_metas import MetaParams, TensorMetas
 
 _VIEWS = 64   # written views of one storage that are digested one by one
@@ -46,22 +46,36 @@ class Digests:
         """The views of one storage that a sweep digests."""
         state = tracker.state
         fresh = number >= self._fresh_from
+        first = {tracker.tensor: (tracker.meta, tracker.offset)} if tracker.meta else {}
+        if state is None and tracker.written is None:
+            return first if fresh else {}
+        written = self._places(tracker)
+        tracker.written = None
         if state is None:
-            return {tracker.tensor: (tracker.meta, tracker.offset)} if fresh and tracker.meta else {}
-        written, state.written = state.written, {}
+            state = State(tracker.size)
         if state.opaque or state.outside is not None:
             return {}
-        if fresh and not state.imported and state.coverage is None and tracker.meta:
-            written[tracker.tensor] = (tracker.meta, tracker.offset)
+        if fresh and not state.imported and state.coverage is None:
+            written.update(first)
         params = self._metas.params
         for tensor, (meta, offset) in written.items():
             if params[meta].region(offset).dense() == (0, state.length):
                 return {tensor: (meta, offset)}
         if len(written) > _VIEWS and state.coverage is None:
-            return {tracker.tensor: (tracker.meta, tracker.offset)}
+            return first
         kept = list(written.items())[:_VIEWS]
         coverage = state.coverage
         return {t: (m, o) for t, (m, o) in kept if coverage is None or coverage.covers(params[m].region(o))}
+
+    @staticmethod
+    def _places(tracker: Tracker) -> dict[int, tuple[int, int]]:
+        """Meta id and offset of each tensor of a storage that was written in place."""
+        written = tracker.written
+        if not written:
+            return {}
+        places = {tracker.tensor: (tracker.meta, tracker.offset)}
+        places.update((tensor, place) for place, tensor in (tracker.views or {}).items())
+        return {tensor: places[tensor] for tensor in sorted(written)}
 
     def _record(self, storage: torch.UntypedStorage, tensor: int, meta: int, offset: int) -> None:
         digest = self.of_view(storage, self._metas.params[meta], offset)

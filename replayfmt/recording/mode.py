@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
+from types import MethodType
 from typing import Any
 
 import torch
@@ -21,7 +23,11 @@ from .calls import PassedThrough, dispatches_itself
 from .core import Core
 from .higher_order import run_higher_order
 from .kernels import Action, KernelFacts
+from .numeric_state import HALF, SMALLEST
 from .records import Unrepresentable
+from .sites import Following
+from .storages import RELEASE_BATCH
+from .templates import MISS
 
 _clock = time.perf_counter_ns
 
@@ -34,6 +40,9 @@ class RecordingMode(TorchDispatchMode):
     def __init__(self, core: Core) -> None:
         super().__init__()
         self.core = core
+        if core.sites.enabled:
+            # On the instance, as a closure: looking up attributes would cost more than anything else the fast path does.
+            self.__torch_dispatch__ = MethodType(_fast_path(self), self)  # type: ignore[method-assign]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -47,7 +56,10 @@ class RecordingMode(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
+        return self.dispatch(func, types, args, kwargs or {})
+
+    def dispatch(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The complete path: decides what kind of call this is."""
         core = self.core
         if core.finished:
             return func(*args, **kwargs)
@@ -196,6 +208,54 @@ class RecordingMode(TorchDispatchMode):
                         core.mark_outside_write(tensor)
         except OpReplayError as error:
             core.fail(error)
+
+
+def _fast_path(mode: RecordingMode) -> Callable[..., Any]:
+    """`__torch_dispatch__` with the fast path in front (see sites.py)."""
+    core = mode.core
+    sites, numeric, calls = core.sites, core.numeric, core.calls
+    complete, candidates = mode.dispatch, core.sites.candidates
+    depth, pump, rows, dead = _len_torch_dispatch_stack, core.pump, core.buffer.rows, core.storages.dead
+    full = core.options.chunk_records
+    following: Following = {}
+    no_keywords: dict[str, Any] = {}
+
+    def dispatch(
+        _mode: RecordingMode, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] = no_keywords
+    ) -> Any:
+        nonlocal following
+        if types or not core.fast or depth():
+            return complete(func, types, args, kwargs)
+        number = id(func)
+        if numeric.unchanged() and SMALLEST * HALF == numeric.flushed:
+            site = following.get(number)
+            if site is not None and (site.polls is None or site.polls()):
+                result = site.run(args, kwargs)
+                if result is not MISS:
+                    following = site.following
+                    if len(rows) >= full or len(dead) >= RELEASE_BATCH:
+                        pump()
+                    return result
+            for other in candidates(number):
+                if other is not site and (other.polls is None or other.polls()):
+                    result = other.run(args, kwargs)
+                    if result is not MISS:
+                        following[number] = other
+                        following = other.following
+                        pump()
+                        return result
+        before = following
+        calls.site = None
+        result = complete(func, types, args, kwargs)
+        made = calls.site
+        if made is None:
+            following = sites.following(number)
+        else:
+            before[number] = made
+            following = made.following
+        return result
+
+    return dispatch
 
 
 def _is_tracing(types: Any) -> bool:

@@ -6,72 +6,131 @@ or TF32 changed. The settings it does not cover are looked at before the operato
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch._C._dynamo.guards import GlobalStateGuard
 
-from replayfmt.pytorch.settings import SETTINGS, read_settings
+from replayfmt.pytorch.settings import read_settings
 
 from .records import Records
 
-# Settings outside the guard, and the operators whose results they can change (parts of names).
-_CONVOLUTION = ("conv", "mkldnn", "cudnn")
-_MATRIX = ("mm", "matmul", "linear", "bilinear", "dot", "mv", "addr", "attention", "einsum", "cdist", "lstm", "gru", "rnn")
-_POLLED: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
-    (_CONVOLUTION + _MATRIX + ("norm",), ("mkldnn_enabled", "mkldnn_deterministic", "nnpack_enabled")),
-    (_CONVOLUTION + _MATRIX + ("norm",), ("cudnn_enabled", "cudnn_benchmark", "cudnn_deterministic", "cudnn_allow_tf32")),
-    (_CONVOLUTION + _MATRIX, tuple(name for name in SETTINGS if name.startswith(("fp32_precision.", "cublas_", "cpu_fp16")))),
-    (_CONVOLUTION + _MATRIX, ("float32_matmul_precision",)),
-    (("attention", "sdp"), tuple(name for name in SETTINGS if name.startswith("sdp_"))),
-    (("empty", "resize", "new_"), ("fill_uninitialized_memory",)),
-    (("quantized", "fbgemm", "quantize"), ("quantized_engine",)),
+SMALLEST, HALF = sys.float_info.min, 0.5     # their product is a denormal, unless the processor flushes those to zero
+
+# What decides numerics outside the guard, as torch resolves it (a precision that is not set follows a wider one), by the
+# operators that it can affect (parts of their names). CUDA's own matter only where there is CUDA.
+_MATRIX = ("mm", "matmul", "linear", "dot", "mv", "addr", "attention", "addb", "cdist")
+_CONVOLUTION = ("conv",)
+_RECURRENT = ("lstm", "gru", "rnn")
+_MKLDNN = _MATRIX + _CONVOLUTION + _RECURRENT + ("mkldnn",)
+_Affected = tuple[str, ...]
+
+
+def _precision(backend: str, operation: str) -> Callable[[], Any]:
+    return partial(getattr(torch._C, "_get_fp32_precision_getter", _unknown), backend, operation)
+
+
+def _unknown(*_: Any) -> None:
+    """Stands for a setting that this build does not have."""
+
+
+def _getter(name: str) -> Callable[[], Any]:
+    return getattr(torch._C, name, _unknown)
+
+
+_WATCHED: tuple[tuple[_Affected, Callable[[], Any]], ...] = (
+    (_MKLDNN, _getter("_get_mkldnn_enabled")),
+    (_CONVOLUTION + _RECURRENT, _getter("_get_mkldnn_deterministic")),
+    (_CONVOLUTION, _getter("_get_nnpack_enabled")),
+    (_MATRIX, _precision("mkldnn", "matmul")),
+    (_CONVOLUTION, _precision("mkldnn", "conv")),
+    (_RECURRENT, _precision("mkldnn", "rnn")),
+    (_MATRIX, _getter("_get_cpu_allow_fp16_reduced_precision_reduction")),
+    (("sdp",), _getter("_get_flash_sdp_enabled")),
+    (("sdp",), _getter("_get_mem_efficient_sdp_enabled")),
+    (("sdp",), _getter("_get_math_sdp_enabled")),
+    (("sdp",), _getter("_get_cudnn_sdp_enabled")),
+    (("sdp",), _getter("_get_math_sdp_allow_fp16_bf16_reduction")),
+    (("empty", "resize"), _getter("_get_deterministic_fill_uninitialized_memory")),
+    (("quantize", "fbgemm"), _getter("_get_qengine")),
+)
+_WATCHED_CUDA: tuple[tuple[_Affected, Callable[[], Any]], ...] = (
+    (_MATRIX, _precision("cuda", "matmul")),
+    (_CONVOLUTION, _precision("cuda", "conv")),
+    (_RECURRENT, _precision("cuda", "rnn")),
+    (_MATRIX, _getter("_get_cublas_allow_fp16_reduced_precision_reduction")),
+    (_MATRIX, _getter("_get_cublas_allow_bf16_reduced_precision_reduction")),
+    (_MATRIX, _getter("_get_cublas_allow_fp16_accumulation")),
+    (_CONVOLUTION + _RECURRENT + ("batch_norm", "cudnn"), _getter("_get_cudnn_enabled")),
+    (_CONVOLUTION + ("batch_norm", "cudnn"), _getter("_get_cudnn_benchmark")),
+    (_CONVOLUTION + _RECURRENT + ("batch_norm", "cudnn"), _getter("_get_cudnn_deterministic")),
 )
 
 
-def polled_settings(kernel: str) -> tuple[str, ...]:
-    """The settings outside the guard that can change what a kernel (`aten::mm`) computes."""
+def watched_settings(kernel: str) -> tuple[Callable[[], Any], ...]:
+    """What to look at before a call of a kernel (`aten::mm`), beside the guard. A custom one may depend on anything."""
     namespace, _, base = kernel.partition("::")
-    if namespace not in ("aten", "prims"):
-        return tuple(SETTINGS)
-    names: list[str] = []
-    for parts, settings in _POLLED:
-        if any(part in base for part in parts):
-            names += (name for name in settings if name in SETTINGS and name not in names)
-    return tuple(names)
+    watched = _WATCHED + (_WATCHED_CUDA if torch.cuda.is_available() else ())
+    return tuple(
+        get for affected, get in watched if namespace != "aten" or any(part in base for part in affected)
+    )
 
 
 class NumericState:
-    """The state that the stream is in. Callers hold the recorder's lock."""
+    """The state that the stream is in. Callers hold the recorder's lock, except for the hot path's own looks."""
 
     def __init__(self, records: Records) -> None:
         self._records = records
         self.known: dict[str, Any] = read_settings()
-        self.guard = GlobalStateGuard()
-        self._guarded: dict[str, tuple[str, ...]] = {}
-        self._flushes = self.known.get("flush_denormal")
+        self._polled: dict[str, Poll | None] = {}
+        self._polls: dict[tuple[Callable[[], Any], ...], Poll] = {}
+        self._take_guard()
+
+    def _take_guard(self) -> None:
+        self.unchanged = GlobalStateGuard().check           # whether nothing changed that the guard covers
+        self.flushed = SMALLEST * HALF                      # what denormals come to in this thread's arithmetic
+
+    def poll_of(self, kernel: str) -> Poll | None:
+        """A quick look at the settings outside the guard that can change what a kernel computes, if there are any."""
+        if kernel not in self._polled:
+            getters = watched_settings(kernel)
+            poll = None
+            if getters:
+                poll = self._polls.get(getters)
+                if poll is None:
+                    poll = self._polls[getters] = Poll(getters)
+            self._polled[kernel] = poll
+        return self._polled[kernel]
 
     def check(self, kernel: str) -> None:
         """Before an op: record what changed since the last one."""
-        if not self.guard.check():
-            self._compare(None)
-            self.guard = GlobalStateGuard()
+        poll = self.poll_of(kernel)
+        if self.unchanged() and SMALLEST * HALF == self.flushed and (poll is None or poll()):
             return
-        names = self._guarded.get(kernel)
-        if names is None:
-            names = self._guarded[kernel] = polled_settings(kernel)
-        if names:
-            self._compare(names)
-        if SETTINGS["flush_denormal"].get() != self.known["flush_denormal"]:
-            self._compare(("flush_denormal",))
-
-    def _compare(self, names: tuple[str, ...] | None) -> None:
-        now = read_settings(names)
+        now = read_settings()
         changes = {name: value for name, value in now.items() if self.known.get(name) != value}
         if changes:
             self.known.update(changes)
             self._records.global_state(changes)
+        self._take_guard()
+        for other in self._polls.values():
+            other.renew()
 
 
-def inference_or_grad() -> tuple[bool, bool]:
-    return torch.is_inference_mode_enabled(), torch.is_grad_enabled()
+class Poll:
+    """Compares a few settings with what they were when the stream's state was last read."""
+
+    __slots__ = ("_getters", "_values")
+
+    def __init__(self, getters: tuple[Callable[[], Any], ...]) -> None:
+        self._getters = getters
+        self.renew()
+
+    def renew(self) -> None:
+        self._values = [get() for get in self._getters]
+
+    def __call__(self) -> bool:
+        return [get() for get in self._getters] == self._values

@@ -26,13 +26,13 @@ from .records import Records, Unrepresentable
 from .tensor_metas import TensorMetas
 
 ATTRIBUTE = "_opreplay"
-_RELEASE_BATCH = 64
+RELEASE_BATCH = 64
 
 
 class State:
     """What of a storage is out of the ordinary."""
 
-    __slots__ = ("alias_of", "content", "coverage", "delta", "imported", "length", "opaque", "outside", "version", "watched", "written")
+    __slots__ = ("alias_of", "content", "coverage", "delta", "imported", "length", "opaque", "outside", "version", "watched")
 
     def __init__(self, length: int) -> None:
         self.length = length                          # bytes
@@ -42,7 +42,6 @@ class State:
         self.outside: str | None = None               # written from outside: import at the next use, for this reason
         self.version = 0                              # of the last import
         self.imported = False
-        self.written: dict[int, tuple[int, int]] = {}  # tensors written since the last digest: meta id and offset
         self.opaque = False                           # holds what no replay reproduces: never compared
         self.alias_of: Tracker | None = None          # memory shared with another storage, `delta` bytes into it
         self.delta = 0
@@ -51,7 +50,7 @@ class State:
 class Tracker(weakref.ref):  # type: ignore[type-arg]
     """One storage of the program. Calling it gives the storage, or None once it died."""
 
-    __slots__ = ("id", "meta", "offset", "size", "state", "tensor", "views")
+    __slots__ = ("id", "meta", "offset", "size", "state", "tensor", "views", "written")
 
     id: int                                    # storage id
     size: int                                  # bytes; -1: look at `state` before each use
@@ -60,6 +59,7 @@ class Tracker(weakref.ref):  # type: ignore[type-arg]
     tensor: int
     views: dict[tuple[int, int], int] | None   # tensor id of every further (meta id, offset)
     state: State | None
+    written: set[int] | None                   # tensors written in place since the last digest
 
 
 class Storages:
@@ -89,6 +89,7 @@ class Storages:
         tracker.meta = tracker.offset = tracker.tensor = 0
         tracker.views = None
         tracker.state = None
+        tracker.written = None
         setattr(storage, ATTRIBUTE, tracker)
         return tracker
 
@@ -284,7 +285,7 @@ class Storages:
             state.coverage = coverage
         elif length == 0:
             state.coverage = None
-            state.written.clear()
+            tracker.written = None
         state.content = None
         self.settle(tracker)
 
@@ -302,7 +303,10 @@ class Storages:
         length = storage.nbytes()
         if length != state.length:
             self.resized(tracker, length)      # the op itself resized it, as it will on replay
-        state.written[tensor] = (meta, offset)
+        if tracker.written is None:
+            tracker.written = {tensor}
+        else:
+            tracker.written.add(tensor)
         if state.coverage is not None:
             if everything:
                 params = self._metas.params[meta]

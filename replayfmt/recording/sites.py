@@ -1,0 +1,284 @@
+"""The fast path: calls that were seen before are recorded by code made for them.
+
+A site is one operator called with one set of constants and tensor metadata. Which site comes next is guessed from the
+one before: programs repeat themselves, layer by layer and step by step. A guess costs one C++ comparison of all
+tensors, and a wrong one nothing else: the call takes the complete path in calls.py. Sites are made at the second call
+of their kind.
+
+Only plain calls have sites: strided tensors, plain constants, results that are new storages, views of arguments or
+arguments written in place. Everything else (random ops, lists of tensors, out= arguments, empty memory) always takes
+the complete path.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from threading import get_ident
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from replayfmt.format.codes import ValueKind
+
+from .arguments import Use, Values
+from .buffer import pack_birth, pack_definition, packer
+from .kernels import KernelFacts
+from .storages import Tracker
+from .templates import CONSTANT, MISS, NEW, NOTHING, NUMBER, SAME, TENSOR, TENSORS, VIEW, ZERO, Place, Shape, factory
+
+if TYPE_CHECKING:
+    from .calls import Call
+    from .core import Core
+
+try:
+    from torch._C._dynamo.guards import TensorGuards
+except ImportError:  # this build compares tensors otherwise: every call takes the complete path
+    TensorGuards = None
+
+Run = Callable[[tuple[Any, ...], dict[str, Any]], Any]
+Following = dict[int, "Site"]
+
+_CANDIDATES = 6       # sites of one operator that are tried where the guess was wrong
+_LIMIT = 20_000       # sites of a capture
+_TENSORS = 400        # arguments of a call that has a site
+_SIMPLE = {
+    ValueKind.none, ValueKind.bool, ValueKind.int, ValueKind.float, ValueKind.string, ValueKind.dtype, ValueKind.layout,
+    ValueKind.memory_format, ValueKind.device, ValueKind.tensor, ValueKind.list,
+}
+
+
+class Site:
+    """One kind of call: what runs it, what followed it, which settings it depends on."""
+
+    __slots__ = ("following", "polls", "run")
+
+    def __init__(self, run: Run, polls: Callable[[], bool] | None) -> None:
+        self.run = run
+        self.polls = polls
+        self.following: Following = {}
+
+
+class Sites:
+    """The sites of one capture."""
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+        self._seen: set[int] = set()
+        self._made: dict[tuple[Any, ...], Site | None] = {}
+        self._candidates: dict[int, list[Site]] = {}
+        self._after_other: dict[int, Following] = {}
+        self.enabled = TensorGuards is not None and not core.options.audit and core.options.digests != "ops"
+
+    def candidates(self, func_id: int) -> list[Site]:
+        return self._candidates.get(func_id, [])
+
+    def following(self, func_id: int) -> Following:
+        """What followed an operator that has no site."""
+        return self._after_other.setdefault(func_id, {})
+
+    def learn(self, signature: int, call: Call, results: Values, result: Any) -> Site | None:
+        """A call took the complete path. Gives its site, made where this is the second call of its kind."""
+        if not self.enabled:
+            return None
+        key = (signature, *(use.meta for use in call.values.uses), *(use.meta for use in results.uses),
+               *call.values.ints, *call.values.floats)
+        if key in self._made:
+            return self._made[key]
+        if hash(key) not in self._seen:
+            if len(self._seen) < _LIMIT * 8:
+                self._seen.add(hash(key))
+            return None
+        if len(self._made) >= _LIMIT:
+            return None
+        site = self._made[key] = self._make(signature, call, results, result)
+        if site is not None:
+            candidates = self._candidates.setdefault(id(call.facts.func), [])
+            candidates.insert(0, site)
+            del candidates[_CANDIDATES:]
+        return site
+
+    def _make(self, signature: int, call: Call, results: Values, result: Any) -> Site | None:
+        facts, core = call.facts, self._core
+        if facts.empty or facts.random or facts.opaque_results or facts.in_place_view or facts.namespace == "fsdp":
+            return None
+        if any(token.kind not in _SIMPLE for token in (*call.values.key, *results.key)):
+            return None
+        if results.ints or results.floats or any(use.tracker.size < 0 for use in (*call.values.uses, *results.uses)):
+            return None
+        arguments = _arguments(call.args)
+        keywords = [Place(f"q_{name}", _constant_kind(value) or "") for name, value in call.kwargs.items()]
+        if arguments is None or not all(place.kind for place in keywords):
+            return None
+        returned = () if facts.results == 0 else (result,) if facts.results == 1 else tuple(result)
+        given = dict(zip(_names(arguments), _flat(call.args), strict=True))
+        places = self._results(returned, given, results.uses)
+        if places is None or len(given) > _TENSORS or not _writes_are_plain(facts, arguments, places):
+            return None
+        written: list[str] = []
+        if core.options.digests == "live":
+            written = [p.other or p.name for i in facts.writes for p in arguments[i].flat() if p.kind == TENSOR]
+        words = (*call.values.ints, *call.values.floats)
+        shape = Shape(arguments, tuple(keywords), places, facts.results == 1, tuple(dict.fromkeys(written)), len(words))
+        environment = self._environment(signature, call, results, returned, shape)
+        return Site(factory(shape)(environment), core.numeric.poll_of(facts.name))
+
+    def _results(
+        self, returned: tuple[Any, ...], given: dict[str, Any], uses: list[Use]
+    ) -> tuple[Place, ...] | None:
+        """The places of the results; None where they are no plain ones."""
+        tensors: dict[int, str] = {}
+        storages: dict[int, str] = {}
+        for name, value in given.items():
+            if isinstance(value, torch.Tensor):
+                tensors.setdefault(id(value), name)
+                storages.setdefault(value.untyped_storage()._cdata, name)
+        remaining = iter(uses)
+        places: list[Place] = []
+        for index, value in enumerate(returned):
+            name = f"r{index}"
+            if type(value) is list:
+                items = [self._result(f"{name}_{n}", item, tensors, storages, remaining) for n, item in enumerate(value)]
+                plain = [item for item in items if item is not None]
+                if len(plain) != len(items):
+                    return None
+                places.append(Place(name, TENSORS, "", tuple(plain)))
+            else:
+                place = self._result(name, value, tensors, storages, remaining)
+                if place is None:
+                    return None
+                places.append(place)
+        return tuple(places)
+
+    def _result(
+        self, name: str, value: Any, tensors: dict[int, str], storages: dict[int, str], remaining: Iterator[Use]
+    ) -> Place | None:
+        if value is None:
+            return Place(name, NOTHING)
+        if not isinstance(value, torch.Tensor):
+            return None
+        use = next(remaining)
+        if id(value) in tensors:
+            return Place(name, SAME, tensors[id(value)])
+        number = use.storage._cdata
+        if number in storages:
+            return Place(name, VIEW, storages[number]) if storages[number] else None
+        region = self._core.metas.params[use.meta].region(int(value.storage_offset()))
+        if region.dense() != (0, use.storage.nbytes()):
+            return None
+        storages[number] = ""       # a second result on the same new storage is no plain one
+        return Place(name, NEW)
+
+    def _environment(
+        self, signature: int, call: Call, results: Values, returned: tuple[Any, ...], shape: Shape
+    ) -> dict[str, Any]:
+        core, facts = self._core, call.facts
+        buffer, storages = core.buffer, core.storages
+        slots = len(call.values.tensors) + len(results.tensors) + len(call.values.ints)
+
+        def finish(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, start: int, end: int) -> Any:
+            # The results were not of the expected kind: the complete path, from where the op has run.
+            core.late(facts, args, kwargs, result, start, end)
+            return result
+
+        def raised(args: tuple[Any, ...], kwargs: dict[str, Any], start: int, end: int) -> None:
+            core.late_raised(facts, args, kwargs, start, end)
+
+        environment: dict[str, Any] = {
+            "op": facts.call, "clock": time.perf_counter_ns, "begin": core.records.started, "signature": signature,
+            "pack": packer(slots, len(call.values.floats)), "contexts": core.scopes.contexts, "ident": get_ident,
+            "rows": buffer.rows.append, "raised": raised, "finish": finish, "MISS": MISS, "threads": core.threads,
+            "lock": core.lock, "next_storage": buffer.next_storage.__next__, "next_tensor": buffer.next_tensor.__next__,
+            "births": buffer.births.append, "definitions": buffer.definitions.append, "pack_birth": pack_birth,
+            "pack_definition": pack_definition, "Tracker": Tracker, "tell_death": storages.dead.append,
+            "live": storages.live, "device": 0,
+        }
+        for number, word in enumerate((*call.values.ints, *call.values.floats)):
+            environment[f"w{number}"] = word
+        for place, value in zip((*shape.arguments, *shape.keywords), (*call.args, *call.kwargs.values()), strict=True):
+            if place.kind != TENSORS:
+                environment[f"c_{place.name}"] = value
+        inputs = list(zip(shape.inputs(), call.values.uses, strict=True))
+        outputs = list(zip(shape.outputs(), results.uses, strict=True))
+        for place, use in (*inputs, *outputs):
+            environment[f"m_{place.name}"] = use.meta
+            if place.kind == NEW:
+                environment[f"n_{place.name}"] = use.storage.nbytes()
+                environment["device"] = core.records.device(use.storage.device)
+        environment["check"] = _guard([use.tensor for place, use in inputs if not place.other])
+        environment["check_results"] = _guard([use.tensor for place, use in outputs if place.kind != SAME])
+        return environment
+
+
+def _guard(tensors: list[torch.Tensor]) -> Callable[..., bool] | None:
+    if not tensors:
+        return None
+    sizes, strides = [list(t.shape) for t in tensors], [list(t.stride()) for t in tensors]
+    return TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
+
+
+def _flat(values: Iterable[Any]) -> Iterator[Any]:
+    for value in values:
+        if type(value) is list and any(isinstance(item, torch.Tensor) for item in value):
+            yield from value
+        else:
+            yield value
+
+
+def _names(places: Iterable[Place]) -> Iterator[str]:
+    for top in places:
+        for place in top.flat():
+            yield place.name
+
+
+def _arguments(args: tuple[Any, ...]) -> tuple[Place, ...] | None:
+    """The places of the arguments; None where they are no plain ones."""
+    first: dict[int, str] = {}
+
+    def tensor(name: str, value: Any) -> Place:
+        if value is None:
+            return Place(name, NOTHING)
+        other = first.setdefault(id(value), name)
+        return Place(name, TENSOR, "" if other == name else other)
+
+    places = []
+    for index, value in enumerate(args):
+        name = f"a{index}"
+        if isinstance(value, torch.Tensor):
+            places.append(tensor(name, value))
+        elif type(value) is list and any(isinstance(item, torch.Tensor) for item in value):
+            if not all(item is None or isinstance(item, torch.Tensor) for item in value):
+                return None
+            items = tuple(tensor(f"{name}_{place}", item) for place, item in enumerate(value))
+            places.append(Place(name, TENSORS, "", items))
+        else:
+            kind = _constant_kind(value)
+            if kind is None:
+                return None
+            places.append(Place(name, kind))
+    return tuple(places)
+
+
+def _constant_kind(value: Any) -> str | None:
+    """How to compare an argument with its constant; None where it is none."""
+    if value is None or isinstance(value, (str, torch.dtype, torch.device, torch.layout, torch.memory_format)):
+        return CONSTANT
+    if type(value) is float and value == 0.0:
+        return ZERO
+    if type(value) in (bool, int, float):
+        return NUMBER
+    if type(value) is list and all(type(item) is int for item in value):
+        return CONSTANT
+    return None
+
+
+def _writes_are_plain(facts: KernelFacts, arguments: tuple[Place, ...], results: tuple[Place, ...]) -> bool:
+    """Whether what is written are positional tensors that come back as they are (so they were not resized)."""
+    given_back = {place.other for top in results for place in top.flat() if place.kind == SAME}
+    for index in facts.writes:
+        if index >= len(arguments):
+            return False
+        for place in arguments[index].flat():
+            if place.kind == TENSOR and facts.results and (place.other or place.name) not in given_back:
+                return False
+    return True

@@ -1,0 +1,238 @@
+"""Source code of the fast path: one function per shape of call, compiled once and instantiated per site.
+
+A shape says how many arguments there are, which of them are tensors or lists of tensors, which the same tensor, which
+constants, and what the results are: new storages, views of an argument's storage, the argument itself, or None. The
+code is straight-line, because a loop over arguments costs more than everything it would do.
+
+The generated function takes (args, kwargs) of a call. It returns MISS, having done nothing, unless the call is the very
+one the site was made for: same constants, tensors of the same metadata, on storages the capture knows and that need no
+care. Then it runs the operator, records it and returns the result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+MISS = object()
+
+# Kinds of arguments. ZERO is a float that is zero, whose sign counts; TENSORS a list of tensors and Nones.
+TENSOR, TENSORS, CONSTANT, NUMBER, ZERO, NOTHING = "tensor", "tensors", "constant", "number", "zero", "nothing"
+# Kinds of results, beside TENSORS and NOTHING: a new storage, a view of an argument's storage, an argument itself.
+NEW, VIEW, SAME = "new", "view", "same"
+
+
+@dataclass(frozen=True)
+class Place:
+    """One argument or result, or an item of a list among them. `name` is its variable; `other` that of the argument
+    that is the same tensor (for a result: or has its storage), "" for none."""
+
+    name: str
+    kind: str
+    other: str = ""
+    items: tuple[Place, ...] = ()
+
+    def flat(self) -> Iterator[Place]:
+        """Itself, or the items of a list."""
+        if self.kind == TENSORS:
+            yield from self.items
+        else:
+            yield self
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a site's code depends on. `single`: one result, not a tuple of them; `written`: names of arguments whose
+    writes are noted for digests; `words`: how many constant int and float slots end the row."""
+
+    arguments: tuple[Place, ...]
+    keywords: tuple[Place, ...]
+    results: tuple[Place, ...]
+    single: bool
+    written: tuple[str, ...]
+    words: int
+
+    def inputs(self) -> list[Place]:
+        """Every tensor among the arguments, in order."""
+        return [place for top in self.arguments for place in top.flat() if place.kind == TENSOR]
+
+    def distinct(self) -> list[Place]:
+        """Every tensor among the arguments, once."""
+        return [place for place in self.inputs() if not place.other]
+
+    def outputs(self) -> list[Place]:
+        """Every result that is a tensor, in order."""
+        return [place for top in self.results for place in top.flat() if place.kind in (NEW, VIEW, SAME)]
+
+    def made(self) -> list[Place]:
+        """Every result that is a tensor object of its own."""
+        return [place for place in self.outputs() if place.kind != SAME]
+
+
+_factories: dict[Shape, Callable[..., Any]] = {}
+
+
+def factory(shape: Shape) -> Callable[..., Any]:
+    """`make(environment)` for a shape: gives the function of one site."""
+    made = _factories.get(shape)
+    if made is None:
+        namespace: dict[str, Any] = {}
+        exec(compile(_source(shape), "<opreplay fast path>", "exec"), namespace)
+        made = _factories[shape] = namespace["make"]
+    return made
+
+
+def _source(shape: Shape) -> str:
+    """The code of a shape: a function `make` of one argument, the site's environment (a dict)."""
+    recognized = _recognize(shape)
+    finish = "return finish(args, kwargs, r, start, end)"
+    accepted = _accept(shape, finish)
+    recorded = _record(shape)
+    call = "op(*args, **kwargs)" if shape.keywords else "op(*args)"
+    lines = ["def make(environment):"]
+    lines += [f"    {name} = environment[{name!r}]" for name in _environment(shape)]
+    lines += ["    def run(args, kwargs):", "        try:"]
+    lines += [f"            {line}" for line in recognized]
+    lines += ["        except (AttributeError, KeyError, TypeError, ValueError): return MISS"]
+    lines += ["        start = clock()", f"        try: r = {call}", "        except BaseException:",
+              "            raised(args, kwargs, start, clock())", "            raise", "        end = clock()"]
+    lines += [f"        {line}" for line in accepted]
+    # With several threads the ids and the row of one op must come in one piece.
+    lines += ["        if threads:", "            with lock:", *(f"                {line}" for line in recorded), "            return r"]
+    lines += [f"        {line}" for line in recorded]
+    lines += ["        return r", "    return run"]
+    return "\n".join(lines)
+
+
+def _environment(shape: Shape) -> list[str]:
+    names = ["op", "clock", "begin", "pack", "signature", "contexts", "ident", "rows", "raised", "finish", "MISS", "threads",
+             "lock", "check", "check_results", "next_storage", "next_tensor", "births", "definitions", "pack_birth",
+             "pack_definition", "Tracker", "tell_death", "live", "device"]
+    names += [f"c_{place.name}" for place in (*shape.arguments, *shape.keywords) if place.kind in (CONSTANT, NUMBER, ZERO)]
+    names += [f"m_{place.name}" for place in (*shape.distinct(), *shape.made())]
+    names += [f"n_{place.name}" for place in shape.made() if place.kind == NEW]
+    names += [f"w{number}" for number in range(shape.words)]
+    return names
+
+
+def _tuple(names: list[str]) -> str:
+    return ", ".join(names) + ("," if len(names) == 1 else "")
+
+
+def _recognize(shape: Shape) -> list[str]:
+    """Whether the call is the site's; resolves its tensors to `t_*`."""
+    names = [place.name for place in shape.arguments]
+    lines = [f"{_tuple(names)} = args" if names else "if args: return MISS"]
+    if shape.keywords:
+        lines.append(f"if len(kwargs) != {len(shape.keywords)}: return MISS")
+        lines += [f"{place.name} = kwargs[{place.name[2:]!r}]" for place in shape.keywords]
+    else:
+        lines.append("if kwargs: return MISS")
+    for place in (*shape.arguments, *shape.keywords):
+        if place.kind == TENSORS:
+            lines.append(f"if type({place.name}) is not list: return MISS")
+            lines.append(f"{_tuple([item.name for item in place.items])} = {place.name}")
+        for item in place.flat():
+            if item.other:
+                lines.append(f"if {item.name} is not {item.other}: return MISS")
+            elif item.kind != TENSOR:
+                lines.append(f"if {_differs(item)}: return MISS")
+    distinct = shape.distinct()
+    if distinct:
+        lines.append(f"if not check({', '.join(place.name for place in distinct)}): return MISS")
+    for name in (place.name for place in distinct):
+        lines += [
+            f"s = {name}.untyped_storage(); k_{name} = s._opreplay; o = {name}.storage_offset()",
+            f"if len(s) != k_{name}.size: return MISS",
+            f"if k_{name}.meta == m_{name} and k_{name}.offset == o: t_{name} = k_{name}.tensor",
+            f"else: t_{name} = k_{name}.views[m_{name}, o]",
+        ]
+    return lines
+
+
+def _differs(place: Place) -> str:
+    value, constant = place.name, f"c_{place.name}"
+    # Types first: comparing a tensor would run an operator.
+    if place.kind == NOTHING:
+        return f"{value} is not None"
+    if place.kind == NUMBER:
+        return f"type({value}) is not type({constant}) or {value} != {constant}"
+    if place.kind == ZERO:
+        return f"type({value}) is not float or repr({value}) != repr({constant})"
+    return f"{value} is not {constant} and (type({value}) is not type({constant}) or {value} != {constant})"
+
+
+def _accept(shape: Shape, finish: str) -> list[str]:
+    """Whether the results are what they were; otherwise the complete path finishes."""
+    lines = []
+    names = [place.name for place in shape.results]
+    if not shape.single and names:
+        lines.append(f"{_tuple(names)} = r")
+    elif names:
+        lines.append(f"{names[0]} = r")
+    for top in shape.results:
+        if top.kind == TENSORS:
+            lines.append(f"if len({top.name}) != {len(top.items)}: {finish}")
+            if top.items:
+                lines.append(f"{_tuple([item.name for item in top.items])} = {top.name}")
+        for place in top.flat():
+            if place.kind == NOTHING:
+                lines.append(f"if {place.name} is not None: {finish}")
+            elif place.kind == SAME:
+                lines.append(f"if {place.name} is not {place.other}: {finish}")
+    made = shape.made()
+    if made:
+        lines.append(f"if not check_results({', '.join(place.name for place in made)}): {finish}")
+    for place in made:
+        name = place.name
+        if place.kind == NEW:
+            lines += [
+                f"s_{name} = {name}.untyped_storage()",
+                f"if len(s_{name}) != n_{name} or getattr(s_{name}, '_opreplay', None) is not None: {finish}",
+            ]
+        else:
+            lines.append(f"if getattr({name}.untyped_storage(), '_opreplay', None) is not k_{place.other}: {finish}")
+    return lines
+
+
+def _record(shape: Shape) -> list[str]:
+    """Ids for what is new, and the row."""
+    lines = []
+    slots = [f"t_{place.other or place.name}" for place in shape.inputs()]
+    for place in shape.outputs():
+        name = place.name
+        if place.kind == SAME:
+            slots.append(f"t_{place.other}")
+            continue
+        slots.append(f"t_{name}")
+        if place.kind == NEW:
+            lines += [
+                f"g = next_storage(); t_{name} = next_tensor()",
+                f"k = s_{name}._opreplay = live[g] = Tracker(s_{name}, tell_death)",
+                f"k.id = g; k.size = n_{name}; k.meta = m_{name}; k.offset = 0; k.tensor = t_{name}; "
+                "k.views = k.state = k.written = None",
+                f"births(pack_birth(g, n_{name}, device, 1, 0))",
+                f"definitions(pack_definition(t_{name}, g, 0, m_{name}))",
+            ]
+            continue
+        lines += [
+            f"o = {name}.storage_offset(); k = k_{place.other}",
+            f"if k.meta == m_{name} and k.offset == o: t_{name} = k.tensor",
+            "else:",
+            "    v = k.views",
+            "    if v is None: v = k.views = {}",
+            f"    t_{name} = v.get((m_{name}, o))",
+            f"    if t_{name} is None:",
+            f"        t_{name} = v[m_{name}, o] = next_tensor()",
+            f"        definitions(pack_definition(t_{name}, k.id, o, m_{name}))",
+        ]
+    for name in shape.written:
+        lines += [
+            f"if k_{name}.written is None: k_{name}.written = {{t_{name}}}",
+            f"else: k_{name}.written.add(t_{name})",
+        ]
+    constants = [f"w{number}" for number in range(shape.words)]
+    row = ", ".join(["signature", "contexts[ident()]", "start - begin", "end - start", *slots, *constants])
+    lines.append(f"rows(pack({row}))")
+    return lines
