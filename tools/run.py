@@ -13,7 +13,7 @@ import click
 from replayfmt.errors import ReplayMismatch
 
 from .command import report, run_tool, tool
-from .profiling_flags import profiling_options, profiling_request
+from .profiling_flags import profiled, profiling_options, profiling_request
 from .replay_flags import ReplayFlags, replay_options
 
 if TYPE_CHECKING:
@@ -39,11 +39,9 @@ def cli(capture: str, device: tuple[str, ...], verify: str, allow_incomplete: bo
     """
     flags = ReplayFlags.of(device, verify, allow_incomplete)
     profiling = profiling_request(device_profiling_mode, device_profiling_output, force)
-    with flags.plan(capture, keep_going=keep_going) as plan:
+    with flags.plan(capture, keep_going=keep_going) as plan, profiled(profiling, plan):
         from replayfmt.replay.report import as_rows, as_text
 
-        if profiling:
-            profiling.check(plan)
         with _progress(plan.reader.record_count) as on_progress:
             result = plan.execute(verify=flags.verify, keep_going=keep_going, on_progress=on_progress, scope_times=True)
         if form == "jsonl":
@@ -55,8 +53,6 @@ def cli(capture: str, device: tuple[str, ...], verify: str, allow_incomplete: bo
             for finding in plan.findings:
                 click.echo(f"finding: {finding}")
         code = _judge(capture, result, bool(plan.findings))
-        if profiling:
-            profiling.profile(plan)
     return code
 
 
