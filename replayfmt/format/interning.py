@@ -12,8 +12,8 @@ from array import array
 import numpy as np
 from xxhash import xxh3_128_digest
 
-from .codes import RecordKind, ValueKind
-from .frames import MAX_STRING_BYTES
+from .codes import DType, Layout, RecordKind, TensorFlag, ValueKind
+from .frames import MAX_LENGTH, MAX_STRING_BYTES
 from .layouts import TABLES
 from .model import SLOTS, Device, Generator, Kernel, Scope, Signature, TensorMeta
 from .signatures import flatten
@@ -22,6 +22,7 @@ from .tables_output import FAMILIES, RAGGED, encode_tables
 # How the columns are kept: type codes of array.array, by the schema's types.
 _TYPE_CODES = {"[ubyte]": "B", "[ushort]": "H", "[uint]": "I", "[int]": "i", "[long]": "q"}
 _MAX_ID = 0xFFFFFFFF
+_FLAGS = int(sum(TensorFlag))
 
 
 class Definitions:
@@ -141,8 +142,12 @@ class Definitions:
         known = self._ids.get(key)
         if known is None:
             self._known("device", meta.device)
-            if min(sizes, default=0) < 0 or min(strides, default=0) < 0:
-                raise ValueError(f"tensor metadata with negative sizes or strides: {meta}")
+            lengths = (*sizes, *strides, 0)
+            if min(lengths) < 0 or max(lengths) > MAX_LENGTH:
+                raise ValueError(f"tensor metadata with negative or impossible sizes or strides: {meta}")
+            known_codes = 1 <= meta.dtype <= max(DType) and 1 <= meta.layout <= max(Layout)
+            if not known_codes or int(meta.flags) & ~_FLAGS:
+                raise ValueError(f"tensor metadata with unknown codes: {meta}")
             known = self._ids[key] = self._add("meta", *head)
             self._columns["meta_sizes"].extend(sizes)
             self._columns["meta_strides"].extend(strides)

@@ -25,7 +25,7 @@ class Output:
         self.path = os.fspath(path)
         self.partial = self.path + (".recovering.partial" if recovering else ".partial")
         self._advice = ("the recovery ends here; the capture it reads is unchanged" if recovering else
-                        f"the capture ends here, and opreplay-check {self.partial} --recover OUT keeps what came before")
+                        f"the capture ends here, and opreplay-check {self.partial} --recover OUT keeps what is there")
         self.position = 0
         self._force = force
         self._failure: CaptureFailed | None = None

@@ -15,7 +15,7 @@ from .codes import FrameKind
 from .contents import Contents, read_frame, read_preamble, read_session, walk_contents
 from .definitions import Definitions, Frozen
 from .frame_output import FrameOutput
-from .frames import MAX_BODY_BYTES
+from .frames import MAX_BODY_BYTES, Preamble
 from .output import Output
 from .payload_input import PayloadInput
 from .source import Source
@@ -37,23 +37,24 @@ def recover_capture(path: str | os.PathLike[str], out: str | os.PathLike[str], *
     try:
         if os.path.exists(out) and os.path.samefile(path, out):
             raise UsageError(f"{source.path}: cannot be recovered onto itself; name another file")
-        return _Recovery(source, progress).run(Output(out, force, recovering=True))
+        preamble = read_preamble(source)
+        return _Recovery(source, preamble, progress).run(Output(out, force, recovering=True))
     finally:
         source.close()
 
 
 class _Recovery:
-    def __init__(self, source: Source, progress: Progress) -> None:
+    def __init__(self, source: Source, preamble: Preamble, progress: Progress) -> None:
         self._source = source
+        self._preamble = preamble
         self._progress = progress
         self._tally = Tally()
         self._ended: int | None = None  # where the capture got as far as writing that down
 
     def run(self, output: Output) -> tuple[CheckReport, str]:
         try:
-            preamble = read_preamble(self._source)
             contents = walk_contents(self._source, None, "")
-            read_session(self._source, contents, preamble)
+            read_session(self._source, contents, self._preamble)
             whole, left = self._whole(contents)
             self._copy(whole, output)
             self._finish(whole, output)

@@ -14,12 +14,10 @@ from dataclasses import replace
 import numpy as np
 
 from ..errors import InvalidCapture
-from . import flat
 from .codes import FrameKind, RecordKind
 from .contents import Contents, read_frame
 from .definitions import Definitions, Frozen
 from .frames import FLAG_CONSOLIDATED, FrameHeader
-from .layouts import RECORDS
 from .model import Summary
 from .payload_input import PayloadInput
 from .record_frames import RecordFrame, RecordFrameDecoder
@@ -48,9 +46,8 @@ class Verifier:
         self._kind_of = self.definitions.column("signature_kind")
         self._first_node = np.concatenate((
             [0], np.cumsum(self.definitions.column("signature_nodes"), dtype=np.int64)))
-        self._record_frames = contents.of_kind(FrameKind.records)
-        self._first_ordinals = self._frames["first_ordinal"][self._record_frames].astype(np.int64)
-        self._before: tuple[int, np.ndarray] = (-1, np.zeros(0, np.uint32))  # a frame of records, its signatures
+        # The frame of records before: its first ordinal and signatures.
+        self._before: tuple[int, np.ndarray] = (0, np.zeros(0, np.uint32))
 
     def _read_definitions(self) -> tuple[Definitions, list[dict[str, int]]]:
         """All definitions, and how many of each family there are before each frame."""
@@ -98,39 +95,34 @@ class Verifier:
                 raise InvalidCapture(f"{where}: the same storage, offset and metadata have two tensor ids")
         self._verify_digests(frame, where)
         self._verify_scopes(frame, where)
+        self._before = (frame.first_ordinal, frame.signature)
         self.tally.add_frame(frame)
 
     def _rows_of(self, frame: RecordFrame, *kinds: RecordKind) -> np.ndarray:
         return np.flatnonzero(np.isin(self._kind_of[frame.signature.astype(np.int64) - 1], kinds))
 
     def _verify_digests(self, frame: RecordFrame, where: str) -> None:
-        """`of` is an op that came before, or -1 together with `result`."""
+        """`of` is an op that came before and `result` one of its results, or -1 for something it wrote; or of a live
+        tensor both are -1."""
         rows = self._rows_of(frame, RecordKind.digest)
         if not len(rows):
             return
         of, result = frame.ints[frame.int_first[rows]], frame.ints[frame.int_first[rows] + 1]
-        neither = (of == -1) & (result == -1)
-        if (((of < 0) | (result < 0)) & ~neither).any() or (of >= frame.first_ordinal + rows).any():
+        if (of < -1).any() or (result < -1).any() or ((of == -1) & (result != -1)).any() or (
+                of >= frame.first_ordinal + rows).any():
             raise InvalidCapture(f"{where}: a digest is of a record that does not come before it")
-        sizes = self.definitions.column("signature_nodes")
-        for number, place in zip(of[of >= 0].tolist(), result[of >= 0].tolist(), strict=True):
-            signature = self._signature_of(number, frame)
-            if self._kind_of[signature - 1] != RecordKind.op or place >= sizes[signature - 1]:
-                raise InvalidCapture(f"{where}: a digest is of result {place} of record {number}, which has no such "
-                                     "result")
-
-    def _signature_of(self, ordinal: int, frame: RecordFrame) -> int:
-        """The signature of a record in `frame` or before it."""
-        if ordinal >= frame.first_ordinal:
-            return int(frame.signature[ordinal - frame.first_ordinal])
-        index = int(np.searchsorted(self._first_ordinals, ordinal, side="right")) - 1
-        if self._before[0] != index:  # digests are mostly of what came just before: one frame is enough to keep
-            position = int(self._record_frames[index])
-            _header, body, where = read_frame(self._source, self._frames, position)
-            column = flat.root(body, RECORDS, where).column("signature")
-            assert column is not None  # the frame was verified before
-            self._before = (index, column)
-        return int(self._before[1][ordinal - int(self._first_ordinals[index])])
+        # An op's digests follow it at once. One that names an op further back than the frame before is not followed:
+        # reading frames again and again is what a hostile file would ask for.
+        first, before = self._before
+        near = of >= first
+        of, result = of[near], result[near]
+        signatures = np.concatenate((before, frame.signature))[of - first].astype(np.int64) - 1
+        results = self.definitions.column("signature_results")[signatures]
+        wrong = (self._kind_of[signatures] != RecordKind.op) | (result >= results)
+        if wrong.any():
+            at = int(np.argmax(wrong))
+            raise InvalidCapture(f"{where}: a digest is of result {int(result[at])} of record {int(of[at])}, which has "
+                                 "no such result")
 
     def _verify_scopes(self, frame: RecordFrame, where: str) -> None:
         """A scope marker's record is in the scope it names."""

@@ -6,9 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import flatbuffers
 import numpy as np
 import zstandard
 
+from replayfmt.format import flat
 from replayfmt.format.codes import Codec, FrameKind
 from replayfmt.format.frames import (
     FRAME_ROW,
@@ -23,8 +25,9 @@ from replayfmt.format.frames import (
     pack_frame_row,
     parse_header,
 )
-from replayfmt.format.layouts import RECORDS
-from replayfmt.format import flat
+from replayfmt.format.generated import Records
+from replayfmt.format.layouts import RECORDS, TABLES
+from replayfmt.format.tables_output import FAMILIES, META_COLUMNS, NODE_COLUMNS, camel, encode_tables
 
 
 @dataclass
@@ -106,3 +109,74 @@ def change(path: Path, kind: FrameKind, edit: Callable[[Frame], Frame | None], w
     edited = edit(frames[position])
     frames[position:position + 1] = [] if edited is None else [edited]
     path.write_bytes(join(preamble, frames, index=index))
+
+
+# ------------------------------------------------------------------------------------------------- columns, rebuilt
+
+
+def records_columns(body: bytes) -> dict[str, np.ndarray | int]:
+    table = flat.root(body, RECORDS, "test")
+    columns: dict[str, np.ndarray | int] = {}
+    for name, field in RECORDS.fields.items():
+        value = table.column(name) if field.type.startswith("[") else table.scalar(name)
+        if value is not None:
+            columns[name] = value.copy() if isinstance(value, np.ndarray) else value
+    return columns
+
+
+def records_body(columns: dict[str, np.ndarray | int]) -> bytes:
+    builder = flatbuffers.Builder(1024)
+    places = {name: builder.CreateNumpyVector(v) for name, v in columns.items() if isinstance(v, np.ndarray)}
+    Records.Start(builder)
+    for name, value in columns.items():
+        getattr(Records, f"Add{camel(name)}")(builder, places.get(name, value))
+    builder.Finish(Records.End(builder))
+    return bytes(builder.Output())
+
+
+def change_records(path: Path, edit: Callable[[dict], None], which: int = 0) -> None:
+    def change_frame(frame: Frame) -> Frame:
+        columns = records_columns(frame.body)
+        edit(columns)
+        return replace(frame, body=records_body(columns))
+
+    change(path, FrameKind.records, change_frame, which)
+
+
+def tables_of(body: bytes) -> tuple[list[bytes], dict[str, np.ndarray], dict[str, int]]:
+    table = flat.root(body, TABLES, "test")
+    strings = [text.encode() for text in table.strings("strings")]
+    names = [*(n for columns in FAMILIES.values() for n in columns), *META_COLUMNS, *NODE_COLUMNS]
+    empty = {name: np.zeros(0, np.int64) for name in names}
+    columns = {**empty, **{n: c.copy() for n in names if (c := table.column(n)) is not None}}
+    firsts = {family: table.scalar(f"first_{family}") or 1 for family in ("string", *FAMILIES)}
+    return strings, columns, firsts
+
+
+Tables = tuple[list[bytes], dict[str, np.ndarray], dict[str, int]]
+
+
+def change_tables(path: Path, edit: Callable[[Tables], None]) -> None:
+    """Put all definitions into one frame before the records, edited."""
+    preamble, frames = split(path.read_bytes())
+    positions = [i for i, frame in enumerate(frames) if frame.header.kind == FrameKind.tables]
+    tables = tables_of(frames[positions[-1]].body)
+    edit(tables)
+    frames[positions[0]] = replace(frames[positions[0]], body=bytes(encode_tables(*tables)))
+    for position in reversed(positions[1:]):
+        del frames[position]
+    path.write_bytes(join(preamble, frames))
+
+
+def change_header(path: Path, edit: Callable[[FrameHeader], FrameHeader], kind: FrameKind, which: int = 0,
+             index: bool = True) -> None:
+    """Change a frame's header as it stands, its check valid; lengths are taken as given."""
+    preamble, frames = split(path.read_bytes())
+    position = [i for i, frame in enumerate(frames) if frame.header.kind == kind][which]
+    data = bytearray(join(preamble, frames, index=index))
+    offset = PREAMBLE_BYTES
+    for frame in frames[:position]:
+        offset += HEADER_BYTES + align(len(frame.body) + len(frame.payload_data))
+    header = parse_header(data[offset:offset + HEADER_BYTES], "test")
+    data[offset:offset + HEADER_BYTES] = edit(header).pack()
+    path.write_bytes(data)

@@ -75,7 +75,8 @@ class Records:
         self.rows, self.slots, self.born = [], ([], [], []), []
 
 
-def op(kernel: int, args: tuple[Node, ...], results: tuple[Node, ...] = (), status: OpStatus = OpStatus.ok) -> Signature:
+def op(kernel: int, args: tuple[Node, ...], results: tuple[Node, ...] = (),
+       status: OpStatus = OpStatus.ok) -> Signature:
     return Signature(RecordKind.op, args, results, kernel, status)
 
 
@@ -90,7 +91,8 @@ IMPORT_WITHOUT_CONTENT = Signature(RecordKind.storage_import, (
     Node(V.storage, "storage"), Node(V.none, "payload"), Node(V.int, "version"),
     Node(V.string, "reason", "outside_write")))
 RELEASE = Signature(RecordKind.storage_release, (Node(V.storage, "storage"),))
-TENSOR_DIGEST = TensorDigest(0x1122334455667788, 0xFFEEDDCCBBAA9988, 3, 1, 0, -1.5, 2.5, 0.5, 3.0, (-1.5, 2.5, float("nan")))
+TENSOR_DIGEST = TensorDigest(
+    0x1122334455667788, 0xFFEEDDCCBBAA9988, 3, 1, 0, -1.5, 2.5, 0.5, 3.0, (-1.5, 2.5, float("nan")))
 
 
 def write_everything(path: Path) -> None:
@@ -126,7 +128,8 @@ def write_everything(path: Path) -> None:
     records.add(marker(RecordKind.scope_begin, "execute"), scope=run, start=10)
     records.add(Signature(RecordKind.global_state, (
         Node(V.bool, "deterministic", 1), Node(V.int, "threads"), Node(V.float, "scale"),
-        Node(V.string, "matmul_precision", "high"), Node(V.none, "seed"))), ints=(2,), floats=(0.25,), scope=run, start=20)
+        Node(V.string, "matmul_precision", "high"), Node(V.none, "seed"))), ints=(2,), floats=(0.25,), scope=run,
+        start=20)
     records.add(IMPORT, ints=(weight, small, 0), scope=run, start=20)
     records.add(IMPORT_WITHOUT_CONTENT, ints=(unknown, 1), scope=run, start=21)
     records.add(marker(RecordKind.scope_begin, "step 1 – größer"), scope=step, start=22)
@@ -192,7 +195,8 @@ def write_small(path: Path, frames: int = 2, close: bool = True) -> CaptureWrite
     for frame in range(frames):
         payload = writer.payload(np.array([frame, frame + 0.5], np.float32).data)
         scope = writer.scope(0, f"step {frame}")
-        source, result = records.storage(8, cpu, StorageOrigin.payload, payload), records.storage(8, cpu, StorageOrigin.op)
+        source = records.storage(8, cpu, StorageOrigin.payload, payload)
+        result = records.storage(8, cpu, StorageOrigin.op)
         x, y = records.tensor(source, 0, meta), records.tensor(result, 0, meta)
         records.add(IMPORT, ints=(source, payload, 0), scope=scope, start=frame * 1000)
         records.add(op(add, (Node(V.tensor, "self"), Node(V.tensor, "other"), Node(V.int, "alpha")), (Node(V.tensor),)),

@@ -26,8 +26,6 @@ from replayfmt.format.frames import (
     MAX_BODY_BYTES,
     PAYLOAD_ROW,
     PREAMBLE_BYTES,
-    FrameHeader,
-    align,
     body_hash,
     pack_preamble,
     parse_header,
@@ -36,11 +34,22 @@ from replayfmt.format.frames import (
 from replayfmt.format.layouts import HEAD, RECORDS, SUMMARY, TABLES, Layout
 from replayfmt.format.reader import open_capture
 from replayfmt.format.recover import recover_capture
-from replayfmt.format.tables_output import FAMILIES, META_COLUMNS, NODE_COLUMNS, camel, encode_tables
+from replayfmt.format.summary import encode_summary
+from replayfmt.format.tables_output import FAMILIES, META_COLUMNS, NODE_COLUMNS, encode_tables
 
 from .reading import read_all
-from .reseal import Frame, change, join, split
-from .samples import SESSION, write_everything, write_small
+from .reseal import (
+    Frame,
+    Tables,
+    change,
+    change_header,
+    change_records,
+    change_tables,
+    join,
+    split,
+    tables_of,
+)
+from .samples import SESSION, TENSOR_DIGEST, write_everything, write_small
 
 V = ValueKind
 
@@ -68,37 +77,6 @@ def _refused(path: Path, match: str) -> None:
 
 
 # ------------------------------------------------------------------------------------------------- columns, rebuilt
-
-
-def _records_columns(body: bytes) -> dict[str, np.ndarray | int]:
-    table = flat.root(body, RECORDS, "test")
-    columns: dict[str, np.ndarray | int] = {}
-    for name, field in RECORDS.fields.items():
-        value = table.column(name) if field.type.startswith("[") else table.scalar(name)
-        if value is not None:
-            columns[name] = value.copy() if isinstance(value, np.ndarray) else value
-    return columns
-
-
-def _records_body(columns: dict[str, np.ndarray | int]) -> bytes:
-    from replayfmt.format.generated import Records
-
-    builder = flatbuffers.Builder(1024)
-    places = {name: builder.CreateNumpyVector(v) for name, v in columns.items() if isinstance(v, np.ndarray)}
-    Records.Start(builder)
-    for name, value in columns.items():
-        getattr(Records, f"Add{camel(name)}")(builder, places.get(name, value))
-    builder.Finish(Records.End(builder))
-    return bytes(builder.Output())
-
-
-def _with_records(path: Path, edit: Callable[[dict], None], which: int = 0) -> None:
-    def change_frame(frame: Frame) -> Frame:
-        columns = _records_columns(frame.body)
-        edit(columns)
-        return replace(frame, body=_records_body(columns))
-
-    change(path, FrameKind.records, change_frame, which)
 
 
 def _put(name: str, row: int, value: int) -> Callable[[dict], None]:
@@ -155,7 +133,7 @@ def _shorter(name: str) -> Callable[[dict], None]:
 ])
 def test_record_columns_that_contradict_each_other_are_refused(
         capture: Path, edit: Callable[[dict], None], match: str) -> None:
-    _with_records(capture, edit)
+    change_records(capture, edit)
     _refused(capture, match)
 
 
@@ -164,7 +142,7 @@ def test_tensors_without_a_table_of_tensors_are_refused(capture: Path) -> None:
         for name in ("tensor_id", "tensor_storage", "tensor_offset", "tensor_meta"):
             columns[name] = columns[name][:0]
 
-    _with_records(capture, edit)
+    change_records(capture, edit)
     _refused(capture, "tensors holds")
 
 
@@ -175,8 +153,8 @@ def _twice(columns: dict) -> None:
 
 def _digest_of(of: int, result: int) -> Callable[[dict], None]:
     def edit(columns: dict) -> None:
-        first = int(np.flatnonzero(columns["ints"] == 5)[0])  # the digest in samples.write_everything is of record 5
-        columns["ints"][first:first + 2] = of, result
+        hashes = np.flatnonzero(columns["ints"] == TENSOR_DIGEST.hash_low)  # of a host read, then of two digests
+        columns["ints"][hashes[1] - 2:hashes[1]] = of, result
 
     return edit
 
@@ -190,41 +168,16 @@ def _digest_of(of: int, result: int) -> Callable[[dict], None]:
     (1, _digest_of(-1, 0), "a digest is of a record that does not come before it"),
     (1, _digest_of(0, 0), "a digest is of result 0 of record 0, which has no such result"),
     (1, _digest_of(8, 0), "a digest is of result 0 of record 8, which has no such result"),
-    (1, _digest_of(5, 4), "a digest is of result 4 of record 5, which has no such result"),
+    (1, _digest_of(5, 1), "a digest is of result 1 of record 5, which has no such result"),
 ])
 def test_references_that_reading_does_not_follow_are_findings_of_the_check(
         capture: Path, which: int, edit: Callable[[dict], None], match: str) -> None:
-    _with_records(capture, edit, which)
+    change_records(capture, edit, which)
     with pytest.raises(InvalidCapture, match=match):
         check_capture(capture)
 
 
 # --------------------------------------------------------------------------------------------------- definitions
-
-
-def _tables(body: bytes) -> tuple[list[bytes], dict[str, np.ndarray], dict[str, int]]:
-    table = flat.root(body, TABLES, "test")
-    strings = [text.encode() for text in table.strings("strings")]
-    names = [*(n for columns in FAMILIES.values() for n in columns), *META_COLUMNS, *NODE_COLUMNS]
-    empty = {name: np.zeros(0, np.int64) for name in names}
-    columns = {**empty, **{n: c.copy() for n in names if (c := table.column(n)) is not None}}
-    firsts = {family: table.scalar(f"first_{family}") or 1 for family in ("string", *FAMILIES)}
-    return strings, columns, firsts
-
-
-Tables = tuple[list[bytes], dict[str, np.ndarray], dict[str, int]]
-
-
-def _with_tables(path: Path, edit: Callable[[Tables], None]) -> None:
-    """Put all definitions into one frame before the records, edited."""
-    preamble, frames = split(path.read_bytes())
-    positions = [i for i, frame in enumerate(frames) if frame.header.kind == FrameKind.tables]
-    tables = _tables(frames[positions[-1]].body)
-    edit(tables)
-    frames[positions[0]] = replace(frames[positions[0]], body=bytes(encode_tables(*tables)))
-    for position in reversed(positions[1:]):
-        del frames[position]
-    path.write_bytes(join(preamble, frames))
 
 
 def _column(name: str, row: int, value: int) -> Callable[[Tables], None]:
@@ -312,7 +265,7 @@ def _first(family: str, first: int) -> Callable[[Tables], None]:
 ])
 def test_definitions_that_break_a_rule_are_refused(
         capture: Path, edit: Callable[[Tables], None], match: str) -> None:
-    _with_tables(capture, edit)
+    change_tables(capture, edit)
     _refused(capture, match)
 
 
@@ -334,17 +287,17 @@ LEAF = (int(V.none), 0, 0, 0)
 
 
 def test_nesting_is_bounded_and_exactly_that_deep_is_fine(capture: Path) -> None:
-    _with_tables(capture, _one_signature(RecordKind.collective, [LIST] * 64 + [LEAF], 1))
+    change_tables(capture, _one_signature(RecordKind.collective, [LIST] * 64 + [LEAF], 1))
     _refused(capture, "nested deeper than 64")
     write_everything_again(capture)
-    _with_tables(capture, _one_signature(RecordKind.collective, [LIST] * 5000 + [LEAF], 1))
+    change_tables(capture, _one_signature(RecordKind.collective, [LIST] * 5000 + [LEAF], 1))
     _refused(capture, "nested deeper than 64")
     write_everything_again(capture)
-    _with_tables(capture, _one_signature(RecordKind.collective, [LIST] * 63 + [LEAF], 1))
+    change_tables(capture, _one_signature(RecordKind.collective, [LIST] * 63 + [LEAF], 1))
     assert len(open_capture(capture).signatures[1].nodes) == 64
     write_everything_again(capture)
     wide = [(int(V.list), 0, 0, 300), *[(int(V.list), 0, 0, 0)] * 300]
-    _with_tables(capture, _one_signature(RecordKind.collective, wide, 1))
+    change_tables(capture, _one_signature(RecordKind.collective, wide, 1))
     assert len(open_capture(capture).signatures[1].nodes) == 301
 
 
@@ -353,7 +306,7 @@ def test_nesting_is_bounded_and_exactly_that_deep_is_fine(capture: Path) -> None
     [LEAF, LEAF], [LIST],
 ])
 def test_trees_that_do_not_add_up_are_refused(capture: Path, nodes: list[tuple[int, int, int, int]]) -> None:
-    _with_tables(capture, _one_signature(RecordKind.collective, nodes, 1))
+    change_tables(capture, _one_signature(RecordKind.collective, nodes, 1))
     _refused(capture, "do not form its arguments and results")
 
 
@@ -361,19 +314,19 @@ def test_trees_that_do_not_add_up_are_refused(capture: Path, nodes: list[tuple[i
     RecordKind.none, RecordKind.op, RecordKind.collective, RecordKind.global_state)])
 def test_records_without_the_arguments_of_their_kind_are_refused(capture: Path, kind: RecordKind) -> None:
     for nodes in ([], [LEAF], [LEAF] * 14):
-        _with_tables(capture, _one_signature(kind, nodes, len(nodes)))
+        change_tables(capture, _one_signature(kind, nodes, len(nodes)))
         _refused(capture, f"a {kind.name} signature")
         write_everything_again(capture)
 
 
 def test_a_setting_that_is_no_scalar_is_refused(capture: Path) -> None:
-    _with_tables(capture, _one_signature(RecordKind.global_state, [(int(V.tensor), 1, 0, 0)], 1))
+    change_tables(capture, _one_signature(RecordKind.global_state, [(int(V.tensor), 1, 0, 0)], 1))
     _refused(capture, "settings that are no named scalars")
 
 
 def test_consolidated_definitions_that_differ_are_a_finding(capture: Path) -> None:
     def edit(frame: Frame) -> Frame:
-        tables = _tables(frame.body)
+        tables = tables_of(frame.body)
         tables[1]["meta_sizes"][0] = 77
         return replace(frame, body=bytes(encode_tables(*tables)))
 
@@ -452,20 +405,21 @@ def test_a_session_id_that_is_no_uuid_is_refused(capture: Path) -> None:
 
 
 def test_a_summary_that_does_not_add_up_is_refused(capture: Path) -> None:
-    from replayfmt.format.model import Summary
-    from replayfmt.format.summary import encode_summary
-
     good = open_capture(capture).summary
+
+    def put(wrong: dict) -> None:
+        body = bytes(encode_summary(replace(good, **wrong)))
+        change(capture, FrameKind.summary, lambda frame: replace(frame, body=body))
+
     for wrong, match in (
             ({"records": {RecordKind.op: 1}}, "counts 1 records"), ({"kernel_calls": {1: 99}}, "99 kernel calls"),
             ({"kernel_calls": {77: 3}}, "does not have")):
-        change(capture, FrameKind.summary, lambda f, w=wrong: replace(f, body=bytes(encode_summary(replace(good, **w)))))
+        put(wrong)
         _refused(capture, match)
     for wrong in ({"storages": 99}, {"absent_storages": 0}, {"storage_payload_bytes": 1}, {"unsupported": {"x": 3}}):
-        change(capture, FrameKind.summary, lambda f, w=wrong: replace(f, body=bytes(encode_summary(replace(good, **w)))))
+        put(wrong)
         with pytest.raises(InvalidCapture, match=f"the summary is wrong: {next(iter(wrong))}"):
             check_capture(capture)
-    assert isinstance(good, Summary)
 
 
 # ------------------------------------------------------------------------------------------------------ FlatBuffers
@@ -527,30 +481,17 @@ def test_strings_that_all_point_to_the_same_bytes_cannot_expand(capture: Path) -
 # -------------------------------------------------------------------------------------------------- frames and index
 
 
-def _headers(path: Path, edit: Callable[[FrameHeader], FrameHeader], kind: FrameKind, which: int = 0,
-             index: bool = True) -> None:
-    """Change a frame's header as it stands, its check valid; lengths are taken as given."""
-    preamble, frames = split(path.read_bytes())
-    position = [i for i, frame in enumerate(frames) if frame.header.kind == kind][which]
-    data = bytearray(join(preamble, frames, index=index))
-    offset = PREAMBLE_BYTES
-    for frame in frames[:position]:
-        offset += HEADER_BYTES + align(len(frame.body) + len(frame.payload_data))
-    header = parse_header(data[offset:offset + HEADER_BYTES], "test")
-    data[offset:offset + HEADER_BYTES] = edit(header).pack()
-    path.write_bytes(data)
-
-
 @pytest.mark.parametrize("index", [True, False], ids=["index", "walk"])
 @pytest.mark.parametrize("changes", [
     {"stored_bytes": 1 << 63, "raw_bytes": 1 << 63}, {"stored_bytes": (1 << 64) - 1, "raw_bytes": (1 << 64) - 1},
-    {"raw_bytes": 5}, {"count": 0}, {"count": 7}, {"count": 0xFFFFFFFF}, {"first_ordinal": 1}, {"first_ordinal": 1 << 62},
+    {"raw_bytes": 5}, {"count": 0}, {"count": 7}, {"count": 0xFFFFFFFF}, {"first_ordinal": 1},
+    {"first_ordinal": 1 << 62},
     {"flags": 0}, {"flags": 3}, {"codec": 9}, {"codec": 1}, {"sequence": 77}, {"kind": 0}, {"kind": 4}, {"kind": 1},
     {"raw_bytes": MAX_BODY_BYTES + 1, "codec": 1}, {"raw_bytes": MAX_BODY_BYTES, "codec": 1},
 ])
 def test_headers_that_promise_what_is_not_there_are_refused(
         capture: Path, changes: dict[str, int], index: bool) -> None:
-    _headers(capture, lambda header: replace(header, **changes), FrameKind.records, index=index)
+    change_header(capture, lambda header: replace(header, **changes), FrameKind.records, index=index)
     try:
         complete, records, _rest = read_all(capture)
     except OpReplayError as error:
@@ -729,8 +670,10 @@ def test_a_compressed_payload_is_bounded_too(capture: Path) -> None:
 
 # ----------------------------------------------------------------------------------------------------------- fuzzing
 
-_INTERESTING = [0, 1, 2, 4, 8, 63, 64, 127, 128, 255, 256, 0x7FFF, 0x8000, 0xFFFF, 1 << 31, (1 << 31) - 1, (1 << 32) - 1,
-                (1 << 32) - 16, 1 << 40, 1 << 60, (1 << 60) + 1, (1 << 63) - 1, 1 << 63, (1 << 64) - 8, (1 << 64) - 1]
+_INTERESTING = [
+    0, 1, 2, 4, 8, 63, 64, 127, 128, 255, 256, 0x7FFF, 0x8000, 0xFFFF, 1 << 31, (1 << 31) - 1, (1 << 32) - 1,
+    (1 << 32) - 16, 1 << 40, 1 << 60, (1 << 60) + 1, (1 << 63) - 1, 1 << 63, (1 << 64) - 8, (1 << 64) - 1,
+]
 _mutation = st.tuples(
     st.integers(0, 1 << 20), st.integers(0, 1 << 20), st.sampled_from([1, 2, 4, 8]),
     st.one_of(st.sampled_from(_INTERESTING), st.integers(0, (1 << 64) - 1), st.integers(0, 300)))

@@ -175,7 +175,8 @@ def test_a_wrong_buffer_for_a_payload_is_the_callers_error(everything: CaptureRe
 def test_the_summary_counts_everything(everything: CaptureReader) -> None:
     summary = everything.summary
     records = list(everything.records())
-    assert summary.records == {kind: sum(r.kind == kind for r in records) for kind in set(RecordKind) - {RecordKind.none}}
+    kinds = set(RecordKind) - {RecordKind.none}
+    assert summary.records == {kind: sum(record.kind == kind for record in records) for kind in kinds}
     assert summary.kernel_calls == {1: 1, 2: 1, 3: 1}
     assert summary.unsupported == {"compiled_region": 2, "triton_launch": 1}
     assert (summary.storages, summary.absent_storages) == (5, 1)
@@ -213,7 +214,8 @@ def test_the_same_content_gets_the_same_id(tmp_path: Path) -> None:
     assert writer.kernel(Kernel("a::b", "default", "s")) == writer.kernel(Kernel("a::b", "default", "s"))
     assert writer.scope(0, "x") == writer.scope(0, "x") != writer.scope(1, "x")
     meta = TensorMeta(DType.int8, Layout.strided, 1, (1, 2), (2, 1))
-    assert writer.meta(meta) == writer.meta(meta) != writer.meta(TensorMeta(DType.int8, Layout.strided, 1, (1, 2), (2, 2)))
+    other = TensorMeta(DType.int8, Layout.strided, 1, (1, 2), (2, 2))
+    assert writer.meta(meta) == writer.meta(meta) != writer.meta(other)
     signature = op(1, (Node(V.int, "a"),))
     assert writer.signature(signature) == writer.signature(op(1, (Node(V.int, "a"),))) != writer.signature(op(1, ()))
     assert writer.generator(Generator(1, True)) != writer.generator(Generator(1, True))

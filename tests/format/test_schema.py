@@ -1,0 +1,102 @@
+"""The schema is the source of every number: the bindings, the codes, the layouts and the structs follow it."""
+
+from __future__ import annotations
+
+import filecmp
+import re
+import shutil
+import subprocess
+from enum import IntEnum, IntFlag
+from pathlib import Path
+
+import pytest
+
+from replayfmt.format import codes, frames, layouts
+from replayfmt.format.generated import FrameHeader, FrameRow, PayloadRow, Trailer
+
+ROOT = Path(__file__).parents[2]
+SCHEMA = ROOT / "schema" / "opreplay.fbs"
+PINNED_FLATC = "2.0.8"
+
+
+def _blocks(kind: str) -> dict[str, str]:
+    """Bodies of the schema's enums, structs or tables, without comments, by name."""
+    text = re.sub(r"//[^\n]*", "", SCHEMA.read_text())
+    return {name: body for name, body in re.findall(rf"{kind}\s+(\w+)[^{{]*\{{([^}}]*)\}}", text)}
+
+
+def test_struct_sizes_are_frozen() -> None:
+    assert frames.PREAMBLE.size == 64
+    assert (FrameHeader.FrameHeader.SizeOf(), frames.HEADER.size) == (64, 64)
+    assert (FrameRow.FrameRow.SizeOf(), frames.FRAME_ROW.itemsize) == (48, 48)
+    assert (PayloadRow.PayloadRow.SizeOf(), frames.PAYLOAD_ROW.itemsize) == (48, 48)
+    assert (Trailer.Trailer.SizeOf(), frames.TRAILER.size) == (64, 64)
+
+
+def test_structs_have_the_schemas_fields_in_order() -> None:
+    formats = {"ulong": "Q", "uint": "I", "ushort": "H"}
+    for name, packed in (("FrameHeader", frames.HEADER.format), ("Trailer", frames.TRAILER.format)):
+        types = re.findall(r"\w+\s*:\s*(\w+)\s*;", _blocks("struct")[name])
+        assert "<" + "".join(formats[kind] for kind in types) == packed
+    for name, dtype in (("FrameRow", frames.FRAME_ROW), ("PayloadRow", frames.PAYLOAD_ROW)):
+        fields = re.findall(r"(\w+)\s*:\s*(\w+)\s*;", _blocks("struct")[name])
+        assert [(field, layouts.SCALARS[kind]) for field, kind in fields] == [
+            (field, dtype.fields[field][0]) for field in dtype.names]
+
+
+def test_enumerations_are_the_schemas() -> None:
+    for name, body in _blocks("enum").items():
+        ours = getattr(codes, name)
+        if issubclass(ours, IntFlag):
+            names = re.findall(r"\w+", body)
+            assert {flag: 1 << place for place, flag in enumerate(names)} == {f.name: int(f) for f in ours}
+        else:
+            assert issubclass(ours, IntEnum)
+            assert {key: int(value) for key, value in re.findall(r"(\w+)\s*=\s*(\d+)", body)} == {
+                member.name: int(member) for member in ours}
+
+
+def test_table_layouts_are_the_schemas() -> None:
+    tables = _blocks("table")
+    ours = {layout.name: layout for layout in vars(layouts).values() if isinstance(layout, layouts.Layout)}
+    assert set(ours) == set(tables)
+    for name, body in tables.items():
+        fields = re.findall(r"(\w+)\s*:\s*(\[?\w+\]?)\s*(?:=\s*(\d+))?\s*(\(required\))?\s*;", body)
+        assert len(fields) == body.count(";")
+        assert list(ours[name].fields) == [field for field, *_rest in fields]
+        for slot, (field, kind, default, required) in enumerate(fields):
+            found = ours[name].fields[field]
+            assert (found.slot, found.type, found.default, found.required) == (
+                slot, kind, int(default or 0), bool(required))
+
+
+def test_magic_numbers_are_the_bytes_the_schema_says() -> None:
+    assert frames.FRAME_MAGIC.to_bytes(4, "little") == b"OFRM"
+    assert frames.TRAILER_MAGIC.to_bytes(8, "little") == b"OPRTRAIL"
+    text = SCHEMA.read_text()
+    assert "0x4d52464f" in text and "0x4c494152_5452504f" in text
+
+
+def test_the_schemas_version_is_the_codes(tmp_path: Path) -> None:
+    assert f"version {codes.MAJOR_VERSION}.{codes.MINOR_VERSION}:" in SCHEMA.read_text().splitlines()[0]
+
+
+def _flatc() -> str | None:
+    flatc = shutil.which("flatc")
+    if flatc is None:
+        return None
+    version = subprocess.run([flatc, "--version"], capture_output=True, text=True, check=True, timeout=60).stdout
+    return flatc if version.split()[-1] == PINNED_FLATC else None
+
+
+@pytest.mark.skipif(_flatc() is None, reason=f"needs flatc {PINNED_FLATC}: versions generate different code")
+def test_the_committed_bindings_are_what_flatc_generates(tmp_path: Path) -> None:
+    flatc = _flatc()
+    assert flatc is not None
+    subprocess.run([flatc, "--python", "-o", str(tmp_path), str(SCHEMA)], check=True, timeout=60)
+    made, committed = tmp_path / "replayfmt" / "format" / "generated", ROOT / "replayfmt" / "format" / "generated"
+    names = sorted(path.name for path in made.glob("*.py"))
+    assert names == sorted(path.name for path in committed.glob("*.py"))
+    names.remove("__init__.py")
+    _same, different, missing = filecmp.cmpfiles(made, committed, names, shallow=False)
+    assert (different, missing) == ([], [])
