@@ -15,7 +15,7 @@ from replayfmt.format.check import CheckReport, check_capture
 from replayfmt.format.recover import recover_capture
 from replayfmt.format.verify import Progress as ReportProgress
 
-from .command import run_tool, tool
+from .command import one_line, run_tool, tool
 
 
 @contextmanager
@@ -39,25 +39,30 @@ def _listed(counts: dict[str, int]) -> str:
     return ", ".join(f"{count:,} {name}" for name, count in counts.items())
 
 
+def _echo(text: str) -> None:
+    """Print one line; what it quotes from a capture stays on it."""
+    click.echo(one_line(text))
+
+
 def _print_report(report: CheckReport) -> None:
     """What was found, as far as the check came."""
     if report.session is None:
         return
     state = "recovered" if report.recovered else "complete" if report.complete else "incomplete"
     version = ".".join(map(str, report.version))
-    click.echo(f"{report.path}: capture of format {version}, {_plural(report.length, 'byte')}, {state}")
+    _echo(f"{report.path}: capture of format {version}, {_plural(report.length, 'byte')}, {state}")
     session = report.session
     made = f"{session.producer} {session.producer_version}"
-    click.echo(f"  session      {session.session_id} by {made}" + (
+    _echo(f"  session      {session.session_id} by {made}" + (
         f" with torch {session.torch_version}" if session.torch_version else ""))
-    click.echo(f"  frames       {_listed(report.frames)}")
+    _echo(f"  frames       {_listed(report.frames)}")
     if report.definitions:
-        click.echo(f"  definitions  {_listed(report.definitions)}")
-    click.echo(f"  records      {_listed({kind.name: count for kind, count in report.records.items()}) or 'none'}")
-    click.echo(f"  storages     {report.storages:,}")
-    click.echo(f"  payloads     {report.payloads:,} with {_plural(report.payload_bytes, 'byte')}")
+        _echo(f"  definitions  {_listed(report.definitions)}")
+    _echo(f"  records      {_listed({kind.name: count for kind, count in report.records.items()}) or 'none'}")
+    _echo(f"  storages     {report.storages:,}")
+    _echo(f"  payloads     {report.payloads:,} with {_plural(report.payload_bytes, 'byte')}")
     for warning in report.warnings:
-        click.echo(f"  warning      {warning}")
+        _echo(f"  warning      {warning}")
 
 
 @tool("opreplay-check")
@@ -86,8 +91,8 @@ def cli(file: str, out: str | None, force: bool) -> None:
         report, left = recover_capture(file, out, force=force, progress=progress)
     _print_report(report)
     if left:
-        click.echo(f"left behind: {left}")
-    click.echo(f"valid; recovered from {file}")
+        _echo(f"left behind: {left}")
+    _echo(f"valid; recovered from {file}")
 
 
 def main() -> None:

@@ -1,0 +1,172 @@
+"""opreplay-check as a command: what it prints where, and its exit codes."""
+
+from __future__ import annotations
+
+import os
+import pty
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from replayfmt.format.frames import HEADER_BYTES
+from replayfmt.format.model import Session
+from replayfmt.format.reader import open_capture
+from replayfmt.format.writer import CaptureWriter
+
+from .reading import read_all
+from .samples import SESSION, write_everything, write_small
+
+
+class Ran(NamedTuple):
+    code: int
+    output: str
+    error: str
+
+
+Run = Callable[..., Ran]
+
+
+@pytest.fixture()
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
+    from opreplay_tools.check import main
+
+    def call(*arguments: object) -> Ran:
+        monkeypatch.setattr(sys, "argv", ["opreplay-check", *map(str, arguments)])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as leaving:
+            main()
+        captured = capsys.readouterr()
+        assert "Traceback" not in captured.err
+        return Ran(int(leaving.value.code or 0), captured.out, captured.err)
+
+    return call
+
+
+@pytest.fixture()
+def capture(tmp_path: Path) -> Path:
+    path = tmp_path / "a.opreplay"
+    write_everything(path)
+    return path
+
+
+def test_a_valid_capture_exits_with_0_and_says_what_is_in_it(run: Run, capture: Path) -> None:
+    ran = run(capture)
+    assert (ran.code, ran.error) == (0, "")
+    lines = ran.output.splitlines()
+    assert lines[0] == f"{capture}: capture of format 1.0, {capture.stat().st_size:,} bytes, complete"
+    assert lines[-1] == "valid"
+    text = "\n".join(lines)
+    for part in (SESSION.session_id, "opreplay 0.1.0 with torch 2.13.0", "1 head", "2 records", "3 kernel", "3 op",
+                 "3 unsupported", "storages     5", "payloads     5 with 117,144 bytes"):
+        assert part in text
+
+
+def test_damage_exits_with_3_and_the_first_finding(run: Run, capture: Path) -> None:
+    offset = open_capture(capture).record_frames[0].offset
+    data = bytearray(capture.read_bytes())
+    data[offset + HEADER_BYTES + 9] ^= 1
+    capture.write_bytes(data)
+    ran = run(capture)
+    assert ran.code == 3
+    assert ran.error.startswith(f"DATA_LOSS: {capture}: frame ") and "the body is damaged" in ran.error
+    assert len(ran.error.splitlines()) == 1
+    assert "valid" not in ran.output and "payloads     4" in ran.output
+
+
+def test_a_capture_that_was_never_closed_exits_with_3_and_is_explained(run: Run, tmp_path: Path) -> None:
+    path = tmp_path / "b.opreplay"
+    write_small(path, close=False).abandon()
+    ran = run(f"{path}.partial")
+    assert ran.code == 3
+    assert "never closed, or is still being written" in ran.error and "its 4 records" in ran.error
+    assert f"opreplay-check {path}.partial --recover OUT" in ran.error
+    assert "incomplete" in ran.output.splitlines()[0] and "2 op" in ran.output
+    ran = run(path)
+    assert ran.code == 3 and ran.error.startswith("NOT_FOUND: ") and f"{path}.partial is there" in ran.error
+
+
+def test_recover_writes_a_valid_capture_and_exits_with_0(run: Run, tmp_path: Path) -> None:
+    path, out = tmp_path / "b.opreplay", tmp_path / "out.opreplay"
+    write_small(path, close=False).abandon()
+    ran = run(f"{path}.partial", "--recover", out)
+    assert (ran.code, ran.error) == (0, "")
+    assert ran.output.splitlines()[0].startswith(f"{out}: capture of format 1.0") and "recovered" in ran.output
+    assert ran.output.splitlines()[-1] == f"valid; recovered from {path}.partial"
+    assert "left behind: the capture was never closed" in ran.output
+    assert run(out).code == 0 and len(read_all(out)[1]) == 4
+    again = run(f"{path}.partial", "--recover", out)
+    assert again.code == 1 and again.error.startswith("FAILED_PRECONDITION: ") and "--force" in again.error
+    assert run(f"{path}.partial", "--recover", out, "--force").code == 0
+
+
+def test_recovering_what_is_no_capture_exits_with_3_and_leaves_nothing(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "x").write_bytes(b"not a capture")
+    assert run(tmp_path / "x", "--recover", tmp_path / "out").code == 3
+    assert run(tmp_path / "missing", "--recover", tmp_path / "out").code == 3
+    assert [p.name for p in tmp_path.iterdir()] == ["x"]
+
+
+def test_recovering_onto_itself_or_nowhere_fails_clearly(run: Run, capture: Path) -> None:
+    ran = run(capture, "--recover", capture, "--force")
+    assert ran.code == 2 and ran.error.startswith("INVALID_ARGUMENT: ")
+    ran = run(capture, "--recover", capture.parent / "missing" / "out")
+    assert ran.code == 1 and "No such file or directory" in ran.error
+
+
+@pytest.mark.parametrize("arguments", [[], ["--recover"], ["--force"], ["a", "b"], ["--no-such-flag", "a"]])
+def test_wrong_usage_exits_with_2(run: Run, capture: Path, arguments: list[str]) -> None:
+    ran = run(*(arguments + [str(capture)] if arguments == ["--force"] else arguments))
+    assert ran.code == 2 and ran.output == ""
+
+
+def test_help_and_version_and_the_playbook_exit_with_0(run: Run) -> None:
+    assert "--recover" in run("--help").output and run("--version").output.startswith("opreplay-check")
+    assert run("--agents-md").code == 0
+
+
+def test_what_a_capture_says_of_itself_cannot_steer_the_terminal(run: Run, tmp_path: Path) -> None:
+    path = tmp_path / "a.opreplay"
+    CaptureWriter(path, Session(SESSION.session_id, "\x1b[31mred\nvalid\n", "1")).close(1)
+    ran = run(path)
+    assert ran.code == 0 and "\x1b" not in ran.output and "\\x1b[31mred\\nvalid\\n" in ran.output
+
+
+def test_a_progress_bar_is_shown_on_a_terminal_and_nowhere_else(capture: Path) -> None:
+    code = [sys.executable, "-c", "from opreplay_tools.check import main; main()", str(capture)]
+    master, slave = pty.openpty()
+    try:
+        terminal = {**os.environ, "TERM": "xterm"}
+        ran = subprocess.run(code, stdout=subprocess.PIPE, stderr=slave, timeout=60, env=terminal)
+        os.close(slave)
+        shown = os.read(master, 100_000)
+    finally:
+        os.close(master)
+    assert ran.returncode == 0 and ran.stdout.endswith(b"valid\n") and b"checking" in shown
+    assert subprocess.run(code, capture_output=True, timeout=60).stderr == b""
+
+
+def test_a_reader_that_goes_away_ends_the_check_quietly(capture: Path) -> None:
+    code = f"{sys.executable} -c 'from opreplay_tools.check import main; main()' {capture} | true"
+    ran = subprocess.run(["bash", "-c", code], capture_output=True, text=True, timeout=60)
+    assert ran.stderr == ""
+
+
+def test_fifty_truncations_exit_with_3_and_one_line(run: Run, tmp_path: Path) -> None:
+    path, cut = tmp_path / "a.opreplay", tmp_path / "cut.opreplay"
+    write_small(path)
+    data = path.read_bytes()
+    for length in range(0, len(data), len(data) // 50):
+        cut.write_bytes(data[:length])
+        ran = run(cut)
+        assert ran.code == 3 and len(ran.error.splitlines()) == 1 and ran.error.startswith("DATA_LOSS: ")
+
+
+def test_the_format_and_the_check_work_where_torch_cannot_be_imported(capture: Path) -> None:
+    code = ("import sys\nsys.modules['torch'] = None\nimport replayfmt.format.writer\n"
+            "from opreplay_tools.check import main\nsys.argv[1:] = [sys.argv[-1]]\nmain()")
+    ran = subprocess.run([sys.executable, "-c", code, str(capture)], capture_output=True, text=True, timeout=60)
+    assert ran.returncode == 0, ran.stderr
