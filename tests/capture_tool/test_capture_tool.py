@@ -46,6 +46,18 @@ def folder(tmp_path_factory):
     return folder
 
 
+@pytest.fixture(scope="module")
+def ordinary(folder):
+    """train.py under python and under opreplay-capture: (what python printed, our process, its capture)."""
+    arguments = ("train.py", "--force", "-o", "elsewhere", "--", "-m")
+    expected = plain(folder, *arguments).stdout
+    done = capture(folder, "-o", "plain.opreplay", *arguments)
+    return expected, done, Captured(folder / "plain.opreplay")
+
+
+LOSSES = re.compile(r"\[.*?\]")
+
+
 # --------------------------------------------------------------------------------------------------------- usage
 
 
@@ -119,19 +131,16 @@ def test_several_ranks_need_a_name_for_each(folder):
 # --------------------------------------------------------------------------------------------------- the ordinary run
 
 
-def test_a_program_without_scopes_is_one_execute_scope_and_prints_what_it_prints(folder):
-    arguments = ("train.py", "--force", "-o", "elsewhere", "--", "-m")
-    expected = plain(folder, *arguments)
-    done = capture(folder, "-o", "plain.opreplay", *arguments)
-    assert (done.returncode, done.stdout) == (0, expected.stdout)
+def test_a_program_without_scopes_is_one_execute_scope_and_prints_what_it_prints(folder, ordinary):
+    expected, done, captured = ordinary
+    assert (done.returncode, done.stdout) == (0, expected)
     assert "elsewhere" in done.stdout, "flags after the script are the script's own"
-    captured = Captured(folder / "plain.opreplay")
     assert captured.complete
     assert [scope for scope in captured.scopes() if "#" not in scope] == ["+execute", "-execute"]
     inside = [path.partition("/")[0] for record, path in zip(captured.records, captured.scope_paths, strict=True)
               if record.kind is RecordKind.op]
     assert set(inside) == {"execute"}
-    assert captured.session.argv == ("train.py", *arguments[1:])
+    assert captured.session.argv == ("train.py", "--force", "-o", "elsewhere", "--", "-m")
     assert {"aten::addmm.default", "aten::threshold_backward.default"} <= set(captured.op_names)
     [line] = done.stderr.splitlines()
     assert re.fullmatch(r"opreplay-capture: plain\.opreplay: [\d,]+ ops of [\d,]+ kernels, [\d,]+ scopes, [\d,]+ bytes"
@@ -146,10 +155,10 @@ def test_what_the_program_sets_before_it_imports_torch_has_its_effect(folder, tm
     assert (done.returncode, done.stdout) == (0, "1 tensor([1.])\n")
 
 
-def test_a_module_runs_as_under_python_m_and_force_replaces_a_file(folder):
+def test_a_module_runs_as_under_python_m_and_force_replaces_a_file(folder, ordinary):
     (folder / "module.opreplay").write_text("old")
     done = capture(folder, "-o", "module.opreplay", "--force", "-m", "package.train", "--mark", "--force")
-    assert (done.returncode, done.stdout) == (0, plain(folder, "-m", "package.train", "--mark", "--force").stdout)
+    assert (done.returncode, done.stdout) == (0, f"{LOSSES.match(ordinary[0])[0]} ['--mark', '--force']\n")
     assert Captured(folder / "module.opreplay").complete
 
 
@@ -295,10 +304,10 @@ def test_marks_and_module_scopes_name_regions_of_the_program(folder):
     assert "step/Sequential/1/activation" in captured.scope_paths
 
 
-def test_a_mark_that_finds_nothing_fails_the_capture_and_keeps_the_file(folder):
+def test_a_mark_that_finds_nothing_fails_the_capture_and_keeps_the_file(folder, ordinary):
     done = capture(folder, "-o", "unmatched.opreplay", "--mark=__main__:step=step", "--mark=package.other:run=run",
                    "--mark=__main__:step.gone=x", "train.py")
-    assert (done.returncode, done.stdout) == (1, plain(folder, "train.py").stdout)
+    assert (done.returncode, done.stdout) == (1, f"{LOSSES.match(ordinary[0])[0]} []\n")
     assert "--mark=package.other:run=run: the program never imported package.other" in done.stderr
     assert "--mark=__main__:step.gone=x: step has no gone" in done.stderr
     assert Captured(folder / "unmatched.opreplay").scopes()[0] == "+step"
@@ -331,11 +340,10 @@ def test_a_program_with_scopes_of_its_own_has_only_those(tmp_path, source, scope
 # -------------------------------------------------------------------------------------------------------------- flags
 
 
-def test_payload_none_embeds_nothing_and_says_so(folder):
-    full, none = folder / "full.opreplay", folder / "none.opreplay"
-    assert capture(folder, "-o", full, "train.py").returncode == 0
+def test_payload_none_embeds_nothing_and_says_so(folder, ordinary):
+    full, none = folder / "plain.opreplay", folder / "none.opreplay"
     assert capture(folder, "-o", none, "--payload=none", "train.py").returncode == 0
-    captured = Captured(full), Captured(none)
+    captured = ordinary[2], Captured(none)
     origins = [{storage.origin for storage in _storages(path)} for path in (full, none)]
     assert StorageOrigin.payload in origins[0] and StorageOrigin.absent not in origins[0]
     assert StorageOrigin.absent in origins[1] and StorageOrigin.payload not in origins[1]
@@ -353,9 +361,10 @@ def _storages(path):
     return storages
 
 
-def test_digests_of_every_op_of_what_lives_or_of_nothing(folder):
-    counts = {}
-    for digests in ("ops", "live", "none"):
+def test_digests_of_every_op_of_what_lives_or_of_nothing(folder, ordinary):
+    assert ordinary[2].session.policies["digests"] == "live"
+    counts = {"live": ordinary[2].count(RecordKind.digest)}
+    for digests in ("ops", "none"):
         path = folder / f"digests-{digests}.opreplay"
         assert capture(folder, "-o", path, f"--digests={digests}", "train.py").returncode == 0
         captured = Captured(path)
@@ -383,8 +392,8 @@ print(x.sum().item())
     assert imports == {(): [], ("--audit",): ["outside_write"]}
 
 
-def test_start_and_stop_limit_what_is_recorded(folder):
-    everything = Captured(folder / "plain.opreplay").op_names
+def test_start_and_stop_limit_what_is_recorded(folder, ordinary):
+    everything = ordinary[2].op_names
     assert capture(folder, "-o", "part.opreplay", "--start-op=10", "--stop-op=25", "train.py").returncode == 0
     captured = Captured(folder / "part.opreplay")
     assert captured.op_names == everything[10:25]

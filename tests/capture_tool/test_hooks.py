@@ -362,6 +362,7 @@ def test_a_vital_target_that_this_build_lacks_makes_the_capture_say_so(recorder,
     hooks = Hooks(recorder)
     with pytest.warns(RuntimeWarning, match="this build has no torch.Gone"):
         hooks.install()
+    hooks.remove()
     assert hooks.missing == ["torch.Gone.run", "torch.GoneToo.run"]
     assert unsupported(recorder) == [("triton_launch", "torch.Gone.run")]
 

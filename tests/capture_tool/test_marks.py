@@ -229,7 +229,9 @@ def test_functions_of_the_main_module_can_be_marked(tmp_path, monkeypatch, log, 
 
 
 def test_without_marks_on_the_main_module_its_source_is_compiled_as_ever(log):
-    assert marks_of(log, "json:dumps=d").compiler(compile_source) is compile_source
+    marks = marks_of(log, "json:dumps=d")
+    assert marks.compiler(compile_source) is compile_source
+    marks.remove()
     json = importlib.import_module("json")
     assert json.dumps(1) == "1"
     json.dumps = json.dumps.__wrapped__

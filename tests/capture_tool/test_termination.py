@@ -97,8 +97,8 @@ print("still here")
 
 def test_an_interrupt_is_a_keyboard_interrupt_and_130(tmp_path):
     (tmp_path / "interrupted.py").write_text(HEAD + '''
-print('ready', flush=True)
 try:
+    print('ready', flush=True)
     while True:
         x = x @ x / 1000
 finally:
