@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 
 from replayfmt.errors import OpReplayError, ReplayFailed
+from replayfmt.format.codes import RecordKind
 from replayfmt.format.reader import CaptureReader
 from replayfmt.pytorch.memory import undispatched
 from replayfmt.pytorch.settings import apply_settings, preserved_settings
@@ -164,7 +165,7 @@ class Machine:
                 values[-staged.storage] = self._content.stage(staged)
             for key, base, view in window.hoisted:
                 values[key] = view(values[base])
-        except (RuntimeError, MemoryError, UnexpectedBehaviour) as error:
+        except (RuntimeError, MemoryError) as error:
             raise ReplayFailed(f"{self._reader.path}: the content that ordinals {window.first_ordinal} to "
                                f"{window.last_ordinal} need cannot be put in place: {_first_line(error)}") from error
         for key in window.dropped:
@@ -184,8 +185,8 @@ class Machine:
             raise
         except Exception as error:
             ordinal = _failing_ordinal(window, error)
-            if ordinal is None:
-                raise       # a callback of the caller's
+            if self._reader.record(ordinal).kind in (RecordKind.scope_begin, RecordKind.scope_end):
+                raise       # the caller's callback
             if isinstance(error, UnexpectedBehaviour):
                 self._judge.diverged(Where(ordinal, None, ordinal), "what it did when it was captured", str(error))
                 raise StopReplay from None
@@ -195,15 +196,14 @@ class Machine:
                                f"{type(error).__name__}: {_first_line(error)}") from error
 
 
-def _failing_ordinal(window: Window, error: BaseException) -> int | None:
-    """Which record a window was at when it raised; None where the error came from a scope callback."""
+def _failing_ordinal(window: Window, error: BaseException) -> int:
+    """Which record a window was at when it raised."""
     traceback = error.__traceback__
     while traceback is not None:
         if traceback.tb_frame.f_code.co_filename == FILENAME:
-            line = traceback.tb_lineno
-            return window.ordinal_of_line(line)
+            return window.ordinal_of_line(traceback.tb_lineno)
         traceback = traceback.tb_next
-    return None
+    return window.first_ordinal
 
 
 def _first_line(error: BaseException) -> str:

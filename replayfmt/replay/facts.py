@@ -110,16 +110,27 @@ class Effects:
 
 def effects_of(layout: Layout, kernel: ResolvedKernel) -> Effects:
     """Read from the operator's alias annotations, which PyTorch's own functionalization relies on as well."""
-    unannotated = _UNANNOTATED_WRITES.get(kernel.overload._schema.name, ())
-    by_name = {argument.name: argument for argument in kernel.overload._schema.arguments}
-    returns = kernel.overload._schema.returns
+    return _annotated(layout, kernel.overload._schema, torch.Tag.inplace_view in kernel.overload.tags)
+
+
+def effects_of_missing(layout: Layout, schema: str) -> Effects:
+    """For an operator that is not here, from its captured schema; one that cannot be read writes all its arguments."""
+    try:
+        return _annotated(layout, torch._C.parse_schema(schema), False)
+    except RuntimeError:
+        return Effects(tuple(slot for each in layout.args for slot in each.tensors), (), ())
+
+
+def _annotated(layout: Layout, schema: torch.FunctionSchema, in_place_view: bool) -> Effects:
+    unannotated = _UNANNOTATED_WRITES.get(schema.name, ())
+    by_name = {argument.name: argument for argument in schema.arguments}
+    returns = schema.returns
     writes: list[int] = []
     rebinds: list[tuple[int, int]] = []
     reshapes: list[int] = []
-    in_place_view = torch.Tag.inplace_view in kernel.overload.tags
     for each in layout.args:
-        schema = by_name.get(each.node.name)
-        alias = schema.alias_info if schema is not None else None
+        argument = by_name.get(each.node.name)
+        alias = argument.alias_info if argument is not None else None
         if alias is None or not alias.is_write:
             if each.node.name in unannotated:
                 writes += each.tensors

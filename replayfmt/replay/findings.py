@@ -7,7 +7,7 @@ plan refuses with the whole list.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from replayfmt.format.codes import Layout as LayoutCode
 from replayfmt.format.codes import RecordKind, ValueKind
@@ -47,12 +47,6 @@ class Findings:
             if signature is not None and signature.kind in kinds and self._scan.signature_calls[number]:
                 yield number, signature
 
-    def _seen(self, signatures: Iterable[int]) -> Occurrences:
-        """How often these signatures occur together, and where each does first."""
-        numbers = list(signatures)
-        return Occurrences(int(self._scan.signature_calls[numbers].sum()),
-                           sorted(int(self._scan.signature_first[number]) for number in numbers)[:3])
-
     def _unsupported(self) -> None:
         groups: dict[tuple[str, str, str], list[int]] = defaultdict(list)
         for number, signature in self._signatures(RecordKind.unsupported):
@@ -64,7 +58,7 @@ class Findings:
         for (reason, op, detail), numbers in groups.items():
             by_reason[reason, op].append((detail, numbers))
         for (reason, op), details in by_reason.items():
-            seen = self._seen(number for _detail, numbers in details for number in numbers)
+            seen = self._scan.seen(number for _detail, numbers in details for number in numbers)
             named = f" {op}" if op else ""
             detail = next((detail for detail, _numbers in details if detail), "")
             because = f": {detail}" if detail else ""
@@ -90,7 +84,7 @@ class Findings:
     def _refuse(self, numbers: list[int], sentence: str) -> None:
         for number in numbers:
             self.refused.setdefault(number, sentence)
-        self.sentences.append(f"{sentence}; called {_times(self._seen(numbers))}")
+        self.sentences.append(f"{sentence}; called {_times(self._scan.seen(numbers))}")
 
     def _arguments(self, name: str, resolved: ResolvedKernel, numbers: list[int]) -> None:
         """Arguments that the operator does not have: nothing of a file may get into generated code unseen."""

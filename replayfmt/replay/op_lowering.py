@@ -35,12 +35,15 @@ def lower_result(walk: Lowering, row: int, ordinal: int) -> None:
 
 
 def _settle_missing(walk: Lowering, signature: int, row: int) -> None:
-    """An op that cannot be run: what it would define counts as live, and will be missing when it is asked for."""
+    """An op that cannot be run: memory it would return counts as live, and will be missing when it is asked for.
+
+    Results on memory that is there need no such op: they are rebuilt from it like other views made without an op.
+    """
     frame, variables = walk.frame, walk.variables
     first, end = frame.tensor_first[row], frame.tensor_first[row + 1]
     for place in walk.scan.layout(signature).results:
         for slot in place.tensors:
-            if frame.keys[first + slot] not in variables:
+            if variables.base(frame.storages[first + slot]) is None:
                 walk.drop(variables.define(frame.keys[first + slot], frame.storages[first + slot]))
     for slot in range(first, end):
         if frame.storage_ends[slot]:

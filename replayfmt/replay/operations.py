@@ -40,7 +40,7 @@ class View:
         storage = storage_of(base)
         if self.end() > storage.nbytes():
             # PyTorch would make the storage longer instead of complaining.
-            raise UnexpectedBehaviour(f"a tensor needs {self.end()} bytes of a storage that has {storage.nbytes()}")
+            raise RuntimeError(f"a tensor needs {self.end()} bytes of a storage that has {storage.nbytes()}")
         return make_view(storage, self.dtype, self.sizes, self.strides, self.offset, self.flags)
 
     def end(self) -> int:

@@ -21,7 +21,7 @@ from .content import Content
 from .cuts import WindowSize
 from .devices import map_devices, map_generators
 from .execute import Machine, OnScope, RunClock, Timer, surroundings
-from .facts import Effects, Layout, effects_of
+from .facts import Effects, Layout, effects_of, effects_of_missing
 from .findings import Findings
 from .lowering import Context, Lowering
 from .memory import MemoryWatch
@@ -80,7 +80,7 @@ class Plan:
         self.kernels: tuple[ResolvedKernel | str | None, ...] = tuple(
             None if kernel is None else resolve(kernel, reader.session.torch_version) for kernel in reader.kernels
         )
-        self._effects: dict[int, Effects | None] = {}
+        self._effects: dict[int, Effects] = {}
         self._scans: dict[bool, Scan] = {}
         findings = Findings(reader, self.device_map, self.kernels, self.scan(checks=False))
         findings.collect()
@@ -128,11 +128,14 @@ class Plan:
             self._scans[checks] = Scan(self.reader, self.effects, checks=checks, window=self._window)
         return self._scans[checks]
 
-    def effects(self, signature_id: int, layout: Layout) -> Effects | None:
-        """What an op of this signature does to its arguments; None where its kernel has no operator here."""
+    def effects(self, signature_id: int, layout: Layout) -> Effects:
+        """What an op of this signature does to its arguments."""
         if signature_id not in self._effects:
-            kernel = self.kernels[layout.signature.kernel]
-            self._effects[signature_id] = effects_of(layout, kernel) if isinstance(kernel, ResolvedKernel) else None
+            resolved, captured = self.kernels[layout.signature.kernel], self.reader.kernels[layout.signature.kernel]
+            assert captured is not None
+            self._effects[signature_id] = (
+                effects_of(layout, resolved) if isinstance(resolved, ResolvedKernel)
+                else effects_of_missing(layout, captured.schema))
         return self._effects[signature_id]
 
     def describe(self, ordinal: int) -> tuple[str, str]:

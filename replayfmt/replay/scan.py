@@ -7,7 +7,7 @@ tensor and storage; everything else a replay needs is prepared window by window.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -21,7 +21,7 @@ from .facts import Effects, Layout
 from .identity import TensorKeys
 
 # How many of the ordinals where something was found are kept to be shown.
-_SHOWN = 3
+SHOWN = 3
 
 
 class GrowingArray:
@@ -57,7 +57,7 @@ class Occurrences:
 
     def add(self, ordinals: np.ndarray) -> None:
         self.count += len(ordinals)
-        self.first += ordinals[: max(0, _SHOWN - len(self.first))].tolist()
+        self.first += ordinals[: max(0, SHOWN - len(self.first))].tolist()
 
 
 class Scan:
@@ -65,10 +65,10 @@ class Scan:
 
     With `checks`, digest and host_read records count as uses of their tensor: a verifying replay needs it then. With
     `only`, nothing but the record at that ordinal counts as a use: what that one op needs.
-    `effects` gives an op signature's effects, None where its kernel cannot be resolved.
+    `effects` gives an op signature's effects.
     """
 
-    def __init__(self, reader: CaptureReader, effects: Callable[[int, Layout], Effects | None], *, checks: bool,
+    def __init__(self, reader: CaptureReader, effects: Callable[[int, Layout], Effects], *, checks: bool,
                  window: WindowSize, stop: int | None = None, only: int | None = None) -> None:
         self.reader = reader
         self.checks = checks
@@ -83,7 +83,7 @@ class Scan:
         self._released = GrowingArray(np.bool_, 0)
         self.imports = Imports()
         self.signature_calls = np.zeros(len(reader.signatures), dtype=np.int64)
-        self.signature_first = np.full(len(reader.signatures), -1, dtype=np.int64)
+        self._first: dict[int, list[int]] = {}
         self.signature_devices: dict[int, set[int]] = defaultdict(set)
         self.metas: set[int] = set()
         self.absent = Occurrences()
@@ -120,6 +120,12 @@ class Scan:
         """Ordinal of a storage's last use, -1 where it has none."""
         return int(self._storage_last_use.reach(storage + 1)[storage])
 
+    def seen(self, signatures: Iterable[int]) -> Occurrences:
+        """How often records of these signatures occur, and where first."""
+        numbers = list(signatures)
+        first = sorted(ordinal for number in numbers for ordinal in self._first.get(number, ()))
+        return Occurrences(int(self.signature_calls[numbers].sum()), first[:SHOWN])
+
     def is_written(self, storage: int) -> bool:
         """Whether an op or an import after the first may change its bytes."""
         return self.is_written_by_ops(storage) or bool(self._imported_again.reach(storage + 1)[storage])
@@ -143,8 +149,8 @@ class Scan:
             layout = self._layouts[signature_id] = Layout(signature)
         return layout
 
-    def effects(self, signature_id: int) -> Effects | None:
-        """The effects of an op signature, None where its kernel has no operator here."""
+    def effects(self, signature_id: int) -> Effects:
+        """The effects of an op signature."""
         return self._effects(signature_id, self.layout(signature_id))
 
     def _frame(self, frame: RecordFrame, count: int, kinds: np.ndarray) -> None:
@@ -165,11 +171,12 @@ class Scan:
         self._note_uses(keys, frame.tensor_storage, local[counts], record_of_slot[counts] + first)
         self._note_devices(frame, signatures, record_of_slot, local)
         released: list[tuple[int, int]] = []
-        values, positions, counted = np.unique(signatures, return_index=True, return_counts=True)
+        values, counted = np.unique(signatures, return_counts=True)
         self.signature_calls[values] += counted
-        fresh = self.signature_first[values] < 0
-        self.signature_first[values[fresh]] = positions[fresh] + first
         for signature_id in values.tolist():
+            known = self._first.setdefault(signature_id, [])
+            if len(known) < SHOWN:
+                known += (np.flatnonzero(signatures == signature_id)[: SHOWN - len(known)] + first).tolist()
             kind = self._kinds[signature_id]
             if kind == RecordKind.op:
                 self._note_writes(frame, signatures, signature_id, local, first)
@@ -203,10 +210,10 @@ class Scan:
         layout = self.layout(signature_id)
         effects = self.effects(signature_id)
         storage_slots = [each.int_slot for each in layout.nodes(ValueKind.storage)]
-        if not storage_slots and (effects is None or not effects.writes):
+        if not storage_slots and not effects.writes:
             return
         rows = np.flatnonzero(signatures == signature_id)
-        if effects is not None and effects.writes:
+        if effects.writes:
             slots = frame.tensor_first[rows][:, None] + np.array(effects.writes, dtype=np.int64)
             storages = np.unique(frame.tensor_storage[local[slots.ravel()]]).astype(np.int64)
             self._written.reach(int(storages.max()) + 1)[storages] = True

@@ -86,7 +86,7 @@ class Steps:
         layout = walk.scan.layout(signature)
         middle = first + layout.arg_tensors
         effects = walk.scan.effects(signature)
-        written = [first + slot for slot in effects.writes] if effects is not None else []
+        written = [first + slot for slot in effects.writes]
         results = frozenset(frame.storages[middle:end])
         origins = {walk.reader.storage(storage).origin for storage in results if storage}
         self._touched = Touched(

@@ -1,4 +1,4 @@
-"""What the replay's tests share: one thread, so that results do not depend on the machine's load, and a capture maker."""
+"""What the replay's tests share: one thread, so that results do not depend on the machine, and a capture maker."""
 
 from __future__ import annotations
 

@@ -24,10 +24,11 @@ def rewrite(source: Path, target: Path, *, change: Change | None = None,
             payload: Callable[[int, bytes], bytes] | None = None, kernel: Callable[[Kernel], Kernel] | None = None,
             device: Callable[[Device], Device] | None = None, signature: Callable[[Signature], Signature] | None = None,
             session: dict[str, Any] | None = None, records: int | None = None, drop_results_of: int | None = None,
-            close: bool = True) -> Path:
+            storage_bytes: int | None = None, tensor_offset: int | None = None, close: bool = True) -> Path:
     """Copy a capture, changed. `records` stops after that many; without `close` it is left as a killed recorder would.
 
-    The op at `drop_results_of` loses its result tensors, for a `signature` that takes them away.
+    The op at `drop_results_of` loses its result tensors, for a `signature` that takes them away. `storage_bytes` and
+    `tensor_offset` replace every storage's length and every tensor's offset.
 
     Returns where the result is: `target`, or its `.partial` where it was not closed.
     """
@@ -55,7 +56,7 @@ def rewrite(source: Path, target: Path, *, change: Change | None = None,
             content = bytes(reader.payload(info.id))
             writer.payload(payload(info.id, content) if payload else content)
         stop = reader.record_count if records is None else records
-        _copy_records(reader, writer, change, stop, drop_results_of)
+        _copy_records(reader, writer, change, stop, drop_results_of, storage_bytes, tensor_offset)
         if close:
             writer.close(0)
             return target
@@ -65,7 +66,10 @@ def rewrite(source: Path, target: Path, *, change: Change | None = None,
 
 
 def _copy_records(reader: CaptureReader, writer: CaptureWriter, change: Change | None, stop: int,
-                  drop_results_of: int | None) -> None:
+                  drop_results_of: int | None, storage_bytes: int | None, tensor_offset: int | None) -> None:
+    def length(captured: np.ndarray) -> np.ndarray:
+        return captured if storage_bytes is None else np.full_like(captured, storage_bytes)
+
     moved: dict[int, int] = {}       # where records are now: digests name the op they belong to by its ordinal
     for index, frame_info in enumerate(reader.record_frames):
         frame = reader.frame(index)
@@ -93,7 +97,7 @@ def _copy_records(reader: CaptureReader, writer: CaptureWriter, change: Change |
             ints.extend(own_ints)
             floats.extend(own_floats)
         definitions = {
-            int(tensor): (int(storage), int(offset), int(meta))
+            int(tensor): (int(storage), int(offset) if tensor_offset is None else tensor_offset, int(meta))
             for tensor, storage, offset, meta in zip(frame.tensor_id, frame.tensor_storage, frame.tensor_offset,
                                                      frame.tensor_meta, strict=True)
         }
@@ -101,6 +105,8 @@ def _copy_records(reader: CaptureReader, writer: CaptureWriter, change: Change |
             signature=np.array(columns["signature"], np.uint32), scope=np.array(columns["scope"], np.uint32),
             thread=np.array(columns["thread"], np.uint16), start_ns=np.array(columns["start"], np.int64),
             duration_ns=None, tensors=tensors, ints=ints, floats=floats, tensor_definitions=definitions,
-            first_storage=frame.first_storage, storage_bytes=frame.storage_bytes, storage_device=frame.storage_device,
+            first_storage=frame.first_storage,
+            storage_bytes=length(frame.storage_bytes),
+            storage_device=frame.storage_device,
             storage_origin=frame.storage_origin, storage_payload=frame.storage_payload,
         ))

@@ -128,7 +128,8 @@ def composite_layouts() -> None:
     csr.to_dense().sum()
     q = torch.quantize_per_tensor(torch.randn(4), 0.1, 3, torch.quint8)
     q.view(2, 2).dequantize()
-    torch.quantize_per_channel(torch.randn(2, 3), torch.tensor([0.1, 0.2]), torch.tensor([0, 1]), 0, torch.qint8).dequantize()
+    scales, zeros = torch.tensor([0.1, 0.2]), torch.tensor([0, 1])
+    torch.quantize_per_channel(torch.randn(2, 3), scales, zeros, 0, torch.qint8).dequantize()
     nested = torch.nested.nested_tensor([torch.randn(2, 3), torch.randn(4, 3)])
     (nested * 2).to_padded_tensor(0.0)
 
@@ -192,7 +193,8 @@ def test_a_training_step_replays_bit_for_bit_with_each_optimizer(captured: Captu
         "loop": lambda p: torch.optim.AdamW(p, foreach=False), "foreach": lambda p: torch.optim.AdamW(p, foreach=True),
         "fused": lambda p: torch.optim.AdamW(p, fused=True), "sgd": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9),
     }.items():
-        model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.2), torch.nn.GELU(), torch.nn.Linear(8, 2))
+        layers = (torch.nn.Linear(4, 8), torch.nn.Dropout(0.2), torch.nn.GELU(), torch.nn.Linear(8, 2))
+        model = torch.nn.Sequential(*layers)
         optimizer = make(model.parameters())
         batch = torch.randn(3, 4)
 

@@ -1,0 +1,187 @@
+"""Keeping going: every op gets a verdict, and the totals add up."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from opreplay_tools import run as run_tool_module
+
+from replayfmt.errors import ReplayRefused, UsageError
+from replayfmt.format.codes import RecordKind
+from replayfmt.format.model import Kernel, Record
+from replayfmt.format.reader import open_capture
+from replayfmt.replay.plan import Plan
+from replayfmt.replay.results import OpVerdict, ReplayResult
+
+from .conftest import Captured
+from .rewriting import rewrite
+
+
+def kept_going(path: Path, verify: str = "auto") -> tuple[ReplayResult, dict[str, list[OpVerdict]]]:
+    """The result, and the verdicts by operator name."""
+    with Plan(path, keep_going=True) as plan:
+        result = plan.execute(verify=verify, keep_going=True)  # type: ignore[arg-type]
+    assert result.verdicts is not None
+    assert sum(result.totals().values()) == len(result.verdicts) == result.ops
+    by_name: dict[str, list[OpVerdict]] = {}
+    for verdict in result.verdicts:
+        by_name.setdefault(verdict.op.partition(".")[0].removeprefix("aten::"), []).append(verdict)
+    return result, by_name
+
+
+def test_a_good_capture_is_ok_throughout(captured: Captured) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Dropout(0.1))
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def program() -> None:
+        model(torch.randn(2, 3)).sum().backward()
+        optimizer.step()
+
+    result, _verdicts = kept_going(captured(program))
+    assert result.outcome == "ok" and result.verification.digests > 0
+    assert result.totals() == {"ok": result.ops, "refused": 0, "failed": 0, "mismatched": 0, "skipped": 0}
+
+
+def test_an_op_that_is_refused_makes_those_that_need_it_skipped(captured: Captured, tmp_path: Path) -> None:
+    def program() -> None:
+        a = torch.ones(3)
+        b = a.exp()
+        c = b.sin()
+        b.add_(1)
+        c.cos()
+        a.tanh()
+
+    def change(kernel: Kernel) -> Kernel:
+        return replace(kernel, name="nowhere::exp") if kernel.name == "aten::exp" else kernel
+
+    path = rewrite(captured(program), tmp_path / "refused.opreplay", kernel=change)
+    result, verdicts = kept_going(path)
+    assert result.outcome == "incomplete"
+    (refused,) = verdicts["nowhere::exp"]
+    assert refused.verdict == "refused" and "does not exist" in refused.reason
+    for name in ("sin", "add_", "cos"):
+        assert [each.verdict for each in verdicts[name]] == ["skipped"], name
+    assert verdicts["sin"][0].reason == f"it needs what ordinal {refused.ordinal} did not give"
+    assert [each.verdict for each in verdicts["tanh"]] == ["ok"]
+
+
+def test_an_op_that_fails_spoils_what_it_should_have_written(captured: Captured, tmp_path: Path) -> None:
+    def program() -> None:
+        a = torch.ones(6)
+        b = a.view(2, 3)
+        b.exp()
+        a.sin()
+
+    def change(record: Record, ints: list[int], floats: list[float]) -> None:
+        if ints[:2] == [2, 3]:
+            ints[0] = 5
+
+    result, verdicts = kept_going(rewrite(captured(program), tmp_path / "fails.opreplay", change=change))
+    (failed,) = verdicts["view"]
+    assert failed.verdict == "failed" and "shape '[5, 3]' is invalid" in failed.reason
+    assert verdicts["exp"][0].verdict == "skipped"
+    assert verdicts["sin"][0].verdict == "ok"
+    assert result.outcome == "incomplete"
+
+
+def test_a_mismatch_is_given_to_the_op_and_the_rest_still_runs(captured: Captured, tmp_path: Path) -> None:
+    source = captured(lambda: (torch.full((4,), 2.0).mul(3.0), torch.ones(4).exp()))
+
+    def change(record: Record, ints: list[int], floats: list[float]) -> None:
+        if len(floats) == 1 and floats[0] == 3.0:
+            floats[0] = 4.0
+
+    result, verdicts = kept_going(rewrite(source, tmp_path / "changed.opreplay", change=change))
+    assert result.outcome == "mismatched"
+    assert verdicts["mul"][0].verdict == "mismatched" and "sampled elements differ" in verdicts["mul"][0].reason
+    assert verdicts["exp"][0].verdict == "ok"
+    assert result.totals()["mismatched"] == 1
+
+
+def test_a_live_digest_blames_the_last_op_that_wrote_the_memory(captured: Captured, tmp_path: Path) -> None:
+    kept = []
+
+    def program() -> None:
+        x = torch.full((4,), 2.0)
+        x.mul_(3.0)
+        kept.append(x)
+
+    def change(record: Record, ints: list[int], floats: list[float]) -> None:
+        if record.kind is RecordKind.op and len(floats) == 1 and floats[0] == 3.0:
+            floats[0] = 4.0
+
+    result, verdicts = kept_going(rewrite(captured(program, digests="live"), tmp_path / "c.opreplay", change=change))
+    assert result.outcome == "mismatched"
+    assert verdicts["mul_"][0].verdict == "mismatched" and verdicts["full"][0].verdict == "ok"
+
+
+def test_content_that_is_missing_refuses_its_readers(captured: Captured) -> None:
+    weight = torch.ones(3)
+    path = captured(lambda: (weight.exp().sin(), torch.ones(2).cos()), payload="none")
+    result, verdicts = kept_going(path)
+    assert verdicts["exp"][0].verdict == "refused" and "is not in the capture" in verdicts["exp"][0].reason
+    assert verdicts["sin"][0].verdict == "skipped"
+    assert verdicts["cos"][0].verdict == "ok"
+    assert result.verification.mode == "none"
+
+
+def test_content_imported_again_can_be_trusted_again(captured: Captured, tmp_path: Path) -> None:
+    array = np.ones(4, dtype=np.float32)
+    shared = torch.from_numpy(array)
+
+    def program() -> None:
+        shared.add_(1)
+        shared.exp()
+        array[1] = 5
+        shared.sin()
+
+    def change(kernel: Kernel) -> Kernel:
+        return replace(kernel, name="nowhere::add_") if kernel.name == "aten::add_" else kernel
+
+    _result, verdicts = kept_going(rewrite(captured(program), tmp_path / "again.opreplay", kernel=change))
+    assert [verdicts[name][0].verdict for name in ("nowhere::add_", "exp", "sin")] == ["refused", "skipped", "ok"]
+
+
+def test_a_plan_that_keeps_going_does_nothing_else(captured: Captured, tmp_path: Path) -> None:
+    weight = torch.ones(3)
+    path = captured(lambda: weight.exp(), payload="none")
+    with Plan(path, keep_going=True) as plan:
+        assert plan.findings
+        with pytest.raises(ReplayRefused):
+            plan.execute()
+    whole = captured(lambda: weight.exp(), "whole")
+    with Plan(whole) as plan, pytest.raises(UsageError, match="keep_going"):
+        plan.execute(keep_going=True)
+
+
+def test_the_tool_lists_verdicts_and_exits_with_1(captured: Captured, capsys: pytest.CaptureFixture[str],
+                                                  monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = torch.ones(3)
+    path = captured(lambda: (weight.exp().sin(), torch.ones(2).cos()), payload="none")
+
+    def run(*args: str) -> tuple[Any, str]:
+        monkeypatch.setattr(sys, "argv", ["opreplay-run", "--keep-going", *args])
+        with pytest.raises(SystemExit) as left:
+            run_tool_module.main()
+        return left.value.code, capsys.readouterr().out
+
+    code, out = run(str(path))
+    assert code == 1
+    assert "verdicts: 2 ok, 1 refused, 0 failed, 0 mismatched, 1 skipped" in out
+    assert "(aten::exp.default): refused: the content of storage" in out and "finding: the content of 1 storages" in out
+    code, out = run("--format=jsonl", str(path))
+    rows = [json.loads(line) for line in out.splitlines()]
+    assert code == 1 and rows[0]["verdicts"]["refused"] == 1 and len(rows[0]["findings"]) == 1
+    with open_capture(path) as reader:
+        ops = [record.ordinal for record in reader.records() if record.kind is RecordKind.op]
+    assert [row["ordinal"] for row in rows[1:]] == ops
+    assert Counter(row["verdict"] for row in rows[1:]) == {"ok": 2, "refused": 1, "skipped": 1}
+    assert run(str(captured(lambda: weight.exp(), "whole")))[0] == 0

@@ -1,0 +1,163 @@
+"""opreplay-run: what it prints, where, and the exit codes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from opreplay_tools import run as run_tool_module
+
+import replayfmt
+from replayfmt.format.model import Record
+
+from .conftest import Captured
+from .rewriting import rewrite
+
+
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *args: str) -> tuple[int, str, str]:
+    """The tool in this process: exit code, stdout, stderr."""
+    monkeypatch.setattr(sys, "argv", ["opreplay-run", *args])
+    with pytest.raises(SystemExit) as left:
+        run_tool_module.main()
+    printed = capsys.readouterr()
+    assert "Traceback" not in printed.err
+    return int(left.value.code or 0), printed.out, printed.err
+
+
+@pytest.fixture
+def tool(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Any:
+    return lambda *args: run(capsys, monkeypatch, *args)
+
+
+def training() -> None:
+    layer = torch.nn.Linear(4, 4)
+    for step in range(2):
+        with replayfmt.scope(f"step {step}"):
+            layer(torch.ones(2, 4)).sum().backward()
+
+
+def test_a_run_says_what_it_did_and_how_it_was_verified(captured: Captured, tool: Any) -> None:
+    path = captured(training)
+    code, out, err = tool(str(path))
+    assert (code, err) == (0, "")
+    lines = out.splitlines()
+    assert lines[0].startswith(f"{path}: ") and "kernels in 2 scopes, on cpu" in lines[0]
+    assert lines[1].startswith("time: ") and "us an op" in lines[1]
+    assert lines[2].startswith("  step 0: ")
+    assert any(line.startswith("verified: bitwise (") and "digests" in line for line in lines)
+    assert any(line.startswith("peak memory, cpu: ") for line in lines)
+
+
+def test_rows_hold_the_same_for_programs(captured: Captured, tool: Any) -> None:
+    code, out, _err = tool("--format=jsonl", "--verify=none", str(captured(training)))
+    (row,) = map(json.loads, out.splitlines())
+    assert code == 0
+    assert row["kind"] == "replay" and row["outcome"] == "ok" and row["ops"] > 0 and row["elapsed_ns"] > 0
+    assert row["verification"]["mode"] == "none" and row["verification"]["asked"] == "none"
+    assert list(row["scope_ns"]) == ["step 0", "step 1"]
+    assert row["divergence"] is None and row["verdicts"] is None and row["findings"] == []
+
+
+def test_a_mismatch_exits_with_1_and_names_the_first_divergence(captured: Captured, tool: Any, tmp_path: Path) -> None:
+    source = captured(lambda: torch.full((4,), 2.0).mul(3.0))
+
+    def change(record: Record, ints: list[int], floats: list[float]) -> None:
+        if len(floats) == 1 and floats[0] == 3.0:
+            floats[0] = 4.0
+
+    path = rewrite(source, tmp_path / "changed.opreplay", change=change)
+    code, out, err = tool(str(path))
+    assert code == 1
+    assert err.startswith(f"DATA_LOSS: {path}: the replay differs from the capture: ordinal ")
+    assert "(aten::mul.Tensor), result 0" in err
+    code, out, _err = tool("--format=jsonl", str(path))
+    assert code == 1 and json.loads(out)["divergence"]["op"] == "aten::mul.Tensor"
+    assert tool("--verify=none", str(path))[0] == 0
+
+
+def test_a_refusal_exits_with_1_and_lists_every_finding(captured: Captured, tool: Any) -> None:
+    weight = torch.ones(3)
+    code, out, err = tool(str(captured(lambda: weight.exp(), payload="none")))
+    assert (code, out) == (1, "")
+    first, *findings = err.splitlines()
+    assert first.startswith("FAILED_PRECONDITION: ") and "nothing was run" in first
+    assert len(findings) == 1 and findings[0].startswith("  the content of 1 storages")
+
+
+def test_an_op_that_fails_is_one_line_with_its_ordinal_and_name(captured: Captured, tool: Any, tmp_path: Path) -> None:
+    source = captured(lambda: torch.ones(6).view(2, 3))
+
+    def change(record: Record, ints: list[int], floats: list[float]) -> None:
+        if ints[:2] == [2, 3]:
+            ints[0] = 5
+
+    code, _out, err = tool(str(rewrite(source, tmp_path / "changed.opreplay", change=change)))
+    assert code == 1
+    assert len(err.splitlines()) == 1
+    assert "(aten::view.default) failed: RuntimeError: shape '[5, 3]' is invalid" in err
+
+
+@pytest.mark.parametrize(("args", "said"), [
+    (["--device=warp"], "INVALID_ARGUMENT: --device=warp"),
+    (["--verify=maybe"], "Invalid value for '--verify'"),
+    (["--format=xml"], "Invalid value for '--format'"),
+    (["--substitute"], "No such option"),
+    (["--device-profiling-mode=host-ops"], "INVALID_ARGUMENT"),
+])
+def test_wrong_usage_exits_with_2(captured: Captured, tool: Any, args: list[str], said: str) -> None:
+    code, out, err = tool(*args, str(captured(lambda: torch.ones(2))))
+    assert (code, out) == (2, "")
+    assert said in err
+
+
+def test_no_capture_is_wrong_usage(tool: Any) -> None:
+    assert tool()[0] == 2
+
+
+def test_what_is_no_capture_exits_with_3(tool: Any, tmp_path: Path) -> None:
+    text = tmp_path / "text.opreplay"
+    text.write_text("not a capture\n" * 50)
+    empty = tmp_path / "empty.opreplay"
+    empty.touch()
+    for path, status in ((tmp_path / "missing", "NOT_FOUND"), (tmp_path, "NOT_FOUND"), (text, "DATA_LOSS"),
+                         (empty, "DATA_LOSS")):
+        code, out, err = tool(str(path))
+        assert (code, out) == (3, "")
+        assert err.startswith(f"{status}: {path}") and len(err.splitlines()) == 1
+
+
+def test_a_damaged_payload_exits_with_3(captured: Captured, tool: Any, tmp_path: Path) -> None:
+    weight = torch.randn(4096)
+    path = captured(lambda: weight.exp())
+    damaged = bytearray(path.read_bytes())
+    place = damaged.find(bytes(weight[100:110].view(torch.uint8).tolist()))
+    assert place > 0
+    damaged[place] ^= 1
+    path.write_bytes(damaged)
+    code, _out, err = tool(str(path))
+    assert code == 3 and err.startswith("DATA_LOSS: ")
+
+
+def test_an_incomplete_capture_runs_only_where_that_is_allowed(captured: Captured, tool: Any, tmp_path: Path) -> None:
+    path = rewrite(captured(training), tmp_path / "open.opreplay", close=False)
+    code, _out, err = tool(str(path))
+    assert code == 1 and "--allow-incomplete" in err
+    assert tool("--allow-incomplete", str(path))[0] == 0
+
+
+def test_the_playbook_is_printed(tool: Any) -> None:
+    code, out, _err = tool("--agents-md")
+    assert code == 0 and "opreplay-run" in out
+
+
+def test_the_installed_command_works_and_a_closed_pipe_ends_it_quietly(captured: Captured) -> None:
+    path = captured(training)
+    command = f"{Path(sys.executable).with_name('opreplay-run')} --format=jsonl {path} | head -c 1 >/dev/null"
+    done = subprocess.run(["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True, timeout=120)
+    assert done.stderr == ""
+    assert done.returncode in (0, 141)
