@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from collections.abc import Iterator
@@ -28,6 +29,7 @@ from .host_reads import HostReads
 from .implicit_scope import ImplicitScope
 from .mode import RecordingMode
 from .options import CaptureOptions
+from .termination import Termination
 
 _FLUSH_PERIOD_S = 0.5
 _active: Recorder | None = None
@@ -57,6 +59,7 @@ class Recorder:
         self._forked = False
         self._original_run: Any = None
         self._implicit_scope = implicit_scope
+        self._termination = Termination(self._close_for_signal)
 
     # -------------------------------------------------------------------------------------------------------- lifecycle
 
@@ -94,6 +97,7 @@ class Recorder:
             self._core.resume()
         self._flusher = threading.Thread(target=self._flush_loop, name="opreplay-flush", daemon=True)
         self._flusher.start()
+        self._termination.install(only_default=True)
         self._mode.__enter__()
 
     def close(self) -> None:
@@ -110,6 +114,7 @@ class Recorder:
                 with self.paused():
                     core.finish()
         finally:
+            self._termination.remove()
             self._take_off()
             self._unpatch_threads()
             for patches in self._patches:
@@ -123,6 +128,10 @@ class Recorder:
         if core.failure is not None:
             raise core.failure
 
+    def _close_for_signal(self) -> None:
+        with contextlib.suppress(CaptureFailed):  # was reported when it happened
+            self.close()
+
     def disable_after_fork(self) -> None:
         """In a forked child: record nothing, and leave the parent's file alone."""
         self._forked = True
@@ -134,6 +143,7 @@ class Recorder:
             _remove_finished_modes()
         for patches in self._patches:
             patches.remove()
+        self._termination.remove()
         _set_inactive(self)
 
     @property

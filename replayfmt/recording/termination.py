@@ -27,26 +27,28 @@ _OURS = __package__.partition(".")[0] + "."
 
 
 class Termination:
-    """The SIGTERM handler of one capture. `install` only has an effect in the main thread."""
+    """The SIGTERM handler of one capture."""
 
     def __init__(self, finish: Callable[[], None]) -> None:
         self._finish = finish
         self._previous: Any = None
         self._installed = False
 
-    def install(self) -> None:
-        """Nothing is installed where SIGTERM is ignored, as it is for some background jobs."""
+    def install(self, only_default: bool = False) -> None:
+        """Set the handler, in the main thread; not where SIGTERM is ignored, as it is for some background jobs, or with
+        `only_default` where the program has a handler of its own."""
         if threading.current_thread() is not threading.main_thread():
             return
         previous = signal.getsignal(signal.SIGTERM)
-        if previous is not signal.SIG_IGN:
+        if previous is signal.SIG_DFL or (callable(previous) and not only_default):
             self._previous = previous
             signal.signal(signal.SIGTERM, self._handle)
             self._installed = True
 
     def remove(self) -> None:
-        """Put the former handler back, unless the program has set its own. Idempotent. Main thread only."""
-        if self._installed:
+        """Put the former handler back, unless the program has set its own. Idempotent. In another thread than the main
+        one nothing can be put back: SIGTERM then still leaves with 143, with nothing left to close."""
+        if self._installed and threading.current_thread() is threading.main_thread():
             self._installed = False
             if signal.getsignal(signal.SIGTERM) == self._handle:
                 signal.signal(signal.SIGTERM, self._previous)

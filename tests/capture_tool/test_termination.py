@@ -3,6 +3,7 @@
 import os
 import signal
 import subprocess
+import sys
 
 import pytest
 
@@ -65,6 +66,31 @@ def test_sigterm_closes_the_capture_and_exits_with_143(tmp_path, where):
     assert captured.scopes() == ["+execute", "-execute"]
     assert not (tmp_path / "t.opreplay.partial").exists()
     assert subprocess.run([CHECK, tmp_path / "t.opreplay"], env=environment(), capture_output=True).returncode == 0
+
+
+def test_a_capture_from_python_is_closed_too_and_the_signal_is_as_it_was_afterwards(tmp_path):
+    (tmp_path / "library.py").write_text(HEAD + '''
+import replayfmt
+with replayfmt.capture("first.opreplay"):
+    x + 1
+assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+with replayfmt.capture("second.opreplay"):
+    pid = os.fork()
+    if pid == 0:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(60)
+    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+    print("ready", flush=True)
+    while True:
+        x = x @ x / 1000
+''')
+    process = subprocess.Popen([sys.executable, "library.py"], cwd=tmp_path, env=environment(), text=True,
+                               stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert [process.stdout.readline() for _ in range(2)] == ["-15\n", "ready\n"]
+    process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=60)
+    assert (process.returncode, errors) == (143, "")
+    assert all(Captured(tmp_path / f"{name}.opreplay").complete for name in ("first", "second"))
 
 
 def test_the_programs_own_sigterm_handler_is_respected(tmp_path):
