@@ -367,6 +367,14 @@ def test_a_vital_target_that_this_build_lacks_makes_the_capture_say_so(recorder,
     assert unsupported(recorder) == [("triton_launch", "torch.Gone.run")]
 
 
+def test_the_session_says_which_targets_this_build_lacks(monkeypatch):
+    assert hooks_module.hook_policies() == {}
+    rows = [Patch("torch", "Gone.run", lambda original: original), Patch("torch", "add", lambda original: original),
+            Patch("never_imported", "Gone.run", lambda original: original)]
+    monkeypatch.setattr(hooks_module, "table", lambda recorder: rows)
+    assert hooks_module.hook_policies() == {"hooks_missing": "torch.Gone.run"}
+
+
 def test_every_hook_is_there_once_and_is_taken_out_again():
     import torch._inductor.output_code
     import torch._inductor.runtime.triton_heuristics  # noqa: F401

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import zipfile
 
 import pytest
 
@@ -85,6 +86,8 @@ def folder(tmp_path):
     (package / "module.py").write_text(SCRIPT)
     (tmp_path / "syntax.py").write_text("def broken(:\n")
     (tmp_path / "link").symlink_to(package)
+    with zipfile.ZipFile(tmp_path / "archive.pyz", "w") as archive:
+        archive.writestr("__main__.py", SCRIPT)
     return tmp_path
 
 
@@ -105,7 +108,7 @@ def test_a_script_behaves_as_under_python(folder, what):
 
 @pytest.mark.parametrize("command", [
     ("-m", "package", "raise"), ("-m", "package.module", "spawn"), ("-m", "package.missing"), ("-m", "missing"),
-    ("package", "raise"), ("./link/../script.py", "raise"), ("link/module.py", "return"), ("syntax.py",)])
+    ("package", "raise"), ("archive.pyz", "raise"), ("./link/../script.py", "raise"), ("link/module.py", "return"), ("syntax.py",)])
 def test_modules_directories_and_odd_paths_behave_as_under_python(folder, command):
     plain, ours = both(folder, *command)
     assert ours == plain
