@@ -194,7 +194,7 @@ class Core:
             return
         if any(scope.user for scope in left):
             self.settle()
-        if any(scope.user and scope.name == self.options.stop_scope for scope in left):
+        if any(scope.name == self.options.stop_scope for scope in left):
             self.stop()
 
     # ------------------------------------------------------------------------------------------------ what others tell

@@ -20,7 +20,9 @@ from torch.nn.modules import module as hooks
 class RecorderForModules(Protocol):
     """What module scopes need of a recorder."""
 
-    def recording(self) -> bool: ...
+    def present(self) -> bool:
+        """Whether this thread is observed now: not paused, not inside an op. Recording may still have to begin."""
+        ...
 
     def module_scope_begin(self, name: str) -> None: ...
 
@@ -56,7 +58,7 @@ class ModuleScopes:
         self._handles = []
 
     def _begin(self, module: torch.nn.Module, _args: Any) -> None:
-        if torch.compiler.is_compiling() or not self._recorder.recording():
+        if torch.compiler.is_compiling() or not self._recorder.present():
             return
         frame = sys._getframe(1)
         self._leave_abandoned(frame)

@@ -234,6 +234,11 @@ class Recorder:
 
     # -------------------------------------------------------------------------------------------------- for the hooks
 
+    def present(self) -> bool:
+        """Whether this thread is observed now: not paused, not inside an op; recording may still have to begin."""
+        core = self._core
+        return core is not None and not core.finished and self._mode in _mode_stack()
+
     def recording(self) -> bool:
         """Whether an op that this thread issued now would be recorded."""
         core = self._core

@@ -405,6 +405,10 @@ def test_start_and_stop_limit_what_is_recorded(folder, ordinary):
     captured = Captured(folder / "scoped.opreplay")
     assert [scope for scope in captured.scopes() if "#" not in scope] == ["+step", "+relu", "-relu", "-step"]
     assert captured.op_names[-1].startswith(("aten::relu", "aten::detach"))
+    done = capture(folder, "-o", "modules.opreplay", "--module-scopes", "--start-scope=1", "--stop-scope=2", "train.py")
+    assert done.returncode == 0, done.stderr
+    assert Captured(folder / "modules.opreplay").scopes() == [
+        "+Sequential", "+1", "-1", "+2", "-2", "-Sequential"]
 
 
 COMPILED = '''

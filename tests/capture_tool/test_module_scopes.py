@@ -17,7 +17,7 @@ class Log:
         self.on = True
         self.events = []
 
-    def recording(self):
+    def present(self):
         return self.on
 
     def module_scope_begin(self, name):
@@ -123,7 +123,7 @@ def test_scopes_end_when_forward_raises(log, error):
     assert log.take() == [*ONE_CALL[:6], "-layers.1", "-Model", *ONE_CALL]
 
 
-def test_each_thread_has_its_own_stack_and_nothing_is_named_while_nothing_records(log):
+def test_each_thread_has_its_own_stack_and_nothing_is_named_while_nobody_is_there(log):
     model = Model()
     thread = threading.Thread(target=lambda: nn.GELU()(torch.ones(1)))
 

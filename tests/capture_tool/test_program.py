@@ -108,7 +108,8 @@ def test_a_script_behaves_as_under_python(folder, what):
 
 @pytest.mark.parametrize("command", [
     ("-m", "package", "raise"), ("-m", "package.module", "spawn"), ("-m", "package.missing"), ("-m", "missing"),
-    ("package", "raise"), ("archive.pyz", "raise"), ("./link/../script.py", "raise"), ("link/module.py", "return"), ("syntax.py",)])
+    ("package", "raise"), ("archive.pyz", "raise"), ("./link/../script.py", "raise"), ("link/module.py", "return"),
+    ("syntax.py",)])
 def test_modules_directories_and_odd_paths_behave_as_under_python(folder, command):
     plain, ours = both(folder, *command)
     assert ours == plain
