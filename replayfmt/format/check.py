@@ -89,11 +89,14 @@ class _Check:
         report = self._report
         verifier = Verifier(self._source, contents, self._progress)
         report.definitions = {name: count for name, count in verifier.definitions.counts.items() if count}
-        for position in range(len(contents.frames)):
-            verifier.verify(position)
+        try:
+            for position in range(len(contents.frames)):
+                verifier.verify(position)
+        finally:
             report.storages = verifier.tally.storages
             report.payloads, report.payload_bytes = verifier.payloads, verifier.payload_bytes
             report.records = verifier.tally.summary(verifier.definitions, 0).records
+        verifier.verify_definitions()
         report.recovered = verifier.summary is not None and verifier.summary.recovered
 
     def _compare_index(self, contents: Contents) -> None:

@@ -60,6 +60,12 @@ class Verifier:
                 definitions.add(body, header.minor, where)
         return definitions, counts
 
+    def verify_definitions(self) -> None:
+        """A scope is a path: the same name under the same parent has one id."""
+        parents, names = self.definitions.column("scope_parent"), self.definitions.column("scope_name")
+        if len(np.unique(np.stack([parents, names], axis=1), axis=0)) != len(names):
+            raise InvalidCapture(f"{self._source.path}: two scopes have the same name and parent")
+
     def verify(self, position: int) -> FrameHeader:
         """Verify the next frame. Raises InvalidCapture with what is wrong with it."""
         header, body, where = read_frame(self._source, self._frames, position)

@@ -335,6 +335,17 @@ def test_consolidated_definitions_that_differ_are_a_finding(capture: Path) -> No
         check_capture(capture)
 
 
+def test_a_scope_defined_twice_is_a_finding(capture: Path) -> None:
+    def edit(tables: Tables) -> None:
+        tables[1]["scope_parent"], tables[1]["scope_name"] = (
+            np.array([0, 1, 1], np.uint32), np.append(tables[1]["scope_name"], tables[1]["scope_name"][1]))
+
+    change_tables(capture, edit)
+    read_all(capture)
+    with pytest.raises(InvalidCapture, match="two scopes have the same name and parent"):
+        check_capture(capture)
+
+
 def test_definitions_must_come_before_their_use(tmp_path: Path) -> None:
     path = tmp_path / "late.opreplay"
     write_small(path, frames=2)
