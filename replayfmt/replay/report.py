@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from .plan import Plan
-from .results import PeakMemory, ReplayResult
+from .results import PeakMemory, ReplayResult, Verification
 
 _SHOWN_VERDICTS = 20
 
@@ -13,15 +13,17 @@ _SHOWN_VERDICTS = 20
 def as_text(plan: Plan, result: ReplayResult) -> list[str]:
     """The summary, line by line."""
     devices = ", ".join(map(str, plan.devices)) or "no device"
+    scopes = f" in {result.scopes} scopes" if result.scopes else ""
     lines = [
-        f"{plan.reader.path}: {result.ops} ops of {result.kernels} kernels in {result.scopes} scopes, on {devices}",
+        plan.reader.path,
+        f"replayed: {result.ops} ops of {result.kernels} kernels{scopes}, on {devices}",
         f"time: {seconds(result.elapsed_ns)}" + (f", {result.elapsed_ns / result.ops / 1000:.2f} us an op"
                                                  if result.ops else ""),
     ]
     lines += [f"  {path}: {seconds(spent)}" for path, spent in result.scope_ns.items() if "/" not in path]
-    verification = result.verification
-    lines.append(verification.text if verification.mode == "none" else f"verified: {verification.text}")
-    lines += [f"peak memory, {each.device}: {_memory(each)}" for each in result.memory]
+    lines += _verification(result.verification)
+    for each in result.memory:
+        lines += _memory(each)
     lines += [f"note: {note}" for note in result.notes]
     if result.verdicts is not None:
         lines.append("verdicts: " + ", ".join(f"{count} {name}" for name, count in result.totals().items()))
@@ -31,6 +33,14 @@ def as_text(plan: Plan, result: ReplayResult) -> list[str]:
         if len(failing) > _SHOWN_VERDICTS:
             lines.append(f"  and {len(failing) - _SHOWN_VERDICTS} more; --format=jsonl lists all of them")
     return lines
+
+
+def _verification(verification: Verification) -> list[str]:
+    if verification.mode == "none":
+        lines = [f"not verified: {reason}" for reason in verification.reasons]
+        return [*lines, f"  compared: {verification.compared}"] if verification.scalars else lines
+    return [f"verified: {verification.mode}", *(f"  why: {reason}" for reason in verification.reasons),
+            f"  compared: {verification.compared}"]
 
 
 def as_rows(plan: Plan, result: ReplayResult) -> list[dict[str, Any]]:
@@ -90,13 +100,13 @@ def seconds(nanoseconds: int) -> str:
     return f"{nanoseconds / 1e9:.4g} s"
 
 
-def _memory(peak: PeakMemory) -> str:
+def _memory(peak: PeakMemory) -> list[str]:
     if peak.peak_bytes is None:
-        return f"not measured: {peak.note}"
-    text = f"{_mebibytes(peak.peak_bytes)} ({peak.note})"
+        return [f"peak memory, {peak.device}: not measured: {peak.note}"]
+    lines = [f"peak memory, {peak.device}: {_mebibytes(peak.peak_bytes)}, {peak.note}"]
     if peak.before_bytes is not None:
-        text += f", {_mebibytes(max(0, peak.peak_bytes - peak.before_bytes))} more than before the ops"
-    return text
+        lines.append(f"  {_mebibytes(max(0, peak.peak_bytes - peak.before_bytes))} more than before the ops")
+    return lines
 
 
 def _mebibytes(length: int) -> str:

@@ -66,11 +66,18 @@ class Verification:
     def text(self) -> str:
         """One line: what was verified, or why nothing was."""
         because = f" ({'; '.join(self.reasons)})" if self.reasons else ""
+        if self.mode == "none":
+            return f"not verified: {'; '.join(self.reasons)}" + (f"; compared {self.compared}" if self.scalars else "")
+        return f"{self.mode}{because}: {self.compared}"
+
+    @property
+    def compared(self) -> str:
+        """What was compared, and how much of it."""
         scalars = f"{self.scalars} scalars the program read"
         if self.mode == "none":
-            return f"not verified: {'; '.join(self.reasons)}" + (f"; compared {scalars}" if self.scalars else "")
+            return scalars
         counted = f"{self.digests} digests, {self.host_reads} host reads, {scalars}"
-        return f"{self.mode}{because}: {counted}; the shape of {self.structures} ops' results"
+        return f"{counted}, the shapes of {self.structures} ops' results"
 
     def __str__(self) -> str:
         return self.text

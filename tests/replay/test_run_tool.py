@@ -46,11 +46,15 @@ def test_a_run_says_what_it_did_and_how_it_was_verified(captured: Captured, tool
     code, out, err = tool(str(path))
     assert (code, err) == (0, "")
     lines = out.splitlines()
-    assert lines[0].startswith(f"{path}: ") and "kernels in 2 scopes, on cpu" in lines[0]
-    assert lines[1].startswith("time: ") and "us an op" in lines[1]
-    assert lines[2].startswith("  step 0: ")
-    assert any(line.startswith("verified: bitwise (") and "digests" in line for line in lines)
-    assert any(line.startswith("peak memory, cpu: ") for line in lines)
+    assert lines[0] == str(path)
+    assert lines[1].startswith("replayed: ") and lines[1].endswith("kernels in 2 scopes, on cpu")
+    assert lines[2].startswith("time: ") and "us an op" in lines[2]
+    assert lines[3].startswith("  step 0: ") and lines[4].startswith("  step 1: ")
+    assert lines[5:7] == ["verified: bitwise",
+                          "  why: same device, torch, libraries, thread count and CPU capability"]
+    assert lines[7].startswith("  compared: ") and "digests" in lines[7]
+    assert lines[8].startswith("peak memory, cpu: ")
+    assert max(map(len, lines[1:])) <= 100
 
 
 def test_rows_hold_the_same_for_programs(captured: Captured, tool: Any) -> None:
