@@ -1,0 +1,68 @@
+"""Captures of released format versions stay readable, whatever becomes of the code that wrote them."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from opreplay_tools import dump
+
+from replayfmt.format.check import check_capture
+from replayfmt.format.codes import RecordKind, ValueKind
+from replayfmt.format.reader import open_capture
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+CAPTURES = sorted(GOLDEN.glob("*.opreplay"))
+
+
+def test_there_are_golden_captures() -> None:
+    assert {path.name for path in CAPTURES} >= {
+        "everything-1.0.opreplay", "recovered-1.0.opreplay", "step-1.0.opreplay"}
+
+
+@pytest.mark.parametrize("path", CAPTURES, ids=lambda path: path.stem)
+def test_a_golden_capture_is_valid_and_complete(path: Path) -> None:
+    check_capture(path)
+    with open_capture(path) as reader:
+        assert reader.complete and reader.warnings == []
+        assert f"-{reader.version[0]}.{reader.version[1]}" in path.stem
+        assert len(list(reader.records())) == reader.record_count
+        for info in reader.payloads:
+            assert len(reader.payload(info.id)) == info.raw_bytes
+
+
+@pytest.mark.parametrize("path", CAPTURES, ids=lambda path: path.stem)
+def test_a_golden_capture_dumps_at_least_what_it_did(
+        path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(GOLDEN)
+    monkeypatch.setattr(sys, "argv", ["opreplay-dump", "--format=jsonl", path.name])
+    with pytest.raises(SystemExit) as leaving:
+        dump.main()
+    assert not leaving.value.code
+    now = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    then = [json.loads(line) for line in path.with_suffix(".jsonl").read_text().splitlines()]
+    assert len(now) == len(then)
+    for new, old in zip(now, then, strict=True):
+        _assert_has(new, old)
+
+
+def _assert_has(new: object, old: object) -> None:
+    """`new` has everything of `old`; objects may have got more keys."""
+    if isinstance(old, dict):
+        assert isinstance(new, dict) and old.keys() <= new.keys()
+        for key, value in old.items():
+            _assert_has(new[key], value)
+    elif isinstance(old, list):
+        assert isinstance(new, list) and len(new) == len(old)
+        for some, other in zip(new, old, strict=True):
+            _assert_has(some, other)
+    else:
+        assert new == old and type(new) is type(old)
+
+
+def test_the_golden_captures_have_every_kind_of_record_and_value() -> None:
+    with open_capture(GOLDEN / "everything-1.0.opreplay") as reader:
+        assert {record.kind for record in reader.records()} == set(RecordKind) - {RecordKind.none}
+        assert {node.kind for signature in reader.signatures[1:] for node in signature.nodes} == set(ValueKind)
