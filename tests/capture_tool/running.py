@@ -1,6 +1,7 @@
 """Runs opreplay-capture as a user does, and looks into what it wrote."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ from replayfmt.format.codes import RecordKind
 from replayfmt.format.reader import open_capture
 
 CAPTURE = str(Path(sys.executable).with_name("opreplay-capture"))
+LOSSES = re.compile(r"\[.*?\]")  # what train.py prints first
 CHECK = str(Path(sys.executable).with_name("opreplay-check"))
 
 

@@ -1,0 +1,173 @@
+"""Flags of opreplay-capture, each with its effect on the capture."""
+
+import sys
+
+import pytest
+
+from replayfmt.format.codes import RecordKind, StorageOrigin
+
+from .running import LOSSES, Captured, capture
+
+# ------------------------------------------------------------------------------------------------------------- scopes
+
+
+def test_marks_and_module_scopes_name_regions_of_the_program(folder):
+    done = capture(folder, "-o", "marked.opreplay", "--mark=__main__:step=step", "--module-scopes",
+                   "--mark=torch.nn.functional:relu=activation", "train.py")
+    assert done.returncode == 0, done.stderr
+    captured = Captured(folder / "marked.opreplay")
+    scopes = [scope for scope in captured.scopes() if "#" not in scope]
+    one_step = ["+step", "+Sequential", "+0", "-0", "+1", "+activation", "-activation", "-1", "+2", "-2", "-Sequential",
+                "-step"]
+    assert scopes == one_step * 3
+    assert "step/Sequential/1/activation" in captured.scope_paths
+
+
+def test_a_mark_that_finds_nothing_fails_the_capture_and_keeps_the_file(folder, ordinary):
+    done = capture(folder, "-o", "unmatched.opreplay", "--mark=__main__:step=step", "--mark=package.other:run=run",
+                   "--mark=__main__:step.gone=x", "train.py")
+    assert (done.returncode, done.stdout) == (1, f"{LOSSES.match(ordinary[0])[0]} []\n")
+    assert "--mark=package.other:run=run: the program never imported package.other" in done.stderr
+    assert "--mark=__main__:step.gone=x: step has no gone" in done.stderr
+    assert Captured(folder / "unmatched.opreplay").scopes()[0] == "+step"
+
+
+@pytest.mark.parametrize(("source", "scopes"), [
+    # The program's own scopes, and nothing around them, even where this package comes before torch.
+    ("from replayfmt import scope\nimport torch\ntorch.ones(1)\nwith scope('mine'):\n    torch.ones(2)\n",
+     ["+mine", "-mine"]),
+    # Named only later: what came before is the implicit scope.
+    ("import torch\ntorch.ones(1)\ndef main():\n    import replayfmt\n    with replayfmt.scope('mine'):\n"
+     "        torch.ones(2)\n    torch.ones(3)\nmain()\n", ["+execute", "-execute", "+mine", "-mine"]),
+    # Opened before the first op.
+    ("def main():\n    import replayfmt\n    with replayfmt.scope('mine'):\n        import torch\n"
+     "        torch.ones(2)\nmain()\n", ["+mine", "-mine"]),
+    # The first op is another thread's.
+    ("import torch, threading\nthread = threading.Thread(target=torch.ones, args=(1,))\nthread.start()\nthread.join()\n"
+     "torch.ones(2)\n", ["+execute", "-execute"]),
+])
+def test_a_program_with_scopes_of_its_own_has_only_those(tmp_path, source, scopes):
+    (tmp_path / "scoped.py").write_text(source)
+    done = capture(tmp_path, "-o", "scoped.opreplay", "scoped.py")
+    assert done.returncode == 0, done.stderr
+    captured = Captured(tmp_path / "scoped.opreplay")
+    assert captured.scopes() == scopes
+    if scopes == ["+execute", "-execute"]:
+        assert set(captured.scope_paths) == {"execute"}
+
+
+# -------------------------------------------------------------------------------------------------------------- flags
+
+
+def test_payload_none_embeds_nothing_and_says_so(folder, ordinary):
+    full, none = folder / "plain.opreplay", folder / "none.opreplay"
+    assert capture(folder, "-o", none, "--payload=none", "train.py").returncode == 0
+    captured = ordinary[2], Captured(none)
+    origins = [{storage.origin for storage in _storages(path)} for path in (full, none)]
+    assert StorageOrigin.payload in origins[0] and StorageOrigin.absent not in origins[0]
+    assert StorageOrigin.absent in origins[1] and StorageOrigin.payload not in origins[1]
+    assert [c.session.policies["payload"] for c in captured] == ["full", "none"]
+    assert [c.count(RecordKind.digest) > 0 for c in captured] == [True, False]
+
+
+def _storages(path):
+    from replayfmt.format.reader import open_capture
+
+    reader = open_capture(path)
+    count = reader.summary.storages
+    storages = [reader.storage(number) for number in range(1, count + 1)]
+    reader.close()
+    return storages
+
+
+def test_digests_of_every_op_of_what_lives_or_of_nothing(folder, ordinary):
+    assert ordinary[2].session.policies["digests"] == "live"
+    counts = {"live": ordinary[2].count(RecordKind.digest)}
+    for digests in ("ops", "none"):
+        path = folder / f"digests-{digests}.opreplay"
+        assert capture(folder, "-o", path, f"--digests={digests}", "train.py").returncode == 0
+        captured = Captured(path)
+        assert captured.session.policies["digests"] == digests
+        counts[digests] = captured.count(RecordKind.digest)
+    assert counts["ops"] > counts["live"] > counts["none"] == 0
+
+
+def test_audit_sees_what_was_written_behind_the_recorders_back(tmp_path):
+    (tmp_path / "outside.py").write_text('''
+import ctypes, torch
+x = torch.zeros(4)
+x.add_(1)
+ctypes.memset(x.data_ptr(), 0, 16)
+print(x.sum().item())
+''')
+    imports = {}
+    for flags in ((), ("--audit",)):
+        done = capture(tmp_path, "-o", "outside.opreplay", "--force", *flags, "outside.py")
+        assert (done.returncode, done.stdout) == (0, "0.0\n")
+        captured = Captured(tmp_path / "outside.opreplay")
+        assert captured.session.policies["audit"] is bool(flags)
+        imports[flags] = [record.argument("reason") for record in captured.records
+                          if record.kind is RecordKind.storage_import]
+    assert imports == {(): [], ("--audit",): ["outside_write"]}
+
+
+def test_start_and_stop_limit_what_is_recorded(folder, ordinary):
+    everything = ordinary[2].op_names
+    assert capture(folder, "-o", "part.opreplay", "--start-op=10", "--stop-op=25", "train.py").returncode == 0
+    captured = Captured(folder / "part.opreplay")
+    assert captured.op_names == everything[10:25]
+    assert {path.partition("/")[0] for path in captured.scope_paths} == {"execute"}
+    assert (captured.session.policies["start_op"], captured.session.policies["stop_op"]) == (10, 25)
+    done = capture(folder, "-o", "scoped.opreplay", "--mark=__main__:step=step", "--mark=torch.nn.functional:relu=relu",
+                   "--start-scope=step", "--stop-scope=relu", "train.py")
+    assert done.returncode == 0, done.stderr
+    captured = Captured(folder / "scoped.opreplay")
+    assert [scope for scope in captured.scopes() if "#" not in scope] == ["+step", "+relu", "-relu", "-step"]
+    assert captured.op_names[-1].startswith(("aten::relu", "aten::detach"))
+    done = capture(folder, "-o", "modules.opreplay", "--module-scopes", "--start-scope=1", "--stop-scope=2", "train.py")
+    assert done.returncode == 0, done.stderr
+    assert Captured(folder / "modules.opreplay").scopes() == [
+        "+Sequential", "+1", "-1", "+2", "-2", "-Sequential"]
+
+
+COMPILED = '''
+import torch
+@torch.compile
+def function(x):
+    return (x.sin() * 2).sum()
+x = torch.ones(4, requires_grad=True)
+function(x).backward()
+print(round(x.grad.sum().item(), 4))
+'''
+
+
+def test_compiled_regions_are_kept_or_run_as_operators(tmp_path):
+    (tmp_path / "compiled.py").write_text(COMPILED)
+    outcomes = {}
+    for compiled in ("keep", "eager"):
+        done = capture(tmp_path, "-o", "c.opreplay", "--force", f"--compiled={compiled}", "compiled.py")
+        assert (done.returncode, done.stdout) == (0, "4.3224\n"), done.stderr
+        captured = Captured(tmp_path / "c.opreplay")
+        assert captured.session.policies["compiled"] == compiled
+        outcomes[compiled] = (captured.summary.unsupported, "aten::sin.default" in captured.op_names,
+                              done.stderr.strip().rpartition("unsupported: ")[2])
+    assert outcomes == {"keep": ({"compiled_region": 2}, False, "compiled_region 2"), "eager": ({}, True, "none")}
+
+
+def test_triton_launches_are_recorded(tmp_path):
+    pytest.importorskip("triton")
+    (tmp_path / "launch.py").write_text('''
+import torch, triton, triton.language as tl
+@triton.jit
+def double(x, n: tl.constexpr):
+    at = tl.arange(0, n)
+    tl.store(x + at, tl.load(x + at) * 2)
+x = torch.ones(4)
+double[(1,)](x, n=4)
+print(x.sum().item())
+''')
+    done = capture(tmp_path, "-o", "t.opreplay", "launch.py", TRITON_INTERPRET="1", PYTHONPATH=":".join(sys.path))
+    assert (done.returncode, done.stdout) == (0, "8.0\n"), done.stderr
+    captured = Captured(tmp_path / "t.opreplay")
+    assert captured.summary.unsupported == {"triton_launch": 1}
+    assert captured.op_names == ["aten::ones.default", "aten::sum.default", "aten::_local_scalar_dense.default"]
