@@ -92,7 +92,7 @@ class Calls:
         try:
             self._numeric.check(facts.name)
             self._gather(call)
-            if facts.random:
+            if facts.random and facts.draws(args, kwargs):
                 call.generators = drawn_from(args, kwargs, self._devices(call))
                 self._generators.before(call.generators)
         finally:

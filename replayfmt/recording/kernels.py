@@ -80,7 +80,7 @@ class KernelFacts:
     """One operator overload. `id` is its kernel id in the capture, 0 until a call of it is recorded."""
 
     __slots__ = (
-        "accumulates_at", "action", "arguments", "beta", "call", "empty", "func", "id", "in_place_view", "indices", "name",
+        "accumulates_at", "action", "arguments", "beta", "call", "dropout", "empty", "func", "id", "in_place_view", "indices", "name",
         "namespace", "opaque_results", "overwrites_self", "random", "reads_nothing", "results", "view", "writes",
         "writes_some",
     )
@@ -114,6 +114,8 @@ class KernelFacts:
             or self.namespace not in INTERNAL_NAMESPACES
             or any("Generator" in str(a.type) for a in schema.arguments)
         )
+        # Attention draws only with dropout.
+        self.dropout = self.indices.get("dropout_p", -1) if self.namespace == "aten" else -1
         self.opaque_results = OPAQUE_RESULTS.get(schema.name, ())
         self.action = self._choose_action(base)
 
@@ -141,6 +143,10 @@ class KernelFacts:
         if index < len(args):
             return args[index]
         return kwargs.get(self.arguments[index].name)
+
+    def draws(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether this call may draw random numbers."""
+        return self.random and (self.dropout < 0 or bool(self.argument(self.dropout, args, kwargs)))
 
     def reads(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether this call reads bytes of the tensors in its argument `index`."""

@@ -83,7 +83,7 @@ class RecordingMode(TorchDispatchMode):
     def record(self, facts: KernelFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one op and record it."""
         core = self.core
-        if facts.random and facts.namespace == "aten":
+        if facts.random and facts.namespace == "aten" and facts.draws(args, kwargs):
             # The order of draws is the order of records. (Other operators may wait for threads that record, too.)
             with core.lock:
                 return self._record(facts, args, kwargs)

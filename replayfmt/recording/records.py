@@ -87,30 +87,36 @@ class Records:
         pack = packer(len(words), len(floats))
         self._buffer.rows.append(pack(signature, self.context(), self.now(), 0, *words, *floats))
 
-    def _constant(self, kind: RecordKind, *nodes: Node, words: Sequence[int] = (), floats: Sequence[float] = ()) -> None:
-        self._add(self.signature((kind, nodes), lambda: Signature(kind, nodes)), words, floats)
+    def _constant(
+        self, key: tuple[Any, ...], nodes: Callable[[], tuple[Node, ...]], words: Sequence[int] = (),
+        floats: Sequence[float] = (),
+    ) -> None:
+        """A record whose signature is known by `key`, a record kind and what of its nodes differs."""
+        signature = self._signatures.get(key)
+        if signature is None:
+            signature = self.signature(key, lambda: Signature(key[0], nodes()))
+        self._add(signature, words, floats)
 
     # ------------------------------------------------------------------------------------------------------- storages
 
     def storage_import(self, storage: int, payload: int, version: int, reason: str) -> None:
         """Content enters. `payload` 0: not captured."""
+        kind = ValueKind.payload if payload else ValueKind.none
         self._constant(
-            RecordKind.storage_import,
-            Node(ValueKind.storage, "storage"),
-            Node(ValueKind.payload if payload else ValueKind.none, "payload"),
-            Node(ValueKind.int, "version"),
-            Node(ValueKind.string, "reason", reason),
-            words=(storage, payload, version) if payload else (storage, version),
+            (RecordKind.storage_import, kind, reason),
+            lambda: (Node(ValueKind.storage, "storage"), Node(kind, "payload"), Node(ValueKind.int, "version"),
+                     Node(ValueKind.string, "reason", reason)),
+            (storage, payload, version) if payload else (storage, version),
         )
 
     def storage_resize(self, storage: int, length: int) -> None:
-        nodes = (Node(ValueKind.storage, "storage"), Node(ValueKind.int, "bytes"))
-        self._constant(RecordKind.storage_resize, *nodes, words=(storage, length))
+        self._constant((RecordKind.storage_resize,),
+                       lambda: (Node(ValueKind.storage, "storage"), Node(ValueKind.int, "bytes")), (storage, length))
 
     def storage_releases(self, storages: Iterable[int]) -> None:
         """One release record for each storage, in one go."""
-        key = RecordKind.storage_release
-        number = self.signature(key, lambda: Signature(key, (Node(ValueKind.storage, "storage"),)))
+        kind = RecordKind.storage_release
+        number = self.signature((kind,), lambda: Signature(kind, (Node(ValueKind.storage, "storage"),)))
         self._buffer.rows.extend(
             map(packer(1, 0), repeat(number), repeat(self.context()), repeat(self.now()), repeat(0), storages)
         )
@@ -118,22 +124,23 @@ class Records:
     # ---------------------------------------------------------------------------------------------------------- state
 
     def generator_state(self, generator: int, payload: int) -> None:
-        nodes = (Node(ValueKind.generator, "generator"), Node(ValueKind.payload, "payload"))
-        self._constant(RecordKind.generator_state, *nodes, words=(generator, payload))
+        self._constant((RecordKind.generator_state,),
+                       lambda: (Node(ValueKind.generator, "generator"), Node(ValueKind.payload, "payload")),
+                       (generator, payload))
 
     def global_state(self, changes: dict[str, bool | int | float | str | None]) -> None:
         nodes = tuple(constant_node(name, value) for name, value in changes.items())
         words = [v for v in changes.values() if isinstance(v, int) and not isinstance(v, bool)]
         floats = [v for v in changes.values() if isinstance(v, float)]
-        self._constant(RecordKind.global_state, *nodes, words=words, floats=floats)
+        self._constant((RecordKind.global_state, nodes), lambda: nodes, words, floats)
 
     # ------------------------------------------------------------------------------------------------ scopes and notes
 
     def scope_begin(self, name: str) -> None:
-        self._constant(RecordKind.scope_begin, Node(ValueKind.string, "name", name))
+        self._constant((RecordKind.scope_begin, name), lambda: (Node(ValueKind.string, "name", name),))
 
     def scope_end(self, name: str) -> None:
-        self._constant(RecordKind.scope_end, Node(ValueKind.string, "name", name))
+        self._constant((RecordKind.scope_end, name), lambda: (Node(ValueKind.string, "name", name),))
 
     def unsupported(self, reason: str, op: str, detail: str) -> None:
         if (reason, op, detail) not in self._details:
@@ -141,22 +148,33 @@ class Records:
                 op, detail = "", "too many different ones to describe each"
             self._details.add((reason, op, detail))
         texts = (("reason", reason), ("op", op), ("detail", detail))
-        self._constant(RecordKind.unsupported, *(Node(ValueKind.string, name, text) for name, text in texts))
+        self._constant((RecordKind.unsupported, reason, op, detail),
+                       lambda: tuple(Node(ValueKind.string, name, text) for name, text in texts))
 
     # -------------------------------------------------------------------------------------------------------- digests
 
     def digest(self, tensor: int, of: int, result: int, digest: TensorDigest) -> None:
         """What verification compares; `of` is the ordinal of the op whose result it is, -1 for a live tensor."""
-        nodes = (Node(ValueKind.tensor, "tensor"), Node(ValueKind.int, "of"), Node(ValueKind.int, "result"), *digest.nodes())
         ints, floats = digest.slots()
-        self._constant(RecordKind.digest, *nodes, words=(tensor, of, result, *ints), floats=floats)
+        self._constant(
+            (RecordKind.digest, *_digest_key(digest)),
+            lambda: (Node(ValueKind.tensor, "tensor"), Node(ValueKind.int, "of"), Node(ValueKind.int, "result"),
+                     *digest.nodes()),
+            (tensor, of, result, *ints), floats,
+        )
 
     def host_read(self, method: str, tensor: int, digest: TensorDigest | None) -> None:
         """A value left the device for the host. No digest: its value is not recorded."""
-        nodes: tuple[Node, ...] = (Node(ValueKind.string, "method", method), Node(ValueKind.tensor, "tensor"))
-        ints: list[int] = []
-        floats: list[float] = []
-        if digest is not None:
-            nodes += digest.nodes()
-            ints, floats = digest.slots()
-        self._constant(RecordKind.host_read, *nodes, words=(tensor, *ints), floats=floats)
+        ints, floats = digest.slots() if digest is not None else ([], [])
+        self._constant(
+            (RecordKind.host_read, method, *(_digest_key(digest) if digest is not None else ())),
+            lambda: (Node(ValueKind.string, "method", method), Node(ValueKind.tensor, "tensor"),
+                     *(digest.nodes() if digest is not None else ())),
+            (tensor, *ints), floats,
+        )
+
+
+def _digest_key(digest: TensorDigest) -> tuple[Any, ...]:
+    """What of a digest decides its nodes."""
+    statistics = (digest.min, digest.max, digest.mean, digest.l2)
+    return (*(value is None for value in statistics), *map(type, digest.sample))

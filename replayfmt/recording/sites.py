@@ -100,7 +100,7 @@ class Sites:
 
     def _make(self, signature: int, call: Call, results: Values, result: Any) -> Site | None:
         facts, core = call.facts, self._core
-        if facts.empty or facts.random or facts.opaque_results or facts.in_place_view or facts.namespace == "fsdp":
+        if facts.empty or facts.draws(call.args, call.kwargs) or facts.opaque_results or facts.in_place_view or facts.namespace == "fsdp":
             return None
         if any(token.kind not in _SIMPLE for token in (*call.values.key, *results.key)):
             return None
