@@ -187,6 +187,11 @@ class CapturedProgram:
         except OpReplayError as error:
             self._failure = self._failure or error
             _say(f"opreplay-capture: {error.status}: {error}")
+        except Exception as error:
+            # A mistake of ours. On the way out it would only be printed, and the exit code be that of a good capture.
+            traceback.print_exc()
+            self._failure = self._failure or CaptureFailed(f"{self._shown_path}: could not be closed: {error!r}")
+            _say(f"opreplay-capture: {self._failure.status}: {self._failure}")
         else:
             if summary:
                 _say(f"opreplay-capture: {summary}")

@@ -239,3 +239,14 @@ def test_torch_first_imported_by_another_thread_fails_the_capture_alone(tmp_path
     assert (done.returncode, done.stdout) == (1, "2.0\n")
     [line] = done.stderr.splitlines()
     assert "torch was first imported by the thread importer" in line
+
+
+def test_a_mistake_of_the_recorders_own_is_no_good_capture(tmp_path):
+    (tmp_path / "sabotage.py").write_text(
+        "import torch\nfrom replayfmt.recording import core\ntorch.ones(1)\n"
+        "core.Core.finish = lambda self: 1 / 0\nprint('done')\n")
+    done = capture(tmp_path, "-o", "s.opreplay", "sabotage.py")
+    assert (done.returncode, done.stdout) == (1, "done\n")
+    assert done.stderr.splitlines()[-1] == (
+        "opreplay-capture: FAILED_PRECONDITION: s.opreplay: could not be closed: ZeroDivisionError('division by zero')")
+    assert (tmp_path / "s.opreplay.partial").exists()
