@@ -17,6 +17,7 @@ import flatbuffers
 import numpy as np
 
 from .codes import StorageOrigin
+from .frames import MAX_LENGTH
 from .generated import Records
 
 Column = Any  # a numpy array, an array.array, or anything np.asarray takes without a copy
@@ -34,8 +35,8 @@ class RecordColumns:
 
     `start_ns` are nanoseconds since the session's start; `duration_ns` nanoseconds, saturated at 2^32 - 1, or None
     where not measured. `tensors` are global tensor ids in record order, `tensor_definitions` maps each of them to
-    (storage id, offset in elements, meta id). The storages born in this frame have consecutive ids from
-    `first_storage`.
+    (storage id, offset in elements, meta id), or is an int64[n, 4] of (tensor id, storage id, offset, meta id) by
+    ascending id. The storages born in this frame have consecutive ids from `first_storage`.
     """
 
     signature: Column
@@ -46,7 +47,7 @@ class RecordColumns:
     tensors: Column
     ints: Column
     floats: Column
-    tensor_definitions: Mapping[int, tuple[int, int, int]]
+    tensor_definitions: Mapping[int, tuple[int, int, int]] | np.ndarray
     first_storage: int = 0
     storage_bytes: Column = field(default_factory=_empty)
     storage_device: Column = field(default_factory=_empty)
@@ -142,10 +143,10 @@ def encode_records(given: RecordColumns, bounds: Bounds, slot_counts: tuple[arra
     if ((storage_origin == StorageOrigin.payload) != (storage_payload != 0)).any():
         raise ValueError("storages have a payload exactly if their origin is payload")
 
-    ids, slots = np.unique(tensors, return_inverse=True)
+    ids, slots = _distinct(tensors)
     rows = _tensor_rows(ids, given.tensor_definitions)
     _limit(rows[:, 0], 0, bounds.next_storage + born - 1, "tensor storage")
-    _limit(rows[:, 1], 0, (1 << 62), "tensor offset")
+    _limit(rows[:, 1], 0, MAX_LENGTH, "tensor offset")
     _limit(rows[:, 2], 1, bounds.metas, "tensor meta")
 
     base, delta, gap_position, gap_ns = _times(start)
@@ -174,10 +175,37 @@ def encode_records(given: RecordColumns, bounds: Bounds, slot_counts: tuple[arra
     return EncodedRecords(body, count, born, absent, signature)
 
 
-def _tensor_rows(ids: np.ndarray, definitions: Mapping[int, tuple[int, int, int]]) -> np.ndarray:
-    """Storage, offset and meta of each tensor: int64[n, 3]. This is the only step that is a Python call per tensor."""
+def _distinct(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """What np.unique(values, return_inverse=True) gives, in linear time where most values are close to the largest."""
+    if not values.size:
+        return values, np.zeros(0, np.int64)
+    top = int(values.max())
+    base = max(top - 4 * len(values), 0)
+    recent = values >= base
+    if int(np.count_nonzero(recent)) * 4 < len(values):
+        return np.unique(values, return_inverse=True)
+    seen = np.zeros(top - base + 1, bool)
+    near = (values[recent] - np.uint64(base)).astype(np.int64)
+    seen[near] = True
+    old, old_slots = np.unique(values[~recent], return_inverse=True)
+    slots = np.empty(len(values), np.int64)
+    slots[recent] = (np.cumsum(seen) - 1 + len(old))[near]
+    slots[~recent] = old_slots
+    return np.concatenate((old, np.flatnonzero(seen).astype(np.uint64) + np.uint64(base))), slots
+
+
+def _tensor_rows(ids: np.ndarray, definitions: Mapping[int, tuple[int, int, int]] | np.ndarray) -> np.ndarray:
+    """Storage, offset and meta of each tensor: int64[n, 3]."""
     if ids.size and not ids[0]:
         raise ValueError("tensor ids count from 1")
+    if isinstance(definitions, np.ndarray):
+        wanted = ids.astype(np.int64)
+        places = np.searchsorted(definitions[:, 0], wanted)
+        found = places < len(definitions)
+        found[found] = definitions[places[found], 0] == wanted[found]
+        if not found.all():
+            raise ValueError(f"tensor {int(wanted[~found][0])} has no definition")
+        return definitions[places, 1:]
     try:
         flat = chain.from_iterable(map(definitions.__getitem__, ids.tolist()))
         return np.fromiter(flat, np.int64, 3 * len(ids)).reshape(-1, 3)

@@ -8,6 +8,8 @@ body of what came since the last one, or of everything.
 from __future__ import annotations
 
 from array import array
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 import numpy as np
 from xxhash import xxh3_128_digest
@@ -26,9 +28,14 @@ _FLAGS = int(sum(TensorFlag))
 
 
 class Definitions:
-    """Everything defined so far, and what of it was not written yet."""
+    """Everything defined so far, and what of it was not written yet.
 
-    def __init__(self) -> None:
+    What is known already is only looked up; `whole` is entered to add something, so that an interrupt does not leave
+    half a row.
+    """
+
+    def __init__(self, whole: Callable[[], AbstractContextManager[None]]) -> None:
+        self._whole = whole
         self._strings: dict[str, int] = {}
         self._columns: dict[str, array] = {}
         for names in (*FAMILIES.values(), *RAGGED.values()):
@@ -70,10 +77,11 @@ class Definitions:
                 return self.string(text.encode(errors="backslashreplace").decode())
             if len(data) > MAX_STRING_BYTES:
                 raise ValueError(f"a string of {len(data)} bytes; the format's limit is {MAX_STRING_BYTES}")
-            known = self._strings[text] = len(self._strings) + 1
-            self._new_strings.append(data)
-            self._new_text_bytes += len(data) + 16
-            self._text_bytes += len(data) + 16
+            with self._whole():
+                known = self._strings[text] = len(self._strings) + 1
+                self._new_strings.append(data)
+                self._new_text_bytes += len(data) + 16
+                self._text_bytes += len(data) + 16
         return known
 
     @property
@@ -103,7 +111,8 @@ class Definitions:
         key = xxh3_128_digest(family.encode() + repr(row).encode())
         known = self._ids.get(key)
         if known is None:
-            known = self._ids[key] = self._add(family, *row)
+            with self._whole():
+                known = self._ids[key] = self._add(family, *row)
         return known
 
     def device(self, device: Device) -> int:
@@ -114,20 +123,24 @@ class Definitions:
         known = self._kernels.get(kernel)
         if known is None:
             name, overload = self.string(kernel.name), self.string(kernel.overload)
-            known = self._add("kernel", kernel.kind, name, overload, self.string(kernel.schema))
-            self._kernels[kernel] = known
+            schema = self.string(kernel.schema)
+            with self._whole():
+                known = self._kernels[kernel] = self._add("kernel", kernel.kind, name, overload, schema)
         return known
 
     def generator(self, generator: Generator) -> int:
         self._known("device", generator.device)
-        return self._add("generator", generator.device, int(generator.default))
+        with self._whole():
+            return self._add("generator", generator.device, int(generator.default))
 
     def scope(self, scope: Scope) -> int:
         known = self._scopes.get((scope.parent, scope.name))
         if known is None:
             if scope.parent:
                 self._known("scope", scope.parent)
-            known = self._scopes[(scope.parent, scope.name)] = self._add("scope", scope.parent, self.string(scope.name))
+            name = self.string(scope.name)
+            with self._whole():
+                known = self._scopes[(scope.parent, scope.name)] = self._add("scope", scope.parent, name)
         return known
 
     def meta(self, meta: TensorMeta) -> int:
@@ -148,9 +161,10 @@ class Definitions:
             known_codes = 1 <= meta.dtype <= max(DType) and 1 <= meta.layout <= max(Layout)
             if not known_codes or int(meta.flags) & ~_FLAGS:
                 raise ValueError(f"tensor metadata with unknown codes: {meta}")
-            known = self._ids[key] = self._add("meta", *head)
-            self._columns["meta_sizes"].extend(sizes)
-            self._columns["meta_strides"].extend(strides)
+            with self._whole():
+                known = self._ids[key] = self._add("meta", *head)
+                self._columns["meta_sizes"].extend(sizes)
+                self._columns["meta_strides"].extend(strides)
         return known
 
     def signature(self, signature: Signature) -> int:
@@ -171,11 +185,12 @@ class Definitions:
         if known is None:
             if signature.kernel:
                 self._known("kernel", signature.kernel)
-            known = self._ids[key] = self._add("signature", *head)
-            for name, column in (("node_kind", kinds), ("node_name", names), ("node_constant", constants),
-                                 ("node_children", children)):
-                self._columns[name].extend(column)
-            self._note_slots(signature, known, kinds)
+            with self._whole():
+                known = self._ids[key] = self._add("signature", *head)
+                for name, column in (("node_kind", kinds), ("node_name", names), ("node_constant", constants),
+                                     ("node_children", children)):
+                    self._columns[name].extend(column)
+                self._note_slots(signature, known, kinds)
         return known
 
     def _note_slots(self, signature: Signature, number: int, kinds: array) -> None:

@@ -7,6 +7,9 @@ structs: they, and a map from content to id, are all that stays in memory.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
 import numpy as np
 import zstandard
 from xxhash import xxh3_128_intdigest
@@ -53,27 +56,30 @@ class PayloadOutput:
         """The PayloadRow structs of everything written, sorted by id."""
         return bytes(self._rows)
 
-    def add(self, data: Buffer) -> int:
-        """The id of this content. The buffer must not change during the call, and may afterwards."""
+    def add(self, data: Buffer, whole: Callable[[], AbstractContextManager[None]]) -> int:
+        """The id of this content. The buffer must not change during the call, and may afterwards. `whole` is entered
+        where something is changed; hashing and compressing can be interrupted."""
         view = _bytes_of(data)
         digest = xxh3_128_intdigest(view)
         known = self._ids.get(digest)
         if known is not None:
             return known
-        number = self._ids[digest] = len(self._ids) + 1
-        self.raw_bytes += len(view)
         stored, codec = self._compressed(view)
-        self._waiting.append((digest, len(view), len(stored), codec))
-        if len(stored) < SMALL_BYTES:
-            self._waiting_data += stored
-            self._waiting_data += bytes(-len(stored) % ALIGNMENT)
-            if len(self._waiting_data) >= BATCH_BYTES or len(self._waiting) >= BATCH_ROWS:
-                self.flush()
-        else:
-            self.flush(stored)
+        with whole():
+            number = self._ids[digest] = len(self._ids) + 1
+            self.raw_bytes += len(view)
+            self._waiting.append((digest, len(view), len(stored), codec))
+            if len(stored) < SMALL_BYTES:
+                self._waiting_data += stored
+                self._waiting_data += bytes(-len(stored) % ALIGNMENT)
+                if len(self._waiting_data) >= BATCH_BYTES or len(self._waiting) >= BATCH_ROWS:
+                    self.flush()
+            else:
+                self.flush(stored)
         return number
 
     def _compressed(self, view: memoryview) -> tuple[bytes | memoryview, int]:
+        """What to store of some content, and its codec."""
         if COMPRESS_FROM_BYTES <= len(view) <= COMPRESS_UP_TO_BYTES:
             sample: bytes | memoryview = view
             if len(view) > _SAMPLE_BYTES:
