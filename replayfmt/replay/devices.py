@@ -151,7 +151,7 @@ def _generator(generator: Generator, devices: DeviceMap) -> torch.Generator | No
         return None
     if device.kind == "cpu":
         return torch.default_generator if generator.default else torch.Generator("cpu")
-    if device.kind != target.type:
+    if device.kind != target.type or target.type == "meta":
         return None
     if not generator.default:
         return torch.Generator(target)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, suppress
+from functools import cached_property
 from os import PathLike
 from typing import Any
 
@@ -166,6 +167,7 @@ class Plan:
             self._differences = environment_differences(self.reader.session, self.device_map)
         return self._differences
 
+    @cached_property
     def comparable(self) -> int:
         """How many digests, host reads and scalars the capture holds to compare a replay with."""
         scan = self.scan(checks=False)
@@ -274,7 +276,7 @@ class Plan:
     def _decide(self, verify: VerifyMode) -> Verification:
         policy = self.reader.session.policies.get("digests", "unknown")
         why = f"the capture holds nothing to compare with (digests={policy})"
-        verification = decide(verify, self.differences(), self.comparable(), why)
+        verification = decide(verify, self.differences(), self.comparable, why)
         if verify == "bitwise" and verification.mode == "none":
             raise ReplayRefused(f"{self.reader.path}: --verify=bitwise: {why}", (f"{why}; capture with digests=live",))
         return verification
