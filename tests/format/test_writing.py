@@ -13,6 +13,8 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from replayfmt.errors import CaptureFailed, OutputExists
 from replayfmt.format.check import check_capture
@@ -27,7 +29,7 @@ from replayfmt.format.codes import (
     TensorFlag,
     ValueKind,
 )
-from replayfmt.format.columns import RecordColumns
+from replayfmt.format.columns import RecordColumns, _distinct
 from replayfmt.format.model import Device, Generator, Kernel, Node, Session, Signature, TensorMeta
 from replayfmt.format.reader import open_capture
 from replayfmt.format.recover import recover_capture
@@ -295,6 +297,29 @@ def test_columns_that_contradict_each_other_are_the_callers_error_and_change_not
     writer.close(1)
     check_capture(tmp_path / "a.opreplay")
     assert open_capture(tmp_path / "a.opreplay").record_count == 1
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(st.lists(st.one_of(
+    st.integers(1, 40), st.integers(1, 10**6), st.integers((1 << 60) - 50, 1 << 60)), max_size=60))
+def test_distinct_tensors_are_found_as_numpy_finds_them(values: list[int]) -> None:
+    array = np.array(values, np.uint64)
+    for ours, numpys in zip(_distinct(array), np.unique(array, return_inverse=True), strict=True):
+        assert ours.tolist() == numpys.tolist()
+
+
+def test_definitions_of_tensors_come_as_a_mapping_or_as_rows(tmp_path: Path) -> None:
+    read = []
+    for name, definitions in (("a", {7: (1, 3, 1), 9: (1, 4, 1)}), ("b", np.array([[7, 1, 3, 1], [9, 1, 4, 1]]))):
+        writer = CaptureWriter(tmp_path / name, SESSION)
+        writer.meta(TensorMeta(DType.int8, Layout.strided, writer.device(Device("cpu")), (8,), (1,)))
+        writer.signature(op(writer.kernel(Kernel("a::b", "default", "s")), (Node(V.tensor, "x"), Node(V.tensor, "y"))))
+        with pytest.raises(ValueError, match="tensor 8 has no definition"):
+            writer.records(_columns(tensors=[8, 7], ints=[], tensor_definitions=definitions))
+        writer.records(_columns(tensors=[9, 7], ints=[], tensor_definitions=definitions))
+        writer.close(1)
+        read.append(read_all(tmp_path / name))
+    assert read[0] == read[1]
 
 
 @pytest.mark.parametrize("signature", [
