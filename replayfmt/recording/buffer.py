@@ -1,13 +1,19 @@
 """Buffered records: packed rows that any thread appends, turned into columns and handed to the writer.
 
-A record is one `bytes` object, appended in one step that the interpreter does not interrupt, so ops of several threads
-never mix and an op needs no lock to be recorded. Rows are int64 words:
+A record is one `bytes` object, appended in one step that the interpreter does not interrupt, so that recording an op
+takes no lock while one thread records. A row is a run of 64-bit words:
 
     signature, context, start_ns, duration_ns, tensor slots..., int slots..., float slots (as doubles)...
 
-where a context stands for a thread and the scope it is in. Births (storages) and definitions (tensors) are rows of
-their own lists, appended before the first record that needs them. A flush takes a snapshot of the records first and of
-the other lists after, so whatever a record needs is there.
+A context stands for a thread and the scope it is in. Two kinds of rows say more in fewer words:
+
+    site row     FROM_SITE + site, context, start_ns, duration_ns, tensor slots..., (storage id, offset) for each view that
+                 the op made: what is constant for a site (signature, constants, metadata) is in the site's tables
+    release run  RELEASES + signature, context, now, 0, storage id...: one release record for each
+
+Storages (births) and tensors (definitions) that do not come from sites have rows of their own lists, appended before
+the first record that needs them. Ids of storages are given in the order of the records that bear them: where several
+threads record, whoever takes an id appends its row under the same lock.
 """
 
 from __future__ import annotations
@@ -16,17 +22,21 @@ import itertools
 import threading
 import time
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from struct import Struct
 
 import numpy as np
 
+from replayfmt.format.codes import StorageOrigin
 from replayfmt.format.columns import RecordColumns
-from replayfmt.format.uninterrupted import Uninterrupted
 from replayfmt.format.writer import CaptureWriter
 
-HEAD_WORDS = 4  # signature, context, start, duration
-_SLOT_LIMIT = 1 << 20  # a frame is also cut when that many words wait
+HEAD_WORDS = 4            # signature, context, start, duration
+FROM_SITE = 1 << 32
+RELEASES = 1 << 33
+_FRAME_WORDS = 1 << 20    # a frame is also cut when that many words wait
+_PATIENCE_S = 1.0         # for a thread that was suspended in the middle of an op's record
 
 pack_birth = Struct("<5q").pack          # storage id, bytes, device id, origin, payload id
 pack_definition = Struct("<4q").pack     # tensor id, storage id, offset, meta id
@@ -35,11 +45,53 @@ _packs: dict[tuple[int, int], Callable[..., bytes]] = {}
 
 
 def packer(words: int, floats: int) -> Callable[..., bytes]:
-    """Packs a row's head with `words` tensor and int slots and `floats` float slots after it."""
+    """Packs a row's head with `words` integers and `floats` doubles after it."""
     pack = _packs.get((words, floats))
     if pack is None:
         pack = _packs[words, floats] = Struct(f"<{HEAD_WORDS + words}q{floats}d").pack
     return pack
+
+
+@dataclass(frozen=True)
+class MadeView:
+    """A view that a site's op makes: the slot its tensor id is in, its meta id, and the length in bytes of its storage
+    where that is new (otherwise -1)."""
+
+    slot: int
+    meta: int
+    new_bytes: int
+
+
+class SiteTables:
+    """What is constant for each site, in columns by site number."""
+
+    def __init__(self) -> None:
+        self.signature, self.tensors, self.device = array("q"), array("q"), array("q")
+        self.ints, self.first_int, self.int_count = array("q"), array("q"), array("q")
+        self.floats, self.first_float, self.float_count = array("d"), array("q"), array("q")
+        self.made_slot, self.made_meta, self.made_bytes = array("q"), array("q"), array("q")
+        self.first_made, self.made_count = array("q"), array("q")
+
+    def add(self, signature: int, tensors: int, ints: Sequence[int], floats: Sequence[float], made: Sequence[MadeView],
+            device: int) -> int:
+        """The number of a new site. `device` is that of new storages."""
+        self.signature.append(signature)
+        self.tensors.append(tensors)
+        self.device.append(device)
+        for values, column, first, count in (
+            (ints, self.ints, self.first_int, self.int_count),
+            (floats, self.floats, self.first_float, self.float_count),
+        ):
+            first.append(len(column))
+            count.append(len(values))
+            column.extend(values)
+        self.first_made.append(len(self.made_slot))
+        self.made_count.append(len(made))
+        for view in made:
+            self.made_slot.append(view.slot)
+            self.made_meta.append(view.meta)
+            self.made_bytes.append(view.new_bytes)
+        return len(self.signature) - 1
 
 
 class RecordBuffer:
@@ -52,15 +104,15 @@ class RecordBuffer:
         self.rows: list[bytes] = []
         self.births: list[bytes] = []
         self.definitions: list[bytes] = []
+        self.sites = SiteTables()
         self.next_storage: Iterator[int] = itertools.count(1)
         self.next_tensor: Iterator[int] = itertools.count(1)
-        self.flushed = 0                        # records that left for the writer
-        self.flushed_at = time.monotonic()
+        self.appended = 0                       # records that did not take the fast path: counts all where none does
         self._first_storage = 1
         self._slots = tuple(array("q", [0]) for _ in range(3))    # by signature id: tensors, ints, floats
         self._threads, self._scopes = array("q"), array("q")      # by context id
+        self._births = np.zeros((0, 5), np.int64)                 # that came out of turn
         self._known = np.zeros((0, 4), np.int64)                  # definitions of live tensors, by id
-        self._released: list[int] = []
 
     def note_signature(self, number: int, tensors: int, ints: int, floats: int) -> None:
         """How many slots records of a new signature have."""
@@ -76,55 +128,54 @@ class RecordBuffer:
             self._scopes.append(scope)
             return len(self._threads) - 1
 
-    def released(self, storages: Sequence[int]) -> None:
-        """These storages died: their tensors are not needed after the next flush."""
-        self._released.extend(storages)
+    def append(self, row: bytes, records: int = 1) -> None:
+        """Add a row of the complete path. The caller holds the lock."""
+        self.rows.append(row)
+        self.appended += records
 
     def due(self) -> bool:
         return len(self.rows) >= self.chunk_records
 
+    # ----------------------------------------------------------------------------------------------------------- flush
+
     def flush(self) -> None:
-        """Write what is buffered, in frames of at most `chunk_records`. Raises what the writer raises."""
-        # An interrupt must not come between taking rows out of the buffer and writing them.
-        with Uninterrupted(), self.lock:
+        """Write what is buffered, in frames of about `chunk_records`. Raises what the writer raises."""
+        with self.lock:
             waiting = len(self.rows)
             while waiting > 0:
                 waiting -= self._flush_frame()
-            self.flushed_at = time.monotonic()
 
     def _flush_frame(self) -> int:
-        """Write one frame; how many records it took."""
-        forgettable = len(self._released)  # of storages whose last record is among the rows of now, or was written
-        waiting = len(self.rows)
-        count = min(waiting, self.chunk_records)
-        rows = self.rows[:count]
-        lengths = np.fromiter(map(len, rows), np.int64, count) >> 3
-        ends = np.cumsum(lengths)
-        if ends[-1] > _SLOT_LIMIT and count > 1:
-            count = max(1, int(np.searchsorted(ends, _SLOT_LIMIT)))
-            rows, lengths, ends = rows[:count], lengths[:count], ends[:count]
+        """Write one frame; how many rows it took."""
+        deadline = time.monotonic() + _PATIENCE_S
+        count = min(len(self.rows), self.chunk_records)
+        while True:
+            batch = Batch(self.rows[:count], self.sites, self._slots)
+            count = batch.rows
+            births = self._born(batch)
+            in_turn = int(np.count_nonzero(births[:, 0] == np.arange(len(births)) + self._first_storage))
+            # A thread took an id and was suspended before it appended the row: that row has to be in the frame, too.
+            # An exception from a signal handler may have ended it there for good: nothing else refers to the id then.
+            if batch.newest_storage < self._first_storage + in_turn:
+                break
+            if time.monotonic() > deadline:
+                births, in_turn = _fill_gaps(births, self._first_storage)
+                break
+            time.sleep(0.0005)
+            count = len(self.rows)
         del self.rows[:count]
-        self.flushed += count
-        words = np.frombuffer(b"".join(rows), np.int64)
-        begins = ends - lengths
-        signature, context = words[begins], words[begins + 1]
-        tensor_count, int_count, float_count = (np.frombuffer(column, np.int64)[signature] for column in self._slots)
-        begins = begins + HEAD_WORDS
-        tensors = words[_spans(begins, tensor_count)]
-        ints = words[_spans(begins + tensor_count, int_count)]
-        floats = words.view(np.float64)[_spans(begins + tensor_count + int_count, float_count)]
-        first = self._first_storage
-        births = self._take_births()
+        first, self._first_storage, self._births = self._first_storage, self._first_storage + in_turn, births[in_turn:]
+        births = births[:in_turn]
         self.writer.records(RecordColumns(
-            signature=signature,
-            scope=np.frombuffer(self._scopes, np.int64)[context],
-            thread=np.frombuffer(self._threads, np.int64)[context],
-            start_ns=words[begins - 2],
-            duration_ns=words[begins - 1],
-            tensors=tensors,
-            ints=ints,
-            floats=floats,
-            tensor_definitions=self._take_definitions(tensors, forgettable if count == waiting else 0),
+            signature=batch.signature,
+            scope=np.frombuffer(self._scopes, np.int64)[batch.context],
+            thread=np.frombuffer(self._threads, np.int64)[batch.context],
+            start_ns=batch.start_ns,
+            duration_ns=batch.duration_ns,
+            tensors=batch.tensors,
+            ints=batch.ints,
+            floats=batch.floats,
+            tensor_definitions=self._define(batch),
             first_storage=first,
             storage_bytes=births[:, 1],
             storage_device=births[:, 2],
@@ -133,54 +184,109 @@ class RecordBuffer:
         ))
         return count
 
-    def _take_births(self) -> np.ndarray:
-        """The storages born since the last frame, in order of their ids, which have no gaps."""
-        deadline = time.monotonic() + 1.0
-        while True:
-            count = len(self.births)
-            births = np.frombuffer(b"".join(self.births[:count]), np.int64).reshape(-1, 5)
-            births = births[np.argsort(births[:, 0], kind="stable")]
-            expected = np.arange(self._first_storage, self._first_storage + len(births))
-            if np.array_equal(births[:, 0], expected):
-                break
-            # A thread took an id and was suspended before it appended the birth. An exception from a signal handler
-            # may have ended it there for good: then nothing refers to the id, and an empty storage stands for it.
-            if time.monotonic() > deadline:
-                births = _fill_gaps(births, self._first_storage)
-                break
-            time.sleep(0.0005)
-        del self.births[:count]
-        self._first_storage += len(births)
-        return births
+    def _born(self, batch: Batch) -> np.ndarray:
+        """All births that are known and not written, by id. Those that came by list stay in `_births` for a next try."""
+        self._births = np.concatenate((self._births, _take(self.births, 5)))
+        births = np.concatenate((self._births, batch.births))
+        return births[np.argsort(births[:, 0], kind="stable")]
 
-    def _take_definitions(self, tensors: np.ndarray, forgettable: int) -> Mapping[int, tuple[int, int, int]]:
-        """The definitions of these tensors. Those of the first `forgettable` released storages are dropped after it."""
-        count = len(self.definitions)
-        fresh = np.frombuffer(b"".join(self.definitions[:count]), np.int64).reshape(-1, 4)
-        del self.definitions[:count]
-        known = np.concatenate((self._known, fresh))
+    def _define(self, batch: Batch) -> np.ndarray:
+        """The definitions of the batch's tensors, by id. Those of storages that it releases are forgotten after it."""
+        known = np.concatenate((self._known, _take(self.definitions, 4), batch.definitions))
         known = known[np.argsort(known[:, 0], kind="stable")]
-        used = np.unique(tensors)
-        rows = known[np.searchsorted(known[:, 0], used)] if used.size else known[:0]
-        if forgettable:
-            dead = np.array(self._released[:forgettable], np.int64)
-            del self._released[:forgettable]
-            known = known[~np.isin(known[:, 1], dead)]
-        self._known = known
-        return dict(zip(used.tolist(), map(tuple, rows[:, 1:].tolist()), strict=True))
+        if len(known) > 1:
+            known = known[np.concatenate((known[1:, 0] != known[:-1, 0], [True]))]
+        self._known = known[~np.isin(known[:, 1], batch.released)] if len(batch.released) else known
+        return known
+
+
+class Batch:
+    """Rows taken apart into columns: those of a frame, and what the rows of sites say of new storages and tensors."""
+
+    def __init__(self, rows: list[bytes], sites: SiteTables, slots: tuple[array[int], ...]) -> None:
+        """Takes the rows, or the first of them where they are too long for one frame; `rows` says how many."""
+        lengths = np.fromiter(map(len, rows), np.int64, len(rows)) >> 3
+        ends = np.cumsum(lengths)
+        if ends[-1] > _FRAME_WORDS and len(rows) > 1:
+            fitting = max(1, int(np.searchsorted(ends, _FRAME_WORDS)))
+            rows, lengths, ends = rows[:fitting], lengths[:fitting], ends[:fitting]
+        self.rows = len(rows)
+        words = np.frombuffer(b"".join(rows), np.int64)
+        begins = ends - lengths
+        head = words[begins]
+        released = head >= RELEASES
+        at_site = (head >= FROM_SITE) & ~released
+        site = head[at_site] - FROM_SITE
+
+        signature = np.where(released, head - RELEASES, head)
+        signature[at_site] = _column(sites.signature)[site]
+        slot_begins = begins + HEAD_WORDS
+        kind = np.where(released, 0, signature)
+        tensor_count, int_count, float_count = (_column(column)[kind] for column in slots)
+        self.tensors = words[_spans(slot_begins, tensor_count)]
+
+        # Constants of sites lie behind the rows' own words.
+        int_begins = slot_begins + tensor_count
+        int_begins[at_site] = len(words) + _column(sites.first_int)[site]
+        int_count = np.where(released, lengths - HEAD_WORDS, int_count)
+        int_begins[released] = slot_begins[released]
+        self.ints = np.concatenate((words, _column(sites.ints)))[_spans(int_begins, int_count)]
+        float_begins = slot_begins + tensor_count + int_count
+        float_begins[at_site] = len(words) + _column(sites.first_float)[site]
+        self.floats = np.concatenate((words.view(np.float64), _column(sites.floats, np.float64)))[
+            _spans(float_begins, float_count)]
+
+        records = np.where(released, lengths - HEAD_WORDS, 1)
+        self.signature = np.repeat(signature, records)
+        self.context = np.repeat(words[begins + 1], records)
+        self.start_ns = np.repeat(words[begins + 2], records)
+        self.duration_ns = np.repeat(words[begins + 3], records)
+        self.released = words[_spans(slot_begins[released], records[released])]
+        self._take_made(words, slot_begins[at_site], tensor_count[at_site], site, sites)
+
+    def _take_made(
+        self, words: np.ndarray, slot_begins: np.ndarray, tensor_count: np.ndarray, site: np.ndarray, sites: SiteTables
+    ) -> None:
+        """`definitions` of the views that sites' ops made, `births` of the storages that are new among them."""
+        count = _column(sites.made_count)[site]
+        made = _spans(_column(sites.first_made)[site], count)
+        pairs = _spans(np.zeros(len(count), np.int64), count) * 2 + np.repeat(slot_begins + tensor_count, count)
+        storage, offset = words[pairs], words[pairs + 1]
+        tensor = words[np.repeat(slot_begins, count) + _column(sites.made_slot)[made]]
+        self.definitions = np.stack((tensor, storage, offset, _column(sites.made_meta)[made]), axis=1)
+        length = _column(sites.made_bytes)[made]
+        new = length >= 0
+        device = np.repeat(_column(sites.device)[site], count)[new]
+        self.births = np.stack(
+            (storage[new], length[new], device, np.full_like(device, StorageOrigin.op), np.zeros_like(device)), axis=1)
+        self.newest_storage = int(storage.max()) if len(storage) else 0
+
+
+def _column(values: array[int] | array[float], dtype: type = np.int64) -> np.ndarray:
+    """A view of an array; it must not outlive the lock, because a viewed array cannot grow."""
+    return np.frombuffer(values, dtype) if values else np.zeros(0, dtype)
+
+
+def _take(rows: list[bytes], words: int) -> np.ndarray:
+    """Empty a list of rows of equal length."""
+    count = len(rows)
+    taken = np.frombuffer(b"".join(rows[:count]), np.int64).reshape(-1, words)
+    del rows[:count]
+    return taken
 
 
 def _spans(first: np.ndarray, count: np.ndarray) -> np.ndarray:
     """All of first[i], first[i] + 1, ..., first[i] + count[i] - 1, for each i in turn."""
-    total = int(count.sum())
     ends = np.cumsum(count)
+    total = int(ends[-1]) if len(ends) else 0
     return np.repeat(first - (ends - count), count) + np.arange(total)
 
 
-def _fill_gaps(births: np.ndarray, first: int) -> np.ndarray:
+def _fill_gaps(births: np.ndarray, first: int) -> tuple[np.ndarray, int]:
+    """The births with empty storages for the ids that are missing, and how many they are."""
     filled = np.zeros((int(births[-1, 0]) - first + 1, 5), np.int64)
-    filled[:] = births[0]
+    filled[:] = births[-1]
     filled[:, 1] = 0
     filled[:, 0] = np.arange(first, first + len(filled))
     filled[births[:, 0] - first] = births
-    return filled
+    return filled, len(filled)

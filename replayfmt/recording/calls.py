@@ -169,7 +169,7 @@ class Calls:
         if call.generators:
             self._generators.after(call.generators)
         if self._digest_results:
-            self._digest(call, values, self._buffer.flushed + len(self._buffer.rows) - 1)
+            self._digest(call, values, self._buffer.appended - 1)
         self.site = self._learn(signature, call, values, result)
 
     def raised(self, call: Call, started: int, ended: int) -> None:
@@ -216,7 +216,7 @@ class Calls:
         begin = self._records.started
         pack = packer(len(words), len(floats))
         context = self._records.context()
-        self._buffer.rows.append(pack(signature, context, started - begin, ended - started, *words, *floats))
+        self._buffer.append(pack(signature, context, started - begin, ended - started, *words, *floats))
         return signature
 
     def _kernel(self, facts: KernelFacts) -> int:

@@ -34,7 +34,7 @@ from .randomness import Generators
 from .records import Records
 from .scopes import Open, Scopes
 from .sites import Sites
-from .storages import RELEASE_BATCH, Storages
+from .storages import RELEASE_BATCH, Storages, Tracker
 from .tensor_metas import TensorMetas
 
 
@@ -135,7 +135,17 @@ class Core:
             self.buffer.rows.clear()
         print(f"opreplay: the capture ended early: {error}; the program goes on unrecorded", file=sys.stderr)
 
-    # ------------------------------------------------------------------------------- from the fast path, after the op ran
+    # -------------------------------------------------------------------------------------------------- for the fast path
+
+    def enter(self, storage: torch.UntypedStorage) -> Tracker:
+        """A storage at its first use."""
+        with self.lock:
+            return self.storages.known(storage) or self.storages.enter(storage)
+
+    def view(self, tracker: Tracker, meta: int, offset: int) -> int:
+        """The tensor id of a view that is not among the first two of its storage."""
+        with self.lock:
+            return self.storages.view(tracker, meta, offset, 1)
 
     def late(self, facts: KernelFacts, args: Any, kwargs: Any, result: Any, started: int, ended: int) -> None:
         """An op of the fast path gave other results than it used to."""

@@ -74,6 +74,8 @@ class Digests:
         if not written:
             return {}
         places = {tracker.tensor: (tracker.meta, tracker.offset)}
+        if tracker.meta2:
+            places[tracker.tensor2] = (tracker.meta2, tracker.offset2)
         places.update((tensor, place) for place, tensor in (tracker.views or {}).items())
         return {tensor: places[tensor] for tensor in sorted(written)}
 

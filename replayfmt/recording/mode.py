@@ -215,8 +215,7 @@ def _fast_path(mode: RecordingMode) -> Callable[..., Any]:
     core = mode.core
     sites, numeric, calls = core.sites, core.numeric, core.calls
     complete, candidates = mode.dispatch, core.sites.candidates
-    depth, pump, rows, dead = _len_torch_dispatch_stack, core.pump, core.buffer.rows, core.storages.dead
-    full = core.options.chunk_records
+    depth, pump, dead = _len_torch_dispatch_stack, core.pump, core.storages.dead
     following: Following = {}
     no_keywords: dict[str, Any] = {}
 
@@ -233,7 +232,7 @@ def _fast_path(mode: RecordingMode) -> Callable[..., Any]:
                 result = site.run(args, kwargs)
                 if result is not MISS:
                     following = site.following
-                    if len(rows) >= full or len(dead) >= RELEASE_BATCH:
+                    if len(dead) >= RELEASE_BATCH:
                         pump()
                     return result
             for other in candidates(number):

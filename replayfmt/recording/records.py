@@ -7,8 +7,7 @@ time. Ids are the capture's.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
-from itertools import repeat
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from replayfmt.format.digest import TensorDigest
 from replayfmt.format.model import Device, Node, Signature
 from replayfmt.pytorch.environment import describe_device
 
-from .buffer import RecordBuffer, packer
+from .buffer import RELEASES, RecordBuffer, packer
 
 _DISTINCT_DETAILS = 4096   # beyond that many different unsupported records, details are left out: the tables must not grow
 
@@ -85,7 +84,7 @@ class Records:
 
     def _add(self, signature: int, words: Sequence[int] = (), floats: Sequence[float] = ()) -> None:
         pack = packer(len(words), len(floats))
-        self._buffer.rows.append(pack(signature, self.context(), self.now(), 0, *words, *floats))
+        self._buffer.append(pack(signature, self.context(), self.now(), 0, *words, *floats))
 
     def _constant(
         self, key: tuple[Any, ...], nodes: Callable[[], tuple[Node, ...]], words: Sequence[int] = (),
@@ -113,13 +112,12 @@ class Records:
         self._constant((RecordKind.storage_resize,),
                        lambda: (Node(ValueKind.storage, "storage"), Node(ValueKind.int, "bytes")), (storage, length))
 
-    def storage_releases(self, storages: Iterable[int]) -> None:
+    def storage_releases(self, storages: Sequence[int]) -> None:
         """One release record for each storage, in one go."""
         kind = RecordKind.storage_release
-        number = self.signature((kind,), lambda: Signature(kind, (Node(ValueKind.storage, "storage"),)))
-        self._buffer.rows.extend(
-            map(packer(1, 0), repeat(number), repeat(self.context()), repeat(self.now()), repeat(0), storages)
-        )
+        signature = self.signature((kind,), lambda: Signature(kind, (Node(ValueKind.storage, "storage"),)))
+        run = packer(len(storages), 0)(RELEASES + signature, self.context(), self.now(), 0, *storages)
+        self._buffer.append(run, len(storages))
 
     # ---------------------------------------------------------------------------------------------------------- state
 

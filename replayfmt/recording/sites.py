@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +23,7 @@ import torch
 from replayfmt.format.codes import ValueKind
 
 from .arguments import Use, Values
-from .buffer import pack_birth, pack_definition, packer
+from .buffer import FROM_SITE, MadeView, packer
 from .kernels import KernelFacts
 from .storages import Tracker
 from .templates import CONSTANT, MISS, NEW, NOTHING, NUMBER, SAME, TENSOR, TENSORS, VIEW, ZERO, Place, Shape, factory
@@ -82,7 +83,7 @@ class Sites:
         if not self.enabled:
             return None
         key = (signature, *(use.meta for use in call.values.uses), *(use.meta for use in results.uses),
-               *call.values.ints, *call.values.floats)
+               *(use.storage.nbytes() for use in call.values.uses), *call.values.ints, *call.values.floats)
         if key in self._made:
             return self._made[key]
         if hash(key) not in self._seen:
@@ -112,15 +113,15 @@ class Sites:
             return None
         returned = () if facts.results == 0 else (result,) if facts.results == 1 else tuple(result)
         given = dict(zip(_names(arguments), _flat(call.args), strict=True))
+        arguments = self._filled(arguments, call.values.uses)
         places = self._results(returned, given, results.uses)
         if places is None or len(given) > _TENSORS or not _writes_are_plain(facts, arguments, places):
             return None
         written: list[str] = []
         if core.options.digests == "live":
             written = [p.other or p.name for i in facts.writes for p in arguments[i].flat() if p.kind == TENSOR]
-        words = (*call.values.ints, *call.values.floats)
-        shape = Shape(arguments, tuple(keywords), places, facts.results == 1, tuple(dict.fromkeys(written)), len(words))
-        environment = self._environment(signature, call, results, returned, shape)
+        shape = Shape(arguments, tuple(keywords), places, facts.results == 1, tuple(dict.fromkeys(written)))
+        environment = self._environment(signature, call, results, shape)
         return Site(factory(shape)(environment), core.numeric.poll_of(facts.name))
 
     def _results(
@@ -162,19 +163,34 @@ class Sites:
             return Place(name, SAME, tensors[id(value)])
         number = use.storage._cdata
         if number in storages:
-            return Place(name, VIEW, storages[number]) if storages[number] else None
-        region = self._core.metas.params[use.meta].region(int(value.storage_offset()))
-        if region.dense() != (0, use.storage.nbytes()):
+            return Place(name, VIEW, storages[number], full=self._full(use)) if storages[number] else None
+        if not self._full(use):
             return None
         storages[number] = ""       # a second result on the same new storage is no plain one
-        return Place(name, NEW)
+        return Place(name, NEW, full=True)
 
-    def _environment(
-        self, signature: int, call: Call, results: Values, returned: tuple[Any, ...], shape: Shape
-    ) -> dict[str, Any]:
+    def _full(self, use: Use) -> bool:
+        """Whether a tensor covers its storage without a hole."""
+        region = self._core.metas.params[use.meta].region(int(use.tensor.storage_offset()))
+        return region.dense() == (0, use.storage.nbytes())
+
+    def _filled(self, places: tuple[Place, ...], uses: list[Use]) -> tuple[Place, ...]:
+        """The places of the arguments, with `full` as their tensors are."""
+        remaining = iter(uses)
+
+        def filled(place: Place) -> Place:
+            if place.kind != TENSOR:
+                return place
+            full = self._full(next(remaining))
+            return replace(place, full=full and not place.other)
+
+        return tuple(
+            replace(top, items=tuple(map(filled, top.items))) if top.kind == TENSORS else filled(top) for top in places
+        )
+
+    def _environment(self, signature: int, call: Call, results: Values, shape: Shape) -> dict[str, Any]:
         core, facts = self._core, call.facts
         buffer, storages = core.buffer, core.storages
-        slots = len(call.values.tensors) + len(results.tensors) + len(call.values.ints)
 
         def finish(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, start: int, end: int) -> Any:
             # The results were not of the expected kind: the complete path, from where the op has run.
@@ -184,27 +200,31 @@ class Sites:
         def raised(args: tuple[Any, ...], kwargs: dict[str, Any], start: int, end: int) -> None:
             core.late_raised(facts, args, kwargs, start, end)
 
+        inputs = list(zip(shape.inputs(), call.values.uses, strict=True))
+        outputs = list(zip(shape.outputs(), results.uses, strict=True))
+        made = [
+            MadeView(len(inputs) + slot, use.meta, use.storage.nbytes() if place.kind == NEW else -1)
+            for slot, (place, use) in enumerate(outputs) if place.kind != SAME
+        ]
+        new_on = [use.storage.device for place, use in outputs if place.kind == NEW]
+        number = buffer.sites.add(
+            signature, len(inputs) + len(outputs), call.values.ints, call.values.floats, made,
+            core.records.device(new_on[0]) if new_on else 0,
+        )
         environment: dict[str, Any] = {
-            "op": facts.call, "clock": time.perf_counter_ns, "begin": core.records.started, "signature": signature,
-            "pack": packer(slots, len(call.values.floats)), "contexts": core.scopes.contexts, "ident": get_ident,
-            "rows": buffer.rows.append, "raised": raised, "finish": finish, "MISS": MISS, "threads": core.threads,
-            "lock": core.lock, "next_storage": buffer.next_storage.__next__, "next_tensor": buffer.next_tensor.__next__,
-            "births": buffer.births.append, "definitions": buffer.definitions.append, "pack_birth": pack_birth,
-            "pack_definition": pack_definition, "Tracker": Tracker, "tell_death": storages.dead.append,
-            "live": storages.live, "device": 0,
+            "op": facts.call, "clock": time.perf_counter_ns, "begin": core.records.started, "code": FROM_SITE + number,
+            "pack": packer(len(inputs) + len(outputs) + 2 * len(made), 0), "contexts": core.scopes.contexts,
+            "ident": get_ident, "rows": buffer.rows.append, "raised": raised, "finish": finish, "MISS": MISS,
+            "threads": core.threads, "lock": core.lock, "next_storage": buffer.next_storage.__next__,
+            "next_tensor": buffer.next_tensor.__next__, "Tracker": Tracker, "tell_death": storages.dead.append,
+            "live": storages.live, "enter": core.enter, "view": core.view,
         }
-        for number, word in enumerate((*call.values.ints, *call.values.floats)):
-            environment[f"w{number}"] = word
         for place, value in zip((*shape.arguments, *shape.keywords), (*call.args, *call.kwargs.values()), strict=True):
             if place.kind != TENSORS:
                 environment[f"c_{place.name}"] = value
-        inputs = list(zip(shape.inputs(), call.values.uses, strict=True))
-        outputs = list(zip(shape.outputs(), results.uses, strict=True))
         for place, use in (*inputs, *outputs):
             environment[f"m_{place.name}"] = use.meta
-            if place.kind == NEW:
-                environment[f"n_{place.name}"] = use.storage.nbytes()
-                environment["device"] = core.records.device(use.storage.device)
+            environment[f"n_{place.name}"] = use.storage.nbytes()
         environment["check"] = _guard([use.tensor for place, use in inputs if not place.other])
         environment["check_results"] = _guard([use.tensor for place, use in outputs if place.kind != SAME])
         return environment

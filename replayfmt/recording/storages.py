@@ -50,13 +50,18 @@ class State:
 class Tracker(weakref.ref):  # type: ignore[type-arg]
     """One storage of the program. Calling it gives the storage, or None once it died."""
 
-    __slots__ = ("id", "meta", "offset", "size", "state", "tensor", "views", "written")
+    __slots__ = (
+        "id", "meta", "meta2", "offset", "offset2", "size", "state", "tensor", "tensor2", "views", "written",
+    )
 
     id: int                                    # storage id
     size: int                                  # bytes; -1: look at `state` before each use
     meta: int                                  # meta id, offset and tensor id of its first view; meta 0: none yet
     offset: int
     tensor: int
+    meta2: int                                 # the same of its second view
+    offset2: int
+    tensor2: int
     views: dict[tuple[int, int], int] | None   # tensor id of every further (meta id, offset)
     state: State | None
     written: set[int] | None                   # tensors written in place since the last digest
@@ -86,7 +91,7 @@ class Storages:
         tracker = Tracker(storage, self.dead.append)
         tracker.id = number
         tracker.size = length
-        tracker.meta = tracker.offset = tracker.tensor = 0
+        tracker.meta = tracker.offset = tracker.tensor = tracker.meta2 = 0
         tracker.views = None
         tracker.state = None
         tracker.written = None
@@ -113,17 +118,21 @@ class Storages:
             return self.view(state.alias_of, meta, offset + state.delta // item, item)
         if tracker.meta == meta and tracker.offset == offset:
             return tracker.tensor
-        views = tracker.views
-        if views is None:
-            views = tracker.views = {}
-        number = views.get((meta, offset))
-        if number is None:
-            number = next(self._buffer.next_tensor)
-            self._buffer.definitions.append(pack_definition(number, tracker.id, offset, meta))
-            if tracker.meta:
-                views[meta, offset] = number
-            else:
-                tracker.meta, tracker.offset, tracker.tensor = meta, offset, number
+        if tracker.meta2 == meta and tracker.offset2 == offset:
+            return tracker.tensor2
+        number = tracker.views.get((meta, offset)) if tracker.views is not None else None
+        if number is not None:
+            return number
+        number = next(self._buffer.next_tensor)
+        self._buffer.definitions.append(pack_definition(number, tracker.id, offset, meta))
+        if not tracker.meta:
+            tracker.meta, tracker.offset, tracker.tensor = meta, offset, number
+        elif not tracker.meta2:
+            tracker.meta2, tracker.offset2, tracker.tensor2 = meta, offset, number
+        else:
+            if tracker.views is None:
+                tracker.views = {}
+            tracker.views[meta, offset] = number
         return number
 
     # ---------------------------------------------------------------------------------------------------------- births
@@ -341,7 +350,6 @@ class Storages:
             ids.append(tracker.id)
         if ids:
             self._records.storage_releases(ids)
-            self._buffer.released(ids)
 
     def forget_all(self) -> None:
         """Take the trackers off the program's storages."""

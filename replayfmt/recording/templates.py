@@ -26,12 +26,14 @@ NEW, VIEW, SAME = "new", "view", "same"
 @dataclass(frozen=True)
 class Place:
     """One argument or result, or an item of a list among them. `name` is its variable; `other` that of the argument
-    that is the same tensor (for a result: or has its storage), "" for none."""
+    that is the same tensor (for a result: or has its storage), "" for none. `full`: it covers its storage without a hole,
+    so its offset is known where the storage's length is."""
 
     name: str
     kind: str
     other: str = ""
     items: tuple[Place, ...] = ()
+    full: bool = False
 
     def flat(self) -> Iterator[Place]:
         """Itself, or the items of a list."""
@@ -44,14 +46,13 @@ class Place:
 @dataclass(frozen=True)
 class Shape:
     """What a site's code depends on. `single`: one result, not a tuple of them; `written`: names of arguments whose
-    writes are noted for digests; `words`: how many constant int and float slots end the row."""
+    writes are noted for digests."""
 
     arguments: tuple[Place, ...]
     keywords: tuple[Place, ...]
     results: tuple[Place, ...]
     single: bool
     written: tuple[str, ...]
-    words: int
 
     def inputs(self) -> list[Place]:
         """Every tensor among the arguments, in order."""
@@ -106,13 +107,11 @@ def _source(shape: Shape) -> str:
 
 
 def _environment(shape: Shape) -> list[str]:
-    names = ["op", "clock", "begin", "pack", "signature", "contexts", "ident", "rows", "raised", "finish", "MISS", "threads",
-             "lock", "check", "check_results", "next_storage", "next_tensor", "births", "definitions", "pack_birth",
-             "pack_definition", "Tracker", "tell_death", "live", "device"]
+    names = ["op", "clock", "begin", "pack", "code", "contexts", "ident", "rows", "raised", "finish", "MISS", "threads",
+             "lock", "check", "check_results", "next_storage", "next_tensor", "Tracker", "tell_death", "live", "enter", "view"]
     names += [f"c_{place.name}" for place in (*shape.arguments, *shape.keywords) if place.kind in (CONSTANT, NUMBER, ZERO)]
     names += [f"m_{place.name}" for place in (*shape.distinct(), *shape.made())]
-    names += [f"n_{place.name}" for place in shape.made() if place.kind == NEW]
-    names += [f"w{number}" for number in range(shape.words)]
+    names += [f"n_{place.name}" for place in (*shape.distinct(), *shape.made()) if place.full]
     return names
 
 
@@ -141,14 +140,30 @@ def _recognize(shape: Shape) -> list[str]:
     distinct = shape.distinct()
     if distinct:
         lines.append(f"if not check({', '.join(place.name for place in distinct)}): return MISS")
-    for name in (place.name for place in distinct):
+    for place in distinct:
+        name = place.name
         lines += [
-            f"s = {name}.untyped_storage(); k_{name} = s._opreplay; o = {name}.storage_offset()",
-            f"if len(s) != k_{name}.size: return MISS",
-            f"if k_{name}.meta == m_{name} and k_{name}.offset == o: t_{name} = k_{name}.tensor",
-            f"else: t_{name} = k_{name}.views[m_{name}, o]",
+            f"s = {name}.untyped_storage()",
+            f"try: k_{name} = s._opreplay",
+            f"except AttributeError: k_{name} = enter(s)",
         ]
+        if place.full:
+            lines.append(f"if k_{name}.size != n_{name} or len(s) != n_{name}: return MISS")
+        else:
+            lines += [f"if k_{name}.size != len(s): return MISS", f"o = {name}.storage_offset()"]
+        lines += _resolved(place, f"k_{name}")
     return lines
+
+
+def _resolved(place: Place, tracker: str) -> list[str]:
+    """Sets `t_*` to the tensor id of a view at offset `o` of a storage."""
+    name = place.name
+    at = ("", "") if place.full else (f" and {tracker}.offset == o", f" and {tracker}.offset2 == o")
+    return [
+        f"if {tracker}.meta == m_{name}{at[0]}: t_{name} = {tracker}.tensor",
+        f"elif {tracker}.meta2 == m_{name}{at[1]}: t_{name} = {tracker}.tensor2",
+        f"else: t_{name} = view({tracker}, m_{name}, {'0' if place.full else 'o'})",
+    ]
 
 
 def _differs(place: Place) -> str:
@@ -198,7 +213,8 @@ def _accept(shape: Shape, finish: str) -> list[str]:
 
 def _record(shape: Shape) -> list[str]:
     """Ids for what is new, and the row."""
-    lines = []
+    lines: list[str] = []
+    made: list[str] = []
     slots = [f"t_{place.other or place.name}" for place in shape.inputs()]
     for place in shape.outputs():
         name = place.name
@@ -208,31 +224,31 @@ def _record(shape: Shape) -> list[str]:
         slots.append(f"t_{name}")
         if place.kind == NEW:
             lines += [
-                f"g = next_storage(); t_{name} = next_tensor()",
-                f"k = s_{name}._opreplay = live[g] = Tracker(s_{name}, tell_death)",
-                f"k.id = g; k.size = n_{name}; k.meta = m_{name}; k.offset = 0; k.tensor = t_{name}; "
+                f"g_{name} = next_storage(); t_{name} = next_tensor()",
+                f"k = s_{name}._opreplay = live[g_{name}] = Tracker(s_{name}, tell_death)",
+                f"k.id = g_{name}; k.size = n_{name}; k.meta = m_{name}; k.tensor = t_{name}; k.offset = k.meta2 = 0; "
                 "k.views = k.state = k.written = None",
-                f"births(pack_birth(g, n_{name}, device, 1, 0))",
-                f"definitions(pack_definition(t_{name}, g, 0, m_{name}))",
             ]
+            made += [f"g_{name}", "0"]
             continue
+        lines.append(f"k = k_{place.other}")
+        offset = "0"
+        if not place.full:
+            offset = f"o_{name}"
+            lines.append(f"o = o_{name} = {name}.storage_offset()")
+        at = "" if place.full else " and k.offset == o", "" if place.full else " and k.offset2 == o"
         lines += [
-            f"o = {name}.storage_offset(); k = k_{place.other}",
-            f"if k.meta == m_{name} and k.offset == o: t_{name} = k.tensor",
-            "else:",
-            "    v = k.views",
-            "    if v is None: v = k.views = {}",
-            f"    t_{name} = v.get((m_{name}, o))",
-            f"    if t_{name} is None:",
-            f"        t_{name} = v[m_{name}, o] = next_tensor()",
-            f"        definitions(pack_definition(t_{name}, k.id, o, m_{name}))",
+            f"if k.meta == m_{name}{at[0]}: t_{name} = k.tensor",
+            f"elif k.meta2 == m_{name}{at[1]}: t_{name} = k.tensor2",
+            f"elif k.meta2: t_{name} = view(k, m_{name}, {offset})",
+            f"else: k.meta2 = m_{name}; k.offset2 = {offset}; t_{name} = k.tensor2 = next_tensor()",
         ]
+        made += ["k.id", offset] if len(shape.made()) == 1 else [f"k_{place.other}.id", offset]
     for name in shape.written:
         lines += [
             f"if k_{name}.written is None: k_{name}.written = {{t_{name}}}",
             f"else: k_{name}.written.add(t_{name})",
         ]
-    constants = [f"w{number}" for number in range(shape.words)]
-    row = ", ".join(["signature", "contexts[ident()]", "start - begin", "end - start", *slots, *constants])
+    row = ", ".join(["code", "contexts[ident()]", "start - begin", "end - start", *slots, *made])
     lines.append(f"rows(pack({row}))")
     return lines
