@@ -33,17 +33,18 @@ class Collecting(TorchDispatchMode):
 def bare_loop(run: Callable[[], None]) -> Callable[[], None]:
     with Collecting() as collecting:
         run()
-    with_keywords = [(f, a, k) for f, a, k in collecting.calls]
 
     def loop() -> None:
         with torch._C._AutoDispatchBelowAutograd():
-            for function, positional, keywords in with_keywords:
+            for function, positional, keywords in collecting.calls:
                 function(*positional, **keywords)
 
     return loop
 
 
-def measure(name: str, run: Callable[[], None], times: int, rounds: int, directory: Path, targets: bool) -> None:
+def measure(name: str, run: Callable[[], None], times: int, repeats: int, rounds: int, directory: Path,
+            targets: bool) -> None:
+    """`run` is captured `times` times in a row; a turn takes each of the three `repeats` times."""
     run()
 
     def repeated() -> None:
@@ -57,11 +58,12 @@ def measure(name: str, run: Callable[[], None], times: int, rounds: int, directo
     bare = bare_loop(repeated)
     operators = tiny_gpt2.operators(repeated)
 
-    def replay() -> float:
-        result = plan.execute(verify="none")
-        return result.elapsed_ns * 1e-9  # without giving fresh state, which happens before
+    def replay() -> float:  # without giving fresh state, which happens before
+        return plan.execute(verify="none").elapsed_ns * 1e-9
 
-    taken = in_turns({"eager": lambda: seconds(repeated), "bare": lambda: seconds(bare), "replay": replay}, rounds)
+    taken = in_turns({name: lambda f=function: sum(f() for _ in range(repeats)) / repeats for name, function in
+                      (("eager", lambda: seconds(repeated)), ("bare", lambda: seconds(bare)), ("replay", replay))},
+                     rounds)
     details = {"operators": operators, **{f"{key}_us_an_op": median(value) / operators * 1e6
                                           for key, value in taken.items()}}
     row(f"replay, {name}: time / eager", median_of(lambda e, r: r / e, taken["eager"], taken["replay"]),
@@ -74,9 +76,10 @@ def main() -> None:
     quick = arguments(__doc__).quick
     torch.set_num_threads(1)
     with scratch() as directory:
-        measure("one forward", tiny_gpt2.forward(), 1, 2 if quick else 101, directory, targets=True)
-        measure("100 forwards", tiny_gpt2.forward(), 2 if quick else 100, 1 if quick else 9, directory, targets=True)
-        measure("training step", tiny_gpt2.training_step(), 1, 1 if quick else 31, directory, targets=False)
+        rounds = 1 if quick else 11
+        measure("one forward", tiny_gpt2.forward(), 1, 1 if quick else 50, rounds, directory, targets=True)
+        measure("100 forwards", tiny_gpt2.forward(), 2 if quick else 100, 1, rounds, directory, targets=True)
+        measure("training step", tiny_gpt2.training_step(), 1, 1 if quick else 10, rounds, directory, targets=False)
 
 
 if __name__ == "__main__":
