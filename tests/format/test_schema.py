@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import filecmp
 import re
 import shutil
@@ -68,6 +69,29 @@ def test_table_layouts_are_the_schemas() -> None:
             found = ours[name].fields[field]
             assert (found.slot, found.type, found.default, found.required) == (
                 slot, kind, int(default or 0), bool(required))
+
+
+def test_everything_is_little_endian() -> None:
+    for packed in (frames.PREAMBLE, frames.HEADER, frames.TRAILER):
+        assert packed.format.startswith("<")
+    for dtype in (*layouts.SCALARS.values(), *(frames.FRAME_ROW[i] for i in range(len(frames.FRAME_ROW))),
+                  *(frames.PAYLOAD_ROW[i] for i in range(len(frames.PAYLOAD_ROW)))):
+        assert dtype.itemsize == 1 or dtype == dtype.newbyteorder("<")
+
+
+def test_nothing_in_a_capture_can_become_code() -> None:
+    """No module of the format has a way to run, import or unpickle what it read."""
+    forbidden = {
+        "eval", "exec", "compile", "__import__", "pickle", "marshal", "shelve", "importlib", "ctypes", "subprocess"}
+    for path in (ROOT / "replayfmt" / "format").glob("*.py"):
+        used: set[str | None] = set()
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Name):
+                used.add(node.id)
+            elif isinstance(node, ast.Import | ast.ImportFrom):
+                used.update(alias.name.split(".")[0] for alias in node.names)
+                used.add(getattr(node, "module", None))
+        assert not forbidden & used, path.name
 
 
 def test_magic_numbers_are_the_bytes_the_schema_says() -> None:

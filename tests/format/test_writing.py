@@ -104,6 +104,24 @@ def test_a_path_that_cannot_be_written_is_one_clear_error(tmp_path: Path) -> Non
         CaptureWriter(tmp_path, SESSION, force=True)
 
 
+def test_while_capturing_the_file_is_only_appended_to_and_always_ends_with_a_whole_frame(tmp_path: Path) -> None:
+    path = tmp_path / "a.opreplay"
+    writer = CaptureWriter(path, SESSION)
+    records = Records(writer)
+    before = b""
+    for number in range(20):
+        writer.payload(os.urandom((50, 5_000, 90_000)[number % 3]))
+        records.add(marker(RecordKind.scope_begin, f"step {number}"), scope=writer.scope(0, f"step {number}"))
+        records.write()
+        now = Path(f"{path}.partial").read_bytes()
+        assert now.startswith(before) and len(now) > len(before) and len(now) % 64 == 0
+        with open_capture(f"{path}.partial") as reader:
+            assert reader.record_count == number + 1 and reader.contents.end == len(now)
+        before = now
+    writer.close(1)
+    assert path.read_bytes().startswith(before)
+
+
 # ---------------------------------------------------------------------------------------------------------- failures
 
 
