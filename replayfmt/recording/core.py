@@ -59,8 +59,8 @@ class Core:
         self.generators = Generators(self.buffer, self.records)
         self.numeric = NumericState(self.records)
         self.digests = Digests(self.buffer, self.records, self.metas, self.storages)
-        self.sites = Sites(self)
         self.threads: list[int] = []        # idents of other threads that record; empty while there is one thread
+        self.sites = Sites(self)
         self.calls = Calls(
             self.buffer, self.records, self.metas, self.storages, self.generators, self.numeric, self.digests,
             digest_results=options.digests == "ops", learn=self.sites.learn,

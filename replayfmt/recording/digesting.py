@@ -48,14 +48,14 @@ class Digests:
         fresh = number >= self._fresh_from
         first = {tracker.tensor: (tracker.meta, tracker.offset)} if tracker.meta else {}
         if state is None and tracker.written is None:
-            return first if fresh else {}
+            return first if fresh and not tracker.imports else {}
         written = self._places(tracker)
         tracker.written = None
         if state is None:
             state = State(tracker.size)
         if state.opaque or state.outside is not None:
             return {}
-        if fresh and not state.imported and state.coverage is None:
+        if fresh and not tracker.imports and state.coverage is None:
             written.update(first)
         params = self._metas.params
         for tensor, (meta, offset) in written.items():

@@ -26,7 +26,7 @@ from .arguments import Use, Values
 from .buffer import FROM_SITE, MadeView, packer
 from .kernels import KernelFacts
 from .storages import Tracker
-from .templates import CONSTANT, MISS, NEW, NOTHING, NUMBER, SAME, TENSOR, TENSORS, VIEW, ZERO, Place, Shape, factory
+from .templates import CONSTANT, NEW, NOTHING, NUMBER, SAME, TENSOR, TENSORS, VIEW, ZERO, Factory, Place, Shape
 
 if TYPE_CHECKING:
     from .calls import Call
@@ -69,6 +69,13 @@ class Sites:
         self._made: dict[tuple[Any, ...], Site | None] = {}
         self._candidates: dict[int, list[Site]] = {}
         self._after_other: dict[int, Following] = {}
+        buffer, storages = core.buffer, core.storages
+        self._factory = Factory({
+            "clock": time.perf_counter_ns, "begin": core.records.started, "contexts": core.scopes.contexts,
+            "ident": get_ident, "rows": buffer.rows.append, "threads": core.threads, "lock": core.lock,
+            "next_storage": buffer.next_storage.__next__, "next_tensor": buffer.next_tensor.__next__, "Tracker": Tracker,
+            "tell_death": storages.dead.append, "live": storages.live, "enter": core.enter, "view": core.view,
+        })
         self.enabled = TensorGuards is not None and not core.options.audit and core.options.digests != "ops"
 
     def candidates(self, func_id: int) -> list[Site]:
@@ -120,9 +127,10 @@ class Sites:
         written: list[str] = []
         if core.options.digests == "live":
             written = [p.other or p.name for i in facts.writes for p in arguments[i].flat() if p.kind == TENSOR]
-        shape = Shape(arguments, tuple(keywords), places, facts.results == 1, tuple(dict.fromkeys(written)))
-        environment = self._environment(signature, call, results, shape)
-        return Site(factory(shape)(environment), core.numeric.poll_of(facts.name))
+        shape = Shape(arguments, tuple(keywords), places, facts.results == 1, tuple(dict.fromkeys(written)),
+                      _results_follow(facts))
+        own = self._own(signature, call, results, shape)
+        return Site(self._factory.make(shape, own), core.numeric.poll_of(facts.name))
 
     def _results(
         self, returned: tuple[Any, ...], given: dict[str, Any], uses: list[Use]
@@ -188,9 +196,8 @@ class Sites:
             replace(top, items=tuple(map(filled, top.items))) if top.kind == TENSORS else filled(top) for top in places
         )
 
-    def _environment(self, signature: int, call: Call, results: Values, shape: Shape) -> dict[str, Any]:
+    def _own(self, signature: int, call: Call, results: Values, shape: Shape) -> dict[str, Any]:
         core, facts = self._core, call.facts
-        buffer, storages = core.buffer, core.storages
 
         def finish(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, start: int, end: int) -> Any:
             # The results were not of the expected kind: the complete path, from where the op has run.
@@ -207,27 +214,31 @@ class Sites:
             for slot, (place, use) in enumerate(outputs) if place.kind != SAME
         ]
         new_on = [use.storage.device for place, use in outputs if place.kind == NEW]
-        number = buffer.sites.add(
+        number = core.buffer.sites.add(
             signature, len(inputs) + len(outputs), call.values.ints, call.values.floats, made,
             core.records.device(new_on[0]) if new_on else 0,
         )
-        environment: dict[str, Any] = {
-            "op": facts.call, "clock": time.perf_counter_ns, "begin": core.records.started, "code": FROM_SITE + number,
-            "pack": packer(len(inputs) + len(outputs) + 2 * len(made), 0), "contexts": core.scopes.contexts,
-            "ident": get_ident, "rows": buffer.rows.append, "raised": raised, "finish": finish, "MISS": MISS,
-            "threads": core.threads, "lock": core.lock, "next_storage": buffer.next_storage.__next__,
-            "next_tensor": buffer.next_tensor.__next__, "Tracker": Tracker, "tell_death": storages.dead.append,
-            "live": storages.live, "enter": core.enter, "view": core.view,
+        own: dict[str, Any] = {
+            "op": facts.call, "code": FROM_SITE + number, "raised": raised, "finish": finish,
+            "pack": packer(len(inputs) + len(outputs) + 2 * len(made), 0),
         }
         for place, value in zip((*shape.arguments, *shape.keywords), (*call.args, *call.kwargs.values()), strict=True):
             if place.kind != TENSORS:
-                environment[f"c_{place.name}"] = value
+                own[f"c_{place.name}"] = value
         for place, use in (*inputs, *outputs):
-            environment[f"m_{place.name}"] = use.meta
-            environment[f"n_{place.name}"] = use.storage.nbytes()
-        environment["check"] = _guard([use.tensor for place, use in inputs if not place.other])
-        environment["check_results"] = _guard([use.tensor for place, use in outputs if place.kind != SAME])
-        return environment
+            own[f"m_{place.name}"] = use.meta
+            own[f"n_{place.name}"] = use.storage.nbytes()
+        own["check"] = _guard([use.tensor for place, use in inputs if not place.other])
+        own["check_results"] = _guard([use.tensor for place, use in outputs if place.kind != SAME])
+        return own
+
+
+def _results_follow(facts: KernelFacts) -> bool:
+    """Whether the metadata of the results depends on the arguments' metadata and constants only. FakeTensor relies on
+    the same; operators whose results depend on data are tagged."""
+    tags = facts.func.tags
+    return facts.namespace == "aten" and torch.Tag.dynamic_output_shape not in tags and (
+        torch.Tag.data_dependent_output not in tags)
 
 
 def _guard(tensors: list[torch.Tensor]) -> Callable[..., bool] | None:

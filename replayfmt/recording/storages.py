@@ -32,7 +32,7 @@ RELEASE_BATCH = 64
 class State:
     """What of a storage is out of the ordinary."""
 
-    __slots__ = ("alias_of", "content", "coverage", "delta", "imported", "length", "opaque", "outside", "version", "watched")
+    __slots__ = ("alias_of", "content", "coverage", "delta", "length", "opaque", "outside", "watched")
 
     def __init__(self, length: int) -> None:
         self.length = length                          # bytes
@@ -40,8 +40,6 @@ class State:
         self.watched = False                          # compared with `content` at each use
         self.content: int | None = None               # XXH3-128 after the last captured write or import
         self.outside: str | None = None               # written from outside: import at the next use, for this reason
-        self.version = 0                              # of the last import
-        self.imported = False
         self.opaque = False                           # holds what no replay reproduces: never compared
         self.alias_of: Tracker | None = None          # memory shared with another storage, `delta` bytes into it
         self.delta = 0
@@ -51,7 +49,7 @@ class Tracker(weakref.ref):  # type: ignore[type-arg]
     """One storage of the program. Calling it gives the storage, or None once it died."""
 
     __slots__ = (
-        "id", "meta", "meta2", "offset", "offset2", "size", "state", "tensor", "tensor2", "views", "written",
+        "id", "imports", "meta", "meta2", "offset", "offset2", "size", "state", "tensor", "tensor2", "views", "written",
     )
 
     id: int                                    # storage id
@@ -64,6 +62,7 @@ class Tracker(weakref.ref):  # type: ignore[type-arg]
     tensor2: int
     views: dict[tuple[int, int], int] | None   # tensor id of every further (meta id, offset)
     state: State | None
+    imports: int                               # how often its content entered
     written: set[int] | None                   # tensors written in place since the last digest
 
 
@@ -93,6 +92,7 @@ class Storages:
         tracker.size = length
         tracker.meta = tracker.offset = tracker.tensor = tracker.meta2 = 0
         tracker.views = None
+        tracker.imports = 0
         tracker.state = None
         tracker.written = None
         setattr(storage, ATTRIBUTE, tracker)
@@ -159,8 +159,7 @@ class Storages:
         payload = self._payload(storage)
         tracker = self._bear(storage, StorageOrigin.payload if payload else StorageOrigin.absent, payload)
         self._records.storage_import(tracker.id, payload, 0, reason)
-        state = self.state(tracker)
-        state.imported = True
+        tracker.imports = 1
         if storage.device.type == "cpu" and not storage.resizable():
             begin = storage.data_ptr()
             self._external[tracker.id] = (begin, begin + length)
@@ -274,10 +273,9 @@ class Storages:
         return tracker
 
     def _enter_again(self, tracker: Tracker, state: State, storage: torch.UntypedStorage, reason: str) -> None:
-        if state.imported or reason != "unseen_write":
-            state.version += 1
-        state.imported = True
-        self._records.storage_import(tracker.id, self._payload(storage), state.version, reason)
+        version = tracker.imports if reason == "unseen_write" else max(tracker.imports, 1)
+        tracker.imports = version + 1
+        self._records.storage_import(tracker.id, self._payload(storage), version, reason)
         state.outside = None
         state.coverage = None
         self.synchronize(tracker, storage)
@@ -338,18 +336,27 @@ class Storages:
     def drain(self) -> None:
         """Record the deaths that were told since the last time."""
         dead = [self.dead.popleft() for _ in range(len(self.dead))]
+        live = self.live
         ids = []
         for tracker in dead:
-            if self.live.get(tracker.id) is not tracker:
-                others = self._aliases.get(tracker.id, [])
-                others[:] = [other for other in others if other is not tracker]
+            number = tracker.id
+            if tracker.state is not None and not self._forget(tracker):
                 continue
-            del self.live[tracker.id]
-            self._external.pop(tracker.id, None)
-            self._aliases.pop(tracker.id, None)
-            ids.append(tracker.id)
+            live.pop(number, None)
+            ids.append(number)
         if ids:
             self._records.storage_releases(ids)
+
+    def _forget(self, tracker: Tracker) -> bool:
+        """A storage out of the ordinary died. Whether that is the end of its id."""
+        number = tracker.id
+        if self.live.get(number) is not tracker:
+            others = self._aliases.get(number, [])
+            others[:] = [other for other in others if other is not tracker]
+            return False
+        self._external.pop(number, None)
+        self._aliases.pop(number, None)
+        return True
 
     def forget_all(self) -> None:
         """Take the trackers off the program's storages."""

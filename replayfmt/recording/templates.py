@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from types import CodeType
 from typing import Any
 
 MISS = object()
@@ -46,13 +47,15 @@ class Place:
 @dataclass(frozen=True)
 class Shape:
     """What a site's code depends on. `single`: one result, not a tuple of them; `written`: names of arguments whose
-    writes are noted for digests."""
+    writes are noted for digests; `known`: the results' metadata follows from that of the arguments, so it need not be
+    compared."""
 
     arguments: tuple[Place, ...]
     keywords: tuple[Place, ...]
     results: tuple[Place, ...]
     single: bool
     written: tuple[str, ...]
+    known: bool
 
     def inputs(self) -> list[Place]:
         """Every tensor among the arguments, in order."""
@@ -71,17 +74,30 @@ class Shape:
         return [place for place in self.outputs() if place.kind != SAME]
 
 
-_factories: dict[Shape, Callable[..., Any]] = {}
+_compiled: dict[Shape, CodeType] = {}
 
 
-def factory(shape: Shape) -> Callable[..., Any]:
-    """`make(environment)` for a shape: gives the function of one site."""
-    made = _factories.get(shape)
-    if made is None:
-        namespace: dict[str, Any] = {}
-        exec(compile(_source(shape), "<opreplay fast path>", "exec"), namespace)
-        made = _factories[shape] = namespace["make"]
-    return made
+class Factory:
+    """Makes the functions of one capture's sites. What all sites share is global to the code, so that calls of different
+    sites touch the same few objects; what is a site's own is in its closure."""
+
+    def __init__(self, shared: dict[str, Any]) -> None:
+        """`shared`: clock, begin, contexts, ident, rows, threads, lock, next_storage, next_tensor, Tracker, tell_death,
+        live, enter, view."""
+        self._globals = {"MISS": MISS, **shared}
+        self._makers: dict[Shape, Callable[..., Any]] = {}
+
+    def make(self, shape: Shape, own: dict[str, Any]) -> Callable[..., Any]:
+        """The function of a site, from what is its own."""
+        maker = self._makers.get(shape)
+        if maker is None:
+            code = _compiled.get(shape)
+            if code is None:
+                code = _compiled[shape] = compile(_source(shape), "<opreplay fast path>", "exec")
+            namespace = self._globals
+            exec(code, namespace)
+            maker = self._makers[shape] = namespace.pop("make")
+        return maker(*(own[name] for name in _own(shape)))
 
 
 def _source(shape: Shape) -> str:
@@ -91,8 +107,7 @@ def _source(shape: Shape) -> str:
     accepted = _accept(shape, finish)
     recorded = _record(shape)
     call = "op(*args, **kwargs)" if shape.keywords else "op(*args)"
-    lines = ["def make(environment):"]
-    lines += [f"    {name} = environment[{name!r}]" for name in _environment(shape)]
+    lines = [f"def make({', '.join(_own(shape))}):"]
     lines += ["    def run(args, kwargs):", "        try:"]
     lines += [f"            {line}" for line in recognized]
     lines += ["        except (AttributeError, KeyError, TypeError, ValueError): return MISS"]
@@ -106,9 +121,13 @@ def _source(shape: Shape) -> str:
     return "\n".join(lines)
 
 
-def _environment(shape: Shape) -> list[str]:
-    names = ["op", "clock", "begin", "pack", "code", "contexts", "ident", "rows", "raised", "finish", "MISS", "threads",
-             "lock", "check", "check_results", "next_storage", "next_tensor", "Tracker", "tell_death", "live", "enter", "view"]
+def _own(shape: Shape) -> list[str]:
+    """The names of what a site has of its own."""
+    names = ["op", "pack", "code", "raised", "finish"]
+    if shape.distinct():
+        names.append("check")
+    if shape.made() and not shape.known:
+        names.append("check_results")
     names += [f"c_{place.name}" for place in (*shape.arguments, *shape.keywords) if place.kind in (CONSTANT, NUMBER, ZERO)]
     names += [f"m_{place.name}" for place in (*shape.distinct(), *shape.made())]
     names += [f"n_{place.name}" for place in (*shape.distinct(), *shape.made()) if place.full]
@@ -157,12 +176,15 @@ def _recognize(shape: Shape) -> list[str]:
 
 def _resolved(place: Place, tracker: str) -> list[str]:
     """Sets `t_*` to the tensor id of a view at offset `o` of a storage."""
-    name = place.name
+    name, offset = place.name, "0" if place.full else "o"
     at = ("", "") if place.full else (f" and {tracker}.offset == o", f" and {tracker}.offset2 == o")
     return [
         f"if {tracker}.meta == m_{name}{at[0]}: t_{name} = {tracker}.tensor",
         f"elif {tracker}.meta2 == m_{name}{at[1]}: t_{name} = {tracker}.tensor2",
-        f"else: t_{name} = view({tracker}, m_{name}, {'0' if place.full else 'o'})",
+        "else:",
+        f"    v = {tracker}.views",
+        f"    t_{name} = None if v is None else v.get((m_{name}, {offset}))",
+        f"    if t_{name} is None: t_{name} = view({tracker}, m_{name}, {offset})",
     ]
 
 
@@ -197,7 +219,7 @@ def _accept(shape: Shape, finish: str) -> list[str]:
             elif place.kind == SAME:
                 lines.append(f"if {place.name} is not {place.other}: {finish}")
     made = shape.made()
-    if made:
+    if made and not shape.known:
         lines.append(f"if not check_results({', '.join(place.name for place in made)}): {finish}")
     for place in made:
         name = place.name
@@ -206,7 +228,7 @@ def _accept(shape: Shape, finish: str) -> list[str]:
                 f"s_{name} = {name}.untyped_storage()",
                 f"if len(s_{name}) != n_{name} or getattr(s_{name}, '_opreplay', None) is not None: {finish}",
             ]
-        else:
+        elif not shape.known:
             lines.append(f"if getattr({name}.untyped_storage(), '_opreplay', None) is not k_{place.other}: {finish}")
     return lines
 
@@ -226,7 +248,7 @@ def _record(shape: Shape) -> list[str]:
             lines += [
                 f"g_{name} = next_storage(); t_{name} = next_tensor()",
                 f"k = s_{name}._opreplay = live[g_{name}] = Tracker(s_{name}, tell_death)",
-                f"k.id = g_{name}; k.size = n_{name}; k.meta = m_{name}; k.tensor = t_{name}; k.offset = k.meta2 = 0; "
+                f"k.id = g_{name}; k.size = n_{name}; k.meta = m_{name}; k.tensor = t_{name}; k.offset = k.meta2 = k.imports = 0; "
                 "k.views = k.state = k.written = None",
             ]
             made += [f"g_{name}", "0"]
@@ -240,8 +262,12 @@ def _record(shape: Shape) -> list[str]:
         lines += [
             f"if k.meta == m_{name}{at[0]}: t_{name} = k.tensor",
             f"elif k.meta2 == m_{name}{at[1]}: t_{name} = k.tensor2",
-            f"elif k.meta2: t_{name} = view(k, m_{name}, {offset})",
-            f"else: k.meta2 = m_{name}; k.offset2 = {offset}; t_{name} = k.tensor2 = next_tensor()",
+            f"elif not k.meta2: k.meta2 = m_{name}; k.offset2 = {offset}; t_{name} = k.tensor2 = next_tensor()",
+            "else:",
+            "    v = k.views",
+            "    if v is None: v = k.views = {}",
+            f"    t_{name} = v.get((m_{name}, {offset}))",
+            f"    if t_{name} is None: t_{name} = v[m_{name}, {offset}] = next_tensor()",
         ]
         made += ["k.id", offset] if len(shape.made()) == 1 else [f"k_{place.other}.id", offset]
     for name in shape.written:
