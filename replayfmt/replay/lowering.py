@@ -27,7 +27,7 @@ from .liveness import Variables
 from .operations import ApplySettings, LoadContent, Pausable, ResizeStorage, SetGenerator, Synchronize, View, Zeros
 from .resolve import ResolvedKernel
 from .scan import Scan, enters
-from .templates import Template, TemplateMaker
+from .templates import DirectFunctions, Template, TemplateMaker
 from .verify import CheckDigest, Judge, Where
 from .windows import CodeCache, Staged, Window, WindowText
 
@@ -50,6 +50,7 @@ class Context:
     judge: Judge
     cache: CodeCache
     refused: Mapping[int, str]
+    direct: DirectFunctions
     draws_on: torch.device | None = None
 
 
@@ -142,7 +143,7 @@ class Lowering:
             kernel = self.context.kernels[layout.signature.kernel]
             template = None
             if kernel is not None and signature not in self.context.refused:
-                template = self.context.templates.make(layout, kernel)
+                template = self.context.templates.make(signature, layout, kernel)
             self._templates[signature] = template
         return self._templates[signature]
 

@@ -99,28 +99,33 @@ class _OpLine:
         walk, frame, names, text = self.walk, self.walk.frame, self.walk.names, self.walk.text
         template, first, ordinal = self.template, self.first, self.ordinal
         protected = self._protect() if template.effects.rebinds or template.effects.reshapes else {}
-        holes = [self._function(expect_failure)]
+        holes: list[str] = []
+        values: list[Any] = []
         slot_names: list[str] = []
         for operand, what in template.operands:
             if operand is Operand.tensor:
                 name = protected.get(what) or names.get(frame.keys[first + what]) or walk.acquire(first + what, ordinal)
                 slot_names.append(name)
+                values.append(None)
             elif operand is Operand.own:
                 value = what(frame.ints, frame.int_first[self.row], frame.floats, frame.float_first[self.row])
                 name = text.constant(value)
+                values.append(value)
             elif operand is Operand.shared:
                 name = text.shared(*what)
+                values.append(what[1])
             else:
                 storage = frame.ints[frame.int_first[self.row] + what]
                 name = f"{text.shared('storage of', storage_of)}({walk.storage(storage, ordinal)})"
+                values.append(None)
             holes.append(name)
-        return template.text % tuple(holes), slot_names
+        return template.text % (self._function(expect_failure, values), *holes), slot_names
 
-    def _function(self, expect_failure: bool) -> str:
-        """The parameter that holds what is called."""
+    def _function(self, expect_failure: bool, values: list[Any]) -> str:
+        """The parameter that holds what is called, with these values where they are no tensors."""
         walk, kernel = self.walk, self.template.kernel
-        call: Any = kernel.overload._op
-        key: tuple[Hashable, ...] = ("kernel", self.template.kernel_id, self.template.raises)
+        call: Any = walk.context.direct.function(self.template, values)
+        key: tuple[Hashable, ...] = ("kernel", call, self.template.raises)
         if kernel.draws and walk.context.draws_on is not None:
             call = DrawOnHost(call, kernel.overload._schema, walk.context.draws_on)
         if not kernel.own:

@@ -33,7 +33,7 @@ from .results import VERIFY_MODES, Divergence, OpVerdict, PeakMemory, ReplayResu
 from .scan import Scan
 from .scope_times import ScopeTimes
 from .steps import ONE_RECORD, Steps
-from .templates import TemplateMaker
+from .templates import DirectFunctions, TemplateMaker
 from .verdicts import KeepGoing
 from .verify import Judge, StopReplay, decide, environment_differences
 from .windows import CodeCache, Window
@@ -99,7 +99,7 @@ class Plan:
         usable = tuple(None if isinstance(kernel, str) else kernel for kernel in self.kernels)
         self.context = Context(reader, self.device_map, generators, usable,
                                TemplateMaker(self.device_map, generators), self._clock, self.judge, CodeCache(),
-                               self.refused, self.device_map.host_goes_to)
+                               self.refused, DirectFunctions(), self.device_map.host_goes_to)
         self._content = Content(reader, self.scan(checks=False))
         self._kept: dict[bool, list[Window]] = {}
         self._differences: list[str] | None = None

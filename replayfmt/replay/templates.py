@@ -22,6 +22,7 @@ from replayfmt.format.model import Node
 from replayfmt.pytorch.dtypes import TORCH_DTYPE, TORCH_LAYOUT, TORCH_MEMORY_FORMAT
 
 from .devices import DeviceMap
+from .direct import direct_function
 from .facts import Effects, Layout, Place, effects_of
 from .operations import PutTogether
 from .resolve import ResolvedKernel
@@ -66,6 +67,7 @@ class Template:
     `target` is the assignment's left side with a `%s` for each leaf, "" where the op has no result.
     """
 
+    signature_id: int
     layout: Layout
     kernel: ResolvedKernel
     kernel_id: int
@@ -77,6 +79,39 @@ class Template:
     effects: Effects
 
 
+class DirectFunctions:
+    """What each template calls: found once for every way a kernel is called in."""
+
+    def __init__(self) -> None:
+        self._by_signature: dict[int, Callable[..., Any]] = {}
+        self._by_call: dict[Any, Callable[..., Any]] = {}
+
+    def function(self, template: Template, values: list[Any]) -> Callable[..., Any]:
+        """What to call for a template; `values` are its operands' in one record, None for tensors and storages."""
+        known = self._by_signature.get(template.signature_id)
+        if known is None:
+            known = self._by_signature[template.signature_id] = self._find(template, values)
+        return known
+
+    def _find(self, template: Template, values: list[Any]) -> Callable[..., Any]:
+        kinds = {operand for operand, _what in template.operands}
+        plain = Operand.storage not in kinds and not any(isinstance(value, PutTogether) for value in values)
+        overload = template.kernel.overload
+        # What returns nothing is in-place work on lists, which some functions return after all.
+        if template.raises or not template.kernel.own or not plain or not overload._schema.returns:
+            call: Callable[..., Any] = overload._op
+            return call
+        key = (template.kernel_id, template.text, tuple(map(_type_of, values)))
+        if key not in self._by_call:
+            tensors = [i for i, (operand, _what) in enumerate(template.operands) if operand is Operand.tensor]
+            self._by_call[key] = direct_function(overload, template.text, values, tensors)
+        return self._by_call[key]
+
+
+def _type_of(value: Any) -> Any:
+    return tuple(map(_type_of, value)) if isinstance(value, list | tuple) else type(value)
+
+
 class TemplateMaker:
     """Makes templates for one device mapping."""
 
@@ -84,7 +119,7 @@ class TemplateMaker:
         self._devices = devices
         self._generators = generators
 
-    def make(self, layout: Layout, kernel: ResolvedKernel) -> Template:
+    def make(self, signature_id: int, layout: Layout, kernel: ResolvedKernel) -> Template:
         """The template of an op's signature."""
         operands: list[tuple[Operand, Any]] = []
         pieces = []
@@ -110,7 +145,8 @@ class TemplateMaker:
         leaves: list[Result] = []
         targets = [self._target(each, leaves, index) for index, each in enumerate(layout.results)]
         target = targets[0] if len(targets) == 1 else f"({', '.join(targets)})" if targets else ""
-        return Template(layout, kernel, layout.signature.kernel, layout.signature.status is OpStatus.raised,
+        raises = layout.signature.status is OpStatus.raised
+        return Template(signature_id, layout, kernel, layout.signature.kernel, raises,
                         f"%s({', '.join(pieces)})", tuple(operands), target, tuple(leaves), effects_of(layout, kernel))
 
     # -------------------------------------------------------------------------------------------------------- arguments
