@@ -133,9 +133,6 @@ class RecordBuffer:
         self.rows.append(row)
         self.appended += records
 
-    def due(self) -> bool:
-        return len(self.rows) >= self.chunk_records
-
     # ----------------------------------------------------------------------------------------------------------- flush
 
     def flush(self) -> None:

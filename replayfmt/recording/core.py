@@ -37,6 +37,8 @@ from .sites import Sites
 from .storages import RELEASE_BATCH, Storages, Tracker
 from .tensor_metas import TensorMetas
 
+_BEHIND = 4   # frames' worth of records that may wait for the flusher
+
 
 class Core:
     """One capture in progress. `on`: what happens now is recorded."""
@@ -65,6 +67,7 @@ class Core:
             self.buffer, self.records, self.metas, self.storages, self.generators, self.numeric, self.digests,
             digest_results=options.digests == "ops", learn=self.sites.learn,
         )
+        self.wake = threading.Event()       # there is something to write, or the capture is over
         self.on = False
         self.fast = False                   # calls may take the fast path
         self.finished = False               # recording stopped for good: closed, failed, or past its stop
@@ -147,14 +150,15 @@ class Core:
         with self.lock:
             return self.storages.view(tracker, meta, offset, 1)
 
-    def late(self, facts: KernelFacts, args: Any, kwargs: Any, result: Any, started: int, ended: int) -> None:
-        """An op of the fast path gave other results than it used to."""
+    def late(self, facts: KernelFacts, args: Any, kwargs: Any, result: Any, started: int, ended: int) -> Any:
+        """An op of the fast path gave other results than it used to: the complete path, from where the op has run."""
         try:
             with self.lock:
                 if self.on:
                     self.calls.after(self.calls.before(facts, args, kwargs), result, started, ended)
         except Exception as error:
             self.fail(error)
+        return result
 
     def late_raised(self, facts: KernelFacts, args: Any, kwargs: Any, started: int, ended: int) -> None:
         """An op of the fast path raised."""
@@ -172,8 +176,11 @@ class Core:
         if len(self.storages.dead) >= RELEASE_BATCH:
             with self.lock:
                 self.storages.drain()
-        if self.buffer.due():
-            self.flush()
+        waiting = len(self.buffer.rows)
+        if waiting >= _BEHIND * self.options.chunk_records:
+            self.flush()                # the flusher does not keep up
+        elif waiting >= self.options.chunk_records:
+            self.wake.set()
 
     def flush(self) -> None:
         with self.lock:

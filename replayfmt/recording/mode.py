@@ -14,7 +14,12 @@ from types import MethodType
 from typing import Any
 
 import torch
-from torch._C import _len_torch_dispatch_stack, _pop_torch_dispatch_stack, _push_on_torch_dispatch_stack
+from torch._C import (
+    _len_torch_dispatch_stack,
+    _len_torch_function_stack,
+    _pop_torch_dispatch_stack,
+    _push_on_torch_dispatch_stack,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from replayfmt.errors import OpReplayError
@@ -22,7 +27,7 @@ from replayfmt.errors import OpReplayError
 from .calls import PassedThrough, dispatches_itself
 from .core import Core
 from .higher_order import run_higher_order
-from .kernels import Action, KernelFacts
+from .kernels import Action, KernelFacts, tensors_in
 from .numeric_state import HALF, SMALLEST
 from .records import Unrepresentable
 from .sites import Following
@@ -70,7 +75,7 @@ class RecordingMode(TorchDispatchMode):
         if not isinstance(func, torch._ops.OpOverload):
             return run_higher_order(self, func, args, kwargs)
         facts = core.calls.facts(func)
-        if facts.action is not Action.record:
+        if facts.action is not Action.record and not facts.has_own_kernel(args, kwargs):
             return self._special(facts, args, kwargs)
         if not core.on and not self._begins():
             return func(*args, **kwargs)
@@ -204,7 +209,7 @@ class RecordingMode(TorchDispatchMode):
             with core.lock:
                 core.records.unsupported(problem.reason, facts.name, problem.detail)
                 for index in facts.writes:
-                    for tensor in _tensors(facts.argument(index, args, kwargs)):
+                    for tensor in tensors_in(facts.argument(index, args, kwargs)):
                         core.mark_outside_write(tensor)
         except OpReplayError as error:
             core.fail(error)
@@ -215,7 +220,7 @@ def _fast_path(mode: RecordingMode) -> Callable[..., Any]:
     core = mode.core
     sites, numeric, calls = core.sites, core.numeric, core.calls
     complete, candidates = mode.dispatch, core.sites.candidates
-    depth, pump, dead = _len_torch_dispatch_stack, core.pump, core.storages.dead
+    depth, functions, pump, dead = _len_torch_dispatch_stack, _len_torch_function_stack, core.pump, core.storages.dead
     following: Following = {}
     no_keywords: dict[str, Any] = {}
 
@@ -226,18 +231,18 @@ def _fast_path(mode: RecordingMode) -> Callable[..., Any]:
         if types or not core.fast or depth():
             return complete(func, types, args, kwargs)
         number = id(func)
-        if numeric.unchanged() and SMALLEST * HALF == numeric.flushed:
+        if numeric.unchanged() and (SMALLEST * HALF == 0.0) is numeric.flushes:
             site = following.get(number)
-            if site is not None and (site.polls is None or site.polls()):
-                result = site.run(args, kwargs)
+            if site is not None and (site.polls is None or site.polls.same()):
+                result = site.plain(args, kwargs) if functions() else site.run(args, kwargs)
                 if result is not MISS:
                     following = site.following
                     if len(dead) >= RELEASE_BATCH:
                         pump()
                     return result
             for other in candidates(number):
-                if other is not site and (other.polls is None or other.polls()):
-                    result = other.run(args, kwargs)
+                if other is not site and (other.polls is None or other.polls.same()):
+                    result = other.plain(args, kwargs) if functions() else other.run(args, kwargs)
                     if result is not MISS:
                         following[number] = other
                         following = other.following
@@ -265,11 +270,3 @@ def _is_tracing(types: Any) -> bool:
         if loaded is not None and any(issubclass(kind, getattr(loaded, name)) for kind in types):
             return True
     return False
-
-
-def _tensors(value: Any) -> list[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        return [value]
-    if isinstance(value, (list, tuple)):
-        return [tensor for item in value for tensor in _tensors(item)]
-    return []

@@ -91,7 +91,7 @@ class NumericState:
 
     def _take_guard(self) -> None:
         self.unchanged = GlobalStateGuard().check           # whether nothing changed that the guard covers
-        self.flushed = SMALLEST * HALF                      # what denormals come to in this thread's arithmetic
+        self.flushes = SMALLEST * HALF == 0.0               # whether this thread's arithmetic flushes denormals to zero
 
     def poll_of(self, kernel: str) -> Poll | None:
         """A quick look at the settings outside the guard that can change what a kernel computes, if there are any."""
@@ -108,7 +108,7 @@ class NumericState:
     def check(self, kernel: str) -> None:
         """Before an op: record what changed since the last one."""
         poll = self.poll_of(kernel)
-        if self.unchanged() and SMALLEST * HALF == self.flushed and (poll is None or poll()):
+        if self.unchanged() and (SMALLEST * HALF == 0.0) is self.flushes and (poll is None or poll.same()):
             return
         now = read_settings()
         changes = {name: value for name, value in now.items() if self.known.get(name) != value}
@@ -121,16 +121,20 @@ class NumericState:
 
 
 class Poll:
-    """Compares a few settings with what they were when the stream's state was last read."""
+    """Compares a few settings with what they were when the stream's state was last read. `same` does it."""
 
-    __slots__ = ("_getters", "_values")
+    __slots__ = ("_getters", "_values", "same")
 
     def __init__(self, getters: tuple[Callable[[], Any], ...]) -> None:
         self._getters = getters
+        self._values: list[Any] = []
         self.renew()
+        # Written out, because a loop over three getters costs more than the getters.
+        names = ", ".join(f"g{index}" for index in range(len(getters)))
+        same = " and ".join(f"g{index}() == v[{index}]" for index in range(len(getters)))
+        namespace: dict[str, Any] = {}
+        exec(f"def make(v, {names}):\n    def same(): return {same}\n    return same", namespace)
+        self.same: Callable[[], bool] = namespace["make"](self._values, *getters)
 
     def renew(self) -> None:
-        self._values = [get() for get in self._getters]
-
-    def __call__(self) -> bool:
-        return [get() for get in self._getters] == self._values
+        self._values[:] = [get() for get in self._getters]

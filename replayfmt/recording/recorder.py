@@ -53,7 +53,6 @@ class Recorder:
         self._patches: list[Hooks | HostReads] = []
         self._after_fork: AfterFork | None = None
         self._thread: int = 0
-        self._wake = threading.Event()
         self._flusher: threading.Thread | None = None
         self._closed = False
         self._forked = False
@@ -121,7 +120,7 @@ class Recorder:
                 patches.remove()
             if self._after_fork is not None:
                 self._after_fork.stop()
-            self._wake.set()
+            core.wake.set()
             with _activation:
                 if _active is self:
                     _active = None
@@ -154,9 +153,9 @@ class Recorder:
     def _flush_loop(self) -> None:
         core = self._core
         assert core is not None
-        while not self._wake.wait(_FLUSH_PERIOD_S):
-            if core.failure is not None:
-                return
+        while not self._closed and core.failure is None:
+            core.wake.wait(_FLUSH_PERIOD_S)
+            core.wake.clear()
             if core.buffer.rows or core.storages.dead:
                 core.flush()
 

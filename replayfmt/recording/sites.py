@@ -23,8 +23,10 @@ import torch
 from replayfmt.format.codes import ValueKind
 
 from .arguments import Use, Values
+from .bindings import binding_of, call_watched
 from .buffer import FROM_SITE, MadeView, packer
 from .kernels import KernelFacts
+from .numeric_state import Poll
 from .storages import Tracker
 from .templates import CONSTANT, NEW, NOTHING, NUMBER, SAME, TENSOR, TENSORS, VIEW, ZERO, Factory, Place, Shape
 
@@ -50,12 +52,13 @@ _SIMPLE = {
 
 
 class Site:
-    """One kind of call: what runs it, what followed it, which settings it depends on."""
+    """One kind of call: what runs it, what followed it, which settings it depends on. `plain` is `run` without bindings
+    (see bindings.py), for while a TorchFunctionMode is active."""
 
-    __slots__ = ("following", "polls", "run")
+    __slots__ = ("following", "plain", "polls", "run")
 
-    def __init__(self, run: Run, polls: Callable[[], bool] | None) -> None:
-        self.run = run
+    def __init__(self, plain: Run, polls: Poll | None) -> None:
+        self.run = self.plain = plain
         self.polls = polls
         self.following: Following = {}
 
@@ -75,6 +78,7 @@ class Sites:
             "ident": get_ident, "rows": buffer.rows.append, "threads": core.threads, "lock": core.lock,
             "next_storage": buffer.next_storage.__next__, "next_tensor": buffer.next_tensor.__next__, "Tracker": Tracker,
             "tell_death": storages.dead.append, "live": storages.live, "enter": core.enter, "view": core.view,
+            "finish": core.late, "raised": core.late_raised,
         })
         self.enabled = TensorGuards is not None and not core.options.audit and core.options.digests != "ops"
 
@@ -130,7 +134,24 @@ class Sites:
         shape = Shape(arguments, tuple(keywords), places, facts.results == 1, tuple(dict.fromkeys(written)),
                       _results_follow(facts))
         own = self._own(signature, call, results, shape)
-        return Site(self._factory.make(shape, own), core.numeric.poll_of(facts.name))
+        site = Site(self._factory.make(shape, own), core.numeric.poll_of(facts.name))
+        self._try_binding(site, facts, shape, own)
+        return site
+
+    def _try_binding(self, site: Site, facts: KernelFacts, shape: Shape, own: dict[str, Any]) -> None:
+        """Have the site's first call go through the operator's binding, and all later ones if that was the same call."""
+        binding = binding_of(facts)
+        if binding is None:
+            return
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            site.run = site.plain
+            result, same = call_watched(binding, facts, args, kwargs)
+            if same:
+                site.run = self._factory.make(shape, {**own, "op": binding})
+            return result
+
+        site.run = self._factory.make(shape, {**own, "op": watched})
 
     def _results(
         self, returned: tuple[Any, ...], given: dict[str, Any], uses: list[Use]
@@ -198,15 +219,6 @@ class Sites:
 
     def _own(self, signature: int, call: Call, results: Values, shape: Shape) -> dict[str, Any]:
         core, facts = self._core, call.facts
-
-        def finish(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, start: int, end: int) -> Any:
-            # The results were not of the expected kind: the complete path, from where the op has run.
-            core.late(facts, args, kwargs, result, start, end)
-            return result
-
-        def raised(args: tuple[Any, ...], kwargs: dict[str, Any], start: int, end: int) -> None:
-            core.late_raised(facts, args, kwargs, start, end)
-
         inputs = list(zip(shape.inputs(), call.values.uses, strict=True))
         outputs = list(zip(shape.outputs(), results.uses, strict=True))
         made = [
@@ -219,7 +231,7 @@ class Sites:
             core.records.device(new_on[0]) if new_on else 0,
         )
         own: dict[str, Any] = {
-            "op": facts.call, "code": FROM_SITE + number, "raised": raised, "finish": finish,
+            "op": facts.call, "code": FROM_SITE + number, "facts": facts,
             "pack": packer(len(inputs) + len(outputs) + 2 * len(made), 0),
         }
         for place, value in zip((*shape.arguments, *shape.keywords), (*call.args, *call.kwargs.values()), strict=True):

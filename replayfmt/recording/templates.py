@@ -83,7 +83,7 @@ class Factory:
 
     def __init__(self, shared: dict[str, Any]) -> None:
         """`shared`: clock, begin, contexts, ident, rows, threads, lock, next_storage, next_tensor, Tracker, tell_death,
-        live, enter, view."""
+        live, enter, view, finish, raised."""
         self._globals = {"MISS": MISS, **shared}
         self._makers: dict[Shape, Callable[..., Any]] = {}
 
@@ -103,7 +103,7 @@ class Factory:
 def _source(shape: Shape) -> str:
     """The code of a shape: a function `make` of one argument, the site's environment (a dict)."""
     recognized = _recognize(shape)
-    finish = "return finish(args, kwargs, r, start, end)"
+    finish = "return finish(facts, args, kwargs, r, start, end)"
     accepted = _accept(shape, finish)
     recorded = _record(shape)
     call = "op(*args, **kwargs)" if shape.keywords else "op(*args)"
@@ -112,7 +112,7 @@ def _source(shape: Shape) -> str:
     lines += [f"            {line}" for line in recognized]
     lines += ["        except (AttributeError, KeyError, TypeError, ValueError): return MISS"]
     lines += ["        start = clock()", f"        try: r = {call}", "        except BaseException:",
-              "            raised(args, kwargs, start, clock())", "            raise", "        end = clock()"]
+              "            raised(facts, args, kwargs, start, clock())", "            raise", "        end = clock()"]
     lines += [f"        {line}" for line in accepted]
     # With several threads the ids and the row of one op must come in one piece.
     lines += ["        if threads:", "            with lock:", *(f"                {line}" for line in recorded), "            return r"]
@@ -123,7 +123,7 @@ def _source(shape: Shape) -> str:
 
 def _own(shape: Shape) -> list[str]:
     """The names of what a site has of its own."""
-    names = ["op", "pack", "code", "raised", "finish"]
+    names = ["op", "pack", "code", "facts"]
     if shape.distinct():
         names.append("check")
     if shape.made() and not shape.known:
