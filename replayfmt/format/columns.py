@@ -8,8 +8,8 @@ its caller, and one found by a reader is a damaged capture.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
 
@@ -17,7 +17,7 @@ import flatbuffers
 import numpy as np
 
 from .codes import StorageOrigin
-from .frames import MAX_LENGTH
+from .frames import MAX_BODY_BYTES, MAX_FRAME_RECORDS, MAX_LENGTH
 from .generated import Records
 
 Column = Any  # a numpy array, an array.array, or anything np.asarray takes without a copy
@@ -54,6 +54,42 @@ class RecordColumns:
     storage_origin: Column = field(default_factory=_empty)
     storage_payload: Column = field(default_factory=_empty)
     device_duration_ns: Column | None = None
+
+
+def pieces(given: RecordColumns, slot_counts: tuple[array, array, array]) -> Iterator[RecordColumns]:
+    """The same records in as many frames as the format's limits ask for: nearly always one.
+
+    Storages are born in the first piece. A single record may still be too large for a frame.
+    """
+    signature = np.asarray(given.signature)
+    slots = [np.asarray(column) for column in (given.tensors, given.ints, given.floats)]
+    # At most 32 bytes for a tensor slot and the tensor it may bring along, 8 for others, 64 for record and storage.
+    size = 32 * len(slots[0]) + 8 * len(slots[1]) + 8 * len(slots[2]) + 64 * (len(signature) + len(given.storage_bytes))
+    half = len(signature) // 2
+    if not half or (size < MAX_BODY_BYTES and len(signature) <= MAX_FRAME_RECORDS):
+        yield given
+        return
+    if signature.dtype.kind not in "iu" or int(signature.min()) < 0 or int(signature.max()) >= len(slot_counts[0]):
+        yield given  # encoding says what is wrong with it
+        return
+    cuts = [int(np.asarray(counts)[signature[:half]].sum(dtype=np.int64)) for counts in slot_counts]
+    for place in (slice(None, half), slice(half, None)):
+        first = place.start is None
+
+        def part(column: Column | None, place: slice = place) -> np.ndarray | None:
+            return None if column is None else np.asarray(column)[place]
+
+        def slot(number: int, first: bool = first) -> np.ndarray:
+            return slots[number][:cuts[number]] if first else slots[number][cuts[number]:]
+
+        piece = replace(
+            given, signature=part(signature), scope=part(given.scope), thread=part(given.thread),
+            start_ns=part(given.start_ns), duration_ns=part(given.duration_ns),
+            device_duration_ns=part(given.device_duration_ns), tensors=slot(0), ints=slot(1), floats=slot(2))
+        if not first:
+            piece = replace(piece, first_storage=0, storage_bytes=_empty(), storage_device=_empty(),
+                            storage_origin=_empty(), storage_payload=_empty())
+        yield from pieces(piece, slot_counts)
 
 
 @dataclass(frozen=True)

@@ -44,6 +44,7 @@ PAYLOAD_ROW = np.dtype([
 # captures need.
 MAX_BODY_BYTES = 256 << 20              # raw length of a frame that holds a FlatBuffer
 MAX_COMPRESSED_PAYLOAD_BYTES = 256 << 20  # raw length of a payload with codec zstd; larger ones are stored as they are
+MAX_FRAME_RECORDS = 1 << 20             # records in one frame, of each of which a reader makes some 100 bytes
 MAX_STRING_BYTES = 16 << 20             # one string, so that a few always fit a frame
 MAX_NESTING = 64                        # depth of lists in a record's values
 MAX_LENGTH = 1 << 60                    # any length, offset, ordinal, time or id: so that sums fit 64 signed bits
@@ -196,6 +197,8 @@ def _check_known(header: FrameHeader, where: str) -> None:
     elif header.raw_bytes > MAX_BODY_BYTES:
         raise InvalidCapture(f"{where}: {name} frame declares {header.raw_bytes} raw bytes; "
                              f"the limit is {MAX_BODY_BYTES}")
+    if kind == FrameKind.records and header.count > MAX_FRAME_RECORDS:
+        raise InvalidCapture(f"{where}: a frame of {header.count} records; the limit is {MAX_FRAME_RECORDS}")
     if (header.count != 0) != (kind in (FrameKind.records, FrameKind.payload)):
         raise InvalidCapture(f"{where}: {name} frame with a count of {header.count}")
 

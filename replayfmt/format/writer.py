@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 from ..errors import CaptureFailed, OutputExists
 from .codes import FrameKind
-from .columns import Bounds, RecordColumns, encode_records
+from .columns import Bounds, RecordColumns, encode_records, pieces
 from .frame_output import Buffer, FrameOutput
 from .frames import MAX_BODY_BYTES, pack_preamble
 from .interning import Definitions
@@ -119,11 +119,16 @@ class CaptureWriter:
         return self._payloads.add(data, self._whole)
 
     def records(self, columns: RecordColumns) -> None:
-        """Write one frame of records, and before it the definitions and payloads it may use. No records: no frame.
+        """Write one frame of records (several, where the format's limits ask for it), and before it the definitions and
+        payloads it may use. No records: no frame.
 
         Raises ValueError where the columns contradict each other, CaptureFailed where the file cannot be written.
         """
         self._output.check()
+        for piece in pieces(columns, self._definitions.slot_counts):
+            self._write_records(piece)
+
+    def _write_records(self, columns: RecordColumns) -> None:
         definitions = self._definitions
         bounds = Bounds(definitions.count("signature"), definitions.count("scope"), definitions.count("meta"),
                         definitions.count("device"), self._payloads.count, self._frames.next_storage)
@@ -134,7 +139,7 @@ class CaptureWriter:
             return
         if len(encoded.body) > MAX_BODY_BYTES:
             raise ValueError(f"{encoded.count} records take {len(encoded.body)} bytes in one frame; "
-                             f"the limit is {MAX_BODY_BYTES}: write fewer at a time")
+                             f"the limit is {MAX_BODY_BYTES}")
         with self._whole():
             self._payloads.flush()
             self._write_definitions()

@@ -76,6 +76,7 @@ def test_the_limits_are_the_codes() -> None:
     assert body == f"{frames.MAX_BODY_BYTES >> 20} MiB"
     assert limits["payload with codec zstd, decompressed"] == f"{frames.MAX_COMPRESSED_PAYLOAD_BYTES >> 20} MiB"
     assert limits["one string"] == f"{frames.MAX_STRING_BYTES >> 20} MiB"
+    assert limits["records a frame"] == f"2^{frames.MAX_FRAME_RECORDS.bit_length() - 1}"
     assert limits["nesting of values"] == str(frames.MAX_NESTING)
     assert limits["any length, offset, time, ordinal, size or stride"] == f"2^{frames.MAX_LENGTH.bit_length() - 1}"
 

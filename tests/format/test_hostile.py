@@ -496,7 +496,7 @@ def test_strings_that_all_point_to_the_same_bytes_cannot_expand(capture: Path) -
 @pytest.mark.parametrize("changes", [
     {"stored_bytes": 1 << 63, "raw_bytes": 1 << 63}, {"stored_bytes": (1 << 64) - 1, "raw_bytes": (1 << 64) - 1},
     {"raw_bytes": 5}, {"count": 0}, {"count": 7}, {"count": 0xFFFFFFFF}, {"first_ordinal": 1},
-    {"first_ordinal": 1 << 62},
+    {"first_ordinal": 1 << 62}, {"count": (1 << 20) + 1},
     {"flags": 0}, {"flags": 3}, {"codec": 9}, {"codec": 1}, {"sequence": 77}, {"kind": 0}, {"kind": 4}, {"kind": 1},
     {"raw_bytes": MAX_BODY_BYTES + 1, "codec": 1}, {"raw_bytes": MAX_BODY_BYTES, "codec": 1},
 ])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import signal
 import subprocess
@@ -10,12 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from replayfmt.errors import InvalidCapture
+from replayfmt.errors import CaptureFailed, InvalidCapture, OutputExists, UsageError
 from replayfmt.format.check import check_capture
 from replayfmt.format.reader import open_capture
 from replayfmt.format.recover import recover_capture
 
 from .reading import read_all
+from .samples import write_everything, write_small
 
 # Acknowledges each frame on stdout once `records` has returned, and is killed after a number of acknowledgements or
 # wherever it happens to be.
@@ -83,10 +85,6 @@ def test_every_acknowledged_record_of_a_killed_writer_is_recovered(tmp_path: Pat
 
 
 def test_a_recovery_onto_the_capture_itself_is_refused(tmp_path: Path) -> None:
-    from replayfmt.errors import OutputExists, UsageError
-
-    from .samples import write_small
-
     path = tmp_path / "a.opreplay"
     write_small(path, close=False).abandon()
     partial = tmp_path / "a.opreplay.partial"
@@ -102,8 +100,6 @@ def test_a_recovery_onto_the_capture_itself_is_refused(tmp_path: Path) -> None:
 
 
 def test_recovering_a_whole_capture_copies_it(tmp_path: Path) -> None:
-    from .samples import write_everything
-
     path, out = tmp_path / "a.opreplay", tmp_path / "b.opreplay"
     write_everything(path)
     _report, left = recover_capture(path, out)
@@ -115,12 +111,6 @@ def test_recovering_a_whole_capture_copies_it(tmp_path: Path) -> None:
 
 
 def test_a_failed_recovery_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import os
-
-    from replayfmt.errors import CaptureFailed
-
-    from .samples import write_everything
-
     path, out = tmp_path / "a.opreplay", tmp_path / "b.opreplay"
     write_everything(path)
 

@@ -10,14 +10,17 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from xxhash import xxh3_64_intdigest
 
 from replayfmt.errors import CaptureNotFound, InvalidCapture
 from replayfmt.format.check import check_capture
+from replayfmt.format.codes import RecordKind
 from replayfmt.format.reader import open_capture
 from replayfmt.format.recover import recover_capture
+from replayfmt.format.writer import CaptureWriter
 
 from .reading import read_all
-from .samples import write_small
+from .samples import SESSION, Records, marker, write_small
 
 
 def _all_refuse(path: str | Path, error: type[Exception], match: str) -> None:
@@ -96,8 +99,6 @@ def test_a_preamble_alone_has_nothing_to_read(tmp_path: Path) -> None:
 
 
 def test_reserved_bytes_of_the_preamble_must_be_zero(tmp_path: Path) -> None:
-    from xxhash import xxh3_64_intdigest
-
     path = tmp_path / "a.opreplay"
     write_small(path)
     for place, value in ((12, 128), (16, 128), (40, 1), (55, 1)):
@@ -109,10 +110,7 @@ def test_reserved_bytes_of_the_preamble_must_be_zero(tmp_path: Path) -> None:
 
 
 def test_a_capture_that_is_still_being_written_can_be_read_up_to_the_last_whole_frame(tmp_path: Path) -> None:
-    from replayfmt.format.codes import RecordKind
-    from replayfmt.format.writer import CaptureWriter
 
-    from .samples import SESSION, Records, marker
 
     path = tmp_path / "a.opreplay"
     writer = CaptureWriter(path, SESSION)

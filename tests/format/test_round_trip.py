@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from xxhash import xxh3_128_intdigest
 
 from replayfmt.format.check import check_capture
 from replayfmt.format.codes import (
@@ -24,6 +25,9 @@ from replayfmt.format.codes import (
     ValueKind,
 )
 from replayfmt.format.digest import TensorDigest
+from replayfmt.format.generated.Head import Head
+from replayfmt.format.generated.Records import Records as GeneratedRecords
+from replayfmt.format.generated.Tables import Tables
 from replayfmt.format.model import (
     CompositeValue,
     Device,
@@ -162,7 +166,7 @@ def test_payloads_come_back_and_lie_aligned_in_the_file(everything: CaptureReade
             assert data[info.offset:info.offset + info.stored_bytes] == contents[info.id]
     assert [info.codec for info in everything.payloads] == [Codec.none, Codec.none, Codec.zstd, Codec.none, Codec.zstd]
     assert len(everything.payloads) == len(contents)
-    assert everything.payload_info(4).digest == f"{__import__('xxhash').xxh3_128_intdigest(contents[4]):032x}"
+    assert everything.payload_info(4).digest == f"{xxh3_128_intdigest(contents[4]):032x}"
 
 
 def test_a_wrong_buffer_for_a_payload_is_the_callers_error(everything: CaptureReader) -> None:
@@ -243,10 +247,6 @@ def test_strings_without_a_utf8_form_are_escaped(tmp_path: Path) -> None:
 
 
 def test_the_bindings_that_flatc_generates_read_what_was_written(everything: CaptureReader) -> None:
-    from replayfmt.format.generated.Head import Head
-    from replayfmt.format.generated.Records import Records as GeneratedRecords
-    from replayfmt.format.generated.Tables import Tables
-
     head = Head.GetRootAs(everything.read_frame(0)[1])
     assert head.SessionId().decode() == SESSION.session_id and head.WorldSize() == 4 and head.ArgvLength() == 3
     tables = next(i for i, row in enumerate(everything.contents.frames) if row["kind"] == 2)

@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from replayfmt.errors import CaptureFailed, OutputExists
+from replayfmt.format import columns
 from replayfmt.format.check import check_capture
 from replayfmt.format.codes import (
     Codec,
@@ -277,12 +278,12 @@ def test_in_another_thread_signal_handlers_stay_as_they_are(tmp_path: Path) -> N
 
 
 def _columns(**changes: object) -> RecordColumns:
-    columns: dict[str, object] = dict(
+    given: dict[str, object] = dict(
         signature=[1], scope=[0], thread=[0], start_ns=[0], duration_ns=[0], tensors=[1], ints=[5], floats=[],
         tensor_definitions={1: (1, 0, 1)}, first_storage=1, storage_bytes=[8], storage_device=[1],
         storage_origin=[int(StorageOrigin.op)], storage_payload=[0])
-    columns.update(changes)
-    return RecordColumns(**columns)  # type: ignore[arg-type]
+    given.update(changes)
+    return RecordColumns(**given)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("changes", "match"), [
@@ -315,6 +316,36 @@ def test_columns_that_contradict_each_other_are_the_callers_error_and_change_not
     writer.close(1)
     check_capture(tmp_path / "a.opreplay")
     assert open_capture(tmp_path / "a.opreplay").record_count == 1
+
+
+def test_records_beyond_a_frames_limits_become_several_frames(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(columns, "MAX_BODY_BYTES", 1 << 20)
+    monkeypatch.setattr(columns, "MAX_FRAME_RECORDS", 1000)
+    path = tmp_path / "a.opreplay"
+    writer = CaptureWriter(path, SESSION)
+    writer.meta(TensorMeta(DType.int8, Layout.strided, writer.device(Device("cpu")), (8,), (1,)))
+    kernel = writer.kernel(Kernel("a::b", "default", "s"))
+    few = writer.signature(op(kernel, (Node(V.int, "n"),)))
+    # A list of very many tensors in each of the last records, as a fused optimizer has.
+    many = writer.signature(op(kernel, (Node(V.list, "x", None, tuple(Node(V.tensor) for _ in range(5000))),)))
+    signature = np.array([few] * 10 + [many] * 20, np.uint32)
+    ids = np.arange(1, 5001)
+    definitions = np.stack([ids, np.ones_like(ids), ids - 1, np.ones_like(ids)], axis=1)
+    writer.records(RecordColumns(
+        signature, [0] * 30, [0] * 30, list(range(30)), [0] * 30, np.tile(ids, 20), list(range(10)), [], definitions, 1,
+        [1 << 20], [1], [int(StorageOrigin.op)], [0]))
+    writer.records(RecordColumns(
+        [few] * 2500, [0] * 2500, [0] * 2500, list(range(2500)), None, [], list(range(2500)), [], {}))
+    writer.close(1)
+    check_capture(path)
+    with open_capture(path) as reader:
+        sizes = [info.count for info in reader.record_frames]
+        assert sum(sizes) == 2530 and max(sizes) <= 1000 and sizes[0] < 30 and len(sizes) > 5
+        assert [reader.record(n).args for n in (0, 9, 30, 2529)] == [(0,), (9,), (0,), (2499,)]
+        assert [reader.record(n).start_ns for n in (0, 29, 30, 2529)] == [0, 29, 0, 2499]
+        for ordinal in (10, 29):
+            assert [value.id for value in reader.record(ordinal).args[0]] == list(range(1, 5001))
+        assert reader.storage_count == 1
 
 
 @settings(max_examples=300, deadline=None, derandomize=True)
