@@ -12,7 +12,7 @@ from statistics import median
 
 import tiny_gpt2
 import torch
-from measuring import arguments, in_turns, median_of, row, scratch, seconds
+from measuring import arguments, clock, in_turns, median_of, row, scratch, seconds
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import replayfmt
@@ -28,6 +28,25 @@ class Collecting(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.calls.append((func._op, args, kwargs or {}))
         return func(*args, **(kwargs or {}))
+
+
+class OpTimer:
+    """The time of the ops of one execution, in seconds of the benchmarks' clock."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._since: float | None = None
+
+    def start(self) -> None:
+        self._since = clock()
+
+    def stop(self) -> None:
+        now = clock()
+        if self._since is not None:
+            self.seconds += now - self._since
+        self._since = None
+
+    resume, pause = start, stop
 
 
 def bare_loop(run: Callable[[], None]) -> Callable[[], None]:
@@ -58,8 +77,11 @@ def measure(name: str, run: Callable[[], None], times: int, repeats: int, rounds
     bare = bare_loop(repeated)
     operators = tiny_gpt2.operators(repeated)
 
-    def replay() -> float:  # without giving fresh state, which happens before
-        return plan.execute(verify="none").elapsed_ns * 1e-9
+    def replay() -> float:
+        """The time of the ops alone, without giving fresh state, which happens before."""
+        timer = OpTimer()
+        plan.execute(verify="none", timer=timer)
+        return timer.seconds
 
     taken = in_turns({name: lambda f=function: sum(f() for _ in range(repeats)) / repeats for name, function in
                       (("eager", lambda: seconds(repeated)), ("bare", lambda: seconds(bare)), ("replay", replay))},

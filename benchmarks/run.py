@@ -15,6 +15,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from measuring import CLOCK
+
 HERE = Path(__file__).parent
 SCRIPTS = ("capture_cost", "replay_cost", "replay_memory", "file_size", "large_capture", "dump_rows", "payload_speed",
            "recorder_memory")
@@ -72,7 +74,7 @@ def main() -> None:
     for script in asked.scripts or SCRIPTS:
         print(f"{script} …", file=sys.stderr, flush=True)
         rows += rows_of(script, asked.quick)
-    print(" · ".join(f"{key} {value}" for key, value in machine().items()) + "\n")
+    print(" · ".join(f"{key} {value}" for key, value in machine().items()) + f" · {CLOCK} clock\n")
     print(table(rows))
     if asked.out:
         asked.out.write_text(json.dumps({"machine": machine(), "rows": rows}, indent=1) + "\n")
