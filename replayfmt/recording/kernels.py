@@ -66,6 +66,15 @@ _UNTAGGED_RANDOM = {"_no_grad_normal_", "_no_grad_uniform_", "seed", "manual_see
 # Results that no replay can reproduce bit for bit, because the kernel leaves parts of them unwritten.
 OPAQUE_RESULTS = {"aten::mkldnn_rnn_layer": (3,)}
 
+# Composites for which these backends may have a kernel of their own, which the dispatcher then prefers to the parts.
+_BACKENDS = tuple(
+    (name, getattr(torch._C.DispatchKey, name))
+    for name in (
+        "CPU", "CUDA", "Meta", "SparseCPU", "SparseCUDA", "SparseCsrCPU", "SparseCsrCUDA", "QuantizedCPU", "QuantizedCUDA",
+        "NestedTensorCPU", "NestedTensorCUDA",
+    )
+)
+
 _COLLECTIVE_NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "symm_mem", "_dtensor")
 
 
@@ -81,7 +90,7 @@ class KernelFacts:
 
     __slots__ = (
         "accumulates_at", "action", "arguments", "beta", "call", "dropout", "empty", "func", "id", "in_place_view", "indices", "name",
-        "namespace", "opaque_results", "overwrites_self", "random", "reads_nothing", "results", "view", "writes",
+        "namespace", "opaque_results", "overwrites_self", "own_kernels", "random", "reads_nothing", "results", "view", "writes",
         "writes_some",
     )
 
@@ -118,6 +127,7 @@ class KernelFacts:
         self.dropout = self.indices.get("dropout_p", -1) if self.namespace == "aten" else -1
         self.opaque_results = OPAQUE_RESULTS.get(schema.name, ())
         self.action = self._choose_action(base)
+        self.own_kernels = self._find_own_kernels() if self.action is Action.decompose else ()
 
     def _choose_action(self, base: str) -> Action:
         if self.namespace == "profiler":
@@ -129,6 +139,19 @@ class KernelFacts:
         if self.func._can_decompose():
             return Action.decompose
         return Action.record
+
+    def _find_own_kernels(self) -> tuple[torch._C.DispatchKey, ...]:
+        has = torch._C._dispatch_has_kernel_for_dispatch_key
+        name = self.func.name()
+        nested = has(name, "CompositeImplicitAutogradNestedTensor")
+        return tuple(key for text, key in _BACKENDS if has(name, text) or (nested and text.startswith("Nested")))
+
+    def has_own_kernel(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether the dispatcher runs this composite as one kernel for these arguments, not in parts."""
+        if not self.own_kernels:
+            return False
+        keys = [torch._C._dispatch_keys(tensor) for tensor in tensors_in((*args, *kwargs.values()))]
+        return any(given.has(key) for given in keys for key in self.own_kernels)
 
     @property
     def overload(self) -> str:
@@ -170,3 +193,12 @@ class KernelFacts:
     def writes_all(self, index: int) -> bool:
         """Whether a call that writes its argument `index` writes every element of it."""
         return not (self.writes_some and index == 0)
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """Every tensor in a value and its lists."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, (list, tuple)):
+        return [tensor for item in value for tensor in tensors_in(item)]
+    return []

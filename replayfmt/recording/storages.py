@@ -185,8 +185,8 @@ class Storages:
         external = not storage.resizable()
         for number, (low, high) in self._ranges() if external else list(self._external.items()):
             base = self.live.get(number)
-            if base is None or high <= begin or end <= low:
-                continue
+            if base is None or base() is None or high <= begin or end <= low:
+                continue  # a death that was not drained yet leaves its range behind
             if low <= begin and end <= high:
                 return self._alias(storage, base, begin - low, length)
             self._records.unsupported(
