@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import random
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -32,13 +34,20 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+def _cuts(data: bytes, folder: Path) -> Iterator[tuple[int, Path]]:
+    """A file that gets shorter byte by byte, and its length."""
+    path = folder / "cut.opreplay"
+    path.write_bytes(data)
+    for length in range(len(data) - 1, -1, -1):
+        os.truncate(path, length)
+        yield length, path
+
+
 def test_every_truncation_is_refused_or_read_as_an_incomplete_prefix(small: Path, tmp_path: Path) -> None:
     data = small.read_bytes()
     _complete, records, _rest = read_all(small)
-    cut = tmp_path / "cut.opreplay"
     lengths = []
-    for length in range(len(data)):
-        cut.write_bytes(data[:length])
+    for length, cut in _cuts(data, tmp_path):
         try:
             complete, some, _rest = read_all(cut)
         except OpReplayError as error:
@@ -47,15 +56,12 @@ def test_every_truncation_is_refused_or_read_as_an_incomplete_prefix(small: Path
         assert not complete
         assert some == records[:len(some)]
         lengths.append(len(some))
-    # Longer pieces never hold less, and every frame's end is reached.
-    assert lengths == sorted(lengths) and set(lengths) == {0, 2, 4}
+    # Shorter pieces never hold more, and every frame's end is reached.
+    assert lengths == sorted(lengths, reverse=True) and set(lengths) == {0, 2, 4}
 
 
 def test_every_truncation_is_a_finding_of_the_check(tiny: Path, tmp_path: Path) -> None:
-    data = tiny.read_bytes()
-    cut = tmp_path / "cut.opreplay"
-    for length in range(len(data)):
-        cut.write_bytes(data[:length])
+    for _length, cut in _cuts(tiny.read_bytes(), tmp_path):
         with pytest.raises(InvalidCapture):
             check_capture(cut)
 
@@ -83,21 +89,23 @@ def test_what_truncation_leaves_is_recovered_and_valid(small: Path, tmp_path: Pa
     assert recovered == {0, 2, 4}
 
 
-def _flips(data: bytes, seed: int):
+def _flips(data: bytes, folder: Path, seed: int) -> Iterator[tuple[int, Path]]:
+    """A file with one bit of each byte flipped in turn, and which byte."""
     chosen = random.Random(seed)
-    for position in range(len(data)):
-        flipped = bytearray(data)
-        flipped[position] ^= 1 << chosen.randrange(8)
-        yield position, bytes(flipped)
+    path = folder / "flipped.opreplay"
+    path.write_bytes(data)
+    with path.open("r+b", buffering=0) as file:
+        for position, byte in enumerate(data):
+            os.pwrite(file.fileno(), bytes([byte ^ 1 << chosen.randrange(8)]), position)
+            yield position, path
+            os.pwrite(file.fileno(), bytes([byte]), position)
 
 
 def test_a_flipped_bit_anywhere_is_refused_or_changes_nothing(tiny: Path, tmp_path: Path) -> None:
     data = tiny.read_bytes()
     _complete, records, rest = read_all(tiny)
-    path = tmp_path / "flipped.opreplay"
     refused = 0
-    for position, flipped in _flips(data, 1):
-        path.write_bytes(flipped)
+    for position, path in _flips(data, tmp_path, 1):
         try:
             complete, some, others = read_all(path)
         except OpReplayError:
@@ -110,9 +118,7 @@ def test_a_flipped_bit_anywhere_is_refused_or_changes_nothing(tiny: Path, tmp_pa
 
 
 def test_a_flipped_bit_anywhere_is_a_finding_of_the_check(tiny: Path, tmp_path: Path) -> None:
-    path = tmp_path / "flipped.opreplay"
-    for position, flipped in _flips(tiny.read_bytes(), 2):
-        path.write_bytes(flipped)
+    for position, path in _flips(tiny.read_bytes(), tmp_path, 2):
         try:
             check_capture(path)
         except InvalidCapture:
