@@ -60,6 +60,17 @@ _ACCUMULATES = ("accumulate", "reduce")   # with one of these arguments set, the
 # With beta=0 the first argument is not read.
 _BETA = {"addmm", "addmm_", "baddbmm", "baddbmm_", "addbmm", "addbmm_", "addmv", "addmv_", "addr", "addr_", "_addmm_activation"}
 
+# Arguments whose bytes are not read, by operator: results without an annotation, or tensors that lend only their shape.
+_UNREAD = {
+    "aten::rrelu_with_noise": ("noise",), "aten::rrelu_with_noise_": ("noise",), "aten::bernoulli.p": ("self",),
+}
+
+# Arguments that are written without an annotation that says so.
+_RUNNING = ("running_mean", "running_var")
+_UNANNOTATED_WRITES = {
+    "aten::native_batch_norm": _RUNNING, "aten::cudnn_batch_norm": _RUNNING, "aten::miopen_batch_norm": _RUNNING,
+}
+
 # They draw random numbers, or may, without the tag nondeterministic_seeded.
 _UNTAGGED_RANDOM = {"_no_grad_normal_", "_no_grad_uniform_", "seed", "manual_seed", "initial_seed"}
 
@@ -90,7 +101,7 @@ class KernelFacts:
 
     __slots__ = (
         "accumulates_at", "action", "arguments", "beta", "call", "dropout", "empty", "func", "id", "in_place_view", "indices", "name",
-        "namespace", "opaque_results", "overwrites_self", "own_kernels", "random", "reads_nothing", "results", "view", "writes",
+        "namespace", "opaque_results", "overwrites_self", "own_kernels", "random", "reads_nothing", "results", "unread", "view", "writes",
         "writes_some",
     )
 
@@ -101,9 +112,12 @@ class KernelFacts:
         self.id = 0
         self.name = schema.name
         self.namespace, _, base = schema.name.partition("::")
+        quiet = _UNANNOTATED_WRITES.get(schema.name, ())
         self.arguments = tuple(
-            Argument(a.name, a.alias_info is not None and a.alias_info.is_write, a.kwarg_only) for a in schema.arguments
+            Argument(a.name, a.name in quiet or (a.alias_info is not None and a.alias_info.is_write), a.kwarg_only)
+            for a in schema.arguments
         )
+        self.unread = _UNREAD.get(func.name(), ())
         self.indices = {a.name: index for index, a in enumerate(self.arguments)}
         self.results = len(schema.returns)
         aten = self.namespace in ("aten", "prims", "prim", "inductor", "fsdp")
@@ -178,6 +192,10 @@ class KernelFacts:
         argument = self.arguments[index]
         if argument.written and argument.keyword_only and self.namespace == "aten":
             return False  # an out= argument
+        if argument.name in self.unread:
+            return False
+        if argument.name == "momentum_buffer_list" and self.name == "aten::_fused_sgd_":
+            return not kwargs.get("is_first_step")
         if index == 0:
             if self.overwrites_self:
                 return False
