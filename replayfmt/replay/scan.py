@@ -156,7 +156,7 @@ class Scan:
     def _frame(self, frame: RecordFrame, count: int, kinds: np.ndarray) -> None:
         signatures = frame.signature[:count]
         first = frame.first_ordinal
-        self.threads.update(np.unique(frame.thread[:count]).tolist())
+        self.threads.update(np.unique(frame.thread[:count][kinds == RecordKind.op]).tolist())
         keys = self._keys.of_frame(frame)
         self.metas.update(np.unique(frame.tensor_meta).tolist())
         ends = frame.tensor_first[count]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +102,35 @@ def test_scopes_are_reported_in_order_and_timed(captured: Captured) -> None:
     assert events == [("begin", "outer", "outer"), *inner, *inner, ("end", "outer", "outer")]
     assert set(result.scope_ns) == {"outer", "outer/inner"}
     assert 0 < result.scope_ns["outer/inner"] <= result.scope_ns["outer"] <= result.elapsed_ns
+
+
+def test_progress_is_told_between_windows_up_to_the_last_record(captured: Captured) -> None:
+    done: list[int] = []
+    with Plan(captured(steps(3)), window=WindowSize(20, 40)) as plan:
+        result = plan.execute(on_progress=done.append)
+        assert done == sorted(set(done)) and len(done) > 3
+        assert done[-1] == plan.reader.record_count
+        assert result.outcome == "ok"
+
+
+def test_work_of_several_threads_is_replayed_in_capture_order_and_said_so(captured: Captured) -> None:
+    def program() -> None:
+        def work(start: float) -> None:
+            x = torch.full((4,), start)
+            for _ in range(10):
+                x = x * 1.01 + torch.rand(4)
+            x.sum().item()
+
+        threads = [threading.Thread(target=work, args=(float(number),)) for number in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    with Plan(captured(program)) as plan:
+        result = plan.execute(verify="bitwise")
+        assert result.outcome == "ok"
+        assert result.notes == ("the work of 3 threads is replayed by one, in capture order",)
 
 
 class CountingTimer:
