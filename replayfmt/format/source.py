@@ -93,9 +93,13 @@ class Source:
         return CaptureNotFound(f"{self.path}: cannot be read at {offset:#x}: {error.strerror}")
 
     def where(self, offset: int, header: FrameHeader | None = None) -> str:
-        """How errors name a place: `step.opreplay: frame 17 (records) at 0x4f20`."""
-        frame = f"frame {header.sequence} ({header.name}) " if header else ""
-        return f"{self.path}: {frame}at {offset:#x}"
+        """How errors name a place: `step.opreplay: frame 17 (records 65536..69631) at 0x4f20`."""
+        if header is None:
+            return f"{self.path}: at {offset:#x}"
+        what = header.name
+        if header.kind == FrameKind.records:
+            what += f" {header.first_ordinal}..{header.first_ordinal + header.count - 1}"
+        return f"{self.path}: frame {header.sequence} ({what}) at {offset:#x}"
 
     def header(self, offset: int) -> FrameHeader:
         """The frame header at `offset`, verified, with a body that fits the file. Raises BadHeader and its like."""
