@@ -110,10 +110,16 @@ class _Recovery:
         frozen = Frozen(definitions)
         frames = FrameOutput(output)
         frames.adopt(whole.frames.tobytes(), whole.records, self._tally.storages + 1)
-        firsts = dict.fromkeys(definitions.counts, 1)
-        strings = [text.encode() for text in definitions.strings]
-        tables = encode_tables(strings, definitions.columns(), firsts)
+        tables = _encode_all(definitions)
         payload_bytes = PayloadInput(self._source, whole.payloads).raw_bytes
         summary = self._tally.summary(frozen, payload_bytes, self._ended, recovered=True)
-        some = any(definitions.counts.values())
-        frames.finish(tables if some and len(tables) <= MAX_BODY_BYTES else None, summary, whole.payloads.tobytes())
+        frames.finish(tables, summary, whole.payloads.tobytes())
+
+
+def _encode_all(definitions: Definitions) -> memoryview | None:
+    """Every definition in one body; None where there are none, or so many that only the single frames hold them."""
+    strings, columns = [text.encode() for text in definitions.strings], definitions.columns()
+    size = sum(len(text) + 16 for text in strings) + sum(column.nbytes + 16 for column in columns.values())
+    if not any(definitions.counts.values()) or size > MAX_BODY_BYTES:
+        return None
+    return encode_tables(strings, columns, dict.fromkeys(definitions.counts, 1))
