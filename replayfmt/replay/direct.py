@@ -25,6 +25,8 @@ _HOLDERS = tuple(
 )
 _NATIVE = (type(len), type(str.join))       # functions and methods implemented in C
 _ABSENT = object()
+# The argument parser takes a tensor without dimensions for a number too, an integer one also for a size or an index.
+_STAND_INS = (torch.zeros((1,)), torch.zeros(()), torch.zeros((), dtype=torch.int64))
 
 
 class _Arrived(Exception):
@@ -53,7 +55,7 @@ def direct_function(overload: OpOverload, text: str, values: Sequence[Any],
     and stand-ins take their place here.
     """
     for candidate in _candidates(overload):
-        if all(_arrives(candidate, overload, text, values, tensors, sizes) for sizes in ((1,), ())):
+        if all(_arrives(candidate, overload, text, values, tensors, stand_in) for stand_in in _STAND_INS):
             return candidate
     call: Callable[..., Any] = overload._op
     return call
@@ -71,9 +73,9 @@ def _candidates(overload: OpOverload) -> Iterator[Callable[..., Any]]:
 
 
 def _arrives(candidate: Callable[..., Any], overload: OpOverload, text: str, values: Sequence[Any],
-             tensors: Sequence[int], sizes: tuple[int, ...]) -> bool:
+             tensors: Sequence[int], stand_in: torch.Tensor) -> bool:
     """Whether a call of `candidate` arrives at the dispatcher as the call of the overload would."""
-    names = {f"x{index}": torch.zeros(sizes) if index in tensors else value for index, value in enumerate(values)}
+    names = {f"x{index}": stand_in.clone() if index in tensors else value for index, value in enumerate(values)}
     call = compile(text % ("f", *names), "<opreplay probe>", "eval")
     wanted = eval(call, {"f": lambda *args, **kwargs: (args, kwargs), **names})   # the plan's text, not the file's
     catch = _Catch()
