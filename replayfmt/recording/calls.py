@@ -173,7 +173,13 @@ class Calls:
         self.site = self._learn(signature, call, values, result)
 
     def raised(self, call: Call, started: int, ended: int) -> None:
-        """The op raised: it has no results."""
+        """The op raised: it has no results. Call while the exception is being handled."""
+        if not isinstance(sys.exception(), Exception):
+            # An interrupt (Ctrl-C, exit), not the op's own doing: no replay would raise. What it wrote enters again.
+            for use in call.values.uses:
+                if use.argument in call.facts.writes:
+                    self._storages.mark_written_outside(use.tracker)
+            return
         self._commit(call, OpStatus.raised, Values(), 0, started, ended)
         if call.generators:
             self._generators.after(call.generators)
