@@ -31,6 +31,8 @@ from replayfmt.format.codes import (
     ValueKind,
 )
 from replayfmt.format.columns import RecordColumns, _distinct
+from replayfmt.format.frames import FLAG_CONSOLIDATED
+from replayfmt.format.interning import Definitions
 from replayfmt.format.model import Device, Generator, Kernel, Node, Session, Signature, TensorMeta
 from replayfmt.format.reader import open_capture
 from replayfmt.format.recover import recover_capture
@@ -346,6 +348,25 @@ def test_records_beyond_a_frames_limits_become_several_frames(tmp_path: Path, mo
         for ordinal in (10, 29):
             assert [value.id for value in reader.record(ordinal).args[0]] == list(range(1, 5001))
         assert reader.storage_count == 1
+
+
+def test_definitions_that_do_not_fit_one_frame_stay_in_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Definitions, "encoded_bytes", property(lambda _self: 1 << 40))
+    monkeypatch.setattr("replayfmt.format.writer._TEXT_FLUSH_BYTES", 1000)
+    monkeypatch.setattr("replayfmt.format.recover.MAX_BODY_BYTES", 1000)
+    path, out = tmp_path / "a.opreplay", tmp_path / "b.opreplay"
+    writer = CaptureWriter(path, SESSION)
+    strings = [writer.string(f"string {number} " + "x" * 100) for number in range(200)]
+    with pytest.raises(ValueError, match="limit is 16777216"):
+        writer.string("x" * ((16 << 20) + 1))
+    writer.close(1)
+    recover_capture(path, out)
+    for written in (path, out):
+        check_capture(written)
+        with open_capture(written) as reader:
+            assert np.count_nonzero(reader.contents.frames["kind"] == FrameKind.tables) > 10
+            assert not (reader.contents.frames["flags"] & FLAG_CONSOLIDATED).any()
+            assert [reader.strings[number][:9] for number in strings[:2]] == ["string 0 ", "string 1 "]
 
 
 @settings(max_examples=300, deadline=None, derandomize=True)
