@@ -23,11 +23,11 @@ from replayfmt.pytorch.memory import undispatched
 from replayfmt.pytorch.settings import read_settings
 
 from .buffer import RecordBuffer
-from .calls import Calls, is_wrapper
+from .calls import Call, Calls, is_wrapper
 from .digesting import Digests
 from .hooks import hook_policies
-from .kernels import KernelFacts
 from .implicit_scope import ImplicitScope
+from .kernels import KernelFacts
 from .numeric_state import NumericState
 from .options import CaptureOptions
 from .randomness import Generators
@@ -159,6 +159,15 @@ class Core:
         except Exception as error:
             self.fail(error)
         return result
+
+    def raised(self, call: Call, started: int, ended: int) -> None:
+        """An op raised."""
+        try:
+            with self.lock:
+                if self.on:
+                    self.calls.raised(call, started, ended)
+        except Exception as error:
+            self.fail(error)
 
     def late_raised(self, facts: KernelFacts, args: Any, kwargs: Any, started: int, ended: int) -> None:
         """An op of the fast path raised."""

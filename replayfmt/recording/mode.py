@@ -108,10 +108,7 @@ class RecordingMode(TorchDispatchMode):
         try:
             result = facts.call(*args, **kwargs)
         except BaseException:
-            ended = _clock()
-            with core.lock:
-                if core.on:
-                    core.calls.raised(call, started, ended)
+            core.raised(call, started, _clock())
             raise
         ended = _clock()
         if core.on:
