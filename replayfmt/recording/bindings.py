@@ -71,7 +71,8 @@ def binding_of(facts: KernelFacts) -> Callable[..., Any] | None:
     """The binding that may come down to calls of this overload, if there is one."""
     schema = facts.func._schema
     base = schema.name.partition("::")[2]
-    if facts.namespace != "aten" or base in _SPECIAL or any(str(r.type) != "Tensor" for r in schema.returns):
+    # Where an operator returns nothing or a list, a binding gives something else.
+    if facts.namespace != "aten" or base in _SPECIAL or {str(r.type) for r in schema.returns} != {"Tensor"}:
         return None
     if schema.arguments and schema.arguments[0].name == "self" and str(schema.arguments[0].type) == "Tensor":
         method = getattr(torch._C.TensorBase, base, None)

@@ -171,7 +171,8 @@ class Calls:
             self._generators.after(call.generators)
         if self._digest_results:
             self._digest(call, values, self._buffer.appended - 1)
-        self.site = self._learn(signature, call, values, result)
+        # The fast path cannot tell negative views from others.
+        self.site = None if self._metas.negative else self._learn(signature, call, values, result)
 
     def raised(self, call: Call, started: int, ended: int) -> None:
         """The op raised: it has no results. Call while the exception is being handled."""

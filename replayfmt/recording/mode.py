@@ -215,7 +215,7 @@ class RecordingMode(TorchDispatchMode):
 def _fast_path(mode: RecordingMode) -> Callable[..., Any]:
     """`__torch_dispatch__` with the fast path in front (see sites.py)."""
     core = mode.core
-    sites, numeric, calls = core.sites, core.numeric, core.calls
+    sites, numeric, calls, metas = core.sites, core.numeric, core.calls, core.metas
     complete, candidates = mode.dispatch, core.sites.candidates
     depth, functions, pump, dead = _len_torch_dispatch_stack, _len_torch_function_stack, core.pump, core.storages.dead
     following: Following = {}
@@ -248,6 +248,8 @@ def _fast_path(mode: RecordingMode) -> Callable[..., Any]:
         before = following
         calls.site = None
         result = complete(func, types, args, kwargs)
+        if metas.negative:
+            core.fast = False
         made = calls.site
         if made is None:
             following = sites.following(number)

@@ -7,7 +7,6 @@ policy: they are PyTorch's, not the user's content.
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
 
 import torch
@@ -22,11 +21,10 @@ _REMEMBERED = 4096   # generators; a program that makes more gets new ids for th
 
 
 class _Known:
-    __slots__ = ("expected", "number", "reference")
+    __slots__ = ("expected", "number")
 
-    def __init__(self, number: int, reference: weakref.ref[torch.Generator]) -> None:
+    def __init__(self, number: int) -> None:
         self.number = number
-        self.reference = reference
         self.expected: bytes | None = None
 
 
@@ -36,22 +34,25 @@ class Generators:
     def __init__(self, buffer: RecordBuffer, records: Records) -> None:
         self._buffer = buffer
         self._records = records
-        self._known: dict[int, _Known] = {}
+        self._known: dict[tuple[torch.device, int], _Known] = {}
 
     def number(self, generator: torch.Generator) -> int:
         """The id of a generator, a new one where it is not known."""
         return self._entry(generator).number
 
     def _entry(self, generator: torch.Generator) -> _Known:
-        known = self._known.get(id(generator))
-        if known is not None and known.reference() is generator:
-            return known
-        default = generator is default_generator(generator.device)
-        number = self._buffer.writer.generator(Generator(self._records.device(generator.device), default))
-        known = _Known(number, weakref.ref(generator))
-        if len(self._known) >= _REMEMBERED:
-            del self._known[next(iter(self._known))]
-        self._known[id(generator)] = known
+        # Operators get a new Python object for the same generator each time. Its address may be that of one that died:
+        # then its state differs, which is recorded, and the id stands for both.
+        key = (generator.device, generator._cdata)
+        known = self._known.get(key)
+        if known is None:
+            default = default_generator(generator.device)
+            is_default = default is not None and default._cdata == generator._cdata
+            device = self._records.device(generator.device)
+            known = _Known(self._buffer.writer.generator(Generator(device, is_default)))
+            if len(self._known) >= _REMEMBERED:
+                del self._known[next(iter(self._known))]
+            self._known[key] = known
         return known
 
     def before(self, generators: list[torch.Generator]) -> None:

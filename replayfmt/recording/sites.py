@@ -5,6 +5,10 @@ one before: programs repeat themselves, layer by layer and step by step. A guess
 tensors, and a wrong one nothing else: the call takes the complete path in calls.py. Sites are made at the second call
 of their kind.
 
+The comparison does not see the lazy conjugate and negative bits, because inside a dispatch mode PyTorch masks them. The
+former is looked at for complex tensors; the latter for views that cover a part of an imported storage, and otherwise
+recording gives up the fast path when it meets the first negative view: an op must have made it.
+
 Only plain calls have sites: strided tensors, plain constants, results that are new storages, views of arguments or
 arguments written in place. Everything else (random ops, lists of tensors, out= arguments, empty memory) always takes
 the complete path.
@@ -28,7 +32,7 @@ from .buffer import FROM_SITE, MadeView, packer
 from .kernels import KernelFacts
 from .numeric_state import Poll
 from .storages import Tracker
-from .templates import CONSTANT, NEW, NOTHING, NUMBER, SAME, TENSOR, TENSORS, VIEW, ZERO, Factory, Place, Shape
+from .templates import COMPLEX, CONJUGATED, CONSTANT, NEW, NOTHING, NUMBER, SAME, TENSOR, TENSORS, VIEW, ZERO, Factory, Place, Shape
 
 if TYPE_CHECKING:
     from .calls import Call
@@ -116,7 +120,8 @@ class Sites:
             return None
         if any(token.kind not in _SIMPLE for token in (*call.values.key, *results.key)):
             return None
-        if results.ints or results.floats or any(use.tracker.size < 0 for use in (*call.values.uses, *results.uses)):
+        uses = (*call.values.uses, *results.uses)
+        if results.ints or results.floats or any(use.tracker.size < 0 or use.tensor._is_zerotensor() for use in uses):
             return None
         arguments = _arguments(call.args)
         keywords = [Place(f"q_{name}", _constant_kind(value) or "") for name, value in call.kwargs.items()]
@@ -210,8 +215,11 @@ class Sites:
         def filled(place: Place) -> Place:
             if place.kind != TENSOR:
                 return place
-            full = self._full(next(remaining))
-            return replace(place, full=full and not place.other)
+            use = next(remaining)
+            if place.other:
+                return place
+            flags = CONJUGATED if use.tensor.is_complex() and use.tensor.is_conj() else ""
+            return replace(place, full=self._full(use), flags=COMPLEX + flags if use.tensor.is_complex() else "")
 
         return tuple(
             replace(top, items=tuple(map(filled, top.items))) if top.kind == TENSORS else filled(top) for top in places
@@ -235,7 +243,7 @@ class Sites:
             "pack": packer(len(inputs) + len(outputs) + 2 * len(made), 0),
         }
         for place, value in zip((*shape.arguments, *shape.keywords), (*call.args, *call.kwargs.values()), strict=True):
-            if place.kind != TENSORS:
+            if place.kind in (CONSTANT, NUMBER, ZERO):
                 own[f"c_{place.name}"] = value
         for place, use in (*inputs, *outputs):
             own[f"m_{place.name}"] = use.meta

@@ -32,7 +32,7 @@ RELEASE_BATCH = 64
 class State:
     """What of a storage is out of the ordinary."""
 
-    __slots__ = ("alias_of", "content", "coverage", "delta", "length", "opaque", "outside", "watched")
+    __slots__ = ("alias_of", "content", "coverage", "delta", "length", "opaque", "outside", "unreadable", "watched")
 
     def __init__(self, length: int) -> None:
         self.length = length                          # bytes
@@ -40,6 +40,7 @@ class State:
         self.watched = False                          # compared with `content` at each use
         self.content: int | None = None               # XXH3-128 after the last captured write or import
         self.outside: str | None = None               # written from outside: import at the next use, for this reason
+        self.unreadable = False                       # a ZeroTensor's: no bytes behind it
         self.opaque = False                           # holds what no replay reproduces: never compared
         self.alias_of: Tracker | None = None          # memory shared with another storage, `delta` bytes into it
         self.delta = 0
@@ -140,18 +141,25 @@ class Storages:
     def produced(self, storage: torch.UntypedStorage, *, uninitialized: bool) -> Tracker:
         """A storage that an op returned and nobody knew."""
         if not uninitialized:
-            return self._bear(storage, StorageOrigin.op, 0)
+            return self._readable(self._bear(storage, StorageOrigin.op, 0), storage)
         tracker = self._bear(storage, StorageOrigin.uninitialized, 0)
         if storage.nbytes() and has_bytes(storage):
             self.state(tracker).coverage = Coverage(storage.nbytes())
             tracker.size = -1
         return tracker
 
+    def _readable(self, tracker: Tracker, storage: torch.UntypedStorage) -> Tracker:
+        """Note a ZeroTensor's storage: its tensors must not be taken for others of the same metadata."""
+        if storage.device.type != "meta" and not has_bytes(storage):
+            self.state(tracker).unreadable = True
+            self.settle(tracker)
+        return tracker
+
     def enter(self, storage: torch.UntypedStorage, reason: str = "first_use") -> Tracker:
         """A storage that no captured op produced, at its first use: its content enters the capture."""
         length = storage.nbytes()
         if length == 0 or not has_bytes(storage):
-            return self._bear(storage, StorageOrigin.uninitialized, 0)
+            return self._readable(self._bear(storage, StorageOrigin.uninitialized, 0), storage)
         if storage.device.type == "cpu":
             alias = self._overlapping(storage, length)
             if alias is not None:
@@ -222,7 +230,8 @@ class Storages:
         """Make uses cheap again where nothing is left to look at."""
         state = tracker.state
         if state is not None:
-            careful = state.coverage is not None or state.watched or state.outside or state.alias_of is not None
+            careful = (state.coverage is not None or state.watched or state.outside or state.alias_of is not None
+                       or state.unreadable)
             tracker.size = -1 if careful else state.length
 
     def watch(self, tracker: Tracker) -> None:

@@ -22,19 +22,22 @@ MISS = object()
 TENSOR, TENSORS, CONSTANT, NUMBER, ZERO, NOTHING = "tensor", "tensors", "constant", "number", "zero", "nothing"
 # Kinds of results, beside TENSORS and NOTHING: a new storage, a view of an argument's storage, an argument itself.
 NEW, VIEW, SAME = "new", "view", "same"
+# Flags of complex tensors.
+COMPLEX, CONJUGATED = "complex", "*"
 
 
 @dataclass(frozen=True)
 class Place:
     """One argument or result, or an item of a list among them. `name` is its variable; `other` that of the argument
     that is the same tensor (for a result: or has its storage), "" for none. `full`: it covers its storage without a hole,
-    so its offset is known where the storage's length is."""
+    so its offset is known where the storage's length is. `flags`: COMPLEX, with CONJUGATED where its lazy bit is set."""
 
     name: str
     kind: str
     other: str = ""
     items: tuple[Place, ...] = ()
     full: bool = False
+    flags: str = ""
 
     def flat(self) -> Iterator[Place]:
         """Itself, or the items of a list."""
@@ -166,6 +169,11 @@ def _recognize(shape: Shape) -> list[str]:
             f"try: k_{name} = s._opreplay",
             f"except AttributeError: k_{name} = enter(s)",
         ]
+        if place.flags:
+            conjugated = place.flags.endswith(CONJUGATED)
+            lines.append(f"if {name}.is_neg() or {name}.is_conj() is not {conjugated}: return MISS")
+        elif not place.full:
+            lines.append(f"if k_{name}.imports and {name}.is_neg(): return MISS")
         if place.full:
             lines.append(f"if k_{name}.size != n_{name} or len(s) != n_{name}: return MISS")
         else:

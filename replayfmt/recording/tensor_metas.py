@@ -42,11 +42,14 @@ class TensorMetas:
         self._records = records
         self.ids: dict[Key, int] = {}
         self.params: list[MetaParams] = []
+        self.negative = False       # a tensor with the lazy negative bit was seen
 
     def of(self, tensor: torch.Tensor, zero: bool = False) -> int:
         """The meta id of a strided tensor as it is now."""
         conj = tensor.is_complex() and tensor.is_conj()
-        flags = (TensorFlag.conj if conj else 0) | (TensorFlag.neg if tensor.is_neg() else 0) | (TensorFlag.zero if zero else 0)
+        neg = tensor.is_neg()
+        self.negative = self.negative or neg
+        flags = (TensorFlag.conj if conj else 0) | (TensorFlag.neg if neg else 0) | (TensorFlag.zero if zero else 0)
         key = (tensor.dtype, tensor.shape, tensor.stride(), tensor.device, int(flags))
         number = self.ids.get(key)
         return self._add(key) if number is None else number

@@ -1,0 +1,74 @@
+"""What the recorder's tests share: one thread, a capture maker, and looking at what was recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import replayfmt
+from replayfmt.format.codes import RecordKind
+from replayfmt.format.model import Record
+from replayfmt.format.reader import CaptureReader, open_capture
+from replayfmt.replay.plan import Plan
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    yield
+    torch.set_num_threads(before)
+
+
+class Captured:
+    """A capture that was made, and shorthands for reading it."""
+
+    def __init__(self, path: Path, returned: Any) -> None:
+        self.path = path
+        self.returned = returned
+
+    @property
+    def reader(self) -> CaptureReader:
+        return open_capture(self.path)
+
+    def records(self, *kinds: RecordKind) -> list[Record]:
+        return [record for record in self.reader.records() if not kinds or record.kind in kinds]
+
+    def ops(self) -> list[str]:
+        """The names of the ops, in order."""
+        reader = self.reader
+        return [reader.kernels[r.signature.kernel].qualified_name for r in self.records(RecordKind.op)]
+
+    def unsupported(self) -> dict[str, int]:
+        return self.reader.summary.unsupported
+
+    def replays(self) -> None:
+        """Replays bit for bit, with something to compare."""
+        with Plan(self.path) as plan:
+            result = plan.execute(verify="bitwise")
+        assert result.outcome == "ok", str(result.divergence)
+        assert result.verification.digests > 0
+
+
+Capture = Callable[..., Captured]
+
+
+@pytest.fixture
+def capture(tmp_path: Path) -> Capture:
+    """Captures what a function does. What it returns is alive until the capture has ended."""
+    count = 0
+
+    def make(program: Callable[[], Any], **options: Any) -> Captured:
+        nonlocal count
+        count += 1
+        path = tmp_path / f"{count}.opreplay"
+        with replayfmt.capture(path, **options):
+            returned = program()
+        return Captured(path, returned)
+
+    return make

@@ -1,0 +1,139 @@
+"""Memory that is written past PyTorch's operators: seen where it can be, and then content enters again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+import replayfmt
+from replayfmt.format.codes import RecordKind
+
+from .conftest import Capture, Captured
+
+
+def imports(captured: Captured) -> list[tuple[Any, Any]]:
+    return [(r.argument("version"), r.argument("reason")) for r in captured.records(RecordKind.storage_import)]
+
+
+def test_writes_through_an_array_that_a_tensor_was_made_from_are_seen(capture: Capture) -> None:
+    def program() -> Any:
+        array = np.ones(4, np.float32)
+        x = torch.from_numpy(array)
+        first = x + 1
+        array[0] = 5
+        return first, x * 2, x + 3
+
+    captured = capture(program, digests="ops")
+    assert imports(captured) == [(0, "first_use"), (1, "outside_write")]
+    captured.replays()
+
+
+def test_writes_through_numpy_of_an_ops_result_are_seen(capture: Capture) -> None:
+    def program() -> Any:
+        x = torch.ones(3)
+        view = x.numpy()
+        first = x + 1
+        view[:] = 7
+        x.add_(1)                    # a captured write between two outside ones
+        view[0] = 0
+        return first, x + 2
+
+    captured = capture(program, digests="ops")
+    assert imports(captured) == [(1, "outside_write"), (2, "outside_write")]
+    captured.replays()
+
+
+def test_writes_to_a_buffer_under_a_tensor_are_seen(capture: Capture) -> None:
+    def program() -> Any:
+        memory = bytearray(16)
+        x = torch.frombuffer(memory, dtype=torch.float32)
+        first = x + 1
+        memory[0:4] = b"\0\0\x80\x3f"
+        return first, x + 1
+
+    captured = capture(program, digests="ops")
+    assert imports(captured) == [(0, "first_use"), (1, "outside_write")]
+    captured.replays()
+
+
+def test_audit_sees_every_write_from_outside(capture: Capture) -> None:
+    import ctypes
+
+    def program() -> Any:
+        x = torch.ones(3)
+        first = x + 1
+        ctypes.memset(x.data_ptr(), 0, 4)
+        return first, x + 1
+
+    captured = capture(program, digests="ops", audit=True)
+    assert imports(captured) == [(1, "outside_write")]
+    assert captured.reader.session.policies["audit"] is True
+    captured.replays()
+
+
+def test_what_a_hook_marks_as_written_enters_again(capture: Capture, tmp_path) -> None:
+    path = tmp_path / "marked.opreplay"
+    with replayfmt.capture(path, digests="ops") as recorder:
+        x = torch.ones(3)
+        with recorder.paused():
+            assert not recorder.recording()
+            x.mul_(5)
+        recorder.mark_outside_write(x)
+        assert recorder.recording()
+        x + 1
+    captured = Captured(path, None)
+    assert imports(captured) == [(1, "outside_write")]
+    assert captured.ops() == ["aten::ones.default", "aten::add.Tensor"]
+    captured.replays()
+
+
+def test_an_allocation_resized_without_an_op_is_recorded(capture: Capture) -> None:
+    def program() -> Any:
+        x = torch.ones(4)
+        x.untyped_storage().resize_(0)
+        x.untyped_storage().resize_(16)
+        return x.copy_(torch.arange(4.0)) + 1
+
+    captured = capture(program, digests="ops")
+    assert captured.unsupported() == {}
+    captured.replays()
+
+
+def test_storages_of_one_memory_are_one_storage(capture: Capture) -> None:
+    def program() -> Any:
+        x = torch.arange(6.0)
+        whole = torch.from_dlpack(x)
+        part = torch.from_dlpack(x[2:])
+        part.add_(10)
+        whole.mul_(2)
+        return x, x + whole, part + 1
+
+    captured = capture(program, digests="ops")
+    assert captured.unsupported() == {}
+    captured.replays()
+
+
+def test_shared_memory_whose_owner_died_stands_for_itself(capture: Capture) -> None:
+    def program() -> Any:
+        array = np.arange(6, dtype=np.float32)
+        first = torch.from_numpy(array)
+        second = torch.from_numpy(array[1:])
+        first.add_(1)
+        second.add_(1)
+        del first
+        return second + 1, second * 2
+
+    captured = capture(program, digests="ops")
+    captured.replays()
+
+
+def test_memory_that_begins_before_what_is_known_is_named(capture: Capture) -> None:
+    def program() -> Any:
+        array = np.arange(6, dtype=np.float32)
+        tail = torch.from_numpy(array[2:])
+        tail.add_(1)
+        return torch.from_numpy(array) + 1
+
+    assert capture(program).unsupported() == {"overlapping_storages": 1}

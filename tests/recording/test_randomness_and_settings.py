@@ -1,0 +1,103 @@
+"""Generator states and global numeric state: in the stream where no replay would be in them, and only there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from replayfmt.format.codes import RecordKind
+
+from .conftest import Capture
+
+
+def test_a_state_is_recorded_once_while_only_captured_ops_draw(capture: Capture) -> None:
+    captured = capture(lambda: [torch.rand(3) for _ in range(5)], digests="ops")
+    assert len(captured.records(RecordKind.generator_state)) == 1
+    captured.replays()
+
+
+def test_seeding_in_between_and_explicit_generators_are_recorded(capture: Capture) -> None:
+    def program() -> Any:
+        generator = torch.Generator().manual_seed(1)
+        drawn = [torch.rand(2), torch.rand(2, generator=generator), torch.rand(2, generator=generator)]
+        torch.manual_seed(5)
+        return drawn, torch.rand(2), torch.rand(2, generator=generator)
+
+    captured = capture(program, digests="ops")
+    assert len(captured.records(RecordKind.generator_state)) == 3
+    generators = captured.reader.generators[1:]
+    assert sorted(g.default for g in generators) == [False, True]
+    captured.replays()
+
+
+def test_draws_that_no_op_showed_are_noticed(capture: Capture, tmp_path) -> None:
+    import replayfmt
+
+    with replayfmt.capture(tmp_path / "x.opreplay", digests="ops") as recorder:
+        torch.rand(2)
+        with recorder.paused():
+            torch.rand(2)
+        torch.rand(2)
+    reader = replayfmt.open(tmp_path / "x.opreplay").reader
+    assert reader.summary.records[RecordKind.generator_state] == 2
+
+
+def test_states_are_recorded_without_content_too(capture: Capture) -> None:
+    captured = capture(lambda: torch.rand(2), payload="none")
+    assert len(captured.records(RecordKind.generator_state)) == 1
+
+
+def test_attention_without_dropout_draws_nothing(capture: Capture) -> None:
+    q = torch.randn(1, 2, 4, 8)
+    captured = capture(lambda: torch.nn.functional.scaled_dot_product_attention(q, q, q))
+    assert captured.records(RecordKind.generator_state) == []
+
+
+def test_settings_are_in_the_session_and_their_changes_in_the_stream(capture: Capture) -> None:
+    def program() -> Any:
+        with torch.no_grad():
+            x = torch.ones(2, 2) * 2
+        torch.backends.mkldnn.enabled = False
+        y = x @ x
+        torch.backends.mkldnn.enabled = True
+        return y, x @ x
+
+    captured = capture(program)
+    settings = captured.reader.session.settings
+    assert settings["grad_enabled"] is True
+    assert settings["num_threads"] == 1
+    changes = [
+        {node.name: value for node, value in zip(r.signature.args, r.args, strict=True)}
+        for r in captured.records(RecordKind.global_state)
+    ]
+    assert changes[0] == {"grad_enabled": False}
+    assert {"mkldnn_enabled": False} in [{k: v for k, v in c.items() if k == "mkldnn_enabled"} for c in changes]
+    assert any(c.get("mkldnn_enabled") is True for c in changes)
+
+
+def test_a_setting_that_concerns_no_op_is_not_recorded(capture: Capture) -> None:
+    def program() -> Any:
+        torch.backends.mkldnn.enabled = False
+        x = torch.ones(2) + 1
+        torch.backends.mkldnn.enabled = True
+        return x
+
+    assert capture(program).records(RecordKind.global_state) == []
+
+
+def test_the_fast_path_notices_changes_too(capture: Capture) -> None:
+    def program() -> Any:
+        image, weight = torch.ones(1, 2, 4, 4), torch.ones(2, 2, 3, 3)
+        made = []
+        for step in range(8):
+            torch.backends.mkldnn.enabled = step % 2 == 0
+            with torch.set_grad_enabled(step % 3 == 0):
+                made.append(torch.nn.functional.conv2d(image, weight))
+        torch.backends.mkldnn.enabled = True
+        return made
+
+    changes = capture(program).records(RecordKind.global_state)
+    named = [node.name for record in changes for node in record.signature.args]
+    assert named.count("mkldnn_enabled") == 7
+    assert named.count("grad_enabled") == 5
