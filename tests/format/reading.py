@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
+from replayfmt.errors import InvalidCapture
+from replayfmt.format.check import check_capture
 from replayfmt.format.reader import open_capture
 
 
@@ -22,3 +26,13 @@ def read_all(path: Path) -> tuple[bool, list[str], dict[str, str]]:
             "summary": repr(reader.summary),
         }
         return reader.complete, records, rest
+
+
+def refused(path: Path, match: str) -> None:
+    """Reading and checking end in one clear error that names the file."""
+    with pytest.raises(InvalidCapture, match=match) as caught:
+        read_all(path)
+    assert str(caught.value).startswith(str(path))
+    assert "\n" not in str(caught.value)
+    with pytest.raises(InvalidCapture):
+        check_capture(path)

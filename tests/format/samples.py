@@ -205,3 +205,8 @@ def write_small(path: Path, frames: int = 2, close: bool = True) -> CaptureWrite
     if close:
         writer.close(9999)
     return writer
+
+
+def write_everything_again(path: Path) -> None:
+    path.unlink()
+    write_everything(path)
