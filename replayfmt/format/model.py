@@ -6,9 +6,10 @@ count from 0. The writer turns these into frames, the reader turns frames into t
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Iterator
+from typing import Any
 
 from .codes import DType, KernelKind, Layout, MemoryFormat, OpStatus, RecordKind, StorageOrigin, TensorFlag, ValueKind
 
@@ -74,7 +75,7 @@ class Generator:
 
 @dataclass(frozen=True)
 class Scope:
-    """A named region. `parent` is a scope id, 0 at top level. Ids stand for paths, not for single passes through them."""
+    """A named region. `parent` is a scope id, 0 at top level. Ids stand for paths, not for passes through them."""
 
     parent: int
     name: str
@@ -201,8 +202,8 @@ class CompositeValue:
 
 
 Value = (
-    None | bool | int | float | complex | str | list | tuple | DType | Layout | MemoryFormat | TensorValue | StorageValue
-    | GeneratorValue | PayloadValue | DeviceValue | ProcessGroupValue | OpaqueValue | CompositeValue
+    None | bool | int | float | complex | str | list | tuple | DType | Layout | MemoryFormat | TensorValue
+    | StorageValue | GeneratorValue | PayloadValue | DeviceValue | ProcessGroupValue | OpaqueValue | CompositeValue
 )
 
 

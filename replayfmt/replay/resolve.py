@@ -100,7 +100,7 @@ def _schema_difference(kernel: Kernel, overload: OpOverload, captured_torch: str
     try:
         captured = torch._C.parse_schema(kernel.schema)
         compatible = overload._schema.is_backward_compatible_with(captured)  # type: ignore[attr-defined]
-    except RuntimeError as error:
+    except (RuntimeError, IndexError) as error:  # IndexError: the comparison met another number of arguments
         reason = str(error).strip().partition("\n")[0]
         return f"{kernel.qualified_name}: its captured schema cannot be read ({reason}); {versions}"
     if compatible:
