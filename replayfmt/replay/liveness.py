@@ -29,10 +29,6 @@ class Variables:
         on[key] = None
         return idle
 
-    def revive(self, key: int) -> None:
-        """An idle variable is used after all."""
-        self._idle.discard(key)
-
     def base(self, storage: int) -> int | None:
         """Any variable on a storage; None where there is none."""
         return next(iter(self._on.get(storage, ())), None)

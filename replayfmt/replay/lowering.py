@@ -158,7 +158,6 @@ class Lowering:
         frame, variables = self.frame, self.variables
         key, storage = frame.keys[slot], frame.storages[slot]
         if key in variables:
-            variables.revive(key)
             return self._named(key)
         meta = self.reader.metas[frame.metas[slot]]
         assert meta is not None
@@ -166,7 +165,7 @@ class Lowering:
             name = self.text.register()
             zeros = Zeros(TORCH_DTYPE[meta.dtype], meta.sizes, self.context.devices.target(meta.device))
             self.text.line(ordinal, f"{name} = {self.text.constant(zeros)}()")
-            self._define(key, storage, name)
+            self._define(key, storage, name, ordinal)
             return name
         base, view = self._base(storage, ordinal), self.view(slot)
         if base == -storage and base not in self.names and view.end() <= self.reader.storage(storage).bytes:
@@ -178,7 +177,7 @@ class Lowering:
             base_name = self._named(base)
             name = self.text.register()
             self.text.line(ordinal, f"{name} = {self.text.constant(view)}({base_name})")
-        self._define(key, storage, name)
+        self._define(key, storage, name, ordinal)
         return name
 
     def storage(self, storage: int, ordinal: int) -> str:
@@ -191,8 +190,8 @@ class Lowering:
             name = self.names[key] = self.text.input(key)
         return name
 
-    def _define(self, key: int, storage: int, name: str) -> None:
-        self.drop(self.variables.define(key, storage))
+    def _define(self, key: int, storage: int, name: str, ordinal: int) -> None:
+        self.drop_after(self.variables.define(key, storage), ordinal)
         self.names[key] = name
 
     def _base(self, storage: int, ordinal: int) -> int:

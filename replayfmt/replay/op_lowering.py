@@ -11,7 +11,7 @@ from collections.abc import Hashable
 from typing import Any
 
 from .lowering import Lowering
-from .operations import DrawOnHost, MustRaise, TakeApart, WithAutocast, storage_of
+from .operations import CustomOperator, DrawOnHost, MustRaise, TakeApart, storage_of
 from .structure import Expected, ExpectResults
 from .templates import Leaf, Operand, Result, Template
 from .verify import CheckScalar, Where
@@ -130,9 +130,8 @@ class _OpLine:
             call = DrawOnHost(call, kernel.overload._schema, walk.context.draws_on)
         if not kernel.own:
             autocast = {name: value for name, value in walk.settings.items() if name.startswith("autocast.") and value}
-            if autocast:
-                call = WithAutocast(call, autocast)
-                key = (*key, *sorted(autocast.items()))
+            call = CustomOperator(call, autocast)
+            key = (*key, *sorted(autocast.items()))
         if self.template.raises and expect_failure:
             call = MustRaise(call)
         return walk.text.shared(key, call)

@@ -110,14 +110,22 @@ class MustRaise:
         raise UnexpectedBehaviour("it raised an exception when it was captured, and now it does not")
 
 
-class WithAutocast:
-    """A custom operator under the autocast state it was captured with: its own code may depend on it."""
+class CustomOperator:
+    """A custom operator, whose own code may depend on what the replay around it does without.
+
+    That is autocast as it was captured, and everything PyTorch does for tensor subclasses.
+    """
 
     def __init__(self, call: Callable[..., Any], settings: Mapping[str, Any]) -> None:
         self._call, self._settings = call, settings
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with autocast_as_captured(self._settings):
+        with (
+            torch._C._EnableTorchFunction(),
+            torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.Python, False),
+            torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.PythonTLSSnapshot, False),
+            autocast_as_captured(self._settings),
+        ):
             return self._call(*args, **kwargs)
 
 

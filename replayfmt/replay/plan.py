@@ -17,6 +17,7 @@ import torch
 from replayfmt.errors import ReplayFailed, ReplayRefused, UsageError
 from replayfmt.format.codes import RecordKind, ValueKind
 from replayfmt.format.reader import CaptureReader, open_capture
+from replayfmt.pytorch.settings import apply_settings
 
 from .content import Content
 from .cuts import WindowSize
@@ -243,6 +244,7 @@ class Plan:
         stop = (divergence.ordinal if divergence.found_at is None else divergence.found_at) + 1
         scan = Scan(self.reader, self.effects, checks=True, window=ONE_RECORD, stop=stop)
         self.judge.reset(Verification("none", "none"), bitwise=False, stop_at_first=False)
+        apply_settings(self.reader.session.settings)        # the run before may have stopped after changes
         machine = self._machine()
         try:
             with suppress(ReplayFailed, StopReplay):

@@ -266,6 +266,18 @@ def test_custom_operators_run_under_the_autocast_they_were_captured_with(capture
     replay(captured(program))
 
 
+def test_custom_operators_may_use_tensor_subclasses_inside(captured: Captured) -> None:
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    @torch.library.custom_op("replaytest::both", mutates_args=())
+    def both(x: torch.Tensor) -> torch.Tensor:
+        pair = TwoTensor(x, x + 1) * 2
+        return pair.a + pair.b
+
+    x = torch.randn(3)
+    replay(captured(lambda: both(x).sum().item()))
+
+
 def test_one_op_alone_gives_its_results(captured: Captured) -> None:
     weight = torch.randn(3, 3)
     sums = []

@@ -97,6 +97,23 @@ def test_everything_is_dropped_after_its_last_use(captured: Captured, monkeypatc
     assert alive[-1] == 0
 
 
+def test_a_tensor_made_without_an_op_does_not_keep_its_memory_longer(captured: Captured) -> None:
+    def program() -> None:
+        for _ in range(6):
+            x = torch.ones(16 * 1024, 256)        # 16 MiB
+            x.exp_()
+            y = torch.from_numpy(x.numpy().reshape(-1))        # no op: the replay makes it of what it has
+            del x
+            y.mul_(2)
+            del y
+
+    needed = allocated_at_most(program)
+    path = captured(program, digests="none")
+    with Plan(path) as plan:
+        assert len(plan.windows(checks=False)[0]) == 1  # type: ignore[arg-type]
+        assert allocated_at_most(plan.execute) <= 1.05 * needed
+
+
 def test_a_batch_that_the_program_freed_enters_only_when_it_is_needed(captured: Captured) -> None:
     def program() -> None:
         for _ in range(6):
