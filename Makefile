@@ -5,6 +5,10 @@
 #   PIP_FLAGS     more flags for pip install. Where pip's index offers torch with CUDA and there is no GPU,
 #                 PIP_FLAGS='--extra-index-url https://download.pytorch.org/whl/cpu' takes the CPU wheel.
 
+# A tool that fails fails the target, whatever its output is piped into.
+SHELL       := /bin/bash
+.SHELLFLAGS := -o pipefail -ec
+
 PYTHON    ?= python3
 VENV      ?= .venv
 PIP_FLAGS ?=
@@ -42,9 +46,10 @@ demo: $(INSTALLED)
 	@mkdir -p $(DEMO)
 	$(BIN)/opreplay-capture --force -o $(DEMO)/step.opreplay examples/gpt2_training_step.py
 	@echo
-	$(BIN)/opreplay-run $(DEMO)/step.opreplay
+	$(BIN)/opreplay-run $(DEMO)/step.opreplay | fold -s -w 100
 	@echo
-	$(BIN)/opreplay-benchmark --replay-scope=execute --benchmark-min-time=20x $(DEMO)/step.opreplay
+	$(BIN)/opreplay-benchmark --replay-scope=execute --benchmark-min-time=20x \
+	    $(DEMO)/step.opreplay | fold -s -w 100
 	@echo
 	$(BIN)/opreplay-dump --ops=0:12 $(DEMO)/step.opreplay | cut -c -100
 
