@@ -41,8 +41,8 @@ class DeviceMap:
         return None
 
     def in_use(self) -> list[torch.device]:
-        """Every device that takes part, accelerators first."""
-        unique = dict.fromkeys(target for target in self.targets if target is not None)
+        """Every device that does work, accelerators first."""
+        unique = dict.fromkeys(target for target in self.targets if target is not None and target.type != "meta")
         return sorted(unique, key=lambda device: (device.type == "cpu", device.type, device.index or 0))
 
 
