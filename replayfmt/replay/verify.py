@@ -186,10 +186,13 @@ def _close(expected: complex | None, got: complex | None, tolerance: float, scal
 def _same_scalar(expected: Any, got: Any) -> bool:
     if isinstance(expected, list | tuple) and isinstance(got, list | tuple):
         return len(expected) == len(got) and all(map(_same_scalar, expected, got))
-    if isinstance(expected, complex) and isinstance(got, complex):
+    if type(expected) is not type(got):
+        return False
+    if isinstance(expected, complex):
         return _same_scalar(expected.real, got.real) and _same_scalar(expected.imag, got.imag)
-    if isinstance(expected, float) and isinstance(got, float):
-        return expected == got or (math.isnan(expected) and math.isnan(got))
+    if isinstance(expected, float):
+        same_sign = math.copysign(1.0, expected) == math.copysign(1.0, got)  # 0.0 and -0.0 are not the same
+        return (expected == got and same_sign) or (math.isnan(expected) and math.isnan(got))
     return bool(expected == got)
 
 
