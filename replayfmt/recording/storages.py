@@ -168,7 +168,7 @@ class Storages:
         tracker = self._bear(storage, StorageOrigin.payload if payload else StorageOrigin.absent, payload)
         self._records.storage_import(tracker.id, payload, 0, reason)
         tracker.imports = 1
-        if storage.device.type == "cpu" and not storage.resizable():
+        if storage.device.type == "cpu" and (not storage.resizable() or storage.is_shared()):  # others may write it
             begin = storage.data_ptr()
             self._external[tracker.id] = (begin, begin + length)
             self.watch(tracker)
