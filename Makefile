@@ -44,7 +44,8 @@ $(BENCHABLE): $(INSTALLED)
 
 demo: $(INSTALLED)
 	@mkdir -p $(DEMO)
-	$(BIN)/opreplay-capture --force -o $(DEMO)/step.opreplay examples/gpt2_training_step.py
+	$(BIN)/opreplay-capture --force -o $(DEMO)/step.opreplay \
+	    examples/gpt2_training_step.py 2>&1 | fold -s -w 100
 	@echo
 	$(BIN)/opreplay-run $(DEMO)/step.opreplay | fold -s -w 100
 	@echo
