@@ -93,6 +93,8 @@ _UNANNOTATED_WRITES = {
     "aten::rrelu_with_noise_": ("noise",),
 }
 
+_WELL_ANNOTATED = ("aten", "prim", "prims", "quantized")
+
 
 @dataclass(frozen=True)
 class Effects:
@@ -100,12 +102,14 @@ class Effects:
 
     `writes`: slots whose storage it may write. `rebinds`: pairs of an argument slot and the result slot that is the
     same tensor object afterwards; where their ids differ the op changed the tensor's metadata in place. `reshapes`:
-    argument slots whose metadata it changes without returning the tensor.
+    argument slots whose metadata it changes without returning the tensor. `unsure`: further slots whose storage it may
+    write without saying so, which custom operators do; their content is restored like that of `writes`.
     """
 
     writes: tuple[int, ...]
     rebinds: tuple[tuple[int, int], ...]
     reshapes: tuple[int, ...]
+    unsure: tuple[int, ...]
 
 
 def effects_of(layout: Layout, kernel: ResolvedKernel) -> Effects:
@@ -118,7 +122,7 @@ def effects_of_missing(layout: Layout, schema: str) -> Effects:
     try:
         return _annotated(layout, torch._C.parse_schema(schema), False)
     except RuntimeError:
-        return Effects(tuple(slot for each in layout.args for slot in each.tensors), (), ())
+        return Effects(tuple(slot for each in layout.args for slot in each.tensors), (), (), ())
 
 
 def _annotated(layout: Layout, schema: torch.FunctionSchema, in_place_view: bool) -> Effects:
@@ -128,12 +132,16 @@ def _annotated(layout: Layout, schema: torch.FunctionSchema, in_place_view: bool
     writes: list[int] = []
     rebinds: list[tuple[int, int]] = []
     reshapes: list[int] = []
+    unsure: list[int] = []
+    custom = schema.name.partition("::")[0] not in _WELL_ANNOTATED
     for each in layout.args:
         argument = by_name.get(each.node.name)
         alias = argument.alias_info if argument is not None else None
         if alias is None or not alias.is_write:
             if each.node.name in unannotated:
                 writes += each.tensors
+            elif custom:
+                unsure += each.tensors
             continue
         writes += each.tensors
         if each.node.kind is not ValueKind.tensor:
@@ -148,5 +156,5 @@ def _annotated(layout: Layout, schema: torch.FunctionSchema, in_place_view: bool
             rebinds.append((each.tensor_slot, same[0]))
         elif in_place_view:
             reshapes.append(each.tensor_slot)
-    return Effects(tuple(writes), tuple(rebinds), tuple(reshapes))
+    return Effects(tuple(writes), tuple(rebinds), tuple(reshapes), tuple(unsure))
 

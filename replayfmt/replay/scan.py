@@ -210,11 +210,12 @@ class Scan:
         layout = self.layout(signature_id)
         effects = self.effects(signature_id)
         storage_slots = [each.int_slot for each in layout.nodes(ValueKind.storage)]
-        if not storage_slots and not effects.writes:
+        written = effects.writes + effects.unsure
+        if not storage_slots and not written:
             return
         rows = np.flatnonzero(signatures == signature_id)
-        if effects.writes:
-            slots = frame.tensor_first[rows][:, None] + np.array(effects.writes, dtype=np.int64)
+        if written:
+            slots = frame.tensor_first[rows][:, None] + np.array(written, dtype=np.int64)
             storages = np.unique(frame.tensor_storage[local[slots.ravel()]]).astype(np.int64)
             self._written.reach(int(storages.max()) + 1)[storages] = True
         if self._only is not None:
