@@ -26,7 +26,7 @@ def views() -> Any:
     y.add_(1)
     x[1].zero_()
     x.as_strided((2, 2), (1, 2), 1).mul_(3)
-    x.as_strided((3, 2), (1, 1)).sum()             # overlaps itself
+    x.as_strided((3, 2), (1, 1)).sum()  # overlaps itself
     wide = torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last) + 1
     return x, wide, torch.zeros(0, 3) + 1, torch.tensor(3.0) * 2, x.expand(2, 4, 4).sum(), x.unbind()[2]
 
@@ -87,7 +87,14 @@ def uninitialized_memory() -> Any:
     inverse = torch.empty(4, dtype=torch.long)
     inverse[torch.randperm(4)] = torch.arange(4)
     product = torch.baddbmm(torch.empty(1, 2, 2), torch.ones(1, 2, 2), torch.ones(1, 2, 2), beta=0)
-    return rows.sum(), columns.sum(), inverse + 1, product, torch.empty(3).normal_() + 1, torch.empty_like(rows).copy_(rows)
+    return (
+        rows.sum(),
+        columns.sum(),
+        inverse + 1,
+        product,
+        torch.empty(3).normal_() + 1,
+        torch.empty_like(rows).copy_(rows),
+    )
 
 
 def partly_written_memory() -> Any:
@@ -117,9 +124,17 @@ def lists() -> Any:
 def results_of_every_kind() -> Any:
     x = torch.arange(10)
     return (
-        torch.unique(x % 3, return_inverse=True), torch.nonzero(x > 3), torch.linalg.svd(torch.randn(3, 3)),
-        torch.fft.rfft(torch.randn(8)), torch.einsum("ij,jk", torch.randn(2, 3), torch.randn(3, 2)), torch.equal(x, x),
-        torch.bincount(x), x.sort(), torch.topk(x, 3), torch.result_type(x, 1.0), x.float().max(dim=0),
+        torch.unique(x % 3, return_inverse=True),
+        torch.nonzero(x > 3),
+        torch.linalg.svd(torch.randn(3, 3)),
+        torch.fft.rfft(torch.randn(8)),
+        torch.einsum("ij,jk", torch.randn(2, 3), torch.randn(3, 2)),
+        torch.equal(x, x),
+        torch.bincount(x),
+        x.sort(),
+        torch.topk(x, 3),
+        torch.result_type(x, 1.0),
+        x.float().max(dim=0),
         torch.stft(torch.randn(64), 16, return_complex=True, window=torch.hann_window(16)),
     )
 
@@ -178,7 +193,7 @@ def settings() -> Any:
     made.append(torch.ones(3) * 2.0)
     torch.set_default_dtype(torch.float32)
     torch.use_deterministic_algorithms(True)
-    made.append(torch.empty(3) + 1)                # filled: no unseen write
+    made.append(torch.empty(3) + 1)  # filled: no unseen write
     torch.use_deterministic_algorithms(False)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         made.append(torch.ones(4, 4) @ torch.ones(4, 4))
@@ -203,18 +218,45 @@ def sparse_and_quantized() -> Any:
     twice = (coo + coo).coalesce()
     coo.add_(coo)
     coo._values().mul_(2)
-    compressed = [dense.to_sparse_csr(), dense.to_sparse_csc(), dense.to_sparse_bsr((2, 2)), dense.to_sparse_bsc((2, 2))]
+    compressed = [
+        dense.to_sparse_csr(),
+        dense.to_sparse_csc(),
+        dense.to_sparse_bsr((2, 2)),
+        dense.to_sparse_bsc((2, 2)),
+    ]
     per_tensor = torch.quantize_per_tensor(dense, 0.1, 5, torch.quint8)
     per_channel = torch.quantize_per_channel(dense, torch.rand(4) + 0.1, torch.zeros(4).long(), 0, torch.qint8)
     nested = torch.nested.nested_tensor([torch.randn(2, 3), torch.randn(4, 3)])
     return (
-        twice.to_dense(), coo.to_dense(), [c.to_dense() for c in compressed], compressed[0] @ torch.ones(4, 1),
-        per_tensor.dequantize(), per_tensor.int_repr(), per_channel.dequantize(), (nested * 2).to_padded_tensor(0.0),
+        twice.to_dense(),
+        coo.to_dense(),
+        [c.to_dense() for c in compressed],
+        compressed[0] @ torch.ones(4, 1),
+        per_tensor.dequantize(),
+        per_tensor.int_repr(),
+        per_channel.dequantize(),
+        (nested * 2).to_padded_tensor(0.0),
     )
 
 
 PLAIN: tuple[Program, ...] = (
-    training_step, views, changed_metadata, parameters_given_other_data, complex_numbers, small_floats, transforms,
-    uninitialized_memory, partly_written_memory, resized_storages, lists, results_of_every_kind, recurrence,
-    inference_mode, exceptions, random_numbers, settings, shared_memory, sparse_and_quantized,
+    training_step,
+    views,
+    changed_metadata,
+    parameters_given_other_data,
+    complex_numbers,
+    small_floats,
+    transforms,
+    uninitialized_memory,
+    partly_written_memory,
+    resized_storages,
+    lists,
+    results_of_every_kind,
+    recurrence,
+    inference_mode,
+    exceptions,
+    random_numbers,
+    settings,
+    shared_memory,
+    sparse_and_quantized,
 )

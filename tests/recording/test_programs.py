@@ -26,8 +26,10 @@ def tensors(value: Any) -> list[torch.Tensor]:
 def same(one: torch.Tensor, other: torch.Tensor) -> bool:
     if one.numel() == 0:
         return one.shape == other.shape
-    return torch.equal(torch.view_as_real(one) if one.is_complex() else one.nan_to_num(),
-                       torch.view_as_real(other) if other.is_complex() else other.nan_to_num())
+    return torch.equal(
+        torch.view_as_real(one) if one.is_complex() else one.nan_to_num(),
+        torch.view_as_real(other) if other.is_complex() else other.nan_to_num(),
+    )
 
 
 def thrice(program: Program) -> Program:
@@ -58,8 +60,9 @@ def test_the_fast_path_records_the_same_as_the_complete_path(
         captured = capture(thrice(program))
         reader = captured.reader
         return [
-            repr((r.kind, r.signature.status, reader.kernels[r.signature.kernel], r.args, r.results))   # NaN is not NaN
-            for r in captured.records() if r.kind is not RecordKind.storage_release
+            repr((r.kind, r.signature.status, reader.kernels[r.signature.kernel], r.args, r.results))  # NaN is not NaN
+            for r in captured.records()
+            if r.kind is not RecordKind.storage_release
         ]
 
     fast = recorded()
@@ -68,7 +71,9 @@ def test_the_fast_path_records_the_same_as_the_complete_path(
     assert fast == complete
 
 
-@pytest.mark.parametrize("program", [p for p in PLAIN if p.__name__ != "partly_written_memory"], ids=lambda p: p.__name__)
+@pytest.mark.parametrize(
+    "program", [p for p in PLAIN if p.__name__ != "partly_written_memory"], ids=lambda p: p.__name__
+)
 def test_a_program_computes_the_same_with_and_without_a_capture(capture: Capture, program: Program) -> None:
     torch.manual_seed(0)
     expected = tensors(thrice(program)())
@@ -90,10 +95,19 @@ class Plain(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("program", [p for p in PLAIN if p.__name__ not in (
-    "inference_mode",         # its composites are recorded in parts
-    "transforms",             # functionalization asks the modes beneath differently
-)], ids=lambda p: p.__name__)
+@pytest.mark.parametrize(
+    "program",
+    [
+        p
+        for p in PLAIN
+        if p.__name__
+        not in (
+            "inference_mode",  # its composites are recorded in parts
+            "transforms",  # functionalization asks the modes beneath differently
+        )
+    ],
+    ids=lambda p: p.__name__,
+)
 def test_recording_adds_no_op_and_loses_none(capture: Capture, program: Program) -> None:
     program()
     torch.manual_seed(0)

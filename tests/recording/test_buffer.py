@@ -1,0 +1,125 @@
+"""The buffer between ops and the writer: frames, order of births, definitions that are forgotten, bounded memory."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import numpy as np
+import psutil
+import torch
+
+import replayfmt
+from replayfmt.format.codes import RecordKind, StorageOrigin
+from replayfmt.format.reader import open_capture
+from replayfmt.recording import buffer as module
+from replayfmt.recording.core import Core
+from replayfmt.recording.options import CaptureOptions
+from replayfmt.recording.recorder import Recorder
+
+from .conftest import Capture
+
+
+def work(steps: int) -> torch.Tensor:
+    x = torch.ones(4, 4)
+    for step in range(steps):
+        y = (x * 1 + x.t()).view(16)
+        x = (y * 0.5).view(4, 4)
+        if step % 10 == 0:
+            torch.rand(2)
+    return x
+
+
+def test_frames_of_any_size_hold_the_same_records(capture: Capture) -> None:
+    outlines = []
+    for chunk in (1, 7, 16384):
+        captured = capture(lambda: work(30), chunk_records=chunk)
+        outlines.append(captured.ops())
+        captured.replays()
+    assert outlines[0] == outlines[1] == outlines[2]
+
+
+def test_storage_ids_have_no_gaps_and_tensors_keep_their_ids(capture: Capture) -> None:
+    reader = capture(lambda: work(50), chunk_records=16).reader
+    seen: dict[tuple, int] = {}
+    for record in reader.records():
+        for value in (*record.args, *record.results):
+            if hasattr(value, "meta"):
+                place = (value.storage, value.offset, value.meta)
+                assert seen.setdefault(place, value.id) == value.id
+    assert len(set(seen.values())) == len(seen)
+    ids = sorted({place[0] for place in seen})
+    assert ids == list(range(1, reader.summary.storages + 1))
+
+
+def test_spans_are_runs_of_consecutive_numbers() -> None:
+    assert module._spans(np.array([5, 0, 9]), np.array([3, 0, 2])).tolist() == [5, 6, 7, 9, 10]
+    assert module._spans(np.zeros(0, np.int64), np.zeros(0, np.int64)).tolist() == []
+
+
+def test_an_id_that_an_interrupted_op_took_is_filled(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(module, "_PATIENCE_S", 0.01)
+    path = tmp_path / "x.opreplay"
+    with replayfmt.capture(path) as recorder:
+        kept = [work(3)]
+        next(recorder._core.buffer.next_storage)     # as if an exception had struck between id and row
+        kept.append(work(3))
+    reader = open_capture(path)
+    assert reader.summary.storages > 0
+    empty = [i for i in range(1, reader.summary.storages + 1)
+             if reader.storage(i).bytes == 0 and reader.storage(i).origin is not StorageOrigin.payload]
+    assert len(empty) == 1
+
+
+def test_definitions_of_dead_storages_are_forgotten(tmp_path: Path) -> None:
+    with replayfmt.capture(tmp_path / "x.opreplay", chunk_records=64) as recorder:
+        work(300)
+        recorder._core.flush()
+        assert len(recorder._core.buffer._known) < 50
+        assert len(recorder._core.storages.live) < 20
+
+
+def test_memory_does_not_grow_with_the_number_of_ops(tmp_path: Path) -> None:
+    process = psutil.Process()
+    recorder = Recorder(tmp_path / "x.opreplay", CaptureOptions(payload="none"))
+    recorder.start()
+    try:
+        x = torch.ones(4)
+        sizes = []
+        with torch.no_grad():
+            for _ in range(6):
+                for _ in range(10_000):
+                    y = x + 1
+                    y.view(2, 2)
+                    y.mul_(2)
+                recorder._core.flush()
+                sizes.append(process.memory_info().rss)
+    finally:
+        recorder.close()
+    assert open_capture(tmp_path / "x.opreplay").summary.records[RecordKind.op] >= 180_000
+    assert sizes[-1] - sizes[1] < 8 << 20, [size >> 20 for size in sizes]
+
+
+def test_another_thread_may_flush_at_any_time(tmp_path: Path) -> None:
+    path = tmp_path / "x.opreplay"
+    with replayfmt.capture(path, chunk_records=32) as recorder:
+        core: Core = recorder._core
+        done = threading.Event()
+
+        def flush() -> None:
+            while not done.is_set():
+                core.flush()
+
+        with recorder.paused():
+            thread = threading.Thread(target=flush)
+            thread.start()
+        try:
+            kept = work(2000)
+        finally:
+            done.set()
+            thread.join()
+    assert kept is not None
+    from replayfmt.replay.plan import Plan
+
+    with Plan(path) as plan:
+        assert plan.execute(verify="bitwise").outcome == "ok"

@@ -1,0 +1,201 @@
+"""Scopes, and captures of a part of the program."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+
+import replayfmt
+from replayfmt.errors import UsageError
+from replayfmt.format.codes import RecordKind
+
+from .conftest import Capture, Captured
+
+
+def outline(captured: Captured) -> list[str]:
+    """Scopes and ops, in order."""
+    reader = captured.reader
+    lines = []
+    for record in reader.records():
+        if record.kind is RecordKind.op:
+            lines.append(f"{reader.scope_path(record.scope)}: {reader.kernels[record.signature.kernel].name}")
+        elif record.kind in (RecordKind.scope_begin, RecordKind.scope_end):
+            lines.append(f"{'>' if record.kind is RecordKind.scope_begin else '<'}{reader.scope_path(record.scope)}")
+    return lines
+
+
+def steps(count: int) -> None:
+    for step in range(count):
+        with replayfmt.scope(f"step {step}"):
+            torch.ones(1)
+            torch.zeros(1)
+
+
+def test_scopes_nest_and_repeat(capture: Capture) -> None:
+    def program() -> None:
+        for _ in range(2):
+            with replayfmt.scope("outer"):
+                torch.ones(1)
+                with replayfmt.scope("inner"):
+                    torch.zeros(1)
+
+    once = [">outer", "outer: aten::ones", ">outer/inner", "outer/inner: aten::zeros", "<outer/inner", "<outer"]
+    assert outline(capture(program)) == once * 2
+
+
+def test_ending_a_scope_that_is_not_open_is_an_error(tmp_path) -> None:
+    with replayfmt.capture(tmp_path / "x.opreplay") as recorder, pytest.raises(UsageError, match="'nothing' is not open"):
+        recorder.scope_end("nothing")
+
+
+def test_ending_an_outer_scope_ends_what_is_inside(capture: Capture, tmp_path) -> None:
+    path = tmp_path / "x.opreplay"
+    with replayfmt.capture(path) as recorder:
+        recorder.scope_begin("a")
+        recorder.scope_begin("b")
+        recorder.scope_end("a")
+        torch.ones(1)
+    assert outline(Captured(path, None)) == [">a", ">a/b", "<a/b", "<a", ": aten::ones"]
+
+
+def test_record_function_becomes_a_scope_without_digests(capture: Capture) -> None:
+    def program() -> torch.Tensor:
+        with torch.autograd.profiler.record_function("named"):
+            return torch.ones(1)
+
+    captured = capture(program)
+    assert outline(captured) == [">named", "named: aten::ones", "<named"]
+    order = [r.kind for r in captured.records(RecordKind.digest, RecordKind.scope_end)]
+    assert order == [RecordKind.scope_end, RecordKind.digest], "only the capture's end digests"
+
+
+def test_live_digests_come_at_the_end_of_the_programs_scopes(capture: Capture) -> None:
+    def program() -> Any:
+        kept = torch.zeros(3)
+        for step in range(3):
+            with replayfmt.scope(f"step {step}"):
+                torch.ones(3) * 2           # dies
+                kept.add_(1)
+        unchanged = torch.ones(1)
+        return kept, unchanged
+
+    captured = capture(program)
+    digests = captured.records(RecordKind.digest)
+    assert [r.argument("sample") for r in digests] == [[1.0] * 3, [2.0] * 3, [3.0] * 3, [1.0]]
+    captured.replays()
+
+
+def test_recording_can_be_limited_to_some_ops(capture: Capture) -> None:
+    captured = capture(lambda: steps(3), start_op=1, stop_op=4)
+    assert outline(captured) == [
+        ">step 0", "step 0: aten::zeros", "<step 0",
+        ">step 1", "step 1: aten::ones", "step 1: aten::zeros", "<step 1", ">step 2", "<step 2",
+    ]
+
+
+def test_recording_can_be_limited_to_some_scopes(capture: Capture) -> None:
+    captured = capture(lambda: steps(4), start_scope="step 1", stop_scope="step 2")
+    assert outline(captured) == [
+        ">step 1", "step 1: aten::ones", "step 1: aten::zeros", "<step 1",
+        ">step 2", "step 2: aten::ones", "step 2: aten::zeros", "<step 2",
+    ]
+
+
+def test_what_was_made_before_the_start_enters_as_content(capture: Capture) -> None:
+    def program() -> Any:
+        x = torch.ones(3)
+        x.add_(1)
+        with replayfmt.scope("late"):
+            return x * 2
+
+    captured = capture(program, start_scope="late", digests="ops")
+    assert len(captured.records(RecordKind.storage_import)) == 1
+    captured.replays()
+
+
+def test_threads_are_recorded_with_their_own_scopes(capture: Capture) -> None:
+    def program() -> Any:
+        made = []
+
+        def work(number: int) -> None:
+            with replayfmt.scope(f"thread {number}"):
+                made.append(torch.full((3,), float(number)) * 2)
+
+        with replayfmt.scope("main"):
+            threads = [threading.Thread(target=work, args=(n,)) for n in range(3)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            with ThreadPoolExecutor(2) as pool:
+                made += pool.map(lambda n: torch.ones(n + 1) + 1, range(6))
+        return made
+
+    captured = capture(program, digests="ops")
+    records = captured.records(RecordKind.op)
+    reader = captured.reader
+    paths = {reader.scope_path(r.scope) for r in records}
+    assert paths == {"main", "main/thread 0", "main/thread 1", "main/thread 2"}
+    assert len({r.thread for r in records}) >= 3
+    captured.replays()
+
+
+def test_threads_that_draw_at_once_replay(capture: Capture) -> None:
+    def program() -> Any:
+        made: list[torch.Tensor] = []
+
+        def work() -> None:
+            for _ in range(50):
+                made.append(torch.rand(2) + 1)
+
+        threads = [threading.Thread(target=work) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return made
+
+    captured = capture(program, digests="ops")
+    assert len(captured.ops()) == 400
+    captured.replays()
+
+
+def test_threads_on_the_fast_path_do_not_mix_their_records(capture: Capture) -> None:
+    def program() -> Any:
+        made: list[torch.Tensor] = []
+
+        def work(size: int) -> None:
+            x = torch.ones(size)
+            for step in range(300):
+                with torch.set_grad_enabled(step % 2 == 0):
+                    x = (x + 1).view(size, 1).view(size) * 0.5
+            made.append(x)
+
+        threads = [threading.Thread(target=work, args=(n + 2,)) for n in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return made
+
+    captured = capture(program, chunk_records=100)
+    assert len(captured.ops()) == 4 * (1 + 300 * 4)
+    captured.replays()
+
+
+def test_backward_in_another_thread_is_recorded(capture: Capture) -> None:
+    def program() -> Any:
+        w = torch.ones(3, requires_grad=True)
+        loss = (w * 2).sum()
+        thread = threading.Thread(target=loss.backward)
+        thread.start()
+        thread.join()
+        return w.grad
+
+    captured = capture(program, digests="ops")
+    assert "aten::mul.Tensor" in captured.ops()[3:]
+    captured.replays()
