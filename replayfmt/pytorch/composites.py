@@ -74,24 +74,36 @@ def _take_quantized(tensor: torch.Tensor) -> tuple[str, Parts]:
 
 
 def put_together(form: str, parts: Sequence[Any]) -> torch.Tensor:
-    """The composite that `take_apart` took apart, on the memory of the given parts. Raises ValueError for other forms."""
+    """The composite that `take_apart` took apart, on the memory of its parts. Raises ValueError for other forms."""
     if form == "sparse_coo":
         indices, values, sizes, is_coalesced = parts
         return torch.sparse_coo_tensor(indices, values, tuple(sizes), check_invariants=False, is_coalesced=is_coalesced)
     if form in _COMPRESSED_LAYOUT:
         compressed, plain, values, sizes = parts
         return torch.ops.aten._sparse_compressed_tensor_unsafe.default(
-            compressed, plain, values, tuple(sizes),
-            dtype=values.dtype, layout=_COMPRESSED_LAYOUT[form], device=values.device,
+            compressed,
+            plain,
+            values,
+            tuple(sizes),
+            dtype=values.dtype,
+            layout=_COMPRESSED_LAYOUT[form],
+            device=values.device,
         )
     if form == "quantized_per_tensor":
         integers, dtype, scale, zero_point = parts
-        empty = torch._empty_affine_quantized((0,), scale=scale, zero_point=zero_point, dtype=dtype, device=integers.device)
+        empty = torch._empty_affine_quantized(
+            (0,), scale=scale, zero_point=zero_point, dtype=dtype, device=integers.device
+        )
         return _on_memory_of(integers, empty)
     if form == "quantized_per_channel":
         integers, dtype, scales, zero_points, axis = parts
         empty = torch._empty_per_channel_affine_quantized(
-            tuple(integers.shape), scales=scales, zero_points=zero_points, axis=axis, dtype=dtype, device=integers.device
+            tuple(integers.shape),
+            scales=scales,
+            zero_points=zero_points,
+            axis=axis,
+            dtype=dtype,
+            device=integers.device,
         )
         return _on_memory_of(integers, empty)
     if form == "nested":

@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from replayfmt.format.codes import ValueKind
+from replayfmt.format.codes import Layout, ValueKind
 from replayfmt.format.model import Node
 from replayfmt.pytorch.composites import is_composite, take_apart
-from replayfmt.pytorch.dtypes import DTYPE_CODE, LAYOUT_CODE, MEMORY_FORMAT_CODE
+from replayfmt.pytorch.dtypes import DTYPE_CODE, LAYOUT_CODE, MEMORY_FORMAT_CODE, TORCH_LAYOUT
 from replayfmt.pytorch.memory import undispatched
 
 from .records import Unrepresentable
@@ -44,7 +44,7 @@ class Use(NamedTuple):
     tensor: torch.Tensor
     storage: torch.UntypedStorage
     tracker: Tracker
-    number: int              # tensor id
+    number: int  # tensor id
     meta: int
 
 
@@ -133,7 +133,9 @@ class Encoder:
         elif isinstance(value, (bool, int, float)):  # subclasses
             self.add(int(value) if isinstance(value, int) else float(value), values)
         else:
-            raise Unrepresentable("opaque_argument", f"a value of type {type(value).__module__}.{type(value).__qualname__}")
+            raise Unrepresentable(
+                "opaque_argument", f"a value of type {type(value).__module__}.{type(value).__qualname__}"
+            )
 
     def _add_tensor(self, tensor: torch.Tensor, values: Values) -> None:
         if is_composite(tensor):
@@ -145,7 +147,7 @@ class Encoder:
         values.uses.append(use)
 
     def _add_composite(self, tensor: torch.Tensor, values: Values) -> None:
-        if tensor.layout is torch._mkldnn:
+        if tensor.layout is TORCH_LAYOUT[Layout.mkldnn]:
             raise Unrepresentable("mkldnn_layout", "a tensor in oneDNN's own layout")
         try:
             with undispatched():

@@ -7,8 +7,8 @@ takes no lock while one thread records. A row is a run of 64-bit words:
 
 A context stands for a thread and the scope it is in. Two kinds of rows say more in fewer words:
 
-    site row     FROM_SITE + site, context, start_ns, duration_ns, tensor slots..., (storage id, offset) for each view that
-                 the op made: what is constant for a site (signature, constants, metadata) is in the site's tables
+    site row     FROM_SITE + site, context, start_ns, duration_ns, tensor slots..., (storage id, offset) for each view
+                 that the op made: what is constant for a site (signature, constants, metadata) is in the site's tables
     release run  RELEASES + signature, context, now, 0, storage id...: one release record for each
 
 Storages (births) and tensors (definitions) that do not come from sites have rows of their own lists, appended before
@@ -25,6 +25,7 @@ from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from struct import Struct
+from typing import Any
 
 import numpy as np
 
@@ -32,14 +33,14 @@ from replayfmt.format.codes import StorageOrigin
 from replayfmt.format.columns import RecordColumns
 from replayfmt.format.writer import CaptureWriter
 
-HEAD_WORDS = 4            # signature, context, start, duration
+HEAD_WORDS = 4  # signature, context, start, duration
 FROM_SITE = 1 << 32
 RELEASES = 1 << 33
-_FRAME_WORDS = 1 << 20    # a frame is also cut when that many words wait
-_PATIENCE_S = 1.0         # for a thread that was suspended in the middle of an op's record
+_FRAME_WORDS = 1 << 20  # a frame is also cut when that many words wait
+_PATIENCE_S = 1.0  # for a thread that was suspended in the middle of an op's record
 
-pack_birth = Struct("<5q").pack          # storage id, bytes, device id, origin, payload id
-pack_definition = Struct("<4q").pack     # tensor id, storage id, offset, meta id
+pack_birth = Struct("<5q").pack  # storage id, bytes, device id, origin, payload id
+pack_definition = Struct("<4q").pack  # tensor id, storage id, offset, meta id
 
 _packs: dict[tuple[int, int], Callable[..., bytes]] = {}
 
@@ -72,16 +73,24 @@ class SiteTables:
         self.made_slot, self.made_meta, self.made_bytes = array("q"), array("q"), array("q")
         self.first_made, self.made_count = array("q"), array("q")
 
-    def add(self, signature: int, tensors: int, ints: Sequence[int], floats: Sequence[float], made: Sequence[MadeView],
-            device: int) -> int:
+    def add(
+        self,
+        signature: int,
+        tensors: int,
+        ints: Sequence[int],
+        floats: Sequence[float],
+        made: Sequence[MadeView],
+        device: int,
+    ) -> int:
         """The number of a new site. `device` is that of new storages."""
         self.signature.append(signature)
         self.tensors.append(tensors)
         self.device.append(device)
-        for values, column, first, count in (
+        given: tuple[tuple[Sequence[Any], array, array, array], ...] = (
             (ints, self.ints, self.first_int, self.int_count),
             (floats, self.floats, self.first_float, self.float_count),
-        ):
+        )
+        for values, column, first, count in given:
             first.append(len(column))
             count.append(len(values))
             column.extend(values)
@@ -107,12 +116,12 @@ class RecordBuffer:
         self.sites = SiteTables()
         self.next_storage: Iterator[int] = itertools.count(1)
         self.next_tensor: Iterator[int] = itertools.count(1)
-        self.appended = 0                       # records that did not take the fast path: counts all where none does
+        self.appended = 0  # records that did not take the fast path: counts all where none does
         self._first_storage = 1
-        self._slots = tuple(array("q", [0]) for _ in range(3))    # by signature id: tensors, ints, floats
-        self._threads, self._scopes = array("q"), array("q")      # by context id
-        self._births = np.zeros((0, 5), np.int64)                 # that came out of turn
-        self._known = np.zeros((0, 4), np.int64)                  # definitions of live tensors, by id
+        self._slots = tuple(array("q", [0]) for _ in range(3))  # by signature id: tensors, ints, floats
+        self._threads, self._scopes = array("q"), array("q")  # by context id
+        self._births = np.zeros((0, 5), np.int64)  # that came out of turn
+        self._known = np.zeros((0, 4), np.int64)  # definitions of live tensors, by id
 
     def note_signature(self, number: int, tensors: int, ints: int, floats: int) -> None:
         """How many slots records of a new signature have."""
@@ -163,26 +172,28 @@ class RecordBuffer:
         del self.rows[:count]
         first, self._first_storage, self._births = self._first_storage, self._first_storage + in_turn, births[in_turn:]
         births = births[:in_turn]
-        self.writer.records(RecordColumns(
-            signature=batch.signature,
-            scope=np.frombuffer(self._scopes, np.int64)[batch.context],
-            thread=np.frombuffer(self._threads, np.int64)[batch.context],
-            start_ns=batch.start_ns,
-            duration_ns=batch.duration_ns,
-            tensors=batch.tensors,
-            ints=batch.ints,
-            floats=batch.floats,
-            tensor_definitions=self._define(batch),
-            first_storage=first,
-            storage_bytes=births[:, 1],
-            storage_device=births[:, 2],
-            storage_origin=births[:, 3],
-            storage_payload=births[:, 4],
-        ))
+        self.writer.records(
+            RecordColumns(
+                signature=batch.signature,
+                scope=np.frombuffer(self._scopes, np.int64)[batch.context],
+                thread=np.frombuffer(self._threads, np.int64)[batch.context],
+                start_ns=batch.start_ns,
+                duration_ns=batch.duration_ns,
+                tensors=batch.tensors,
+                ints=batch.ints,
+                floats=batch.floats,
+                tensor_definitions=self._define(batch),
+                first_storage=first,
+                storage_bytes=births[:, 1],
+                storage_device=births[:, 2],
+                storage_origin=births[:, 3],
+                storage_payload=births[:, 4],
+            )
+        )
         return count
 
     def _born(self, batch: Batch) -> np.ndarray:
-        """All births that are known and not written, by id. Those that came by list stay in `_births` for a next try."""
+        """All births known and not written, by id. Those that came by list stay in `_births` for a next try."""
         self._births = np.concatenate((self._births, _take(self.births, 5)))
         births = np.concatenate((self._births, batch.births))
         return births[np.argsort(births[:, 0], kind="stable")]
@@ -231,7 +242,8 @@ class Batch:
         float_begins = slot_begins + tensor_count + int_count
         float_begins[at_site] = len(words) + _column(sites.first_float)[site]
         self.floats = np.concatenate((words.view(np.float64), _column(sites.floats, np.float64)))[
-            _spans(float_begins, float_count)]
+            _spans(float_begins, float_count)
+        ]
 
         records = np.where(released, lengths - HEAD_WORDS, 1)
         self.signature = np.repeat(signature, records)
@@ -255,7 +267,8 @@ class Batch:
         new = length >= 0
         device = np.repeat(_column(sites.device)[site], count)[new]
         self.births = np.stack(
-            (storage[new], length[new], device, np.full_like(device, StorageOrigin.op), np.zeros_like(device)), axis=1)
+            (storage[new], length[new], device, np.full_like(device, StorageOrigin.op), np.zeros_like(device)), axis=1
+        )
         self.newest_storage = int(storage.max()) if len(storage) else 0
 
 

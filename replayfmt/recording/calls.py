@@ -131,7 +131,7 @@ class Calls:
             reads = tensor.numel() != 0 and call.facts.reads(index, call.args, call.kwargs)
             tracker = storages.use(tracker, storage, reads, call.facts.name)
         meta = self._metas.of(tensor, zero)
-        number = storages.view(tracker, meta, tensor.storage_offset(), self._metas.params[meta].item)
+        number = storages.view(tracker, meta, int(tensor.storage_offset()), self._metas.params[meta].item)
         return Use(index, tensor, storage, tracker, number, meta)
 
     def _use_storage(self, storage: torch.UntypedStorage, index: int) -> int:
@@ -199,7 +199,7 @@ class Calls:
             if index in call.facts.opaque_results:
                 storages.state(tracker).opaque = True
         meta = self._metas.of(tensor, zero)
-        number = storages.view(tracker, meta, tensor.storage_offset(), self._metas.params[meta].item)
+        number = storages.view(tracker, meta, int(tensor.storage_offset()), self._metas.params[meta].item)
         storages.synchronize(tracker, storage)
         return Use(index, tensor, storage, tracker, number, meta)
 
@@ -249,7 +249,7 @@ class Calls:
         storage = tensor.untyped_storage()
         tracker = self._storages.known(storage)
         if tracker is not None:
-            meta, offset = self._metas.of(tensor, tensor._is_zerotensor()), tensor.storage_offset()
+            meta, offset = self._metas.of(tensor, tensor._is_zerotensor()), int(tensor.storage_offset())
             number = self._storages.view(tracker, meta, offset, self._metas.params[meta].item)
             self._storages.wrote(tracker, storage, number, meta, offset, everything)
 
@@ -271,7 +271,7 @@ class Calls:
         tracker = self._storages.known(storage)
         if tracker is None:
             return
-        meta, offset = self._metas.of(tensor, tensor._is_zerotensor()), tensor.storage_offset()
+        meta, offset = self._metas.of(tensor, tensor._is_zerotensor()), int(tensor.storage_offset())
         params = self._metas.params[meta]
         state = tracker.state
         if state is not None and (state.opaque or (

@@ -15,9 +15,11 @@ from typing import Any
 import torch
 
 from replayfmt.errors import CaptureFailed, OpReplayError
+from replayfmt.format.codes import Layout
 from replayfmt.format.model import Session
 from replayfmt.format.writer import CaptureWriter
 from replayfmt.pytorch.composites import is_composite, take_apart
+from replayfmt.pytorch.dtypes import TORCH_LAYOUT
 from replayfmt.pytorch.environment import session_fields
 from replayfmt.pytorch.memory import undispatched
 from replayfmt.pytorch.settings import read_settings
@@ -37,7 +39,7 @@ from .sites import Sites
 from .storages import RELEASE_BATCH, Storages, Tracker
 from .tensor_metas import TensorMetas
 
-_BEHIND = 4   # frames' worth of records that may wait for the flusher
+_BEHIND = 4  # frames' worth of records that may wait for the flusher
 
 
 class Core:
@@ -57,23 +59,32 @@ class Core:
         self.scopes.records = self.records
         self.metas = TensorMetas(self.buffer, self.records)
         content = options.payload != "none"
-        self.storages = Storages(self.buffer, self.records, self.metas, content=content, audit=options.audit and content)
+        self.storages = Storages(
+            self.buffer, self.records, self.metas, content=content, audit=options.audit and content
+        )
         self.generators = Generators(self.buffer, self.records)
         self.numeric = NumericState(self.records)
         self.digests = Digests(self.buffer, self.records, self.metas, self.storages)
-        self.threads: list[int] = []        # idents of other threads that record; empty while there is one thread
+        self.threads: list[int] = []  # idents of other threads that record; empty while there is one thread
         self.sites = Sites(self)
         self.calls = Calls(
-            self.buffer, self.records, self.metas, self.storages, self.generators, self.numeric, self.digests,
-            digest_results=options.digests == "ops", learn=self.sites.learn,
+            self.buffer,
+            self.records,
+            self.metas,
+            self.storages,
+            self.generators,
+            self.numeric,
+            self.digests,
+            digest_results=options.digests == "ops",
+            learn=self.sites.learn,
         )
-        self.wake = threading.Event()       # there is something to write, or the capture is over
+        self.wake = threading.Event()  # there is something to write, or the capture is over
         self.on = False
-        self.fast = False                   # calls may take the fast path
-        self.finished = False               # recording stopped for good: closed, failed, or past its stop
+        self.fast = False  # calls may take the fast path
+        self.finished = False  # recording stopped for good: closed, failed, or past its stop
         self.failure: OpReplayError | None = None
         self.ops_seen = 0
-        self.implicit: ImplicitScope | None = None    # with one, recording begins with the first thing to record
+        self.implicit: ImplicitScope | None = None  # with one, recording begins with the first thing to record
 
     # --------------------------------------------------------------------------------------------------- start and stop
 
@@ -138,7 +149,7 @@ class Core:
             self.buffer.rows.clear()
         print(f"opreplay: the capture ended early: {error}; the program goes on unrecorded", file=sys.stderr)
 
-    # -------------------------------------------------------------------------------------------------- for the fast path
+    # ------------------------------------------------------------------------------------------------ for the fast path
 
     def enter(self, storage: torch.UntypedStorage) -> Tracker:
         """A storage at its first use."""
@@ -187,7 +198,7 @@ class Core:
                 self.storages.drain()
         waiting = len(self.buffer.rows)
         if waiting >= _BEHIND * self.options.chunk_records:
-            self.flush()                # the flusher does not keep up
+            self.flush()  # the flusher does not keep up
         elif waiting >= self.options.chunk_records:
             self.wake.set()
 
@@ -261,7 +272,7 @@ _SHARING = ("numpy", "__array__", "__array_interface__", "__dlpack__", "to_dlpac
 
 def plain_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
     """A strided tensor itself, or the tensors a composite is made of; nothing for what has no memory of its own."""
-    if is_wrapper(tensor) or tensor.layout is torch._mkldnn:
+    if is_wrapper(tensor) or tensor.layout is TORCH_LAYOUT[Layout.mkldnn]:
         return []
     if not is_composite(tensor):
         return [tensor]

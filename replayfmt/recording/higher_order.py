@@ -32,7 +32,9 @@ def run_higher_order(mode: RecordingMode, func: Any, args: tuple[Any, ...], kwar
     if eager is None:
         return mode.run_inside(func, args, kwargs)
     if name in _ONLY_CALL_THEIR_BODY or _is_base(func):
-        recorded = [_with_recorder(mode, arg) if callable(arg) and not isinstance(arg, torch.Tensor) else arg for arg in args]
+        recorded = [
+            _with_recorder(mode, arg) if callable(arg) and not isinstance(arg, torch.Tensor) else arg for arg in args
+        ]
         return eager(*recorded, **kwargs)
     return mode.run_inside(eager, args, kwargs)
 

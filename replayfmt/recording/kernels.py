@@ -20,55 +20,141 @@ class Action(Enum):
     """What the mode does with a call."""
 
     record = 1
-    ignore = 2         # run it, record nothing
-    decompose = 3      # a composite that reached the mode: its parts are recorded
-    collective = 4     # run it, record that it cannot be reproduced
-    scope_enter = 5    # torch.profiler.record_function
+    ignore = 2  # run it, record nothing
+    decompose = 3  # a composite that reached the mode: its parts are recorded
+    collective = 4  # run it, record that it cannot be reproduced
+    scope_enter = 5  # torch.profiler.record_function
     scope_exit = 6
 
 
 # Results are memory that nobody has written.
 _EMPTY = {
-    "empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided", "empty_quantized",
-    "_empty_affine_quantized", "_empty_per_channel_affine_quantized",
+    "empty",
+    "empty_like",
+    "empty_strided",
+    "empty_permuted",
+    "new_empty",
+    "new_empty_strided",
+    "empty_quantized",
+    "_empty_affine_quantized",
+    "_empty_per_channel_affine_quantized",
 }
 
 # No bytes of any input are read, only their metadata.
 _READS_NOTHING = _EMPTY | {
-    "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like", "new_zeros", "new_ones", "new_full",
-    "_unsafe_view", "is_same_size", "_has_same_storage_numel", "is_pinned", "is_set_to", "record_stream", "sym_size",
-    "sym_stride", "sym_numel", "sym_storage_offset", "size", "stride", "numel", "dim", "set_", "resize_", "resize_as_",
-    "_resize_output_", "resize_storage_bytes_", "_fused_sdp_choice", "_assert_tensor_metadata", "result_type",
-    "detach_", "as_strided_", "lift", "_nested_tensor_storage_offsets", "sym_is_contiguous", "is_contiguous",
-    "is_non_overlapping_and_dense", "device", "layout", "zero_", "_foreach_zero_",
+    "zeros_like",
+    "ones_like",
+    "full_like",
+    "rand_like",
+    "randn_like",
+    "randint_like",
+    "new_zeros",
+    "new_ones",
+    "new_full",
+    "_unsafe_view",
+    "is_same_size",
+    "_has_same_storage_numel",
+    "is_pinned",
+    "is_set_to",
+    "record_stream",
+    "sym_size",
+    "sym_stride",
+    "sym_numel",
+    "sym_storage_offset",
+    "size",
+    "stride",
+    "numel",
+    "dim",
+    "set_",
+    "resize_",
+    "resize_as_",
+    "_resize_output_",
+    "resize_storage_bytes_",
+    "_fused_sdp_choice",
+    "_assert_tensor_metadata",
+    "result_type",
+    "detach_",
+    "as_strided_",
+    "lift",
+    "_nested_tensor_storage_offsets",
+    "sym_is_contiguous",
+    "is_contiguous",
+    "is_non_overlapping_and_dense",
+    "device",
+    "layout",
+    "zero_",
+    "_foreach_zero_",
 }
 
 # In-place operators that overwrite all of their first argument without reading it.
 _OVERWRITES_SELF = {
-    "copy_", "fill_", "zero_", "uniform_", "normal_", "random_", "bernoulli_", "exponential_", "geometric_", "cauchy_",
-    "log_normal_", "_foreach_copy_", "_foreach_zero_", "_no_grad_uniform_", "_no_grad_normal_", "_no_grad_fill_",
-    "_no_grad_zero_", "_resize_output_", "eye_", "_fill_mem_eff_dropout_mask_", "copy_sparse_to_sparse_",
+    "copy_",
+    "fill_",
+    "zero_",
+    "uniform_",
+    "normal_",
+    "random_",
+    "bernoulli_",
+    "exponential_",
+    "geometric_",
+    "cauchy_",
+    "log_normal_",
+    "_foreach_copy_",
+    "_foreach_zero_",
+    "_no_grad_uniform_",
+    "_no_grad_normal_",
+    "_no_grad_fill_",
+    "_no_grad_zero_",
+    "_resize_output_",
+    "eye_",
+    "_fill_mem_eff_dropout_mask_",
+    "copy_sparse_to_sparse_",
 }
 
 # In-place operators that write a part of their first argument, which part depends on data, and read none of it.
 _WRITES_SOME = {
-    "index_put_", "_index_put_impl_", "scatter_", "index_copy_", "index_fill_", "masked_fill_", "masked_scatter_", "put_",
-    "fill_diagonal_", "_unsafe_index_put_", "_unsafe_masked_index_put_accumulate_",
+    "index_put_",
+    "_index_put_impl_",
+    "scatter_",
+    "index_copy_",
+    "index_fill_",
+    "masked_fill_",
+    "masked_scatter_",
+    "put_",
+    "fill_diagonal_",
+    "_unsafe_index_put_",
+    "_unsafe_masked_index_put_accumulate_",
 }
-_ACCUMULATES = ("accumulate", "reduce")   # with one of these arguments set, the operators above read what they write
+_ACCUMULATES = ("accumulate", "reduce")  # with one of these arguments set, the operators above read what they write
 
 # With beta=0 the first argument is not read.
-_BETA = {"addmm", "addmm_", "baddbmm", "baddbmm_", "addbmm", "addbmm_", "addmv", "addmv_", "addr", "addr_", "_addmm_activation"}
+_BETA = {
+    "addmm",
+    "addmm_",
+    "baddbmm",
+    "baddbmm_",
+    "addbmm",
+    "addbmm_",
+    "addmv",
+    "addmv_",
+    "addr",
+    "addr_",
+    "_addmm_activation",
+}
 
 # Arguments whose bytes are not read, by operator: results without an annotation, or tensors that lend only their shape.
 _UNREAD = {
-    "aten::rrelu_with_noise": ("noise",), "aten::rrelu_with_noise_": ("noise",), "aten::bernoulli.p": ("self",),
+    "aten::rrelu_with_noise": ("noise",),
+    "aten::rrelu_with_noise_": ("noise",),
+    "aten::bernoulli.p": ("self",),
 }
 
 # Arguments that are written without an annotation that says so.
 _RUNNING = ("running_mean", "running_var")
 _UNANNOTATED_WRITES = {
-    "aten::native_batch_norm": _RUNNING, "aten::cudnn_batch_norm": _RUNNING, "aten::miopen_batch_norm": _RUNNING,
+    "aten::native_batch_norm": _RUNNING,
+    "aten::cudnn_batch_norm": _RUNNING,
+    "aten::miopen_batch_norm": _RUNNING,
 }
 
 # They draw random numbers, or may, without the tag nondeterministic_seeded.
@@ -81,12 +167,28 @@ OPAQUE_RESULTS = {"aten::mkldnn_rnn_layer": (3,)}
 _BACKENDS = tuple(
     (name, getattr(torch._C.DispatchKey, name))
     for name in (
-        "CPU", "CUDA", "Meta", "SparseCPU", "SparseCUDA", "SparseCsrCPU", "SparseCsrCUDA", "QuantizedCPU", "QuantizedCUDA",
-        "NestedTensorCPU", "NestedTensorCUDA",
+        "CPU",
+        "CUDA",
+        "Meta",
+        "SparseCPU",
+        "SparseCUDA",
+        "SparseCsrCPU",
+        "SparseCsrCUDA",
+        "QuantizedCPU",
+        "QuantizedCUDA",
+        "NestedTensorCPU",
+        "NestedTensorCUDA",
     )
 )
 
-_COLLECTIVE_NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "symm_mem", "_dtensor")
+_COLLECTIVE_NAMESPACES = (
+    "c10d",
+    "_c10d_functional",
+    "_c10d_functional_autograd",
+    "c10d_functional",
+    "symm_mem",
+    "_dtensor",
+)
 
 
 @dataclass(frozen=True)
@@ -100,8 +202,28 @@ class KernelFacts:
     """One operator overload. `id` is its kernel id in the capture, 0 until a call of it is recorded."""
 
     __slots__ = (
-        "accumulates_at", "action", "arguments", "beta", "call", "dropout", "empty", "func", "id", "in_place_view", "indices", "name",
-        "namespace", "opaque_results", "overwrites_self", "own_kernels", "random", "reads_nothing", "results", "unread", "view", "writes",
+        "accumulates_at",
+        "action",
+        "arguments",
+        "beta",
+        "call",
+        "dropout",
+        "empty",
+        "func",
+        "id",
+        "in_place_view",
+        "indices",
+        "name",
+        "namespace",
+        "opaque_results",
+        "overwrites_self",
+        "own_kernels",
+        "random",
+        "reads_nothing",
+        "results",
+        "unread",
+        "view",
+        "writes",
         "writes_some",
     )
 

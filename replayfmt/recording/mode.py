@@ -46,7 +46,7 @@ class RecordingMode(TorchDispatchMode):
         super().__init__()
         self.core = core
         if core.sites.enabled:
-            # On the instance, as a closure: looking up attributes would cost more than anything else the fast path does.
+            # On the instance, as a closure: looking up attributes would cost more than all else the fast path does.
             self.__torch_dispatch__ = MethodType(_fast_path(self), self)  # type: ignore[method-assign]
 
     @classmethod
@@ -83,7 +83,7 @@ class RecordingMode(TorchDispatchMode):
             return func(*args, **kwargs)
         return self.record(facts, args, kwargs)
 
-    # ---------------------------------------------------------------------------------------------------------- ordinary
+    # --------------------------------------------------------------------------------------------------------- ordinary
 
     def record(self, facts: KernelFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one op and record it."""
@@ -151,7 +151,7 @@ class RecordingMode(TorchDispatchMode):
                 core.stop()
         return not core.on
 
-    # ----------------------------------------------------------------------------------------------------- special cases
+    # ---------------------------------------------------------------------------------------------------- special cases
 
     def _beneath(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Another mode lies beneath: a tracer that runs nothing for real, or a mode that replaces what is called."""
@@ -159,8 +159,14 @@ class RecordingMode(TorchDispatchMode):
         if any(torch._C._get_dispatch_mode(key) is not None for key in (keys.FAKE, keys.PROXY, keys.FUNCTIONAL)):
             return func(*args, **kwargs)
         result = func(*args, **kwargs)
-        self._note_unsupported(self.core.calls.facts(func), args, kwargs, Unrepresentable(
-            "host_call", "another dispatch mode lies beneath the recorder and may have replaced the op"))
+        self._note_unsupported(
+            self.core.calls.facts(func),
+            args,
+            kwargs,
+            Unrepresentable(
+                "host_call", "another dispatch mode lies beneath the recorder and may have replaced the op"
+            ),
+        )
         return result
 
     def _special(self, facts: KernelFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -169,7 +175,8 @@ class RecordingMode(TorchDispatchMode):
             return self.run_inside(facts.func.decompose, args, kwargs)
         if facts.action is Action.collective:
             return self._run_unsupported(
-                facts, args, kwargs, Unrepresentable("collective", "collectives are not replayed yet"))
+                facts, args, kwargs, Unrepresentable("collective", "collectives are not replayed yet")
+            )
         result = facts.func(*args, **kwargs)
         with core.lock:
             if facts.action is Action.scope_enter:
@@ -263,7 +270,10 @@ def _fast_path(mode: RecordingMode) -> Callable[..., Any]:
 
 def _is_tracing(types: Any) -> bool:
     """Whether an op is about tensors that stand for others: nothing is computed."""
-    names = (("torch._subclasses.fake_tensor", "FakeTensor"), ("torch._subclasses.functional_tensor", "FunctionalTensor"))
+    names = (
+        ("torch._subclasses.fake_tensor", "FakeTensor"),
+        ("torch._subclasses.functional_tensor", "FunctionalTensor"),
+    )
     for module, name in names:
         loaded = sys.modules.get(module)
         if loaded is not None and any(issubclass(kind, getattr(loaded, name)) for kind in types):

@@ -18,9 +18,9 @@ from replayfmt.pytorch.settings import read_settings
 
 from .records import Records
 
-SMALLEST, HALF = sys.float_info.min, 0.5     # their product is a denormal, unless the processor flushes those to zero
+SMALLEST, HALF = sys.float_info.min, 0.5  # their product is a denormal, unless the processor flushes those to zero
 
-# What decides numerics outside the guard, as torch resolves it (a precision that is not set follows a wider one), by the
+# What decides numerics outside the guard, as torch resolves it (a precision not set follows a wider one), by the
 # operators that it can affect (parts of their names). CUDA's own matter only where there is CUDA.
 _MATRIX = ("mm", "matmul", "linear", "dot", "mv", "addr", "attention", "addb", "cdist")
 _CONVOLUTION = ("conv",)
@@ -74,9 +74,7 @@ def watched_settings(kernel: str) -> tuple[Callable[[], Any], ...]:
     """What to look at before a call of a kernel (`aten::mm`), beside the guard. A custom one may depend on anything."""
     namespace, _, base = kernel.partition("::")
     watched = _WATCHED + (_WATCHED_CUDA if torch.cuda.is_available() else ())
-    return tuple(
-        get for affected, get in watched if namespace != "aten" or any(part in base for part in affected)
-    )
+    return tuple(get for affected, get in watched if namespace != "aten" or any(part in base for part in affected))
 
 
 class NumericState:
@@ -90,8 +88,8 @@ class NumericState:
         self._take_guard()
 
     def _take_guard(self) -> None:
-        self.unchanged = GlobalStateGuard().check           # whether nothing changed that the guard covers
-        self.flushes = SMALLEST * HALF == 0.0               # whether this thread's arithmetic flushes denormals to zero
+        self.unchanged = GlobalStateGuard().check  # whether nothing changed that the guard covers
+        self.flushes = SMALLEST * HALF == 0.0  # whether this thread's arithmetic flushes denormals to zero
 
     def poll_of(self, kernel: str) -> Poll | None:
         """A quick look at the settings outside the guard that can change what a kernel computes, if there are any."""

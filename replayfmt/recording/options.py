@@ -45,7 +45,9 @@ class CaptureOptions:
                 raise UsageError(f"{name}={value!r} is not known; use one of {', '.join(allowed)}")
         if self.payload == "none":
             if self.digests == "ops":
-                raise UsageError("payload='none' records no content, so digests='ops' cannot be recorded; use digests='none'")
+                raise UsageError(
+                    "payload='none' records no content, so digests='ops' cannot be recorded; use digests='none'"
+                )
             object.__setattr__(self, "digests", "none")
         for name in ("start_op", "stop_op"):
             value = getattr(self, name)

@@ -1,8 +1,8 @@
 """Random generators: whose state the stream has to state before an op draws from them.
 
-The state after a captured draw is what a replay's generator will be in too, so it is predicted; a state is recorded only
-where the generator is in another one (first use, seeding, draws nobody saw). States are recorded under every payload
-policy: they are PyTorch's, not the user's content.
+The state after a captured draw is what a replay's generator will be in too, so it is predicted; a state is recorded
+only where the generator is in another one (first use, seeding, draws nobody saw). States are recorded under every
+payload policy: they are PyTorch's, not the user's content.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from replayfmt.pytorch.memory import host_view, undispatched
 from .buffer import RecordBuffer
 from .records import Records
 
-_REMEMBERED = 4096   # generators; a program that makes more gets new ids for the oldest
+_REMEMBERED = 4096  # generators; a program that makes more gets new ids for the oldest
 
 
 class _Known:
@@ -43,11 +43,11 @@ class Generators:
     def _entry(self, generator: torch.Generator) -> _Known:
         # Operators get a new Python object for the same generator each time. Its address may be that of one that died:
         # then its state differs, which is recorded, and the id stands for both.
-        key = (generator.device, generator._cdata)
+        key = (generator.device, _address(generator))
         known = self._known.get(key)
         if known is None:
             default = default_generator(generator.device)
-            is_default = default is not None and default._cdata == generator._cdata
+            is_default = default is not None and _address(default) == _address(generator)
             device = self._records.device(generator.device)
             known = _Known(self._buffer.writer.generator(Generator(device, is_default)))
             if len(self._known) >= _REMEMBERED:
@@ -70,6 +70,11 @@ class Generators:
             self._entry(generator).expected = generator_state(generator)
 
 
+def _address(generator: torch.Generator) -> int:
+    """Where the generator itself is, whatever Python object stands for it."""
+    return generator._cdata  # type: ignore[attr-defined]
+
+
 def default_generator(device: torch.device) -> torch.Generator | None:
     """The device's default generator, where this build can tell."""
     if device.type == "cpu":
@@ -82,7 +87,7 @@ def default_generator(device: torch.device) -> torch.Generator | None:
 
 def generator_state(generator: torch.Generator) -> bytes:
     with undispatched():
-        storage = generator.get_state().untyped_storage()   # held while it is read: the view does not
+        storage = generator.get_state().untyped_storage()  # held while it is read: the view does not
         return bytes(host_view(storage))
 
 

@@ -9,7 +9,7 @@ import contextlib
 import os
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -170,7 +170,7 @@ class Recorder:
             for mode in reversed(above):
                 _push_on_torch_dispatch_stack(mode)
 
-    # ----------------------------------------------------------------------------------------------------------- threads
+    # ---------------------------------------------------------------------------------------------------------- threads
 
     def _patch_threads(self) -> None:
         """Threads that the program starts from now on carry the mode."""
@@ -191,13 +191,13 @@ class Recorder:
 
         self._original_run = original
         self._patched_run = run
-        threading.Thread.run = run  # type: ignore[method-assign]
+        threading.Thread.run = run  # type: ignore[method-assign, assignment]
 
     def _unpatch_threads(self) -> None:
         if self._original_run is not None and threading.Thread.run is self._patched_run:
             threading.Thread.run = self._original_run  # type: ignore[method-assign]
 
-    # ------------------------------------------------------------------------------------------------------------ scopes
+    # ----------------------------------------------------------------------------------------------------------- scopes
 
     def scope_begin(self, name: str) -> None:
         """Enter a scope of this thread."""
@@ -292,10 +292,8 @@ def capture(path: str | os.PathLike[str], **options: Any) -> Iterator[Recorder]:
     try:
         yield recorder
     except BaseException:
-        try:
+        with suppress(CaptureFailed):  # reported when it happened; the program's own exception matters more
             recorder.close()
-        except CaptureFailed:
-            pass  # reported when it happened; the program's own exception matters more
         raise
     recorder.close()
 

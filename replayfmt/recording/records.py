@@ -19,7 +19,9 @@ from replayfmt.pytorch.environment import describe_device
 
 from .buffer import RELEASES, RecordBuffer, packer
 
-_DISTINCT_DETAILS = 4096   # beyond that many different unsupported records, details are left out: the tables must not grow
+_DISTINCT_DETAILS = (
+    4096  # beyond that many different unsupported records, details are left out: the tables must not grow
+)
 
 
 def constant_node(name: str, value: bool | int | float | str | None) -> Node:
@@ -52,7 +54,7 @@ class Records:
         self._writer = buffer.writer
         self._lock = buffer.lock
         self.context = context
-        self.started = started              # perf_counter_ns of the session's start
+        self.started = started  # perf_counter_ns of the session's start
         self._signatures: dict[Any, int] = {}
         self._devices: dict[torch.device, int] = {}
         self._details: set[tuple[str, str, str]] = set()
@@ -87,7 +89,10 @@ class Records:
         self._buffer.append(pack(signature, self.context(), self.now(), 0, *words, *floats))
 
     def _constant(
-        self, key: tuple[Any, ...], nodes: Callable[[], tuple[Node, ...]], words: Sequence[int] = (),
+        self,
+        key: tuple[Any, ...],
+        nodes: Callable[[], tuple[Node, ...]],
+        words: Sequence[int] = (),
         floats: Sequence[float] = (),
     ) -> None:
         """A record whose signature is known by `key`, a record kind and what of its nodes differs."""
@@ -103,14 +108,21 @@ class Records:
         kind = ValueKind.payload if payload else ValueKind.none
         self._constant(
             (RecordKind.storage_import, kind, reason),
-            lambda: (Node(ValueKind.storage, "storage"), Node(kind, "payload"), Node(ValueKind.int, "version"),
-                     Node(ValueKind.string, "reason", reason)),
+            lambda: (
+                Node(ValueKind.storage, "storage"),
+                Node(kind, "payload"),
+                Node(ValueKind.int, "version"),
+                Node(ValueKind.string, "reason", reason),
+            ),
             (storage, payload, version) if payload else (storage, version),
         )
 
     def storage_resize(self, storage: int, length: int) -> None:
-        self._constant((RecordKind.storage_resize,),
-                       lambda: (Node(ValueKind.storage, "storage"), Node(ValueKind.int, "bytes")), (storage, length))
+        self._constant(
+            (RecordKind.storage_resize,),
+            lambda: (Node(ValueKind.storage, "storage"), Node(ValueKind.int, "bytes")),
+            (storage, length),
+        )
 
     def storage_releases(self, storages: Sequence[int]) -> None:
         """One release record for each storage, in one go."""
@@ -122,9 +134,11 @@ class Records:
     # ---------------------------------------------------------------------------------------------------------- state
 
     def generator_state(self, generator: int, payload: int) -> None:
-        self._constant((RecordKind.generator_state,),
-                       lambda: (Node(ValueKind.generator, "generator"), Node(ValueKind.payload, "payload")),
-                       (generator, payload))
+        self._constant(
+            (RecordKind.generator_state,),
+            lambda: (Node(ValueKind.generator, "generator"), Node(ValueKind.payload, "payload")),
+            (generator, payload),
+        )
 
     def global_state(self, changes: dict[str, bool | int | float | str | None]) -> None:
         nodes = tuple(constant_node(name, value) for name, value in changes.items())
@@ -146,8 +160,10 @@ class Records:
                 op, detail = "", "too many different ones to describe each"
             self._details.add((reason, op, detail))
         texts = (("reason", reason), ("op", op), ("detail", detail))
-        self._constant((RecordKind.unsupported, reason, op, detail),
-                       lambda: tuple(Node(ValueKind.string, name, text) for name, text in texts))
+        self._constant(
+            (RecordKind.unsupported, reason, op, detail),
+            lambda: tuple(Node(ValueKind.string, name, text) for name, text in texts),
+        )
 
     # -------------------------------------------------------------------------------------------------------- digests
 
@@ -156,9 +172,14 @@ class Records:
         ints, floats = digest.slots()
         self._constant(
             (RecordKind.digest, *_digest_key(digest)),
-            lambda: (Node(ValueKind.tensor, "tensor"), Node(ValueKind.int, "of"), Node(ValueKind.int, "result"),
-                     *digest.nodes()),
-            (tensor, of, result, *ints), floats,
+            lambda: (
+                Node(ValueKind.tensor, "tensor"),
+                Node(ValueKind.int, "of"),
+                Node(ValueKind.int, "result"),
+                *digest.nodes(),
+            ),
+            (tensor, of, result, *ints),
+            floats,
         )
 
     def host_read(self, method: str, tensor: int, digest: TensorDigest | None) -> None:
@@ -166,9 +187,13 @@ class Records:
         ints, floats = digest.slots() if digest is not None else ([], [])
         self._constant(
             (RecordKind.host_read, method, *(_digest_key(digest) if digest is not None else ())),
-            lambda: (Node(ValueKind.string, "method", method), Node(ValueKind.tensor, "tensor"),
-                     *(digest.nodes() if digest is not None else ())),
-            (tensor, *ints), floats,
+            lambda: (
+                Node(ValueKind.string, "method", method),
+                Node(ValueKind.tensor, "tensor"),
+                *(digest.nodes() if digest is not None else ()),
+            ),
+            (tensor, *ints),
+            floats,
         )
 
 

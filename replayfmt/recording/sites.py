@@ -32,26 +32,48 @@ from .buffer import FROM_SITE, MadeView, packer
 from .kernels import KernelFacts
 from .numeric_state import Poll
 from .storages import Tracker
-from .templates import COMPLEX, CONJUGATED, CONSTANT, NEW, NOTHING, NUMBER, SAME, TENSOR, TENSORS, VIEW, ZERO, Factory, Place, Shape
+from .templates import (
+    COMPLEX,
+    CONJUGATED,
+    CONSTANT,
+    NEW,
+    NOTHING,
+    NUMBER,
+    SAME,
+    TENSOR,
+    TENSORS,
+    VIEW,
+    ZERO,
+    Factory,
+    Place,
+    Shape,
+)
 
 if TYPE_CHECKING:
     from .calls import Call
     from .core import Core
 
-try:
-    from torch._C._dynamo.guards import TensorGuards
-except ImportError:  # this build compares tensors otherwise: every call takes the complete path
-    TensorGuards = None
+# None where this build compares tensors otherwise: then every call takes the complete path.
+TensorGuards: Any = getattr(torch._C._dynamo.guards, "TensorGuards", None)
 
 Run = Callable[[tuple[Any, ...], dict[str, Any]], Any]
 Following = dict[int, "Site"]
 
-_CANDIDATES = 6       # sites of one operator that are tried where the guess was wrong
-_LIMIT = 20_000       # sites of a capture
-_TENSORS = 400        # arguments of a call that has a site
+_CANDIDATES = 6  # sites of one operator that are tried where the guess was wrong
+_LIMIT = 20_000  # sites of a capture
+_TENSORS = 400  # arguments of a call that has a site
 _SIMPLE = {
-    ValueKind.none, ValueKind.bool, ValueKind.int, ValueKind.float, ValueKind.string, ValueKind.dtype, ValueKind.layout,
-    ValueKind.memory_format, ValueKind.device, ValueKind.tensor, ValueKind.list,
+    ValueKind.none,
+    ValueKind.bool,
+    ValueKind.int,
+    ValueKind.float,
+    ValueKind.string,
+    ValueKind.dtype,
+    ValueKind.layout,
+    ValueKind.memory_format,
+    ValueKind.device,
+    ValueKind.tensor,
+    ValueKind.list,
 }
 
 
@@ -77,13 +99,26 @@ class Sites:
         self._candidates: dict[int, list[Site]] = {}
         self._after_other: dict[int, Following] = {}
         buffer, storages = core.buffer, core.storages
-        self._factory = Factory({
-            "clock": time.perf_counter_ns, "begin": core.records.started, "contexts": core.scopes.contexts,
-            "ident": get_ident, "rows": buffer.rows.append, "threads": core.threads, "lock": core.lock,
-            "next_storage": buffer.next_storage.__next__, "next_tensor": buffer.next_tensor.__next__, "Tracker": Tracker,
-            "tell_death": storages.dead.append, "live": storages.live, "enter": core.enter, "view": core.view,
-            "finish": core.late, "raised": core.late_raised,
-        })
+        self._factory = Factory(
+            {
+                "clock": time.perf_counter_ns,
+                "begin": core.records.started,
+                "contexts": core.scopes.contexts,
+                "ident": get_ident,
+                "rows": buffer.rows.append,
+                "threads": core.threads,
+                "lock": core.lock,
+                "next_storage": buffer.next_storage.__next__,
+                "next_tensor": buffer.next_tensor.__next__,
+                "Tracker": Tracker,
+                "tell_death": storages.dead.append,
+                "live": storages.live,
+                "enter": core.enter,
+                "view": core.view,
+                "finish": core.late,
+                "raised": core.late_raised,
+            }
+        )
         self.enabled = TensorGuards is not None and not core.options.audit and core.options.digests != "ops"
 
     def candidates(self, func_id: int) -> list[Site]:
@@ -97,8 +132,14 @@ class Sites:
         """A call took the complete path. Gives its site, made where this is the second call of its kind."""
         if not self.enabled:
             return None
-        key = (signature, *(use.meta for use in call.values.uses), *(use.meta for use in results.uses),
-               *(use.storage.nbytes() for use in call.values.uses), *call.values.ints, *call.values.floats)
+        key = (
+            signature,
+            *(use.meta for use in call.values.uses),
+            *(use.meta for use in results.uses),
+            *(use.storage.nbytes() for use in call.values.uses),
+            *call.values.ints,
+            *call.values.floats,
+        )
         if key in self._made:
             return self._made[key]
         if hash(key) not in self._seen:
@@ -116,7 +157,13 @@ class Sites:
 
     def _make(self, signature: int, call: Call, results: Values, result: Any) -> Site | None:
         facts, core = call.facts, self._core
-        if facts.empty or facts.draws(call.args, call.kwargs) or facts.opaque_results or facts.in_place_view or facts.namespace == "fsdp":
+        if (
+            facts.empty
+            or facts.draws(call.args, call.kwargs)
+            or facts.opaque_results
+            or facts.in_place_view
+            or facts.namespace == "fsdp"
+        ):
             return None
         if any(token.kind not in _SIMPLE for token in (*call.values.key, *results.key)):
             return None
@@ -136,15 +183,21 @@ class Sites:
         written: list[str] = []
         if core.options.digests == "live":
             written = [p.other or p.name for i in facts.writes for p in arguments[i].flat() if p.kind == TENSOR]
-        shape = Shape(arguments, tuple(keywords), places, facts.results == 1, tuple(dict.fromkeys(written)),
-                      _results_follow(facts))
+        shape = Shape(
+            arguments,
+            tuple(keywords),
+            places,
+            facts.results == 1,
+            tuple(dict.fromkeys(written)),
+            _results_follow(facts),
+        )
         own = self._own(signature, call, results, shape)
         site = Site(self._factory.make(shape, own), core.numeric.poll_of(facts.name))
         self._try_binding(site, facts, shape, own)
         return site
 
     def _try_binding(self, site: Site, facts: KernelFacts, shape: Shape, own: dict[str, Any]) -> None:
-        """Have the site's first call go through the operator's binding, and all later ones if that was the same call."""
+        """Have the site's first call go through the operator's binding, and later ones if that was the same call."""
         binding = binding_of(facts)
         if binding is None:
             return
@@ -158,9 +211,7 @@ class Sites:
 
         site.run = self._factory.make(shape, {**own, "op": watched})
 
-    def _results(
-        self, returned: tuple[Any, ...], given: dict[str, Any], uses: list[Use]
-    ) -> tuple[Place, ...] | None:
+    def _results(self, returned: tuple[Any, ...], given: dict[str, Any], uses: list[Use]) -> tuple[Place, ...] | None:
         """The places of the results; None where they are no plain ones."""
         tensors: dict[int, str] = {}
         storages: dict[int, str] = {}
@@ -173,7 +224,9 @@ class Sites:
         for index, value in enumerate(returned):
             name = f"r{index}"
             if type(value) is list:
-                items = [self._result(f"{name}_{n}", item, tensors, storages, remaining) for n, item in enumerate(value)]
+                items = [
+                    self._result(f"{name}_{n}", item, tensors, storages, remaining) for n, item in enumerate(value)
+                ]
                 plain = [item for item in items if item is not None]
                 if len(plain) != len(items):
                     return None
@@ -200,7 +253,7 @@ class Sites:
             return Place(name, VIEW, storages[number], full=self._full(use)) if storages[number] else None
         if not self._full(use):
             return None
-        storages[number] = ""       # a second result on the same new storage is no plain one
+        storages[number] = ""  # a second result on the same new storage is no plain one
         return Place(name, NEW, full=True)
 
     def _full(self, use: Use) -> bool:
@@ -231,15 +284,22 @@ class Sites:
         outputs = list(zip(shape.outputs(), results.uses, strict=True))
         made = [
             MadeView(len(inputs) + slot, use.meta, use.storage.nbytes() if place.kind == NEW else -1)
-            for slot, (place, use) in enumerate(outputs) if place.kind != SAME
+            for slot, (place, use) in enumerate(outputs)
+            if place.kind != SAME
         ]
         new_on = [use.storage.device for place, use in outputs if place.kind == NEW]
         number = core.buffer.sites.add(
-            signature, len(inputs) + len(outputs), call.values.ints, call.values.floats, made,
+            signature,
+            len(inputs) + len(outputs),
+            call.values.ints,
+            call.values.floats,
+            made,
             core.records.device(new_on[0]) if new_on else 0,
         )
         own: dict[str, Any] = {
-            "op": facts.call, "code": FROM_SITE + number, "facts": facts,
+            "op": facts.call,
+            "code": FROM_SITE + number,
+            "facts": facts,
             "pack": packer(len(inputs) + len(outputs) + 2 * len(made), 0),
         }
         for place, value in zip((*shape.arguments, *shape.keywords), (*call.args, *call.kwargs.values()), strict=True):
@@ -257,8 +317,11 @@ def _results_follow(facts: KernelFacts) -> bool:
     """Whether the metadata of the results depends on the arguments' metadata and constants only. FakeTensor relies on
     the same; operators whose results depend on data are tagged."""
     tags = facts.func.tags
-    return facts.namespace == "aten" and torch.Tag.dynamic_output_shape not in tags and (
-        torch.Tag.data_dependent_output not in tags)
+    return (
+        facts.namespace == "aten"
+        and torch.Tag.dynamic_output_shape not in tags
+        and (torch.Tag.data_dependent_output not in tags)
+    )
 
 
 def _guard(tensors: list[torch.Tensor]) -> Callable[..., bool] | None:

@@ -35,42 +35,55 @@ class State:
     __slots__ = ("alias_of", "content", "coverage", "delta", "length", "opaque", "outside", "unreadable", "watched")
 
     def __init__(self, length: int) -> None:
-        self.length = length                          # bytes
-        self.coverage: Coverage | None = None         # not None: uninitialized, in part at least
-        self.watched = False                          # compared with `content` at each use
-        self.content: int | None = None               # XXH3-128 after the last captured write or import
-        self.outside: str | None = None               # written from outside: import at the next use, for this reason
-        self.unreadable = False                       # a ZeroTensor's: no bytes behind it
-        self.opaque = False                           # holds what no replay reproduces: never compared
-        self.alias_of: Tracker | None = None          # memory shared with another storage, `delta` bytes into it
+        self.length = length  # bytes
+        self.coverage: Coverage | None = None  # not None: uninitialized, in part at least
+        self.watched = False  # compared with `content` at each use
+        self.content: int | None = None  # XXH3-128 after the last captured write or import
+        self.outside: str | None = None  # written from outside: import at the next use, for this reason
+        self.unreadable = False  # a ZeroTensor's: no bytes behind it
+        self.opaque = False  # holds what no replay reproduces: never compared
+        self.alias_of: Tracker | None = None  # memory shared with another storage, `delta` bytes into it
         self.delta = 0
 
 
-class Tracker(weakref.ref):  # type: ignore[type-arg]
+class Tracker(weakref.ref):
     """One storage of the program. Calling it gives the storage, or None once it died."""
 
     __slots__ = (
-        "id", "imports", "meta", "meta2", "offset", "offset2", "size", "state", "tensor", "tensor2", "views", "written",
+        "id",
+        "imports",
+        "meta",
+        "meta2",
+        "offset",
+        "offset2",
+        "size",
+        "state",
+        "tensor",
+        "tensor2",
+        "views",
+        "written",
     )
 
-    id: int                                    # storage id
-    size: int                                  # bytes; -1: look at `state` before each use
-    meta: int                                  # meta id, offset and tensor id of its first view; meta 0: none yet
+    id: int  # storage id
+    size: int  # bytes; -1: look at `state` before each use
+    meta: int  # meta id, offset and tensor id of its first view; meta 0: none yet
     offset: int
     tensor: int
-    meta2: int                                 # the same of its second view
+    meta2: int  # the same of its second view
     offset2: int
     tensor2: int
-    views: dict[tuple[int, int], int] | None   # tensor id of every further (meta id, offset)
+    views: dict[tuple[int, int], int] | None  # tensor id of every further (meta id, offset)
     state: State | None
-    imports: int                               # how often its content entered
-    written: set[int] | None                   # tensors written in place since the last digest
+    imports: int  # how often its content entered
+    written: set[int] | None  # tensors written in place since the last digest
 
 
 class Storages:
     """Every storage the capture knows. Callers hold the recorder's lock, except for what the hot path inlines."""
 
-    def __init__(self, buffer: RecordBuffer, records: Records, metas: TensorMetas, *, content: bool, audit: bool) -> None:
+    def __init__(
+        self, buffer: RecordBuffer, records: Records, metas: TensorMetas, *, content: bool, audit: bool
+    ) -> None:
         self._buffer = buffer
         self._records = records
         self._metas = metas
@@ -78,8 +91,8 @@ class Storages:
         self._audit = audit
         self.live: dict[int, Tracker] = {}
         self.dead: deque[Tracker] = deque()
-        self._external: dict[int, tuple[int, int]] = {}   # storage id: address range, of storages torch did not allocate
-        self._aliases: dict[int, list[Tracker]] = {}   # by storage id: others on the same memory
+        self._external: dict[int, tuple[int, int]] = {}  # storage id: address range, of storages torch did not allocate
+        self._aliases: dict[int, list[Tracker]] = {}  # by storage id: others on the same memory
 
     # -------------------------------------------------------------------------------------------------------- identity
 
@@ -114,7 +127,8 @@ class Storages:
         if state is not None and state.alias_of is not None:
             if state.delta % item:
                 raise Unrepresentable(
-                    "overlapping_storages", f"memory shared {state.delta} bytes into a storage, with elements of {item} bytes"
+                    "overlapping_storages",
+                    f"memory shared {state.delta} bytes into a storage, with elements of {item} bytes",
                 )
             return self.view(state.alias_of, meta, offset + state.delta // item, item)
         if tracker.meta == meta and tracker.offset == offset:
@@ -198,7 +212,9 @@ class Storages:
             if low <= begin and end <= high:
                 return self._alias(storage, base, begin - low, length)
             self._records.unsupported(
-                "overlapping_storages", "", f"{length} bytes of memory that storage {number} holds in part came into use"
+                "overlapping_storages",
+                "",
+                f"{length} bytes of memory that storage {number} holds in part came into use",
             )
         return None
 
@@ -230,8 +246,13 @@ class Storages:
         """Make uses cheap again where nothing is left to look at."""
         state = tracker.state
         if state is not None:
-            careful = (state.coverage is not None or state.watched or state.outside or state.alias_of is not None
-                       or state.unreadable)
+            careful = (
+                state.coverage is not None
+                or state.watched
+                or state.outside
+                or state.alias_of is not None
+                or state.unreadable
+            )
             tracker.size = -1 if careful else state.length
 
     def watch(self, tracker: Tracker) -> None:
@@ -270,7 +291,9 @@ class Storages:
             state.content = content
         return tracker
 
-    def _use_alias(self, tracker: Tracker, state: State, storage: torch.UntypedStorage, reads: bool, op: str) -> Tracker:
+    def _use_alias(
+        self, tracker: Tracker, state: State, storage: torch.UntypedStorage, reads: bool, op: str
+    ) -> Tracker:
         base = state.alias_of
         assert base is not None
         memory = base()
@@ -307,7 +330,9 @@ class Storages:
 
     # ---------------------------------------------------------------------------------------------------------- writes
 
-    def wrote(self, tracker: Tracker, storage: torch.UntypedStorage, tensor: int, meta: int, offset: int, everything: bool) -> None:
+    def wrote(
+        self, tracker: Tracker, storage: torch.UntypedStorage, tensor: int, meta: int, offset: int, everything: bool
+    ) -> None:
         """A captured op wrote to a view. `everything`: to every element of it."""
         state = self.state(tracker)
         if state.alias_of is not None:
@@ -318,7 +343,7 @@ class Storages:
             return
         length = storage.nbytes()
         if length != state.length:
-            self.resized(tracker, length)      # the op itself resized it, as it will on replay
+            self.resized(tracker, length)  # the op itself resized it, as it will on replay
         if tracker.written is None:
             tracker.written = {tensor}
         else:

@@ -29,8 +29,9 @@ COMPLEX, CONJUGATED = "complex", "*"
 @dataclass(frozen=True)
 class Place:
     """One argument or result, or an item of a list among them. `name` is its variable; `other` that of the argument
-    that is the same tensor (for a result: or has its storage), "" for none. `full`: it covers its storage without a hole,
-    so its offset is known where the storage's length is. `flags`: COMPLEX, with CONJUGATED where its lazy bit is set."""
+    that is the same tensor (for a result: or has its storage), "" for none. `full`: it covers its storage without a
+    hole, so its offset is known where the storage's length is. `flags`: COMPLEX, with CONJUGATED where its lazy bit is
+    set."""
 
     name: str
     kind: str
@@ -81,8 +82,8 @@ _compiled: dict[Shape, CodeType] = {}
 
 
 class Factory:
-    """Makes the functions of one capture's sites. What all sites share is global to the code, so that calls of different
-    sites touch the same few objects; what is a site's own is in its closure."""
+    """Makes the functions of one capture's sites. What all sites share is global to the code, so that calls of
+    different sites touch the same few objects; what is a site's own is in its closure."""
 
     def __init__(self, shared: dict[str, Any]) -> None:
         """`shared`: clock, begin, contexts, ident, rows, threads, lock, next_storage, next_tensor, Tracker, tell_death,
@@ -115,11 +116,22 @@ def _source(shape: Shape) -> str:
     lines += [f"            {line}" for line in recognized]
     # Nothing has run yet, so whatever goes wrong here (a full disk, too) is met again and handled on the complete path.
     lines += ["        except Exception: return MISS"]
-    lines += ["        start = clock()", f"        try: r = {call}", "        except BaseException:",
-              "            raised(facts, args, kwargs, start, clock())", "            raise", "        end = clock()"]
+    lines += [
+        "        start = clock()",
+        f"        try: r = {call}",
+        "        except BaseException:",
+        "            raised(facts, args, kwargs, start, clock())",
+        "            raise",
+        "        end = clock()",
+    ]
     lines += [f"        {line}" for line in accepted]
     # With several threads the ids and the row of one op must come in one piece.
-    lines += ["        if threads:", "            with lock:", *(f"                {line}" for line in recorded), "            return r"]
+    lines += [
+        "        if threads:",
+        "            with lock:",
+        *(f"                {line}" for line in recorded),
+        "            return r",
+    ]
     lines += [f"        {line}" for line in recorded]
     lines += ["        return r", "    return run"]
     return "\n".join(lines)
@@ -132,7 +144,9 @@ def _own(shape: Shape) -> list[str]:
         names.append("check")
     if shape.made() and not shape.known:
         names.append("check_results")
-    names += [f"c_{place.name}" for place in (*shape.arguments, *shape.keywords) if place.kind in (CONSTANT, NUMBER, ZERO)]
+    names += [
+        f"c_{place.name}" for place in (*shape.arguments, *shape.keywords) if place.kind in (CONSTANT, NUMBER, ZERO)
+    ]
     names += [f"m_{place.name}" for place in (*shape.distinct(), *shape.made())]
     names += [f"n_{place.name}" for place in (*shape.distinct(), *shape.made()) if place.full]
     return names
@@ -257,7 +271,8 @@ def _record(shape: Shape) -> list[str]:
             lines += [
                 f"g_{name} = next_storage(); t_{name} = next_tensor()",
                 f"k = s_{name}._opreplay = live[g_{name}] = Tracker(s_{name}, tell_death)",
-                f"k.id = g_{name}; k.size = n_{name}; k.meta = m_{name}; k.tensor = t_{name}; k.offset = k.meta2 = k.imports = 0; "
+                f"k.id = g_{name}; k.size = n_{name}; k.meta = m_{name}; k.tensor = t_{name}; "
+                "k.offset = k.meta2 = k.imports = 0; "
                 "k.views = k.state = k.written = None",
             ]
             made += [f"g_{name}", "0"]

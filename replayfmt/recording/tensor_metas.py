@@ -25,7 +25,7 @@ class MetaParams:
     sizes: tuple[int, ...]
     strides: tuple[int, ...]
     flags: TensorFlag
-    item: int              # bytes an element
+    item: int  # bytes an element
     elements: int
 
     def region(self, offset: int) -> Region:
@@ -42,7 +42,7 @@ class TensorMetas:
         self._records = records
         self.ids: dict[Key, int] = {}
         self.params: list[MetaParams] = []
-        self.negative = False       # a tensor with the lazy negative bit was seen
+        self.negative = False  # a tensor with the lazy negative bit was seen
 
     def of(self, tensor: torch.Tensor, zero: bool = False) -> int:
         """The meta id of a strided tensor as it is now."""
@@ -59,7 +59,9 @@ class TensorMetas:
         flags = TensorFlag(bits)
         with self._buffer.lock:
             number = self._buffer.writer.meta(
-                TensorMeta(DTYPE_CODE[dtype], Layout.strided, self._records.device(device), tuple(sizes), strides, flags)
+                TensorMeta(
+                    DTYPE_CODE[dtype], Layout.strided, self._records.device(device), tuple(sizes), strides, flags
+                )
             )
             while len(self.params) <= number:
                 self.params.append(MetaParams(dtype, tuple(sizes), strides, flags, dtype.itemsize, sizes.numel()))
