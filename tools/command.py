@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
-from importlib.metadata import version
 from typing import Any
 
 import click
@@ -37,7 +36,7 @@ def tool(name: str) -> Callable[[Callable[..., Any]], click.Command]:
     def decorate(function: Callable[..., Any]) -> click.Command:
         command = click.command(name, context_settings={"help_option_names": ["-h", "--help"]})(function)
         command = agents_md_option(name)(command)
-        return click.version_option(version("opreplay"), prog_name=name)(command)
+        return click.version_option(package_name="opreplay", prog_name=name)(command)
 
     return decorate
 

@@ -8,7 +8,7 @@ import platform
 import sys
 import time
 import uuid
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -77,12 +77,19 @@ def _integer_variable(name: str, default: int) -> int:
         raise CaptureFailed(f"the environment variable {name} is {text!r}, expected an integer") from error
 
 
+def _own_version() -> str:
+    try:
+        return version("opreplay")
+    except PackageNotFoundError:
+        return "not installed"  # run from a source tree
+
+
 def session_fields() -> dict[str, Any]:
     """Keyword arguments for `model.Session` that describe this process; settings and policies are the recorder's."""
     return {
         "session_id": str(uuid.uuid4()),
         "producer": PRODUCER,
-        "producer_version": version("opreplay"),
+        "producer_version": _own_version(),
         "created_unix_ns": time.time_ns(),
         "torch_version": torch.__version__,
         "python_version": platform.python_version(),
