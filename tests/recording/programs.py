@@ -159,9 +159,9 @@ def inference_mode() -> Any:
 
 def exceptions() -> Any:
     x = torch.randn(2, 3)
-    for wrong in (lambda: x @ x, lambda: x.view(7)):
+    for wrong in (lambda x: x @ x, lambda x: x.view(7)):
         try:
-            wrong()
+            wrong(x)
         except RuntimeError:
             x = x + 1
     return x

@@ -1,4 +1,4 @@
-"""Hugging Face models in miniature: inference, generation, and training that computes what it computes without a capture."""
+"""Hugging Face models in miniature: inference, generation, and training with the results it has without a capture."""
 
 from __future__ import annotations
 
@@ -21,8 +21,13 @@ from .conftest import Capture  # noqa: E402
 VOCABULARY = 64
 _TOKENS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 _DECODER = {
-    "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "vocab_size": VOCABULARY, **_TOKENS,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": VOCABULARY,
+    **_TOKENS,
 }
 
 
@@ -32,7 +37,8 @@ def tokens(length: int = 8, batch: int = 2) -> torch.Tensor:
 
 def gpt2(**options: Any) -> Any:
     config = transformers.GPT2Config(
-        n_layer=2, n_embd=32, n_head=2, vocab_size=VOCABULARY, n_positions=64, **_TOKENS, **options)
+        n_layer=2, n_embd=32, n_head=2, vocab_size=VOCABULARY, n_positions=64, **_TOKENS, **options
+    )
     return transformers.GPT2LMHeadModel(config)
 
 
@@ -46,28 +52,53 @@ def text_models() -> dict[str, Callable[[], Any]]:
         "gpt2": gpt2,
         "gpt2_eager_attention": lambda: gpt2(attn_implementation="eager"),
         "llama": llama,
-        "bert": lambda: t.BertModel(t.BertConfig(
-            hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64, vocab_size=VOCABULARY)),
-        "bloom": lambda: t.BloomForCausalLM(t.BloomConfig(
-            hidden_size=32, n_layer=2, n_head=2, vocab_size=VOCABULARY, **_TOKENS)),
+        "bert": lambda: t.BertModel(
+            t.BertConfig(
+                hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64, vocab_size=VOCABULARY
+            )
+        ),
+        "bloom": lambda: t.BloomForCausalLM(
+            t.BloomConfig(hidden_size=32, n_layer=2, n_head=2, vocab_size=VOCABULARY, **_TOKENS)
+        ),
         "mixtral": lambda: t.MixtralForCausalLM(t.MixtralConfig(num_local_experts=4, **_DECODER)),
-        "qwen3_moe": lambda: t.Qwen3MoeForCausalLM(t.Qwen3MoeConfig(
-            moe_intermediate_size=32, num_experts=4, num_experts_per_tok=2, head_dim=8, **_DECODER)),
-        "mamba": lambda: t.MambaForCausalLM(t.MambaConfig(
-            hidden_size=32, num_hidden_layers=2, vocab_size=VOCABULARY, state_size=4, **_TOKENS)),
-        "mamba2": lambda: t.Mamba2ForCausalLM(t.Mamba2Config(
-            hidden_size=32, num_hidden_layers=2, vocab_size=VOCABULARY, state_size=8, num_heads=4, head_dim=16, n_groups=1,
-            chunk_size=4, **_TOKENS)),
+        "qwen3_moe": lambda: t.Qwen3MoeForCausalLM(
+            t.Qwen3MoeConfig(moe_intermediate_size=32, num_experts=4, num_experts_per_tok=2, head_dim=8, **_DECODER)
+        ),
+        "mamba": lambda: t.MambaForCausalLM(
+            t.MambaConfig(hidden_size=32, num_hidden_layers=2, vocab_size=VOCABULARY, state_size=4, **_TOKENS)
+        ),
+        "mamba2": lambda: t.Mamba2ForCausalLM(
+            t.Mamba2Config(
+                hidden_size=32,
+                num_hidden_layers=2,
+                vocab_size=VOCABULARY,
+                state_size=8,
+                num_heads=4,
+                head_dim=16,
+                n_groups=1,
+                chunk_size=4,
+                **_TOKENS,
+            )
+        ),
     }
 
 
 def image_models() -> dict[str, Callable[[], Any]]:
     t = transformers
     return {
-        "resnet": lambda: t.ResNetForImageClassification(t.ResNetConfig(
-            embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], layer_type="basic")),
-        "vit": lambda: t.ViTForImageClassification(t.ViTConfig(
-            hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64, image_size=32, patch_size=8)),
+        "resnet": lambda: t.ResNetForImageClassification(
+            t.ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], layer_type="basic")
+        ),
+        "vit": lambda: t.ViTForImageClassification(
+            t.ViTConfig(
+                hidden_size=32,
+                num_hidden_layers=2,
+                num_attention_heads=2,
+                intermediate_size=64,
+                image_size=32,
+                patch_size=8,
+            )
+        ),
     }
 
 
@@ -91,7 +122,8 @@ def test_image_models_replay_bit_for_bit(capture: Capture, name: str) -> None:
 
 def test_an_encoder_and_decoder_replay_bit_for_bit(capture: Capture) -> None:
     config = transformers.T5Config(
-        d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, vocab_size=VOCABULARY, decoder_start_token_id=0)
+        d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, vocab_size=VOCABULARY, decoder_start_token_id=0
+    )
     model, ids, labels = transformers.T5ForConditionalGeneration(config).eval(), tokens(), tokens()
     captured = capture(lambda: model(input_ids=ids, labels=labels), digests="ops")
     assert captured.unsupported() == {}
@@ -106,21 +138,32 @@ def test_inference_mode_replays_bit_for_bit(capture: Capture) -> None:
     captured.replays()
 
 
-@pytest.mark.parametrize("how", [
-    {"do_sample": True}, {"num_beams": 2, "do_sample": False},
-    {"cache_implementation": "static", "do_sample": False, "disable_compile": True},
-], ids=["sampling", "beams", "static_cache"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"do_sample": True},
+        {"num_beams": 2, "do_sample": False},
+        {"cache_implementation": "static", "do_sample": False, "disable_compile": True},
+    ],
+    ids=["sampling", "beams", "static_cache"],
+)
 def test_generation_replays_bit_for_bit(capture: Capture, how: dict[str, Any]) -> None:
     model, ids = llama().eval(), tokens(4, 1)
-    captured = capture(lambda: model.generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=5, min_new_tokens=5, **how))
+    captured = capture(
+        lambda: model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=5, min_new_tokens=5, **how)
+    )
     assert captured.unsupported() == {}
     captured.replays()
 
 
 def train(
-    make_optimizer: Callable[..., Any], *, dropout: float = 0.1, autocast: torch.dtype | None = None, scaled: bool = False,
-    clipped: bool = False, checkpoint: bool | None = None,
+    make_optimizer: Callable[..., Any],
+    *,
+    dropout: float = 0.1,
+    autocast: torch.dtype | None = None,
+    scaled: bool = False,
+    clipped: bool = False,
+    checkpoint: bool | None = None,
 ) -> list[torch.Tensor]:
     """Three steps; the parameters and their optimizer's state after them."""
     torch.manual_seed(1)

@@ -48,7 +48,10 @@ def test_scopes_nest_and_repeat(capture: Capture) -> None:
 
 
 def test_ending_a_scope_that_is_not_open_is_an_error(tmp_path) -> None:
-    with replayfmt.capture(tmp_path / "x.opreplay") as recorder, pytest.raises(UsageError, match="'nothing' is not open"):
+    with (
+        replayfmt.capture(tmp_path / "x.opreplay") as recorder,
+        pytest.raises(UsageError, match="'nothing' is not open"),
+    ):
         recorder.scope_end("nothing")
 
 
@@ -78,7 +81,7 @@ def test_live_digests_come_at_the_end_of_the_programs_scopes(capture: Capture) -
         kept = torch.zeros(3)
         for step in range(3):
             with replayfmt.scope(f"step {step}"):
-                torch.ones(3) * 2           # dies
+                torch.ones(3) * 2  # dies
                 kept.add_(1)
         unchanged = torch.ones(1)
         return kept, unchanged
@@ -92,16 +95,29 @@ def test_live_digests_come_at_the_end_of_the_programs_scopes(capture: Capture) -
 def test_recording_can_be_limited_to_some_ops(capture: Capture) -> None:
     captured = capture(lambda: steps(3), start_op=1, stop_op=4)
     assert outline(captured) == [
-        ">step 0", "step 0: aten::zeros", "<step 0",
-        ">step 1", "step 1: aten::ones", "step 1: aten::zeros", "<step 1", ">step 2", "<step 2",
+        ">step 0",
+        "step 0: aten::zeros",
+        "<step 0",
+        ">step 1",
+        "step 1: aten::ones",
+        "step 1: aten::zeros",
+        "<step 1",
+        ">step 2",
+        "<step 2",
     ]
 
 
 def test_recording_can_be_limited_to_some_scopes(capture: Capture) -> None:
     captured = capture(lambda: steps(4), start_scope="step 1", stop_scope="step 2")
     assert outline(captured) == [
-        ">step 1", "step 1: aten::ones", "step 1: aten::zeros", "<step 1",
-        ">step 2", "step 2: aten::ones", "step 2: aten::zeros", "<step 2",
+        ">step 1",
+        "step 1: aten::ones",
+        "step 1: aten::zeros",
+        "<step 1",
+        ">step 2",
+        "step 2: aten::ones",
+        "step 2: aten::zeros",
+        "<step 2",
     ]
 
 
