@@ -27,6 +27,7 @@ from .tensor_metas import TensorMetas
 
 ATTRIBUTE = "_opreplay"
 RELEASE_BATCH = 64
+_CPU = torch.device("cpu")
 
 
 class State:
@@ -112,13 +113,19 @@ class Storages:
         setattr(storage, ATTRIBUTE, tracker)
         return tracker
 
-    def _bear(self, storage: torch.UntypedStorage, origin: StorageOrigin, payload: int) -> Tracker:
-        number, length = next(self._buffer.next_storage), storage.nbytes()
-        device = self._records.device(storage.device)
-        self._buffer.births.append(pack_birth(number, length, device, origin, payload))
+    def _bear(
+        self, storage: torch.UntypedStorage, length: int, device: torch.device, origin: StorageOrigin, payload: int,
+        readable: bool,
+    ) -> Tracker:
+        number = next(self._buffer.next_storage)
+        self._buffer.births.append(pack_birth(number, length, self._records.device(device), origin, payload))
         tracker = self.live[number] = self._track(storage, number, length)
         if self._audit:
             self.watch(tracker)
+        if not readable and device.type != "meta":
+            # A ZeroTensor's: its tensors must not be taken for others of the same metadata.
+            self.state(tracker).unreadable = True
+            tracker.size = -1
         return tracker
 
     def view(self, tracker: Tracker, meta: int, offset: int, item: int) -> int:
@@ -154,35 +161,35 @@ class Storages:
 
     def produced(self, storage: torch.UntypedStorage, *, uninitialized: bool) -> Tracker:
         """A storage that an op returned and nobody knew."""
+        length, device = storage.nbytes(), storage.device
+        readable = has_bytes(storage, length, device)
         if not uninitialized:
-            return self._readable(self._bear(storage, StorageOrigin.op, 0), storage)
-        tracker = self._bear(storage, StorageOrigin.uninitialized, 0)
-        if storage.nbytes() and has_bytes(storage):
-            self.state(tracker).coverage = Coverage(storage.nbytes())
+            return self._bear(storage, length, device, StorageOrigin.op, 0, readable)
+        tracker = self._bear(storage, length, device, StorageOrigin.uninitialized, 0, readable)
+        if length and readable:
+            self.state(tracker).coverage = Coverage(length)
             tracker.size = -1
-        return tracker
-
-    def _readable(self, tracker: Tracker, storage: torch.UntypedStorage) -> Tracker:
-        """Note a ZeroTensor's storage: its tensors must not be taken for others of the same metadata."""
-        if storage.device.type != "meta" and not has_bytes(storage):
-            self.state(tracker).unreadable = True
-            self.settle(tracker)
         return tracker
 
     def enter(self, storage: torch.UntypedStorage, reason: str = "first_use") -> Tracker:
         """A storage that no captured op produced, at its first use: its content enters the capture."""
-        length = storage.nbytes()
-        if length == 0 or not has_bytes(storage):
-            return self._readable(self._bear(storage, StorageOrigin.uninitialized, 0), storage)
-        if storage.device.type == "cpu":
-            alias = self._overlapping(storage, length)
+        length, device = storage.nbytes(), storage.device
+        if length == 0:
+            return self._bear(storage, 0, device, StorageOrigin.uninitialized, 0, True)
+        if not has_bytes(storage, length, device):
+            return self._bear(storage, length, device, StorageOrigin.uninitialized, 0, False)
+        # Memory that torch did not allocate, or that other processes have: others may write it.
+        external = device == _CPU and (not storage.resizable() or storage.is_shared())
+        if device == _CPU and (external or self._external):
+            alias = self._overlapping(storage, length, external)
             if alias is not None:
                 return alias
         payload = self._payload(storage)
-        tracker = self._bear(storage, StorageOrigin.payload if payload else StorageOrigin.absent, payload)
+        origin = StorageOrigin.payload if payload else StorageOrigin.absent
+        tracker = self._bear(storage, length, device, origin, payload, True)
         self._records.storage_import(tracker.id, payload, 0, reason)
         tracker.imports = 1
-        if storage.device.type == "cpu" and (not storage.resizable() or storage.is_shared()):  # others may write it
+        if external:
             begin = storage.data_ptr()
             self._external[tracker.id] = (begin, begin + length)
             self.watch(tracker)
@@ -197,14 +204,13 @@ class Storages:
 
     # ------------------------------------------------------------------------------------------------- shared memory
 
-    def _overlapping(self, storage: torch.UntypedStorage, length: int) -> Tracker | None:
+    def _overlapping(self, storage: torch.UntypedStorage, length: int, external: bool) -> Tracker | None:
         """A tracker for memory that another storage of the capture already stands for, or None.
 
         Only storages whose memory torch did not allocate can share it with others.
         """
         begin = storage.data_ptr()
         end = begin + length
-        external = not storage.resizable()
         for number, (low, high) in self._ranges() if external else list(self._external.items()):
             base = self.live.get(number)
             if base is None or base() is None or high <= begin or end <= low:
@@ -370,14 +376,9 @@ class Storages:
     def drain(self) -> None:
         """Record the deaths that were told since the last time."""
         dead = [self.dead.popleft() for _ in range(len(self.dead))]
-        live = self.live
-        ids = []
-        for tracker in dead:
-            number = tracker.id
-            if tracker.state is not None and not self._forget(tracker):
-                continue
-            live.pop(number, None)
-            ids.append(number)
+        ids = [tracker.id for tracker in dead if tracker.state is None or self._forget(tracker)]
+        for number in ids:
+            self.live.pop(number, None)
         if ids:
             self._records.storage_releases(ids)
 
@@ -406,12 +407,12 @@ class Storages:
         self.dead.clear()
 
 
-def has_bytes(storage: torch.UntypedStorage) -> bool:
+def has_bytes(storage: torch.UntypedStorage, length: int, device: torch.device) -> bool:
     """Whether there is memory behind a storage: not so for meta tensors and ZeroTensors."""
-    if storage.device.type == "meta":
-        return False
+    if length == 0 or device.type == "meta":
+        return length == 0
     try:
-        return storage.data_ptr() != 0 or storage.nbytes() == 0
+        return storage.data_ptr() != 0
     except RuntimeError:  # torch refuses the address of a ZeroTensor's storage
         return False
 

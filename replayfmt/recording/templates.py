@@ -181,8 +181,8 @@ def _recognize(shape: Shape) -> list[str]:
         name = place.name
         lines += [
             f"s = {name}.untyped_storage()",
-            f"try: k_{name} = s._opreplay",
-            f"except AttributeError: k_{name} = enter(s)",
+            f"k_{name} = getattr(s, '_opreplay', None)",
+            f"if k_{name} is None: k_{name} = enter(s)",
         ]
         if place.flags:
             conjugated = place.flags.endswith(CONJUGATED)
