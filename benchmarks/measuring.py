@@ -40,15 +40,22 @@ def row(what: str, measured: float | None, unit: str = "×", *, at_most: float |
                       "met": met, "details": details}), flush=True)
 
 
-def in_turns(work: dict[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
-    """Run each of `work` once a round, `rounds` times after one round that does not count. They return seconds."""
+def in_turns(work: dict[str, Callable[[], float]], rounds: int, repeats: int = 1) -> dict[str, list[float]]:
+    """Run `work`, whose functions return seconds, `rounds` times after one round that does not count.
+
+    In a round each function has `repeats` turns; what counts is their mean. Short work needs many: a single turn after
+    something else has been in the caches measures the caches.
+    """
     taken: dict[str, list[float]] = {name: [] for name in work}
     for number in range(rounds + 1):
-        for name, function in work.items():
-            gc.collect()
-            seconds = function()
-            if number:
-                taken[name].append(seconds)
+        gc.collect()
+        spent = dict.fromkeys(work, 0.0)
+        for _ in range(repeats):
+            for name, function in work.items():
+                spent[name] += function()
+        if number:
+            for name, total in spent.items():
+                taken[name].append(total / repeats)
     return taken
 
 

@@ -63,7 +63,7 @@ def bare_loop(run: Callable[[], None]) -> Callable[[], None]:
 
 def measure(name: str, run: Callable[[], None], times: int, repeats: int, rounds: int, directory: Path,
             targets: bool) -> None:
-    """`run` is captured `times` times in a row; a turn takes each of the three `repeats` times."""
+    """`run` is captured `times` times in a row."""
     run()
 
     def repeated() -> None:
@@ -83,9 +83,8 @@ def measure(name: str, run: Callable[[], None], times: int, repeats: int, rounds
         plan.execute(verify="none", timer=timer)
         return timer.seconds
 
-    taken = in_turns({name: lambda f=function: sum(f() for _ in range(repeats)) / repeats for name, function in
-                      (("eager", lambda: seconds(repeated)), ("bare", lambda: seconds(bare)), ("replay", replay))},
-                     rounds)
+    taken = in_turns({"eager": lambda: seconds(repeated), "bare": lambda: seconds(bare), "replay": replay},
+                     rounds, repeats)
     details = {"operators": operators, **{f"{key}_us_an_op": median(value) / operators * 1e6
                                           for key, value in taken.items()}}
     row(f"replay, {name}: time / eager", median_of(lambda e, r: r / e, taken["eager"], taken["replay"]),
