@@ -115,11 +115,15 @@ def test_progress_is_told_between_windows_up_to_the_last_record(captured: Captur
 
 def test_work_of_several_threads_is_replayed_in_capture_order_and_said_so(captured: Captured) -> None:
     def program() -> None:
+        together = threading.Barrier(3)        # a thread that ended gives its number to the next
+
         def work(start: float) -> None:
+            together.wait()
             x = torch.full((4,), start)
             for _ in range(10):
                 x = x * 1.01 + torch.rand(4)
             x.sum().item()
+            together.wait()
 
         threads = [threading.Thread(target=work, args=(float(number),)) for number in range(3)]
         for thread in threads:
