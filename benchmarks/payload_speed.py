@@ -62,9 +62,9 @@ def main() -> None:
     details = {"bytes": length, "file_bytes": written[-1], "tensors": count,
                **{f"{name}_gb_a_second": length / median(value) / 1e9 for name, value in taken.items()}}
     row("embedding payloads: speed / safetensors.torch.save_file and fsync",
-        median_of(lambda c, s: s / c, taken["capture"], taken["save_durably"]), at_least=0.7, **details)
+        median_of(lambda c, s: s / c, taken["capture"], taken["save_durably"]), **details)
     row("embedding payloads: speed / safetensors.torch.save_file alone",
-        median_of(lambda c, s: s / c, taken["capture"], taken["save"]), **details)
+        median_of(lambda c, s: s / c, taken["capture"], taken["save"]), at_least=0.7, **details)
 
 
 if __name__ == "__main__":
