@@ -73,6 +73,8 @@ class ValueKind(IntEnum):
     payload = 16
     composite = 17
     tuple = 18
+    range = 19
+    recipe = 20
 
 
 class DType(IntEnum):

@@ -94,6 +94,70 @@ class TensorMeta:
 
 
 @dataclass(frozen=True)
+class FileIdentity:
+    """What tells a file from another that has its name: device and inode as stat says them, and the time it was last
+    modified, in nanoseconds since 1970."""
+
+    device: int
+    inode: int
+    mtime_ns: int
+
+
+@dataclass(frozen=True)
+class ExternalFile:
+    """A file that the capture refers to by path. `bytes` is its length; `digest` its file digest (file_digest.py) in 32
+    hexadecimal digits. Where there is a digest it decides, else the identity; None where it was not taken.
+
+    `payload` is the payload id of the file's whole content, 0 where that is not embedded. `format` is informative:
+    `safetensors`, `torch`, `raw`, or "" where it is not known.
+    """
+
+    path: str
+    bytes: int
+    identity: FileIdentity | None = None
+    digest: str | None = None
+    payload: int = 0
+    format: str = ""
+
+
+@dataclass(frozen=True)
+class FileRange:
+    """`bytes` bytes of an external file (by id) from `offset` on. `payload` is the payload id of just these bytes, 0
+    where they are in the file alone, or in the payload of the whole file."""
+
+    file: int
+    offset: int
+    bytes: int
+    payload: int = 0
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """What is known of synthesized elements. `mean`, `std`, `min` and `max` are of the finite elements alone, NaN where
+    none is finite; the others count elements."""
+
+    mean: float
+    std: float
+    min: float
+    max: float
+    zeros: int
+    nans: int
+    positive_infinities: int
+    negative_infinities: int
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a storage whose bytes are not in the capture is synthesized: `elements` values of `dtype`, from a 64-bit
+    seed, that resemble the statistics where those are known."""
+
+    dtype: DType
+    elements: int
+    seed: int
+    statistics: Statistics | None = None
+
+
+@dataclass(frozen=True)
 class Node:
     """One value's place in a signature: its kind, its schema name, and what of it is constant.
 
@@ -120,6 +184,8 @@ SLOTS: dict[ValueKind, tuple[int, int, int]] = {
     ValueKind.storage: (0, 1, 0),
     ValueKind.generator: (0, 1, 0),
     ValueKind.payload: (0, 1, 0),
+    ValueKind.range: (0, 1, 0),
+    ValueKind.recipe: (0, 1, 0),
     ValueKind.float: (0, 0, 1),
     ValueKind.complex: (0, 0, 2),
 }
@@ -177,6 +243,20 @@ class PayloadValue:
 
 
 @dataclass(frozen=True, slots=True)
+class RangeValue:
+    """A range of an external file, by its id."""
+
+    id: int
+
+
+@dataclass(frozen=True, slots=True)
+class RecipeValue:
+    """A recipe that content is synthesized by, by its id."""
+
+    id: int
+
+
+@dataclass(frozen=True, slots=True)
 class DeviceValue:
     id: int
 
@@ -203,7 +283,8 @@ class CompositeValue:
 
 Value = (
     None | bool | int | float | complex | str | list | tuple | DType | Layout | MemoryFormat | TensorValue
-    | StorageValue | GeneratorValue | PayloadValue | DeviceValue | ProcessGroupValue | OpaqueValue | CompositeValue
+    | StorageValue | GeneratorValue | PayloadValue | RangeValue | RecipeValue | DeviceValue | ProcessGroupValue
+    | OpaqueValue | CompositeValue
 )
 
 
@@ -222,6 +303,7 @@ class Record:
     args: tuple[Value, ...]
     results: tuple[Value, ...]
     frame_offset: int
+    annotation: dict[str, Any] | None = None  # what is said about this record alone; FORMAT.md lists the keys
 
     @property
     def kind(self) -> RecordKind:
@@ -237,7 +319,8 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Storage:
-    """One allocation of the program. `bytes` is its length when born; `payload` its first content, 0 for none."""
+    """One allocation of the program. `bytes` is its length when born. `payload` is its first content: a payload id where
+    `origin` is payload, a range id where it is external_file, a recipe id where it is initializer, otherwise 0."""
 
     id: int
     bytes: int
