@@ -1,0 +1,96 @@
+"""Leaving out of a capture what tells who made it and where: host name, user, absolute paths, command line, stacks.
+
+Shared by captures that are redacted while they are made and by those that are stripped afterwards. Operators, shapes,
+versions and settings stay: they are what a capture is for. An argument of an op that would have to change becomes
+opaque, so that a replay refuses the op instead of calling it with something else. Knows nothing of PyTorch.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from .codes import RecordKind, ValueKind
+from .model import ExternalFile, Node, Session, Signature
+
+REDACTED = "(redacted)"
+_OPAQUE = "a string that was redacted"
+_SHORTEST_WORD = 3      # shorter names would be found inside everything
+# What everybody is called says nothing, and may well be a word of a message.
+_COMMON_WORDS = frozenset({"root", "user", "home", "localhost", "ubuntu", "admin", "none", "main"})
+_START = r"(?:/|~[\w.-]*[/\\]|[A-Za-z]:[/\\]|\\\\)"
+# A path begins where no word or path goes on. Inside quotes it may hold blanks, elsewhere it ends at the first.
+_PATH = re.compile(rf"(?P<quote>['\"]){_START}.*?(?P=quote)|(?<![\w./\\~]){_START}[^\s'\",;:()\[\]<>{{}}|]+")
+_HOME = re.compile(r"(?:/home|/Users|[A-Za-z]:\\Users)[/\\]([^/\\]+)")
+
+
+class Redaction:
+    """Rewrites what may tell of the machine and its user. `words` are further names to leave out wherever they appear.
+
+    `session` is the session as it was; its host and the user its paths name are left out of other texts too.
+    """
+
+    def __init__(self, session: Session, words: Iterable[str] = ()) -> None:
+        self._session = session
+        names = {*words, session.host or ""}
+        for place in (session.working_directory or "", *session.argv):
+            names.update(_HOME.findall(place))
+        secret = sorted((name for name in names if len(name) >= _SHORTEST_WORD and name.lower() not in _COMMON_WORDS),
+                        key=len, reverse=True)
+        self._words = re.compile(rf"(?<!\w)(?:{'|'.join(map(re.escape, secret))})(?!\w)") if secret else None
+
+    @property
+    def session(self) -> Session:
+        """The session without host, command line and working directory; its policies say `redact`."""
+        session = self._session
+        return replace(
+            session, host=None, argv=(), working_directory=None, libraries=self.values(session.libraries),
+            settings=self.values(session.settings), policies={**self.values(session.policies), "redact": True})
+
+    def text(self, text: str) -> str:
+        """A text for people with paths and names replaced by `(redacted)`."""
+        text = _PATH.sub(REDACTED, text)
+        return text if self._words is None else self._words.sub(REDACTED, text)
+
+    def values(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """A JSON object (an annotation, settings) with every text in it rewritten, keys included."""
+        return {self.text(key): self._value(value) for key, value in values.items()}
+
+    def _value(self, value: Any) -> Any:
+        if isinstance(value, str):
+            return self.text(value)
+        if isinstance(value, list | tuple):
+            return [self._value(each) for each in value]
+        return self.values(value) if isinstance(value, dict) else value
+
+    def signature(self, signature: Signature) -> Signature:
+        """A signature with its texts rewritten; strings that an op takes stay as they are or become opaque."""
+        is_op = signature.kind is RecordKind.op
+        args = tuple(self._node(node, is_op) for node in signature.args)
+        results = tuple(self._node(node, is_op) for node in signature.results)
+        same = args == signature.args and results == signature.results
+        return signature if same else replace(signature, args=args, results=results)
+
+    def _node(self, node: Node, is_op: bool) -> Node:
+        if node.kind in (ValueKind.string, ValueKind.opaque) and isinstance(node.constant, str):
+            text = self.text(node.constant)
+            if text == node.constant:
+                return node
+            if is_op and node.kind is ValueKind.string:
+                return Node(ValueKind.opaque, node.name, _OPAQUE)
+            return replace(node, constant=text)
+        if not node.children:
+            return node
+        return replace(node, children=tuple(self._node(child, is_op) for child in node.children))
+
+    def file(self, file: ExternalFile) -> ExternalFile:
+        """A reference that names the file without its directory; a replay finds it there or by a remap."""
+        name = re.split(r"[/\\]", file.path)[-1]
+        return replace(file, path=self.text(name) or REDACTED)
+
+
+def redacted_session(session: Session, words: Iterable[str] = ()) -> Session:
+    """The session without what tells of the machine and its user. See `Redaction`."""
+    return Redaction(session, words).session
