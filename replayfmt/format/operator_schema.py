@@ -1,0 +1,168 @@
+"""Operator schemas as PyTorch prints them, read without PyTorch: names, types, defaults, what is written.
+
+    aten::add_.Tensor(Tensor(a!) self, Tensor other, *, Scalar alpha=1) -> Tensor(a!)
+
+Schemas come from captures, so nothing here trusts them: what is not of this form raises ValueError, and names are
+checked to be identifiers. Types and defaults stay text.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import lru_cache
+
+_LONGEST = 1 << 16
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(?:\.[A-Za-z0-9_]+)*::[A-Za-z_][A-Za-z0-9_]*(?:\.[A-Za-z0-9_]+)?\Z")
+_ARGUMENT = re.compile(r"(?P<type>\S(?:.*\S)?)\s+(?P<name>[A-Za-z_][A-Za-z0-9_]*)(?P<length>(?:\[\d*\])?)\Z")
+_ALIAS = re.compile(r"\(\s*([A-Za-z0-9_|*]+)\s*(!?)\s*(?:->\s*[A-Za-z0-9_|* ]*)?\)")
+_OPENING, _CLOSING = "([", ")]"
+
+
+@dataclass(frozen=True)
+class SchemaType:
+    """A type without its alias annotation: `Tensor`, `int[2]`, `Tensor?[]`. `alias` is its set, "" for none."""
+
+    text: str
+    alias: str = ""
+    written: bool = False
+
+    @property
+    def holds_tensors(self) -> bool:
+        return self.text.startswith("Tensor")
+
+
+@dataclass(frozen=True)
+class SchemaArgument:
+    """One argument. `default` is its text in the schema, None where the argument has to be given."""
+
+    name: str
+    type: SchemaType
+    default: str | None
+    keyword_only: bool
+
+
+@dataclass(frozen=True)
+class OperatorSchema:
+    """A schema, taken apart. `overload` is "" for the default one."""
+
+    name: str
+    overload: str
+    arguments: tuple[SchemaArgument, ...]
+    returns: tuple[SchemaType, ...]
+
+    @property
+    def base_name(self) -> str:
+        """The operator's name without its namespace: `mm`."""
+        return self.name.rpartition("::")[2]
+
+
+@lru_cache(maxsize=4096)
+def parse_operator_schema(text: str) -> OperatorSchema:
+    """A schema's parts. Raises ValueError where `text` is no schema."""
+    if len(text) > _LONGEST:
+        raise ValueError(f"a schema of {len(text)} characters")
+    head, parenthesis, rest = text.partition("(")
+    if not parenthesis or not _NAME.match(head):
+        raise ValueError(f"{text[:80]!r} does not begin with an operator's name")
+    namespace, _, own = head.rpartition("::")
+    base, _, overload = own.partition(".")
+    end = _closing(rest)
+    arrow, _, returned = rest[end + 1:].partition("->")
+    if arrow.strip() or returned.strip() in ("", "..."):
+        raise ValueError(f"{text[:80]!r} does not say what it returns")
+    arguments = tuple(_arguments(rest[:end]))
+    names = [argument.name for argument in arguments]
+    if len(set(names)) != len(names):
+        raise ValueError(f"{text[:80]!r} has two arguments of one name")
+    return OperatorSchema(f"{namespace}::{base}", overload, arguments, tuple(_returns(returned.strip())))
+
+
+def _arguments(text: str) -> list[SchemaArgument]:
+    arguments: list[SchemaArgument] = []
+    keyword_only = False
+    for part in split_top_level(text):
+        if part == "*":
+            keyword_only = True
+            continue
+        declared, default = _default(part)
+        found = _ARGUMENT.match(declared)
+        if found is None:
+            raise ValueError(f"{part[:80]!r} is no argument of a schema")
+        arguments.append(SchemaArgument(found["name"], _type(found["type"] + found["length"]), default, keyword_only))
+    return arguments
+
+
+def _returns(text: str) -> list[SchemaType]:
+    if text.startswith("(") and _closing(text[1:]) == len(text) - 2:
+        parts = split_top_level(text[1:-1])
+    else:
+        parts = [text]
+    returns = []
+    for part in parts:
+        named = _ARGUMENT.match(part)
+        returns.append(_type(named["type"] if named is not None else part))
+    return returns
+
+
+def _type(text: str) -> SchemaType:
+    alias, written = "", False
+    for found in _ALIAS.finditer(text):
+        alias = alias or found[1]
+        written |= bool(found[2])
+    return SchemaType(_ALIAS.sub("", text).strip(), alias, written)
+
+
+def _default(part: str) -> tuple[str, str | None]:
+    """An argument's declaration and its default."""
+    declared, equals, default = part.partition("=")
+    return declared.strip(), default.strip() if equals else None
+
+
+def split_top_level(text: str) -> list[str]:
+    """The parts between commas that are in no brackets and no quotes; none for empty text."""
+    parts: list[str] = []
+    depth, start, quote = 0, 0, ""
+    position = 0
+    while position < len(text):
+        character = text[position]
+        if quote:
+            if character == "\\":
+                position += 1
+            elif character == quote:
+                quote = ""
+        elif character in "\"'":
+            quote = character
+        elif character in _OPENING:
+            depth += 1
+        elif character in _CLOSING:
+            depth -= 1
+        elif character == "," and not depth:
+            parts.append(text[start:position].strip())
+            start = position + 1
+        position += 1
+    last = text[start:].strip()
+    return [*parts, last] if parts or last else []
+
+
+def _closing(text: str) -> int:
+    """Where the bracket that was open before `text` is closed."""
+    depth, quote = 1, ""
+    position = 0
+    while position < len(text):
+        character = text[position]
+        if quote:
+            if character == "\\":
+                position += 1
+            elif character == quote:
+                quote = ""
+        elif character in "\"'":
+            quote = character
+        elif character in _OPENING:
+            depth += 1
+        elif character in _CLOSING:
+            depth -= 1
+            if not depth:
+                return position
+        position += 1
+    raise ValueError(f"{text[:80]!r} has a bracket that is never closed")

@@ -1,0 +1,1 @@
+"""Tests of kernel substitution: signatures, selectors, the checked pass, comparisons, skeletons."""
