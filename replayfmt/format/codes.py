@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import IntEnum, IntFlag
 
 MAJOR_VERSION = 1
-MINOR_VERSION = 0
+MINOR_VERSION = 1
 
 
 class FrameKind(IntEnum):
@@ -162,6 +162,11 @@ class StorageOrigin(IntEnum):
     absent = 4
     external_file = 5
     initializer = 6
+
+
+class FileValidation(IntFlag):
+    identity = 1
+    digest = 2
 
 
 ITEM_BYTES: dict[DType, int] = {

@@ -19,6 +19,7 @@ import numpy as np
 from .codes import StorageOrigin
 from .frames import MAX_BODY_BYTES, MAX_FRAME_RECORDS, MAX_LENGTH
 from .generated import Records
+from .storage_rules import Contents, storages_problem
 
 Column = Any  # a numpy array, an array.array, or anything np.asarray takes without a copy
 
@@ -34,7 +35,8 @@ class RecordColumns:
     """Consecutive records. Arrays are only read, during the call that takes them.
 
     `start_ns` are nanoseconds since the session's start; `duration_ns` nanoseconds, saturated at 2^32 - 1, or None
-    where not measured. `tensors` are global tensor ids in record order, `tensor_definitions` maps each of them to
+    where not measured. `device_duration_ns` and `annotation` are None where no record has one; 2^64 - 1 and 0 say so of
+    a single record. `tensors` are global tensor ids in record order, `tensor_definitions` maps each of them to
     (storage id, offset in elements, meta id), or is an int64[n, 4] of (tensor id, storage id, offset, meta id) by
     ascending id. The storages born in this frame have consecutive ids from `first_storage`.
     """
@@ -54,6 +56,7 @@ class RecordColumns:
     storage_origin: Column = field(default_factory=_empty)
     storage_payload: Column = field(default_factory=_empty)
     device_duration_ns: Column | None = None
+    annotation: Column | None = None
 
 
 def pieces(given: RecordColumns, slot_counts: tuple[array, array, array]) -> Iterator[RecordColumns]:
@@ -85,7 +88,8 @@ def pieces(given: RecordColumns, slot_counts: tuple[array, array, array]) -> Ite
         piece = replace(
             given, signature=part(signature), scope=part(given.scope), thread=part(given.thread),
             start_ns=part(given.start_ns), duration_ns=part(given.duration_ns),
-            device_duration_ns=part(given.device_duration_ns), tensors=slot(0), ints=slot(1), floats=slot(2))
+            device_duration_ns=part(given.device_duration_ns), annotation=part(given.annotation),
+            tensors=slot(0), ints=slot(1), floats=slot(2))
         if not first:
             piece = replace(piece, first_storage=0, storage_bytes=_empty(), storage_device=_empty(),
                             storage_origin=_empty(), storage_payload=_empty())
@@ -100,8 +104,9 @@ class Bounds:
     scopes: int
     metas: int
     devices: int
-    payloads: int
+    strings: int
     next_storage: int
+    contents: Contents
 
 
 def _column(values: Column, dtype: type, name: str) -> np.ndarray:
@@ -135,8 +140,10 @@ class EncodedRecords:
     body: memoryview
     count: int
     storages: int
-    absent_storages: int
     signature: np.ndarray
+    storage_origin: np.ndarray
+    storage_bytes: np.ndarray
+    annotation: np.ndarray | None
 
 
 def encode_records(given: RecordColumns, bounds: Bounds, slot_counts: tuple[array, array, array]) -> EncodedRecords:
@@ -156,6 +163,11 @@ def encode_records(given: RecordColumns, bounds: Bounds, slot_counts: tuple[arra
     if device_duration is not None:
         device_duration = _column(device_duration, np.uint64, "device_duration_ns")
         _same_length("record", count, device_duration)
+    annotation = given.annotation
+    if annotation is not None:
+        annotation = _column(annotation, np.uint32, "annotation")
+        _same_length("record", count, annotation)
+        _limit(annotation, 0, bounds.strings, "annotation")
 
     tensors = _column(given.tensors, np.uint64, "tensors")
     ints, floats = _column(given.ints, np.int64, "ints"), _column(given.floats, np.float64, "floats")
@@ -175,9 +187,9 @@ def encode_records(given: RecordColumns, bounds: Bounds, slot_counts: tuple[arra
         raise ValueError(f"first_storage is {given.first_storage}, the next storage id is {bounds.next_storage}")
     _limit(storage_device, 1, bounds.devices, "storage_device")
     _limit(storage_origin, 1, max(StorageOrigin), "storage_origin")
-    _limit(storage_payload, 0, bounds.payloads, "storage_payload")
-    if ((storage_origin == StorageOrigin.payload) != (storage_payload != 0)).any():
-        raise ValueError("storages have a payload exactly if their origin is payload")
+    problem = storages_problem(storage_origin, storage_payload, storage_bytes, bounds.contents)
+    if problem:
+        raise ValueError(problem)
 
     ids, slots = _distinct(tensors)
     rows = _tensor_rows(ids, given.tensor_definitions)
@@ -194,7 +206,7 @@ def encode_records(given: RecordColumns, bounds: Bounds, slot_counts: tuple[arra
         ("TensorId", ids), ("TensorStorage", rows[:, 0].astype(np.uint64)), ("TensorOffset", rows[:, 1]),
         ("TensorMeta", rows[:, 2].astype(np.uint32)),
         ("StorageBytes", storage_bytes), ("StorageDevice", storage_device), ("StorageOrigin", storage_origin),
-        ("StoragePayload", storage_payload),
+        ("StoragePayload", storage_payload), ("Annotation", annotation),
     ]
     present = [(name, column) for name, column in columns if column is not None]
     # Room for everything at once: the builder would otherwise double and copy its buffer again and again.
@@ -207,8 +219,7 @@ def encode_records(given: RecordColumns, bounds: Bounds, slot_counts: tuple[arra
     Records.AddFirstStorage(builder, bounds.next_storage)
     builder.Finish(Records.End(builder))
     body = memoryview(builder.Bytes)[builder.Head():]
-    absent = int(np.count_nonzero(storage_origin == StorageOrigin.absent))
-    return EncodedRecords(body, count, born, absent, signature)
+    return EncodedRecords(body, count, born, signature, storage_origin, storage_bytes, annotation)
 
 
 def _distinct(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -6,14 +6,28 @@ cannot fail.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Generic, TypeVar, overload
 
 import numpy as np
 
+from ..errors import InvalidCapture
 from .codes import DType, KernelKind, Layout, OpStatus, RecordKind, TensorFlag, ValueKind
+from .external_tables import file_at, range_at, recipe_at
 from .layouts import SCALARS, TABLES
-from .model import Device, Generator, Kernel, Node, Scope, Signature, TensorMeta
+from .model import (
+    Device,
+    ExternalFile,
+    FileRange,
+    Generator,
+    Kernel,
+    Node,
+    Recipe,
+    Scope,
+    Signature,
+    TensorMeta,
+)
 from .signatures import CODE_CONSTANTS, TEXT_CONSTANTS, slots_by_kind
 from .table_checks import TablesCheck
 from .tables_output import FAMILIES, META_COLUMNS, NODE_COLUMNS
@@ -61,10 +75,12 @@ class Definitions:
         self._parts: dict[str, list[np.ndarray]] = {name: [] for name in _COLUMN_NAMES}
         self.counts = dict.fromkeys(("string", *FAMILIES), 0)
 
-    def add(self, body: bytes, minor: int, where: str) -> None:
-        """Add a Tables body, which continues the ids so far. Raises InvalidCapture, or UnsupportedVersion for codes
-        that only a newer minor version has."""
-        checked = TablesCheck(body, minor, where, self.counts, self._string_ids)
+    def add(self, body: bytes, minor: int, where: str, payload_bytes: np.ndarray) -> None:
+        """Add a Tables body, which continues the ids so far. `payload_bytes` are the raw lengths of the payloads it may
+        refer to, in order of their ids. Raises InvalidCapture, or UnsupportedVersion for codes that only a newer minor
+        version has."""
+        checked = TablesCheck(body, minor, where, self.counts, self._string_ids, self.column("file_bytes"),
+                              payload_bytes)
         self._string_ids.update(checked.strings)
         for name, column in checked.columns.items():
             if len(column):
@@ -90,16 +106,19 @@ class Definitions:
 
     def same_as(self, other: Definitions) -> bool:
         """Whether both define the same."""
-        return self.strings == other.strings and all(
-            np.array_equal(self.column(name), other.column(name)) for name in _COLUMN_NAMES)
+        return self.strings == other.strings and all(  # as bytes, because NaN is not equal to itself
+            np.array_equal(self.column(name).view(np.uint8), other.column(name).view(np.uint8))
+            for name in _COLUMN_NAMES)
 
 
 class Frozen:
     """Every definition of a capture. Sequences are indexed by id, with None for id 0."""
 
-    def __init__(self, definitions: Definitions) -> None:
-        """Nothing may be added to `definitions` afterwards."""
+    def __init__(self, definitions: Definitions, path: str) -> None:
+        """Nothing may be added to `definitions` afterwards. `path` is the capture's, for messages."""
         self._definitions = definitions
+        self._path = path
+        self._annotations: dict[int, dict[str, Any]] = {}
         column = definitions.column
         self.counts = definitions.counts
         self.strings: tuple[str | None, ...] = (None, *definitions.strings)
@@ -110,6 +129,9 @@ class Frozen:
         self.scopes = Lazy(count("scope"), self._scope)
         self.metas = Lazy(count("meta"), self._meta)
         self.signatures = Lazy(count("signature"), self._signature)
+        self.files = Lazy(count("file"), self._file)
+        self.ranges = Lazy(count("range"), self._range)
+        self.recipes = Lazy(count("recipe"), self._recipe)
         self._meta_ends = np.concatenate(([0], np.cumsum(column("meta_rank"), dtype=np.int64)))
         self._node_ends = np.concatenate(([0], np.cumsum(column("signature_nodes"), dtype=np.int64)))
         # Slots of each signature by id: int64[signatures + 1, 3] (tensors, ints, floats), row 0 unused.
@@ -162,6 +184,31 @@ class Frozen:
             names.append(self._text("scope_name", number))
             number = int(parents[number - 1])
         return "/".join(reversed(names))
+
+    def _file(self, number: int) -> ExternalFile:
+        return file_at(self.column, lambda string: self.strings[string] or "", number - 1)
+
+    def _range(self, number: int) -> FileRange:
+        return range_at(self.column, number - 1)
+
+    def _recipe(self, number: int) -> Recipe:
+        return recipe_at(self.column, number - 1)
+
+    def annotation(self, number: int) -> dict[str, Any] | None:
+        """An annotation by id, which is that of its text; None for 0. Do not change it: records share it. Raises
+        InvalidCapture where the text is no JSON object."""
+        if not number:
+            return None
+        known = self._annotations.get(number)
+        if known is None:
+            try:
+                known = json.loads(self.strings[number] or "")
+            except (ValueError, RecursionError) as error:
+                raise InvalidCapture(f"{self._path}: annotation {number} is not JSON: {error}") from None
+            if not isinstance(known, dict):
+                raise InvalidCapture(f"{self._path}: annotation {number} is not a JSON object")
+            self._annotations[number] = known
+        return known
 
     def _meta(self, number: int) -> TensorMeta:
         row = number - 1

@@ -38,8 +38,10 @@ _COMPRESSED_KINDS = frozenset({FrameKind.tables, FrameKind.records})
 class FrameOutput:
     """Frames on their way into a file. `next_ordinal` and `next_storage` are what the next frame begins with."""
 
-    def __init__(self, output: Output) -> None:
+    def __init__(self, output: Output, minor: int = MINOR_VERSION) -> None:
+        """`minor` is the version that the file says it has."""
         self._output = output
+        self._minor = minor
         self._rows = bytearray()
         self._compressor = zstandard.ZstdCompressor(level=1, write_content_size=True, write_checksum=False)
         self.next_ordinal = 0
@@ -77,7 +79,7 @@ class FrameOutput:
         flags |= FLAG_REQUIRED if kind in REQUIRED_KINDS else 0
         offset = self._output.position
         header = FrameHeader(kind, flags, len(self._rows) // FRAME_ROW.itemsize, stored_bytes, raw_bytes,
-                             self.next_ordinal, count, MINOR_VERSION, codec, digest)
+                             self.next_ordinal, count, self._minor, codec, digest)
         self._output.write([header.pack(), *parts])
         if kind != FrameKind.index:
             self._rows += pack_frame_row(offset, header, self.next_storage)

@@ -1,4 +1,5 @@
-"""The writer's definitions: strings, devices, kernels, generators, scopes, tensor metadata and signatures, with ids.
+"""The writer's definitions: strings, devices, kernels, generators, scopes, tensor metadata, signatures, external files,
+ranges and recipes, with ids.
 
 The same content gets the same id. Content is kept in flat arrays, the form it is written in, and found again by a
 128-bit hash of it, so that a capture with very many distinct signatures costs little memory. `encode` makes a Tables
@@ -15,14 +16,27 @@ import numpy as np
 from xxhash import xxh3_128_digest
 
 from .codes import DType, Layout, RecordKind, TensorFlag, ValueKind
+from .external_tables import file_row, range_row, recipe_row
 from .frames import MAX_LENGTH, MAX_STRING_BYTES
 from .layouts import TABLES
-from .model import SLOTS, Device, Generator, Kernel, Scope, Signature, TensorMeta
+from .model import (
+    SLOTS,
+    Device,
+    ExternalFile,
+    FileRange,
+    Generator,
+    Kernel,
+    Recipe,
+    Scope,
+    Signature,
+    TensorMeta,
+)
 from .signatures import flatten
 from .tables_output import FAMILIES, RAGGED, encode_tables
 
 # How the columns are kept: type codes of array.array, by the schema's types.
-_TYPE_CODES = {"[ubyte]": "B", "[ushort]": "H", "[uint]": "I", "[int]": "i", "[long]": "q"}
+_TYPE_CODES = {"[ubyte]": "B", "[ushort]": "H", "[uint]": "I", "[int]": "i", "[long]": "q", "[ulong]": "Q",
+               "[double]": "d"}
 _MAX_ID = 0xFFFFFFFF
 _FLAGS = int(sum(TensorFlag))
 
@@ -34,8 +48,10 @@ class Definitions:
     half a row.
     """
 
-    def __init__(self, whole: Callable[[], AbstractContextManager[None]]) -> None:
+    def __init__(self, whole: Callable[[], AbstractContextManager[None]], payload_bytes: Callable[[int], int]) -> None:
+        """`payload_bytes` says how long a payload's content is, and raises ValueError for an id that is none."""
         self._whole = whole
+        self._payload_bytes = payload_bytes
         self._strings: dict[str, int] = {}
         self._columns: dict[str, array] = {}
         for names in (*FAMILIES.values(), *RAGGED.values()):
@@ -94,7 +110,7 @@ class Definitions:
         """At most how many bytes a Tables body of everything takes."""
         return self._text_bytes + sum(len(c) * c.itemsize + 16 for c in self._columns.values()) + 1024
 
-    def _add(self, family: str, *row: int) -> int:
+    def _add(self, family: str, *row: int | float) -> int:
         before = self.count(family)
         if before >= _MAX_ID:
             raise ValueError(f"more than {_MAX_ID} definitions of family {family}")
@@ -107,7 +123,7 @@ class Definitions:
             raise ValueError(f"{family} {row} does not fit the format: {error}") from None
         return before + 1
 
-    def _interned(self, family: str, *row: int) -> int:
+    def _interned(self, family: str, *row: int | float) -> int:
         key = xxh3_128_digest(family.encode() + repr(row).encode())
         known = self._ids.get(key)
         if known is None:
@@ -202,6 +218,20 @@ class Definitions:
             counts.append(slot)
         if signature.kind == RecordKind.unsupported:
             self._unsupported[number] = str(signature.args[0].constant)
+
+    def file(self, file: ExternalFile) -> int:
+        if file.payload and self._payload_bytes(file.payload) != file.bytes:
+            raise ValueError(f"{file.path} has {file.bytes} bytes, its payload {self._payload_bytes(file.payload)}")
+        return self._interned("file", *file_row(file, self.string))
+
+    def range(self, given: FileRange) -> int:
+        self._known("file", given.file)
+        if given.payload and self._payload_bytes(given.payload) != given.bytes:
+            raise ValueError(f"a range of {given.bytes} bytes with a payload of {self._payload_bytes(given.payload)}")
+        return self._interned("range", *range_row(given, self._columns["file_bytes"][given.file - 1]))
+
+    def recipe(self, recipe: Recipe) -> int:
+        return self._interned("recipe", *recipe_row(recipe))
 
     def _known(self, family: str, number: int) -> None:
         if not 1 <= number <= self.count(family):

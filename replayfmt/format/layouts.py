@@ -60,6 +60,12 @@ TABLES = _layout("Tables", """
     first_signature:uint signature_kind:[ubyte] signature_status:[ubyte] signature_kernel:[uint]
     signature_args:[uint] signature_results:[uint] signature_nodes:[uint]
     node_kind:[ubyte] node_name:[uint] node_constant:[long] node_children:[uint]
+    first_file:uint file_path:[uint] file_bytes:[ulong] file_validation:[ubyte] file_device:[ulong] file_inode:[ulong]
+    file_mtime_ns:[long] file_digest_low:[ulong] file_digest_high:[ulong] file_payload:[uint] file_format:[uint]
+    first_range:uint range_file:[uint] range_offset:[ulong] range_bytes:[ulong] range_payload:[uint]
+    first_recipe:uint recipe_dtype:[ubyte] recipe_elements:[ulong] recipe_seed:[ulong] recipe_statistics:[ubyte]
+    recipe_mean:[double] recipe_std:[double] recipe_min:[double] recipe_max:[double] recipe_zeros:[ulong]
+    recipe_nans:[ulong] recipe_positive_infinities:[ulong] recipe_negative_infinities:[ulong]
 """)
 
 RECORDS = _layout("Records", """
@@ -69,10 +75,12 @@ RECORDS = _layout("Records", """
     tensors:[uint] ints:[long] floats:[double]
     tensor_id:[ulong] tensor_storage:[ulong] tensor_offset:[long] tensor_meta:[uint]
     first_storage:ulong storage_bytes:[ulong] storage_device:[uint] storage_origin:[ubyte] storage_payload:[uint]
+    annotation:[uint]
 """)
 
 SUMMARY = _layout("Summary", """
     ended_ns:ulong recovered:bool record_counts:[ulong] kernel_calls:[ulong]
     storages:ulong storage_payload_bytes:ulong absent_storages:ulong
     unsupported_reason:[string] unsupported_count:[ulong]
+    storage_origins:[ulong] storage_origin_bytes:[ulong] annotated_records:ulong
 """)

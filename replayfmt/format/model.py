@@ -319,8 +319,8 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Storage:
-    """One allocation of the program. `bytes` is its length when born. `payload` is its first content: a payload id where
-    `origin` is payload, a range id where it is external_file, a recipe id where it is initializer, otherwise 0."""
+    """One allocation of the program. `bytes` is its length when born. `payload` is its first content: a payload id if
+    `origin` is payload, a range id if it is external_file, a recipe id if it is initializer, otherwise 0."""
 
     id: int
     bytes: int
@@ -341,3 +341,7 @@ class Summary:
     storage_payload_bytes: int
     absent_storages: int
     unsupported: dict[str, int]
+    # None: the capture does not say (it was made before these were counted).
+    origins: dict[StorageOrigin, int] | None = None        # storages
+    origin_bytes: dict[StorageOrigin, int] | None = None   # their lengths when born
+    annotated: int | None = None                           # records with an annotation

@@ -52,6 +52,15 @@ class PayloadOutput:
         """How many payloads there are: the largest id."""
         return len(self._ids)
 
+    def length(self, number: int) -> int:
+        """How many bytes of content a payload has. Raises ValueError for an id that is none."""
+        if not 1 <= number <= self.count:
+            raise ValueError(f"payload {number} is not there; there are {self.count}")
+        written = len(self._rows) // PAYLOAD_ROW.itemsize
+        if number > written:
+            return self._waiting[number - written - 1][1]
+        return int(np.frombuffer(self._rows, PAYLOAD_ROW, 1, (number - 1) * PAYLOAD_ROW.itemsize)["raw_bytes"][0])
+
     def rows(self) -> bytes:
         """The PayloadRow structs of everything written, sorted by id."""
         return bytes(self._rows)

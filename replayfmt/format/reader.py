@@ -12,6 +12,7 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -86,6 +87,9 @@ class CaptureReader:
         self.scopes = self.definitions.scopes
         self.metas = self.definitions.metas
         self.signatures = self.definitions.signatures
+        self.files = self.definitions.files
+        self.ranges = self.definitions.ranges
+        self.recipes = self.definitions.recipes
         self._positions = contents.of_kind(FrameKind.records)
         self._first_ordinals = contents.frames["first_ordinal"][self._positions].astype(np.int64)
         self._first_storages = contents.frames["first_storage"][self._positions].astype(np.int64)
@@ -106,8 +110,8 @@ class CaptureReader:
         definitions = Definitions()
         for position in chosen.tolist():
             header, body, where = self.read_frame(position)
-            definitions.add(body, header.minor, where)
-        return Frozen(definitions)
+            definitions.add(body, header.minor, where, contents.payloads["raw_bytes"])
+        return Frozen(definitions, self.path)
 
     def read_frame(self, position: int) -> tuple[FrameHeader, bytes, str]:
         """Header, verified body and place of any frame, by its position among all frames."""
@@ -191,6 +195,11 @@ class CaptureReader:
     def scope_path(self, number: int) -> str:
         """A scope's names from the outermost inwards, joined by slashes; "" for 0."""
         return self.definitions.scope_path(number)
+
+    def annotation(self, number: int) -> dict[str, Any] | None:
+        """What is said about one record, by a RecordFrame's annotation id; None for 0. Do not change it. Raises
+        InvalidCapture where it is no JSON object."""
+        return self.definitions.annotation(number)
 
     @cached_property
     def summary(self) -> Summary:

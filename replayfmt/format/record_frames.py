@@ -17,6 +17,10 @@ from .codes import MAJOR_VERSION, MINOR_VERSION, StorageOrigin, ValueKind
 from .definitions import Frozen
 from .frames import MAX_LENGTH, FrameHeader
 from .layouts import RECORDS, SCALARS
+from .storage_rules import Contents, storages_problem
+
+# Values whose int slot holds an id, by the name of its family.
+_REFERENCES = [ValueKind.storage, ValueKind.generator, ValueKind.payload, ValueKind.range, ValueKind.recipe]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +56,7 @@ class RecordFrame:
     storage_device: np.ndarray
     storage_origin: np.ndarray
     storage_payload: np.ndarray
+    annotation: np.ndarray | None   # ids for CaptureReader.annotation, 0 for none; None: no record here has one
 
 
 class RecordFrameDecoder:
@@ -60,12 +65,17 @@ class RecordFrameDecoder:
     def __init__(self, definitions: Frozen) -> None:
         self._definitions = definitions
         self._references = _IntReferences(definitions)
+        self._contents = Contents(0, *(
+            definitions.column(name) for name in ("range_bytes", "recipe_dtype", "recipe_elements")))
 
     def decode(self, body: bytes, header: FrameHeader, offset: int, where: str,
                counts: Mapping[str, int]) -> RecordFrame:
         """A verified frame. `counts` says how many ids of each family of definitions, and of payloads (`payload`), the
         frame may refer to. Raises InvalidCapture."""
-        return _Decoding(self._definitions, self._references, body, header, offset, where, counts).frame()
+        contents = Contents(counts["payload"], self._contents.range_bytes[:counts["range"]],
+                            self._contents.recipe_dtype[:counts["recipe"]],
+                            self._contents.recipe_elements[:counts["recipe"]])
+        return _Decoding(self._definitions, self._references, body, header, offset, where, counts, contents).frame()
 
 
 def first_and_storages(body: bytes, where: str) -> tuple[int, int]:
@@ -76,12 +86,12 @@ def first_and_storages(body: bytes, where: str) -> tuple[int, int]:
 
 
 class _IntReferences:
-    """Which int slots of which signatures hold storage, generator or payload ids."""
+    """Which int slots of which signatures hold ids."""
 
     def __init__(self, definitions: Frozen) -> None:
         kinds = definitions.column("node_kind")
-        node_slots = np.isin(kinds, [ValueKind.int, ValueKind.storage, ValueKind.generator, ValueKind.payload])
-        self.nodes = np.flatnonzero(np.isin(kinds, [ValueKind.storage, ValueKind.generator, ValueKind.payload]))
+        node_slots = np.isin(kinds, [ValueKind.int, *_REFERENCES])
+        self.nodes = np.flatnonzero(np.isin(kinds, _REFERENCES))
         sizes = definitions.column("signature_nodes").astype(np.int64)
         owner = np.repeat(np.arange(1, len(sizes) + 1), sizes)[self.nodes]
         slot = np.concatenate(([0], np.cumsum(node_slots)))[self.nodes]
@@ -107,7 +117,8 @@ class _IntReferences:
 
 class _Decoding:
     def __init__(self, definitions: Frozen, references: _IntReferences, body: bytes, header: FrameHeader, offset: int,
-                 where: str, counts: Mapping[str, int]) -> None:
+                 where: str, counts: Mapping[str, int], contents: Contents) -> None:
+        self._contents = contents
         self._definitions = definitions
         self._counts = counts
         self._references = references
@@ -142,6 +153,9 @@ class _Decoding:
         start = self._start(count)
         duration = self._optional("duration_ns", count)
         device_duration = self._optional("device_duration_ns", count)
+        annotation = self._optional("annotation", count)
+        if annotation is not None:
+            self._range("annotation", annotation, 0, self._counts["string"])
 
         slots = definitions.slots[signature]
         firsts = np.zeros((count + 1, 3), np.int64)
@@ -162,9 +176,9 @@ class _Decoding:
             raise UnsupportedVersion(f"{self._where}: storage_origin {int(origin.max())} of format version "
                                      f"{MAJOR_VERSION}.{self._header.minor}")
         self._range("storage_origin", origin, 1, max(StorageOrigin))
-        self._range("storage_payload", payload, 0, self._counts["payload"])
-        if ((origin == StorageOrigin.payload) != (payload != 0)).any():
-            raise self._fail("storages have a payload exactly if their origin is payload; one here does not")
+        problem = storages_problem(origin, payload, storage_bytes, self._contents)
+        if problem:
+            raise self._fail(problem)
         storages = first_storage + born - 1
 
         tensor_id = self._get("tensor_id")
@@ -182,7 +196,7 @@ class _Decoding:
             self._header.first_ordinal, count, self._offset, signature, scope, thread, start, duration, device_duration,
             tensors, ints, floats, np.ascontiguousarray(firsts[:, 0]), int_first, np.ascontiguousarray(firsts[:, 2]),
             tensor_id, tensor_storage, tensor_offset, tensor_meta, first_storage, storage_bytes, device, origin,
-            payload)
+            payload, annotation)
 
     def _optional(self, name: str, count: int) -> np.ndarray | None:
         column = self._table.column(name)
@@ -214,8 +228,8 @@ class _Decoding:
             return
         highest = np.zeros(max(ValueKind) + 1, np.int64)
         highest[ValueKind.storage] = storages
-        highest[ValueKind.generator] = self._counts["generator"]
-        highest[ValueKind.payload] = self._counts["payload"]
+        for kind in _REFERENCES[1:]:
+            highest[kind] = self._counts[kind.name]
         values = ints[positions]
         wrong = (values < 1) | (values > highest[kinds])
         if wrong.any():

@@ -11,7 +11,7 @@ import os
 
 from ..errors import InvalidCapture, UnsupportedVersion, UsageError
 from .check import CheckReport, check_capture
-from .codes import FrameKind
+from .codes import MINOR_VERSION, FrameKind
 from .contents import Contents, read_frame, read_preamble, read_session, walk_contents
 from .definitions import Definitions, Frozen
 from .frame_output import FrameOutput
@@ -21,7 +21,7 @@ from .payload_input import PayloadInput
 from .source import Source
 from .summary import Tally
 from .tables_output import encode_tables
-from .verify import Progress, Verifier, kept
+from .verify import Progress, Verifier, kept, payload_bytes_before
 
 _COPY_BYTES = 4 << 20
 
@@ -89,7 +89,7 @@ class _Recovery:
             try:
                 header, body, where = read_frame(self._source, contents.frames, position)
                 if not header.consolidated:
-                    definitions.add(body, header.minor, where)
+                    definitions.add(body, header.minor, where, payload_bytes_before(contents, position))
             except UnsupportedVersion:
                 raise
             except InvalidCapture as error:
@@ -106,9 +106,9 @@ class _Recovery:
         definitions = Definitions()
         for position in whole.of_kind(FrameKind.tables).tolist():
             header, body, where = read_frame(self._source, whole.frames, position)
-            definitions.add(body, header.minor, where)
-        frozen = Frozen(definitions)
-        frames = FrameOutput(output)
+            definitions.add(body, header.minor, where, payload_bytes_before(whole, position))
+        frozen = Frozen(definitions, self._source.path)
+        frames = FrameOutput(output, min(self._preamble.minor, MINOR_VERSION))
         frames.adopt(whole.frames.tobytes(), whole.records, self._tally.storages + 1)
         tables = _encode_all(definitions)
         payload_bytes = PayloadInput(self._source, whole.payloads).raw_bytes

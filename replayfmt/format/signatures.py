@@ -28,7 +28,7 @@ ARGUMENTS: dict[RecordKind, tuple[tuple[str, frozenset[ValueKind]], ...]] = {
     RecordKind.scope_begin: (("name", frozenset({V.string})),),
     RecordKind.scope_end: (("name", frozenset({V.string})),),
     RecordKind.storage_import: (
-        ("storage", frozenset({V.storage})), ("payload", frozenset({V.payload, V.none})),
+        ("storage", frozenset({V.storage})), ("payload", frozenset({V.payload, V.range, V.recipe, V.none})),
         ("version", frozenset({V.int})), ("reason", frozenset({V.string})),
     ),
     RecordKind.storage_resize: (("storage", frozenset({V.storage})), ("bytes", frozenset({V.int}))),

@@ -20,6 +20,8 @@ from .model import Summary
 from .record_frames import RecordFrame
 from .tables_output import string_vector
 
+_ORIGINS = max(StorageOrigin) + 1
+
 
 class Counted(Protocol):
     """The definitions that a tally is turned into totals with: the writer's or a reader's."""
@@ -36,10 +38,13 @@ class Tally:
         self._signatures = np.zeros(64, np.int64)
         self.records = 0
         self.storages = 0
-        self.absent_storages = 0
+        self.annotated = 0
+        self._origins = np.zeros(_ORIGINS, np.int64)
+        self._origin_bytes = np.zeros(_ORIGINS, np.uint64)
 
-    def add(self, signature: np.ndarray, storages: int, absent: int) -> None:
-        """Count one frame, given its signature column, its number of storages and how many of those are absent."""
+    def add(self, signature: np.ndarray, storage_origin: np.ndarray, storage_bytes: np.ndarray,
+            annotation: np.ndarray | None) -> None:
+        """Count one frame, given columns of it."""
         counts = np.bincount(signature)
         if len(counts) > len(self._signatures):
             grown = np.zeros(2 * len(counts), np.int64)
@@ -47,13 +52,16 @@ class Tally:
             self._signatures = grown
         self._signatures[:len(counts)] += counts
         self.records += len(signature)
-        self.storages += storages
-        self.absent_storages += absent
+        self.storages += len(storage_origin)
+        if len(storage_origin):
+            self._origins += np.bincount(storage_origin, minlength=_ORIGINS)
+            np.add.at(self._origin_bytes, storage_origin, storage_bytes)
+        if annotation is not None:
+            self.annotated += int(np.count_nonzero(annotation))
 
     def add_frame(self, frame: RecordFrame) -> None:
         """Count one decoded frame."""
-        absent = int(np.count_nonzero(frame.storage_origin == StorageOrigin.absent))
-        self.add(frame.signature, len(frame.storage_bytes), absent)
+        self.add(frame.signature, frame.storage_origin, frame.storage_bytes, frame.annotation)
 
     def summary(self, definitions: Counted, payload_bytes: int, ended_ns: int | None = None,
                 recovered: bool = False) -> Summary:
@@ -73,9 +81,15 @@ class Tally:
             ended_ns=ended_ns or None, recovered=recovered,
             records={kind: int(by_kind[kind]) for kind in RecordKind if by_kind[kind]},
             kernel_calls={kernel: int(calls[kernel]) for kernel in np.flatnonzero(calls).tolist()},
-            storages=self.storages, storage_payload_bytes=payload_bytes, absent_storages=self.absent_storages,
-            unsupported=dict(sorted(reasons.items())),
+            storages=self.storages, storage_payload_bytes=payload_bytes,
+            absent_storages=int(self._origins[StorageOrigin.absent]), unsupported=dict(sorted(reasons.items())),
+            origins=_by_origin(self._origins.tolist()), annotated=self.annotated,
+            origin_bytes=_by_origin(self._origin_bytes.tolist()),
         )
+
+
+def _by_origin(counts: list[int]) -> dict[StorageOrigin, int]:
+    return {StorageOrigin(origin): count for origin, count in enumerate(counts) if count}
 
 
 def encode_summary(summary: Summary) -> memoryview:
@@ -87,10 +101,15 @@ def encode_summary(summary: Summary) -> memoryview:
         kinds[kind] = count
     for kernel, count in summary.kernel_calls.items():
         calls[kernel] = count
+    by_origin = {
+        name: np.array([counts.get(StorageOrigin(origin), 0) for origin in range(_ORIGINS)], np.uint64)
+        for name, counts in (("StorageOrigins", summary.origins), ("StorageOriginBytes", summary.origin_bytes))
+        if counts is not None}
     places = [
         ("RecordCounts", builder.CreateNumpyVector(kinds)), ("KernelCalls", builder.CreateNumpyVector(calls)),
         ("UnsupportedReason", string_vector(builder, [reason.encode() for reason in summary.unsupported])),
         ("UnsupportedCount", builder.CreateNumpyVector(np.array(list(summary.unsupported.values()), np.uint64))),
+        *((name, builder.CreateNumpyVector(counts)) for name, counts in by_origin.items()),
     ]
     Generated.Start(builder)
     for name, place in places:
@@ -100,6 +119,7 @@ def encode_summary(summary: Summary) -> memoryview:
     Generated.AddStorages(builder, summary.storages)
     Generated.AddStoragePayloadBytes(builder, summary.storage_payload_bytes)
     Generated.AddAbsentStorages(builder, summary.absent_storages)
+    Generated.AddAnnotatedRecords(builder, summary.annotated or 0)
     builder.Finish(Generated.End(builder))
     return memoryview(builder.Bytes)[builder.Head():]
 
@@ -122,10 +142,27 @@ def decode_summary(body: bytes, kernel_count: int, records: int, where: str) -> 
     if sum(kinds) != records or sum(calls) != (kinds[RecordKind.op] if len(kinds) > RecordKind.op else 0):
         raise InvalidCapture(f"{where}: counts {sum(kinds)} records and {sum(calls)} kernel calls; "
                              f"the capture has {records} records")
+    origins, annotated = _decode_origins(table, where), table.scalar("annotated_records")
+    if annotated > records:
+        raise InvalidCapture(f"{where}: counts {annotated} annotated records; the capture has {records} records")
     return Summary(
         ended_ns=table.scalar("ended_ns") or None, recovered=bool(table.scalar("recovered")),
         records={RecordKind(kind): count for kind, count in enumerate(kinds) if count},
         kernel_calls={kernel: count for kernel, count in enumerate(calls) if count},
         storages=table.scalar("storages"), storage_payload_bytes=table.scalar("storage_payload_bytes"),
         absent_storages=table.scalar("absent_storages"), unsupported=dict(zip(reasons, counts, strict=True)),
+        origins=origins[0], origin_bytes=origins[1], annotated=None if origins[0] is None else annotated,
     )
+
+
+def _decode_origins(table: flat.Table, where: str) -> tuple[dict[StorageOrigin, int] | None, ...]:
+    """Storages and their bytes by origin; None and None where they were not counted."""
+    columns = [table.column(name) for name in ("storage_origins", "storage_origin_bytes")]
+    if (columns[0] is None) != (columns[1] is None):
+        raise InvalidCapture(f"{where}: counts storages by origin without their bytes, or the reverse")
+    found: list[dict[StorageOrigin, int] | None] = []
+    for column in columns:
+        if column is not None and column[_ORIGINS:].any():
+            raise InvalidCapture(f"{where}: counts of storage origins that the capture does not have")
+        found.append(None if column is None else _by_origin(column[:_ORIGINS].tolist()))
+    return tuple(found)

@@ -17,6 +17,7 @@ from .codes import (
     MAJOR_VERSION,
     MINOR_VERSION,
     DType,
+    FileValidation,
     KernelKind,
     Layout,
     OpStatus,
@@ -24,6 +25,7 @@ from .codes import (
     TensorFlag,
     ValueKind,
 )
+from .external_tables import files_problem, ranges_problem, recipes_problem
 from .frames import MAX_LENGTH, MAX_NESTING
 from .layouts import SCALARS, TABLES
 from .signatures import ARGUMENTS, CODE_CONSTANTS, CONTAINERS, DIGEST_ARGUMENTS, SETTING_KINDS, TEXT_CONSTANTS
@@ -39,20 +41,26 @@ class TablesCheck:
     """One Tables body, checked. `strings` maps its strings to their ids, `columns` has its other columns, `counts` says
     how many ids each family has with it."""
 
-    def __init__(self, body: bytes, minor: int, where: str, counts: dict[str, int], string_ids: dict[str, int]) -> None:
-        """Check all of a body. Raises InvalidCapture, or UnsupportedVersion for codes of a newer minor version."""
+    def __init__(self, body: bytes, minor: int, where: str, counts: dict[str, int], string_ids: dict[str, int],
+                 file_bytes: np.ndarray, payload_bytes: np.ndarray) -> None:
+        """Check all of a body, given what comes before it: how many ids each family has, the strings, the lengths of
+        external files and of payloads. Raises InvalidCapture, or UnsupportedVersion for codes of a newer minor version.
+        """
         self._table = flat.root(body, TABLES, where)
         self._minor = minor
         self._where = where
         self._before = counts
         self._string_ids = string_ids
+        self._file_bytes = file_bytes
+        self._payload_bytes = payload_bytes
         self.counts = dict(counts)
         self.columns: dict[str, np.ndarray] = {}
         self.strings: dict[str, int] = {}
         self._check_strings()
         for family, check in (
                 ("device", self._check_device), ("kernel", self._check_kernel), ("generator", self._check_generator),
-                ("scope", self._check_scope), ("meta", self._check_meta), ("signature", self._check_signature)):
+                ("scope", self._check_scope), ("meta", self._check_meta), ("signature", self._check_signature),
+                ("file", self._check_file), ("range", self._check_range), ("recipe", self._check_recipe)):
             self._read_family(family)
             check()
 
@@ -139,6 +147,22 @@ class TablesCheck:
             if len(self._get(name)) != dimensions:
                 raise self._fail(f"{name} has {len(self.columns[name])} elements, meta_rank adds up to {dimensions}")
             self._range(name, 0, MAX_LENGTH)
+
+    def _refuse(self, problem: str) -> None:
+        if problem:
+            raise self._fail(problem)
+
+    def _check_file(self) -> None:
+        self._code("file_validation", int(sum(FileValidation)), 0)
+        self._refuse(files_problem(self.columns, self.counts["string"], self._payload_bytes))
+
+    def _check_range(self) -> None:
+        file_bytes = np.concatenate((self._file_bytes, self.columns["file_bytes"]))
+        self._refuse(ranges_problem(self.columns, file_bytes, self._payload_bytes))
+
+    def _check_recipe(self) -> None:
+        self._code("recipe_dtype", max(DType))
+        self._refuse(recipes_problem(self.columns))
 
     def _check_signature(self) -> None:
         for name in NODE_COLUMNS:

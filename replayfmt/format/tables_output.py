@@ -18,6 +18,12 @@ FAMILIES: dict[str, tuple[str, ...]] = {
     "meta": ("meta_dtype", "meta_layout", "meta_device", "meta_flags", "meta_rank"),
     "signature": ("signature_kind", "signature_status", "signature_kernel", "signature_args", "signature_results",
                   "signature_nodes"),
+    "file": ("file_path", "file_bytes", "file_validation", "file_device", "file_inode", "file_mtime_ns",
+             "file_digest_low", "file_digest_high", "file_payload", "file_format"),
+    "range": ("range_file", "range_offset", "range_bytes", "range_payload"),
+    "recipe": ("recipe_dtype", "recipe_elements", "recipe_seed", "recipe_statistics", "recipe_mean", "recipe_std",
+               "recipe_min", "recipe_max", "recipe_zeros", "recipe_nans", "recipe_positive_infinities",
+               "recipe_negative_infinities"),
 }
 META_COLUMNS = ("meta_sizes", "meta_strides")
 NODE_COLUMNS = ("node_kind", "node_name", "node_constant", "node_children")

@@ -14,6 +14,8 @@ from .model import (
     OpaqueValue,
     PayloadValue,
     ProcessGroupValue,
+    RangeValue,
+    RecipeValue,
     Record,
     StorageValue,
     TensorValue,
@@ -71,6 +73,10 @@ class _Slots:
             return GeneratorValue(next(self._ints))
         if kind == V.payload:
             return PayloadValue(next(self._ints))
+        if kind == V.range:
+            return RangeValue(next(self._ints))
+        if kind == V.recipe:
+            return RecipeValue(next(self._ints))
         if kind == V.composite:
             return CompositeValue(str(constant), tuple(self.value(child) for child in node.children))
         if kind == V.process_group:
@@ -96,6 +102,7 @@ def decode_record(frame: RecordFrame, row: int, definitions: Frozen) -> Record:
         args=tuple(slots.value(node) for node in signature.args),
         results=tuple(slots.value(node) for node in signature.results),
         frame_offset=frame.offset,
+        annotation=None if frame.annotation is None else definitions.annotation(int(frame.annotation[row])),
     )
 
 

@@ -36,8 +36,9 @@ class Verifier:
         self._frames = contents.frames
         self._progress = progress
         self._payloads = PayloadInput(source, contents.payloads)
+        self._contents = contents
         self._definitions, self._counts = self._read_definitions()
-        self.definitions = Frozen(self._definitions)
+        self.definitions = Frozen(self._definitions, source.path)
         self._decoder = RecordFrameDecoder(self.definitions)
         self.tally = Tally()
         self.payload_bytes = 0
@@ -57,7 +58,7 @@ class Verifier:
             counts.append(definitions.counts)
             if row["kind"] == FrameKind.tables and not row["flags"] & FLAG_CONSOLIDATED:
                 header, body, where = read_frame(self._source, self._frames, position)
-                definitions.add(body, header.minor, where)
+                definitions.add(body, header.minor, where, payload_bytes_before(self._contents, position))
         return definitions, counts
 
     def verify_definitions(self) -> None:
@@ -101,6 +102,9 @@ class Verifier:
                 raise InvalidCapture(f"{where}: the same storage, offset and metadata have two tensor ids")
         self._verify_digests(frame, where)
         self._verify_scopes(frame, where)
+        if frame.annotation is not None:
+            for number in np.unique(frame.annotation).tolist():
+                self.definitions.annotation(number)
         self._before = (frame.first_ordinal, frame.signature)
         self.tally.add_frame(frame)
 
@@ -143,19 +147,28 @@ class Verifier:
 
     def _verify_consolidated(self, position: int, header: FrameHeader, body: bytes, where: str) -> None:
         consolidated = Definitions()
-        consolidated.add(body, header.minor, where)
+        consolidated.add(body, header.minor, where, payload_bytes_before(self._contents, position))
         if self._counts[position] != self._definitions.counts or not consolidated.same_as(self._definitions):
             raise InvalidCapture(f"{where}: the consolidated definitions differ from those of the frames before it")
 
     def _verify_summary(self, header: FrameHeader, body: bytes, where: str) -> None:
         stored = decode_summary(body, len(self.definitions.kernels) - 1, header.first_ordinal, where)
         counted = self.tally.summary(self.definitions, self.payload_bytes, stored.ended_ns, stored.recovered)
+        if stored.origins is None:  # of a version that did not count them
+            counted = replace(counted, origins=None, origin_bytes=None, annotated=None)
         if stored != counted:
             fields = [name for name in vars(stored) if getattr(stored, name) != getattr(counted, name)]
             raise InvalidCapture(f"{where}: the summary is wrong: {', '.join(fields)}: stored "
                                  f"{[getattr(stored, name) for name in fields]}, counted "
                                  f"{[getattr(counted, name) for name in fields]}")
         self.summary = stored
+
+
+def payload_bytes_before(contents: Contents, position: int) -> np.ndarray:
+    """The raw lengths of the payloads before a frame, in order of their ids."""
+    frames = contents.frames[:position]
+    count = int(frames["count"][frames["kind"] == FrameKind.payload].sum(dtype=np.int64))
+    return contents.payloads["raw_bytes"][:count]
 
 
 def kept(contents: Contents, whole: int) -> Contents:

@@ -7,9 +7,11 @@ works, so that an interrupt of the program leaves the capture whole.
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 from ..errors import CaptureFailed, OutputExists
 from .codes import FrameKind
@@ -17,10 +19,22 @@ from .columns import Bounds, RecordColumns, encode_records, pieces
 from .frame_output import Buffer, FrameOutput
 from .frames import MAX_BODY_BYTES, pack_preamble
 from .interning import Definitions
-from .model import Device, Generator, Kernel, Scope, Session, Signature, TensorMeta
+from .model import (
+    Device,
+    ExternalFile,
+    FileRange,
+    Generator,
+    Kernel,
+    Recipe,
+    Scope,
+    Session,
+    Signature,
+    TensorMeta,
+)
 from .output import Output
 from .payload_output import PayloadOutput
 from .session import encode_session
+from .storage_rules import Contents
 from .summary import Tally
 from .uninterrupted import Uninterrupted
 
@@ -40,8 +54,8 @@ class CaptureWriter:
         preamble = pack_preamble(session.session_id)
         self._output = Output(path, force)
         self._frames = FrameOutput(self._output)
-        self._definitions = Definitions(self._whole)
         self._payloads = PayloadOutput(self._frames)
+        self._definitions = Definitions(self._whole, self._payloads.length)
         self._tally = Tally()
         self._closed = False
         with self._whole():
@@ -103,11 +117,38 @@ class CaptureWriter:
         self._output.check()
         return self._definitions.generator(generator)
 
+    def file(self, file: ExternalFile) -> int:
+        """The id of an external file. Raises ValueError where the format cannot hold it: for a path that is not UTF-8,
+        or a payload of another length."""
+        self._output.check()
+        return self._spilled(self._definitions.file(file))
+
+    def range(self, given: FileRange) -> int:
+        """The id of a range of a file. Raises ValueError where it does not lie in the file, or its payload is not as
+        long."""
+        self._output.check()
+        return self._definitions.range(given)
+
+    def recipe(self, recipe: Recipe) -> int:
+        """The id of a recipe. Raises ValueError where its statistics count more elements than it has."""
+        self._output.check()
+        return self._definitions.recipe(recipe)
+
+    def annotation(self, content: Mapping[str, Any]) -> int:
+        """The id of what is said about one record, for RecordColumns.annotation. Raises ValueError where it is not
+        JSON, or empty: a record without annotation has id 0."""
+        if not content:
+            raise ValueError("an empty annotation")
+        try:
+            text = json.dumps(content, ensure_ascii=False, allow_nan=False, sort_keys=True, separators=(",", ":"))
+        except (TypeError, ValueError, RecursionError) as error:
+            raise ValueError(f"an annotation that is not JSON: {error}") from None
+        return self.string(text)
+
     def _spilled(self, number: int) -> int:
         """`number`, after new strings were written if many wait: one Tables frame must hold them."""
         if self._definitions.new_text_bytes > _TEXT_FLUSH_BYTES:
-            with self._whole():
-                self._write_definitions()
+            self.flush()
         return number
 
     # -------------------------------------------------------------------------------------------------- content
@@ -130,8 +171,11 @@ class CaptureWriter:
 
     def _write_records(self, columns: RecordColumns) -> None:
         definitions = self._definitions
+        # Copies, because an array cannot grow while someone still looks at it.
+        contents = Contents(self._payloads.count, *(
+            definitions.column(name).copy() for name in ("range_bytes", "recipe_dtype", "recipe_elements")))
         bounds = Bounds(definitions.count("signature"), definitions.count("scope"), definitions.count("meta"),
-                        definitions.count("device"), self._payloads.count, self._frames.next_storage)
+                        definitions.count("device"), definitions.count("string"), self._frames.next_storage, contents)
         encoded = encode_records(columns, bounds, definitions.slot_counts)
         if not encoded.count:
             if encoded.storages:
@@ -144,7 +188,7 @@ class CaptureWriter:
             self._payloads.flush()
             self._write_definitions()
             self._frames.write(FrameKind.records, encoded.body, count=encoded.count, storages=encoded.storages)
-            self._tally.add(encoded.signature, encoded.storages, encoded.absent_storages)
+            self._tally.add(encoded.signature, encoded.storage_origin, encoded.storage_bytes, encoded.annotation)
 
     def flush(self) -> None:
         """Write payloads and definitions that wait."""
@@ -178,5 +222,5 @@ class CaptureWriter:
     def _all_definitions(self) -> memoryview | None:
         """Every definition in one body; None where there are none, or so many that only the single frames hold them."""
         definitions = self._definitions
-        some = any(definitions.count(family) for family in ("string", "generator", "meta", "signature"))
+        some = any(definitions.count(family) for family in ("string", "generator", "meta", "signature", "recipe"))
         return definitions.encode_all() if some and definitions.encoded_bytes <= MAX_BODY_BYTES else None

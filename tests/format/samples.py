@@ -20,7 +20,20 @@ from replayfmt.format.codes import (
 )
 from replayfmt.format.columns import RecordColumns
 from replayfmt.format.digest import TensorDigest
-from replayfmt.format.model import Device, Generator, Kernel, Node, Session, Signature, TensorMeta
+from replayfmt.format.model import (
+    Device,
+    ExternalFile,
+    FileIdentity,
+    FileRange,
+    Generator,
+    Kernel,
+    Node,
+    Recipe,
+    Session,
+    Signature,
+    Statistics,
+    TensorMeta,
+)
 from replayfmt.format.writer import CaptureWriter
 
 V = ValueKind
@@ -46,6 +59,7 @@ class Records:
     rows: list[tuple[int, int, int, int, int]] = field(default_factory=list)
     slots: tuple[list[int], list[int], list[float]] = field(default_factory=lambda: ([], [], []))
     born: list[tuple[int, int, int, int]] = field(default_factory=list)
+    annotations: list[int] = field(default_factory=list)
 
     def tensor(self, storage: int, offset: int, meta: int) -> int:
         """The global tensor id of these."""
@@ -60,9 +74,10 @@ class Records:
 
     def add(self, signature: Signature, tensors: tuple[int, ...] = (), ints: tuple[int, ...] = (),
             floats: tuple[float, ...] = (), scope: int = 0, thread: int = 0, start: int | None = None,
-            duration: int = 0) -> None:
+            duration: int = 0, annotation: int = 0) -> None:
         start = 1000 * len(self.rows) if start is None else start
         self.rows.append((self.writer.signature(signature), scope, thread, start, duration))
+        self.annotations.append(annotation)
         for column, values in zip(self.slots, (tensors, ints, floats), strict=True):
             column.extend(values)
 
@@ -70,9 +85,10 @@ class Records:
         rows, born = np.array(self.rows, np.int64).reshape(-1, 5), np.array(self.born, np.int64).reshape(-1, 4)
         self.writer.records(RecordColumns(
             *(rows[:, i] for i in range(5)), np.array(self.slots[0], np.uint64), np.array(self.slots[1], np.int64),
-            np.array(self.slots[2], np.float64), self.tensors, self.next_storage, *(born[:, i] for i in range(4))))
+            np.array(self.slots[2], np.float64), self.tensors, self.next_storage, *(born[:, i] for i in range(4)),
+            annotation=self.annotations if any(self.annotations) else None))
         self.next_storage += len(self.born)
-        self.rows, self.slots, self.born = [], ([], [], []), []
+        self.rows, self.slots, self.born, self.annotations = [], ([], [], []), [], []
 
 
 def op(kernel: int, args: tuple[Node, ...], results: tuple[Node, ...] = (),
@@ -90,6 +106,12 @@ IMPORT = Signature(RecordKind.storage_import, (
 IMPORT_WITHOUT_CONTENT = Signature(RecordKind.storage_import, (
     Node(V.storage, "storage"), Node(V.none, "payload"), Node(V.int, "version"),
     Node(V.string, "reason", "outside_write")))
+IMPORT_RANGE = Signature(RecordKind.storage_import, (
+    Node(V.storage, "storage"), Node(V.range, "payload"), Node(V.int, "version"),
+    Node(V.string, "reason", "first_use")))
+IMPORT_RECIPE = Signature(RecordKind.storage_import, (
+    Node(V.storage, "storage"), Node(V.recipe, "payload"), Node(V.int, "version"),
+    Node(V.string, "reason", "first_use")))
 RELEASE = Signature(RecordKind.storage_release, (Node(V.storage, "storage"),))
 TENSOR_DIGEST = TensorDigest(
     0x1122334455667788, 0xFFEEDDCCBBAA9988, 3, 1, 0, -1.5, 2.5, 0.5, 3.0, (-1.5, 2.5, float("nan")))
@@ -116,6 +138,19 @@ def write_everything(path: Path) -> None:
     tokens = writer.payload((np.arange(5000, dtype=np.int64) % 11).data)
     large = writer.payload(np.random.default_rng(7).random(9000).data)
     assert writer.payload(np.arange(6, dtype=np.float32).data) == small
+
+    known = writer.file(ExternalFile(
+        "/models/größer.safetensors", 9000 * 8, FileIdentity(0xFD01, 1 << 60, 1_700_000_000_123_456_789),
+        "00112233445566778899aabbccddeeff", large, "safetensors"))
+    digested = writer.file(ExternalFile("checkpoint.pt", 1 << 35, digest="ffeeddccbbaa99887766554433221100"))
+    named = writer.file(ExternalFile("/data/tokens.bin", 48))
+    in_file = writer.range(FileRange(known, 4096, 512))
+    in_both = writer.range(FileRange(digested, (1 << 34) + 5, 24, small))
+    empty_range = writer.range(FileRange(named, 48, 0))
+    noise = writer.recipe(Recipe(DType.bfloat16, 100, 0xFFFFFFFFFFFFFFFF, Statistics(
+        0.5, 1.25, -3.0, 1e30, 7, 2, 1, 0)))
+    blanks = writer.recipe(Recipe(DType.int64, 0, 0, Statistics(*[float("nan")] * 4, 0, 0, 0, 0)))
+    assumed = writer.recipe(Recipe(DType.float32, 6, 3))
 
     records = Records(writer)
     weight = records.storage(24, cpu, StorageOrigin.payload, small)
@@ -146,13 +181,15 @@ def write_everything(path: Path) -> None:
         (V.generator, "generator", None, ()), (V.process_group, "group", "world", ()),
         (V.opaque, "opaque", "a ScriptObject", ()), (V.payload, "payload", None, ()),
         (V.composite, "composite", "sparse_coo", (Node(V.tensor), Node(V.tensor), Node(V.bool, "", 1))),
+        (V.range, "range", None, ()), (V.recipe, "recipe", None, ()),
         (V.tuple, "tuple", None, (Node(V.string, "", "x"), Node(V.tuple, "", None, ()))),
     ))
     records.add(
         op(odd, everything, (Node(V.list, "", None, (Node(V.tensor), Node(V.tensor))), Node(V.bool, "", 1))),
-        (c, a, b, nowhere, b, c), (-(1 << 63), blank, (1 << 63) - 1, own, large),
+        (c, a, b, nowhere, b, c), (-(1 << 63), blank, (1 << 63) - 1, own, large, in_file, assumed),
         (float("inf"), -0.0, float("nan"), 1e-310), scope=step, thread=3, start=25, duration=1 << 40)
-    records.add(op(spun, (), (), OpStatus.raised), scope=step, start=6_000_000_000)
+    remark = writer.annotation({"import": "inferred", "assumed": ["größer", "no strides"], "count": 3})
+    records.add(op(spun, (), (), OpStatus.raised), scope=step, start=6_000_000_000, annotation=remark)
     records.write()
 
     records.add(Signature(RecordKind.storage_resize, (Node(V.storage, "storage"), Node(V.int, "bytes"))),
@@ -178,6 +215,15 @@ def write_everything(path: Path) -> None:
         records.add(Signature(RecordKind.unsupported, (
             Node(V.string, "reason", reason), Node(V.string, "op", "forward"), Node(V.string, "detail", "kept"))),
             scope=step, start=20_000_000_006)
+    mapped = records.storage(512, cpu, StorageOrigin.external_file, in_file)
+    short = records.storage(24, cuda, StorageOrigin.external_file, in_both)
+    nothing = records.storage(0, cpu, StorageOrigin.external_file, empty_range)
+    filled = records.storage(201, cpu, StorageOrigin.initializer, noise)
+    none = records.storage(7, cpu, StorageOrigin.initializer, blanks)
+    for storage, place in ((mapped, in_file), (short, in_both), (nothing, empty_range)):
+        records.add(IMPORT_RANGE, ints=(storage, place, 0), scope=step, start=20_000_000_006)
+    for storage, recipe in ((filled, noise), (none, blanks), (weight, assumed)):
+        records.add(IMPORT_RECIPE, ints=(storage, recipe, 0), scope=step, start=20_000_000_006)
     records.add(RELEASE, ints=(weight,), scope=step, start=20_000_000_007)
     records.add(marker(RecordKind.scope_end, "step 1 – größer"), scope=step, start=20_000_000_008)
     records.add(marker(RecordKind.scope_end, "execute"), scope=run, start=20_000_000_009)

@@ -91,7 +91,7 @@ def test_unknown_required_frames_are_refused_with_the_version_named(capture: Pat
     _insert(capture, _unknown(77, required=True), at=3, index=index)
     for read in (open_capture, check_capture, lambda path: recover_capture(path, path.with_suffix(".out"))):
         with pytest.raises(UnsupportedVersion, match=r"required frame of unknown kind 77, of format version 1\.3; "
-                                                     r"this reader knows 1\.0"):
+                                                     r"this reader knows 1\.1"):
             read(capture)
 
 
@@ -111,7 +111,7 @@ def _newer(frame: Frame, body: bytes) -> Frame:
 
 
 @pytest.mark.parametrize(("kind", "name", "value", "match"), [
-    (FrameKind.tables, "node_kind", 19, "node_kind holds 19"),
+    (FrameKind.tables, "node_kind", 21, "node_kind holds 21"),
     (FrameKind.tables, "signature_kind", 14, "signature_kind holds 14"),
     (FrameKind.tables, "meta_dtype", 47, "meta_dtype holds 47"),
     (FrameKind.tables, "meta_flags", 16, "meta_flags holds 16"),

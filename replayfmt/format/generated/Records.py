@@ -551,7 +551,34 @@ class Records(object):
         o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(44))
         return o == 0
 
-def RecordsStart(builder): builder.StartObject(21)
+    # Records
+    def Annotation(self, j):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(46))
+        if o != 0:
+            a = self._tab.Vector(o)
+            return self._tab.Get(flatbuffers.number_types.Uint32Flags, a + flatbuffers.number_types.UOffsetTFlags.py_type(j * 4))
+        return 0
+
+    # Records
+    def AnnotationAsNumpy(self):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(46))
+        if o != 0:
+            return self._tab.GetVectorAsNumpy(flatbuffers.number_types.Uint32Flags, o)
+        return 0
+
+    # Records
+    def AnnotationLength(self):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(46))
+        if o != 0:
+            return self._tab.VectorLen(o)
+        return 0
+
+    # Records
+    def AnnotationIsNone(self):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(46))
+        return o == 0
+
+def RecordsStart(builder): builder.StartObject(22)
 def Start(builder):
     return RecordsStart(builder)
 def RecordsAddSignature(builder, signature): builder.PrependUOffsetTRelativeSlot(0, flatbuffers.number_types.UOffsetTFlags.py_type(signature), 0)
@@ -674,6 +701,12 @@ def AddStoragePayload(builder, storagePayload):
 def RecordsStartStoragePayloadVector(builder, numElems): return builder.StartVector(4, numElems, 4)
 def StartStoragePayloadVector(builder, numElems):
     return RecordsStartStoragePayloadVector(builder, numElems)
+def RecordsAddAnnotation(builder, annotation): builder.PrependUOffsetTRelativeSlot(21, flatbuffers.number_types.UOffsetTFlags.py_type(annotation), 0)
+def AddAnnotation(builder, annotation):
+    return RecordsAddAnnotation(builder, annotation)
+def RecordsStartAnnotationVector(builder, numElems): return builder.StartVector(4, numElems, 4)
+def StartAnnotationVector(builder, numElems):
+    return RecordsStartAnnotationVector(builder, numElems)
 def RecordsEnd(builder): return builder.EndObject()
 def End(builder):
     return RecordsEnd(builder)

@@ -160,7 +160,68 @@ class Summary(object):
         o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(20))
         return o == 0
 
-def SummaryStart(builder): builder.StartObject(9)
+    # Summary
+    def StorageOrigins(self, j):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(22))
+        if o != 0:
+            a = self._tab.Vector(o)
+            return self._tab.Get(flatbuffers.number_types.Uint64Flags, a + flatbuffers.number_types.UOffsetTFlags.py_type(j * 8))
+        return 0
+
+    # Summary
+    def StorageOriginsAsNumpy(self):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(22))
+        if o != 0:
+            return self._tab.GetVectorAsNumpy(flatbuffers.number_types.Uint64Flags, o)
+        return 0
+
+    # Summary
+    def StorageOriginsLength(self):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(22))
+        if o != 0:
+            return self._tab.VectorLen(o)
+        return 0
+
+    # Summary
+    def StorageOriginsIsNone(self):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(22))
+        return o == 0
+
+    # Summary
+    def StorageOriginBytes(self, j):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(24))
+        if o != 0:
+            a = self._tab.Vector(o)
+            return self._tab.Get(flatbuffers.number_types.Uint64Flags, a + flatbuffers.number_types.UOffsetTFlags.py_type(j * 8))
+        return 0
+
+    # Summary
+    def StorageOriginBytesAsNumpy(self):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(24))
+        if o != 0:
+            return self._tab.GetVectorAsNumpy(flatbuffers.number_types.Uint64Flags, o)
+        return 0
+
+    # Summary
+    def StorageOriginBytesLength(self):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(24))
+        if o != 0:
+            return self._tab.VectorLen(o)
+        return 0
+
+    # Summary
+    def StorageOriginBytesIsNone(self):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(24))
+        return o == 0
+
+    # Summary
+    def AnnotatedRecords(self):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(26))
+        if o != 0:
+            return self._tab.Get(flatbuffers.number_types.Uint64Flags, o + self._tab.Pos)
+        return 0
+
+def SummaryStart(builder): builder.StartObject(12)
 def Start(builder):
     return SummaryStart(builder)
 def SummaryAddEndedNs(builder, endedNs): builder.PrependUint64Slot(0, endedNs, 0)
@@ -202,6 +263,21 @@ def AddUnsupportedCount(builder, unsupportedCount):
 def SummaryStartUnsupportedCountVector(builder, numElems): return builder.StartVector(8, numElems, 8)
 def StartUnsupportedCountVector(builder, numElems):
     return SummaryStartUnsupportedCountVector(builder, numElems)
+def SummaryAddStorageOrigins(builder, storageOrigins): builder.PrependUOffsetTRelativeSlot(9, flatbuffers.number_types.UOffsetTFlags.py_type(storageOrigins), 0)
+def AddStorageOrigins(builder, storageOrigins):
+    return SummaryAddStorageOrigins(builder, storageOrigins)
+def SummaryStartStorageOriginsVector(builder, numElems): return builder.StartVector(8, numElems, 8)
+def StartStorageOriginsVector(builder, numElems):
+    return SummaryStartStorageOriginsVector(builder, numElems)
+def SummaryAddStorageOriginBytes(builder, storageOriginBytes): builder.PrependUOffsetTRelativeSlot(10, flatbuffers.number_types.UOffsetTFlags.py_type(storageOriginBytes), 0)
+def AddStorageOriginBytes(builder, storageOriginBytes):
+    return SummaryAddStorageOriginBytes(builder, storageOriginBytes)
+def SummaryStartStorageOriginBytesVector(builder, numElems): return builder.StartVector(8, numElems, 8)
+def StartStorageOriginBytesVector(builder, numElems):
+    return SummaryStartStorageOriginBytesVector(builder, numElems)
+def SummaryAddAnnotatedRecords(builder, annotatedRecords): builder.PrependUint64Slot(11, annotatedRecords, 0)
+def AddAnnotatedRecords(builder, annotatedRecords):
+    return SummaryAddAnnotatedRecords(builder, annotatedRecords)
 def SummaryEnd(builder): return builder.EndObject()
 def End(builder):
     return SummaryEnd(builder)

@@ -876,7 +876,730 @@ class Tables(object):
         o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(76))
         return o == 0
 
-def TablesStart(builder): builder.StartObject(37)
+    # Tables
+    def FirstFile(self):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(78))
+        if o != 0:
+            return self._tab.Get(flatbuffers.number_types.Uint32Flags, o + self._tab.Pos)
+        return 0
+
+    # Tables
+    def FilePath(self, j):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(80))
+        if o != 0:
+            a = self._tab.Vector(o)
+            return self._tab.Get(flatbuffers.number_types.Uint32Flags, a + flatbuffers.number_types.UOffsetTFlags.py_type(j * 4))
+        return 0
+
+    # Tables
+    def FilePathAsNumpy(self):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(80))
+        if o != 0:
+            return self._tab.GetVectorAsNumpy(flatbuffers.number_types.Uint32Flags, o)
+        return 0
+
+    # Tables
+    def FilePathLength(self):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(80))
+        if o != 0:
+            return self._tab.VectorLen(o)
+        return 0
+
+    # Tables
+    def FilePathIsNone(self):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(80))
+        return o == 0
+
+    # Tables
+    def FileBytes(self, j):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(82))
+        if o != 0:
+            a = self._tab.Vector(o)
+            return self._tab.Get(flatbuffers.number_types.Uint64Flags, a + flatbuffers.number_types.UOffsetTFlags.py_type(j * 8))
+        return 0
+
+    # Tables
+    def FileBytesAsNumpy(self):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(82))
+        if o != 0:
+            return self._tab.GetVectorAsNumpy(flatbuffers.number_types.Uint64Flags, o)
+        return 0
+
+    # Tables
+    def FileBytesLength(self):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(82))
+        if o != 0:
+            return self._tab.VectorLen(o)
+        return 0
+
+    # Tables
+    def FileBytesIsNone(self):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(82))
+        return o == 0
+
+    # Tables
+    def FileValidation(self, j):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(84))
+        if o != 0:
+            a = self._tab.Vector(o)
+            return self._tab.Get(flatbuffers.number_types.Uint8Flags, a + flatbuffers.number_types.UOffsetTFlags.py_type(j * 1))
+        return 0
+
+    # Tables
+    def FileValidationAsNumpy(self):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(84))
+        if o != 0:
+            return self._tab.GetVectorAsNumpy(flatbuffers.number_types.Uint8Flags, o)
+        return 0
+
+    # Tables
+    def FileValidationLength(self):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(84))
+        if o != 0:
+            return self._tab.VectorLen(o)
+        return 0
+
+    # Tables
+    def FileValidationIsNone(self):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(84))
+        return o == 0
+
+    # Tables
+    def FileDevice(self, j):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(86))
+        if o != 0:
+            a = self._tab.Vector(o)
+            return self._tab.Get(flatbuffers.number_types.Uint64Flags, a + flatbuffers.number_types.UOffsetTFlags.py_type(j * 8))
+        return 0
+
+    # Tables
+    def FileDeviceAsNumpy(self):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(86))
+        if o != 0:
+            return self._tab.GetVectorAsNumpy(flatbuffers.number_types.Uint64Flags, o)
+        return 0
+
+    # Tables
+    def FileDeviceLength(self):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(86))
+        if o != 0:
+            return self._tab.VectorLen(o)
+        return 0
+
+    # Tables
+    def FileDeviceIsNone(self):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(86))
+        return o == 0
+
+    # Tables
+    def FileInode(self, j):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(88))
+        if o != 0:
+            a = self._tab.Vector(o)
+            return self._tab.Get(flatbuffers.number_types.Uint64Flags, a + flatbuffers.number_types.UOffsetTFlags.py_type(j * 8))
+        return 0
+
+    # Tables
+    def FileInodeAsNumpy(self):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(88))
+        if o != 0:
+            return self._tab.GetVectorAsNumpy(flatbuffers.number_types.Uint64Flags, o)
+        return 0
+
+    # Tables
+    def FileInodeLength(self):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(88))
+        if o != 0:
+            return self._tab.VectorLen(o)
+        return 0
+
+    # Tables
+    def FileInodeIsNone(self):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(88))
+        return o == 0
+
+    # Tables
+    def FileMtimeNs(self, j):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(90))
+        if o != 0:
+            a = self._tab.Vector(o)
+            return self._tab.Get(flatbuffers.number_types.Int64Flags, a + flatbuffers.number_types.UOffsetTFlags.py_type(j * 8))
+        return 0
+
+    # Tables
+    def FileMtimeNsAsNumpy(self):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(90))
+        if o != 0:
+            return self._tab.GetVectorAsNumpy(flatbuffers.number_types.Int64Flags, o)
+        return 0
+
+    # Tables
+    def FileMtimeNsLength(self):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(90))
+        if o != 0:
+            return self._tab.VectorLen(o)
+        return 0
+
+    # Tables
+    def FileMtimeNsIsNone(self):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(90))
+        return o == 0
+
+    # Tables
+    def FileDigestLow(self, j):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(92))
+        if o != 0:
+            a = self._tab.Vector(o)
+            return self._tab.Get(flatbuffers.number_types.Uint64Flags, a + flatbuffers.number_types.UOffsetTFlags.py_type(j * 8))
+        return 0
+
+    # Tables
+    def FileDigestLowAsNumpy(self):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(92))
+        if o != 0:
+            return self._tab.GetVectorAsNumpy(flatbuffers.number_types.Uint64Flags, o)
+        return 0
+
+    # Tables
+    def FileDigestLowLength(self):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(92))
+        if o != 0:
+            return self._tab.VectorLen(o)
+        return 0
+
+    # Tables
+    def FileDigestLowIsNone(self):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(92))
+        return o == 0
+
+    # Tables
+    def FileDigestHigh(self, j):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(94))
+        if o != 0:
+            a = self._tab.Vector(o)
+            return self._tab.Get(flatbuffers.number_types.Uint64Flags, a + flatbuffers.number_types.UOffsetTFlags.py_type(j * 8))
+        return 0
+
+    # Tables
+    def FileDigestHighAsNumpy(self):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(94))
+        if o != 0:
+            return self._tab.GetVectorAsNumpy(flatbuffers.number_types.Uint64Flags, o)
+        return 0
+
+    # Tables
+    def FileDigestHighLength(self):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(94))
+        if o != 0:
+            return self._tab.VectorLen(o)
+        return 0
+
+    # Tables
+    def FileDigestHighIsNone(self):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(94))
+        return o == 0
+
+    # Tables
+    def FilePayload(self, j):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(96))
+        if o != 0:
+            a = self._tab.Vector(o)
+            return self._tab.Get(flatbuffers.number_types.Uint32Flags, a + flatbuffers.number_types.UOffsetTFlags.py_type(j * 4))
+        return 0
+
+    # Tables
+    def FilePayloadAsNumpy(self):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(96))
+        if o != 0:
+            return self._tab.GetVectorAsNumpy(flatbuffers.number_types.Uint32Flags, o)
+        return 0
+
+    # Tables
+    def FilePayloadLength(self):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(96))
+        if o != 0:
+            return self._tab.VectorLen(o)
+        return 0
+
+    # Tables
+    def FilePayloadIsNone(self):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(96))
+        return o == 0
+
+    # Tables
+    def FileFormat(self, j):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(98))
+        if o != 0:
+            a = self._tab.Vector(o)
+            return self._tab.Get(flatbuffers.number_types.Uint32Flags, a + flatbuffers.number_types.UOffsetTFlags.py_type(j * 4))
+        return 0
+
+    # Tables
+    def FileFormatAsNumpy(self):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(98))
+        if o != 0:
+            return self._tab.GetVectorAsNumpy(flatbuffers.number_types.Uint32Flags, o)
+        return 0
+
+    # Tables
+    def FileFormatLength(self):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(98))
+        if o != 0:
+            return self._tab.VectorLen(o)
+        return 0
+
+    # Tables
+    def FileFormatIsNone(self):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(98))
+        return o == 0
+
+    # Tables
+    def FirstRange(self):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(100))
+        if o != 0:
+            return self._tab.Get(flatbuffers.number_types.Uint32Flags, o + self._tab.Pos)
+        return 0
+
+    # Tables
+    def RangeFile(self, j):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(102))
+        if o != 0:
+            a = self._tab.Vector(o)
+            return self._tab.Get(flatbuffers.number_types.Uint32Flags, a + flatbuffers.number_types.UOffsetTFlags.py_type(j * 4))
+        return 0
+
+    # Tables
+    def RangeFileAsNumpy(self):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(102))
+        if o != 0:
+            return self._tab.GetVectorAsNumpy(flatbuffers.number_types.Uint32Flags, o)
+        return 0
+
+    # Tables
+    def RangeFileLength(self):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(102))
+        if o != 0:
+            return self._tab.VectorLen(o)
+        return 0
+
+    # Tables
+    def RangeFileIsNone(self):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(102))
+        return o == 0
+
+    # Tables
+    def RangeOffset(self, j):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(104))
+        if o != 0:
+            a = self._tab.Vector(o)
+            return self._tab.Get(flatbuffers.number_types.Uint64Flags, a + flatbuffers.number_types.UOffsetTFlags.py_type(j * 8))
+        return 0
+
+    # Tables
+    def RangeOffsetAsNumpy(self):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(104))
+        if o != 0:
+            return self._tab.GetVectorAsNumpy(flatbuffers.number_types.Uint64Flags, o)
+        return 0
+
+    # Tables
+    def RangeOffsetLength(self):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(104))
+        if o != 0:
+            return self._tab.VectorLen(o)
+        return 0
+
+    # Tables
+    def RangeOffsetIsNone(self):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(104))
+        return o == 0
+
+    # Tables
+    def RangeBytes(self, j):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(106))
+        if o != 0:
+            a = self._tab.Vector(o)
+            return self._tab.Get(flatbuffers.number_types.Uint64Flags, a + flatbuffers.number_types.UOffsetTFlags.py_type(j * 8))
+        return 0
+
+    # Tables
+    def RangeBytesAsNumpy(self):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(106))
+        if o != 0:
+            return self._tab.GetVectorAsNumpy(flatbuffers.number_types.Uint64Flags, o)
+        return 0
+
+    # Tables
+    def RangeBytesLength(self):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(106))
+        if o != 0:
+            return self._tab.VectorLen(o)
+        return 0
+
+    # Tables
+    def RangeBytesIsNone(self):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(106))
+        return o == 0
+
+    # Tables
+    def RangePayload(self, j):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(108))
+        if o != 0:
+            a = self._tab.Vector(o)
+            return self._tab.Get(flatbuffers.number_types.Uint32Flags, a + flatbuffers.number_types.UOffsetTFlags.py_type(j * 4))
+        return 0
+
+    # Tables
+    def RangePayloadAsNumpy(self):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(108))
+        if o != 0:
+            return self._tab.GetVectorAsNumpy(flatbuffers.number_types.Uint32Flags, o)
+        return 0
+
+    # Tables
+    def RangePayloadLength(self):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(108))
+        if o != 0:
+            return self._tab.VectorLen(o)
+        return 0
+
+    # Tables
+    def RangePayloadIsNone(self):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(108))
+        return o == 0
+
+    # Tables
+    def FirstRecipe(self):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(110))
+        if o != 0:
+            return self._tab.Get(flatbuffers.number_types.Uint32Flags, o + self._tab.Pos)
+        return 0
+
+    # Tables
+    def RecipeDtype(self, j):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(112))
+        if o != 0:
+            a = self._tab.Vector(o)
+            return self._tab.Get(flatbuffers.number_types.Uint8Flags, a + flatbuffers.number_types.UOffsetTFlags.py_type(j * 1))
+        return 0
+
+    # Tables
+    def RecipeDtypeAsNumpy(self):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(112))
+        if o != 0:
+            return self._tab.GetVectorAsNumpy(flatbuffers.number_types.Uint8Flags, o)
+        return 0
+
+    # Tables
+    def RecipeDtypeLength(self):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(112))
+        if o != 0:
+            return self._tab.VectorLen(o)
+        return 0
+
+    # Tables
+    def RecipeDtypeIsNone(self):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(112))
+        return o == 0
+
+    # Tables
+    def RecipeElements(self, j):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(114))
+        if o != 0:
+            a = self._tab.Vector(o)
+            return self._tab.Get(flatbuffers.number_types.Uint64Flags, a + flatbuffers.number_types.UOffsetTFlags.py_type(j * 8))
+        return 0
+
+    # Tables
+    def RecipeElementsAsNumpy(self):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(114))
+        if o != 0:
+            return self._tab.GetVectorAsNumpy(flatbuffers.number_types.Uint64Flags, o)
+        return 0
+
+    # Tables
+    def RecipeElementsLength(self):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(114))
+        if o != 0:
+            return self._tab.VectorLen(o)
+        return 0
+
+    # Tables
+    def RecipeElementsIsNone(self):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(114))
+        return o == 0
+
+    # Tables
+    def RecipeSeed(self, j):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(116))
+        if o != 0:
+            a = self._tab.Vector(o)
+            return self._tab.Get(flatbuffers.number_types.Uint64Flags, a + flatbuffers.number_types.UOffsetTFlags.py_type(j * 8))
+        return 0
+
+    # Tables
+    def RecipeSeedAsNumpy(self):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(116))
+        if o != 0:
+            return self._tab.GetVectorAsNumpy(flatbuffers.number_types.Uint64Flags, o)
+        return 0
+
+    # Tables
+    def RecipeSeedLength(self):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(116))
+        if o != 0:
+            return self._tab.VectorLen(o)
+        return 0
+
+    # Tables
+    def RecipeSeedIsNone(self):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(116))
+        return o == 0
+
+    # Tables
+    def RecipeStatistics(self, j):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(118))
+        if o != 0:
+            a = self._tab.Vector(o)
+            return self._tab.Get(flatbuffers.number_types.Uint8Flags, a + flatbuffers.number_types.UOffsetTFlags.py_type(j * 1))
+        return 0
+
+    # Tables
+    def RecipeStatisticsAsNumpy(self):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(118))
+        if o != 0:
+            return self._tab.GetVectorAsNumpy(flatbuffers.number_types.Uint8Flags, o)
+        return 0
+
+    # Tables
+    def RecipeStatisticsLength(self):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(118))
+        if o != 0:
+            return self._tab.VectorLen(o)
+        return 0
+
+    # Tables
+    def RecipeStatisticsIsNone(self):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(118))
+        return o == 0
+
+    # Tables
+    def RecipeMean(self, j):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(120))
+        if o != 0:
+            a = self._tab.Vector(o)
+            return self._tab.Get(flatbuffers.number_types.Float64Flags, a + flatbuffers.number_types.UOffsetTFlags.py_type(j * 8))
+        return 0
+
+    # Tables
+    def RecipeMeanAsNumpy(self):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(120))
+        if o != 0:
+            return self._tab.GetVectorAsNumpy(flatbuffers.number_types.Float64Flags, o)
+        return 0
+
+    # Tables
+    def RecipeMeanLength(self):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(120))
+        if o != 0:
+            return self._tab.VectorLen(o)
+        return 0
+
+    # Tables
+    def RecipeMeanIsNone(self):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(120))
+        return o == 0
+
+    # Tables
+    def RecipeStd(self, j):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(122))
+        if o != 0:
+            a = self._tab.Vector(o)
+            return self._tab.Get(flatbuffers.number_types.Float64Flags, a + flatbuffers.number_types.UOffsetTFlags.py_type(j * 8))
+        return 0
+
+    # Tables
+    def RecipeStdAsNumpy(self):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(122))
+        if o != 0:
+            return self._tab.GetVectorAsNumpy(flatbuffers.number_types.Float64Flags, o)
+        return 0
+
+    # Tables
+    def RecipeStdLength(self):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(122))
+        if o != 0:
+            return self._tab.VectorLen(o)
+        return 0
+
+    # Tables
+    def RecipeStdIsNone(self):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(122))
+        return o == 0
+
+    # Tables
+    def RecipeMin(self, j):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(124))
+        if o != 0:
+            a = self._tab.Vector(o)
+            return self._tab.Get(flatbuffers.number_types.Float64Flags, a + flatbuffers.number_types.UOffsetTFlags.py_type(j * 8))
+        return 0
+
+    # Tables
+    def RecipeMinAsNumpy(self):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(124))
+        if o != 0:
+            return self._tab.GetVectorAsNumpy(flatbuffers.number_types.Float64Flags, o)
+        return 0
+
+    # Tables
+    def RecipeMinLength(self):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(124))
+        if o != 0:
+            return self._tab.VectorLen(o)
+        return 0
+
+    # Tables
+    def RecipeMinIsNone(self):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(124))
+        return o == 0
+
+    # Tables
+    def RecipeMax(self, j):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(126))
+        if o != 0:
+            a = self._tab.Vector(o)
+            return self._tab.Get(flatbuffers.number_types.Float64Flags, a + flatbuffers.number_types.UOffsetTFlags.py_type(j * 8))
+        return 0
+
+    # Tables
+    def RecipeMaxAsNumpy(self):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(126))
+        if o != 0:
+            return self._tab.GetVectorAsNumpy(flatbuffers.number_types.Float64Flags, o)
+        return 0
+
+    # Tables
+    def RecipeMaxLength(self):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(126))
+        if o != 0:
+            return self._tab.VectorLen(o)
+        return 0
+
+    # Tables
+    def RecipeMaxIsNone(self):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(126))
+        return o == 0
+
+    # Tables
+    def RecipeZeros(self, j):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(128))
+        if o != 0:
+            a = self._tab.Vector(o)
+            return self._tab.Get(flatbuffers.number_types.Uint64Flags, a + flatbuffers.number_types.UOffsetTFlags.py_type(j * 8))
+        return 0
+
+    # Tables
+    def RecipeZerosAsNumpy(self):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(128))
+        if o != 0:
+            return self._tab.GetVectorAsNumpy(flatbuffers.number_types.Uint64Flags, o)
+        return 0
+
+    # Tables
+    def RecipeZerosLength(self):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(128))
+        if o != 0:
+            return self._tab.VectorLen(o)
+        return 0
+
+    # Tables
+    def RecipeZerosIsNone(self):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(128))
+        return o == 0
+
+    # Tables
+    def RecipeNans(self, j):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(130))
+        if o != 0:
+            a = self._tab.Vector(o)
+            return self._tab.Get(flatbuffers.number_types.Uint64Flags, a + flatbuffers.number_types.UOffsetTFlags.py_type(j * 8))
+        return 0
+
+    # Tables
+    def RecipeNansAsNumpy(self):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(130))
+        if o != 0:
+            return self._tab.GetVectorAsNumpy(flatbuffers.number_types.Uint64Flags, o)
+        return 0
+
+    # Tables
+    def RecipeNansLength(self):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(130))
+        if o != 0:
+            return self._tab.VectorLen(o)
+        return 0
+
+    # Tables
+    def RecipeNansIsNone(self):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(130))
+        return o == 0
+
+    # Tables
+    def RecipePositiveInfinities(self, j):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(132))
+        if o != 0:
+            a = self._tab.Vector(o)
+            return self._tab.Get(flatbuffers.number_types.Uint64Flags, a + flatbuffers.number_types.UOffsetTFlags.py_type(j * 8))
+        return 0
+
+    # Tables
+    def RecipePositiveInfinitiesAsNumpy(self):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(132))
+        if o != 0:
+            return self._tab.GetVectorAsNumpy(flatbuffers.number_types.Uint64Flags, o)
+        return 0
+
+    # Tables
+    def RecipePositiveInfinitiesLength(self):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(132))
+        if o != 0:
+            return self._tab.VectorLen(o)
+        return 0
+
+    # Tables
+    def RecipePositiveInfinitiesIsNone(self):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(132))
+        return o == 0
+
+    # Tables
+    def RecipeNegativeInfinities(self, j):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(134))
+        if o != 0:
+            a = self._tab.Vector(o)
+            return self._tab.Get(flatbuffers.number_types.Uint64Flags, a + flatbuffers.number_types.UOffsetTFlags.py_type(j * 8))
+        return 0
+
+    # Tables
+    def RecipeNegativeInfinitiesAsNumpy(self):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(134))
+        if o != 0:
+            return self._tab.GetVectorAsNumpy(flatbuffers.number_types.Uint64Flags, o)
+        return 0
+
+    # Tables
+    def RecipeNegativeInfinitiesLength(self):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(134))
+        if o != 0:
+            return self._tab.VectorLen(o)
+        return 0
+
+    # Tables
+    def RecipeNegativeInfinitiesIsNone(self):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(134))
+        return o == 0
+
+def TablesStart(builder): builder.StartObject(66)
 def Start(builder):
     return TablesStart(builder)
 def TablesAddFirstString(builder, firstString): builder.PrependUint32Slot(0, firstString, 0)
@@ -1080,6 +1803,171 @@ def AddNodeChildren(builder, nodeChildren):
 def TablesStartNodeChildrenVector(builder, numElems): return builder.StartVector(4, numElems, 4)
 def StartNodeChildrenVector(builder, numElems):
     return TablesStartNodeChildrenVector(builder, numElems)
+def TablesAddFirstFile(builder, firstFile): builder.PrependUint32Slot(37, firstFile, 0)
+def AddFirstFile(builder, firstFile):
+    return TablesAddFirstFile(builder, firstFile)
+def TablesAddFilePath(builder, filePath): builder.PrependUOffsetTRelativeSlot(38, flatbuffers.number_types.UOffsetTFlags.py_type(filePath), 0)
+def AddFilePath(builder, filePath):
+    return TablesAddFilePath(builder, filePath)
+def TablesStartFilePathVector(builder, numElems): return builder.StartVector(4, numElems, 4)
+def StartFilePathVector(builder, numElems):
+    return TablesStartFilePathVector(builder, numElems)
+def TablesAddFileBytes(builder, fileBytes): builder.PrependUOffsetTRelativeSlot(39, flatbuffers.number_types.UOffsetTFlags.py_type(fileBytes), 0)
+def AddFileBytes(builder, fileBytes):
+    return TablesAddFileBytes(builder, fileBytes)
+def TablesStartFileBytesVector(builder, numElems): return builder.StartVector(8, numElems, 8)
+def StartFileBytesVector(builder, numElems):
+    return TablesStartFileBytesVector(builder, numElems)
+def TablesAddFileValidation(builder, fileValidation): builder.PrependUOffsetTRelativeSlot(40, flatbuffers.number_types.UOffsetTFlags.py_type(fileValidation), 0)
+def AddFileValidation(builder, fileValidation):
+    return TablesAddFileValidation(builder, fileValidation)
+def TablesStartFileValidationVector(builder, numElems): return builder.StartVector(1, numElems, 1)
+def StartFileValidationVector(builder, numElems):
+    return TablesStartFileValidationVector(builder, numElems)
+def TablesAddFileDevice(builder, fileDevice): builder.PrependUOffsetTRelativeSlot(41, flatbuffers.number_types.UOffsetTFlags.py_type(fileDevice), 0)
+def AddFileDevice(builder, fileDevice):
+    return TablesAddFileDevice(builder, fileDevice)
+def TablesStartFileDeviceVector(builder, numElems): return builder.StartVector(8, numElems, 8)
+def StartFileDeviceVector(builder, numElems):
+    return TablesStartFileDeviceVector(builder, numElems)
+def TablesAddFileInode(builder, fileInode): builder.PrependUOffsetTRelativeSlot(42, flatbuffers.number_types.UOffsetTFlags.py_type(fileInode), 0)
+def AddFileInode(builder, fileInode):
+    return TablesAddFileInode(builder, fileInode)
+def TablesStartFileInodeVector(builder, numElems): return builder.StartVector(8, numElems, 8)
+def StartFileInodeVector(builder, numElems):
+    return TablesStartFileInodeVector(builder, numElems)
+def TablesAddFileMtimeNs(builder, fileMtimeNs): builder.PrependUOffsetTRelativeSlot(43, flatbuffers.number_types.UOffsetTFlags.py_type(fileMtimeNs), 0)
+def AddFileMtimeNs(builder, fileMtimeNs):
+    return TablesAddFileMtimeNs(builder, fileMtimeNs)
+def TablesStartFileMtimeNsVector(builder, numElems): return builder.StartVector(8, numElems, 8)
+def StartFileMtimeNsVector(builder, numElems):
+    return TablesStartFileMtimeNsVector(builder, numElems)
+def TablesAddFileDigestLow(builder, fileDigestLow): builder.PrependUOffsetTRelativeSlot(44, flatbuffers.number_types.UOffsetTFlags.py_type(fileDigestLow), 0)
+def AddFileDigestLow(builder, fileDigestLow):
+    return TablesAddFileDigestLow(builder, fileDigestLow)
+def TablesStartFileDigestLowVector(builder, numElems): return builder.StartVector(8, numElems, 8)
+def StartFileDigestLowVector(builder, numElems):
+    return TablesStartFileDigestLowVector(builder, numElems)
+def TablesAddFileDigestHigh(builder, fileDigestHigh): builder.PrependUOffsetTRelativeSlot(45, flatbuffers.number_types.UOffsetTFlags.py_type(fileDigestHigh), 0)
+def AddFileDigestHigh(builder, fileDigestHigh):
+    return TablesAddFileDigestHigh(builder, fileDigestHigh)
+def TablesStartFileDigestHighVector(builder, numElems): return builder.StartVector(8, numElems, 8)
+def StartFileDigestHighVector(builder, numElems):
+    return TablesStartFileDigestHighVector(builder, numElems)
+def TablesAddFilePayload(builder, filePayload): builder.PrependUOffsetTRelativeSlot(46, flatbuffers.number_types.UOffsetTFlags.py_type(filePayload), 0)
+def AddFilePayload(builder, filePayload):
+    return TablesAddFilePayload(builder, filePayload)
+def TablesStartFilePayloadVector(builder, numElems): return builder.StartVector(4, numElems, 4)
+def StartFilePayloadVector(builder, numElems):
+    return TablesStartFilePayloadVector(builder, numElems)
+def TablesAddFileFormat(builder, fileFormat): builder.PrependUOffsetTRelativeSlot(47, flatbuffers.number_types.UOffsetTFlags.py_type(fileFormat), 0)
+def AddFileFormat(builder, fileFormat):
+    return TablesAddFileFormat(builder, fileFormat)
+def TablesStartFileFormatVector(builder, numElems): return builder.StartVector(4, numElems, 4)
+def StartFileFormatVector(builder, numElems):
+    return TablesStartFileFormatVector(builder, numElems)
+def TablesAddFirstRange(builder, firstRange): builder.PrependUint32Slot(48, firstRange, 0)
+def AddFirstRange(builder, firstRange):
+    return TablesAddFirstRange(builder, firstRange)
+def TablesAddRangeFile(builder, rangeFile): builder.PrependUOffsetTRelativeSlot(49, flatbuffers.number_types.UOffsetTFlags.py_type(rangeFile), 0)
+def AddRangeFile(builder, rangeFile):
+    return TablesAddRangeFile(builder, rangeFile)
+def TablesStartRangeFileVector(builder, numElems): return builder.StartVector(4, numElems, 4)
+def StartRangeFileVector(builder, numElems):
+    return TablesStartRangeFileVector(builder, numElems)
+def TablesAddRangeOffset(builder, rangeOffset): builder.PrependUOffsetTRelativeSlot(50, flatbuffers.number_types.UOffsetTFlags.py_type(rangeOffset), 0)
+def AddRangeOffset(builder, rangeOffset):
+    return TablesAddRangeOffset(builder, rangeOffset)
+def TablesStartRangeOffsetVector(builder, numElems): return builder.StartVector(8, numElems, 8)
+def StartRangeOffsetVector(builder, numElems):
+    return TablesStartRangeOffsetVector(builder, numElems)
+def TablesAddRangeBytes(builder, rangeBytes): builder.PrependUOffsetTRelativeSlot(51, flatbuffers.number_types.UOffsetTFlags.py_type(rangeBytes), 0)
+def AddRangeBytes(builder, rangeBytes):
+    return TablesAddRangeBytes(builder, rangeBytes)
+def TablesStartRangeBytesVector(builder, numElems): return builder.StartVector(8, numElems, 8)
+def StartRangeBytesVector(builder, numElems):
+    return TablesStartRangeBytesVector(builder, numElems)
+def TablesAddRangePayload(builder, rangePayload): builder.PrependUOffsetTRelativeSlot(52, flatbuffers.number_types.UOffsetTFlags.py_type(rangePayload), 0)
+def AddRangePayload(builder, rangePayload):
+    return TablesAddRangePayload(builder, rangePayload)
+def TablesStartRangePayloadVector(builder, numElems): return builder.StartVector(4, numElems, 4)
+def StartRangePayloadVector(builder, numElems):
+    return TablesStartRangePayloadVector(builder, numElems)
+def TablesAddFirstRecipe(builder, firstRecipe): builder.PrependUint32Slot(53, firstRecipe, 0)
+def AddFirstRecipe(builder, firstRecipe):
+    return TablesAddFirstRecipe(builder, firstRecipe)
+def TablesAddRecipeDtype(builder, recipeDtype): builder.PrependUOffsetTRelativeSlot(54, flatbuffers.number_types.UOffsetTFlags.py_type(recipeDtype), 0)
+def AddRecipeDtype(builder, recipeDtype):
+    return TablesAddRecipeDtype(builder, recipeDtype)
+def TablesStartRecipeDtypeVector(builder, numElems): return builder.StartVector(1, numElems, 1)
+def StartRecipeDtypeVector(builder, numElems):
+    return TablesStartRecipeDtypeVector(builder, numElems)
+def TablesAddRecipeElements(builder, recipeElements): builder.PrependUOffsetTRelativeSlot(55, flatbuffers.number_types.UOffsetTFlags.py_type(recipeElements), 0)
+def AddRecipeElements(builder, recipeElements):
+    return TablesAddRecipeElements(builder, recipeElements)
+def TablesStartRecipeElementsVector(builder, numElems): return builder.StartVector(8, numElems, 8)
+def StartRecipeElementsVector(builder, numElems):
+    return TablesStartRecipeElementsVector(builder, numElems)
+def TablesAddRecipeSeed(builder, recipeSeed): builder.PrependUOffsetTRelativeSlot(56, flatbuffers.number_types.UOffsetTFlags.py_type(recipeSeed), 0)
+def AddRecipeSeed(builder, recipeSeed):
+    return TablesAddRecipeSeed(builder, recipeSeed)
+def TablesStartRecipeSeedVector(builder, numElems): return builder.StartVector(8, numElems, 8)
+def StartRecipeSeedVector(builder, numElems):
+    return TablesStartRecipeSeedVector(builder, numElems)
+def TablesAddRecipeStatistics(builder, recipeStatistics): builder.PrependUOffsetTRelativeSlot(57, flatbuffers.number_types.UOffsetTFlags.py_type(recipeStatistics), 0)
+def AddRecipeStatistics(builder, recipeStatistics):
+    return TablesAddRecipeStatistics(builder, recipeStatistics)
+def TablesStartRecipeStatisticsVector(builder, numElems): return builder.StartVector(1, numElems, 1)
+def StartRecipeStatisticsVector(builder, numElems):
+    return TablesStartRecipeStatisticsVector(builder, numElems)
+def TablesAddRecipeMean(builder, recipeMean): builder.PrependUOffsetTRelativeSlot(58, flatbuffers.number_types.UOffsetTFlags.py_type(recipeMean), 0)
+def AddRecipeMean(builder, recipeMean):
+    return TablesAddRecipeMean(builder, recipeMean)
+def TablesStartRecipeMeanVector(builder, numElems): return builder.StartVector(8, numElems, 8)
+def StartRecipeMeanVector(builder, numElems):
+    return TablesStartRecipeMeanVector(builder, numElems)
+def TablesAddRecipeStd(builder, recipeStd): builder.PrependUOffsetTRelativeSlot(59, flatbuffers.number_types.UOffsetTFlags.py_type(recipeStd), 0)
+def AddRecipeStd(builder, recipeStd):
+    return TablesAddRecipeStd(builder, recipeStd)
+def TablesStartRecipeStdVector(builder, numElems): return builder.StartVector(8, numElems, 8)
+def StartRecipeStdVector(builder, numElems):
+    return TablesStartRecipeStdVector(builder, numElems)
+def TablesAddRecipeMin(builder, recipeMin): builder.PrependUOffsetTRelativeSlot(60, flatbuffers.number_types.UOffsetTFlags.py_type(recipeMin), 0)
+def AddRecipeMin(builder, recipeMin):
+    return TablesAddRecipeMin(builder, recipeMin)
+def TablesStartRecipeMinVector(builder, numElems): return builder.StartVector(8, numElems, 8)
+def StartRecipeMinVector(builder, numElems):
+    return TablesStartRecipeMinVector(builder, numElems)
+def TablesAddRecipeMax(builder, recipeMax): builder.PrependUOffsetTRelativeSlot(61, flatbuffers.number_types.UOffsetTFlags.py_type(recipeMax), 0)
+def AddRecipeMax(builder, recipeMax):
+    return TablesAddRecipeMax(builder, recipeMax)
+def TablesStartRecipeMaxVector(builder, numElems): return builder.StartVector(8, numElems, 8)
+def StartRecipeMaxVector(builder, numElems):
+    return TablesStartRecipeMaxVector(builder, numElems)
+def TablesAddRecipeZeros(builder, recipeZeros): builder.PrependUOffsetTRelativeSlot(62, flatbuffers.number_types.UOffsetTFlags.py_type(recipeZeros), 0)
+def AddRecipeZeros(builder, recipeZeros):
+    return TablesAddRecipeZeros(builder, recipeZeros)
+def TablesStartRecipeZerosVector(builder, numElems): return builder.StartVector(8, numElems, 8)
+def StartRecipeZerosVector(builder, numElems):
+    return TablesStartRecipeZerosVector(builder, numElems)
+def TablesAddRecipeNans(builder, recipeNans): builder.PrependUOffsetTRelativeSlot(63, flatbuffers.number_types.UOffsetTFlags.py_type(recipeNans), 0)
+def AddRecipeNans(builder, recipeNans):
+    return TablesAddRecipeNans(builder, recipeNans)
+def TablesStartRecipeNansVector(builder, numElems): return builder.StartVector(8, numElems, 8)
+def StartRecipeNansVector(builder, numElems):
+    return TablesStartRecipeNansVector(builder, numElems)
+def TablesAddRecipePositiveInfinities(builder, recipePositiveInfinities): builder.PrependUOffsetTRelativeSlot(64, flatbuffers.number_types.UOffsetTFlags.py_type(recipePositiveInfinities), 0)
+def AddRecipePositiveInfinities(builder, recipePositiveInfinities):
+    return TablesAddRecipePositiveInfinities(builder, recipePositiveInfinities)
+def TablesStartRecipePositiveInfinitiesVector(builder, numElems): return builder.StartVector(8, numElems, 8)
+def StartRecipePositiveInfinitiesVector(builder, numElems):
+    return TablesStartRecipePositiveInfinitiesVector(builder, numElems)
+def TablesAddRecipeNegativeInfinities(builder, recipeNegativeInfinities): builder.PrependUOffsetTRelativeSlot(65, flatbuffers.number_types.UOffsetTFlags.py_type(recipeNegativeInfinities), 0)
+def AddRecipeNegativeInfinities(builder, recipeNegativeInfinities):
+    return TablesAddRecipeNegativeInfinities(builder, recipeNegativeInfinities)
+def TablesStartRecipeNegativeInfinitiesVector(builder, numElems): return builder.StartVector(8, numElems, 8)
+def StartRecipeNegativeInfinitiesVector(builder, numElems):
+    return TablesStartRecipeNegativeInfinitiesVector(builder, numElems)
 def TablesEnd(builder): return builder.EndObject()
 def End(builder):
     return TablesEnd(builder)

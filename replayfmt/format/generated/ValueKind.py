@@ -22,3 +22,5 @@ class ValueKind(object):
     payload = 16
     composite = 17
     tuple = 18
+    range = 19
+    recipe = 20
