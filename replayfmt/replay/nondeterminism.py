@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 
-from replayfmt.pytorch.memory import make_view, new_storage, storage_bytes
+from replayfmt.pytorch.memory import storage_bytes
 
+from .copies import copied, moved, storages_of
 from .execute import Machine
 from .steps import Step, Touched
 
@@ -49,7 +50,7 @@ def _twice(step: Step, touched: Touched, inputs: list[Any], call: Callable[..., 
     """How an op's second run differs from its first, and the second run's outputs."""
     keys = step.window.inputs
     written = [index for index, key in enumerate(keys) if key in touched.written_keys]
-    copies = _copies(inputs, written)
+    copies = moved(inputs, {at: copied(storage) for at, storage in storages_of(inputs, written).items()})
     before = [generator.get_state() for generator in generators]
     first = call(step.window, list(copies), None)
     for generator, state in zip(generators, before, strict=True):
@@ -64,32 +65,6 @@ def _twice(step: Step, touched: Touched, inputs: list[Any], call: Callable[..., 
         if difference is not None:
             return difference, second
     return None, second
-
-
-def _copies(inputs: list[Any], written: list[int]) -> list[Any]:
-    """The inputs, with copies of the memory that the op writes; inputs that share it share the copy."""
-    fresh: dict[int, torch.UntypedStorage] = {}
-    for index in written:
-        storage = inputs[index].untyped_storage()
-        if storage._cdata not in fresh:
-            copy = new_storage(storage.nbytes(), storage.device)
-            _bytes(copy).copy_(_bytes(storage))
-            fresh[storage._cdata] = copy
-    copies: list[Any] = []
-    for value in inputs:
-        storage = value if isinstance(value, torch.UntypedStorage) else value.untyped_storage()
-        other = fresh.get(storage._cdata)
-        if other is None:
-            copies.append(value)
-        elif isinstance(value, torch.UntypedStorage):
-            copies.append(other)
-        else:
-            copies.append(make_view(other, value.dtype, value.shape, value.stride(), int(value.storage_offset())))
-    return copies
-
-
-def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
-    return make_view(storage, torch.uint8, (storage.nbytes(),), (1,))
 
 
 def _difference(one: Any, other: Any) -> str | None:

@@ -25,6 +25,7 @@ from .devices import map_devices, map_generators
 from .execute import Machine, OnScope, RunClock, Timer, surroundings
 from .facts import Effects, Layout, effects_of, effects_of_missing
 from .findings import Findings
+from .isolated import IsolatedOp
 from .lowering import Context, Lowering
 from .memory import MemoryWatch
 from .nondeterminism import find_nondeterministic
@@ -227,12 +228,35 @@ class Plan:
                 result.nondeterministic = self._nondeterministic(result.divergence)
         return result
 
+    def examine(self, on_op: Callable[[IsolatedOp], None]) -> tuple[OpVerdict, ...]:
+        """Run the ops one by one, unverified; before each that can be run, `on_op` is given it with its inputs.
+
+        Random generators go on as if `on_op` had drawn nothing. The plan has to be made with keep_going.
+        """
+        if not self._keeps_going:
+            raise UsageError("examine needs a plan made with keep_going=True")
+        generators = [generator for generator in dict.fromkeys(self._generators) if generator is not None]
+
+        def undrawn(op: IsolatedOp) -> None:
+            states = [generator.get_state() for generator in generators]
+            try:
+                on_op(op)
+            finally:
+                for generator, state in zip(generators, states, strict=True):
+                    generator.set_state(state)
+
+        with surroundings(dict(self.reader.session.settings), self._generators):
+            self.judge.reset(Verification("none", "none"), bitwise=False, stop_at_first=False)
+            self._clock.reset(self.devices, None)
+            return self._keep_going(self._machine(), False, None, undrawn)
+
     def _machine(self) -> Machine:
         return Machine(self.reader, self._content, self._clock, self.judge, self.describe)
 
-    def _keep_going(self, machine: Machine, checks: bool, on_scope: OnScope | None) -> tuple[OpVerdict, ...]:
+    def _keep_going(self, machine: Machine, checks: bool, on_scope: OnScope | None,
+                    on_op: Callable[[IsolatedOp], None] | None = None) -> tuple[OpVerdict, ...]:
         scan = Scan(self.reader, self.effects, checks=checks, window=ONE_RECORD)
-        runner = KeepGoing(self.reader, machine, self._clock, self.judge, self.refused)
+        runner = KeepGoing(self.reader, machine, self._clock, self.judge, self.refused, on_op)
         try:
             return runner.run(Steps(self.context, scan, compare=checks), on_scope)
         finally:

@@ -7,7 +7,7 @@ op that did not succeed would have written is not to be trusted from there on, u
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -16,6 +16,7 @@ from replayfmt.format.codes import RecordKind, StorageOrigin
 from replayfmt.format.reader import CaptureReader
 
 from .execute import Machine, OnScope, RunClock
+from .isolated import IsolatedOp
 from .results import OpVerdict, Verdict
 from .steps import Step, Touched
 from .verify import Judge, StopReplay
@@ -24,15 +25,17 @@ _CHECKS = (RecordKind.digest, RecordKind.host_read)
 
 
 class KeepGoing:
-    """Runs steps and judges each op. `refused` has the reason for op signatures that cannot be run here."""
+    """Runs steps and judges each op. `refused` has the reason for op signatures that cannot be run here; `on_op` is
+    given each op before it runs, with its inputs, to run it apart as often as it likes."""
 
     def __init__(self, reader: CaptureReader, machine: Machine, clock: RunClock, judge: Judge,
-                 refused: Mapping[int, str]) -> None:
+                 refused: Mapping[int, str], on_op: Callable[[IsolatedOp], None] | None = None) -> None:
         self._reader = reader
         self._machine = machine
         self._clock = clock
         self._judge = judge
         self._refused = refused
+        self._on_op = on_op
         self._spoiled: dict[int, int] = {}          # storage → ordinal of the op that should have written it
         self._absent: set[int] = set()              # storages whose content is not in the capture
         self._writer: dict[int, int] = {}           # storage → ordinal of the op that wrote it last
@@ -99,6 +102,8 @@ class KeepGoing:
 
     def _call(self, step: Step, on_scope: OnScope | None) -> None:
         inputs = self._machine.take(step.window)
+        if self._on_op is not None and step.op is not None:
+            self._on_op(IsolatedOp(step, step.op, inputs))
         self._clock.resume()
         try:
             outputs = self._machine.call(step.window, inputs, on_scope)

@@ -1,0 +1,57 @@
+"""One op apart from the others: run as often as wanted on the inputs it had, each time from the same memory.
+
+What the op may write is a copy that `restore` puts back, so that the replay around it goes on as if it had not run. Its
+inputs that it only reads are the replay's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from .copies import copied, copy_bytes, moved, storages_of
+from .steps import Step, Touched
+
+
+class IsolatedOp:
+    """An op with its inputs, inside a replay that has reached it. Valid until the replay goes on.
+
+    `ordinal` and `signature` (an id of the capture) say which; `writes` whether it may change its inputs, so that calls
+    have to be kept apart by `restore`.
+    """
+
+    def __init__(self, step: Step, touched: Touched, inputs: Sequence[Any]) -> None:
+        self.ordinal = step.ordinal
+        self.signature = touched.signature
+        self._function: Callable[..., list[Any]] = step.window.function
+        self._inputs = tuple(inputs)
+        written = [place for place, key in enumerate(step.window.inputs) if key in touched.written_keys]
+        self._originals = storages_of(inputs, written)
+        self.writes = bool(written)
+        self._work: dict[int, torch.UntypedStorage] = {}
+        self._arguments: list[Any] = list(inputs)
+        self.restore()
+
+    def restore(self) -> None:
+        """Put back what calls have written: bytes, lengths and the views themselves."""
+        if not self.writes:
+            return
+        for key, original in self._originals.items():
+            work = self._work.get(key)
+            if work is None or work.nbytes() != original.nbytes():
+                self._work[key] = copied(original)
+            else:
+                copy_bytes(work, original)
+        self._arguments = moved(self._inputs, self._work)
+
+    def call(self) -> list[Any]:
+        """Run the op once; what it gives is in the result until that is dropped. Raises whatever the op raises."""
+        return self._function(list(self._arguments), None)
+
+    def calls(self, count: int) -> None:
+        """Run the op that often, letting go of each call's results at once."""
+        function, arguments = self._function, self._arguments
+        for _ in range(count):
+            function(list(arguments), None)
