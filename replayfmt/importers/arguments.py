@@ -1,0 +1,405 @@
+"""One call's arguments: as a trace recorded them, and as an operator's schema reads them.
+
+A `Recorded` is what the trace says of one argument, before anyone knows which overload was called. `bind` reads a list
+of them by a schema: numbers become the enumerations, booleans and integers that the schema asks for, and what the trace
+leaves out is taken from the schema's default, with a note, or named as missing. Nothing is filled in without a note.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from typing import Any
+
+import torch
+
+from replayfmt.format.codes import DType
+
+from .schema_types import SchemaType, schema_type
+from .types import dtype_of, layout, layout_of, memory_format, memory_format_of, scalar_type
+
+
+class Form(Enum):
+    """What a trace says of an argument."""
+
+    tensor = "a tensor"
+    items = "a list"
+    number = "a number"
+    text = "text"              # a string, a dtype's or a device's name: text that the schema has to interpret
+    nothing = "None"           # the trace says that it is None
+    unrecorded = "nothing"     # the trace says nothing: None, or a value of a kind that it does not record
+    truncated = "a truncated value"
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """What a trace says of a tensor. None: not said. `identity` names its storage where the trace knows it, `offset` is
+    in elements, `device` a name such as `cuda:0`."""
+
+    dtype: DType | None
+    sizes: tuple[int, ...] | None
+    strides: tuple[int, ...] | None = None
+    device: str | None = None
+    offset: int = 0
+    identity: Hashable = None
+    number: bool = False       # a Python number that was passed as a tensor without dimensions
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """One argument as recorded. `value` is a bool, int, float or complex for a number, a str for text."""
+
+    form: Form
+    value: Any = None
+    tensor: TensorSpec | None = None
+    items: tuple[Recorded, ...] = ()
+    shown: str = ""            # as the trace prints it, for messages
+
+
+@dataclass(frozen=True)
+class DeviceName:
+    """A device as an argument; `name` is None where the trace does not say which."""
+
+    name: str | None
+
+
+@dataclass(frozen=True)
+class DefaultGenerator:
+    """The default random generator, given explicitly."""
+
+    device: str | None = None
+
+
+# What an argument may be once it is bound: None, bool, int, float, complex, str, DType, Layout, MemoryFormat,
+# DeviceName, DefaultGenerator, TensorSpec, or a list of these.
+Bound = Any
+
+
+@dataclass
+class Binding:
+    """Arguments as a schema reads them, in its order; those left to their defaults for certain are not among them.
+
+    `assumed` are sentences on what the trace does not say, `missing` on what could not be found out: with any of those
+    the call cannot be made.
+    """
+
+    arguments: list[tuple[str, Bound]] = field(default_factory=list)
+    assumed: list[str] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+
+
+NOTHING = Recorded(Form.nothing, shown="None")
+UNRECORDED = Recorded(Form.unrecorded, shown="")
+_NUMBER = re.compile(r"[+-]?(\d+\.?\d*([eE][+-]?\d+)?|\.\d+([eE][+-]?\d+)?)f?\Z")
+_COMPLEX = re.compile(r"\(\s*([^,()]+),\s*([^,()]+)\)\Z|(.+?)([+-][^+-]+(?:[eE][+-]\d+)?)j\Z")
+_WORDS: dict[str, Any] = {
+    "true": True, "false": False, "inf": float("inf"), "-inf": float("-inf"), "nan": float("nan"),
+    "infinity": float("inf"), "-infinity": float("-inf"), "-nan": float("nan"),
+}
+
+
+def number(text: str) -> bool | int | float | complex | None:
+    """A number as C++ or Python prints it; None where it is none. Integers stay integers."""
+    text = text.strip()
+    word = _WORDS.get(text.lower())
+    if word is not None:
+        return word
+    if re.fullmatch(r"[+-]?\d+", text):
+        return int(text)
+    if _NUMBER.match(text):
+        return float(text.rstrip("f"))
+    found = _COMPLEX.match(text)
+    if found:
+        parts = [number(part) for part in found.groups() if part is not None]
+        if len(parts) == 2 and all(isinstance(part, int | float) for part in parts):
+            return complex(parts[0], parts[1])  # type: ignore[arg-type]
+    return None
+
+
+def parse(text: str) -> Recorded:
+    """A value out of its text: `[1, 2]`, `0.5`, `False`, `None`; anything else is text."""
+    stripped = text.strip()
+    if stripped in ("None", "<None>", "null"):
+        return NOTHING
+    if "..." in stripped and stripped.rstrip("]) ,").endswith("..."):
+        return Recorded(Form.truncated, shown=stripped)
+    if stripped[:1] == "[" and stripped[-1:] == "]":
+        return of_list([parse(part) for part in _elements(stripped[1:-1])], stripped)
+    value = number(stripped)
+    if value is not None:
+        return Recorded(Form.number, value, shown=stripped)
+    return Recorded(Form.text, stripped, shown=stripped)
+
+
+def _elements(text: str) -> list[str]:
+    parts: list[str] = []
+    depth, start = 0, 0
+    for position, character in enumerate(text):
+        if character in "([":
+            depth += 1
+        elif character in ")]":
+            depth -= 1
+        elif character == "," and not depth:
+            parts.append(text[start:position])
+            start = position + 1
+    return [*parts, text[start:]] if text.strip() else []
+
+
+def of_tensor(spec: TensorSpec, shown: str = "") -> Recorded:
+    return Recorded(Form.tensor, tensor=spec, shown=shown)
+
+
+def of_list(items: Sequence[Recorded], shown: str = "") -> Recorded:
+    """A list; one of its items being truncated, the list is."""
+    if any(item.form is Form.truncated for item in items):
+        return Recorded(Form.truncated, shown=shown)
+    return Recorded(Form.items, items=tuple(items), shown=shown)
+
+
+def of_value(value: Any) -> Recorded:
+    """What a Python value from JSON says."""
+    if value is None:
+        return NOTHING
+    if isinstance(value, bool | int | float | complex):
+        return Recorded(Form.number, value, shown=repr(value))
+    if isinstance(value, list | tuple):
+        return of_list([of_value(each) for each in value], repr(value))
+    return Recorded(Form.text, str(value), shown=str(value))
+
+
+# ------------------------------------------------------------------------------------------------------------- matching
+
+
+def fits(kind: SchemaType, recorded: Recorded) -> int | None:
+    """How well a recorded argument fits a schema type: 3 exactly, 2 by conversion, 1 perhaps; None: not at all."""
+    form = recorded.form
+    if form is Form.nothing:
+        return 3 if kind.optional else 1 if kind.base == "Tensor" and not kind.depth else None
+    if form is Form.unrecorded:
+        if kind.optional:
+            return 3
+        # Undefined tensors and values of kinds that the profiler does not record; it records all plain numbers.
+        return 1 if kind.depth or kind.base not in ("int", "float", "number", "bool", "complex") else None
+    if form is Form.truncated:
+        return 2 if kind.depth or kind.base == "str" else 1
+    if kind.depth:
+        if form is not Form.items:
+            # One number stands for a list where the schema gives the list's length: `int[2] stride`.
+            return 1 if form is Form.number and kind.length and fits(kind.element, recorded) else None
+        worst = 3
+        for item in recorded.items:
+            each = fits(kind.element, item)
+            if each is None:
+                return None
+            worst = min(worst, each)
+        return worst
+    if form is Form.tensor:
+        return 3 if kind.base == "Tensor" else 1 if kind.base == "Any" else None
+    if form is Form.items:
+        return 1 if kind.base == "Any" else None
+    return _scalar_fits(kind.base, recorded)
+
+
+def _scalar_fits(base: str, recorded: Recorded) -> int | None:
+    value = recorded.value
+    if recorded.form is Form.text:
+        if base in ("str", "Device"):
+            return 3
+        readers = {"ScalarType": dtype_of, "Layout": layout_of, "MemoryFormat": memory_format_of}
+        if base in readers:
+            return 3 if readers[base](value) else None
+        return 1 if base in ("Generator", "Any", "Stream", "Storage") else None
+    if isinstance(value, bool):
+        return {"bool": 3, "number": 2, "Any": 1}.get(base)
+    if isinstance(value, int):
+        if base in ("ScalarType", "Layout", "MemoryFormat"):
+            return 3 if _ENUMERATIONS[base](value) else None
+        return {"int": 3, "number": 3, "float": 2, "bool": 1 if value in (0, 1) else None, "complex": 1,
+                "Device": 1, "Any": 1}.get(base)
+    if isinstance(value, float):
+        return {"float": 3, "number": 3, "complex": 1, "Any": 1}.get(base)
+    return {"complex": 3, "number": 3, "Any": 1}.get(base)
+
+
+_ENUMERATIONS: dict[str, Any] = {"ScalarType": scalar_type, "Layout": layout, "MemoryFormat": memory_format}
+
+
+# -------------------------------------------------------------------------------------------------------------- binding
+
+
+def score(schema: torch.FunctionSchema, recorded: Sequence[Recorded]) -> int | None:
+    """How well recorded arguments, by position, fit a schema; None: they do not.
+
+    Arguments that the trace does not have (older PyTorch had fewer) must have defaults.
+    """
+    arguments = schema.arguments
+    if len(recorded) > len(arguments):
+        return None
+    total = 0
+    for argument, each in zip(arguments, recorded, strict=False):
+        well = fits(schema_type(argument), each)
+        if well is None:
+            return None
+        total += well
+    for argument in arguments[len(recorded):]:
+        if not argument.has_default_value():
+            return None
+        total -= 1
+    return total
+
+
+class Reader:
+    """Reads recorded arguments by a schema. `string_defaults` maps (operator, argument) to text: see `defaults`."""
+
+    def __init__(self, string_defaults: dict[tuple[str, str], str] | None = None) -> None:
+        self._strings = string_defaults or {}
+
+    def bind(self, schema: torch.FunctionSchema, recorded: Sequence[Recorded], *, by: str = "the trace") -> Binding:
+        """Every argument the schema has, as far as the trace or its default says. `by` names the trace in notes."""
+        binding = Binding()
+        for position, argument in enumerate(schema.arguments):
+            each = recorded[position] if position < len(recorded) else None
+            self._one(binding, schema, argument, each, by)
+        return binding
+
+    def _one(self, binding: Binding, schema: torch.FunctionSchema, argument: Any, recorded: Recorded | None,
+             by: str) -> None:
+        name, kind = argument.name, schema_type(argument)
+        if recorded is None:
+            self._default(binding, schema, argument, f"{by} does not have it")
+            return
+        if recorded.form is Form.truncated:
+            binding.missing.append(f"{name}: {by} holds only a part of it ({_short(recorded.shown)})")
+            return
+        if recorded.form is Form.unrecorded:
+            self._unrecorded(binding, schema, argument, kind, by)
+            return
+        value, problem = decode(kind, recorded)
+        if problem:
+            binding.missing.append(f"{name}: {problem}")
+        else:
+            binding.arguments.append((name, value))
+
+    def _unrecorded(self, binding: Binding, schema: torch.FunctionSchema, argument: Any, kind: SchemaType,
+                    by: str) -> None:
+        name = argument.name
+        if kind.base == "Device" and not kind.depth:
+            binding.arguments.append((name, DeviceName(None)))
+        elif kind.base == "str" and not kind.depth:
+            known = self._strings.get((schema.name, name))
+            if known is not None:
+                binding.arguments.append((name, known))
+                binding.assumed.append(f"{name}={known!r}: {by} drops strings; the table of string defaults has this")
+            else:
+                self._default(binding, schema, argument, f"{by} drops strings")
+        elif kind.base == "Generator":
+            binding.arguments.append((name, None))
+            binding.assumed.append(f"{name}: {by} does not record generators; the default one is used")
+        elif kind.optional:
+            binding.arguments.append((name, None))
+            if kind.depth and kind.element.optional:
+                binding.assumed.append(f"{name}=None: {by} does not record lists that may hold None")
+        elif kind.base == "Tensor" and not kind.depth:
+            binding.missing.append(f"{name}: a tensor, but {by} records none there (undefined, or not recorded)")
+        else:
+            self._default(binding, schema, argument, f"{by} does not record arguments of type {kind}")
+
+    def _default(self, binding: Binding, schema: torch.FunctionSchema, argument: Any, why: str) -> None:
+        known = self._strings.get((schema.name, argument.name))
+        if argument.has_default_value():
+            # The operator fills it in; the value stands in the note only.
+            binding.assumed.append(f"{argument.name}={argument.default_value!r}: {why}; the schema's default")
+        elif known is not None:
+            binding.arguments.append((argument.name, known))
+            binding.assumed.append(f"{argument.name}={known!r}: {why}; the table of string defaults has this")
+        else:
+            binding.missing.append(f"{argument.name}: {why}, and it has no default")
+
+
+def decode(kind: SchemaType, recorded: Recorded) -> tuple[Bound, str]:
+    """(value, "") of a recorded argument read as a schema type, or (None, what is wrong)."""
+    if recorded.form is Form.nothing:
+        if kind.optional or kind.base == "Tensor":
+            return None, ""
+        return None, f"None, expected {kind}"
+    if kind.depth:
+        if recorded.form is Form.items:
+            values = []
+            for item in recorded.items:
+                value, problem = decode(kind.element, item)
+                if problem:
+                    return None, problem
+                values.append(value)
+            return values, ""
+        if recorded.form is Form.number and kind.length:
+            value, problem = decode(kind.element, recorded)
+            return [value] * kind.length, problem
+        return None, f"{recorded.form.value} ({_short(recorded.shown)}), expected {kind}"
+    if recorded.form is Form.unrecorded:
+        return None, "" if kind.optional or kind.base == "Tensor" else "not recorded"
+    if recorded.form is Form.tensor:
+        if kind.base not in ("Tensor", "Any"):
+            return None, f"a tensor, expected {kind}"
+        return _tensor(recorded)
+    value = _decode_scalar(kind.base, recorded)
+    if value is _WRONG:
+        return None, f"{_short(recorded.shown)}, expected {kind}"
+    return value, ""
+
+
+_WRONG = object()
+
+
+def _decode_scalar(base: str, recorded: Recorded) -> Any:
+    value = recorded.value
+    if recorded.form is Form.text:
+        if base == "str":
+            return value
+        if base == "Device":
+            return DeviceName(value)
+        if base == "Generator":
+            return DefaultGenerator()
+        if base in ("ScalarType", "Layout", "MemoryFormat"):
+            found = {"ScalarType": dtype_of, "Layout": layout_of, "MemoryFormat": memory_format_of}[base](value)
+            return _WRONG if found is None else found
+        return _WRONG
+    if recorded.form is not Form.number:
+        return _WRONG
+    if base in _ENUMERATIONS and isinstance(value, int):
+        found = _ENUMERATIONS[base](value)
+        return _WRONG if found is None else found
+    if base == "bool":
+        return bool(value) if value in (0, 1) else _WRONG
+    if base == "int":
+        return value if isinstance(value, int) and not isinstance(value, bool) else _WRONG
+    if base == "float":
+        return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else _WRONG
+    if base == "number":
+        return value
+    if base == "complex":
+        return complex(value)
+    if base == "Device" and isinstance(value, int):
+        return DeviceName(None)
+    return _WRONG
+
+
+def _tensor(recorded: Recorded) -> tuple[Bound, str]:
+    spec = recorded.tensor
+    assert spec is not None
+    if spec.sizes is None:
+        return None, "a tensor whose sizes are not recorded"
+    if spec.dtype is None:
+        return None, f"a tensor of sizes {list(spec.sizes)} whose dtype is not recorded"
+    return spec, ""
+
+
+def with_tensor(recorded: Recorded, **changes: Any) -> Recorded:
+    """The same argument with some of its tensor's fields replaced."""
+    assert recorded.tensor is not None
+    return replace(recorded, tensor=replace(recorded.tensor, **changes))
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 60 else text[:57] + "..."

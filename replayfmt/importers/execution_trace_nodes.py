@@ -1,0 +1,242 @@
+"""The nodes of a PyTorch execution trace, in one form for every schema version.
+
+ExecutionTraceObserver writes a node when its function returns, so children come before their parent; a node's id was
+given when the function was entered. Schema 1.0.1 keeps everything in flat keys; from 1.0.2 on values, types and
+attributes are grouped; 1.0.4 names the files of Triton kernels; 1.1.0 describes collectives; 1.1.1 has strides, and
+ranges of integer tensors where the program asked for them.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from replayfmt.errors import InvalidCapture, UnsupportedVersion
+
+from .arguments import NOTHING, Form, Recorded, TensorSpec, of_list
+from .types import dtype_of, wrapped
+
+OLDEST, NEWEST = (1, 0, 1), (1, 1, 1)
+# The observer stops after this many items of a list, one more than its limit.
+_CUT_LIST_ITEMS = 4097
+_VERSION = re.compile(r"(\d+)\.(\d+)\.(\d+)(?:-.*)?\Z")
+_TENSOR_FIELDS = 6      # tensor id, storage id, offset, elements, bytes an element, device
+USER_SCOPE = 7          # at::RecordScope::USER_SCOPE: record_function and the profiler's own marks
+
+
+def schema_version(text: object, path: str) -> tuple[int, int, int]:
+    """The version of a trace's `schema` field. Raises where it is none, or one that this reader does not know."""
+    found = _VERSION.match(text) if isinstance(text, str) else None
+    if found is None:
+        raise InvalidCapture(f"{path}: the execution trace's schema is {text!r}, expected a version such as 1.1.1")
+    version = int(found[1]), int(found[2]), int(found[3])
+    if not OLDEST <= version <= NEWEST:
+        raise UnsupportedVersion(f"{path}: execution trace schema {text}; this reader knows 1.0.1 to 1.1.1; record the "
+                                 "trace with another PyTorch, or update OpReplay")
+    return version
+
+
+@dataclass(frozen=True)
+class Values:
+    """A node's inputs or outputs, by position. `strides` is None before schema 1.1.1."""
+
+    values: list[Any]
+    shapes: list[Any]
+    types: list[str]
+    strides: list[Any] | None
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+
+@dataclass(frozen=True)
+class TraceNode:
+    """One node. `schema` is "" for what is no operator; `kernel_file` names a Triton kernel's source."""
+
+    id: int
+    name: str
+    parent: int
+    thread: int
+    scope: int
+    schema: str
+    inputs: Values
+    outputs: Values
+    kernel_backend: str = ""
+    kernel_file: str = ""
+    attributes: Mapping[str, Any] = field(default_factory=dict)
+
+    def ranges(self) -> dict[int, tuple[int, int]]:
+        """Smallest and largest element of integer input tensors, by number among all input tensors."""
+        text = self.attributes.get("tensor_range")
+        if not isinstance(text, str) or not text:
+            return {}
+        try:
+            found = json.loads(text)
+            return {int(index): (int(low), int(high)) for index, (low, high) in found.items()}
+        except (ValueError, TypeError, AttributeError):
+            return {}
+
+
+def node_of(row: Mapping[str, Any], path: str) -> TraceNode:
+    """A node from its JSON object. Raises InvalidCapture where a field that every node has is not there."""
+    try:
+        if "attrs" in row:
+            attributes = {each["name"]: each["value"] for each in row["attrs"]}
+            return TraceNode(
+                int(row["id"]), str(row["name"]), int(row["ctrl_deps"]), int(attributes.get("tid", 0)),
+                int(attributes.get("scope", 0)), str(attributes.get("op_schema", "")), _grouped(row["inputs"]),
+                _grouped(row["outputs"]), str(attributes.get("kernel_backend", "")),
+                str(attributes.get("kernel_file", "")), attributes)
+        return TraceNode(
+            int(row["id"]), str(row["name"]), int(row["parent"]), int(row["tid"]), int(row["scope"]),
+            str(row.get("op_schema", "")), _flat(row, "input", "inputs"), _flat(row, "output", "outputs"))
+    except (KeyError, TypeError, ValueError) as error:
+        shown = json.dumps(row, default=str)[:120]
+        raise InvalidCapture(f"{path}: a node of the execution trace is not complete ({type(error).__name__}: {error}): "
+                             f"{shown}") from None
+
+
+def _grouped(group: Mapping[str, Any]) -> Values:
+    strides = group.get("strides")
+    return Values(list(group["values"]), list(group["shapes"]), list(group["types"]),
+                  None if strides is None else list(strides))
+
+
+def _flat(row: Mapping[str, Any], prefix: str, values: str) -> Values:
+    return Values(list(row[values]), list(row[f"{prefix}_shapes"]), list(row[f"{prefix}_types"]), None)
+
+
+@dataclass(frozen=True)
+class TracedTensor:
+    """A tensor as a node has it. `storage` stands for the address of its memory: another allocation may get the same
+    one later. `strides` is None where the trace has none."""
+
+    id: int
+    storage: int
+    offset: int
+    elements: int
+    item_bytes: int
+    device: str
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...] | None
+    type_name: str
+
+    @property
+    def defined(self) -> bool:
+        """Whether there is a tensor at all."""
+        return bool(self.device)
+
+    def end(self, strides: tuple[int, ...]) -> int:
+        """Where its memory ends, in bytes from its storage's begin, with these strides."""
+        if not self.elements:
+            return 0
+        last = sum((size - 1) * stride for size, stride in zip(self.sizes, strides, strict=True))
+        return (self.offset + last + 1) * self.item_bytes
+
+
+def traced_tensor(value: object, sizes: object, strides: object, type_name: str) -> TracedTensor | None:
+    """A tensor out of its six numbers; None where they are no tensor's."""
+    if not isinstance(value, list) or len(value) != _TENSOR_FIELDS or not isinstance(value[5], str):
+        return None
+    if not all(isinstance(number, int) and not isinstance(number, bool) for number in value[:5]):
+        return None
+    shape = _integers(sizes)
+    step = _integers(strides)
+    if shape is None:
+        return None
+    if step is not None and len(step) != len(shape):
+        step = None
+    return TracedTensor(*value[:5], value[5], shape, step, type_name)
+
+
+def _integers(values: object) -> tuple[int, ...] | None:
+    if not isinstance(values, list) or not all(isinstance(each, int) and each >= 0 for each in values):
+        return None
+    return tuple(values)
+
+
+def tensors_of(values: Values) -> Iterator[tuple[int, TracedTensor]]:
+    """Every tensor among inputs or outputs, with the position of the argument it is in."""
+    for position in range(len(values)):
+        kind = values.types[position] if position < len(values.types) else ""
+        yield from ((position, each) for each in _tensors(
+            values.values[position], _at(values.shapes, position), _at(values.strides, position), kind))
+
+
+def _tensors(value: object, sizes: object, strides: object, kind: str) -> Iterator[TracedTensor]:
+    head, inner = wrapped(kind)
+    if head == "Tensor":
+        found = traced_tensor(value, sizes, strides, inner[0] if inner else "")
+        if found is not None and found.defined:
+            yield found
+    elif isinstance(value, list) and head in ("GenericList", "Tuple", "TensorList"):
+        for index, item in enumerate(value):
+            yield from _tensors(item, _at(sizes, index), _at(strides, index), _at(inner, index) or "")
+
+
+def _at(values: Any, index: int) -> Any:
+    """An element that may be missing."""
+    return values[index] if isinstance(values, list) and index < len(values) else None
+
+
+class TensorReader:
+    """Gives the TensorSpec of a traced tensor; what it is made of is the caller's business."""
+
+    def spec(self, tensor: TracedTensor) -> TensorSpec:
+        """As the trace says it, without knowing which allocation it is on."""
+        return TensorSpec(dtype_of(tensor.type_name), tensor.sizes, tensor.strides, tensor.device, tensor.offset)
+
+
+def recorded_inputs(values: Values, reader: TensorReader) -> list[Recorded]:
+    """What the trace says of each argument, in the schema's order."""
+    return [_recorded(value, _at(values.shapes, position), _at(values.strides, position),
+                      _at(values.types, position) or "", reader)
+            for position, value in enumerate(values.values)]
+
+
+def _recorded(value: object, sizes: object, strides: object, kind: str, reader: TensorReader) -> Recorded:
+    head, inner = wrapped(kind)
+    shown = json.dumps(value)
+    if head == "Tensor":
+        tensor = traced_tensor(value, sizes, strides, inner[0] if inner else "")
+        if tensor is None:
+            return Recorded(Form.truncated, shown=shown)
+        return NOTHING if not tensor.defined else Recorded(Form.tensor, tensor=reader.spec(tensor), shown=shown)
+    if isinstance(value, list):
+        if len(value) >= _CUT_LIST_ITEMS:
+            return Recorded(Form.truncated, shown=f"a list of which {len(value)} items are recorded")
+        items = [_recorded(item, _at(sizes, index), _at(strides, index), _at(inner, index) or "", reader)
+                 for index, item in enumerate(value)]
+        return of_list(items, shown)
+    if isinstance(value, str):
+        return _text(value, head)
+    if value is None:
+        return NOTHING
+    if isinstance(value, bool | int | float):
+        return Recorded(Form.number, float(value) if head == "Double" else value, shown=shown)
+    return Recorded(Form.truncated, shown=shown)
+
+
+_REAL_WORDS = {"inf": float("inf"), "-inf": float("-inf"), "nan": float("nan"), "-nan": float("nan")}
+
+
+def _text(value: str, kind: str) -> Recorded:
+    if kind == "None" or value == "<None>":
+        return NOTHING
+    if kind == "Double" and value.lower() in _REAL_WORDS:
+        return Recorded(Form.number, _REAL_WORDS[value.lower()], shown=value)
+    if kind in ("String", "Device"):
+        return Recorded(Form.text, value, shown=value)
+    # "<Generator>", "<Object>", "<ComplexDouble>": the observer prints the kind of such values, not the value.
+    return Recorded(Form.unrecorded if kind == "Generator" else Form.truncated, shown=value)
+
+
+def rounded(value: float) -> bool:
+    """Whether a number may have lost digits: the observer prints six decimals, so 1e-8 becomes 0.000000."""
+    if value != value or value in (float("inf"), float("-inf")):
+        return False
+    text = f"{value:.6f}"
+    return float(text) == value and (value == 0 or text[-1] != "0")

@@ -1,0 +1,313 @@
+"""Reading huge JSON files one entry at a time, and broken ones as far as they go.
+
+A trace is an object with a few small members and one array of very many events. `JsonStream.entries` gives the members
+one by one, and the elements of named arrays one by one, with memory for one chunk and one entry. What real exporters
+get wrong is read all the same: trailing commas, bare NaN and Infinity, invalid escapes, bytes that are no UTF-8; an
+entry that cannot be read is skipped; a file that was cut off ends where it ends. Each of these is a Problem, with the
+byte offset in the (decompressed) JSON.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+import re
+from collections import Counter
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from os import PathLike
+from typing import Any
+
+from replayfmt.errors import InvalidCapture
+
+from .trace_files import Progress, TraceFile
+
+_CHUNK_BYTES = 1 << 20
+_LONGEST_ENTRY = 256 << 20         # characters; what is longer is taken for damage
+_SHOWN_PROBLEMS = 20
+_STRUCTURE = re.compile(r'"(?:[^"\\]|\\.)*"|[{}\[\]]', re.DOTALL)
+_NEXT_ENTRY = re.compile(r'[\]}"\w]\s*,?\s*\{\s*"(?:ph|name|cat|id|op_name)"\s*:')
+_TRAILING_COMMA = re.compile(r'("(?:[^"\\]|\\.)*")|,(?=\s*[}\]])', re.DOTALL)
+_BARE_WORD = re.compile(r'("(?:[^"\\]|\\.)*")|(-?)\b(nan|inf|infinity|none|undefined)\b', re.DOTALL | re.IGNORECASE)
+_BAD_ESCAPE = re.compile(r'(\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}))|\\')
+_WORDS = {"nan": "NaN", "inf": "Infinity", "infinity": "Infinity", "none": "null", "undefined": "null"}
+_SPACE = " \t\r\n"
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Something wrong with the file, at a byte offset of its JSON."""
+
+    offset: int
+    text: str
+
+    def __str__(self) -> str:
+        return f"byte {self.offset}: {self.text}"
+
+
+class _NeedMore(Exception):
+    """The buffer ends within a value."""
+
+
+class JsonStream:
+    """One pass over a trace file. `problems` has the first ones of each kind, `problem_counts` how many there were."""
+
+    def __init__(self, file: TraceFile) -> None:
+        self._file = file
+        self._decoder = json.JSONDecoder(strict=False)
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("surrogateescape")
+        self._text = ""
+        self._place = 0
+        self._before = 0            # bytes before the buffer
+        self._ended = False
+        self._not_utf8 = False
+        self.problems: list[Problem] = []
+        self.problem_counts: Counter[str] = Counter()
+
+    @staticmethod
+    def open(path: str | PathLike[str], progress: Progress | None = None) -> JsonStream:
+        """A stream over a file's JSON, whatever it is packed in. Raises what TraceFile raises."""
+        return JsonStream(TraceFile(path, progress=progress))
+
+    @property
+    def offset(self) -> int:
+        """Byte offset of what comes next."""
+        return self._before + len(self._text[: self._place].encode("utf-8", "surrogateescape"))
+
+    @property
+    def complete(self) -> bool:
+        """Whether the file was read to its proper end: nothing cut off, nothing skipped."""
+        return not any(kind in self.problem_counts for kind in ("cut off", "skipped", "not JSON"))
+
+    def close(self) -> None:
+        self._file.close()
+
+    def __enter__(self) -> JsonStream:
+        return self
+
+    def __exit__(self, *_exception: Any) -> None:
+        self.close()
+
+    # --------------------------------------------------------------------------------------------------------- entries
+
+    def entries(self, arrays: Collection[str]) -> Iterator[tuple[str, Any]]:
+        """(key, value) of the members of the outermost object; (key, element) for each element of the members named in
+        `arrays`; ("", element) for each element of an outermost array.
+
+        Raises InvalidCapture where the file does not begin as JSON does.
+        """
+        first = self._peek()
+        if first == "\ufeff":
+            self._place += 1
+            first = self._peek()
+        if first == "[":
+            self._place += 1
+            yield from (("", element) for element in self._elements())
+        elif first == "{":
+            self._place += 1
+            yield from self._members(arrays)
+        else:
+            shown = self._text[self._place : self._place + 16]
+            what = f"begins with {shown!r}" if shown else self._file.broken or "is empty"
+            raise InvalidCapture(f"{self._file.path}: no JSON: it {what}; expected an object or an array")
+        if self._file.broken:
+            self._note("cut off", f"the file is damaged here: {self._file.broken}", self.offset)
+
+    def _members(self, arrays: Collection[str]) -> Iterator[tuple[str, Any]]:
+        while True:
+            character = self._separated("}")
+            if character in ("", "}"):
+                self._place += 1 if character else 0
+                return
+            if character != '"':
+                self._note("not JSON", f"expected a member's name, got {self._shown()}", self.offset)
+                return
+            found, key = self._value()
+            if not found or not isinstance(key, str):
+                return
+            if self._peek() != ":":
+                self._note("cut off" if not self._peek() else "not JSON", f"nothing follows {key!r}", self.offset)
+                return
+            self._place += 1
+            if key in arrays and self._peek() == "[":
+                self._place += 1
+                yield from ((key, element) for element in self._elements())
+                if self._ended and self._place >= len(self._text):
+                    return
+                continue
+            found, value = self._value()
+            if not found:
+                return
+            yield key, value
+
+    def _elements(self) -> Iterator[Any]:
+        while True:
+            character = self._separated("]")
+            if character in ("", "]"):
+                self._place += 1 if character else 0
+                return
+            start = self.offset if character not in '{["-0123456789tfn' else 0
+            if start:
+                self._note("skipped", f"expected an entry, got {self._shown()}; looked for the next one", start)
+                if not self._resynchronize():
+                    return
+                continue
+            found, value = self._value(recover=True)
+            if found:
+                yield value
+            elif self._ended and self._place >= len(self._text):
+                return
+
+    def _separated(self, closing: str) -> str:
+        """The next character that is no space and no comma; "" at the end, which is noted."""
+        commas = 0
+        while (character := self._peek()) == ",":
+            self._place += 1
+            commas += 1
+        if commas and character == closing:
+            self._note("trailing comma", f"a comma before {closing!r}", self.offset - 1)
+        if not character:
+            self._note("cut off", f"the file ends before the {closing!r} of what was being read", self.offset)
+        return character
+
+    # ---------------------------------------------------------------------------------------------------------- values
+
+    def _value(self, *, recover: bool = False) -> tuple[bool, Any]:
+        """(True, value) of the value that begins here, or (False, None) after noting why there is none."""
+        while True:
+            try:
+                value, end = self._decoder.raw_decode(self._text, self._place)
+                if end >= len(self._text) - 8 and not self._ended and not isinstance(value, str | list | dict):
+                    raise _NeedMore     # a number's last digits may be in the next chunk
+                self._place = end
+                return True, value
+            except (json.JSONDecodeError, _NeedMore):
+                end = self._extent()
+                if end is not None:
+                    break
+                waiting = len(self._text) - self._place
+                if self._ended:
+                    return self._broken_off(recover)
+                if waiting > _LONGEST_ENTRY:
+                    self._note("skipped", f"an entry of more than {_LONGEST_ENTRY} characters", self.offset)
+                    return self._resynchronize(), None
+                self._fill(max(_CHUNK_BYTES, waiting))
+            except RecursionError:
+                self._note("skipped", "an entry nested too deeply", self.offset)
+                return not self._resynchronize(), None
+        return self._repaired(end, recover)
+
+    def _broken_off(self, recover: bool) -> tuple[bool, Any]:
+        start = self.offset
+        if recover and self._resynchronize():
+            self._note("skipped", "an entry without an end", start)
+            return False, None
+        self._note("cut off", "the file ends within an entry", start)
+        self._place = len(self._text)
+        return False, None
+
+    def _extent(self) -> int | None:
+        """Where the value that begins here ends, by its brackets; None where the buffer does not hold its end."""
+        first = self._text[self._place]
+        if first not in "{[":
+            found = re.compile(r"[,}\]\s]").search(self._text, self._place) if first != '"' else None
+            return found.start() if found else None
+        depth = 0
+        for found in _STRUCTURE.finditer(self._text, self._place):
+            character = found.group()
+            if character in "{[":
+                depth += 1
+            elif character in "}]":
+                depth -= 1
+                if not depth:
+                    return found.end()
+        return None
+
+    def _repaired(self, end: int, recover: bool) -> tuple[bool, Any]:
+        """The value up to `end`, with what exporters get wrong put right; skipped where that does not help."""
+        offset, text = self.offset, self._text[self._place : end]
+        for kind, repair in (("trailing comma", _without_trailing_commas), ("bare word", _with_words),
+                             ("invalid escape", _with_escapes)):
+            repaired = repair(text)
+            if repaired == text:
+                continue
+            text = repaired
+            try:
+                value = self._decoder.decode(text)
+            except (json.JSONDecodeError, RecursionError):
+                continue
+            self._note(kind, f"an entry with a {kind} was read as if it were right", offset)
+            self._place = end
+            return True, value
+        self._note("skipped", f"an entry is no JSON: {self._shown()}", offset)
+        next_entry = _NEXT_ENTRY.search(self._text, self._place + 1, end) if recover else None
+        self._place = self._text.index("{", next_entry.start()) if next_entry else end
+        return False, None
+
+    def _resynchronize(self) -> bool:
+        """Go to where the next entry seems to begin; False: there is none."""
+        self._place += 1
+        while True:
+            found = _NEXT_ENTRY.search(self._text, self._place)
+            if found:
+                self._place = self._text.index("{", found.start())
+                return True
+            if self._ended:
+                self._place = len(self._text)
+                return False
+            self._place = max(self._place, len(self._text) - 4096)
+            self._fill(_CHUNK_BYTES)
+
+    # ---------------------------------------------------------------------------------------------------------- buffer
+
+    def _peek(self) -> str:
+        """The next character that is no space; "" at the end."""
+        while True:
+            text, place, length = self._text, self._place, len(self._text)
+            while place < length and text[place] in _SPACE:
+                place += 1
+            self._place = place
+            if place < length:
+                return text[place]
+            if self._ended:
+                return ""
+            self._fill(_CHUNK_BYTES)
+
+    def _fill(self, size: int) -> None:
+        data = self._file.read(size)
+        self._ended = not data
+        text = self._utf8.decode(data, final=self._ended)
+        if not self._not_utf8 and not text.isascii() and any("\udc80" <= c <= "\udcff" for c in text):
+            self._not_utf8 = True
+            wrong = next(i for i, c in enumerate(text) if "\udc80" <= c <= "\udcff")
+            at = self._before + len((self._text + text[:wrong]).encode("utf-8", "surrogateescape"))
+            self._note("not UTF-8", "bytes that are no UTF-8; they are kept as they are", at)
+        if self._place:
+            self._before = self.offset
+        self._text = self._text[self._place :] + text
+        self._place = 0
+
+    def _note(self, kind: str, text: str, offset: int) -> None:
+        self.problem_counts[kind] += 1
+        if self.problem_counts[kind] <= 3 and len(self.problems) < _SHOWN_PROBLEMS:
+            self.problems.append(Problem(offset, text))
+
+    def _shown(self) -> str:
+        return repr(self._text[self._place : self._place + 40])
+
+
+def _without_trailing_commas(text: str) -> str:
+    return _TRAILING_COMMA.sub(lambda found: found.group(1) or "", text)
+
+
+def _with_words(text: str) -> str:
+    def word(found: re.Match[str]) -> str:
+        if found.group(1):
+            return found.group(1)
+        replacement = _WORDS[found.group(3).lower()]
+        return replacement if replacement == "null" or replacement == "NaN" else found.group(2) + replacement
+    return _BARE_WORD.sub(word, text)
+
+
+def _with_escapes(text: str) -> str:
+    return _BAD_ESCAPE.sub(lambda found: found.group(1) or "\\\\", text)

@@ -1,0 +1,168 @@
+"""Finding the operator that a traced call was, and which of its overloads.
+
+A name is looked for in the JIT registry, then in `torch.ops`, then among the attributes of the modules that register
+its namespace, where the user allows importing them; the outcome says where it was found. Traces name the operator and
+not the overload: it is found by matching the recorded arguments against every schema of that name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from replayfmt.format.model import Kernel
+from replayfmt.pytorch.op_libraries import ALIASES, OpLibraries
+
+from .arguments import Form, Recorded, score
+
+REGISTRY, TORCH_OPS, ATTRIBUTE = "the JIT registry", "torch.ops", "a module's attribute"
+
+
+@dataclass(frozen=True)
+class Operator:
+    """One overload. `found` says where, `callable` is what a module's attribute gave (no registered schema then)."""
+
+    schema: torch.FunctionSchema
+    found: str
+    callable: Callable[..., Any] | None = None
+
+    @property
+    def name(self) -> str:
+        """`aten::mm`."""
+        return self.schema.name
+
+    @property
+    def overload(self) -> str:
+        """`default` where the overload has no name."""
+        return self.schema.overload_name or "default"
+
+    @property
+    def dispatched(self) -> bool:
+        """Whether the dispatcher knows it; TorchScript has operators of its own, which are no captured work."""
+        return dispatched(self.schema.name, self.schema.overload_name)
+
+    def kernel(self) -> Kernel:
+        """As a capture names it."""
+        return Kernel(self.name, self.overload, str(self.schema))
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The overload that a call was, or why none: `reason` is that of the unsupported record, `detail` a sentence.
+
+    `assumed` says what about the choice is not certain.
+    """
+
+    operator: Operator | None
+    reason: str = ""
+    detail: str = ""
+    assumed: tuple[str, ...] = ()
+
+
+def dispatched(name: str, overload: str) -> bool:
+    """Whether the dispatcher has this overload (`overload` is "" for the default one)."""
+    try:
+        torch._C._dispatch_find_schema_or_throw(name, overload)
+    except RuntimeError:
+        return False
+    return True
+
+
+class Operators:
+    """Looks operators up, each name once."""
+
+    def __init__(self, libraries: OpLibraries | None = None) -> None:
+        self._libraries = libraries or OpLibraries()
+        self._known: dict[str, tuple[list[Operator], str]] = {}
+        self._texts: dict[str, Operator | None] = {}
+
+    def exists(self, name: str) -> bool:
+        """Whether anything of that name can be found."""
+        return bool(self.candidates(name)[0])
+
+    def candidates(self, name: str) -> tuple[list[Operator], str]:
+        """Every overload of a name, those that the dispatcher knows first; where there are none, why not."""
+        name = ALIASES.get(name, name)
+        if name not in self._known:
+            self._known[name] = self._find(name)
+        return self._known[name]
+
+    def _find(self, name: str) -> tuple[list[Operator], str]:
+        namespace, separator, base = name.partition("::")
+        if not separator or not namespace.isidentifier() or not base.isidentifier():
+            return [], f"{name!r} is no operator name"
+        found = self._registered(name, namespace, base)
+        if found:
+            return found, ""
+        loaded = self._libraries.load(namespace)
+        if loaded.modules:
+            found = self._registered(name, namespace, base)
+            if found:
+                return found, ""
+        if loaded.problem:
+            return [], f"no operator {name} is registered here, and {loaded.problem}"
+        return [], f"no operator {name} is registered here, though {loaded.modules[0].__name__} is imported"
+
+    def attribute(self, name: str) -> Callable[..., Any] | None:
+        """What a module that registers the namespace has under an operator's name, if it can be called."""
+        namespace, _separator, base = ALIASES.get(name, name).partition("::")
+        for module in self._libraries.load(namespace).modules:
+            value = getattr(module, base, None)
+            if callable(value):
+                return value
+        return None
+
+    def _registered(self, name: str, namespace: str, base: str) -> list[Operator]:
+        schemas = torch._C._jit_get_schemas_for_operator(name)
+        operators = [Operator(schema, REGISTRY) for schema in schemas]
+        if not operators:
+            packet = getattr(getattr(torch.ops, namespace), base, None)
+            names = packet.overloads() if packet is not None and hasattr(packet, "overloads") else []
+            operators = [Operator(getattr(packet, each)._schema, TORCH_OPS) for each in names]
+        return sorted(operators, key=lambda each: not each.dispatched)
+
+    def choose(self, name: str, recorded: Sequence[Recorded]) -> Choice:
+        """The overload whose schema fits the recorded arguments best."""
+        candidates, why = self.candidates(name)
+        if not candidates:
+            return Choice(None, "no_schema", why)
+        scored = [(points, each) for each in candidates if (points := score(each.schema, recorded)) is not None]
+        usable = [(points, each) for points, each in scored if each.dispatched]
+        if not usable:
+            shown = ", ".join(_shown(each) for each in recorded)
+            schemas = "; ".join(str(each.schema) for each in candidates if each.dispatched)
+            return Choice(None, "import_incomplete", f"no overload of {name} takes ({shown}); there are: {schemas}")
+        best = max(points for points, _each in usable)
+        chosen = [each for points, each in usable if points == best]
+        assumed = ()
+        if len(chosen) > 1:
+            names = ", ".join(each.overload for each in chosen)
+            assumed = (f"overload {chosen[0].overload}: the recorded types fit {names} equally well",)
+        alias = () if name in (chosen[0].name,) else (f"{name} is {chosen[0].name}, by the table of aliases",)
+        return Choice(chosen[0], assumed=(*alias, *assumed))
+
+    def by_schema(self, text: str) -> Choice:
+        """The overload that a trace names by its schema's text, as it is in this torch."""
+        try:
+            schema = torch._C.parse_schema(text)
+        except RuntimeError as error:
+            return Choice(None, "no_schema", f"the schema {text!r} cannot be read: {str(error).strip()}")
+        candidates, why = self.candidates(schema.name)
+        for each in candidates:
+            if each.overload == (schema.overload_name or "default") and each.dispatched:
+                changed = () if str(each.schema) == str(schema) else (
+                    f"{each.name}.{each.overload} has another schema here: {each.schema}",)
+                return Choice(each, assumed=changed)
+        return Choice(None, "no_schema", why or f"{schema.name} has no overload {schema.overload_name!r} here")
+
+
+def _shown(recorded: Recorded) -> str:
+    if recorded.form is Form.tensor and recorded.tensor is not None:
+        dtype = recorded.tensor.dtype
+        return f"Tensor {dtype.name if dtype is not None else '?'}{list(recorded.tensor.sizes or ())}"
+    if recorded.form is Form.items:
+        return f"[{', '.join(map(_shown, recorded.items[:4]))}{', and more' if len(recorded.items) > 4 else ''}]"
+    return recorded.shown or "not recorded"

@@ -1,0 +1,130 @@
+"""What became of each call of a trace: exact, inferred or incomplete, and why; as text and as JSON lines.
+
+`exact`: everything that the call needs stands in the trace. `inferred`: something does not, and `assumed` says what was
+put in its place and where that comes from. `incomplete`: something is missing that nothing can stand in for, or the
+operator itself: the call is an unsupported record, with `reason` and `detail`.
+
+Tensor contents are in no trace; that is said once for the import, not for every call.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Status = Literal["exact", "inferred", "incomplete"]
+STATUSES: tuple[Status, ...] = ("exact", "inferred", "incomplete")
+
+
+@dataclass
+class Entry:
+    """All calls of one kind: the same operator, overload and arguments.
+
+    `found` says where the operator was found. Times are in nanoseconds over all calls, None where the trace has none.
+    """
+
+    op: str
+    overload: str
+    status: Status
+    signature: str                  # its arguments, for people
+    found: str = ""
+    assumed: tuple[str, ...] = ()
+    reason: str = ""
+    detail: str = ""
+    calls: int = 0
+    first_ordinal: int | None = None
+    host_ns: int | None = None
+    device_ns: int | None = None
+
+    def row(self) -> dict[str, Any]:
+        """The entry as a JSON object; only the fields that its status has."""
+        row: dict[str, Any] = {
+            "kind": "op", "op": self.op, "overload": self.overload or None, "status": self.status,
+            "signature": self.signature, "calls": self.calls, "first_ordinal": self.first_ordinal,
+            "host_ns": self.host_ns, "device_ns": self.device_ns,
+        }
+        if self.status == "incomplete":
+            row |= {"reason": self.reason, "detail": self.detail}
+        else:
+            row["found"] = self.found
+        if self.assumed:
+            row["assumed"] = list(self.assumed)
+        return row
+
+
+@dataclass
+class ImportReport:
+    """The report of one import. `notes` are sentences about the whole, `problems` those of the file."""
+
+    source: str
+    kind: str
+    notes: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    counts: dict[str, int] = field(default_factory=dict)
+    entries: dict[Any, Entry] = field(default_factory=dict)
+
+    def add(self, key: Any, make: Any, ordinal: int | None, calls: int = 1, host_ns: int | None = None,
+            device_ns: int | None = None) -> Entry:
+        """Count calls under `key`; `make()` gives its entry where it is new."""
+        entry = self.entries.get(key)
+        if entry is None:
+            entry = self.entries[key] = make()
+            entry.first_ordinal = ordinal
+        entry.calls += calls
+        entry.host_ns = _sum(entry.host_ns, host_ns)
+        entry.device_ns = _sum(entry.device_ns, device_ns)
+        return entry
+
+    def unique(self) -> dict[Status, int]:
+        """How many different calls have each status."""
+        counted = Counter(entry.status for entry in self.entries.values())
+        return {status: counted[status] for status in STATUSES}
+
+    def calls(self) -> dict[Status, int]:
+        """How many calls have each status."""
+        counted: Counter[Status] = Counter()
+        for entry in self.entries.values():
+            counted[entry.status] += entry.calls
+        return {status: counted[status] for status in STATUSES}
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        """JSON objects: one `import` row, then one `op` row for each entry, in order of first appearance."""
+        yield {"kind": "import", "source": self.source, "format": self.kind, "unique": self.unique(),
+               "calls": self.calls(), "counts": self.counts, "notes": self.notes, "problems": self.problems}
+        for entry in self.entries.values():
+            yield entry.row()
+
+    def lines(self) -> Iterator[str]:
+        """The same as text: totals, then what was assumed and what is missing, grouped."""
+        unique, calls = self.unique(), self.calls()
+        yield f"source        {self.source} ({self.kind})"
+        for status in STATUSES:
+            yield f"{status:<13} {calls[status]} calls, {unique[status]} different"
+        for name, count in self.counts.items():
+            yield f"{name:<13} {count}"
+        for note in self.notes:
+            yield f"note          {note}"
+        for problem in self.problems:
+            yield f"problem       {problem}"
+        yield from self._grouped()
+
+    def _grouped(self) -> Iterator[str]:
+        assumed: Counter[tuple[str, str]] = Counter()
+        missing: Counter[tuple[str, str, str]] = Counter()
+        for entry in self.entries.values():
+            for sentence in entry.assumed:
+                assumed[entry.op, sentence] += entry.calls
+            if entry.status == "incomplete":
+                missing[entry.op, entry.reason, entry.detail] += entry.calls
+        for (op, sentence), count in assumed.most_common():
+            yield f"assumed       {op}, {count} times: {sentence}"
+        for (op, reason, detail), count in missing.most_common():
+            yield f"incomplete    {op}, {count} times: {reason}: {detail}"
+
+
+def _sum(one: int | None, other: int | None) -> int | None:
+    if one is None or other is None:
+        return other if one is None else one
+    return one + other

@@ -1,0 +1,160 @@
+"""Opening trace files: plain, gzip, tar, tar.gz and zip, as one stream of bytes with a known place in the file.
+
+The JSON inside an archive is found by name. Nothing is unpacked to disk and nothing is read whole; a compressed file
+that was cut off gives what can be decompressed, and says so.
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+import os
+import tarfile
+import zipfile
+import zlib
+from collections.abc import Callable
+from os import PathLike
+from pathlib import Path
+from typing import IO, Any
+
+from replayfmt.errors import CaptureNotFound, InvalidCapture
+
+Progress = Callable[[int, int], None]     # bytes of the file read so far, and its length
+_CUT = (EOFError, zlib.error, gzip.BadGzipFile, tarfile.TarError, zipfile.BadZipFile, OSError)
+
+
+class TraceFile:
+    """The JSON of a trace file as a byte stream. `read` gives b"" at the end; `broken` says why it ended early."""
+
+    def __init__(self, path: str | PathLike[str], wanted: Callable[[str], bool] | None = None,
+                 progress: Progress | None = None) -> None:
+        """Open it. `wanted` chooses among an archive's members by name; by default the first that ends in `.json`.
+
+        Raises CaptureNotFound where it cannot be read, InvalidCapture where an archive has no such member.
+        """
+        self.path = os.fspath(path)
+        self.member = ""
+        self.broken = ""
+        self.bytes_given = 0
+        self._progress = progress
+        wanted = wanted or (lambda name: name.endswith(".json"))
+        try:
+            self.length = Path(self.path).stat().st_size
+            self._raw: IO[bytes] = open(self.path, "rb")  # noqa: SIM115 - closed by close()
+        except OSError as error:
+            reason = error.strerror or type(error).__name__
+            raise CaptureNotFound(f"{self.path}: {reason}; expected a trace file") from error
+        try:
+            self._stream = self._unpacked(wanted)
+        except _CUT as error:
+            self.close()
+            raise InvalidCapture(f"{self.path}: cannot be unpacked: {type(error).__name__}: {error}") from error
+        except BaseException:
+            self.close()
+            raise
+
+    def _unpacked(self, wanted: Callable[[str], bool]) -> IO[bytes]:
+        head = self._raw.read(4)
+        self._raw.seek(0)
+        if head[:2] == b"PK":
+            return self._zip_member(zipfile.ZipFile(self._raw), wanted)
+        plain: IO[bytes] = self._raw
+        if head[:2] == b"\x1f\x8b":
+            plain = gzip.open(self._raw)  # type: ignore[assignment]
+            try:
+                start = plain.read(512)
+            except _CUT:
+                start = b""    # cut off within the first bytes: reading from the beginning gives what there is
+            plain.seek(0)
+        else:
+            start = plain.read(512)
+            plain.seek(0)
+        if start[257:262] == b"ustar":
+            return self._tar_member(plain, wanted)
+        return plain
+
+    def _zip_member(self, archive: zipfile.ZipFile, wanted: Callable[[str], bool]) -> IO[bytes]:
+        for name in archive.namelist():
+            if wanted(name):
+                self.member = name
+                return archive.open(name)
+        raise InvalidCapture(f"{self.path}: the archive has no trace in it; it has {archive.namelist()[:8]}")
+
+    def _tar_member(self, plain: IO[bytes], wanted: Callable[[str], bool]) -> IO[bytes]:
+        archive = tarfile.open(fileobj=plain, mode="r|")  # noqa: SIM115 - a stream over ours
+        names = []
+        for member in archive:
+            names.append(member.name)
+            # Hidden files (`._name`) are what macOS adds for its own.
+            if member.isfile() and wanted(member.name) and not Path(member.name).name.startswith("."):
+                stream = archive.extractfile(member)
+                if stream is not None:
+                    self.member = member.name
+                    return stream
+        raise InvalidCapture(f"{self.path}: the archive has no trace in it; it has {names[:8]}")
+
+    def read(self, size: int) -> bytes:
+        """The next bytes, b"" at the end. Damage ends the stream and is told in `broken`."""
+        if self.broken:
+            return b""
+        try:
+            data: bytes = self._stream.read(size)
+        except _CUT as error:
+            self.broken = f"{type(error).__name__}: {error}"
+            data = self._rest()
+        self.bytes_given += len(data)
+        if self._progress is not None:
+            self._progress(min(self._raw.tell(), self.length), self.length)
+        return data
+
+    def _rest(self) -> bytes:
+        """What could be decompressed before the damage, and was not given yet."""
+        if self.member or not isinstance(self._stream, gzip.GzipFile):
+            return b""
+        self._raw.seek(0)
+        decompressor = zlib.decompressobj(wbits=31)
+        skip, pieces = self.bytes_given, io.BytesIO()
+        while block := self._raw.read(1 << 20):
+            try:
+                data = decompressor.decompress(block)
+            except zlib.error:
+                break
+            pieces.write(data[skip:])
+            skip = max(0, skip - len(data))
+        return pieces.getvalue()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._raw.close()
+
+    def __enter__(self) -> TraceFile:
+        return self
+
+    def __exit__(self, *_exception: Any) -> None:
+        self.close()
+
+
+def archive_texts(path: str | PathLike[str], wanted: Callable[[str], bool], limit: int = 64 << 20) -> dict[str, bytes]:
+    """The contents of an archive's members that are wanted by name (an execution trace's Triton sources, for instance),
+    up to `limit` bytes in all. Empty for a file that is no archive. Raises what TraceFile raises."""
+    found: dict[str, bytes] = {}
+    left = limit
+    try:
+        if zipfile.is_zipfile(path):
+            with zipfile.ZipFile(path) as archive:
+                for info in archive.infolist():
+                    if wanted(info.filename) and info.file_size <= left:
+                        found[info.filename] = archive.read(info)
+                        left -= info.file_size
+        elif tarfile.is_tarfile(path):
+            with tarfile.open(path) as tar:
+                for member in tar:
+                    stream = tar.extractfile(member) if member.isfile() and wanted(member.name) else None
+                    if stream is not None and member.size <= left:
+                        found[member.name] = stream.read()
+                        left -= member.size
+    except FileNotFoundError as error:
+        raise CaptureNotFound(f"{os.fspath(path)}: no such file; expected a trace file") from error
+    except _CUT as error:
+        raise InvalidCapture(f"{os.fspath(path)}: cannot be unpacked: {type(error).__name__}: {error}") from error
+    return found

@@ -1,0 +1,123 @@
+"""Values that an imported call has, and how they become nodes and slots of a record.
+
+A `Storage` is memory that the importer gives a call, a `Tensor` a view on it. Both get their ids when a record uses
+them first, because a capture numbers storages in that order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from replayfmt.format.codes import ITEM_BYTES, DType, Layout, MemoryFormat, StorageOrigin, TensorFlag, ValueKind
+from replayfmt.format.model import Node, Recipe, TensorMeta
+
+from .arguments import DefaultGenerator, DeviceName
+
+_LEAST, _MOST = -(1 << 63), (1 << 63) - 1
+
+
+@dataclass(eq=False)
+class Storage:
+    """One allocation. `content` is a payload's bytes or a recipe, where the origin has any; `id` is 0 until used."""
+
+    bytes: int
+    device: int
+    origin: StorageOrigin = StorageOrigin.absent
+    content: bytes | Recipe | None = None
+    reason: str = "import"     # of the storage_import record that brings it in
+    id: int = 0
+    released: bool = False
+
+
+@dataclass(eq=False)
+class Tensor:
+    """A view on a storage, None for a tensor without memory. `offset` is in elements; `id` is 0 until used."""
+
+    storage: Storage | None
+    meta: TensorMeta
+    offset: int = 0
+    id: int = 0
+
+
+@dataclass
+class Slots:
+    """The slots of one record, in order."""
+
+    tensors: list[Tensor] = field(default_factory=list)
+    ints: list[int] = field(default_factory=list)
+    floats: list[float] = field(default_factory=list)
+
+
+def contiguous(sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides of a contiguous tensor."""
+    strides: list[int] = []
+    step = 1
+    for size in reversed(sizes):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
+
+
+def bytes_needed(dtype: DType, sizes: tuple[int, ...], strides: tuple[int, ...], offset: int = 0) -> int:
+    """How long a storage must be for a view. Raises ValueError for strides that reach below its beginning."""
+    if any(size < 0 for size in sizes) or offset < 0 or any(stride < 0 for stride in strides):
+        raise ValueError(f"sizes {list(sizes)}, strides {list(strides)} and offset {offset}: expected none below zero")
+    if len(sizes) != len(strides):
+        raise ValueError(f"{len(sizes)} sizes {list(sizes)} with {len(strides)} strides {list(strides)}")
+    if 0 in sizes:
+        return 0
+    last = offset + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
+    return (last + 1) * ITEM_BYTES[dtype]
+
+
+def plain_tensor(dtype: DType, sizes: tuple[int, ...], strides: tuple[int, ...] | None, device: int, offset: int = 0,
+                 origin: StorageOrigin = StorageOrigin.absent) -> Tensor:
+    """A tensor on a storage of its own, just as long as it needs. Raises ValueError for impossible geometry."""
+    strides = contiguous(sizes) if strides is None else strides
+    storage = Storage(bytes_needed(dtype, sizes, strides, offset), device, origin)
+    return Tensor(storage, TensorMeta(dtype, Layout.strided, device, sizes, strides, TensorFlag(0)), offset)
+
+
+class NodeMaker:
+    """Makes nodes out of values. `device_id` gives a device's id by name, `generator_id` a default generator's."""
+
+    def __init__(self, device_id: Any, generator_id: Any) -> None:
+        self._device_id = device_id
+        self._generator_id = generator_id
+
+    def node(self, value: Any, slots: Slots, name: str = "") -> Node:
+        """The node of a value; what it keeps in slots is appended. Raises ValueError for what a record cannot hold."""
+        if value is None:
+            return Node(ValueKind.none, name)
+        if isinstance(value, Tensor):
+            slots.tensors.append(value)
+            return Node(ValueKind.tensor, name)
+        if isinstance(value, bool):
+            return Node(ValueKind.bool, name, int(value))
+        for kind, code in ((DType, ValueKind.dtype), (Layout, ValueKind.layout),
+                           (MemoryFormat, ValueKind.memory_format)):
+            if isinstance(value, kind):
+                return Node(code, name, int(value))
+        if isinstance(value, int):
+            if not _LEAST <= value <= _MOST:
+                raise ValueError(f"{name}={value} is no 64-bit integer")
+            slots.ints.append(value)
+            return Node(ValueKind.int, name)
+        if isinstance(value, float):
+            slots.floats.append(value)
+            return Node(ValueKind.float, name)
+        if isinstance(value, complex):
+            slots.floats += [value.real, value.imag]
+            return Node(ValueKind.complex, name)
+        if isinstance(value, str):
+            return Node(ValueKind.string, name, value)
+        if isinstance(value, DeviceName):
+            return Node(ValueKind.device, name, self._device_id(value.name))
+        if isinstance(value, DefaultGenerator):
+            slots.ints.append(self._generator_id(value.device))
+            return Node(ValueKind.generator, name)
+        if isinstance(value, list | tuple):
+            kind = ValueKind.list if isinstance(value, list) else ValueKind.tuple
+            return Node(kind, name, None, tuple(self.node(each, slots) for each in value))
+        raise ValueError(f"{name}: a value of type {type(value).__name__} cannot be recorded")

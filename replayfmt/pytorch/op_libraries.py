@@ -1,0 +1,185 @@
+"""Which library registers which operator namespace, and importing it where the user allows that.
+
+PyTorch knows an operator only once the library that registers it was imported. The table here says which module to
+import for a namespace; nothing is imported unless an op needs the namespace and the user's allow-list admits it. The
+allow-list has namespaces or module names; a name out of a file is looked up in the table, never imported by itself.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+from types import ModuleType
+
+from replayfmt.errors import UsageError
+
+ENTRY_POINT_GROUP = "opreplay.op_libraries"
+
+# Modules to import for a namespace, in order; all those that can be imported are.
+KNOWN_LIBRARIES: dict[str, tuple[str, ...]] = {
+    "vllm": ("vllm.model_executor.custom_op", "vllm.attention.layer", "vllm.model_executor.layers.utils", "vllm"),
+    "_C": ("vllm._C",),
+    "_C_cache_ops": ("vllm._C",),
+    "_C_custom_ar": ("vllm._C",),
+    "_C_utils": ("vllm._C",),
+    "_C_cuda_utils": ("vllm._C",),
+    "_moe_C": ("vllm._moe_C",),
+    "_rocm_C": ("vllm._rocm_C",),
+    "_vllm_fa2_C": ("vllm.vllm_flash_attn",),
+    "_vllm_fa3_C": ("vllm.vllm_flash_attn",),
+    "aiter": ("aiter",),
+    "sgl_kernel": ("sgl_kernel",),
+    "sglang": ("sglang.srt.layers.attention", "sglang"),
+    "flashinfer": ("flashinfer",),
+    "flash_attn": ("flash_attn", "flash_attn.flash_attn_interface"),
+    "flash_attn_3": ("flash_attn_interface",),
+    "xformers": ("xformers.ops",),
+    "xformers_flash": ("xformers.ops",),
+    "xformers_flash3": ("xformers.ops",),
+    "torchvision": ("torchvision",),
+    "image": ("torchvision",),
+    "torchaudio": ("torchaudio",),
+    "torchao": ("torchao",),
+    "fbgemm": ("fbgemm_gpu",),
+    "quantized": ("torch.ao.quantization",),
+    "quantized_decomposed": ("torch.ao.quantization.fx._decomposed",),
+    "bitsandbytes": ("bitsandbytes",),
+    "transformer_engine": ("transformer_engine.pytorch",),
+    "tex": ("transformer_engine.pytorch",),
+    "apex": ("apex",),
+    "deepspeed": ("deepspeed",),
+    "mamba_ssm": ("mamba_ssm",),
+    "torch_scatter": ("torch_scatter",),
+    "torch_sparse": ("torch_sparse",),
+    "torch_cluster": ("torch_cluster",),
+    "pyg": ("pyg_lib",),
+    "tensorrt": ("torch_tensorrt",),
+    "tensorrt_llm": ("tensorrt_llm",),
+    "trtllm": ("tensorrt_llm",),
+    "inductor": ("torch._inductor",),
+    "onednn": ("torch",),
+    "symm_mem": ("torch.distributed._symmetric_memory",),
+    "_c10d_functional": ("torch.distributed._functional_collectives",),
+}
+# PyTorch's own modules: importing them needs nobody's leave.
+_OWN = "torch."
+
+# Names that traces print, and the operators they mean.
+ALIASES: dict[str, str] = {
+    "detach": "aten::detach",
+    "detach_": "aten::detach_",
+    "aten::layer_norm_cuda": "aten::native_layer_norm",
+    "aten::_native_batch_norm": "aten::native_batch_norm",
+    "FlashAttnFunc": "flash_attn::_flash_attn_forward",
+    "FlashAttnFuncBackward": "flash_attn::_flash_attn_backward",
+    "FlashAttnVarlenFunc": "flash_attn::_flash_attn_varlen_forward",
+    "FlashAttnVarlenFuncBackward": "flash_attn::_flash_attn_varlen_backward",
+    "torchvision::_new_nms": "torchvision::nms",
+    "fbgemm::batched_unary_embeddings": "fbgemm::batched_unary_embeddings_forward",
+}
+
+# Strings that the profiler drops, by operator and argument, where the schema has no default of its own. A guess each,
+# the value that is passed most often: every use of one is reported.
+STRING_DEFAULTS: dict[tuple[str, str], str] = {
+    ("_C_cache_ops::reshape_and_cache", "kv_cache_dtype"): "auto",
+    ("_C_cache_ops::reshape_and_cache_flash", "kv_cache_dtype"): "auto",
+    ("_C_cache_ops::concat_and_cache_mla", "kv_cache_dtype"): "auto",
+    ("_C_cache_ops::convert_fp8", "kv_cache_dtype"): "auto",
+    ("_C_cache_ops::gather_and_maybe_dequant_cache", "kv_cache_dtype"): "auto",
+    ("_C::paged_attention_v1", "kv_cache_dtype"): "auto",
+    ("_C::paged_attention_v2", "kv_cache_dtype"): "auto",
+    ("_rocm_C::paged_attention", "kv_cache_dtype"): "auto",
+    ("_rocm_C::paged_attention", "mfma_type"): "f16",
+    ("aten::div", "rounding_mode"): "trunc",
+    ("aten::scatter_reduce", "reduce"): "sum",
+    ("aten::scatter_reduce_", "reduce"): "sum",
+    ("aten::index_reduce", "reduce"): "mean",
+    ("aten::index_reduce_", "reduce"): "mean",
+    ("aten::segment_reduce", "reduce"): "sum",
+}
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What became of a namespace's library. `modules` that are imported now; `problem` says why there are none."""
+
+    modules: tuple[ModuleType, ...]
+    problem: str = ""
+
+
+class OpLibraries:
+    """The table for one run: what is known, what the user registered, and what may be imported.
+
+    `allowed` has namespaces, module names or packages (`vllm` admits `vllm._C` as well); `registered` maps namespaces
+    to modules and comes before the known ones. Registering a library by flag or from Python also allows it.
+    """
+
+    def __init__(self, allowed: Iterable[str] = (), registered: Mapping[str, Sequence[str]] | None = None) -> None:
+        self._allowed = set(allowed)
+        self._registered = {name: tuple(modules) for name, modules in (registered or {}).items()}
+        self._loaded: dict[str, Loaded] = {}
+
+    def register(self, namespace: str, module: str) -> None:
+        """Import `module` for operators of `namespace`, when one is needed."""
+        self._registered[namespace] = (*self._registered.get(namespace, ()), module)
+        self._loaded.pop(namespace, None)
+
+    def modules_for(self, namespace: str) -> tuple[str, ...]:
+        """The names of the modules that register a namespace, those of the user first; none: it is not known."""
+        found = (*self._registered.get(namespace, ()), *_from_entry_points().get(namespace, ()),
+                 *KNOWN_LIBRARIES.get(namespace, ()))
+        return tuple(dict.fromkeys(found))
+
+    def admits(self, namespace: str, module: str) -> bool:
+        """Whether a module may be imported for a namespace."""
+        if module in self._registered.get(namespace, ()) or module == "torch" or module.startswith(_OWN):
+            return True
+        package = module.partition(".")[0]
+        return bool(self._allowed & {namespace, module, package})
+
+    def load(self, namespace: str) -> Loaded:
+        """Import what registers a namespace, once. Failing to is no error: the ops that need it are unsupported."""
+        if namespace not in self._loaded:
+            self._loaded[namespace] = self._load(namespace)
+        return self._loaded[namespace]
+
+    def _load(self, namespace: str) -> Loaded:
+        names = self.modules_for(namespace)
+        if not names:
+            return Loaded((), f"no library is known that registers {namespace!r}; name it with "
+                              f"--op-library {namespace}=MODULE")
+        admitted = [name for name in names if self.admits(namespace, name)]
+        if not admitted:
+            return Loaded((), f"{names[0]} registers {namespace!r} and may not be imported; allow it with "
+                              f"--allow-import {names[0].partition('.')[0]}")
+        modules, problems = [], []
+        for name in admitted:
+            try:
+                modules.append(importlib.import_module(name))
+            except Exception as error:  # noqa: BLE001 - a foreign library may fail in any way while it is imported
+                problems.append(f"{name} cannot be imported: {type(error).__name__}: {error}".partition("\n")[0])
+        return Loaded(tuple(modules), "" if modules else "; ".join(problems))
+
+
+_entry_points: dict[str, tuple[str, ...]] | None = None
+
+
+def _from_entry_points() -> dict[str, tuple[str, ...]]:
+    """Namespaces that installed packages name: entry points `NAMESPACE = MODULE` of the group opreplay.op_libraries."""
+    global _entry_points
+    if _entry_points is None:
+        found: dict[str, tuple[str, ...]] = {}
+        for each in entry_points(group=ENTRY_POINT_GROUP):
+            found[each.name] = (*found.get(each.name, ()), each.value)
+        _entry_points = found
+    return _entry_points
+
+
+def parse_op_library(text: str) -> tuple[str, str]:
+    """(namespace, module) of `NAMESPACE=MODULE`. Raises UsageError."""
+    namespace, separator, module = text.partition("=")
+    if not separator or not namespace.isidentifier() or not all(part.isidentifier() for part in module.split(".")):
+        raise UsageError(f"--op-library={text}: expected NAMESPACE=MODULE, such as mylib=mylib.ops")
+    return namespace, module
