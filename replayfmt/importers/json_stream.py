@@ -173,7 +173,9 @@ class JsonStream:
     # ---------------------------------------------------------------------------------------------------------- values
 
     def _value(self, *, recover: bool = False) -> tuple[bool, Any]:
-        """(True, value) of the value that begins here, or (False, None) after noting why there is none."""
+        """(True, value) of the value that comes next, or (False, None) after noting why there is none."""
+        if not self._peek():
+            return self._broken_off(False)
         while True:
             try:
                 value, end = self._decoder.raw_decode(self._text, self._place)
