@@ -51,6 +51,10 @@ class OutputExists(OpReplayError):
     status = "FAILED_PRECONDITION"
 
 
+class ExternalFileProblem(OpReplayError):
+    """A file that a capture refers to is missing, cannot be read, or is not the one that was captured."""
+
+
 class ReplayRefused(OpReplayError):
     """The plan found work it cannot reproduce; nothing was run.
 
