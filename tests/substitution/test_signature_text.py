@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +17,7 @@ from replayfmt.errors import UsageError
 from replayfmt.format.codes import DType, RecordKind
 from replayfmt.format.model import Record
 from replayfmt.format.reader import CaptureReader, open_capture
+from replayfmt.format.signature_groups import SignatureIndex
 from replayfmt.format.signature_text import matches, parse_signature, signature_of, signature_text
 from replayfmt.format.signature_values import (
     TYPES,
@@ -49,10 +52,11 @@ def tensors(draw: st.DrawFn) -> TensorText:
 
 VALUES: st.SearchStrategy[ValueText] = st.recursive(
     st.one_of(
-        st.just(Open()), st.sampled_from(["None", "True", "False", "channels_last", "strided", *TYPES.values()]).map(Word),
+        st.just(Open()), st.sampled_from(["None", "True", "channels_last", "strided", *TYPES.values()]).map(Word),
         st.integers(-(2**63), 2**63 - 1).map(lambda value: Number(repr(value))),
         st.floats().map(lambda value: Number(repr(value))),
-        st.builds(Text, st.text(), st.sampled_from(["", "opaque", "process_group"])), DEVICES.map(DeviceText), tensors(),
+        st.builds(Text, st.text(), st.sampled_from(["", "opaque", "process_group"])), DEVICES.map(DeviceText),
+        tensors(),
     ),
     lambda inner: st.builds(
         lambda form, values, counts: Items(form, tuple((value, count + counts) for value, count in runs_of(values))),
@@ -197,10 +201,31 @@ def test_only_numbers_that_stand_for_themselves_make_calls_of_one_signature_diff
 
 
 def test_the_signatures_module_needs_no_torch(tmp_path: Path) -> None:
-    import subprocess
-    import sys
-
     code = ("import sys; sys.modules['torch'] = None; from replayfmt.format.signature_text import parse_signature; "
             "print(parse_signature('aten::mm.default(float32[2,3], *)'))")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, check=True)
     assert done.stdout == "aten::mm.default(float32[2,3], *)\n"
+
+
+def test_groups_count_the_calls_of_each_signature_and_name_the_first(tmp_path: Path) -> None:
+    path = tmp_path / "groups.opreplay"
+    with replayfmt.capture(path, digests="none"):
+        x = torch.ones(2, 3)
+        weight = torch.ones(3, requires_grad=True)
+        for size in (1, 2, 1):
+            x[:size].mul(weight)
+            x[:size].mul(weight.detach())
+    with open_capture(path) as reader:
+        index = SignatureIndex(reader)
+        kernel = next(number for number, kernel in enumerate(reader.kernels) if kernel and kernel.name == "aten::mul")
+        groups = {group.text: group for group in index.groups([kernel])}
+        assert {text: group.calls for text, group in groups.items()} == {
+            "aten::mul.Tensor(float32[1,3], float32[3])": 4, "aten::mul.Tensor(float32[2,3], float32[3])": 2}
+        for group in groups.values():
+            assert signature_text(reader.record(group.first), reader) == group.text
+        assert sum(group.calls for group in index.groups()) == reader.summary.records[RecordKind.op]
+        for text, calls in (("aten::mul.Tensor(float32[1,3], *)", 4), ("aten::mul.Tensor(*, *)", 6),
+                            ("aten::slice.Tensor(*, int, int, 1)", 4), ("aten::slice.Tensor(*, int, int, int)", 6)):
+            found = [int(ordinal) for ops in index.matching(parse_signature(text)) for ordinal in ops.ordinals]
+            assert len(found) == calls, text
+            assert all(matches(parse_signature(text), reader.record(ordinal), reader) for ordinal in found)
