@@ -45,10 +45,6 @@ class Problem:
         return f"byte {self.offset}: {self.text}"
 
 
-class _NeedMore(Exception):
-    """The buffer ends within a value."""
-
-
 class JsonStream:
     """One pass over a trace file. `problems` has the first ones of each kind, `problem_counts` how many there were."""
 
@@ -179,11 +175,12 @@ class JsonStream:
         while True:
             try:
                 value, end = self._decoder.raw_decode(self._text, self._place)
-                if end >= len(self._text) - 8 and not self._ended and not isinstance(value, str | list | dict):
-                    raise _NeedMore     # a number's last digits may be in the next chunk
+                if not isinstance(value, str | list | dict) and not self._ended and len(self._text) - end < 8:
+                    self._fill(_CHUNK_BYTES)     # a number's last digits may come yet
+                    continue
                 self._place = end
                 return True, value
-            except (json.JSONDecodeError, _NeedMore):
+            except json.JSONDecodeError:
                 end = self._extent()
                 if end is not None:
                     break
