@@ -1,8 +1,8 @@
 """External files as they are now: opened, held against what the capture says of them, and mapped.
 
 A file is opened once, and what is validated and what is mapped is that same descriptor, so that a path cannot be given
-to another file in between. Only the user's remaps choose the path (file_remap.py); a capture can name any path, but what
-it finds there is used only if it is the file that was captured. Knows nothing of PyTorch.
+to another file in between. A capture can name any path, but what it finds there is used only if it is the file that was
+captured. Knows nothing of PyTorch.
 """
 
 from __future__ import annotations
@@ -88,7 +88,8 @@ class OpenedFile:
         """
         name = f"external file {self.path}" + (f" (captured as {file.path})" if remapped else "")
         if self.bytes != file.bytes:
-            return f"{name} has {self.bytes} bytes, the captured one had {file.bytes}: it is another file, or was changed"
+            return (f"{name} has {self.bytes} bytes, the captured one had {file.bytes}: it is another file, or was "
+                    "changed")
         if file.digest is not None:
             try:
                 found = self.digest(progress)
@@ -139,7 +140,7 @@ class OpenedFile:
         return memoryview(mapped)[before:]
 
     def read_into(self, offset: int, buffer: bytearray | memoryview) -> None:
-        """Fill `buffer` with the bytes from `offset` on. Raises ExternalFileProblem where the file does not have them."""
+        """Fill `buffer` with the bytes from `offset` on. Raises ExternalFileProblem where the file has fewer."""
         view = memoryview(buffer).cast("B")
         done = 0
         while done < len(view):
@@ -172,8 +173,8 @@ def _difference(found: FileIdentity, captured: FileIdentity) -> str:
 
 
 def validate(file: ExternalFile, path: str, remapped: bool, progress: Progress | None = None) -> str | None:
-    """What is wrong with the file at `path`, which should be the captured `file`: a sentence that names what to do next,
-    or None. `remapped` says that the user chose the path; `progress` is called with numbers of bytes digested."""
+    """What is wrong with the file at `path`, which should be the captured `file`, and what to do next: a sentence, or
+    None. `remapped` says that the user chose the path; `progress` is called with numbers of bytes digested."""
     try:
         opened = OpenedFile(path)
     except ExternalFileProblem as error:

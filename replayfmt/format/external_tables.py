@@ -105,8 +105,8 @@ def recipe_at(column: Callable[[str], np.ndarray], row: int) -> Recipe:
     """The recipe of a row."""
     statistics = None
     if column("recipe_statistics")[row]:
-        statistics = Statistics(*(float(column(f"recipe_{name}")[row]) for name in _MOMENTS),
-                                *(int(column(f"recipe_{name}")[row]) for name in _COUNTS))
+        mean, std, lowest, highest = (float(column(f"recipe_{name}")[row]) for name in _MOMENTS)
+        statistics = Statistics(mean, std, lowest, highest, *(int(column(f"recipe_{name}")[row]) for name in _COUNTS))
     return Recipe(DType(int(column("recipe_dtype")[row])), int(column("recipe_elements")[row]),
                   int(column("recipe_seed")[row]), statistics)
 

@@ -27,8 +27,8 @@ Progress = Callable[[int], None]
 def digest_file(path_or_fd: str | os.PathLike[str] | int, progress: Progress | None = None) -> str:
     """The file digest as 32 hexadecimal digits, of a path or of a descriptor that stays the caller's.
 
-    `progress` is called with numbers of bytes, one call at a time, from any thread. Raises ExternalFileProblem where the
-    file is no regular file, cannot be read, or changes meanwhile.
+    `progress` is called with numbers of bytes, one call at a time, from any thread. Raises ExternalFileProblem where
+    the file is no regular file, cannot be read, or changes meanwhile.
     """
     if isinstance(path_or_fd, int):
         return _Digest(path_or_fd, f"descriptor {path_or_fd}", progress).run()

@@ -1,7 +1,8 @@
 """Where the external files of a capture are now: CAPTURED=REPLAY pairs of path prefixes, as the user gave them.
 
-Pure path logic. Only the user's words decide, never the capture's: a prefix matches whole components of a captured
-path, the longest match replaces it once, and nothing is replaced a second time.
+Pure path logic. A prefix matches whole components of a captured path; the longest match is replaced, once, and the
+result is not looked at again. What a remap makes of a path lies below its replacement: a captured path that climbs out
+again with `..` is not matched, because the capture must not choose where the user's words lead.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ class FileRemaps:
     def _find(self, path: str) -> _Remap | None:
         parts = _components(path)
         for remap in self._remaps:
-            if parts[:len(remap.captured)] == remap.captured:
+            if parts[:len(remap.captured)] == remap.captured and ".." not in parts[len(remap.captured):]:
                 return remap
         return None
 
