@@ -24,14 +24,14 @@ def lower_op(walk: Lowering, row: int, ordinal: int) -> None:
     if template is None:
         _settle_missing(walk, signature, row)
     else:
-        _OpLine(walk, template, row, ordinal).write()
+        OpLine(walk, template, row, ordinal).write()
 
 
 def lower_result(walk: Lowering, row: int, ordinal: int) -> None:
     """Write an op whose window returns what the op returned."""
     template = walk.template(walk.frame.signatures[row])
     if template is not None:
-        _OpLine(walk, template, row, ordinal).write_return()
+        OpLine(walk, template, row, ordinal).write_return()
 
 
 def _settle_missing(walk: Lowering, signature: int, row: int) -> None:
@@ -50,7 +50,7 @@ def _settle_missing(walk: Lowering, signature: int, row: int) -> None:
             walk.drop(variables.all_on(frame.storages[slot]))
 
 
-class _OpLine:
+class OpLine:
     """The line of one op while it is put together."""
 
     def __init__(self, walk: Lowering, template: Template, row: int, ordinal: int) -> None:
