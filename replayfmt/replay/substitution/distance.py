@@ -1,0 +1,213 @@
+"""How far two tensors are apart: absolute, relative, in units in the last place, and whether that is too far.
+
+Exact about what is not finite: NaN only agrees with NaN, an infinity with the same one, and such elements never enter
+the distances. Zero and minus zero agree. Integers, bools and bit patterns agree or do not. Units in the last place
+count the values of the dtype that lie between two of its numbers, whatever its width; of 64-bit floats they may not
+fit 64 signed bits, so they are Python ints.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from replayfmt.pytorch.dtypes import DTYPE_CODE
+
+from ..verify import TOLERANCE
+
+# Elements compared at once: double-precision copies of large tensors would need several times their memory.
+_CHUNK = 1 << 20
+_INTEGER_OF_WIDTH = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_PLAIN_INTEGERS = frozenset({torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16,
+                             torch.uint32, torch.uint64})
+# Exponents alone, without a sign.
+_UNSIGNED_FLOATS = frozenset({torch.float8_e8m0fnu})
+# Several numbers in a byte: nothing of PyTorch takes them apart.
+_PACKED = frozenset({torch.float4_e2m1fn_x2})
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """How far apart is close. Without either it is as for digests: relative to the larger of the expected value and the
+    tensor's root mean square, by dtype. `relative` replaces the dtype's number; with `absolute` the root mean square
+    plays no part: absolute + relative * |expected|. Integers are always compared exactly."""
+
+    relative: float | None = None
+    absolute: float | None = None
+
+    def of(self, dtype: torch.dtype) -> float:
+        """The relative tolerance of a dtype's numbers."""
+        return TOLERANCE[DTYPE_CODE[dtype]] if self.relative is None else self.relative
+
+    def describe(self, dtype: torch.dtype) -> str:
+        """For people."""
+        if not (dtype.is_floating_point or dtype.is_complex) or dtype in _PACKED:
+            return "exactly equal"
+        if self.absolute is None:
+            return f"{self.of(dtype):g} of the value or of the root mean square"
+        return f"{self.absolute:g} + {self.of(dtype):g} of the value"
+
+
+@dataclass(frozen=True)
+class Distance:
+    """What was compared, and how far apart it was at most.
+
+    `largest_*` are over pairs of finite numbers; None where there is no such pair, of `ulp` also where the dtype has no
+    such units, of `relative` where every expected number is zero. `different` counts elements that are not equal,
+    `not_finite` those of them where only one is a number or they are different infinities, `beyond` those that are too
+    far apart.
+    """
+
+    elements: int = 0
+    different: int = 0
+    not_finite: int = 0
+    beyond: int = 0
+    largest_absolute: float | None = None
+    largest_relative: float | None = None
+    largest_ulp: int | None = None
+
+    def with_(self, other: Distance) -> Distance:
+        """Both together."""
+        return Distance(
+            self.elements + other.elements, self.different + other.different, self.not_finite + other.not_finite,
+            self.beyond + other.beyond, _larger(self.largest_absolute, other.largest_absolute),
+            _larger(self.largest_relative, other.largest_relative),
+            None if (ulp := _larger(self.largest_ulp, other.largest_ulp)) is None else int(ulp),
+        )
+
+
+def _larger(one: float | int | None, other: float | int | None) -> float | int | None:
+    """The larger of what is known."""
+    if one is None or other is None:
+        return other if one is None else one
+    return max(one, other)
+
+
+def distance(expected: torch.Tensor, got: torch.Tensor, tolerance: Tolerance) -> Distance:
+    """The distance of two strided tensors of the same dtype and sizes."""
+    dtype = expected.dtype
+    if dtype in _PLAIN_INTEGERS:
+        return _combined(_integers(*pair) for pair in _chunks(expected, got))
+    if dtype in _PACKED or not (dtype.is_floating_point or dtype.is_complex):
+        return _combined(_patterns(*pair) for pair in _chunks(expected, got))
+    scale = _root_mean_square(expected) if tolerance.absolute is None else 0.0
+    return _combined(_floats(*pair, tolerance, scale) for pair in _chunks(expected, got))
+
+
+def _combined(parts: Iterator[Distance]) -> Distance:
+    total = Distance()
+    for part in parts:
+        total = total.with_(part)
+    return total
+
+
+def _chunks(expected: torch.Tensor, got: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """The elements of both in the same order, as flat contiguous tensors, some at a time."""
+    left, right = _flat(expected), _flat(got)
+    for start in range(0, left.numel(), _CHUNK):
+        yield left[start:start + _CHUNK], right[start:start + _CHUNK]
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.resolve_conj().resolve_neg().contiguous().view(-1)
+
+
+def _integers(expected: torch.Tensor, got: torch.Tensor) -> Distance:
+    if expected.dtype is torch.bool:
+        expected, got = expected.view(torch.uint8), got.view(torch.uint8)
+    unequal = _bits(expected) != _bits(got)
+    count = int(unequal.sum())
+    if not count:
+        return Distance(expected.numel(), largest_absolute=0.0, largest_relative=0.0)
+    wanted, given = expected[unequal].to(torch.float64), got[unequal].to(torch.float64)
+    apart = (wanted - given).abs()
+    return Distance(expected.numel(), count, 0, count, float(apart.max()), _relative(apart, wanted.abs()))
+
+
+def _patterns(expected: torch.Tensor, got: torch.Tensor) -> Distance:
+    width = expected.element_size()
+    unequal = expected.view(torch.uint8).view(-1, width) != got.view(torch.uint8).view(-1, width)
+    count = int(unequal.any(dim=1).sum())
+    return Distance(expected.numel(), count, 0, count)
+
+
+def _floats(expected: torch.Tensor, got: torch.Tensor, tolerance: Tolerance, scale: float) -> Distance:
+    elements = expected.numel()
+    parts = 1
+    allowed = tolerance.of(expected.dtype)
+    if expected.is_complex():
+        expected, got, parts = torch.view_as_real(expected).reshape(-1), torch.view_as_real(got).reshape(-1), 2
+    wanted, given = _double(expected), _double(got)
+    finite = wanted.isfinite() & given.isfinite()
+    same = (wanted == given) | (wanted.isnan() & given.isnan())
+    whole = finite.view(-1, parts).all(dim=1)
+    agree = same.view(-1, parts).all(dim=1)
+    not_finite = int((~whole & ~agree).sum())
+    different = int((~agree).sum())
+    if not bool(whole.any()):
+        return Distance(elements, different, not_finite, not_finite)
+    zero = torch.zeros((), dtype=torch.float64, device=wanted.device)
+    apart = _length(torch.where(finite, wanted - given, zero), parts)[whole]
+    size = _length(torch.where(finite, wanted, zero), parts)[whole]
+    if tolerance.absolute is None:
+        bound = allowed * size.clamp(min=scale)
+    else:
+        bound = tolerance.absolute + allowed * size
+    beyond = int((apart > bound).sum())
+    pairs = finite.view(-1, parts).all(dim=1).repeat_interleave(parts)
+    return Distance(elements, different, not_finite, not_finite + beyond, float(apart.max()), _relative(apart, size),
+                    largest_ulp(*(_bits(each)[pairs].view(each.dtype) for each in (expected, got))))
+
+
+def _length(values: torch.Tensor, parts: int) -> torch.Tensor:
+    """Absolute values; of complex numbers their magnitudes."""
+    return values.abs() if parts == 1 else torch.hypot(*values.view(-1, 2).unbind(1))
+
+
+def _relative(apart: torch.Tensor, size: torch.Tensor) -> float | None:
+    """The largest distance relative to the expected value, where that is not zero."""
+    nonzero = size > 0
+    return float((apart[nonzero] / size[nonzero]).max()) if bool(nonzero.any()) else None
+
+
+def _double(values: torch.Tensor) -> torch.Tensor:
+    # Not every narrow format converts to float64 at once; all of them fit float32 exactly.
+    narrow = values.element_size() == 1
+    return (values.to(torch.float32) if narrow else values).to(torch.float64)
+
+
+def _root_mean_square(expected: torch.Tensor) -> float:
+    squares, count = 0.0, 0
+    for part, _same in _chunks(expected, expected):
+        flat = torch.view_as_real(part).reshape(-1) if part.is_complex() else part
+        values = _double(flat)
+        values = values[values.isfinite()]
+        largest = float(values.abs().max()) if values.numel() else 0.0
+        if largest > 1e150:
+            return largest        # squares would overflow, and the largest value is a bound as good as any
+        squares += float((values * values).sum())
+        count += values.numel() // (2 if part.is_complex() else 1)
+    return math.sqrt(squares / count) if count else 0.0
+
+
+def _bits(values: torch.Tensor) -> torch.Tensor:
+    return values.view(_INTEGER_OF_WIDTH[values.element_size()])
+
+
+def largest_ulp(expected: torch.Tensor, got: torch.Tensor) -> int:
+    """The largest distance of two flat tensors of finite floats, in units in the last place."""
+    if not expected.numel():
+        return 0
+    left, right = _bits(expected), _bits(got)
+    if expected.dtype in _UNSIGNED_FLOATS:
+        return int((left.to(torch.int64).bitwise_and(0xFF) - right.to(torch.int64).bitwise_and(0xFF)).abs().max())
+    most = torch.iinfo(left.dtype).max
+    left_size, right_size = left.bitwise_and(most).to(torch.int64), right.bitwise_and(most).to(torch.int64)
+    opposite = (left < 0) != (right < 0)
+    apart = torch.where(opposite, left_size + right_size, (left_size - right_size).abs())
+    # Two 63-bit numbers together may take 64 bits: compare them as unsigned ones, by turning the sign bit over.
+    lowest = torch.iinfo(torch.int64).min
+    return int(apart.bitwise_xor(lowest).max()) - lowest
