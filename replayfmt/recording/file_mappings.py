@@ -1,0 +1,276 @@
+"""Memory that is a file: which file stands behind a run of addresses, and whether the bytes there are still the file's.
+
+Mappings are looked up in /proc/self/maps. The file that has the mapping's name now must be the very file that is
+mapped: one that was deleted or replaced since cannot be referred to. Private mappings count as long as none of their
+pages was written in memory (see pages.py). A write through a shared mapping changes the file itself; that shows in its
+time of modification only where the file system is told of the first write to each clean page, so shared writable
+mappings count only on such file systems, and only while they have no dirty pages. Everywhere else than on Linux,
+nothing is found. No page is brought into memory by asking.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import stat
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+import xxhash
+
+from replayfmt.format.model import FileIdentity
+
+from .pages import PAGE, dirty, first_page, private_copies, written_pages
+
+_MAPS = "/proc/self/maps"
+_MOUNTS = "/proc/self/mountinfo"
+# They update the time of modification when a clean page of a shared mapping is written.
+_TELLING = frozenset({"ext2", "ext3", "ext4", "xfs", "btrfs", "f2fs"})
+
+Bytes = Callable[[int, int], memoryview]
+
+
+def identity_of(status: os.stat_result) -> FileIdentity:
+    return FileIdentity(status.st_dev, status.st_ino, status.st_mtime_ns)
+
+
+def memory(address: int, length: int) -> memoryview:
+    """Live memory of this process. Valid only as long as whoever owns it keeps it."""
+    return memoryview((ctypes.c_char * length).from_address(address)).cast("B")
+
+
+@dataclass(frozen=True)
+class Mapping:
+    """A line of /proc/self/maps, or several that continue each other."""
+
+    start: int
+    end: int
+    shared: bool
+    writable: bool
+    offset: int  # in the file
+    device: str
+    inode: int
+    path: str
+
+    @property
+    def file(self) -> tuple[str, int]:
+        """What the kernel calls the file here. Not comparable with what stat says on every file system."""
+        return self.device, self.inode
+
+
+def read_mappings() -> list[Mapping]:
+    """Every mapping of a file in this process, by address; none where the system does not tell."""
+    try:
+        with open(_MAPS, "rb") as file:
+            lines = file.read().split(b"\n")
+    except OSError:
+        return []
+    mappings: list[Mapping] = []
+    for line in lines:
+        fields = line.split(None, 5)
+        if len(fields) < 6 or not fields[5].startswith(b"/"):
+            continue
+        start, end = (int(part, 16) for part in fields[0].split(b"-"))
+        path = os.fsdecode(fields[5].replace(b"\\012", b"\n"))
+        mapping = Mapping(start, end, fields[1][3:4] == b"s", fields[1][1:2] == b"w", int(fields[2], 16),
+                          fields[3].decode(), int(fields[4]), path)
+        mappings.append(mapping)
+    return mappings
+
+
+@dataclass
+class MappedRange:
+    """A run of addresses that held a file's bytes, untouched, when it was found."""
+
+    path: str
+    address: int
+    bytes: int
+    offset: int  # in the file
+    file_bytes: int
+    identity: FileIdentity
+    mapping: Mapping
+
+    def fingerprint(self) -> int | None:
+        """Changes when the bytes may have changed, as long as nobody but the caller's own operators writes to memory
+        shared with the file. Reads only pages that were written in memory. None where the system does not tell."""
+        state = xxhash.xxh3_128(repr(self._file_now()).encode())
+        if not self.mapping.shared:
+            written = own_pages(self)
+            if written is None:
+                return None
+            state.update(np.packbits(written).tobytes())
+            for begin, end in _runs(written):
+                low = max(self.address, first_page(self.address) + begin * PAGE)
+                high = min(self.address + self.bytes, first_page(self.address) + end * PAGE)
+                state.update(memory(low, high - low))
+        return state.intdigest()
+
+    def _file_now(self) -> int | None:
+        """When the file was modified; None where another one has its name now, whose content does not matter here."""
+        try:
+            status = os.stat(self.path)
+        except OSError:
+            return None
+        same = (status.st_dev, status.st_ino) == (self.identity.device, self.identity.inode)
+        return status.st_mtime_ns if same else None
+
+
+def own_pages(found: MappedRange) -> np.ndarray | None:
+    """For each page of a range of a private mapping, whether it is no longer the file's. None where nobody can tell.
+
+    The first and the last page may hold something else, too, whose owner wrote to it: what counts is the range's part.
+    """
+    written = written_pages(found.address, found.bytes)
+    if written is None:
+        return None
+    if written[0] or written[-1]:
+        page = first_page(found.address)
+        for index in {0, len(written) - 1}:
+            low = max(found.address, page + index * PAGE)
+            high = min(found.address + found.bytes, page + (index + 1) * PAGE)
+            if written[index] and (low, high) != (page + index * PAGE, page + (index + 1) * PAGE):
+                written[index] = not _same_as_file(found, low, high)
+    return written
+
+
+def _same_as_file(found: MappedRange, low: int, high: int) -> bool:
+    try:
+        descriptor = os.open(found.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError:
+        return False
+    try:
+        if identity_of(os.fstat(descriptor)) != found.identity:
+            return False
+        return os.pread(descriptor, high - low, found.offset + low - found.address) == bytes(memory(low, high - low))
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)
+
+
+class FileMappings:
+    """Finds the files behind addresses. Remembers mappings only for as long as the caller proves that they last."""
+
+    def __init__(self) -> None:
+        self._lasting: list[tuple[Mapping, Callable[[], object | None]]] = []
+
+    @property
+    def available(self) -> bool:
+        """Whether the system tells of mappings at all."""
+        return os.access(_MAPS, os.R_OK)
+
+    def find(self, address: int, length: int) -> MappedRange | None:
+        """The file whose untouched bytes are at [address, address + length), or None."""
+        written = written_pages(address, 1)
+        if written is not None and written[0] and address % PAGE == 0:
+            return None  # ordinary memory: nothing more to look up
+        mapping = self._known(address, length)
+        if mapping is None:
+            mappings = read_mappings()
+            mapping = _joined([m for m in mappings if m.start < address + length and address < m.end], address, length)
+            if mapping is None or not _writes_show(mapping, mappings):
+                return None
+        status = _file_behind(mapping)
+        offset = mapping.offset + address - mapping.start
+        if status is None or offset + length > status.st_size:
+            return None
+        found = MappedRange(mapping.path, address, length, offset, status.st_size, identity_of(status), mapping)
+        return found if mapping.shared or _untouched(found) else None
+
+    def keep(self, found: MappedRange, alive: Callable[[], object | None]) -> None:
+        """`alive` gives something but None for as long as the memory of a range stays mapped."""
+        self._lasting = [pair for pair in self._lasting if pair[1]() is not None]
+        if all(found.mapping is not mapping for mapping, _ in self._lasting):
+            self._lasting.append((found.mapping, alive))
+
+    def _known(self, address: int, length: int) -> Mapping | None:
+        for mapping, alive in self._lasting:
+            if mapping.start <= address and address + length <= mapping.end and alive() is not None:
+                return mapping
+        return None
+
+
+def _writes_show(mapping: Mapping, mappings: list[Mapping]) -> bool:
+    """Whether nobody in this process has written to the file through memory, and will be noticed who does."""
+    writers = [m for m in mappings if m.shared and m.writable and m.file == mapping.file]
+    if not writers:
+        return True
+    status = _file_behind(mapping)
+    return (status is not None and _tells_of_writes(status.st_dev)
+            and all(dirty(writer.start) is False for writer in writers))
+
+
+def _untouched(found: MappedRange) -> bool:
+    """Whether every byte of a range of a private mapping is still the file's."""
+    written = own_pages(found)
+    if written is not None:
+        return not written.any()
+    # All that is known then is whether anything of the mapping was written.
+    mapping = found.mapping
+    pieces = [m for m in read_mappings() if m.start < mapping.end and mapping.start < m.end]
+    return all(private_copies(piece.start) is False for piece in pieces)
+
+
+def _joined(pieces: list[Mapping], address: int, length: int) -> Mapping | None:
+    """Neighbouring mappings of one file as one, where they hold a whole range."""
+    if not pieces or pieces[0].start > address or pieces[-1].end < address + length:
+        return None
+    first = pieces[0]
+    for before, piece in zip(pieces, pieces[1:], strict=False):
+        continues = piece.start == before.end and piece.offset == before.offset + before.end - before.start
+        if not continues or (piece.file, piece.path, piece.shared) != (first.file, first.path, first.shared):
+            return None
+    return replace(first, end=pieces[-1].end, writable=any(piece.writable for piece in pieces))
+
+
+def _file_behind(mapping: Mapping) -> os.stat_result | None:
+    """The status of the file that is mapped, where it still has its name."""
+    try:
+        status = os.stat(mapping.path)
+    except (OSError, ValueError):
+        return None
+    if not stat.S_ISREG(status.st_mode):
+        return None
+    device = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}"
+    if (device, status.st_ino) == mapping.file:
+        return status
+    # Layered file systems (overlayfs, btrfs) number their files otherwise here than there: map the file and look.
+    try:
+        descriptor = os.open(mapping.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError:
+        return None
+    try:
+        status = os.fstat(descriptor)
+        with mmap.mmap(descriptor, 1, access=mmap.ACCESS_COPY) as probe:
+            first_byte = ctypes.c_char.from_buffer(probe)
+            address = ctypes.addressof(first_byte)
+            files = [m.file for m in read_mappings() if m.start <= address < m.end]
+            del first_byte  # a mapping in use cannot be closed
+    except (OSError, ValueError):
+        return None
+    finally:
+        os.close(descriptor)
+    return status if files == [mapping.file] else None
+
+
+def _tells_of_writes(device: int) -> bool:
+    """Whether a write through shared memory shows in a file's status, on the file system with this device number."""
+    wanted = f"{os.major(device)}:{os.minor(device)}"
+    try:
+        with open(_MOUNTS, encoding="utf-8", errors="surrogateescape") as file:
+            lines = file.read().splitlines()
+    except OSError:
+        return False
+    for line in lines:
+        fields, _, described = line.partition(" - ")
+        if fields.split()[2] == wanted:
+            return described.split()[0] in _TELLING
+    return False
+
+
+def _runs(flags: np.ndarray) -> list[tuple[int, int]]:
+    """The begin and end of each run of true flags."""
+    edges = np.flatnonzero(np.diff(np.concatenate(([0], flags.astype(np.int8), [0]))))
+    return [(int(begin), int(end)) for begin, end in zip(edges[::2], edges[1::2], strict=True)]

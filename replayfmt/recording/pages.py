@@ -1,0 +1,87 @@
+"""Which pages of this process's memory were written, and so are no longer those of the file that is mapped there.
+
+A page of a private mapping is the file's own until somebody writes to it; then the process gets a copy. Linux tells the
+two apart without a look at their bytes: in /proc/self/pagemap for each page, or in /proc/self/smaps for a whole mapping
+where the former cannot be read. Looking at pages does not bring them into memory.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import re
+
+import numpy as np
+
+PAGE = mmap.PAGESIZE
+_PAGEMAP = "/proc/self/pagemap"
+_SMAPS = "/proc/self/smaps"
+_ENTRY = 8  # bytes a page
+_AT_ONCE = 1 << 18  # pages
+_PRESENT, _SWAPPED, _OF_A_FILE = np.uint64(1 << 63), np.uint64(1 << 62), np.uint64(1 << 61)
+_HEADER = re.compile(r"^([0-9a-f]+)-[0-9a-f]+ ", re.MULTILINE)
+_FIELD = re.compile(r"^(\w+): +(\d+) kB$", re.MULTILINE)
+
+
+def first_page(address: int) -> int:
+    """The address of the page that an address is in."""
+    return address - address % PAGE
+
+
+def written_pages(address: int, length: int) -> np.ndarray | None:
+    """For each page that [address, address + length) touches, whether it is a copy of this process's own. None where
+    the system does not tell."""
+    first = address // PAGE
+    count = (address + length - 1) // PAGE - first + 1
+    written = np.empty(count, bool)
+    try:
+        descriptor = os.open(_PAGEMAP, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        for begin in range(0, count, _AT_ONCE):
+            pages = min(_AT_ONCE, count - begin)
+            data = os.pread(descriptor, pages * _ENTRY, (first + begin) * _ENTRY)
+            if len(data) != pages * _ENTRY:
+                return None
+            entries = np.frombuffer(data, np.uint64)
+            # A page that is neither in memory nor swapped out will be read from the file when it is touched.
+            there = (entries & (_PRESENT | _SWAPPED)) != 0
+            of_the_file = (entries & (_PRESENT | _SWAPPED | _OF_A_FILE)) == (_PRESENT | _OF_A_FILE)
+            written[begin : begin + pages] = there & ~of_the_file
+    except OSError:
+        return None
+    finally:
+        os.close(descriptor)
+    return written
+
+
+def mapping_sizes(start: int) -> dict[str, int] | None:
+    """What smaps says of the mapping that starts at an address, in bytes by name. None where it says nothing."""
+    try:
+        with open(_SMAPS, encoding="utf-8", errors="surrogateescape") as file:
+            text = file.read()
+    except OSError:
+        return None
+    for header in _HEADER.finditer(text):
+        if int(header[1], 16) == start:
+            following = _HEADER.search(text, header.end())
+            block = text[header.end() : following.start() if following else len(text)]
+            return {name: int(kilobytes) * 1024 for name, kilobytes in _FIELD.findall(block)}
+    return None
+
+
+def private_copies(start: int) -> bool | None:
+    """Whether the private mapping that starts at an address has pages of its own. None where nobody can tell."""
+    sizes = mapping_sizes(start)
+    if sizes is None or "Anonymous" not in sizes or "Swap" not in sizes:
+        return None
+    return bool(sizes["Anonymous"] or sizes["Swap"])
+
+
+def dirty(start: int) -> bool | None:
+    """Whether the mapping that starts at an address has pages that differ from the disk. None where nobody can tell."""
+    sizes = mapping_sizes(start)
+    if sizes is None or "Shared_Dirty" not in sizes or "Private_Dirty" not in sizes:
+        return None
+    return bool(sizes["Shared_Dirty"] or sizes["Private_Dirty"])

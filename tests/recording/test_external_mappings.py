@@ -1,0 +1,239 @@
+"""Memory that is a file: found while it is untouched, never while it is not, and without reading it."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from replayfmt.recording import file_mappings, pages
+from replayfmt.recording.file_mappings import FileMappings, MappedRange, read_mappings
+from replayfmt.recording.pages import PAGE, written_pages
+
+LENGTH = 8 * PAGE
+pytestmark = pytest.mark.skipif(not os.path.exists("/proc/self/maps"), reason="the system does not tell of mappings")
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    file = tmp_path / "weights.bin"
+    file.write_bytes(np.arange(LENGTH, dtype=np.uint8).tobytes())
+    return file
+
+
+def mapped(path: Path | str, length: int = LENGTH, shared: bool = False) -> torch.UntypedStorage:
+    return torch.UntypedStorage.from_file(str(path), shared, length)
+
+
+def find(storage: torch.UntypedStorage, offset: int = 0, length: int | None = None) -> MappedRange | None:
+    return FileMappings().find(storage.data_ptr() + offset, (length or storage.nbytes()) - offset)
+
+
+def test_an_untouched_private_mapping_is_the_files(path: Path) -> None:
+    storage = mapped(path)
+    found = find(storage, 300)
+    assert found is not None
+    status = path.stat()
+    assert (found.path, found.offset, found.bytes, found.file_bytes) == (str(path), 300, LENGTH - 300, LENGTH)
+    assert (found.identity.inode, found.identity.mtime_ns) == (status.st_ino, status.st_mtime_ns)
+
+
+def test_reading_a_mapping_does_not_touch_it(path: Path) -> None:
+    storage = mapped(path)
+    assert bytes(storage[:4].tolist()) == b"\0\1\2\3"
+    assert find(storage) is not None
+
+
+def test_a_page_written_in_memory_is_no_longer_the_files(path: Path) -> None:
+    storage = mapped(path)
+    storage[3 * PAGE] = 7
+    assert find(storage) is None
+    before, after = find(storage, 0, 2 * PAGE), find(storage, 5 * PAGE)
+    assert before is not None and after is not None
+
+
+def test_a_neighbours_write_on_the_same_page_does_not_count(path: Path) -> None:
+    storage = mapped(path)
+    storage[100] = 99
+    assert find(storage, 200) is not None
+    assert find(storage, 100) is None
+
+
+def test_a_deleted_file_cannot_be_referred_to(path: Path) -> None:
+    storage = mapped(path)
+    path.unlink()
+    assert find(storage) is None
+
+
+def test_a_file_that_took_anothers_name_is_not_taken_for_it(path: Path) -> None:
+    storage = mapped(path)
+    other = path.with_name("other")
+    shutil.copy(path, other)
+    os.replace(other, path)
+    assert find(storage) is None
+
+
+def test_a_file_that_became_shorter_does_not_hold_the_range(path: Path) -> None:
+    storage = mapped(path)
+    os.truncate(path, LENGTH // 2)
+    assert find(storage) is None
+    assert find(storage, 0, LENGTH // 4) is not None
+
+
+def test_links_and_relative_paths_lead_to_the_real_file(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    link = path.with_name("link")
+    link.symlink_to(path)
+    monkeypatch.chdir(path.parent)
+    through_link, relative = mapped(link), mapped("weights.bin")
+    monkeypatch.chdir("/")
+    for storage in (through_link, relative):
+        found = find(storage)
+        assert found is not None and found.path == os.path.realpath(path)
+
+
+def test_names_with_blanks_and_line_breaks_are_found(path: Path) -> None:
+    odd = path.with_name("two  blanks\nand a break (deleted)")
+    path.rename(odd)
+    found = find(mapped(odd))
+    assert found is not None and found.path == str(odd)
+
+
+def test_ordinary_memory_is_no_file(path: Path) -> None:
+    assert find(torch.zeros(LENGTH).untyped_storage()) is None
+    assert find(torch.from_numpy(np.zeros(LENGTH, np.uint8)).untyped_storage()) is None
+
+
+def test_a_read_only_shared_mapping_is_the_files(path: Path) -> None:
+    array = np.memmap(path, np.uint8, "r")
+    assert FileMappings().find(array.ctypes.data, LENGTH) is not None
+
+
+@pytest.mark.skipif(not file_mappings._tells_of_writes(os.stat("/tmp").st_dev), reason="the file system tells nothing")
+def test_a_shared_mapping_is_the_files_until_it_is_written(path: Path) -> None:
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
+    storage = mapped(path, shared=True)
+    assert storage.filename == str(path)
+    found = find(storage)
+    assert found is not None
+    before = found.fingerprint()
+    storage[0] = 9
+    assert found.fingerprint() != before
+    assert find(storage) is None
+    # Whoever maps it privately sees those writes, too.
+    assert find(mapped(path)) is None
+
+
+def test_shared_memory_is_no_file_to_refer_to() -> None:
+    if not os.path.isdir("/dev/shm"):
+        pytest.skip("no shared memory file system")
+    name = f"/dev/shm/opreplay-test-{os.getpid()}"
+    try:
+        with open(name, "wb") as file:
+            file.truncate(LENGTH)
+        assert find(mapped(name, shared=True)) is None
+    finally:
+        os.unlink(name)
+
+
+def test_the_fingerprint_follows_the_content(path: Path) -> None:
+    storage = mapped(path)
+    found = find(storage)
+    assert found is not None
+    before = found.fingerprint()
+    assert found.fingerprint() == before
+    storage[PAGE] = 1
+    changed = found.fingerprint()
+    assert changed != before
+    storage[PAGE] = 2
+    assert found.fingerprint() not in (before, changed)
+
+
+def test_the_fingerprint_follows_the_file(path: Path) -> None:
+    storage = mapped(path)
+    found = find(storage)
+    assert found is not None
+    before = found.fingerprint()
+    with open(path, "r+b") as file:
+        file.write(b"x")
+    os.utime(path, ns=(1, 1))
+    assert found.fingerprint() != before
+
+
+def test_the_fingerprint_does_not_follow_a_neighbour(path: Path) -> None:
+    storage = mapped(path)
+    found = find(storage, 200)
+    assert found is not None
+    before = found.fingerprint()
+    storage[100] = 99
+    assert found.fingerprint() == before
+    storage[200] = 99
+    assert found.fingerprint() != before
+
+
+def test_a_mapping_that_was_split_is_one_again(path: Path) -> None:
+    storage = mapped(path)
+    libc = ctypes.CDLL(None, use_errno=True)
+    middle = ctypes.c_void_p(storage.data_ptr() + 2 * PAGE)
+    assert libc.mprotect(middle, ctypes.c_size_t(PAGE), mmap.PROT_READ) == 0
+    assert sum(mapping.path == str(path) for mapping in read_mappings()) == 3
+    found = find(storage, 50)
+    assert found is not None and found.offset == 50
+    assert find(storage, 3 * PAGE) is not None
+
+
+def test_a_mapping_is_remembered_only_while_its_memory_lives(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mappings = FileMappings()
+    storage = mapped(path)
+    alive: list[object] = [storage]
+    found = mappings.find(storage.data_ptr(), LENGTH)
+    assert found is not None
+    mappings.keep(found, lambda: alive[0])
+    looked = []
+    monkeypatch.setattr(file_mappings, "read_mappings", lambda: looked.append(1) or [])
+    assert mappings.find(storage.data_ptr() + 1, 10) is not None and not looked
+    alive[0] = None
+    assert mappings.find(storage.data_ptr() + 1, 10) is None and looked
+
+
+def test_without_pagemap_smaps_decides(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pages, "_PAGEMAP", "/nonexistent")
+    storage = mapped(path)
+    assert written_pages(storage.data_ptr(), 1) is None
+    found = find(storage)
+    assert found is not None and found.fingerprint() is None
+    storage[0] = 1
+    assert find(storage) is None
+    monkeypatch.setattr(pages, "_SMAPS", "/nonexistent")
+    assert find(mapped(path)) is None
+
+
+def test_a_file_with_other_numbers_than_its_mapping_is_recognized(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on layered file systems, where stat and the mappings disagree."""
+    original = read_mappings
+
+    def elsewhere() -> list[file_mappings.Mapping]:
+        return [file_mappings.replace(mapping, device="00:99") for mapping in original()]
+
+    monkeypatch.setattr(file_mappings, "read_mappings", elsewhere)
+    storage = mapped(path)
+    assert find(storage) is not None
+    shutil.copy(path, path.with_name("copy"))
+    os.replace(path.with_name("copy"), path)
+    assert find(storage) is None
+
+
+def test_gigabytes_are_not_read(tmp_path: Path) -> None:
+    path = tmp_path / "sparse.bin"
+    with open(path, "wb") as file:
+        file.truncate(3 << 30)
+    storage = mapped(path, 3 << 30)
+    found = find(storage)
+    assert found is not None and found.fingerprint() is not None
+    assert pages.mapping_sizes(storage.data_ptr())["Rss"] == 0
