@@ -7,7 +7,6 @@ frame. What it is given is written; what is assumed about a call is the importer
 
 from __future__ import annotations
 
-import time
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -59,6 +58,7 @@ class _Pending:
     storage_origin: array = field(default_factory=lambda: array("B"))
     storage_payload: array = field(default_factory=lambda: array("I"))
     definitions: dict[int, tuple[int, int, int]] = field(default_factory=dict)
+    timed: bool = False
 
 
 def imported_session(kind: str, source: str, **fields: Any) -> Session:
@@ -148,9 +148,10 @@ class ImportedSession:
         self._use(slots.tensors, metas)
         return self._add(signature, moment, slots, note)
 
-    def scope_begin(self, name: str, moment: Moment) -> int:
+    def scope_begin(self, name: str, moment: Moment, annotation: Mapping[str, Any] | None = None) -> int:
         """Record that a scope begins; `moment.scope` is its id."""
-        return self._named(RecordKind.scope_begin, moment, name=name)
+        note = self._writer.annotation(annotation) if annotation else 0
+        return self._named(RecordKind.scope_begin, moment, note, name=name)
 
     def scope_end(self, name: str, moment: Moment) -> int:
         """Record that a scope ends."""
@@ -229,6 +230,7 @@ class ImportedSession:
         start = self._last_ns = max(self._last_ns, moment.start_ns)
         pending.start.append(start)
         pending.duration.append(min(moment.duration_ns or 0, _LONGEST))
+        pending.timed |= moment.duration_ns is not None
         device = moment.device_duration_ns
         pending.device_duration.append(_UNKNOWN if device is None else device)
         pending.annotation.append(note)
@@ -245,7 +247,7 @@ class ImportedSession:
         known = any(value != _UNKNOWN for value in pending.device_duration)
         self._writer.records(RecordColumns(
             signature=pending.signature, scope=pending.scope, thread=pending.thread, start_ns=pending.start,
-            duration_ns=pending.duration, tensors=pending.tensors, ints=pending.ints, floats=pending.floats,
+            duration_ns=pending.duration if pending.timed else None, tensors=pending.tensors, ints=pending.ints, floats=pending.floats,
             tensor_definitions=pending.definitions, first_storage=self._first_storage,
             storage_bytes=pending.storage_bytes, storage_device=pending.storage_device,
             storage_origin=pending.storage_origin, storage_payload=pending.storage_payload,
@@ -281,8 +283,3 @@ def plain_device(name: str) -> Device:
     if not kind.isidentifier() or (separator and not index.isdigit()):
         raise ValueError(f"{name!r} names no device")
     return Device(kind, int(index) if separator else -1 if kind in ("cpu", "meta") else 0)
-
-
-def now_ns() -> int:
-    """Unix time, for sessions."""
-    return time.time_ns()

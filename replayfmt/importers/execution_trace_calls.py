@@ -1,0 +1,206 @@
+"""From a node of an execution trace to an operator's call: its arguments by name, what they are on, what was assumed.
+
+One `Calls` goes through the chosen nodes in order. It knows which allocation each tensor is on, finds out strides that
+older traces do not have, and reads the arguments by the operator's schema. It does so twice: a first time only to find
+out how long each allocation is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from replayfmt.format.codes import DType
+
+from .arguments import UNRECORDED, Binding, Reader, Recorded, TensorSpec
+from .execution_trace_memory import Allocations, MemoryMap, Placed
+from .execution_trace_nodes import TensorReader, TracedTensor, TraceNode, recorded_inputs, rounded, tensors_of
+from .execution_trace_selection import Kind, kind_of
+from .meta_results import MetaResults
+from .operators import Choice, Operators
+from .types import dtype_of
+from .values import contiguous
+
+BY = "the execution trace"
+_NUMBERS = (DType.float64, DType.int64, DType.complex128, DType.bool)     # dtypes that Python numbers become
+
+
+@dataclass
+class Step:
+    """One chosen node. `given` and `returned` tell where its tensors are. `choice` and `binding` are those of an
+    operator; `assumed` has what was assumed beside the binding's sentences."""
+
+    node: TraceNode
+    kind: Kind
+    given: dict[TracedTensor, Placed]
+    returned: dict[TracedTensor, Placed] = field(default_factory=dict)
+    choice: Choice | None = None
+    binding: Binding | None = None
+    assumed: list[str] = field(default_factory=list)
+
+
+class _OnAllocations(TensorReader):
+    """Tensors with the number of their allocation as identity."""
+
+    def __init__(self, placed: dict[TracedTensor, Placed]) -> None:
+        self._placed = placed
+
+    def spec(self, tensor: TracedTensor) -> TensorSpec:
+        spec = super().spec(tensor)
+        where = self._placed.get(tensor)
+        return spec if where is None else replace(spec, strides=where.strides, identity=where.allocation)
+
+
+class Calls:
+    """The calls of a trace, in order. With the `allocations` of a first pass, arguments are read as well."""
+
+    def __init__(self, operators: Operators, strings: dict[tuple[str, str], str],
+                 allocations: Allocations | None = None, meta: MetaResults | None = None) -> None:
+        self._operators = operators
+        self._reader = Reader(strings)
+        self._full = allocations is not None
+        self.memory = MemoryMap(allocations)
+        self.meta = meta or MetaResults()
+        self._choices: dict[str, tuple[Choice, torch.FunctionSchema | None]] = {}
+
+    @property
+    def allocations(self) -> Allocations:
+        return self.memory.allocations
+
+    def step(self, node: TraceNode) -> Step:
+        """The next chosen node."""
+        given = self.memory.take(tensor for _position, tensor in tensors_of(node.inputs))
+        step = Step(node, kind_of(node), {each.tensor: each for each in given})
+        step.assumed += [f"the {list(tensor.sizes)} tensor at the address of a shorter one is a new allocation, which "
+                         f"{BY} does not show" for tensor in self.memory.replaced]
+        strides: Sequence[tuple[int, ...] | None] | None = None
+        if step.kind is Kind.operator and (self._full or node.inputs.strides is None):
+            self._bind(step)
+            if node.outputs.strides is None:
+                strides = self._strides(step)
+        outputs = [tensor for _position, tensor in tensors_of(node.outputs)]
+        returned = self.memory.give(list(zip(outputs, strides or [None] * len(outputs), strict=True)), given,
+                                    known=not node.schema.startswith("aten::set_"))
+        step.returned = {each.tensor: each for each in returned}
+        return step
+
+    def inside(self, node: TraceNode) -> None:
+        """A node within a chosen one: memory that it allocates has no other owner any more."""
+        self.memory.forget(tensor for _position, tensor in tensors_of(node.outputs))
+
+    # ------------------------------------------------------------------------------------------------------- arguments
+
+    def _bind(self, step: Step) -> None:
+        node = step.node
+        step.choice, traced = self._choose(node.schema)
+        if step.choice.operator is None:
+            return
+        schema = step.choice.operator.schema
+        recorded = recorded_inputs(node.inputs, _OnAllocations(step.given))
+        unknown: list[str] = []
+        if traced is not None and str(traced) != str(schema):
+            recorded, unknown = _by_name(traced, schema, recorded)
+        step.binding = self._reader.bind(schema, recorded, by=BY)
+        step.binding.missing += unknown
+        if len(node.inputs) > len((traced or schema).arguments):
+            step.binding.missing.append(f"{BY} has {len(node.inputs)} arguments, the operator takes "
+                                        f"{len((traced or schema).arguments)}")
+        step.assumed += [f"{name}={value!r}: {BY} keeps six decimals" for name, value in step.binding.arguments
+                         if isinstance(value, float) and rounded(value)]
+        if node.inputs.strides is None:
+            self._say_strides(step)
+        if not step.binding.missing:
+            self._numbers(step)
+
+    def _choose(self, text: str) -> tuple[Choice, torch.FunctionSchema | None]:
+        known = self._choices.get(text)
+        if known is None:
+            try:
+                traced = torch._C.parse_schema(text)
+            except RuntimeError:
+                traced = None
+            known = self._choices[text] = self._operators.by_schema(text), traced
+        return known
+
+    def _say_strides(self, step: Step) -> None:
+        """Older traces have no strides: say where those of the arguments come from."""
+        telling = [(name, spec) for name, spec in _specs(step.binding) if _strides_tell(spec)]
+        if telling:
+            guessed = sorted({name for name, spec in telling
+                              if not self.allocations.made[spec.identity] and spec.strides == contiguous(spec.sizes or ())})
+            if guessed:
+                step.assumed.append(f"strides of {', '.join(guessed)}: {BY} has none; contiguous")
+            if len(guessed) < len({name for name, _spec in telling}):
+                step.assumed.append(f"strides of tensors that operators before this one returned: {BY} has none; "
+                                    "computed by running the operators without data")
+
+    def _strides(self, step: Step) -> list[tuple[int, ...] | None] | None:
+        """Strides of everything an operator returned, by running it without data; None where that does not tell."""
+        if step.choice is None or step.choice.operator is None or step.binding is None or step.binding.missing:
+            return None
+        returned = self.meta.of(step.choice.operator.schema, step.binding.arguments)
+        outputs = [tensor for _position, tensor in tensors_of(step.node.outputs)]
+        found = [each for each in returned or () if each is not None]
+        if len(found) != len(outputs):
+            return None
+        return [each.strides if each.sizes == tensor.sizes else None
+                for each, tensor in zip(found, outputs, strict=True)]
+
+    def _numbers(self, step: Step) -> None:
+        """Python numbers reach operators as tensors without dimensions that do not take part in type promotion; in a
+        trace they look like tensors that do. Where that matters, the recorded result tells."""
+        binding, choice = step.binding, step.choice
+        assert binding is not None and choice is not None and choice.operator is not None
+        outputs = [dtype_of(tensor.type_name) for _position, tensor in tensors_of(step.node.outputs)]
+        candidates = [position for position, (_name, value) in enumerate(binding.arguments)
+                      if isinstance(value, TensorSpec) and value.sizes == () and value.device == "cpu"
+                      and value.dtype in _NUMBERS and not self.allocations.made[value.identity]]
+        tensors = sum(isinstance(value, TensorSpec) for _name, value in binding.arguments)
+        if not candidates or tensors < 2 or not outputs or outputs[0] is None:
+            return
+        if self._returns(choice, binding.arguments) in (None, outputs):
+            return
+        changed = list(binding.arguments)
+        for position in candidates:
+            name, spec = changed[position]
+            changed[position] = name, replace(spec, dtype=outputs[0], number=True)
+        if self._returns(choice, changed) == outputs:
+            binding.arguments = changed
+            names = ", ".join(changed[position][0] for position in candidates)
+            step.assumed.append(f"{names}: a Python number that was passed as a tensor; taken as {outputs[0].name}, with "
+                                "which the result has its recorded dtype")
+
+    def _returns(self, choice: Choice, arguments: Sequence[tuple[str, Any]]) -> list[DType | None] | None:
+        assert choice.operator is not None
+        returned = self.meta.of(choice.operator.schema, arguments)
+        return None if returned is None else [each.dtype for each in returned if each is not None]
+
+
+def _by_name(traced: torch.FunctionSchema, here: torch.FunctionSchema,
+             recorded: list[Recorded]) -> tuple[list[Recorded], list[str]]:
+    """Arguments in the order of the schema here, and sentences on those that it does not have."""
+    by_name = {argument.name: each for argument, each in zip(traced.arguments, recorded, strict=False)}
+    names = [argument.name for argument in here.arguments]
+    unknown = [f"{name}: the operator here has no such argument" for name in by_name if name not in names]
+    known = [position for position, name in enumerate(names) if name in by_name]
+    last = max(known, default=-1)
+    return [by_name.get(name, UNRECORDED) for name in names[: last + 1]], unknown
+
+
+def _specs(binding: Binding | None) -> list[tuple[str, TensorSpec]]:
+    """Every tensor of a call with the name of the argument it is in."""
+    found: list[tuple[str, TensorSpec]] = []
+    for name, value in binding.arguments if binding is not None else ():
+        for each in value if isinstance(value, list) else (value,):
+            if isinstance(each, TensorSpec):
+                found.append((name, each))
+    return found
+
+
+def _strides_tell(spec: TensorSpec) -> bool:
+    """Whether strides of this tensor mean anything."""
+    return sum(size != 1 for size in spec.sizes or ()) > 0 and 0 not in (spec.sizes or ())
+

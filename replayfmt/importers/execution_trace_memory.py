@@ -1,0 +1,164 @@
+"""Which allocation a traced tensor is on.
+
+An execution trace names memory by its address, and an allocator hands out the same address again: what an operator
+returns, and did not get as an argument, is a new allocation, whoever had that address before. What an operator is
+given, and nothing before it returned, was there when the trace began (or was made unseen). Going through the same nodes
+in the same order gives the same numbers, so a first pass finds out how long each allocation must be, and a second one
+uses that.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from .execution_trace_nodes import TracedTensor
+from .values import contiguous
+
+Address = tuple[str, int]
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A tensor, its strides, and the number of its allocation, from 1."""
+
+    tensor: TracedTensor
+    strides: tuple[int, ...]
+    allocation: int
+
+
+@dataclass
+class _Live:
+    """The allocation that an address stands for now. `exact`: an operator made it, just as long as what it returned."""
+
+    number: int
+    exact: bool
+    end: int
+    tensors: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
+
+
+class Allocations:
+    """All allocations of a trace. By number, from 1: `bytes` at least needed, whether an operator `made` them."""
+
+    def __init__(self) -> None:
+        self.bytes, self.made = array("q", [0]), array("b", [0])
+        self.devices: list[str] = [""]
+
+    def new(self, device: str, made: bool) -> int:
+        """The number of a new allocation."""
+        self.bytes.append(0)
+        self.made.append(made)
+        self.devices.append(device)
+        return len(self.made) - 1
+
+
+class MemoryMap:
+    """Follows addresses through a trace. `replaced` tells of the last step which tensors were taken for others' memory
+    that the trace does not show being allocated."""
+
+    def __init__(self, allocations: Allocations | None = None) -> None:
+        """With the `allocations` of an earlier pass over the same nodes, their numbers are used and their lengths kept."""
+        self.allocations = allocations or Allocations()
+        self._again = allocations is not None
+        self._next = 1
+        self._live: dict[Address, _Live] = {}
+        self._empty: dict[Address, _Live] = {}
+        self.replaced: list[TracedTensor] = []
+
+    # ------------------------------------------------------------------------------------------------------------ steps
+
+    def take(self, inputs: Iterable[TracedTensor]) -> list[Placed]:
+        """What an operator is given."""
+        self.replaced = []
+        return [self._given(tensor) for tensor in inputs]
+
+    def give(self, outputs: Sequence[tuple[TracedTensor, tuple[int, ...] | None]], given: Sequence[Placed],
+             *, known: bool = True) -> list[Placed]:
+        """What an operator returns, each with its strides (None: those of the trace, or contiguous).
+
+        `known` is False for operators that return memory of others without being given it (`set_` of a storage).
+        """
+        old = {_address(each.tensor) for each in given if each.tensor.elements}
+        old_empty = {_address(each.tensor) for each in given if not each.tensor.elements}
+        fresh: dict[Address, _Live] = {}
+        placed = []
+        for tensor, strides in outputs:
+            address = _address(tensor)
+            steps = strides or tensor.strides
+            steps = contiguous(tensor.sizes) if steps is None or len(steps) != len(tensor.sizes) else steps
+            if not tensor.elements:
+                live = self._returned_empty(tensor, address in old or address in old_empty)
+            elif address in fresh:
+                live = fresh[address]
+            elif address in self._live and (address in old or not known):
+                live = self._live[address]
+            else:
+                live = fresh[address] = self._live[address] = self._new(tensor.device, made=True)
+                self._empty.pop(address, None)
+            placed.append(self._note(live, tensor, steps))
+        return placed
+
+    def forget(self, tensors: Iterable[TracedTensor]) -> None:
+        """Something that cannot be replayed made these: what is on their memory now comes from nothing before."""
+        for tensor in tensors:
+            self._live.pop(_address(tensor), None)
+            self._empty.pop(_address(tensor), None)
+
+    # ----------------------------------------------------------------------------------------------------------- memory
+
+    def _given(self, tensor: TracedTensor) -> Placed:
+        address = _address(tensor)
+        live = self._live.get(address)
+        if live is None and not tensor.elements:
+            live = self._empty.get(address)
+        strides = self._strides(tensor, live)
+        if live is not None and tensor.end(strides) > live.end and live.exact and tensor.id not in live.tensors:
+            self.replaced.append(tensor)
+            live = None
+        if live is None:
+            live = self._new(tensor.device, made=False)
+            (self._live if tensor.elements else self._empty)[address] = live
+        return self._note(live, tensor, strides)
+
+    def _strides(self, tensor: TracedTensor, live: _Live | None) -> tuple[int, ...]:
+        if tensor.strides is not None:
+            return tensor.strides
+        known = live.tensors.get(tensor.id) if live is not None else None
+        if known is not None and known[0] == tensor.sizes:
+            return known[1]
+        return contiguous(tensor.sizes)
+
+    def knows(self, tensor: TracedTensor) -> bool:
+        """Whether an operator before gave this tensor its strides."""
+        live = self._live.get(_address(tensor))
+        known = live.tensors.get(tensor.id) if live is not None else None
+        return known is not None and known[0] == tensor.sizes
+
+    def _returned_empty(self, tensor: TracedTensor, alias: bool) -> _Live:
+        address = _address(tensor)
+        if alias and address in self._live:
+            return self._live[address]
+        if alias and address in self._empty:
+            return self._empty[address]
+        live = self._empty[address] = self._new(tensor.device, made=True)
+        return live
+
+    def _new(self, device: str, *, made: bool) -> _Live:
+        if self._again:
+            number = self._next
+            self._next += 1
+            return _Live(number, made, 0)
+        return _Live(self.allocations.new(device, made), made, 0)
+
+    def _note(self, live: _Live, tensor: TracedTensor, strides: tuple[int, ...]) -> Placed:
+        end = tensor.end(strides)
+        live.end = max(live.end, end)
+        live.tensors[tensor.id] = (tensor.sizes, strides)
+        if not self._again:
+            self.allocations.bytes[live.number] = max(self.allocations.bytes[live.number], end)
+        return Placed(tensor, strides, live.number)
+
+
+def _address(tensor: TracedTensor) -> Address:
+    return tensor.device, tensor.storage

@@ -1,0 +1,272 @@
+"""Which nodes of an execution trace stand for its work: each piece of work once, at the deepest level that has all of it.
+
+An operator that only calls others (a composite like `linear`, a switch between backends like `convolution`) gives way
+to what it called, where that produced everything it returned; every other operator stands for whatever it called. What
+is no operator (autograd's wrappers, modules, marks of the user) only contains others. Only a few words of each node are
+kept, so that a trace need not fit into memory.
+"""
+
+from __future__ import annotations
+
+import re
+from array import array
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+import torch
+
+from replayfmt.errors import InvalidCapture
+
+from .execution_trace_nodes import USER_SCOPE, TraceNode, tensors_of
+
+
+class Kind(IntEnum):
+    """What a node is."""
+
+    container = 0       # autograd's wrappers, modules, the observer's own roots
+    mark = 1            # record_function and the profiler's steps: a scope
+    operator = 2
+    collective = 3
+    triton = 4
+    hidden = 5          # no operator, took tensors: whatever it did with them left no trace
+    wait = 6            # waiting for a collective
+
+
+# Operators that choose a backend and do nothing else: what they called was chosen by the traced machine.
+_SWITCHES = frozenset({"aten::convolution", "aten::_convolution", "aten::convolution_overrideable"})
+_COLLECTIVE_NAMESPACES = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional"})
+_ROOTS = re.compile(r"\[pytorch\|profiler\|execution_(graph|trace)\|(thread|process)\]\Z")
+# Wrappers of PyTorch itself that may call no operator, and then did nothing.
+_IDLE = re.compile(r"(autograd::engine::evaluate_function: |torch::autograd::|torch::distributed::|torch\.distributed\.|"
+                   r"torch::jit::|Optimizer\.|nccl:|gloo:|enumerate\(|TorchDynamo Cache Lookup|Pregraph bytecode|"
+                   r"AOTDispatcher |Torch-Compiled Region|CompiledFunction|\w+Backward\d+\Z|detach_?\Z)")
+
+
+def operator_name(schema: str) -> tuple[str, str]:
+    """(`aten::add_`, `Tensor`) of `aten::add_.Tensor(Tensor(a!) self, ...) -> Tensor(a!)`; "" without an overload."""
+    name, _separator, overload = schema.partition("(")[0].partition(".")
+    return name, overload
+
+
+def gives_way(name: str, overload: str) -> bool:
+    """Whether an operator does its work by calling others, as far as the PyTorch here knows it."""
+    if name in _SWITCHES:
+        return True
+    full = f"{name}.{overload}" if overload else name
+    try:
+        return bool(torch._C._dispatch_has_kernel_for_dispatch_key(full, "CompositeImplicitAutograd"))
+    except RuntimeError:
+        return False
+
+
+def kind_of(node: TraceNode) -> Kind:
+    """What a node is, looked at by itself."""
+    if node.kernel_backend == "triton" or (node.kernel_file and not node.schema):
+        return Kind.triton
+    if node.name == "record_param_comms":
+        return Kind.wait if node.attributes.get("collective_name") == "wait" else Kind.collective
+    if node.schema:
+        namespace = node.schema.partition("::")[0]
+        return Kind.collective if namespace in _COLLECTIVE_NAMESPACES else Kind.operator
+    if _ROOTS.match(node.name):
+        return Kind.container
+    if node.scope == USER_SCOPE:
+        return Kind.mark
+    if not _IDLE.match(node.name) and any(True for _each in tensors_of(node.inputs)):
+        return Kind.hidden
+    return Kind.container
+
+
+Path = tuple[tuple[int, str], ...]
+
+
+@dataclass
+class Selection:
+    """`chosen` has the position of every node that is imported, in the order of the trace, `scopes` for each the marks
+    around it, outermost first (an index into `paths`, which have the position and the name of each mark). `dropped`
+    counts what did no work, by name, `wrappers` what only contains others. `ordered`: the trace has the chosen nodes in
+    the order in which they ran."""
+
+    chosen: array = field(default_factory=lambda: array("q"))
+    scopes: array = field(default_factory=lambda: array("q"))
+    paths: list[Path] = field(default_factory=lambda: [()])
+    dropped: Counter[str] = field(default_factory=Counter)
+    wrappers: Counter[str] = field(default_factory=Counter)
+    ordered: bool = True
+
+
+class Skeleton:
+    """What selecting needs of each node, gathered in one pass over the trace."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._ids, self._parents, self._threads = array("q"), array("q"), array("q")
+        self._forward, self._kinds, self._names = array("q"), array("b"), array("q")
+        self._made_first, self._made = array("q", [0]), array("q")       # storages an operator returns, not given to it
+        self._out_first, self._out = array("q", [0]), array("q")         # every storage it returns
+        self._name_ids: dict[str, int] = {}
+        self._texts: list[str] = []
+        self._ways: dict[tuple[str, str], bool] = {}
+        self._transparent = array("b")
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    def add(self, node: TraceNode) -> None:
+        """The next node of the trace."""
+        kind = kind_of(node)
+        self._ids.append(node.id)
+        self._parents.append(node.parent)
+        self._threads.append(node.thread)
+        self._forward.append(_integer(node.attributes.get("fw_parent", 0)))
+        self._kinds.append(kind)
+        self._names.append(self._name(node.name))
+        transparent = kind is Kind.operator and self._gives_way(node.schema)
+        self._transparent.append(transparent)
+        if kind in (Kind.operator, Kind.collective):
+            returned = [tensor.storage for _position, tensor in tensors_of(node.outputs) if tensor.elements]
+            self._out.extend(returned)
+            if transparent:
+                given = {tensor.storage for _position, tensor in tensors_of(node.inputs)}
+                self._made.extend(storage for storage in returned if storage not in given)
+        self._made_first.append(len(self._made))
+        self._out_first.append(len(self._out))
+
+    def _name(self, text: str) -> int:
+        number = self._name_ids.get(text)
+        if number is None:
+            number = self._name_ids[text] = len(self._texts)
+            self._texts.append(text)
+        return number
+
+    def _gives_way(self, schema: str) -> bool:
+        key = operator_name(schema)
+        if key not in self._ways:
+            self._ways[key] = gives_way(*key)
+        return self._ways[key]
+
+    def select(self, *, roots: bool = False) -> Selection:
+        """Choose. With `roots`, the outermost operators. Raises InvalidCapture where parents form a circle."""
+        positions = {number: position for position, number in enumerate(self._ids)}
+        children: dict[int, list[int]] = defaultdict(list)
+        tops: list[int] = []
+        for position, parent in enumerate(self._parents):
+            above = positions.get(parent)
+            (tops if above is None or above == position else children[above]).append(position)
+        walk = _Walk(self, children, positions, roots)
+        walk.visit(tops)
+        if walk.seen != len(self._ids):
+            raise InvalidCapture(f"{self._path}: {len(self._ids) - walk.seen} nodes of the execution trace are their own "
+                                 "ancestors; the trace is damaged")
+        return walk.finish()
+
+
+def _integer(value: object) -> int:
+    return value if isinstance(value, int) else 0
+
+
+class _Walk:
+    """From the roots down, in the order of the trace."""
+
+    def __init__(self, skeleton: Skeleton, children: dict[int, list[int]], positions: dict[int, int],
+                 roots: bool) -> None:
+        self._of, self._children, self._positions, self._roots = skeleton, children, positions, roots
+        self.seen = 0
+        self._found: list[int] = []
+        self._selection = Selection()
+
+    def visit(self, tops: Iterable[int]) -> None:
+        of = self._of
+        stack = list(tops)
+        while stack:
+            position = stack.pop()
+            self.seen += 1
+            kind = Kind(of._kinds[position])
+            below = self._children.get(position, [])
+            if kind in (Kind.container, Kind.mark) or (kind is Kind.hidden and self._operators_below(position)):
+                self._selection.wrappers[of._texts[of._names[position]]] += 1
+                stack += below
+            elif kind is Kind.operator and not self._roots and of._transparent[position]:
+                stack += self._through(position, below)
+            else:
+                if kind is Kind.wait:
+                    self._selection.dropped[of._texts[of._names[position]]] += 1
+                else:
+                    self._found.append(position)
+                self.seen += self._count_below(position)
+
+    def _through(self, position: int, below: list[int]) -> list[int]:
+        """What takes the place of an operator that gives way; itself where that is not all of its work."""
+        of = self._of
+        made = set(of._made[of._made_first[position]:of._made_first[position + 1]])
+        if made <= self._returned_below(position):
+            if not self._operators_below(position):
+                self._selection.dropped[of._texts[of._names[position]]] += 1
+            return below
+        self._found.append(position)
+        self.seen += self._count_below(position)
+        return []
+
+    def _below(self, position: int) -> Iterable[int]:
+        stack = list(self._children.get(position, ()))
+        while stack:
+            each = stack.pop()
+            yield each
+            stack += self._children.get(each, ())
+
+    def _count_below(self, position: int) -> int:
+        return sum(1 for _each in self._below(position))
+
+    def _operators_below(self, position: int) -> bool:
+        work = (Kind.operator, Kind.collective, Kind.triton)
+        return any(Kind(self._of._kinds[each]) in work for each in self._below(position))
+
+    def _returned_below(self, position: int) -> set[int]:
+        of = self._of
+        return {storage for each in self._below(position)
+                for storage in of._out[of._out_first[each]:of._out_first[each + 1]]}
+
+    def finish(self) -> Selection:
+        selection, of = self._selection, self._of
+        selection.chosen = array("q", sorted(self._found))
+        latest: dict[int, int] = {}
+        known: dict[Path, int] = {(): 0}
+        carried: dict[int, Path] = {}
+        main = min(filter(None, of._threads), default=0)
+        for position in selection.chosen:
+            thread, number = of._threads[position], of._ids[position]
+            selection.ordered &= number > latest.get(thread, 0)
+            latest[thread] = number
+            path = self._path_of(position, on_main=thread == main)
+            # A thread of autograd's engine is inside of what the thread that it works for does, until it works for
+            # another one.
+            path = carried[thread] = carried.get(thread, ()) if path is None else path
+            if path not in known:
+                known[path] = len(selection.paths)
+                selection.paths.append(path)
+            selection.scopes.append(known[path])
+        return selection
+
+    def _path_of(self, position: int, *, on_main: bool) -> Path | None:
+        """The marks around a node, outermost first; None where its thread does not tell."""
+        of = self._of
+        marks: list[tuple[int, str]] = []
+        forward = 0
+        crossed = False
+        visited: set[int] = set()
+        here: int | None = position
+        while here is not None and here not in visited:
+            visited.add(here)
+            name = of._texts[of._names[here]]
+            if of._kinds[here] == Kind.mark:
+                marks.append((here, name))
+            forward = forward or of._forward[here]
+            above = self._positions.get(of._parents[here])
+            if above is None or above == here or _ROOTS.match(of._texts[of._names[above]]):
+                # At the top of its thread: the thread that it works for is inside of something, too.
+                above = self._positions.get(forward) if forward and not crossed else None
+                crossed = True
+            here = above
+        return tuple(reversed(marks)) if marks or forward or on_main else None

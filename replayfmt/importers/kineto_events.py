@@ -1,0 +1,231 @@
+"""Reading a profiler trace: every event that matters, in columns, while the file streams by.
+
+Of an event of a few hundred bytes of JSON some fifty remain: times, thread, ids, and a number that stands for what all
+events alike have in common (an operator with its recorded arguments, a device kernel with its grid). A trace of
+gigabytes is read in a tenth of its size.
+"""
+
+from __future__ import annotations
+
+import json
+from array import array
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from .json_stream import JsonStream
+
+# Categories by what they are. The first names are those of today, the capitalized ones of PyTorch before 1.12.
+OPERATOR_CATEGORIES = frozenset({"cpu_op", "Operator", "operator"})
+ANNOTATION_CATEGORIES = frozenset({"user_annotation"})
+LAUNCH_CATEGORIES = frozenset({
+    "cuda_runtime", "cuda_driver", "hip_runtime", "hip_driver", "xpu_runtime", "xpu_driver", "privateuse1_runtime",
+    "privateuse1_driver", "mtia_runtime", "Runtime", "runtime",
+})
+DEVICE_CATEGORIES = frozenset({"kernel", "gpu_memcpy", "gpu_memset", "Kernel", "Memcpy", "Memset", "concurrent_kernel",
+                               "mtia_ccp_events", "privateuse1_kernel"})
+RECORDED_FIELDS = ("Input Dims", "Input type", "Input Strides", "Concrete Inputs")
+_OLD_FIELDS = {"Input Dims": "Input dims", "Input type": "Input types", "Input Strides": "Input strides",
+               "Concrete Inputs": "Concrete inputs"}
+# What collectives say beside their inputs.
+COLLECTIVE_FIELDS = ("Collective name", "dtype", "In msg nelems", "Out msg nelems", "Group size", "Process Group Name",
+                     "Process Group Description", "Process Group Ranks", "Rank", "In split size", "Out split size",
+                     "Src Rank", "Dst Rank")
+
+
+_LATEST = 1 << 62
+
+
+def _q() -> array:
+    return array("q")
+
+
+@dataclass
+class Ops:
+    """Operator events and annotations. `kind` indexes `kinds`; `external` is -1 where there is none."""
+
+    start: array = field(default_factory=_q)      # ns since the epoch of the trace
+    duration: array = field(default_factory=_q)
+    thread: array = field(default_factory=_q)
+    external: array = field(default_factory=_q)
+    kind: array = field(default_factory=_q)
+
+
+@dataclass
+class Launches:
+    """Calls of a device's runtime."""
+
+    start: array = field(default_factory=_q)
+    thread: array = field(default_factory=_q)
+    correlation: array = field(default_factory=_q)
+    graph: array = field(default_factory=lambda: array("b"))
+
+
+@dataclass
+class DeviceWork:
+    """What ran on a device: kernels, copies, fills. `kind` indexes `work`; -1: no such id."""
+
+    start: array = field(default_factory=_q)
+    duration: array = field(default_factory=_q)
+    correlation: array = field(default_factory=_q)
+    external: array = field(default_factory=_q)
+    kind: array = field(default_factory=_q)
+
+
+@dataclass(frozen=True)
+class OpKind:
+    """What all events of one operator with the same recorded arguments share. `recorded` is None where the trace has no
+    arguments at all; its fields are lists, None where a field is missing."""
+
+    name: str
+    annotation: bool
+    recorded: dict[str, list[Any] | None] | None
+    collective: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class WorkKind:
+    """What all launches of one kernel with the same grid share. `stream` and `device` are -1 where not said."""
+
+    name: str
+    category: str
+    grid: tuple[int, ...] | None
+    block: tuple[int, ...] | None
+    stream: int
+    device: int
+
+    def row(self) -> dict[str, Any]:
+        """As an annotation holds it."""
+        row: dict[str, Any] = {"name": self.name, "grid": list(self.grid) if self.grid else None,
+                               "block": list(self.block) if self.block else None}
+        return row | {"stream": self.stream if self.stream >= 0 else None}
+
+
+class Events:
+    """Everything of a trace that the import needs."""
+
+    def __init__(self) -> None:
+        self.ops, self.launches, self.work = Ops(), Launches(), DeviceWork()
+        self.kinds: list[OpKind] = []
+        self.work_kinds: list[WorkKind] = []
+        self.threads: list[tuple[str, str]] = []
+        self.metadata: dict[str, Any] = {}
+        self.memory_devices: set[int] = set()
+        self.unreadable = 0
+        self._kind_ids: dict[Any, int] = {}
+        self._work_ids: dict[Any, int] = {}
+        self._thread_ids: dict[tuple[str, str], int] = {}
+
+    def read(self, stream: JsonStream) -> Events:
+        """Take everything in. An outer array is taken as the events themselves, as Chrome's format allows."""
+        for key, value in stream.entries({"traceEvents"}):
+            if key in ("traceEvents", ""):
+                self._event(value)
+            else:
+                self.metadata[key] = value
+        return self
+
+    def _event(self, event: Any) -> None:
+        if not isinstance(event, dict):
+            self.unreadable += 1
+            return
+        if event.get("ph") != "X":
+            if event.get("name") == "[memory]":
+                self._memory(event.get("args"))
+            return
+        category = event.get("cat")
+        try:
+            if category in OPERATOR_CATEGORIES or category in ANNOTATION_CATEGORIES:
+                self._op(event, category in ANNOTATION_CATEGORIES)
+            elif category in LAUNCH_CATEGORIES:
+                self._launch(event)
+            elif category in DEVICE_CATEGORIES:
+                self._work(event, str(category))
+        except (KeyError, TypeError, ValueError, OverflowError):
+            self.unreadable += 1
+
+    def _op(self, event: dict[str, Any], annotation: bool) -> None:
+        arguments = event.get("args") or {}
+        name = str(event["name"])
+        start, duration = nanoseconds(event["ts"]), nanoseconds(event.get("dur", 0))
+        given = {each: arguments.get(each, arguments.get(_OLD_FIELDS[each])) for each in RECORDED_FIELDS}
+        recorded = given if any(value is not None for value in given.values()) else None
+        about = {each: arguments[each] for each in COLLECTIVE_FIELDS if each in arguments}
+        key = (name, annotation, json.dumps(recorded) if recorded else "", json.dumps(about) if about else "")
+        number = self._kind_ids.get(key)
+        if number is None:
+            number = self._kind_ids[key] = len(self.kinds)
+            self.kinds.append(OpKind(name, annotation, recorded, about or None))
+        thread, external = self._thread(event), integer(arguments.get("External id", arguments.get("external id")))
+        ops = self.ops
+        ops.start.append(start)
+        ops.duration.append(duration)
+        ops.thread.append(thread)
+        ops.external.append(external)
+        ops.kind.append(number)
+
+    def _launch(self, event: dict[str, Any]) -> None:
+        arguments = event.get("args") or {}
+        correlation = integer(arguments.get("correlation"))
+        if correlation < 0:
+            return
+        start, thread = nanoseconds(event["ts"]), self._thread(event)
+        self.launches.start.append(start)
+        self.launches.thread.append(thread)
+        self.launches.correlation.append(correlation)
+        self.launches.graph.append("graphlaunch" in str(event["name"]).lower())
+
+    def _work(self, event: dict[str, Any], category: str) -> None:
+        arguments = event.get("args") or {}
+        start, duration = nanoseconds(event["ts"]), nanoseconds(event.get("dur", 0))
+        kind = WorkKind(str(event["name"]), category.lower(), _triple(arguments.get("grid")),
+                        _triple(arguments.get("block")), integer(arguments.get("stream")),
+                        integer(arguments.get("device")))
+        number = self._work_ids.get(kind)
+        if number is None:
+            number = self._work_ids[kind] = len(self.work_kinds)
+            self.work_kinds.append(kind)
+        self.work.start.append(start)
+        self.work.duration.append(duration)
+        self.work.correlation.append(integer(arguments.get("correlation")))
+        self.work.external.append(integer(arguments.get("External id", arguments.get("external id"))))
+        self.work.kind.append(number)
+
+    def _memory(self, arguments: Any) -> None:
+        """Allocations name devices as PyTorch numbers them."""
+        if isinstance(arguments, dict) and integer(arguments.get("Device Type")) not in (-1, 0):
+            self.memory_devices.add(integer(arguments.get("Device Id")))
+
+    def _thread(self, event: dict[str, Any]) -> int:
+        key = (str(event.get("pid")), str(event.get("tid")))
+        number = self._thread_ids.get(key)
+        if number is None:
+            number = self._thread_ids[key] = len(self.threads)
+            self.threads.append(key)
+        return number
+
+
+def nanoseconds(microseconds: Any) -> int:
+    """A time in whole nanoseconds. Raises ValueError and TypeError for what is none."""
+    time = round(float(microseconds) * 1000)
+    if not -_LATEST < time < _LATEST:
+        raise ValueError(f"{microseconds} is no time")
+    return time
+
+
+def integer(value: Any) -> int:
+    """An id as a number, -1 where it is missing or none."""
+    if isinstance(value, bool) or value is None:
+        return -1
+    try:
+        number = int(value)
+    except (TypeError, ValueError, OverflowError):
+        return -1
+    return number if 0 <= number < 1 << 62 else -1
+
+
+def _triple(value: Any) -> tuple[int, ...] | None:
+    if isinstance(value, Iterable) and not isinstance(value, str | bytes | dict):
+        numbers = tuple(integer(each) for each in value)
+        return numbers if numbers and min(numbers) >= 0 else None
+    return None
