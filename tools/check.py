@@ -59,6 +59,8 @@ def _print_report(report: CheckReport) -> None:
     if report.definitions:
         _echo(f"  definitions  {_listed(report.definitions)}")
     _echo(f"  records      {_listed({kind.name: count for kind, count in report.records.items()}) or 'none'}")
+    if report.annotated:
+        _echo(f"               {report.annotated:,} annotated")
     _echo(f"  storages     {report.storages:,}")
     _echo(f"  payloads     {report.payloads:,} with {_plural(report.payload_bytes, 'byte')}")
     for warning in report.warnings:

@@ -32,6 +32,7 @@ class CheckReport:
     storages: int = 0
     payloads: int = 0
     payload_bytes: int = 0
+    annotated: int = 0
     warnings: list[str] = field(default_factory=list)
 
 
@@ -95,6 +96,7 @@ class _Check:
         finally:
             report.storages = verifier.tally.storages
             report.payloads, report.payload_bytes = verifier.payloads, verifier.payload_bytes
+            report.annotated = verifier.tally.annotated
             report.records = verifier.tally.summary(verifier.definitions, 0).records
         verifier.verify_definitions()
         report.recovered = verifier.summary is not None and verifier.summary.recovered

@@ -61,7 +61,7 @@ def test_a_valid_capture_exits_with_0_and_says_what_is_in_it(run: Run, capture: 
     assert lines[-1] == "valid"
     text = "\n".join(lines)
     for part in (SESSION.session_id, "opreplay 0.1.0 with torch 2.13.0", "1 head", "2 records", "3 kernel", "3 op",
-                 "3 unsupported", "storages     5", "payloads     5 with 117,144 bytes"):
+                 "3 unsupported", "storages     10", "3 file", "3 range", "3 recipe", "1 annotated", "payloads     5 with 117,144 bytes"):
         assert part in text
 
 

@@ -34,7 +34,7 @@ TABLES = _tables()
 
 @pytest.mark.parametrize("name", [
     "FrameKind", "Codec", "RecordKind", "ValueKind", "KernelKind", "OpStatus", "StorageOrigin", "TensorFlag", "Layout",
-    "MemoryFormat", "DType"])
+    "MemoryFormat", "DType", "FileValidation"])
 def test_tables_of_codes_are_the_codes(name: str) -> None:
     listed = {row[1]: int(row[0]) for row in TABLES[name]}
     ours = {member.name: int(member) for member in getattr(codes, name)}

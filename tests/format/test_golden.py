@@ -10,7 +10,7 @@ import pytest
 from opreplay_tools import dump
 
 from replayfmt.format.check import check_capture
-from replayfmt.format.codes import RecordKind, ValueKind
+from replayfmt.format.codes import RecordKind, StorageOrigin, ValueKind
 from replayfmt.format.reader import open_capture
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -63,6 +63,18 @@ def _assert_has(new: object, old: object) -> None:
 
 
 def test_the_golden_captures_have_every_kind_of_record_and_value() -> None:
+    added = {"1.0": set(), "1.1": {ValueKind.range, ValueKind.recipe}}
+    kinds = set(ValueKind) - {kind for later in added.values() for kind in later}
+    for version, more in added.items():
+        kinds |= more
+        with open_capture(GOLDEN / f"everything-{version}.opreplay") as reader:
+            assert {record.kind for record in reader.records()} == set(RecordKind) - {RecordKind.none}
+            assert {node.kind for signature in reader.signatures[1:] for node in signature.nodes} == kinds
+
+
+def test_what_a_version_did_not_count_is_unknown_and_not_zero() -> None:
     with open_capture(GOLDEN / "everything-1.0.opreplay") as reader:
-        assert {record.kind for record in reader.records()} == set(RecordKind) - {RecordKind.none}
-        assert {node.kind for signature in reader.signatures[1:] for node in signature.nodes} == set(ValueKind)
+        summary = reader.summary
+        assert (summary.origins, summary.origin_bytes, summary.annotated) == (None, None, None)
+        assert reader.recount().origins == {
+            StorageOrigin.op: 1, StorageOrigin.uninitialized: 1, StorageOrigin.payload: 2, StorageOrigin.absent: 1}

@@ -39,6 +39,8 @@ from replayfmt.format.model import (
     OpaqueValue,
     PayloadValue,
     ProcessGroupValue,
+    RangeValue,
+    RecipeValue,
     Scope,
     Session,
     Storage,
@@ -66,7 +68,7 @@ def test_a_closed_capture_is_complete_and_has_no_warnings(everything: CaptureRea
     assert everything.complete
     assert everything.incomplete_reason == ""
     assert everything.warnings == []
-    assert everything.version == (1, 0)
+    assert everything.version == (1, 1)
     assert everything.length == Path(everything.path).stat().st_size
 
 
@@ -82,7 +84,8 @@ def test_absent_strings_of_a_session_stay_none(tmp_path: Path) -> None:
 
 def test_definitions_come_back_by_id_with_none_for_zero(everything: CaptureReader) -> None:
     for sequence in (everything.strings, everything.devices, everything.kernels, everything.generators,
-                     everything.scopes, everything.metas, everything.signatures):
+                     everything.scopes, everything.metas, everything.signatures, everything.files,
+                     everything.ranges, everything.recipes):
         assert sequence[0] is None
     assert everything.devices[1] == Device("cpu", -1, "a processor")
     assert everything.devices[2] == Device("cuda", 0, "a GPU", '{"capability": [9, 0]}')
@@ -114,6 +117,7 @@ def test_every_value_kind_comes_back_as_its_value(everything: CaptureReader) -> 
         "storage": StorageValue(3), "list": [a, [(1 << 63) - 1, None], 1e-310], "generator": GeneratorValue(2),
         "group": ProcessGroupValue("world"), "opaque": OpaqueValue("a ScriptObject"), "payload": PayloadValue(4),
         "composite": CompositeValue("sparse_coo", (b, nowhere, True)), "tuple": ("x", ()),
+        "range": RangeValue(1), "recipe": RecipeValue(3),
     }
     assert values["no"] is False
     assert record.results == ([b, c], True)
@@ -142,12 +146,15 @@ def test_a_digest_comes_back_from_its_record(everything: CaptureReader) -> None:
 
 
 def test_storages_come_back_by_id(everything: CaptureReader) -> None:
-    assert everything.storage_count == 5
+    assert everything.storage_count == 10
     assert everything.storage(1) == Storage(1, 24, 1, StorageOrigin.payload, 1)
     assert everything.storage(4) == Storage(4, 4096, 2, StorageOrigin.absent, 0)
     assert everything.storage(5) == Storage(5, 8, 1, StorageOrigin.payload, 2)
+    assert [(everything.storage(i).origin, everything.storage(i).payload) for i in range(6, 11)] == [
+        *((StorageOrigin.external_file, number) for number in (1, 2, 3)),
+        *((StorageOrigin.initializer, number) for number in (1, 2))]
     with pytest.raises(IndexError):
-        everything.storage(6)
+        everything.storage(11)
 
 
 def test_payloads_come_back_and_lie_aligned_in_the_file(everything: CaptureReader) -> None:
@@ -183,7 +190,14 @@ def test_the_summary_counts_everything(everything: CaptureReader) -> None:
     assert summary.records == {kind: sum(record.kind == kind for record in records) for kind in kinds}
     assert summary.kernel_calls == {1: 1, 2: 1, 3: 1}
     assert summary.unsupported == {"compiled_region": 2, "triton_launch": 1}
-    assert (summary.storages, summary.absent_storages) == (5, 1)
+    assert (summary.storages, summary.absent_storages) == (10, 1)
+    assert summary.origins == {
+        StorageOrigin.op: 1, StorageOrigin.uninitialized: 1, StorageOrigin.payload: 2, StorageOrigin.absent: 1,
+        StorageOrigin.external_file: 3, StorageOrigin.initializer: 2}
+    assert summary.origin_bytes == {
+        StorageOrigin.op: 24, StorageOrigin.payload: 32, StorageOrigin.absent: 4096,
+        StorageOrigin.external_file: 536, StorageOrigin.initializer: 208}
+    assert summary.annotated == 1
     assert summary.storage_payload_bytes == sum(info.raw_bytes for info in everything.payloads)
     assert summary.ended_ns == 21_000_000_000 and not summary.recovered
     recounted = everything.recount()
