@@ -120,7 +120,7 @@ class Machine:
                  describe: Callable[[int], tuple[str, str]]) -> None:
         self.values: dict[int, Any] = {}
         self._reader = reader
-        self._content = content
+        self.content = content
         self._clock = clock
         self._judge = judge
         self.describe = describe
@@ -162,7 +162,7 @@ class Machine:
         values = self.values
         try:
             for staged in window.staged:
-                values[-staged.storage] = self._content.stage(staged)
+                values[-staged.storage] = self.content.stage(staged)
             for key, base, view in window.hoisted:
                 values[key] = view(values[base])
         except (RuntimeError, MemoryError) as error:

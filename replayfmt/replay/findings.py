@@ -19,7 +19,7 @@ from replayfmt.pytorch.settings import check_settings
 
 from .devices import DeviceMap
 from .resolve import ResolvedKernel
-from .scan import Occurrences, Scan
+from .scan import SHOWN, Occurrences, Scan
 
 _OPEN_KINDS = (ValueKind.opaque, ValueKind.process_group)
 
@@ -33,9 +33,10 @@ class Findings:
         self.refused: dict[int, str] = {}
         self.sentences: list[str] = []
 
-    def collect(self) -> None:
-        """Look at everything the scan saw."""
-        self._unsupported()
+    def collect(self, *, unsupported: bool = True) -> None:
+        """Look at everything the scan saw; without `unsupported`, those records are somebody else's business."""
+        if unsupported:
+            self._unsupported()
         self._ops()
         self._content()
         self._tensors()
@@ -148,10 +149,11 @@ class Findings:
         return "" if captured is None else captured.kind
 
     def _content(self) -> None:
-        absent = self._scan.absent
-        if absent.count:
+        missing = self._scan.entrances()
+        if missing:
             policy = self._reader.session.policies.get("payload", "not recorded")
-            self.sentences.append(f"the content of {absent.count} storages is not in the capture ({_times(absent)}; it "
+            seen = Occurrences(len(missing), [each.ordinal for each in missing[:SHOWN]])
+            self.sentences.append(f"the content of {len(missing)} storages is not in the capture ({_times(seen)}; it "
                                   f"was captured with payload={policy}): capture with payload=full")
 
     def _tensors(self) -> None:

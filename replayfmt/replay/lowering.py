@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from .liveness import Variables
 from .operations import ApplySettings, LoadContent, Pausable, ResizeStorage, SetGenerator, Synchronize, View, Zeros
 from .resolve import ResolvedKernel
 from .scan import Scan, enters
+from .sources import NOTHING, Source
 from .templates import DirectFunctions, Template, TemplateMaker
 from .verify import CheckDigest, Judge, Where
 from .windows import CodeCache, Staged, Window, WindowText
@@ -37,7 +39,8 @@ class Context:
     """What lowering takes from the plan: the capture, the mapping to this machine, and the objects of a running replay.
 
     `kernels` has the operator of each kernel id, None where there is none; `refused` has the op signatures that cannot
-    be run. Both matter only to plans that keep going, others are refused. `draws_on` is where random ops of a CPU
+    be run. Both matter only to plans that keep going, others are refused. `load(storage, source, version, target)`
+    puts new content into a storage that is there. `draws_on` is where random ops of a CPU
     capture deliver their numbers, None: on the CPU itself.
     """
 
@@ -51,6 +54,7 @@ class Context:
     cache: CodeCache
     refused: Mapping[int, str]
     direct: DirectFunctions
+    load: Callable[[int, Source, int, torch.UntypedStorage], None]
     draws_on: torch.device | None = None
 
 
@@ -208,12 +212,12 @@ class Lowering:
         if born.bytes and device.kind != "meta" and born.origin is not StorageOrigin.absent:
             raise ReplayRefused(f"{self.reader.path}: ordinal {ordinal} uses storage {storage}, which nothing before "
                                 "it produced or imported; the capture contradicts itself, capture it again")
-        self._stage(storage, 0)
+        self._stage(storage, NOTHING)
         return -storage
 
-    def _stage(self, storage: int, payload: int) -> None:
+    def _stage(self, storage: int, source: Source) -> None:
         born = self.reader.storage(storage)
-        self._staged.append(Staged(storage, payload, born.bytes, self.context.devices.target(born.device)))
+        self._staged.append(Staged(storage, source, born.bytes, self.context.devices.target(born.device)))
         self.variables.define(-storage, storage)
 
     def drop(self, keys: list[int]) -> list[str]:
@@ -263,18 +267,17 @@ class Lowering:
         ints, first = self._ints(row)
         fields = {each.node.name: each for each in layout.args}
         storage = ints[first + fields["storage"].int_slot]
-        absent = fields["payload"].node.kind is ValueKind.none
-        payload = 0 if absent else ints[first + fields["payload"].int_slot]
-        if enters(ints[first + fields["version"].int_slot], self.reader.storage(storage)):
+        content = fields["payload"]
+        kind = content.node.kind
+        source = NOTHING if kind is ValueKind.none else Source(kind, ints[first + content.int_slot])
+        version = ints[first + fields["version"].int_slot]
+        if enters(version, self.reader.storage(storage)):
             if self.scan.last_use_of(storage) >= 0:
-                self._stage(storage, payload)
+                self._stage(storage, source)
             return
-        if absent:
-            return      # refused, or its readers are: nothing to load
-        reader = self.reader
         if self.scan.last_use_of(storage) < 0:
             return
-        load = LoadContent(lambda: reader.payload(payload), self.context.clock)
+        load = LoadContent(partial(self.context.load, storage, source, version), self.context.clock)
         self.text.line(ordinal, f"{self.text.constant(load)}({self.storage(storage, ordinal)})")
         self.expire(storage, ordinal)
 

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map
 
 from replayfmt.format.codes import TensorFlag
 from replayfmt.pytorch.composites import put_together, take_apart
-from replayfmt.pytorch.memory import fill_storage, make_view
+from replayfmt.pytorch.memory import make_view
 from replayfmt.pytorch.settings import apply_settings, autocast_as_captured
 
 from .results import UnexpectedBehaviour
@@ -193,14 +193,14 @@ class SetGenerator:
 
 
 class LoadContent:
-    """The program wrote a storage from outside: its new bytes enter, untimed. `read` gives them."""
+    """The program wrote a storage from outside: its new bytes enter, untimed. `load` puts them in place."""
 
-    def __init__(self, read: Callable[[], bytes | memoryview], clock: Pausable) -> None:
-        self._read, self._clock = read, clock
+    def __init__(self, load: Callable[[torch.UntypedStorage], None], clock: Pausable) -> None:
+        self._load, self._clock = load, clock
 
     def __call__(self, base: torch.Tensor | torch.UntypedStorage) -> None:
         self._clock.pause()
-        fill_storage(storage_of(base), self._read())
+        self._load(storage_of(base))
         self._clock.resume()
 
 

@@ -23,6 +23,7 @@ from .content import Content
 from .cuts import WindowSize
 from .devices import map_devices, map_generators
 from .execute import Machine, OnScope, RunClock, Timer, surroundings
+from .external_files import ExternalFiles
 from .facts import Effects, Layout, effects_of, effects_of_missing
 from .findings import Findings
 from .isolated import IsolatedOp
@@ -35,9 +36,11 @@ from .results import VERIFY_MODES, Divergence, OpVerdict, PeakMemory, ReplayResu
 from .scan import Scan
 from .scope_times import ScopeTimes
 from .steps import ONE_RECORD, Steps
+from .synthesis import Synthesis
 from .templates import DirectFunctions, TemplateMaker
 from .verdicts import KeepGoing
 from .verify import Judge, StopReplay, decide, environment_differences
+from .watching import Watcher, lower_watched
 from .windows import CodeCache, Window
 
 # Captures of up to this many records keep their windows between runs, at some hundred bytes a record.
@@ -52,13 +55,19 @@ class Plan:
     """
 
     def __init__(self, capture: str | PathLike[str] | CaptureReader | Any, devices: Sequence[str] = (),
-                 allow_incomplete: bool = False, *, keep_going: bool = False,
+                 allow_incomplete: bool = False, *, keep_going: bool = False, file_remaps: Sequence[str] = (),
+                 on_file_bytes: Callable[[int, int], None] | None = None,
                  window: WindowSize = WindowSize()) -> None:  # noqa: B008 - a frozen value
-        """Raises ReplayRefused with `findings`, UsageError for wrong devices, and what opening a file raises."""
+        """`file_remaps` are CAPTURED=REPLAY pairs of path prefixes, and say where external files are now; while their
+        digests are computed, `on_file_bytes(bytes read, of all)` is called, from any thread.
+
+        Raises ReplayRefused with `findings`, UsageError for wrong devices and remaps, and what opening a file raises.
+        """
         self._owned: CaptureReader | None = None
         self.reader = self._opened(capture)
         try:
-            self._prepare(devices, allow_incomplete, keep_going, window)
+            self.files = ExternalFiles(self.reader, file_remaps)
+            self._prepare(devices, allow_incomplete, keep_going, window, on_file_bytes)
         except BaseException:
             self.close()
             raise
@@ -72,7 +81,8 @@ class Plan:
             raise UsageError(f"a plan is made of a path or an open capture, not of {type(capture).__name__}")
         return reader
 
-    def _prepare(self, devices: Sequence[str], allow_incomplete: bool, keep_going: bool, window: WindowSize) -> None:
+    def _prepare(self, devices: Sequence[str], allow_incomplete: bool, keep_going: bool, window: WindowSize,
+                 on_file_bytes: Callable[[int, int], None] | None) -> None:
         reader = self.reader
         self._window = window
         self._keeps_going = keep_going
@@ -87,7 +97,7 @@ class Plan:
         self._scans: dict[bool, Scan] = {}
         findings = Findings(reader, self.device_map, self.kernels, self.scan(checks=False))
         findings.collect()
-        self.findings = (*sentences, *findings.sentences)
+        self.findings = (*sentences, *findings.sentences, *self.files.validate(on_file_bytes))
         self.refused = findings.refused
         if sentences or (self.findings and not keep_going):
             count = len(self.findings)
@@ -99,14 +109,20 @@ class Plan:
         self._clock = RunClock()
         self.judge = Judge(self._clock, self.describe)
         usable = tuple(None if isinstance(kernel, str) else kernel for kernel in self.kernels)
+        self._content = Content(reader, self.scan(checks=False), self.files,
+                                Synthesis(self.scan(checks=False)))
         self.context = Context(reader, self.device_map, generators, usable,
                                TemplateMaker(self.device_map, generators), self._clock, self.judge, CodeCache(),
-                               self.refused, DirectFunctions(), self.device_map.host_goes_to)
-        self._content = Content(reader, self.scan(checks=False))
+                               self.refused, DirectFunctions(), self._content.load, self.device_map.host_goes_to)
         self._kept: dict[bool, list[Window]] = {}
         self._differences: list[str] | None = None
 
     # ----------------------------------------------------------------------------------------------- what it is made of
+
+    @property
+    def generators(self) -> tuple[torch.Generator | None, ...]:
+        """What stands for each captured generator, by id; None where its numbers cannot be drawn here."""
+        return self._generators
 
     @property
     def devices(self) -> list[torch.device]:
@@ -123,7 +139,7 @@ class Plan:
         """What a user has to know of how the capture is replayed."""
         threads = len(self.scan(checks=False).threads)
         serialized = (f"the work of {threads} threads is replayed by one, in capture order",) if threads > 1 else ()
-        return (*serialized, *self.reader.warnings)
+        return (*serialized, *self.files.notes, *self.reader.warnings)
 
     def scan(self, *, checks: bool) -> Scan:
         """The first pass over the records, made once for replays that verify and once for those that do not."""
@@ -205,6 +221,7 @@ class Plan:
             raise UsageError("keep_going needs a plan made with keep_going=True")
         if self.findings and not keep_going:
             raise ReplayRefused(f"{self.reader.path}: this plan only keeps going", self.findings)
+        self.files.check()
         times = ScopeTimes(self._clock, on_scope) if scope_times else None
         with ExitStack() as stack:
             stack.enter_context(surroundings(dict(self.reader.session.settings), self._generators))
@@ -223,6 +240,7 @@ class Plan:
                 watch.start()
                 with suppress(StopReplay):
                     machine.run(windows, callback, on_progress, prepared=prepared)
+            self.files.check()
             result = self._result(verification, watch.read(), times, verdicts)
             if result.divergence is not None and verdicts is None and verification.mode != "none":
                 result.nondeterministic = self._nondeterministic(result.divergence)
@@ -249,6 +267,30 @@ class Plan:
             self.judge.reset(Verification("none", "none"), bitwise=False, stop_at_first=False)
             self._clock.reset(self.devices, None)
             return self._keep_going(self._machine(), False, None, undrawn)
+
+    def watch(self, watcher: Watcher, stop: int, verify: VerifyMode = "auto", *,
+              on_progress: Callable[[int], None] | None = None) -> tuple[Verification, Divergence | None]:
+        """Run what comes before ordinal `stop`, telling `watcher` of its ops: how it was verified, and what differed.
+
+        What stands against replaying the rest does not matter. Raises ReplayRefused where something stands against this
+        part, ReplayFailed where an op fails.
+        """
+        with ExitStack() as stack:
+            stack.enter_context(surroundings(dict(self.reader.session.settings), self._generators))
+            verification = self._decide(verify)
+            checks = verification.mode != "none"
+            scan = Scan(self.reader, self.effects, checks=checks, window=self._window, stop=stop)
+            findings = Findings(self.reader, self.device_map, self.kernels, scan)
+            findings.collect(unsupported=False)
+            if findings.sentences:
+                raise ReplayRefused(f"{self.reader.path}: what comes before ordinal {stop} cannot be replayed here",
+                                    tuple(findings.sentences))
+            self.judge.reset(verification, bitwise=self._is_bitwise(verification), stop_at_first=True)
+            self._clock.reset(self.devices, None)
+            lowered = Lowering(self.context, scan, compare=checks).windows(lower_watched(watcher))
+            with suppress(StopReplay):
+                self._machine().run(lowered, None, on_progress, prepared=False)
+        return verification, self.judge.found[0] if self.judge.found else None
 
     def _machine(self) -> Machine:
         return Machine(self.reader, self._content, self._clock, self.judge, self.describe)
@@ -332,6 +374,8 @@ class Plan:
         """Let go of the storages kept between runs, and of the file if the plan opened it."""
         if hasattr(self, "_content"):
             self._content.release()
+        if hasattr(self, "files"):
+            self.files.close()
         if self._owned is not None:
             self._owned.close()
 

@@ -19,6 +19,7 @@ from replayfmt.format.reader import CaptureReader, RecordFrame
 from .cuts import CutFinder, WindowSize
 from .facts import Effects, Layout
 from .identity import TensorKeys
+from .sources import IMPORTED, Entrance
 
 # How many of the ordinals where something was found are kept to be shown.
 SHOWN = 3
@@ -86,7 +87,8 @@ class Scan:
         self._first: dict[int, list[int]] = {}
         self.signature_devices: dict[int, set[int]] = defaultdict(set)
         self.metas: set[int] = set()
-        self.absent = Occurrences()
+        self._entrances: list[Entrance] = []
+        self._absent_births: set[int] = set()
         self.threads: set[int] = set()
         self.known_peak_bytes = 0
         self._live_bytes = 0
@@ -134,6 +136,18 @@ class Scan:
         """Whether an op may change its bytes."""
         return bool(self._written.reach(storage + 1)[storage])
 
+    def entrances(self) -> list[Entrance]:
+        """Content that the capture does not have and that something uses, in order. Empty storages have none."""
+        imported = {each.storage for each in self._entrances if each.version == 0}
+        births = [Entrance(-1, storage, 0, 0) for storage in sorted(self._absent_births - imported)]
+        return [each for each in (*births, *self._entrances)
+                if self.last_use_of(each.storage) > each.ordinal and self._holds_bytes(each.storage)]
+
+    def _holds_bytes(self, storage: int) -> bool:
+        born = self.reader.storage(storage)
+        device = self.reader.devices[born.device]
+        return bool(born.bytes) and device is not None and device.kind != "meta"
+
     def is_released(self, storage: int) -> bool:
         """Whether the program freed it during the capture."""
         return bool(self._released.reach(storage + 1)[storage])
@@ -170,6 +184,8 @@ class Scan:
             counts = record_of_slot == self._only - first
         self._note_uses(keys, frame.tensor_storage, local[counts], record_of_slot[counts] + first)
         self._note_devices(frame, signatures, record_of_slot, local)
+        absent = np.flatnonzero(frame.storage_origin == StorageOrigin.absent)
+        self._absent_births.update((absent + frame.first_storage).tolist())
         released: list[tuple[int, int]] = []
         values, counted = np.unique(signatures, return_counts=True)
         self.signature_calls[values] += counted
@@ -236,11 +252,13 @@ class Scan:
             return list(zip(rows.tolist(), storages.tolist(), strict=True))
         ordinals = rows + first
         if kind is RecordKind.storage_import:
-            absent = layout.arg("payload")
-            if absent is not None and absent.node.kind is ValueKind.none:
-                nonempty = [self.reader.storage(int(storage)).bytes > 0 for storage in storages]
-                self.absent.add(ordinals[np.array(nonempty, dtype=bool)])
             versions = frame.ints[frame.int_first[rows] + _slot(layout, "version")].tolist()
+            content = layout.arg("payload")
+            if content is not None and content.node.kind in (ValueKind.none, ValueKind.recipe):
+                recipes = [0] * len(rows)
+                if content.node.kind is ValueKind.recipe:
+                    recipes = frame.ints[frame.int_first[rows] + content.int_slot].tolist()
+                self._entrances += map(Entrance, ordinals.tolist(), storages.tolist(), versions, recipes)
             again = np.array([not enters(version, self.reader.storage(storage))
                               for version, storage in zip(versions, storages.tolist(), strict=True)])
             self.imports.ordinals += ordinals[~again].tolist()
@@ -295,7 +313,7 @@ class Scan:
 
 def enters(version: int, storage: Storage) -> bool:
     """Whether an import brings a storage into the replay; otherwise it gives new content to one that is there."""
-    return version == 0 and storage.origin in (StorageOrigin.payload, StorageOrigin.absent)
+    return version == 0 and storage.origin in IMPORTED
 
 
 def _slot(layout: Layout, name: str) -> int:

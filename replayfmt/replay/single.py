@@ -9,10 +9,11 @@ from __future__ import annotations
 from typing import Any
 
 from replayfmt.errors import ReplayFailed, ReplayRefused, UsageError
-from replayfmt.format.codes import RecordKind, StorageOrigin
+from replayfmt.format.codes import RecordKind
 from replayfmt.format.reader import CaptureReader
 
 from .plan import Plan
+from .sources import IMPORTED
 
 
 def replay_op(reader: CaptureReader, ordinal: int, device: str | None) -> Any:
@@ -43,6 +44,6 @@ def _inputs_are_imports(plan: Plan, ordinal: int) -> bool:
     first = int(frame.tensor_first[row])
     slots = frame.tensor_slots[first : first + layout.arg_tensors]
     return all(
-        reader.storage(storage).origin is StorageOrigin.payload and not before.is_written_by_ops(storage)
+        reader.storage(storage).origin in IMPORTED and not before.is_written_by_ops(storage)
         for storage in set(frame.tensor_storage[slots].tolist())
     )

@@ -12,12 +12,13 @@ from contextlib import suppress
 from typing import Any
 
 from replayfmt.errors import ReplayFailed
-from replayfmt.format.codes import RecordKind, StorageOrigin
+from replayfmt.format.codes import RecordKind
 from replayfmt.format.reader import CaptureReader
 
 from .execute import Machine, OnScope, RunClock
 from .isolated import IsolatedOp
 from .results import OpVerdict, Verdict
+from .sources import Source, source_of
 from .steps import Step, Touched
 from .verify import Judge, StopReplay
 
@@ -37,7 +38,7 @@ class KeepGoing:
         self._refused = refused
         self._on_op = on_op
         self._spoiled: dict[int, int] = {}          # storage → ordinal of the op that should have written it
-        self._absent: set[int] = set()              # storages whose content is not in the capture
+        self._absent: dict[int, str] = {}           # storages whose content is not there, with the reason
         self._writer: dict[int, int] = {}           # storage → ordinal of the op that wrote it last
         self._verdicts: dict[int, OpVerdict] = {}
         self.result: Any = None                     # what the last op returned, where its step returns results
@@ -63,8 +64,16 @@ class KeepGoing:
     def _prepare(self, step: Step) -> None:
         self._machine.prepare(step.window)
         for staged in step.window.staged:
-            if self._reader.storage(staged.storage).origin is StorageOrigin.absent and staged.length_bytes:
-                self._absent.add(staged.storage)
+            if staged.length_bytes:
+                self._note_content(staged.storage, staged.source, 0)
+
+    def _note_content(self, storage: int, source: Source, version: int) -> None:
+        """Whether what is to enter a storage is there."""
+        reason = self._machine.content.missing(storage, source, version)
+        if reason is None:
+            self._absent.pop(storage, None)
+        else:
+            self._absent[storage] = reason
 
     def _op(self, step: Step, touched: Touched, on_scope: OnScope | None) -> None:
         verdict, reason = self._obstacle(step, touched)
@@ -95,7 +104,7 @@ class KeepGoing:
             if storage in self._spoiled:
                 return "skipped", f"it needs what ordinal {self._spoiled[storage]} did not give"
             if storage in self._absent:
-                return "refused", f"the content of storage {storage} is not in the capture"
+                return "refused", self._absent[storage]
         if any(key not in self._machine.values for key in step.window.inputs):
             return "skipped", "it needs a tensor that an earlier op did not give"
         return "ok", ""
@@ -123,9 +132,15 @@ class KeepGoing:
         """A record that is no op. Content that is imported again can be trusted again."""
         usable = all(key in self._machine.values for key in step.window.inputs)
         if step.kind is RecordKind.storage_import:
+            record = self._reader.record(step.ordinal)
+            version = record.argument("version")
+            assert isinstance(version, int)
             for storage in step.storages:
                 self._spoiled.pop(storage, None)
-        elif step.storages & (self._spoiled.keys() | self._absent):
+                if self._reader.storage(storage).bytes:
+                    self._note_content(storage, source_of(record.argument("payload")), version)
+            usable = usable and not step.storages & self._absent.keys()
+        elif step.storages & (self._spoiled.keys() | self._absent.keys()):
             usable = False
         if not usable:
             self._abandon(step)

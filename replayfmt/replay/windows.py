@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from .operations import View
+from .sources import Source
 
 FILENAME = "<opreplay window>"
 _CACHED_CODE = 256
@@ -26,10 +27,10 @@ _HEADER_LINES = 2
 
 @dataclass(frozen=True)
 class Staged:
-    """A storage whose first content enters in a window. `payload` 0: it has no content that matters."""
+    """A storage whose first content enters in a window."""
 
     storage: int
-    payload: int
+    source: Source
     length_bytes: int
     device: torch.device
 

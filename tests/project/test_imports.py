@@ -12,16 +12,17 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 
-# errors ← format ← pytorch ← {recording, replay} ← benchmark ← api, tools; dump stands on format alone.
+# errors ← format ← pytorch ← {recording, initializers ← replay} ← benchmark ← api, tools; dump stands on format alone.
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "format": {"errors"},
     "dump": {"errors", "format"},
     "pytorch": {"errors", "format"},
     "recording": {"errors", "format", "pytorch"},
-    "replay": {"errors", "format", "pytorch"},
-    "benchmark": {"errors", "format", "pytorch", "recording", "replay"},
-    "api": {"errors", "format", "pytorch", "recording", "replay", "benchmark", "dump"},
+    "initializers": {"errors", "format", "pytorch"},
+    "replay": {"errors", "format", "pytorch", "initializers"},
+    "benchmark": {"errors", "format", "pytorch", "recording", "initializers", "replay"},
+    "api": {"errors", "format", "pytorch", "recording", "initializers", "replay", "benchmark", "dump"},
 }
 WITHOUT_TORCH = ("replayfmt/errors.py", "replayfmt/format", "replayfmt/dump", "tools/__init__.py", "tools/command.py",
                  "tools/playbook.py", "tools/dump.py", "tools/check.py")
@@ -74,7 +75,8 @@ def test_a_part_imports_only_the_parts_before_it(part: str) -> None:
 def test_nothing_that_must_work_without_torch_names_it() -> None:
     wrong = [f"{path}:{line}" for path in modules() if str(path).startswith(WITHOUT_TORCH)
              for line, module in imported(path)
-             if module.split(".")[0] == "torch" or part_of(module) in {"pytorch", "recording", "replay", "benchmark"}]
+             if module.split(".")[0] == "torch" or part_of(module) in {"pytorch", "recording", "initializers", "replay",
+                                                                          "benchmark"}]
     assert not wrong
 
 

@@ -1,0 +1,1 @@
+"""What fills storages whose content was not captured."""

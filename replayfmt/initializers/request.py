@@ -1,0 +1,142 @@
+"""What an initializer is told: which content is wanted, and everything the capture says about its use."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from replayfmt.format.model import Recipe
+
+from .demands import Step
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """A captured tensor without its content. Strides and offset are in elements; `device` is the captured one.
+
+    Tensors with the same `storage` share memory.
+    """
+
+    storage: int
+    dtype: torch.dtype
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+    device: str
+
+    @property
+    def elements(self) -> int:
+        """How many elements it has."""
+        count = 1
+        for size in self.sizes:
+            count *= size
+        return count
+
+
+@dataclass(frozen=True)
+class Call:
+    """One op of the capture. `arguments` maps names to values; tensors are TensorInfo, lists are tuples.
+
+    `scope` is the path of the scope it ran in (`execute/step 3`), `annotation` what its importer or tool noted about
+    it. `overload` is None where this torch does not have the operator.
+    """
+
+    ordinal: int
+    name: str
+    overload_name: str
+    arguments: Mapping[str, Any]
+    results: tuple[Any, ...]
+    scope: str
+    annotation: Mapping[str, Any]
+    overload: torch._ops.OpOverload | None = None
+
+    def tensor(self, argument: str, position: int | None = None) -> TensorInfo | None:
+        """A tensor argument, or the one at `position` of a list; None where that is no tensor."""
+        value = self.arguments.get(argument)
+        if position is not None:
+            value = value[position] if isinstance(value, tuple) and position < len(value) else None
+        return value if isinstance(value, TensorInfo) else None
+
+    def integer(self, argument: str, default: int | None = None) -> int | None:
+        """An integer argument, `default` where it was not given."""
+        value = self.arguments.get(argument, default)
+        return value if isinstance(value, int) else default
+
+    def result(self, index: int) -> TensorInfo | None:
+        """A tensor result."""
+        value = self.results[index] if index < len(self.results) else None
+        return value if isinstance(value, TensorInfo) else None
+
+
+@dataclass(frozen=True)
+class Use:
+    """One op that reads a storage's content: as `argument`, at `position` where that is a list.
+
+    What it reads is the content itself where `steps` is empty and `followed` is true, else what the program computed
+    from it: by `steps`, or, where `followed` is false, in a way that is not followed. `view` is the tensor to fill so
+    that the op reads what was filled, None where no single one is known.
+    """
+
+    call: Call
+    argument: str
+    position: int | None
+    tensor: TensorInfo
+    view: TensorInfo | None
+    steps: tuple[Step, ...] = ()
+    followed: bool = True
+
+    @property
+    def label(self) -> str:
+        """`indices`, or `indices[1]` in a list."""
+        return self.argument if self.position is None else f"{self.argument}[{self.position}]"
+
+
+@dataclass(frozen=True)
+class Request:
+    """Content that is wanted for a storage, or for several of one call.
+
+    `call` is the op the initializer was chosen for, `wanted` its tensor arguments without content by label (`indices`,
+    in lists `indices[1]`); `uses` are all known uses of the first one's storage, and `recipe` what the capture says of
+    its content. `version` counts how often the program gave the storage new content from outside.
+    `seed` depends on the storage and its version alone.
+    """
+
+    call: Call
+    wanted: Mapping[str, TensorInfo]
+    uses: tuple[Use, ...]
+    recipe: Recipe | None
+    version: int
+    seed: int
+    content: Callable[[TensorInfo], torch.Tensor | None] = field(repr=False, default=lambda info: None)
+    notes: list[str] = field(repr=False, default_factory=list)
+
+    @property
+    def label(self) -> str:
+        """The label of the argument, of the first where there are several."""
+        return next(iter(self.wanted))
+
+    @property
+    def tensor(self) -> TensorInfo:
+        """The tensor to fill, the first where there are several."""
+        return self.wanted[self.label]
+
+    @property
+    def generator(self) -> torch.Generator:
+        """A fresh generator on the CPU that starts from `seed`."""
+        return torch.Generator().manual_seed(self.seed & (1 << 63) - 1)
+
+    def known(self, argument: str, position: int | None = None) -> torch.Tensor | None:
+        """The content of another tensor argument of the call, on the CPU: captured, or made by an initializer before.
+
+        None where it is not known when the plan is made.
+        """
+        info = self.call.tensor(argument, position)
+        return None if info is None else self.content(info)
+
+    def note(self, text: str) -> None:
+        """A line for the user, printed once with the replay's result."""
+        if text not in self.notes:
+            self.notes.append(text)

@@ -1,0 +1,76 @@
+"""Bringing bytes from the host to a device's storage, piece by piece, through pinned memory where that pays.
+
+While one piece travels to a CUDA device the next one is read into the other of two pinned buffers, so that reading and
+copying overlap and the host needs two pieces of memory, however long the content. Owns nothing between calls: PyTorch
+keeps freed pinned memory for the next one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from .memory import fill_storage, host_view, make_view, new_storage
+
+PIECE_BYTES = 32 << 20
+# Pinning costs more than it gives for less.
+_WORTH_PINNING = 4 << 20
+
+# Fills a buffer with the content from a byte offset on.
+ReadPiece = Callable[[memoryview, int], None]
+
+
+def fill_from(storage: torch.UntypedStorage, length_bytes: int, read: ReadPiece) -> None:
+    """Fill the first `length_bytes` of a storage on any device; has arrived on return.
+
+    Raises what `read` raises; ValueError where the storage is shorter.
+    """
+    if length_bytes > storage.nbytes():
+        raise ValueError(f"{length_bytes} bytes do not fit into a storage of {storage.nbytes()} bytes")
+    if not length_bytes:
+        return
+    if storage.device.type == "cpu":
+        read(host_view(storage)[:length_bytes], 0)
+    elif storage.device.type == "cuda" and length_bytes >= _WORTH_PINNING:
+        _through_pinned_memory(storage, length_bytes, read)
+    else:
+        _through_pageable_memory(storage, length_bytes, read)
+
+
+def _through_pageable_memory(storage: torch.UntypedStorage, length_bytes: int, read: ReadPiece) -> None:
+    if length_bytes <= PIECE_BYTES:
+        piece = bytearray(length_bytes)
+        read(memoryview(piece), 0)
+        fill_storage(storage, piece)
+        return
+    buffer = new_storage(PIECE_BYTES, torch.device("cpu"))
+    source = _bytes(buffer)
+    target = _bytes(storage)
+    for start in range(0, length_bytes, PIECE_BYTES):
+        length = min(PIECE_BYTES, length_bytes - start)
+        read(host_view(buffer)[:length], start)
+        target[start : start + length].copy_(source[:length])
+
+
+def _through_pinned_memory(storage: torch.UntypedStorage, length_bytes: int, read: ReadPiece) -> None:
+    piece = min(PIECE_BYTES, length_bytes)
+    target = _bytes(storage)
+    with torch.cuda.device(storage.device):
+        stream = torch.cuda.current_stream()
+        buffers = [torch.empty((piece,), dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+        travelled = [torch.cuda.Event(), torch.cuda.Event()]
+        try:
+            for number, start in enumerate(range(0, length_bytes, piece)):
+                length = min(piece, length_bytes - start)
+                buffer, event = buffers[number % 2], travelled[number % 2]
+                event.synchronize()         # returns at once where it was never recorded
+                read(host_view(buffer.untyped_storage())[:length], start)
+                target[start : start + length].copy_(buffer[:length], non_blocking=True)
+                event.record(stream)
+        finally:
+            stream.synchronize()            # the buffers must not go while something still reads them
+
+
+def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
+    return make_view(storage, torch.uint8, (storage.nbytes(),), (1,))

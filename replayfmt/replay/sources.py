@@ -1,0 +1,40 @@
+"""Where content that enters a replay comes from, as the capture says it. Plain values."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from replayfmt.format.codes import StorageOrigin, ValueKind
+from replayfmt.format.model import PayloadValue, RangeValue, RecipeValue, Value
+
+# How a storage that was there before the first op that uses it may be born.
+IMPORTED = (StorageOrigin.payload, StorageOrigin.absent, StorageOrigin.external_file, StorageOrigin.initializer)
+
+
+class Source(NamedTuple):
+    """`kind` is payload, range, recipe, or none where the capture has nothing; `id` is the id of that kind."""
+
+    kind: ValueKind
+    id: int
+
+
+NOTHING = Source(ValueKind.none, 0)
+
+
+def source_of(value: Value) -> Source:
+    """The source that a storage import's `payload` argument names."""
+    if isinstance(value, PayloadValue):
+        return Source(ValueKind.payload, value.id)
+    if isinstance(value, RangeValue):
+        return Source(ValueKind.range, value.id)
+    return Source(ValueKind.recipe, value.id) if isinstance(value, RecipeValue) else NOTHING
+
+
+class Entrance(NamedTuple):
+    """Content that the capture does not have, entering a storage. `version` counts its imports from 0; `recipe` is a
+    recipe id or 0. `ordinal` is the import's, -1 where there is no import record."""
+
+    ordinal: int
+    storage: int
+    version: int
+    recipe: int
