@@ -268,6 +268,16 @@ class Plan:
             self._clock.reset(self.devices, None)
             return self._keep_going(self._machine(), False, None, undrawn)
 
+    def verification(self, verify: VerifyMode) -> Verification:
+        """What verifying comes to here. Raises ReplayRefused where `bitwise` has nothing to compare."""
+        with surroundings(dict(self.reader.session.settings), self._generators):
+            return self._decide(verify)
+
+    def writes(self, signature_id: int) -> tuple[int, ...]:
+        """The tensor slots that an op of this signature may write, announced or not."""
+        effects = self.effects(signature_id, self.scan(checks=False).layout(signature_id))
+        return effects.writes + effects.unsure
+
     def watch(self, watcher: Watcher, stop: int, verify: VerifyMode = "auto", *,
               on_progress: Callable[[int], None] | None = None) -> tuple[Verification, Divergence | None]:
         """Run what comes before ordinal `stop`, telling `watcher` of its ops: how it was verified, and what differed.
