@@ -41,7 +41,7 @@ _REDRAW_S = 0.2
 @click.option("--benchmark-out", metavar="FILE", help="Write the results to FILE as Google Benchmark's JSON.")
 @profiling_options
 @click.argument("capture", metavar="CAPTURE")
-def cli(capture: str, device: tuple[str, ...], verify: str, allow_incomplete: bool, replay_scope: tuple[str, ...],
+def cli(capture: str, flags: ReplayFlags, replay_scope: tuple[str, ...],
         benchmark_min_time: str, benchmark_warmup: int, benchmark_repetitions: int, benchmark_format: str,
         benchmark_out: str | None, device_profiling_mode: str | None, device_profiling_output: str | None,
         force: bool) -> None:
@@ -52,7 +52,6 @@ def cli(capture: str, device: tuple[str, ...], verify: str, allow_incomplete: bo
     """
     from replayfmt.benchmark.min_time import parse_min_time
 
-    flags = ReplayFlags.of(device, verify, allow_incomplete)
     min_time = parse_min_time(benchmark_min_time)
     profiling = profiling_request(device_profiling_mode, device_profiling_output, force)
     if benchmark_out and profiling and os.path.realpath(benchmark_out) == os.path.realpath(profiling.output):

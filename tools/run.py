@@ -30,14 +30,13 @@ _LONG = 20_000       # records; shorter replays show no progress
               help="How the result is printed.")
 @profiling_options
 @click.argument("capture", metavar="CAPTURE")
-def cli(capture: str, device: tuple[str, ...], verify: str, allow_incomplete: bool, keep_going: bool, form: str,
+def cli(capture: str, flags: ReplayFlags, keep_going: bool, form: str,
         device_profiling_mode: str | None, device_profiling_output: str | None, force: bool) -> int:
     """Replay CAPTURE without the program that made it, and verify the results.
 
     Exits with 0 if it ran and matched, 1 if it was refused, failed or did not match, 2 for wrong usage, 3 if CAPTURE is
     missing, unreadable or no valid capture.
     """
-    flags = ReplayFlags.of(device, verify, allow_incomplete)
     profiling = profiling_request(device_profiling_mode, device_profiling_output, force)
     with flags.plan(capture, keep_going=keep_going) as plan, profiled(profiling, plan):
         from replayfmt.replay.report import as_rows, as_text

@@ -90,7 +90,7 @@ class _Law:
 
 @dataclass(frozen=True)
 class _Chunk:
-    """One chunk: `special` is how many zeros, NaNs, positive and negative infinities it has, `ends` are values in it."""
+    """One chunk: `special` is how many zeros, NaNs and infinities of either sign it has, `ends` are values in it."""
 
     index: int
     length: int
