@@ -1,0 +1,262 @@
+"""Definitions and records of one capture on their way into another, where they get ids of their own.
+
+Every id is given anew, in order of first use: what the result does not need leaves no trace in it. Storages are born
+when they are first used. Needs no torch; what content a storage gets is the caller's business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from replayfmt.errors import InvalidCapture
+from replayfmt.format.codes import RecordKind, StorageOrigin, ValueKind
+from replayfmt.format.columns import RecordColumns
+from replayfmt.format.model import (
+    CompositeValue,
+    GeneratorValue,
+    Node,
+    PayloadValue,
+    RangeValue,
+    RecipeValue,
+    Record,
+    Signature,
+    StorageValue,
+    TensorValue,
+    Value,
+)
+from replayfmt.format.reader import CaptureReader
+from replayfmt.format.redaction import Redaction
+from replayfmt.format.writer import CaptureWriter
+
+Values = tuple[Value, ...]
+
+_FRAME_RECORDS = 16384
+_UNKNOWN_NS = 0xFFFFFFFFFFFFFFFF
+
+
+class Copier:
+    """Writes records of `reader` to `writer`. With `redaction`, texts are rewritten on the way.
+
+    `rewrite_results` may give an op's signature and results another form; it depends on the signature alone.
+    """
+
+    def __init__(self, reader: CaptureReader, writer: CaptureWriter, redaction: Redaction | None = None) -> None:
+        self.reader = reader
+        self.writer = writer
+        self._redaction = redaction
+        self.rewrite_results: Callable[[Signature, Values], tuple[Signature, Values]] | None = None
+        self.count = 0                                     # records written so far: the next one's ordinal
+        self.storages: dict[int, int] = {}                 # storage of the reader → storage of the writer
+        self._devices: dict[int, int] = {}
+        self._kernels: dict[int, int] = {}
+        self._scopes: dict[int, int] = {0: 0}
+        self._metas: dict[int, int] = {}
+        self._meta_ids: dict[int, int] = {}                # id() of a TensorMeta of the reader → meta of the writer
+        self._signatures: dict[int, int] = {}
+        self._generators: dict[int, int] = {}
+        self._files: dict[int, int] = {}
+        self._ranges: dict[int, int] = {}
+        self._tensors: dict[tuple[int, int, int], int] = {}
+        self._definitions: dict[int, tuple[int, int, int]] = {}
+        self._next_storage = 1
+        self._clear()
+
+    def _clear(self) -> None:
+        self._rows: list[tuple[int, int, int, int, int, int, int]] = []
+        self._slots: tuple[list[int], list[int], list[float]] = ([], [], [])
+        self._births: list[tuple[int, int, int, int]] = []
+        self._first_storage = self._next_storage
+        self._timed = self._device_timed = False
+
+    # ------------------------------------------------------------------------------------------------------ definitions
+
+    def _text(self, text: str) -> str:
+        return text if self._redaction is None else self._redaction.text(text)
+
+    def device(self, number: int) -> int:
+        if number not in self._devices:
+            device = self.reader.devices[number]
+            assert device is not None
+            self._devices[number] = self.writer.device(device)
+        return self._devices[number]
+
+    def kernel(self, number: int) -> int:
+        if number not in self._kernels:
+            kernel = self.reader.kernels[number]
+            assert kernel is not None
+            self._kernels[number] = self.writer.kernel(kernel)
+        return self._kernels[number]
+
+    def scope(self, number: int) -> int:
+        if number not in self._scopes:
+            scope = self.reader.scopes[number]
+            assert scope is not None
+            self._scopes[number] = self.writer.scope(self.scope(scope.parent), self._text(scope.name))
+        return self._scopes[number]
+
+    def generator(self, number: int) -> int:
+        if number not in self._generators:
+            generator = self.reader.generators[number]
+            assert generator is not None
+            self._generators[number] = self.writer.generator(replace(generator, device=self.device(generator.device)))
+        return self._generators[number]
+
+    def range(self, number: int) -> int:
+        """A range of an external file, with whatever of it the capture embeds."""
+        if number not in self._ranges:
+            given = self.reader.ranges[number]
+            assert given is not None
+            payload = self.payload(given.payload) if given.payload else 0
+            self._ranges[number] = self.writer.range(replace(given, file=self._file(given.file), payload=payload))
+        return self._ranges[number]
+
+    def _file(self, number: int) -> int:
+        if number not in self._files:
+            file = self.reader.files[number]
+            assert file is not None
+            payload = self.payload(file.payload) if file.payload else 0
+            file = replace(file, payload=payload)
+            self._files[number] = self.writer.file(file if self._redaction is None else self._redaction.file(file))
+        return self._files[number]
+
+    def payload(self, number: int) -> int:
+        """A payload's content, copied."""
+        return self.writer.payload(self.reader.payload(number))
+
+    def recipe(self, number: int) -> int:
+        recipe = self.reader.recipes[number]
+        assert recipe is not None
+        return self.writer.recipe(recipe)
+
+    def signature(self, signature: Signature) -> int:
+        """The id of a signature of the reader's, or of one made of its nodes."""
+        if signature.kernel:
+            signature = replace(signature, kernel=self.kernel(signature.kernel))
+        signature = replace(signature, args=self._nodes(signature.args), results=self._nodes(signature.results))
+        return self.writer.signature(signature if self._redaction is None else self._redaction.signature(signature))
+
+    def _nodes(self, nodes: Iterable[Node]) -> tuple[Node, ...]:
+        return tuple(self._node(node) for node in nodes)
+
+    def _node(self, node: Node) -> Node:
+        if node.kind is ValueKind.device:
+            assert isinstance(node.constant, int)
+            return replace(node, constant=self.device(node.constant))
+        return replace(node, children=self._nodes(node.children)) if node.children else node
+
+    def _meta(self, value: TensorValue) -> int:
+        known = self._meta_ids.get(id(value.meta))      # the reader keeps its metas: an id() stands for one for good
+        if known is None:
+            meta = replace(value.meta, device=self.device(value.meta.device))
+            known = self._meta_ids[id(value.meta)] = self.writer.meta(meta)
+        return known
+
+    def _tensor(self, value: TensorValue) -> int:
+        storage = self.storages[value.storage] if value.storage else 0
+        key = (storage, value.offset, self._meta(value))
+        number = self._tensors.get(key)
+        if number is None:
+            number = self._tensors[key] = len(self._tensors) + 1
+            self._definitions[number] = key
+        return number
+
+    # --------------------------------------------------------------------------------------------------------- storages
+
+    def bear(self, storage: int, length: int, origin: StorageOrigin, content: int = 0) -> int:
+        """A storage of the reader comes into the result: its id there. `length` in bytes; `content` is the writer's id
+        of its first content, of the family that `origin` says."""
+        device = self.device(self.reader.storage(storage).device)
+        number = self.storages[storage] = self._next_storage
+        self._next_storage += 1
+        self._births.append((length, device, origin, content))
+        return number
+
+    # ---------------------------------------------------------------------------------------------------------- records
+
+    def copy(self, record: Record, annotation: Mapping[str, Any] | None = None) -> int:
+        """Write a record of the reader; every storage it names must be there. Returns its ordinal."""
+        if record.kind is RecordKind.op and self._rows and self._timed is (record.duration_ns is None):
+            self.flush()      # a frame's records are all timed, or none of them
+        signature, results = record.signature, record.results
+        if self.rewrite_results is not None:
+            signature, results = self.rewrite_results(signature, results)
+        number = self._signatures.get(record.signature_id)
+        if number is None:
+            number = self._signatures[record.signature_id] = self.signature(signature)
+        note = {**(record.annotation or {}), **(annotation or {})}
+        if note and self._redaction is not None:
+            note = self._redaction.values(note)
+        return self._add(number, record, (*record.args, *results),
+                         self.writer.annotation(note) if note else 0)
+
+    def add(self, near: Record, kind: RecordKind, nodes: Sequence[Node], values: Sequence[Value] = (),
+            scope: int | None = None) -> int:
+        """Write a record that the reader does not have, at the time, thread and scope of one that it has."""
+        placed = near if scope is None else replace(near, scope=scope)
+        placed = replace(placed, duration_ns=0 if near.duration_ns is not None else None, device_duration_ns=None)
+        return self._add(self.signature(Signature(kind, tuple(nodes))), placed, values, 0)
+
+    def _add(self, signature: int, record: Record, values: Sequence[Value], annotation: int) -> int:
+        for value in values:
+            self._take(value)
+        duration, device_ns = record.duration_ns, record.device_duration_ns
+        self._timed |= duration is not None
+        self._device_timed |= device_ns is not None
+        self._rows.append((signature, self.scope(record.scope), record.thread, record.start_ns, duration or 0,
+                           _UNKNOWN_NS if device_ns is None else device_ns, annotation))
+        self.count += 1
+        if len(self._rows) >= _FRAME_RECORDS:
+            self.flush()
+        return self.count - 1
+
+    def _take(self, value: Value) -> None:
+        """The slots of one value. Enumerations are ints too, but constants: hence the exact types."""
+        tensors, ints, floats = self._slots
+        kind = type(value)
+        if kind is TensorValue:
+            tensors.append(self._tensor(value))  # type: ignore[arg-type]
+        elif kind is int:
+            ints.append(value)  # type: ignore[arg-type]
+        elif kind is float:
+            floats.append(value)  # type: ignore[arg-type]
+        elif kind is complex:
+            floats += (value.real, value.imag)  # type: ignore[union-attr]
+        elif isinstance(value, list | tuple):
+            for each in value:
+                self._take(each)
+        elif isinstance(value, CompositeValue):
+            for each in value.parts:
+                self._take(each)
+        elif isinstance(value, StorageValue):
+            ints.append(self.storages[value.id])
+        elif isinstance(value, GeneratorValue):
+            ints.append(self.generator(value.id))
+        elif isinstance(value, PayloadValue | RangeValue | RecipeValue):
+            ints.append(value.id)      # only in records that were made for the writer: its ids already
+
+    def flush(self) -> None:
+        """Write what waits as a frame of records."""
+        rows = self._rows
+        if not rows:
+            if self._births:
+                raise InvalidCapture(f"{self.reader.path}: storages without a record that uses them")
+            return
+        columns = list(zip(*rows, strict=True))
+        births = list(zip(*self._births, strict=True)) or [(), (), (), ()]
+        self.writer.records(RecordColumns(
+            signature=columns[0], scope=columns[1], thread=columns[2], start_ns=columns[3],
+            duration_ns=columns[4] if self._timed else None,
+            tensors=self._slots[0], ints=self._slots[1], floats=self._slots[2], tensor_definitions=self._definitions,
+            first_storage=self._first_storage if self._births else 0, storage_bytes=births[0],
+            storage_device=births[1], storage_origin=births[2], storage_payload=births[3],
+            device_duration_ns=_unsigned(columns[5]) if self._device_timed else None,
+            annotation=columns[6] if any(columns[6]) else None))
+        self._clear()
+
+
+def _unsigned(values: Sequence[int]) -> Any:
+    import numpy as np
+
+    return np.array(values, np.uint64)

@@ -1,0 +1,71 @@
+"""Which bytes of the result's storages are known to be the same in every replay.
+
+Content that entered is; so is what an op returned, unless it leaves memory unwritten (the empty family): of such a
+storage only what ops wrote since. Digests must cover nothing else. The recorder keeps the same account of the program.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from replayfmt.recording.coverage import Coverage, Region
+
+
+def region_of(tensor: torch.Tensor) -> Region:
+    """A strided tensor as bytes of its storage."""
+    item = tensor.element_size()
+    return Region(int(tensor.storage_offset()) * item, tuple(tensor.shape),
+                  tuple(stride * item for stride in tensor.stride()), item)
+
+
+class Defined:
+    """Keeps the account, by storage id. Storages it was not told of are known throughout."""
+
+    def __init__(self) -> None:
+        self._unwritten: dict[int, Coverage] = {}
+        self._opaque: set[int] = set()
+        self._length: dict[int, int] = {}
+
+    def entered(self, storage: int, length: int) -> None:
+        """Content entered, all of it."""
+        self._unwritten.pop(storage, None)
+        self._opaque.discard(storage)
+        self._length[storage] = length
+
+    def born(self, storage: int, length: int, *, written: bool, opaque: bool) -> None:
+        """An op returned a new storage. `opaque`: it holds what no replay reproduces."""
+        self._length[storage] = length
+        if opaque:
+            self._opaque.add(storage)
+        if not written and length:
+            self._unwritten[storage] = Coverage(length)
+
+    def wrote(self, storage: int, tensor: torch.Tensor, *, everything: bool) -> None:
+        """An op wrote a view, every element of it or some."""
+        coverage = self._unwritten.get(storage)
+        if coverage is None:
+            return
+        if everything:
+            coverage.write(region_of(tensor))
+            if coverage.complete:
+                del self._unwritten[storage]
+        else:
+            coverage.touched = True
+
+    def measure(self, storage: int, length: int) -> None:
+        """A storage is that long now; bytes that were added are not written."""
+        before = self._length.get(storage, length)
+        self._length[storage] = length
+        if length <= before:
+            return
+        coverage, known = Coverage(length), self._unwritten.get(storage)
+        if before and known is None:
+            coverage.write(Region(0, (before,), (1,), 1))
+        self._unwritten[storage] = coverage
+
+    def covers(self, storage: int, tensor: torch.Tensor) -> bool:
+        """Whether every element of a view on it is known."""
+        if storage in self._opaque:
+            return False
+        coverage = self._unwritten.get(storage)
+        return coverage is None or coverage.covers(region_of(tensor))

@@ -1,0 +1,244 @@
+"""A trimmed capture's content, taken out of a replay of the original while it passes the ops that are kept.
+
+Right before such an op the records up to it are written, with the content that enters: where the capture itself has the
+very bytes, as they are there (a payload, a range of a file, a recipe), otherwise as the replay has computed them. Right
+after it, digests of its results are written, so that a replay of the trimmed capture has something to compare with.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from replayfmt.format.codes import RecordKind, StorageOrigin, TensorFlag, ValueKind
+from replayfmt.format.digest import TensorDigest
+from replayfmt.format.model import (
+    CompositeValue,
+    GeneratorValue,
+    Node,
+    PayloadValue,
+    RangeValue,
+    RecipeValue,
+    Record,
+    TensorValue,
+    Value,
+)
+from replayfmt.pytorch.digests import digest_tensor
+from replayfmt.pytorch.memory import host_view, storage_bytes
+from replayfmt.recording.kernels import KernelFacts
+from replayfmt.replay.facts import Layout, Place
+from replayfmt.replay.plan import Plan
+from replayfmt.replay.resolve import ResolvedKernel
+
+from .copying import Copier
+from .defined import Defined
+from .schedule import Enter, Schedule
+from .selection import Kept
+from .writing import Content, Writing
+
+
+class Materializer:
+    """Watches a replay and writes the kept records. Call `finish` once the replay has ended.
+
+    With `digests`, the results of every op that is kept get one, up to the first unsupported record.
+    """
+
+    def __init__(self, plan: Plan, copier: Copier, schedule: Schedule, kept: Kept, *, digests: bool,
+                 annotate: bool) -> None:
+        self._plan = plan
+        self._copier = copier
+        self._schedule = schedule
+        self._digests = digests
+        self._kept = kept
+        self._writing = Writing(copier, schedule, kept, self, annotate=annotate)
+        self._defined = Defined()
+        self._facts: dict[int, KernelFacts] = {}
+        self._layouts: dict[int, Layout] = {}
+        self._storages: dict[int, torch.UntypedStorage] = {}    # of the op that runs next, only while it does
+        self._record: Record | None = None
+        self._states: dict[int, bytes] = {}                     # generators, as the result expects them
+        self.embedded_bytes = 0
+        self.digest_count = 0
+
+    # ------------------------------------------------------------------------------------------------ watching a replay
+
+    def watches(self, ordinal: int) -> bool:
+        return self._kept.holds(ordinal)
+
+    def before(self, ordinal: int, storages: dict[int, torch.UntypedStorage]) -> None:
+        self._writing.up_to(ordinal)
+        self._storages = storages
+        for number, storage in storages.items():
+            self._defined.measure(number, storage.nbytes())
+        self._record = record = self._writing.write(self._state_generators)
+        self._storages = {}
+        facts = self._facts_of(record)
+        for number in self._writing.born:
+            born = self._plan.reader.storage(number)
+            self._defined.born(number, born.bytes, written=born.origin is not StorageOrigin.uninitialized, opaque=False)
+        for index, place in enumerate(self._layout(record).results):
+            if index in facts.opaque_results:
+                self._mark_opaque(place, record)
+
+    def after(self, ordinal: int, results: dict[int, torch.Tensor], args: dict[int, torch.Tensor]) -> None:
+        record = self._record
+        assert record is not None and record.ordinal == ordinal
+        facts = self._facts_of(record)
+        values = dict(self._slots((*record.args, *record.results), record))
+        for slot, tensor in {**args, **results}.items():
+            if values[slot].storage:
+                self._defined.measure(values[slot].storage, _length(tensor))
+        written = self._written(record, facts)
+        for slot, everything in written.items():
+            if slot in args and values[slot].storage:
+                self._defined.wrote(values[slot].storage, args[slot], everything=everything)
+        self._note_generators(record)
+        unsupported = self._schedule.kept_unsupported
+        if self._digests and not facts.empty and (unsupported is None or unsupported > ordinal):
+            self._digest(record, facts, results, args, values, written)
+
+    def finish(self) -> None:
+        """Write what comes after the last op."""
+        self._writing.finish(self._record)
+
+    # --------------------------------------------------------------------------------------------------- what is known
+
+    def _facts_of(self, record: Record) -> KernelFacts:
+        number = record.signature.kernel
+        if number not in self._facts:
+            resolved = self._plan.kernels[number]
+            assert isinstance(resolved, ResolvedKernel), "an op without an operator here is refused before"
+            self._facts[number] = KernelFacts(resolved.overload)
+        return self._facts[number]
+
+    def _layout(self, record: Record) -> Layout:
+        if record.signature_id not in self._layouts:
+            self._layouts[record.signature_id] = Layout(record.signature)
+        return self._layouts[record.signature_id]
+
+    def _slots(self, values: tuple[Value, ...], record: Record) -> list[tuple[int, TensorValue]]:
+        """The tensors of an op's arguments or results (or both, in that order), by slot."""
+        found = [value for top in values for value in _tensors(top)]
+        first = self._layout(record).arg_tensors if values is record.results else 0
+        return list(enumerate(found, first))
+
+    def _mark_opaque(self, place: Place, record: Record) -> None:
+        values = dict(self._slots((*record.args, *record.results), record))
+        for slot in place.tensors:
+            self._defined.born(values[slot].storage, 0, written=True, opaque=True)
+
+    def _written(self, record: Record, facts: KernelFacts) -> dict[int, bool]:
+        """Tensor slots of arguments that the op writes; whether every element of them."""
+        written: dict[int, bool] = {}
+        for place in self._layout(record).args:
+            index = facts.indices.get(place.node.name, -1)
+            if index in facts.writes:
+                written.update(dict.fromkeys(place.tensors, facts.writes_all(index)))
+        return written
+
+    # ---------------------------------------------------------------------------------------------------------- content
+
+    def enter(self, action: Enter) -> Content:
+        """What enters before the op that runs next."""
+        storage = self._storages.get(action.storage)
+        if storage is None:
+            raise AssertionError(f"storage {action.storage} enters before an op that does not use it")
+        length = storage.nbytes()
+        self._defined.entered(action.storage, length)
+        if length == 0 or storage.device.type == "meta":
+            return Content(StorageOrigin.uninitialized, 0, length)
+        if action.absent:
+            return Content(StorageOrigin.absent, 0, length)
+        if action.first and isinstance(action.source, RangeValue):
+            given = self._plan.reader.ranges[action.source.id]
+            if given is not None and given.bytes == length:
+                return Content(StorageOrigin.external_file, self._copier.range(action.source.id), length)
+        if isinstance(action.source, RecipeValue) and action.first:
+            return Content(StorageOrigin.initializer, self._copier.recipe(action.source.id), length)
+        self.embedded_bytes += length
+        if isinstance(action.source, PayloadValue):
+            if self._plan.reader.payload_info(action.source.id).raw_bytes == length:
+                return Content(StorageOrigin.payload, self._copier.payload(action.source.id), length)
+        return Content(StorageOrigin.payload, self._copier.writer.payload(storage_bytes(storage)), length)
+
+    # ------------------------------------------------------------------------------------------------------- generators
+
+    def _drawn(self, record: Record) -> list[int]:
+        """The generators a kept op may draw from, by id: those it is given, else every default one."""
+        facts, reader = self._facts_of(record), self._plan.reader
+        values = {node.name: value for node, value in zip(record.signature.args, record.args, strict=True)}
+        if not facts.random or not facts.draws((), values):
+            return []
+        given = [value.id for value in values.values() if isinstance(value, GeneratorValue)]
+        defaults = [number for number, each in enumerate(reader.generators) if each is not None and each.default]
+        return [number for number in given or defaults if self._plan.generators[number] is not None]
+
+    def _state_generators(self, record: Record) -> None:
+        for number in self._drawn(record):
+            state = self._state(number)
+            if self._states.get(number) != state:
+                self._writing.generator_state(record, number, state)
+                self._states[number] = state
+
+    def _note_generators(self, record: Record) -> None:
+        for number in self._drawn(record):
+            self._states[number] = self._state(number)
+
+    def _state(self, number: int) -> bytes:
+        generator = self._plan.generators[number]
+        assert generator is not None
+        storage = generator.get_state().untyped_storage()
+        return bytes(host_view(storage))
+
+    # ---------------------------------------------------------------------------------------------------------- digests
+
+    def _digest(self, record: Record, facts: KernelFacts, results: dict[int, torch.Tensor],
+                args: dict[int, torch.Tensor], values: dict[int, TensorValue], written: dict[int, bool]) -> None:
+        """Digest every result of an op, and what it wrote that is not among them."""
+        layout = self._layout(record)
+        seen: set[int] = set()
+        for index, place in enumerate(layout.results):
+            for slot in place.tensors:
+                if slot in results and index not in facts.opaque_results:
+                    self._compare_later(record, values[slot], results[slot], index)
+                seen.add(values[slot].id)
+        for slot in written:
+            same = slot in args and tuple(args[slot].shape) == values[slot].meta.sizes     # not resized by the op
+            if same and values[slot].id not in seen:
+                self._compare_later(record, values[slot], args[slot], -1)
+
+    def _compare_later(self, record: Record, value: TensorValue, tensor: torch.Tensor, result: int) -> None:
+        """Write the digest of a tensor that an op gave, where it has one that every replay gives."""
+        if not value.storage or value.meta.flags & TensorFlag.zero or tensor.device.type == "meta":
+            return
+        if not self._defined.covers(value.storage, tensor):
+            return
+        if (record.ordinal, result, value.id) in self._schedule.digested:
+            return      # the capture has it itself
+        try:
+            digest = digest_tensor(tensor)
+        except TypeError:
+            return      # packed elements: nothing to compare
+        self._write_digest(record, value, result, digest)
+
+    def _write_digest(self, record: Record, value: TensorValue, result: int, digest: TensorDigest) -> None:
+        statistics = [each for each in (digest.min, digest.max, digest.mean, digest.l2) if each is not None]
+        whole, _reals = digest.slots()
+        nodes = [Node(ValueKind.tensor, "tensor"), Node(ValueKind.int, "of"), Node(ValueKind.int, "result")]
+        head = whole[: len(whole) - sum(isinstance(each, int) for each in digest.sample)]
+        self._copier.add(record, RecordKind.digest, [*nodes, *digest.nodes()],
+                         [value, self._writing.ops[record.ordinal], result, *head, *statistics, list(digest.sample)])
+        self.digest_count += 1
+
+
+def _tensors(value: Value) -> list[TensorValue]:
+    if isinstance(value, TensorValue):
+        return [value]
+    if isinstance(value, list | tuple):
+        return [found for each in value for found in _tensors(each)]
+    if isinstance(value, CompositeValue):
+        return [found for each in value.parts for found in _tensors(each)]
+    return []
+
+
+def _length(tensor: torch.Tensor) -> int:
+    return 0 if tensor._is_zerotensor() else tensor.untyped_storage().nbytes()

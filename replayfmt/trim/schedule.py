@@ -1,0 +1,316 @@
+"""What a trimmed capture has to say that the records it keeps do not say themselves.
+
+One walk over the capture up to the last record that is kept, without running anything. It finds out, for each of them,
+what has to come before it: scopes that are open there, settings that changed meanwhile, content that enters, because
+what is left out produced or changed it, and storages that died. Needs no torch; what an op writes is asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from replayfmt.format.codes import RecordKind, TensorFlag, ValueKind
+from replayfmt.format.model import SLOTS, PayloadValue, RangeValue, RecipeValue, Record, Signature, TensorValue, Value
+from replayfmt.format.reader import CaptureReader, RecordFrame
+from replayfmt.format.values import decode_record
+
+from .open_scopes import OpenScopes
+from .selection import Kept
+
+Source = PayloadValue | RangeValue | RecipeValue | None
+
+
+@dataclass(frozen=True)
+class Enter:
+    """Content enters. `first`: the storage comes into the result with it. `source` is where the capture itself has
+    the very bytes, None where they are to be computed, or where they are `absent`: in no capture. `length` is what is
+    known of their number."""
+
+    storage: int
+    first: bool
+    reason: str
+    source: Source
+    length: int
+    absent: bool = False
+
+
+@dataclass(frozen=True)
+class Begin:
+    scope: int
+
+
+@dataclass(frozen=True)
+class End:
+    scope: int
+
+
+@dataclass(frozen=True)
+class Release:
+    storage: int
+
+
+@dataclass(frozen=True)
+class Settings:
+    changes: dict[str, Any]
+
+
+Action = Enter | Begin | End | Release | Settings
+
+
+@dataclass
+class Schedule:
+    """What comes before which kept record, by its ordinal, and which kept records say nothing any more.
+
+    `settings` are those at the first one, `ends` the scopes to leave after the last. `unsupported` are ordinals of
+    unsupported records that are left out although work behind them is kept; `kept_unsupported` the first that is kept.
+    `digested` are the results that have a digest among the kept records: (op's ordinal, result, tensor).
+    """
+
+    settings: dict[str, Any]
+    actions: dict[int, list[Action]] = field(default_factory=dict)
+    dropped: set[int] = field(default_factory=set)
+    ends: list[int] = field(default_factory=list)
+    unsupported: list[int] = field(default_factory=list)
+    kept_unsupported: int | None = None
+    left_comparisons: int = 0       # host reads and digests of what no kept op uses
+    digested: set[tuple[int, int, int]] = field(default_factory=set)
+
+    def enters(self) -> Iterator[Enter]:
+        """Every piece of content that enters, in order."""
+        return (action for actions in self.actions.values() for action in actions if isinstance(action, Enter))
+
+
+class Shape:
+    """Where the records of one signature keep what matters here. `written` are slots of tensors they may write."""
+
+    def __init__(self, signature: Signature, written: tuple[int, ...]) -> None:
+        self.kind = signature.kind
+        self.arg_tensors = sum(node.kind is ValueKind.tensor for top in signature.args for node in top.walk())
+        self.storages: list[int] = []
+        slot = 0
+        for top in signature.args:
+            for node in top.walk():
+                if node.kind is ValueKind.storage:
+                    self.storages.append(slot)
+                slot += SLOTS.get(node.kind, (0, 0, 0))[1]
+        self.written = written
+        op = self.kind is RecordKind.op
+        self.passive = (op and not written and not self.storages) or self.kind in (
+            RecordKind.digest, RecordKind.host_read, RecordKind.synchronize, RecordKind.collective)
+
+
+class _Frame:
+    """The columns of one frame as lists."""
+
+    def __init__(self, frame: RecordFrame, zero_metas: np.ndarray) -> None:
+        slots = frame.tensor_slots
+        self.frame = frame
+        self.signatures: list[int] = frame.signature.tolist()
+        self.scopes: list[int] = frame.scope.tolist()
+        self.ints = frame.ints
+        self.int_first: list[int] = frame.int_first.tolist()
+        self.tensor_first: list[int] = frame.tensor_first.tolist()
+        storages = frame.tensor_storage[slots].astype(np.int64)
+        storages[zero_metas[frame.tensor_meta[slots]]] = 0      # a ZeroTensor has no bytes that could enter
+        self.storages: list[int] = storages.tolist()
+
+    def arguments(self, row: int, shape: Shape) -> list[int]:
+        """The storages an op takes, each once, in order."""
+        first = self.tensor_first[row]
+        taken = self.storages[first : first + shape.arg_tensors]
+        taken += [int(self.ints[self.int_first[row] + slot]) for slot in shape.storages]
+        return [storage for storage in dict.fromkeys(taken) if storage]
+
+    def written(self, row: int, shape: Shape) -> set[int]:
+        first = self.tensor_first[row]
+        return {self.storages[first + slot] for slot in shape.written} | {
+            int(self.ints[self.int_first[row] + slot]) for slot in shape.storages}
+
+
+class Planner:
+    """Makes a schedule. `writes` gives the tensor slots an op of a signature may write; None: nothing is computed, so
+    that it does not matter (metadata alone)."""
+
+    def __init__(self, reader: CaptureReader, kept: Kept, writes: Callable[[int], tuple[int, ...]] | None) -> None:
+        self._reader = reader
+        self._kept = kept
+        self._writes = writes
+        self._shapes: dict[int, Shape] = {}
+        self._open = OpenScopes(reader.scopes)
+        self._there: set[int] = set()               # storages of the result
+        self._stale: dict[int, str] = {}            # of these, those whose bytes are others by now, and why
+        self._source: dict[int, Source] = {}        # storages whose present bytes the capture itself has
+        self._absent: set[int] = set()              # storages whose content is not in the capture
+        self._length: dict[int, int] = {}
+        self._died: list[int] = []
+        self._settings: dict[str, Any] = dict(reader.session.settings)
+        self._stated: dict[str, Any] = {}
+        self._schedule = Schedule({})
+
+    def plan(self) -> Schedule:
+        """Walk the capture."""
+        reader, kept = self._reader, self._kept
+        zero_metas = np.array([meta is not None and bool(meta.flags & TensorFlag.zero) for meta in reader.metas])
+        ordinals = kept.ordinals
+        for index, info in enumerate(reader.record_frames):
+            if info.first_ordinal >= kept.stop:
+                break
+            low, high = np.searchsorted(ordinals, [info.first_ordinal, info.first_ordinal + info.count])
+            chosen = np.zeros(info.count, bool)
+            chosen[ordinals[low:high] - info.first_ordinal] = True
+            self._walk(_Frame(reader.frame(index), zero_metas), chosen[: kept.stop - info.first_ordinal].tolist())
+        self._schedule.ends = self._open.close()
+        return self._schedule
+
+    def _walk(self, frame: _Frame, chosen: list[bool]) -> None:
+        first = frame.frame.first_ordinal
+        for row, keep in enumerate(chosen):
+            number = frame.signatures[row]
+            shape = self._shapes.get(number) or self._shape(number)
+            if keep:
+                self._keep(frame, row, first + row, shape)
+            elif not shape.passive:
+                self._leave(frame, row, first + row, shape)
+
+    def _shape(self, number: int) -> Shape:
+        signature = self._reader.signatures[number]
+        assert signature is not None
+        written = self._writes(number) if self._writes is not None and signature.kind is RecordKind.op else ()
+        shape = self._shapes[number] = Shape(signature, written)
+        return shape
+
+    def _record(self, frame: _Frame, row: int) -> Record:
+        return decode_record(frame.frame, row, self._reader.definitions)
+
+    # --------------------------------------------------------------------------------------------------------- left out
+
+    def _leave(self, frame: _Frame, row: int, ordinal: int, shape: Shape) -> None:
+        kind = shape.kind
+        if kind is RecordKind.op:
+            for storage in frame.written(row, shape):
+                self._changed(storage, "outside_write")
+        elif kind is RecordKind.scope_begin:
+            self._open.begin(frame.scopes[row], ordinal, kept=False)
+        elif kind is RecordKind.scope_end:
+            self._open.end(frame.scopes[row], kept=False)
+        elif kind is RecordKind.unsupported:
+            self._schedule.unsupported.append(ordinal)
+        else:
+            self._note(self._record(frame, row), left_out=True)
+
+    def _changed(self, storage: int, reason: str) -> None:
+        self._source.pop(storage, None)
+        self._absent.discard(storage)
+        if storage in self._there:
+            self._stale[storage] = reason
+
+    def _note(self, record: Record, *, left_out: bool) -> None:
+        """Records about state rather than work."""
+        values = {node.name: value for node, value in zip(record.signature.args, record.args, strict=True)}
+        if record.kind is RecordKind.global_state:
+            self._settings.update(values)
+            return
+        if record.kind is RecordKind.generator_state:
+            return
+        storage = values["storage"].id
+        if record.kind is RecordKind.storage_import:
+            self._changed(storage, values["reason"])
+            self._source[storage] = values["payload"]
+            if values["payload"] is None:
+                self._absent.add(storage)
+        elif record.kind is RecordKind.storage_resize:
+            if left_out:
+                self._changed(storage, "outside_write")
+            self._source.pop(storage, None)
+            self._length[storage] = values["bytes"]
+        elif left_out and storage in self._there:       # it died
+            self._died.append(storage)
+
+    # ------------------------------------------------------------------------------------------------------------- kept
+
+    def _keep(self, frame: _Frame, row: int, ordinal: int, shape: Shape) -> None:
+        if ordinal == self._kept.first:
+            self._schedule.settings = dict(self._settings)
+            self._stated = dict(self._settings)
+        kind, scope = shape.kind, frame.scopes[row]
+        actions: list[Action] = []
+        if kind is RecordKind.scope_begin:
+            definition = self._reader.scopes[scope]
+            self._restate(definition.parent if definition is not None else 0, actions)
+            self._open.begin(scope, ordinal, kept=True)
+        else:
+            self._restate(scope, actions)
+        if kind is RecordKind.scope_end:
+            self._open.end(scope, kept=True)
+        elif kind is RecordKind.op:
+            self._state(actions)
+            self._op(frame, row, shape, actions)
+        elif kind is RecordKind.global_state:
+            self._note(self._record(frame, row), left_out=False)
+            self._state(actions)
+            self._schedule.dropped.add(ordinal)
+        elif kind in (RecordKind.digest, RecordKind.host_read):
+            self._comparison(self._record(frame, row))
+        elif kind is RecordKind.unsupported:
+            if self._schedule.kept_unsupported is None:
+                self._schedule.kept_unsupported = ordinal
+        elif kind in (RecordKind.storage_import, RecordKind.storage_resize, RecordKind.storage_release):
+            record = self._record(frame, row)
+            storage = record.args[0].id  # type: ignore[union-attr]
+            if kind is RecordKind.storage_import or storage not in self._there or storage in self._stale:
+                self._schedule.dropped.add(ordinal)     # content enters where it is used, and is as long as it is then
+            self._note(record, left_out=False)
+        if actions:
+            self._schedule.actions[ordinal] = actions
+
+    def _restate(self, scope: int, actions: list[Action]) -> None:
+        over, entered = self._open.restate(scope)
+        actions += [Release(storage) for storage in self._died]
+        self._died.clear()
+        actions += [End(each) for each in over]
+        actions += [Begin(each) for each in entered]
+
+    def _state(self, actions: list[Action]) -> None:
+        """Settings that are others than the result has said so far."""
+        changes = {name: value for name, value in self._settings.items()
+                   if name not in self._stated or not _same(self._stated[name], value)}
+        if changes:
+            actions.append(Settings(changes))
+            self._stated.update(changes)
+
+    def _op(self, frame: _Frame, row: int, shape: Shape, actions: list[Action]) -> None:
+        for storage in frame.arguments(row, shape):
+            first = storage not in self._there
+            if first or storage in self._stale:
+                reason = "first_use" if first else self._stale.pop(storage)
+                length = self._length.get(storage)
+                if length is None:
+                    length = self._reader.storage(storage).bytes
+                actions.append(Enter(storage, first, reason, self._source.get(storage), length,
+                                     storage in self._absent))
+                self._there.add(storage)
+        for storage in frame.written(row, shape):
+            self._source.pop(storage, None)
+        self._there.update(frame.storages[frame.tensor_first[row] + shape.arg_tensors : frame.tensor_first[row + 1]])
+        self._there.discard(0)
+
+    def _comparison(self, record: Record) -> None:
+        """A digest or host read is kept where the result computes what it compares."""
+        tensor = next((value for value in record.args if isinstance(value, TensorValue)), None)
+        of = record.argument("of") if record.kind is RecordKind.digest else -1
+        known = tensor is not None and tensor.storage in self._there and tensor.storage not in self._stale
+        if not known or (isinstance(of, int) and of >= 0 and not self._kept.holds(of)):
+            self._schedule.dropped.add(record.ordinal)
+            self._schedule.left_comparisons += 1
+        elif isinstance(of, int) and of >= 0 and tensor is not None:
+            result = record.argument("result")
+            assert isinstance(result, int)
+            self._schedule.digested.add((of, result, tensor.id))
+
+
+def _same(one: Value, other: Value) -> bool:
+    return type(one) is type(other) and one == other

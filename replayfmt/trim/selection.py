@@ -1,0 +1,102 @@
+"""Which records a trimmed capture keeps: the flags that a dump has too, resolved to ordinals. Needs no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from replayfmt.dump.selection import Filter, Selection, parse_range
+from replayfmt.errors import UsageError
+from replayfmt.format.codes import RecordKind
+from replayfmt.format.reader import CaptureReader, RecordFrame
+from replayfmt.format.signature_text import matches, parse_signature
+from replayfmt.format.values import decode_record
+
+# Says of a frame's rows which ones a signature's text selects.
+SignatureFilter = Callable[[RecordFrame, np.ndarray], np.ndarray]
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What was asked for, as given on the command line. Several at once: what all of them select."""
+
+    ops: str | None = None
+    scope: str | None = None
+    kernel: str | None = None
+    signature: str | None = None
+
+    @property
+    def everything(self) -> bool:
+        return self == Wanted()
+
+    @property
+    def text(self) -> str:
+        """The flags as they were given, for people and for the trimmed capture's session; "all" without any."""
+        given = (("ops", self.ops), ("scope", self.scope), ("kernel", self.kernel), ("signature", self.signature))
+        return " ".join(f"--{name}={value}" for name, value in given if value is not None) or "all"
+
+
+@dataclass(frozen=True)
+class Kept:
+    """The ordinals that are kept, ascending, int64; `ops` of them are ops."""
+
+    ordinals: np.ndarray
+    ops: int
+
+    @property
+    def first(self) -> int:
+        return int(self.ordinals[0])
+
+    @property
+    def stop(self) -> int:
+        """One more than the last ordinal that is kept."""
+        return int(self.ordinals[-1]) + 1
+
+    def holds(self, ordinal: int) -> bool:
+        """Whether the record at an ordinal is kept."""
+        place = int(np.searchsorted(self.ordinals, ordinal))
+        return place < len(self.ordinals) and int(self.ordinals[place]) == ordinal
+
+
+def resolve(reader: CaptureReader, wanted: Wanted) -> Kept:
+    """The ordinals that a selection keeps. Raises UsageError for a range that is not in the capture, a scope that it
+    does not have, and where no op is selected."""
+    start, stop = (0, None) if wanted.ops is None else parse_range(wanted.ops)
+    count = reader.record_count
+    if wanted.ops is not None and max(start, stop or 0) > count:
+        raise UsageError(f"--ops={wanted.ops}: {reader.path} has {count} records, with ordinals from 0 to {count - 1}")
+    chosen = Filter(reader, Selection(start, stop, wanted.scope, wanted.kernel))
+    signatures = _signature_filter(reader, wanted.signature)
+    is_op = np.array([False, *(each is not None and each.kind is RecordKind.op for each in reader.signatures[1:])])
+    parts, ops = [], 0
+    for index, info in enumerate(reader.record_frames):
+        if info.first_ordinal + info.count <= start or (stop is not None and info.first_ordinal >= stop):
+            continue
+        frame = reader.frame(index)
+        rows = np.arange(frame.count)[chosen.indices(frame)]
+        if signatures is not None:
+            rows = rows[signatures(frame, rows)]
+        ops += int(np.count_nonzero(is_op[frame.signature[rows]]))
+        parts.append(rows + frame.first_ordinal)
+    if not ops:
+        raise UsageError(f"{wanted.text}: selects no op of {reader.path}; opreplay-dump with the same flags shows what "
+                         "there is")
+    return Kept(np.concatenate(parts).astype(np.int64), ops)
+
+
+def _signature_filter(reader: CaptureReader, text: str | None) -> SignatureFilter | None:
+    if text is None:
+        return None
+    parsed = parse_signature(text)
+
+    def select(frame: RecordFrame, rows: np.ndarray) -> np.ndarray:
+        chosen = np.zeros(len(rows), bool)
+        for place, row in enumerate(rows.tolist()):
+            signature = reader.signatures[int(frame.signature[row])]
+            if signature is not None and signature.kind is RecordKind.op:
+                chosen[place] = matches(parsed, decode_record(frame, row, reader.definitions), reader)
+        return chosen
+
+    return select

@@ -1,0 +1,243 @@
+"""Making a smaller capture out of a part of another, verified before it gets its name.
+
+`trim_capture` replays the original up to the end of what is kept and takes the content from there; `strip_capture`
+copies metadata alone and replays nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+from replayfmt.errors import OutputExists, ReplayMismatch, ReplayRefused, UsageError
+from replayfmt.format.codes import RecordKind
+from replayfmt.format.model import PayloadValue, RangeValue, RecipeValue, Session
+from replayfmt.format.reader import CaptureReader
+from replayfmt.format.redaction import Redaction
+from replayfmt.format.writer import CaptureWriter
+
+from .copying import Copier
+from .schedule import Planner, Schedule
+from .selection import Kept, Wanted, resolve
+from .stripping import POLICIES, plan_stripped, write_stripped
+
+if TYPE_CHECKING:
+    from replayfmt.replay.plan import Plan
+
+# Keys of a trimmed capture's policies: which session and selection it comes from, how the replay that its content was
+# taken from was verified and, where that was not on the machine of the capture, what differed.
+TRIMMED_FROM, TRIMMED_SELECTION = "trimmed-from", "trimmed-selection"
+TRIMMED_VERIFIED, TRIMMED_ELSEWHERE = "trimmed-verified", "trimmed-elsewhere"
+
+Verify = Literal["auto", "bitwise", "close", "none"]
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a trimmed capture will hold, known before anything runs. Bytes of content: at most that many."""
+
+    ops: int
+    of_ops: int
+    storages: int
+    embedded_bytes: int
+    referenced_bytes: int
+    synthesized_bytes: int
+
+    @property
+    def text(self) -> str:
+        """One line for people."""
+        parts = [f"{self.embedded_bytes:,} bytes to embed at most"]
+        if self.referenced_bytes:
+            parts.append(f"{self.referenced_bytes:,} bytes in external files")
+        if self.synthesized_bytes:
+            parts.append(f"{self.synthesized_bytes:,} bytes synthesized")
+        return (f"keeps {self.ops:,} of {self.of_ops:,} ops, which need {self.storages:,} "
+                f"storage{'' if self.storages == 1 else 's'} from before: {', '.join(parts)}")
+
+
+@dataclass
+class TrimResult:
+    """What was written. `verified` says how the original's replay was, `checked` how the result's own replay was."""
+
+    path: str
+    bytes: int
+    records: int
+    ops: int
+    embedded_bytes: int
+    digests: int = 0
+    verified: str = ""
+    checked: str = ""
+    notes: list[str] = field(default_factory=list)
+
+
+def predict(reader: CaptureReader, kept: Kept, schedule: Schedule, *, content: bool = True) -> Prediction:
+    """What the capture of a schedule will hold."""
+    embedded: dict[Any, int] = {}
+    referenced = synthesized = storages = 0
+    for place, action in enumerate(schedule.enters()):
+        storages += action.first
+        if action.absent or not content:
+            continue
+        if action.first and isinstance(action.source, RangeValue):
+            referenced += action.length
+        elif action.first and isinstance(action.source, RecipeValue):
+            synthesized += action.length
+        else:
+            same = action.source.id if isinstance(action.source, PayloadValue) else None
+            embedded[("payload", same) if same is not None else place] = action.length
+    return Prediction(kept.ops, reader.summary.records.get(RecordKind.op, 0), storages, sum(embedded.values()),
+                      referenced, synthesized)
+
+
+def strip_capture(reader: CaptureReader, out: str, wanted: Wanted, *, force: bool = False, words: tuple[str, ...] = (),
+                  on_prediction: Callable[[Prediction], None] = lambda prediction: None) -> TrimResult:
+    """Write the metadata of a capture, or of a part of it, and nothing else. `words` are names to leave out of texts.
+
+    Raises UsageError, OutputExists, and what reading and writing raise.
+    """
+    with _output(reader, out, force) as partial:
+        kept = resolve(reader, wanted)
+        schedule = plan_stripped(reader, kept)
+        on_prediction(predict(reader, kept, schedule, content=False))
+        redaction = Redaction(reader.session, words)
+        session = redaction.session
+        if not wanted.everything:
+            session = replace(session, policies=_origin(reader.session, wanted, session.policies))
+        settings = redaction.values(schedule.settings)
+        session = replace(session, session_id=str(uuid.uuid4()), settings=settings,
+                          policies={**session.policies, **POLICIES})
+        with _writer(partial, session) as writer:
+            copier = Copier(reader, writer, redaction)
+            write_stripped(copier, schedule, kept, annotate=not wanted.everything)
+            writer.close(reader.summary.ended_ns or 0)
+        return TrimResult(out, os.path.getsize(partial), copier.count, kept.ops, 0)
+
+
+def trim_capture(plan: Plan, out: str, wanted: Wanted, check: Callable[[str], Plan], *, verify: Verify = "auto",
+                 force: bool = False, on_prediction: Callable[[Prediction], None] = lambda prediction: None,
+                 on_progress: Callable[[int, int], None] | None = None) -> TrimResult:
+    """Write the part of a capture that `wanted` selects so that it replays by itself.
+
+    `plan` is one of the whole capture, made with keep_going; `check` makes one of the result, which is replayed and
+    verified before it gets its name. `on_progress(records done, of all)`.
+
+    Raises UsageError, OutputExists, ReplayRefused where the part before cannot be replayed here, ReplayMismatch where
+    a replay does not give what was captured, ReplayFailed, and what reading and writing raise.
+    """
+    from .materializing import Materializer
+
+    reader = plan.reader
+    with _output(reader, out, force) as partial:
+        kept = resolve(reader, wanted)
+        schedule = Planner(reader, kept, plan.writes).plan()
+        on_prediction(predict(reader, kept, schedule))
+        _refuse_unsupported(reader, kept, schedule)
+        verification = plan.verification(verify)
+        session = _trimmed_session(reader.session, wanted, schedule, verification.mode,
+                                   plan.differences() if verification.mode != "bitwise" else [])
+        with _writer(partial, session) as writer:
+            copier = Copier(reader, writer)
+            watcher = Materializer(plan, copier, schedule, kept, digests=verify != "none", annotate=True)
+            verification, divergence = plan.watch(
+                watcher, kept.stop, verify, on_progress=_counted(on_progress, kept.stop))
+            if divergence is not None:
+                raise ReplayMismatch(f"{reader.path}: its replay differs from what was captured, so nothing can be taken "
+                                     f"from it: {divergence}")
+            watcher.finish()
+            writer.close(reader.summary.ended_ns or 0)
+        result = TrimResult(out, os.path.getsize(partial), copier.count, kept.ops, watcher.embedded_bytes,
+                            watcher.digest_count, verification.text, notes=_notes(schedule))
+        result.checked = _check(partial, out, check, schedule, verify)
+        return result
+
+
+def _check(partial: str, out: str, check: Callable[[str], Plan], schedule: Schedule, verify: Verify) -> str:
+    """Replay what was written; how that was verified."""
+    if verify == "none":
+        return "not replayed: --verify=none"
+    if schedule.kept_unsupported is not None:
+        return "not replayed: it holds unsupported records"
+    with check(partial) as plan:
+        result = plan.execute(verify=verify)
+        if result.divergence is not None:
+            details = [f"ops that differ from themselves when run twice: {text}" for text in result.nondeterministic]
+            raise ReplayMismatch("; ".join([
+                f"{out}: was not written: its replay differs from the original's: {result.divergence}", *details,
+                "--verify=none writes it all the same"]))
+        return result.verification.text
+
+
+def _refuse_unsupported(reader: CaptureReader, kept: Kept, schedule: Schedule) -> None:
+    if not schedule.unsupported:
+        return
+    findings = []
+    for ordinal in schedule.unsupported:
+        texts = [str(value) for value in reader.record(ordinal).args if value]
+        findings.append(f"unsupported at ordinal {ordinal}: {': '.join(texts)}")
+    raise ReplayRefused(
+        f"{reader.path}: what the ops from ordinal {kept.first} on need cannot be computed, because records that are "
+        "left out cannot be replayed; keep them too, or keep metadata alone with --payload=none", tuple(findings))
+
+
+def _notes(schedule: Schedule) -> list[str]:
+    notes = []
+    if schedule.left_comparisons:
+        notes.append(f"{schedule.left_comparisons} digests and host reads of storages that no kept op uses are left out")
+    if schedule.kept_unsupported is not None:
+        notes.append("unsupported records are among those kept: a strict replay will refuse the result")
+    return notes
+
+
+def _origin(session: Session, wanted: Wanted, policies: dict[str, Any]) -> dict[str, Any]:
+    """Policies that name where a trimmed capture comes from: the first capture, where it was trimmed again."""
+    before = session.policies.get(TRIMMED_SELECTION)
+    selection = wanted.text if before is None else f"{before}; {wanted.text}"
+    return {**policies, TRIMMED_FROM: session.policies.get(TRIMMED_FROM, session.session_id),
+            TRIMMED_SELECTION: selection}
+
+
+def _trimmed_session(session: Session, wanted: Wanted, schedule: Schedule, mode: str, differences: list[str]) -> Session:
+    policies = {**_origin(session, wanted, session.policies), "digests": "ops", TRIMMED_VERIFIED: mode}
+    if differences:
+        policies[TRIMMED_ELSEWHERE] = "; ".join(differences)
+    return replace(session, session_id=str(uuid.uuid4()), settings=schedule.settings, policies=policies)
+
+
+def _counted(on_progress: Callable[[int, int], None] | None, total: int) -> Callable[[int], None] | None:
+    return None if on_progress is None else lambda done: on_progress(done, total)
+
+
+@contextmanager
+def _output(reader: CaptureReader, out: str, force: bool) -> Iterator[str]:
+    """Where to write: `out`.partial, which gets its name once everything inside has succeeded, and is removed if not."""
+    if os.path.exists(out) and os.path.samefile(reader.path, out):
+        raise UsageError(f"{out}: is the capture that is trimmed; name another file")
+    if os.path.lexists(out) and not force:
+        raise OutputExists(f"{out}: exists already; remove it, write elsewhere, or use --force")
+    partial = f"{out}.partial"
+    if os.path.lexists(partial) and not force:
+        raise OutputExists(f"{partial}: exists already, from a capture that is still being written or was never closed; "
+                           "remove it, or use --force")
+    try:
+        yield partial
+        os.replace(partial, out)
+    finally:
+        with suppress(FileNotFoundError):
+            os.unlink(partial)
+
+
+@contextmanager
+def _writer(partial: str, session: Session) -> Iterator[CaptureWriter]:
+    """A writer whose file is removed again where something goes wrong."""
+    writer = CaptureWriter(partial, session, force=True)
+    try:
+        yield writer
+    except BaseException:
+        writer.abandon()
+        with suppress(FileNotFoundError):
+            os.unlink(f"{partial}.partial")
+        raise

@@ -1,0 +1,218 @@
+"""Writes the records of a trimmed capture, one after the other, each with what has to come before it.
+
+Where content comes from is decided by a `Contents`: computed by a replay that stands right before the record, or none
+at all. Needs no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from replayfmt.format.codes import RecordKind, StorageOrigin, ValueKind
+from replayfmt.format.model import (
+    CompositeValue,
+    GeneratorValue,
+    Node,
+    PayloadValue,
+    RangeValue,
+    RecipeValue,
+    Record,
+    StorageValue,
+    TensorValue,
+    Value,
+)
+from replayfmt.format.values import decode_record
+
+from .copying import Copier
+from .schedule import Action, Begin, End, Enter, Release, Schedule, Settings
+from .selection import Kept
+
+
+@dataclass(frozen=True)
+class Content:
+    """Content that enters: its id in the result, of the family that `origin` says (0: none), and its length in bytes."""
+
+    origin: StorageOrigin
+    number: int
+    length: int
+
+
+class Contents(Protocol):
+    """Gives what enters, when the records before have been written."""
+
+    def enter(self, action: Enter) -> Content: ...
+
+
+_CONTENT_NODES = {
+    StorageOrigin.payload: (ValueKind.payload, PayloadValue),
+    StorageOrigin.external_file: (ValueKind.range, RangeValue),
+    StorageOrigin.initializer: (ValueKind.recipe, RecipeValue),
+}
+
+
+class Writing:
+    """Goes through the kept records of a schedule in order. With `annotate` ops say which ordinal they had."""
+
+    def __init__(self, copier: Copier, schedule: Schedule, kept: Kept, contents: Contents, *, annotate: bool) -> None:
+        self.copier = copier
+        self._schedule = schedule
+        self._ordinals = kept.ordinals
+        self._contents = contents
+        self._annotate = annotate
+        self._next = 0                             # place in the kept ordinals
+        self._lengths: dict[int, int] = {}         # bytes of each storage as the result knows them
+        self._versions: dict[int, int] = {}
+        self.ops: dict[int, int] = {}              # ordinal of a kept op → its ordinal in the result
+        self.born: list[int] = []                  # storages that the op written last brought along
+
+    def up_to(self, ordinal: int) -> None:
+        """Write every kept record before an ordinal."""
+        while self._next < len(self._ordinals) and int(self._ordinals[self._next]) < ordinal:
+            self.write()
+
+    def write(self, ready: Callable[[Record], None] | None = None) -> Record:
+        """Write the next kept record, with what comes before it; `ready` is called between the two. Returns the record as
+        the capture has it."""
+        reader = self.copier.reader
+        ordinal = int(self._ordinals[self._next])
+        self._next += 1
+        frame = reader.frame(reader.frame_of(ordinal))
+        record = decode_record(frame, ordinal - frame.first_ordinal, reader.definitions)
+        for action in self._schedule.actions.get(ordinal, ()):
+            self._act(action, record)
+        if ready is not None:
+            ready(record)
+        if ordinal not in self._schedule.dropped:
+            self.record(record)
+        return record
+
+    def finish(self, last: Record | None = None) -> None:
+        """Write the rest, and leave the scopes that are still open."""
+        while self._next < len(self._ordinals):
+            last = self.write()
+        for scope in self._schedule.ends:
+            assert last is not None
+            self._act(End(scope), last)
+        self.copier.flush()
+
+    # ---------------------------------------------------------------------------------------------------------- records
+
+    def record(self, record: Record) -> None:
+        """Write a kept record itself."""
+        if record.kind is RecordKind.op:
+            self.op(record)
+        elif record.kind is RecordKind.digest:
+            self._digest(record)
+        elif record.kind is not RecordKind.generator_state:      # stated anew before the ops that draw
+            if record.kind is RecordKind.storage_resize:
+                storage, length = record.args
+                assert isinstance(storage, StorageValue) and isinstance(length, int)
+                self._lengths[storage.id] = length
+            self.copier.copy(record)
+
+    def op(self, record: Record) -> None:
+        """An op; storages that it returns and nobody knew are born."""
+        self.born.clear()
+        for storage in _storages(record.results):
+            if storage and storage not in self.copier.storages:
+                self.born.append(storage)
+                born = self.copier.reader.storage(storage)
+                known = born.origin in (StorageOrigin.op, StorageOrigin.uninitialized)
+                self.bear(storage, born.bytes, born.origin if known else StorageOrigin.op, 0)
+        for storage in _storages(record.args):      # what has no bytes that could enter
+            if storage and storage not in self.copier.storages:
+                self.bear(storage, self.copier.reader.storage(storage).bytes, StorageOrigin.uninitialized, 0)
+        note = {"captured_ordinal": record.ordinal} if self._annotate else None
+        if note and record.annotation and "captured_ordinal" in record.annotation:
+            note = None     # trimmed before: the ordinal is that of the capture it all comes from
+        self.ops[record.ordinal] = self.copier.copy(record, note)
+
+    def bear(self, storage: int, length: int, origin: StorageOrigin, content: int) -> None:
+        self.copier.bear(storage, length, origin, content)
+        self._lengths[storage] = length
+
+    def _digest(self, record: Record) -> None:
+        of = record.argument("of")
+        if isinstance(of, int) and of >= 0:
+            args = tuple(self.ops[of] if node.name == "of" else value
+                         for node, value in zip(record.signature.args, record.args, strict=True))
+            self.copier.add(record, RecordKind.digest, record.signature.args, args)
+        else:
+            self.copier.copy(record)
+
+    # ---------------------------------------------------------------------------------------------------------- actions
+
+    def _act(self, action: Action, near: Record) -> None:
+        add = self.copier.add
+        match action:
+            case Begin(scope) | End(scope):
+                definition = self.copier.reader.scopes[scope]
+                assert definition is not None
+                kind = RecordKind.scope_begin if isinstance(action, Begin) else RecordKind.scope_end
+                add(near, kind, [Node(ValueKind.string, "name", definition.name)], scope=scope)
+            case Release(storage):
+                add(near, RecordKind.storage_release, [Node(ValueKind.storage, "storage")], [StorageValue(storage)])
+            case Settings(changes):
+                add(near, RecordKind.global_state, [_constant(name, value) for name, value in changes.items()],
+                    [value for value in changes.values() if type(value) in (int, float)])
+            case Enter():
+                self._enter(action, near)
+
+    def _enter(self, action: Enter, near: Record) -> None:
+        storage = action.storage
+        if action.first and storage in self.copier.storages:
+            return
+        content = self._contents.enter(action)
+        if action.first:
+            self.bear(storage, content.length, content.origin, content.number)
+            version = 0
+        else:
+            version = max(self._versions.get(storage, 0), 1)
+            if content.length != self._lengths[storage]:
+                self.copier.add(near, RecordKind.storage_resize, [Node(ValueKind.storage, "storage"),
+                                                                  Node(ValueKind.int, "bytes")],
+                                [StorageValue(storage), content.length])
+                self._lengths[storage] = content.length
+        if content.origin is StorageOrigin.uninitialized:
+            return      # no bytes at all
+        self._versions[storage] = version + 1
+        kind, value = _CONTENT_NODES.get(content.origin, (ValueKind.none, None))
+        given: list[Value] = [StorageValue(storage), *([value(content.number)] if value else []), version]
+        self.copier.add(near, RecordKind.storage_import, [
+            Node(ValueKind.storage, "storage"), Node(kind, "payload"), Node(ValueKind.int, "version"),
+            Node(ValueKind.string, "reason", action.reason)], given)
+
+    def generator_state(self, near: Record, generator: int, state: bytes | None) -> None:
+        """Say in which state a generator of the capture is here; None where that is left out."""
+        content = [] if state is None else [PayloadValue(self.copier.writer.payload(state))]
+        self.copier.add(near, RecordKind.generator_state, [
+            Node(ValueKind.generator, "generator"),
+            Node(ValueKind.payload if content else ValueKind.none, "payload"),
+        ], [GeneratorValue(generator), *content])
+
+
+def _storages(values: Iterable[Value]) -> Iterable[int]:
+    for value in values:
+        if isinstance(value, TensorValue):
+            yield value.storage
+        elif isinstance(value, StorageValue):
+            yield value.id
+        elif isinstance(value, list | tuple):
+            yield from _storages(value)
+        elif isinstance(value, CompositeValue):
+            yield from _storages(value.parts)
+
+
+def _constant(name: str, value: Any) -> Node:
+    """The node of a setting's value; ints and floats take a slot."""
+    if value is None:
+        return Node(ValueKind.none, name)
+    if isinstance(value, bool):
+        return Node(ValueKind.bool, name, int(value))
+    if isinstance(value, int):
+        return Node(ValueKind.int, name)
+    if isinstance(value, float):
+        return Node(ValueKind.float, name)
+    return Node(ValueKind.string, name, value)
