@@ -13,6 +13,7 @@ import click
 from replayfmt.errors import UsageError
 
 from .command import run_tool, tool
+from .per_op import PerOpFlags, per_op_options, run_per_op
 from .profiling_flags import profiled, profiling_options, profiling_request
 from .replay_flags import ReplayFlags, replay_options
 
@@ -39,13 +40,17 @@ _REDRAW_S = 0.2
 @click.option("--benchmark-format", type=click.Choice(["console", "json", "csv"]), default="console", show_default=True,
               help="What stdout gets: a table, or Google Benchmark's JSON or CSV.")
 @click.option("--benchmark-out", metavar="FILE", help="Write the results to FILE as Google Benchmark's JSON.")
+@per_op_options
 @profiling_options
 @click.argument("capture", metavar="CAPTURE")
-def cli(capture: str, flags: ReplayFlags, replay_scope: tuple[str, ...],
-        benchmark_min_time: str, benchmark_warmup: int, benchmark_repetitions: int, benchmark_format: str,
-        benchmark_out: str | None, device_profiling_mode: str | None, device_profiling_output: str | None,
-        force: bool) -> None:
+@click.pass_context
+def cli(context: click.Context, /, capture: str, flags: ReplayFlags,
+        replay_scope: tuple[str, ...], benchmark_min_time: str, benchmark_warmup: int, benchmark_repetitions: int,
+        benchmark_format: str, benchmark_out: str | None, device_profiling_mode: str | None,
+        device_profiling_output: str | None, force: bool, **_per_op: object) -> int:
     """Replay CAPTURE repeatedly and report real time, CPU time and their spread. Verifies before and after timing.
+
+    With --per-op, measure each of its ops on its own instead.
 
     Exits with 0 if it ran and matched, 1 if it was refused, failed or did not match (then there are no results), 2 for
     wrong usage, 3 if CAPTURE is missing, unreadable or no valid capture.
@@ -56,18 +61,23 @@ def cli(capture: str, flags: ReplayFlags, replay_scope: tuple[str, ...],
     profiling = profiling_request(device_profiling_mode, device_profiling_output, force)
     if benchmark_out and profiling and os.path.realpath(benchmark_out) == os.path.realpath(profiling.output):
         raise UsageError(f"{_OUT} and --device-profiling-output are the same file: {benchmark_out}")
+    per_op = PerOpFlags.of(context, flags.verify)
     from replayfmt.benchmark.measure import Options
     from replayfmt.benchmark.output import output_file
 
     options = Options(min_time, benchmark_repetitions, benchmark_warmup, flags.verify, replay_scope)
     with ExitStack() as stack:
         out = stack.enter_context(output_file(_OUT, benchmark_out, force)) if benchmark_out is not None else None
-        plan = stack.enter_context(flags.plan(capture))
+        plan = stack.enter_context(flags.plan(capture, keep_going=per_op is not None))
+        if per_op is not None:
+            progress = stack.enter_context(_progress())
+            return run_per_op(plan, per_op, benchmark_format, progress, out.write if out is not None else None)
         stack.enter_context(profiled(profiling, plan))
         report = _measure(plan, options)
         _show(report, benchmark_format)
         if out is not None:
             out.write(report.json())
+    return 0
 
 
 def _measure(plan: Plan, options: Options) -> Report:

@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 
-from replayfmt.format.reader import CaptureReader
 from replayfmt.replay.plan import Plan
 
 from .caveats import measurement_caveats, run_caveats
@@ -77,10 +76,12 @@ def make_report(run: Run, plan: Plan) -> Report:
         family = [_iteration_row(measurement, index, repetition, warnings)
                   for repetition in range(len(measurement.samples))]
         rows += family + (_aggregate_rows(family) if len(family) > 1 else [])
-    return Report(_context(run, plan.reader, plan.devices), rows)
+    return Report(_context(run, plan), rows)
 
 
-def _context(run: Run, reader: CaptureReader, devices: list[torch.device]) -> dict[str, Any]:
+def plan_context(plan: Plan) -> dict[str, Any]:
+    """What every report on a plan says of machine, versions, capture and devices."""
+    reader = plan.reader
     threads = reader.session.settings.get("num_threads", torch.get_num_threads())     # a replay runs with the capture's
     return {
         **machine_context(),
@@ -92,11 +93,17 @@ def _context(run: Run, reader: CaptureReader, devices: list[torch.device]) -> di
         "capture_torch_version": reader.session.torch_version,
         "torch_version": torch.__version__,
         "torch_num_threads": threads,
-        "devices": [_device_name(device) for device in devices],
+        "devices": [_device_name(device) for device in plan.devices],
+    }
+
+
+def _context(run: Run, plan: Plan) -> dict[str, Any]:
+    return {
+        **plan_context(plan),
         "min_time": str(run.options.min_time),
         "warmup_iterations": run.options.warmup,
         "verified": _verified(run),
-        "warnings": run_caveats(run, reader, devices),
+        "warnings": run_caveats(run, plan.reader, plan.devices),
     }
 
 

@@ -1,0 +1,111 @@
+"""The distinct ops of a capture: calls of the same kernel on the same shapes, strides and numbers, counted together.
+
+One pass over the records; no tensor is made. What the capture says about how long calls took is added up on the way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Literal
+
+from replayfmt.errors import UsageError
+from replayfmt.format.codes import RecordKind
+from replayfmt.format.model import Kernel, Record
+from replayfmt.format.reader import CaptureReader
+from replayfmt.format.signature_text import signature_of
+
+Clock = Literal["device", "host"]
+
+
+@dataclass
+class OpGroup:
+    """Ops with one signature. `count` is how often the workload did them: an imported record may stand for many.
+
+    `device_ns` and `host_ns` are totals over the captured calls whose time is known, which `device_calls` and
+    `host_calls` count.
+    """
+
+    signature: str
+    kernel: Kernel
+    first_ordinal: int
+    count: int = 0
+    device_ns: int = 0
+    device_calls: int = 0
+    host_ns: int = 0
+    host_calls: int = 0
+
+    def add(self, record: Record) -> None:
+        """Count one more op."""
+        calls = int((record.annotation or {}).get("count", 1))
+        self.count += calls
+        if record.device_duration_ns is not None:
+            self.device_ns += record.device_duration_ns
+            self.device_calls += 1
+        if record.duration_ns is not None:
+            self.host_ns += record.duration_ns
+            self.host_calls += 1
+
+    @property
+    def captured_ns(self) -> float | None:
+        """What a call took when it was captured, on average; None where the capture does not say."""
+        if self.device_calls:
+            return self.device_ns / self.device_calls
+        return self.host_ns / self.host_calls if self.host_calls else None
+
+    @property
+    def captured_clock(self) -> Clock | None:
+        """Whose time `captured_ns` is: the device's where it is known, the recording host's otherwise."""
+        return "device" if self.device_calls else "host" if self.host_calls else None
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """The ops to measure. `by_ordinal` has the group of every op that may be measured, `total` and `matched` count
+    groups: in the file, and those that the filter let pass."""
+
+    groups: list[OpGroup]
+    by_ordinal: dict[int, OpGroup]
+    total: int
+    matched: int
+
+
+def choose(reader: CaptureReader, *, pattern: str | None, limit: int | None, every: bool,
+           progress: Callable[[str, int, int | None], None]) -> Chosen:
+    """Group a capture's ops, in order of first appearance.
+
+    `pattern` is a shell pattern for operator names, with or without overload; `limit` takes the first groups only;
+    with `every`, each op is a group of its own. Raises UsageError where nothing is left.
+    """
+    groups: dict[str | int, OpGroup] = {}
+    taken: dict[int, OpGroup] = {}     # by first ordinal
+    by_ordinal: dict[int, OpGroup] = {}
+    matched = 0
+    for record in reader.records():
+        if not record.ordinal & 0x3FFF:
+            progress("reading ops", record.ordinal, reader.record_count)
+        if record.kind is not RecordKind.op:
+            continue
+        signature = str(signature_of(record, reader, values=True))
+        key = record.ordinal if every else signature
+        group = groups.get(key)
+        if group is None:
+            kernel = reader.kernels[record.signature.kernel]
+            group = groups[key] = OpGroup(signature, kernel, record.ordinal)
+            if _fits(kernel, pattern):
+                matched += 1
+                if limit is None or len(taken) < limit:
+                    taken[group.first_ordinal] = group
+        group.add(record)
+        if group.first_ordinal in taken:
+            by_ordinal[record.ordinal] = group
+    if not groups:
+        raise UsageError(f"{reader.path}: there is no op in it to measure")
+    if not matched:
+        raise UsageError(f"--op-filter={pattern}: no op of {reader.path} has such a name")
+    return Chosen(list(taken.values()), by_ordinal, len(groups), matched)
+
+
+def _fits(kernel: Kernel, pattern: str | None) -> bool:
+    return pattern is None or fnmatchcase(kernel.name, pattern) or fnmatchcase(kernel.qualified_name, pattern)

@@ -1,0 +1,208 @@
+"""--per-op: every op on its own, its verdict, its part of the workload, and totals that add up."""
+
+import json
+
+import pytest
+import torch
+from opreplay_tools.benchmark import main
+
+import replayfmt
+from replayfmt.benchmark.min_time import MinTime
+from replayfmt.benchmark.op_groups import choose
+from replayfmt.benchmark.per_op import OpOptions, measure_ops
+from replayfmt.benchmark.stopwatch import Clock
+from replayfmt.replay.plan import Plan
+
+FEW = MinTime(iterations=3)
+
+
+def quiet(_what, _done, _of):
+    """No progress bar."""
+
+
+def measured(path, **options):
+    with Plan(path, keep_going=True) as plan:
+        return measure_ops(plan, OpOptions(min_time=FEW, **options), progress=quiet)
+
+
+@pytest.fixture
+def dropout(tmp_path):
+    """Ops of every kind that has to be put back: in place, random, views, one that raises."""
+    path = tmp_path / "kinds.opreplay"
+    torch.manual_seed(0)
+    with replayfmt.capture(path, digests="ops"):
+        x = torch.ones(64)
+        for _ in range(3):
+            x.mul_(1.5)
+        y = torch.nn.functional.dropout(x, 0.5)
+        x.unsqueeze_(0)
+        with pytest.raises(RuntimeError):
+            torch.mm(x, x)
+        torch.cumsum(y, 0)
+    return path
+
+
+def test_each_distinct_op_is_one_row_with_its_count(captured):
+    run = measured(captured)
+    by_name = {op.group.kernel.qualified_name: op for op in run.ops}
+    assert by_name["aten::tanh.default"].group.count == 3
+    assert by_name["aten::tanh.default"].calls == 3
+    assert {op.verdict for op in run.ops} == {"ok"}
+    assert run.successful == len(run.ops) == run.chosen.total == run.chosen.matched
+    assert sum(op.group.count for op in run.ops) == len(replayfmt.open(captured).ops)
+
+
+def test_every_op_can_be_measured_by_itself(captured):
+    run = measured(captured, every=True)
+    assert len(run.ops) == len(replayfmt.open(captured).ops)
+    assert {op.group.count for op in run.ops} == {1}
+
+
+def test_what_an_op_writes_is_put_back_so_that_the_replay_goes_on_as_captured(dropout):
+    run = measured(dropout)
+    assert {op.group.kernel.qualified_name: op.verdict for op in run.ops}["aten::mul_.Tensor"] == "ok"
+    assert {op.verdict for op in run.ops} == {"ok"}, [(op.group.signature, op.reason) for op in run.ops]
+    with Plan(dropout, keep_going=True) as plan:
+        calls = []
+
+        def thrice(op):
+            calls.append(op.ordinal)
+            for _ in range(3):
+                op.restore()
+                op.calls(1)
+
+        before = plan.execute(verify="bitwise", keep_going=True)
+        plan.examine(thrice)
+        after = plan.execute(verify="bitwise", keep_going=True)
+    assert len(calls) == before.ops
+    assert before.outcome == after.outcome == "ok"
+
+
+def test_an_op_that_writes_finds_the_same_input_at_each_call(dropout):
+    seen = []
+    with Plan(dropout, keep_going=True) as plan:
+
+        def twice(op):
+            if op.writes and not plan.describe(op.ordinal)[0].startswith("aten::bernoulli_"):
+                results = []
+                for _ in range(2):
+                    op.restore()
+                    op.call()
+                    results.append([value.clone() for value in op._arguments if isinstance(value, torch.Tensor)])
+                seen.append(results)
+
+        plan.examine(twice)
+    assert len(seen) >= 4
+    for first, second in seen:
+        assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
+
+
+def test_times_are_the_median_of_samples_and_the_estimate_is_count_times_it(captured):
+    ticks = iter(range(0, 10**9, 1000))
+    clock = Clock(real=lambda: next(ticks), cpu=lambda: 0)
+    with Plan(captured, keep_going=True) as plan:
+        run = measure_ops(plan, OpOptions(min_time=FEW, verify="none", pattern="aten::tanh"), clock=clock,
+                          progress=quiet)
+    (op,) = run.ops
+    assert op.times.median == 1000 / (3 if op.calls == 3 and op.times.count == 1 else 1)
+    assert op.estimated_ns == op.group.count * op.times.median
+    assert run.estimated_ns == op.estimated_ns
+
+
+def test_a_filter_and_a_limit_choose_and_the_totals_say_so(captured, tool):
+    assert tool(main, "--per-op", "--op-filter=aten::*m*", "--op-limit=2", "--benchmark-min-time=2x",
+                "--benchmark-format=json", captured) == 0
+    report = json.loads(tool.out)
+    context = report["context"]
+    assert len(report["benchmarks"]) == context["selected"] == 2
+    assert context["distinct_ops"] > context["matched"] > 2
+    assert context["attempted"] == context["successful"] + context["failed"] == 2
+    for row in report["benchmarks"]:
+        assert row["verdict"] == "ok"
+        assert row["estimated_us"] == pytest.approx(row["count"] * row["median_real_time"] / 1e3)
+        assert row["captured_us"] > 0 and row["captured_clock"] == "host"
+    assert sum(row["share"] for row in report["benchmarks"]) == pytest.approx(1)
+    assert "[1/2] ok" in tool.err
+
+
+def test_the_console_lists_ops_as_they_are_measured_then_by_share_then_totals(captured, tool):
+    assert tool(main, "--per-op", "--verbose", "--op-filter=aten::mm*", "--benchmark-min-time=2x", captured) == 0
+    lines = tool.out.splitlines()
+    assert lines[0].startswith("[1/") and "aten::mm.default(float32[8,48], float32[48,48])" in lines[0]
+    assert "    self: Tensor = float32[8,48]" in lines
+    assert "    -> 0: float32[8,48] on cpu" in lines
+    assert any(line.startswith("attempted ") and " successful + 0 failed; refused 0" in line for line in lines)
+    assert lines[-1].startswith("verified") or lines[-1].startswith("WARNING")
+
+
+@pytest.fixture
+def broken(tmp_path, monkeypatch):
+    """A capture with a custom op that has stopped working since, and ops after it: one needs it, one does not."""
+    path = tmp_path / "broken.opreplay"
+    works = [True]
+    with torch.library._scoped_library("per_op_test", "DEF") as library:
+        library.define("fragile(Tensor x) -> Tensor")
+
+        def fragile(x):
+            if not works:
+                raise RuntimeError("no luck\nat all")
+            return x * 2
+
+        library.impl("fragile", fragile, "CPU")
+        with replayfmt.capture(path):
+            x = torch.ones(3) + 1
+            torch.ops.per_op_test.fragile(x).exp()
+            x.sin()
+        works.clear()
+        yield path
+
+
+def test_an_op_that_fails_is_named_counted_and_ends_with_code_1(broken, tool):
+    assert tool(main, "--per-op", "--verify=none", "--benchmark-min-time=2x", "--benchmark-format=json", broken) == 1
+    report = json.loads(tool.out)
+    verdicts = {row["op"]: row["verdict"] for row in report["benchmarks"]}
+    assert verdicts["per_op_test::fragile.default"] == "failed"
+    assert verdicts["aten::exp.default"] == "skipped"
+    assert verdicts["aten::sin.default"] == "ok"
+    row = next(row for row in report["benchmarks"] if row["verdict"] == "failed")
+    assert row["error_occurred"] and row["error_message"] == "failed: RuntimeError: no luck"
+    context = report["context"]
+    assert context["failed"] == 1 and list(context["refused"].values()) == [1]
+    assert context["attempted"] + sum(context["refused"].values()) == context["selected"]
+
+
+def test_stop_on_error_measures_nothing_after_it(broken, tool):
+    assert tool(main, "--per-op", "--verify=none", "--stop-on-error", "--benchmark-min-time=2x",
+                "--benchmark-format=json", broken) == 1
+    rows = {row["op"]: row for row in json.loads(tool.out)["benchmarks"]}
+    assert rows["aten::add.Tensor"]["verdict"] == "ok"
+    assert "ended the measurement" in rows["aten::sin.default"]["reason"]
+
+
+@pytest.mark.parametrize(("flags", "names"), [
+    (("--op-filter=x",), "--op-filter needs --per-op"),
+    (("--verbose",), "--verbose needs --per-op"),
+    (("--per-op", "--replay-scope=execute"), "--replay-scope is for whole replays"),
+    (("--per-op", "--benchmark-repetitions=2"), "--benchmark-repetitions is for whole replays"),
+    (("--per-op", "--op-filter=nothing::*"), "no op of "),
+])
+def test_flags_that_do_not_fit_are_wrong_usage(captured, tool, flags, names):
+    assert tool(main, *flags, captured) == 2
+    assert names in tool.err
+
+
+def test_describing_and_choosing_ops_makes_no_tensor(captured, monkeypatch):
+    def no_tensor(*_args, **_kwargs):
+        raise AssertionError("a tensor was made")
+
+    monkeypatch.setattr(torch, "empty", no_tensor)
+    with replayfmt.open(captured) as capture:
+        chosen = choose(capture.reader, pattern=None, limit=None, every=False, progress=quiet)
+        assert all(repr(capture.ops[ordinal]) for ordinal in chosen.by_ordinal)
+
+
+def test_the_result_of_one_op_comes_back_in_python(captured):
+    with replayfmt.open(captured) as capture:
+        ordinal = next(number for number, op in capture.ops.items() if op.kernel.name == "aten::tanh")
+        result = capture.ops[ordinal].replay()
+    assert isinstance(result, torch.Tensor) and result.shape == (8, 48) and bool((result.abs() <= 1).all())

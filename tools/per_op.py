@@ -1,0 +1,112 @@
+"""`opreplay-benchmark --per-op`: its flags, and what it prints while and after every op is measured on its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from replayfmt.errors import UsageError
+
+if TYPE_CHECKING:
+    from replayfmt.benchmark.measure import Progress
+    from replayfmt.benchmark.per_op import OpOptions, PerOpRun
+    from replayfmt.replay.plan import Plan
+
+_DEFAULT_MIN_TIME = "0.05s"
+# Flags that say how to measure whole replays.
+_WHOLE_ONLY = ("replay_scope", "benchmark_repetitions", "benchmark_warmup", "device_profiling_mode",
+               "device_profiling_output")
+_NEEDS_PER_OP = ("op_filter", "op_limit", "op_instances", "stop_on_error", "verbose")
+
+
+def per_op_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Add --per-op and the flags that go with it."""
+    for option in (
+        click.option("--verbose", is_flag=True,
+                     help="With --per-op: print each argument's name, schema type and value, and each result."),
+        click.option("--stop-on-error", is_flag=True, help="With --per-op: end with the first op that fails."),
+        click.option("--op-instances", type=click.Choice(["unique", "all"]), default="unique", show_default=True,
+                     help="With --per-op: measure ops with the same kernel, shapes, strides and numbers once and count "
+                          "them, or measure each one."),
+        click.option("--op-limit", type=click.IntRange(min=1), metavar="N",
+                     help="With --per-op: only the first N of those that match."),
+        click.option("--op-filter", metavar="PATTERN",
+                     help="With --per-op: only operators whose name (aten::mm or aten::mm.default) matches the shell "
+                          "pattern."),
+        click.option("--per-op", is_flag=True,
+                     help="Measure every op on its own, on the inputs it has in the replay, and estimate its part of "
+                          f"the workload. --benchmark-min-time is then for each op; default {_DEFAULT_MIN_TIME}."),
+    ):
+        function = option(function)
+    return function
+
+
+@dataclass(frozen=True)
+class PerOpFlags:
+    """What the flags said."""
+
+    options: OpOptions
+    verbose: bool
+
+    @staticmethod
+    def of(context: click.Context, verify: Any) -> PerOpFlags | None:
+        """From the command's parameters; None without --per-op. Raises UsageError for flags that do not fit."""
+        given = {name for name in context.params
+                 if context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE}
+        values = context.params
+        if not values["per_op"]:
+            for name in _NEEDS_PER_OP:
+                if name in given:
+                    raise UsageError(f"{_flag(name)} needs --per-op")
+            return None
+        for name in _WHOLE_ONLY:
+            if name in given:
+                raise UsageError(f"{_flag(name)} is for whole replays; it does not go with --per-op")
+        from replayfmt.benchmark.min_time import parse_min_time
+        from replayfmt.benchmark.per_op import OpOptions
+
+        text = values["benchmark_min_time"] if "benchmark_min_time" in given else _DEFAULT_MIN_TIME
+        options = OpOptions(parse_min_time(text), verify, values["op_filter"], values["op_limit"],
+                            values["op_instances"] == "all", values["stop_on_error"])
+        return PerOpFlags(options, values["verbose"])
+
+
+def run_per_op(plan: Plan, flags: PerOpFlags, form: str, progress: Progress | None,
+               write: Callable[[str], None] | None) -> int:
+    """Measure and print; `write` gets the JSON for --benchmark-out. The exit code: 1 where one failed or none ran."""
+    from replayfmt.benchmark.per_op import MeasuredOp, measure_ops
+    from replayfmt.benchmark.per_op_report import describe, make_op_report, progress_line, table_lines
+
+    def show(op: MeasuredOp, place: int, of: int) -> None:
+        click.echo(progress_line(op, place, of), err=form != "console")
+        for line in describe(op, plan.reader) if flags.verbose else ():
+            click.echo(line, err=form != "console")
+
+    run = measure_ops(plan, flags.options, progress=progress or _unseen, on_measured=show)
+    report = make_op_report(run, plan)
+    if form == "console":
+        click.echo()
+        for line in table_lines(report):
+            click.echo(line)
+    else:
+        click.echo(report.json() if form == "json" else report.csv(), nl=False)
+    for warning in report.context["warnings"]:
+        click.echo(f"WARNING: {warning}", err=form != "console")
+    if write is not None:
+        write(report.json())
+    return _code(run)
+
+
+def _code(run: PerOpRun) -> int:
+    return 1 if run.failed or not run.successful else 0
+
+
+def _unseen(_what: str, _done: int, _of: int | None) -> None:
+    """Nobody is looking."""
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
