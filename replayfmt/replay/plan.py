@@ -97,7 +97,8 @@ class Plan:
         self._scans: dict[bool, Scan] = {}
         findings = Findings(reader, self.device_map, self.kernels, self.scan(checks=False))
         findings.collect()
-        self.findings = (*sentences, *findings.sentences, *self.files.validate(on_file_bytes))
+        self._file_findings = self.files.validate(on_file_bytes)
+        self.findings = (*sentences, *findings.sentences, *self._file_findings)
         self.refused = findings.refused
         if sentences or (self.findings and not keep_going):
             count = len(self.findings)
@@ -292,9 +293,10 @@ class Plan:
             scan = Scan(self.reader, self.effects, checks=checks, window=self._window, stop=stop)
             findings = Findings(self.reader, self.device_map, self.kernels, scan)
             findings.collect(unsupported=False)
-            if findings.sentences:
+            if findings.sentences or self._file_findings:
                 raise ReplayRefused(f"{self.reader.path}: what comes before ordinal {stop} cannot be replayed here",
-                                    tuple(findings.sentences))
+                                    (*findings.sentences, *self._file_findings))
+            self.files.check()
             self.judge.reset(verification, bitwise=self._is_bitwise(verification), stop_at_first=True)
             self._clock.reset(self.devices, None)
             lowered = Lowering(self.context, scan, compare=checks).windows(lower_watched(watcher))

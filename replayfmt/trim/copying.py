@@ -62,6 +62,8 @@ class Copier:
         self._definitions: dict[int, tuple[int, int, int]] = {}
         self._next_storage = 1
         self._clear()
+        for number in range(1, len(reader.devices)):
+            self.device(number)     # all of them: --device goes by their number
 
     def _clear(self) -> None:
         self._rows: list[tuple[int, int, int, int, int, int, int]] = []

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import os
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from replayfmt.errors import OutputExists, ReplayMismatch, ReplayRefused, UsageError
 from replayfmt.format.codes import RecordKind
+from replayfmt.format.file_remap import FileRemaps
 from replayfmt.format.model import PayloadValue, RangeValue, RecipeValue, Session
 from replayfmt.format.reader import CaptureReader
 from replayfmt.format.redaction import Redaction
@@ -153,6 +154,12 @@ def trim_capture(plan: Plan, out: str, wanted: Wanted, check: Callable[[str], Pl
                             watcher.digest_count, verification.text, notes=_notes(schedule))
         result.checked = _check(partial, out, check, schedule, verify)
         return result
+
+
+def used_remaps(reader: CaptureReader, remaps: Sequence[str]) -> tuple[str, ...]:
+    """Those of --replay-file-remap's values that match a file of a capture: what is left of it after it was trimmed."""
+    paths = [file.path for file in reader.files[1:] if file is not None]
+    return tuple(each for each in remaps if any(FileRemaps.parse([each]).apply(path) != path for path in paths))
 
 
 def _check(partial: str, out: str, check: Callable[[str], Plan], schedule: Schedule, verify: Verify) -> str:

@@ -1,0 +1,125 @@
+"""opreplay-trim: a smaller capture, or a script, out of a part of a capture."""
+
+from __future__ import annotations
+
+import getpass
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import click
+
+from replayfmt.errors import UsageError
+from replayfmt.format.reader import open_capture
+from replayfmt.trim.selection import Wanted
+from replayfmt.trim.trimming import Prediction, TrimResult, strip_capture, trim_capture, used_remaps
+
+from .command import one_line, run_tool, tool
+from .replay_flags import ReplayFlags, replay_options
+
+if TYPE_CHECKING:
+    from replayfmt.replay.plan import Plan
+
+_LONG = 20_000       # records; shorter replays show no progress
+
+
+@tool("opreplay-trim")
+@click.option("--ops", metavar="A:B", help="Keep records with ordinals from A up to, not including, B. Either may be "
+              "missing.")
+@click.option("--scope", metavar="NAME", help="Keep records inside the scopes of this name or full path, every time they "
+              "are entered.")
+@click.option("--kernel", metavar="PATTERN", help="Keep ops whose operator matches, such as 'aten::mm', "
+              "'aten::mm.default' or 'aten::*norm*'.")
+@click.option("--signature", metavar="TEXT", help="Keep ops of this signature, as opreplay-dump --signatures prints it.")
+@click.option("--payload", type=click.Choice(["full", "none"]), default="full", show_default=True,
+              help="What content the result has: all that its ops need, or none: metadata alone, safe to share. With "
+                   "none nothing is replayed.")
+@click.option("--script", is_flag=True, help="Write a Python script that needs torch alone instead of a capture.")
+@click.option("--script-data", metavar="FILE", help="With --script: write the inputs to FILE (safetensors), which the "
+              "script loads. Without it the script synthesizes them.")
+@click.option("--force", is_flag=True, help="Replace an existing file.")
+@replay_options
+@click.argument("capture", metavar="IN")
+@click.argument("out", metavar="OUT")
+def cli(capture: str, out: str, ops: str | None, scope: str | None, kernel: str | None, signature: str | None,
+        payload: str, script: bool, script_data: str | None, force: bool, flags: ReplayFlags) -> None:
+    """Write the selected part of the capture IN to OUT, so that it replays by itself and gives the same results.
+
+    What the part needs from before is computed by replaying IN up to its end, and verified. Several selections keep what
+    all of them select. Without any, everything is kept, which makes sense with --payload=none.
+
+    Exits with 0 if OUT was written and verified as asked, 1 if the replay was refused, failed or did not match, 2 for
+    wrong usage, 3 if IN is missing, unreadable or no valid capture.
+    """
+    wanted = Wanted(ops, scope, kernel, signature)
+    if script_data is not None and not script:
+        raise UsageError("--script-data is for --script")
+    if payload == "none":
+        if script_data is not None:
+            raise UsageError("--script-data needs content, which --payload=none leaves out")
+        _strip(capture, out, wanted, force)
+        return
+    if wanted.everything and not script:
+        raise UsageError("nothing is selected: give --ops, --scope, --kernel or --signature (or --payload=none, to "
+                         "keep the metadata of everything)")
+    _trim(capture, out, wanted, force, flags)
+
+
+def _strip(capture: str, out: str, wanted: Wanted, force: bool) -> None:
+    with open_capture(capture) as reader:
+        _report(strip_capture(reader, out, wanted, force=force, words=_user(), on_prediction=_predicted))
+
+
+def _user() -> tuple[str, ...]:
+    try:
+        return (getpass.getuser(),)
+    except (KeyError, OSError, ImportError):
+        return ()       # nobody this system has a name for
+
+
+def _trim(capture: str, out: str, wanted: Wanted, force: bool, flags: ReplayFlags) -> None:
+    def check(path: str) -> Plan:
+        with open_capture(path) as reader:
+            remaps = used_remaps(reader, flags.replay_file_remap)
+        return replace(flags, replay_file_remap=remaps).plan(path)
+
+    with flags.plan(capture, keep_going=True) as plan, _progress(plan.reader.record_count) as on_progress:
+        _report(trim_capture(plan, out, wanted, check, verify=flags.verify, force=force, on_prediction=_predicted,
+                             on_progress=on_progress))
+
+
+def _predicted(prediction: Prediction) -> None:
+    click.echo(prediction.text)
+
+
+def _report(result: TrimResult) -> None:
+    """Say what was written."""
+    if result.verified:
+        click.echo(one_line(f"replayed  {result.verified}"))
+        click.echo(one_line(f"checked   {result.checked}"))
+    for note in result.notes:
+        click.echo(one_line(f"note      {note}"))
+    click.echo(one_line(f"{result.path}: {result.bytes:,} bytes, {result.ops:,} ops in {result.records:,} records, "
+                        f"{result.embedded_bytes:,} bytes of content"))
+
+
+@contextmanager
+def _progress(records: int) -> Iterator[Callable[[int, int], None] | None]:
+    """A progress bar on stderr for long replays on a terminal; None otherwise."""
+    if records < _LONG or not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("replaying"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("replaying", total=records)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def main() -> None:
+    """The console script."""
+    run_tool(cli)
