@@ -7,13 +7,16 @@ Every function here expects to run with dispatch modes disabled and below autogr
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from typing import ParamSpec, TypeVar
 
 import torch
 
 from replayfmt.format.codes import TensorFlag
 
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 _NO_FLAGS = TensorFlag(0)
 _AUTOCAST_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU) | torch._C.DispatchKeySet(
     torch._C.DispatchKey.AutocastCUDA
@@ -30,6 +33,19 @@ def undispatched() -> Iterator[None]:
         torch._C._ExcludeDispatchKeyGuard(_AUTOCAST_KEYS),
     ):
         yield
+
+
+def call_undispatched(function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
+    """One call inside `undispatched()`, for use while a program runs: whatever a signal handler of the program raises,
+    and wherever, the thread's dispatch state is restored at once and in order. (A Python context manager that is
+    interrupted while it is entered or left restores it when the exception's traceback is freed.)"""
+    with (
+        torch._C.DisableTorchFunction(),
+        torch._C._DisableTorchDispatch(),
+        torch._C._AutoDispatchBelowAutograd(),
+        torch._C._ExcludeDispatchKeyGuard(_AUTOCAST_KEYS),
+    ):
+        return function(*args, **kwargs)
 
 
 def host_view(storage: torch.UntypedStorage) -> memoryview:

@@ -15,7 +15,7 @@ from replayfmt.format.codes import Layout, ValueKind
 from replayfmt.format.model import Node
 from replayfmt.pytorch.composites import is_composite, take_apart
 from replayfmt.pytorch.dtypes import DTYPE_CODE, LAYOUT_CODE, MEMORY_FORMAT_CODE, TORCH_LAYOUT
-from replayfmt.pytorch.memory import undispatched
+from replayfmt.pytorch.memory import call_undispatched
 
 from .records import Unrepresentable
 from .storages import Tracker
@@ -150,8 +150,7 @@ class Encoder:
         if tensor.layout is TORCH_LAYOUT[Layout.mkldnn]:
             raise Unrepresentable("mkldnn_layout", "a tensor in oneDNN's own layout")
         try:
-            with undispatched():
-                form, parts = take_apart(tensor)
+            form, parts = call_undispatched(take_apart, tensor)
         except TypeError as error:
             raise Unrepresentable("opaque_argument", str(error)) from error
         values.key.append(Token(ValueKind.composite, form, len(parts)))

@@ -31,13 +31,14 @@ import numpy as np
 
 from replayfmt.format.codes import StorageOrigin
 from replayfmt.format.columns import RecordColumns
+from replayfmt.format.uninterrupted import Uninterrupted
 from replayfmt.format.writer import CaptureWriter
 
 HEAD_WORDS = 4  # signature, context, start, duration
 FROM_SITE = 1 << 32
 RELEASES = 1 << 33
 _FRAME_WORDS = 1 << 20  # a frame is also cut when that many words wait
-_PATIENCE_S = 1.0  # for a thread that was suspended in the middle of an op's record
+_PATIENCE_S = 0.05  # for a thread that was suspended in the middle of an op's record
 
 pack_birth = Struct("<5q").pack  # storage id, bytes, device id, origin, payload id
 pack_definition = Struct("<4q").pack  # tensor id, storage id, offset, meta id
@@ -119,13 +120,14 @@ class RecordBuffer:
         self.appended = 0  # records that did not take the fast path: counts all where none does
         self._first_storage = 1
         self._slots = tuple(array("q", [0]) for _ in range(3))  # by signature id: tensors, ints, floats
+        self._entering = array("q", [0])  # by signature id: whether its records let a storage's content enter
         self._threads, self._scopes = array("q"), array("q")  # by context id
         self._births = np.zeros((0, 5), np.int64)  # that came out of turn
         self._known = np.zeros((0, 4), np.int64)  # definitions of live tensors, by id
 
-    def note_signature(self, number: int, tensors: int, ints: int, floats: int) -> None:
-        """How many slots records of a new signature have."""
-        for column, count in zip(self._slots, (tensors, ints, floats), strict=True):
+    def note_signature(self, number: int, tensors: int, ints: int, floats: int, enters: bool) -> None:
+        """How many slots records of a new signature have; `enters`: the first int is a storage whose content enters."""
+        for column, count in zip((*self._slots, self._entering), (tensors, ints, floats, int(enters)), strict=True):
             while len(column) <= number:
                 column.append(0)
             column[number] = count
@@ -146,7 +148,8 @@ class RecordBuffer:
 
     def flush(self) -> None:
         """Write what is buffered, in frames of about `chunk_records`. Raises what the writer raises."""
-        with self.lock:
+        # An interrupt must not come between taking rows out of the buffer and writing them.
+        with Uninterrupted(), self.lock:
             waiting = len(self.rows)
             while waiting > 0:
                 waiting -= self._flush_frame()
@@ -156,20 +159,25 @@ class RecordBuffer:
         deadline = time.monotonic() + _PATIENCE_S
         count = min(len(self.rows), self.chunk_records)
         while True:
-            batch = Batch(self.rows[:count], self.sites, self._slots)
+            batch = Batch(self.rows[:count], self.sites, self._slots, self._entering)
             count = batch.rows
+            self._define(batch)
+            newest = max(batch.newest_storage, self._newest_of(batch.tensors))
             births = self._born(batch)
             in_turn = int(np.count_nonzero(births[:, 0] == np.arange(len(births)) + self._first_storage))
             # A thread took an id and was suspended before it appended the row: that row has to be in the frame, too.
-            # An exception from a signal handler may have ended it there for good: nothing else refers to the id then.
-            if batch.newest_storage < self._first_storage + in_turn:
+            # An exception from a signal handler may have ended it there for good: then nobody else has that id.
+            if newest < self._first_storage + in_turn:
                 break
             if time.monotonic() > deadline:
-                births, in_turn = _fill_gaps(births, self._first_storage)
+                births, in_turn = _fill_gaps(births, self._first_storage, newest)
                 break
             time.sleep(0.0005)
             count = len(self.rows)
         del self.rows[:count]
+        definitions = self._known
+        if len(batch.released):
+            self._known = definitions[~np.isin(definitions[:, 1], batch.released)]
         first, self._first_storage, self._births = self._first_storage, self._first_storage + in_turn, births[in_turn:]
         births = births[:in_turn]
         self.writer.records(
@@ -182,7 +190,7 @@ class RecordBuffer:
                 tensors=batch.tensors,
                 ints=batch.ints,
                 floats=batch.floats,
-                tensor_definitions=self._define(batch),
+                tensor_definitions=definitions,
                 first_storage=first,
                 storage_bytes=births[:, 1],
                 storage_device=births[:, 2],
@@ -198,20 +206,28 @@ class RecordBuffer:
         births = np.concatenate((self._births, batch.births))
         return births[np.argsort(births[:, 0], kind="stable")]
 
-    def _define(self, batch: Batch) -> np.ndarray:
-        """The definitions of the batch's tensors, by id. Those of storages that it releases are forgotten after it."""
+    def _define(self, batch: Batch) -> None:
+        """Add to the known definitions what is new, the batch's too, in order of the tensors' ids."""
         known = np.concatenate((self._known, _take(self.definitions, 4), batch.definitions))
         known = known[np.argsort(known[:, 0], kind="stable")]
         if len(known) > 1:
             known = known[np.concatenate((known[1:, 0] != known[:-1, 0], [True]))]
-        self._known = known[~np.isin(known[:, 1], batch.released)] if len(batch.released) else known
-        return known
+        self._known = known
+
+    def _newest_of(self, tensors: np.ndarray) -> int:
+        """The largest storage id among defined tensors."""
+        if not len(tensors) or not len(self._known):
+            return 0
+        places = np.minimum(np.searchsorted(self._known[:, 0], np.unique(tensors)), len(self._known) - 1)
+        return int(self._known[places, 1].max())
 
 
 class Batch:
     """Rows taken apart into columns: those of a frame, and what the rows of sites say of new storages and tensors."""
 
-    def __init__(self, rows: list[bytes], sites: SiteTables, slots: tuple[array[int], ...]) -> None:
+    def __init__(
+        self, rows: list[bytes], sites: SiteTables, slots: tuple[array[int], ...], entering: array[int]
+    ) -> None:
         """Takes the rows, or the first of them where they are too long for one frame; `rows` says how many."""
         lengths = np.fromiter(map(len, rows), np.int64, len(rows)) >> 3
         ends = np.cumsum(lengths)
@@ -219,6 +235,7 @@ class Batch:
             fitting = max(1, int(np.searchsorted(ends, _FRAME_WORDS)))
             rows, lengths, ends = rows[:fitting], lengths[:fitting], ends[:fitting]
         self.rows = len(rows)
+        self.newest_storage = 0  # the largest storage id that the rows speak of, ops' arguments apart
         words = np.frombuffer(b"".join(rows), np.int64)
         begins = ends - lengths
         head = words[begins]
@@ -251,6 +268,8 @@ class Batch:
         self.start_ns = np.repeat(words[begins + 2], records)
         self.duration_ns = np.repeat(words[begins + 3], records)
         self.released = words[_spans(slot_begins[released], records[released])]
+        self._note_newest(self.released)
+        self._note_newest(words[int_begins[(_column(entering)[kind] != 0) & ~at_site]])
         self._take_made(words, slot_begins[at_site], tensor_count[at_site], site, sites)
 
     def _take_made(
@@ -269,7 +288,11 @@ class Batch:
         self.births = np.stack(
             (storage[new], length[new], device, np.full_like(device, StorageOrigin.op), np.zeros_like(device)), axis=1
         )
-        self.newest_storage = int(storage.max()) if len(storage) else 0
+        self._note_newest(storage)
+
+    def _note_newest(self, storages: np.ndarray) -> None:
+        if len(storages):
+            self.newest_storage = max(self.newest_storage, int(storages.max()))
 
 
 def _column(values: array[int] | array[float], dtype: type = np.int64) -> np.ndarray:
@@ -292,11 +315,14 @@ def _spans(first: np.ndarray, count: np.ndarray) -> np.ndarray:
     return np.repeat(first - (ends - count), count) + np.arange(total)
 
 
-def _fill_gaps(births: np.ndarray, first: int) -> tuple[np.ndarray, int]:
-    """The births with empty storages for the ids that are missing, and how many they are."""
-    filled = np.zeros((int(births[-1, 0]) - first + 1, 5), np.int64)
-    filled[:] = births[-1]
-    filled[:, 1] = 0
-    filled[:, 0] = np.arange(first, first + len(filled))
-    filled[births[:, 0] - first] = births
-    return filled, len(filled)
+def _fill_gaps(births: np.ndarray, first: int, newest: int) -> tuple[np.ndarray, int]:
+    """The births up to `newest` with empty storages for the ids that are missing, then the others; how many the former
+    are."""
+    count = newest - first + 1
+    near = births[births[:, 0] <= newest]
+    filled = np.zeros((count, 5), np.int64)
+    filled[:] = near[0] if len(near) else births[0] if len(births) else (0, 0, 1, StorageOrigin.op, 0)
+    filled[:, 0] = np.arange(first, newest + 1)
+    filled[:, 1], filled[:, 3], filled[:, 4] = 0, StorageOrigin.op, 0
+    filled[near[:, 0] - first] = near
+    return np.concatenate((filled, births[births[:, 0] > newest])), count

@@ -60,6 +60,7 @@ class Calls:
         digests: Digests,
         *,
         digest_results: bool,
+        threads: list[int],
         learn: Callable[[int, Call, Values, Any], Site | None],
     ) -> None:
         self._buffer = buffer
@@ -70,6 +71,7 @@ class Calls:
         self._numeric = numeric
         self._digests = digests
         self._digest_results = digest_results
+        self._threads = threads
         self._learn = learn
         self.site: Site | None = None      # of the call that was recorded last
         self._kernels: dict[int, KernelFacts] = {}
@@ -165,6 +167,8 @@ class Calls:
                 self._results.add(value, values)
         finally:
             self._call = None
+        if self._threads:
+            self._numeric.check(facts.name)  # another thread's op may have stated its own settings since
         signature = self._commit(call, OpStatus.ok, values, len(results), started, ended)
         self._note_writes(call)
         if call.generators:
@@ -179,8 +183,7 @@ class Calls:
         if not isinstance(sys.exception(), Exception):
             # An interrupt (Ctrl-C, exit), not the op's own doing: no replay would raise. What it wrote enters again.
             for use in call.values.uses:
-                if use.argument in call.facts.writes:
-                    self._storages.mark_written_outside(use.tracker)
+                self._storages.mark_written_outside(use.tracker)
             return
         self._commit(call, OpStatus.raised, Values(), 0, started, ended)
         if call.generators:

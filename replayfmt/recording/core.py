@@ -10,6 +10,7 @@ import os
 import sys
 import threading
 import time
+from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -21,24 +22,25 @@ from replayfmt.format.writer import CaptureWriter
 from replayfmt.pytorch.composites import is_composite, take_apart
 from replayfmt.pytorch.dtypes import TORCH_LAYOUT
 from replayfmt.pytorch.environment import session_fields
-from replayfmt.pytorch.memory import undispatched
+from replayfmt.pytorch.memory import call_undispatched
 from replayfmt.pytorch.settings import read_settings
 
 from .buffer import RecordBuffer
-from .calls import Call, Calls, is_wrapper
+from .calls import Call, Calls, PassedThrough, is_wrapper
 from .digesting import Digests
 from .hooks import hook_policies
 from .implicit_scope import ImplicitScope
-from .kernels import KernelFacts
+from .kernels import KernelFacts, tensors_in
 from .numeric_state import NumericState
 from .options import CaptureOptions
 from .randomness import Generators
-from .records import Records
+from .records import Records, Unrepresentable
 from .scopes import Open, Scopes
 from .sites import Sites
 from .storages import RELEASE_BATCH, Storages, Tracker
 from .tensor_metas import TensorMetas
 
+_ROW_S = 0.001  # longer than a thread takes to make one row of the fast path, unless it is suspended in between
 _BEHIND = 4  # frames' worth of records that may wait for the flusher
 
 
@@ -54,7 +56,9 @@ class Core:
         self.writer = CaptureWriter(path, session, force=options.force)
         self.started = time.perf_counter_ns()
         self.buffer = RecordBuffer(self.writer, options.chunk_records, self.lock)
-        self.scopes = Scopes(self.buffer)
+        self.threads: list[int] = []  # idents of other threads that record; empty while there is one thread
+        self.ended: list[bool] = []  # not empty: what is recorded now comes too late
+        self.scopes = Scopes(self.buffer, self.threads)
         self.records = Records(self.buffer, self.scopes.current, self.started)
         self.scopes.records = self.records
         self.metas = TensorMetas(self.buffer, self.records)
@@ -65,7 +69,6 @@ class Core:
         self.generators = Generators(self.buffer, self.records)
         self.numeric = NumericState(self.records)
         self.digests = Digests(self.buffer, self.records, self.metas, self.storages)
-        self.threads: list[int] = []  # idents of other threads that record; empty while there is one thread
         self.sites = Sites(self)
         self.calls = Calls(
             self.buffer,
@@ -76,12 +79,16 @@ class Core:
             self.numeric,
             self.digests,
             digest_results=options.digests == "ops",
+            threads=self.threads,
             learn=self.sites.learn,
         )
-        self.wake = threading.Event()  # there is something to write, or the capture is over
+        # Whatever is put there wakes the flusher. Not an Event: a signal handler that raises inside `set`, which is
+        # Python code, leaves its lock held for ever.
+        self.wake: SimpleQueue[None] = SimpleQueue()
         self.on = False
         self.fast = False  # calls may take the fast path
         self.finished = False  # recording stopped for good: closed, failed, or past its stop
+        self.closed = False  # nothing touches the file any more, nothing is reported
         self.failure: OpReplayError | None = None
         self.ops_seen = 0
         self.implicit: ImplicitScope | None = None  # with one, recording begins with the first thing to record
@@ -122,14 +129,21 @@ class Core:
     def finish(self) -> None:
         """Write what is left and complete the file. Raises CaptureFailed."""
         with self.lock:
+            self.ended.append(True)
+            self.threads.append(0)  # from now on the fast path takes the lock, too, and finds that it is late
+        # An op whose record is being made without the lock gets it in; one that still runs is not part of the capture.
+        time.sleep(_ROW_S)
+        with self.lock:
             try:
                 self.stop()
                 self.storages.drain()
                 self.buffer.flush()
                 self.writer.close(time.perf_counter_ns() - self.started)
-            except OpReplayError as error:
+            except Exception as error:
                 self.fail(error)
             finally:
+                self.closed = True
+                self.buffer.rows.clear()
                 self.storages.forget_all()
 
     def fail(self, error: BaseException) -> None:
@@ -138,7 +152,7 @@ class Core:
             self.on = self.fast = False
             self.finished = True
             self.scopes.recorded = False
-            if self.failure is not None:
+            if self.failure is not None or self.closed:
                 return
             if not isinstance(error, OpReplayError):
                 failure = CaptureFailed(f"{self.writer.path}: recording failed on an unexpected {error!r}")
@@ -152,24 +166,72 @@ class Core:
     # ------------------------------------------------------------------------------------------------ for the fast path
 
     def enter(self, storage: torch.UntypedStorage) -> Tracker:
-        """A storage at its first use."""
+        """A storage at its first use. Raises CaptureFailed where recording has stopped."""
         with self.lock:
+            if not self.on:
+                raise CaptureFailed(f"{self.writer.path}: recording has stopped")
             return self.storages.known(storage) or self.storages.enter(storage)
 
     def view(self, tracker: Tracker, meta: int, offset: int) -> int:
-        """The tensor id of a view that is not among the first two of its storage."""
+        """The tensor id of a view that is not among the first two of its storage. Raises as `enter` does."""
         with self.lock:
+            if not self.on:
+                raise CaptureFailed(f"{self.writer.path}: recording has stopped")
             return self.storages.view(tracker, meta, offset, 1)
 
     def late(self, facts: KernelFacts, args: Any, kwargs: Any, result: Any, started: int, ended: int) -> Any:
         """An op of the fast path gave other results than it used to: the complete path, from where the op has run."""
+        with self.lock:
+            if self.on:
+                try:
+                    call = self.calls.before(facts, args, kwargs)
+                except Unrepresentable as problem:
+                    self.unsupported_op(facts, args, kwargs, problem)
+                except Exception as error:
+                    self.fail(error)
+                else:
+                    self.returned(call, result, started, ended)
+        return result
+
+    # -------------------------------------------------------------------------------------------------- after an op ran
+
+    def returned(self, call: Call, result: Any, started: int, ended: int) -> None:
+        """An op returned. What a signal handler raises meanwhile is the caller's to tell `interrupted`."""
         try:
             with self.lock:
                 if self.on:
-                    self.calls.after(self.calls.before(facts, args, kwargs), result, started, ended)
+                    self.calls.after(call, result, started, ended)
+        except PassedThrough:
+            pass
+        except Unrepresentable as problem:
+            self.unsupported_op(call.facts, call.args, call.kwargs, problem)
         except Exception as error:
             self.fail(error)
-        return result
+
+    def unsupported_op(
+        self, facts: KernelFacts, args: tuple[Any, ...], kwargs: dict[str, Any], problem: Unrepresentable
+    ) -> None:
+        """An op ran that cannot be reproduced; what it wrote enters again at its next use."""
+        try:
+            with self.lock:
+                if self.on:
+                    self.records.unsupported(problem.reason, facts.name, problem.detail)
+                    for index in facts.writes:
+                        for tensor in tensors_in(facts.argument(index, args, kwargs)):
+                            self.mark_outside_write(tensor)
+        except OpReplayError as error:
+            self.fail(error)
+
+    def interrupted(self, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        """A signal handler raised while an op was being recorded: it may have no record, or half of one. The program
+        does not get its results; its arguments enter again at their next use."""
+        with self.lock:
+            if not self.on:
+                return
+            for tensor in tensors_in((*args, *kwargs.values())):
+                self.mark_outside_write(tensor)
+            for plain in (part for tensor in tensors_in(result) for part in plain_parts(tensor)):
+                self.storages.forget(plain.untyped_storage())
 
     def raised(self, call: Call, started: int, ended: int) -> None:
         """An op raised."""
@@ -200,11 +262,15 @@ class Core:
         if waiting >= _BEHIND * self.options.chunk_records:
             self.flush()  # the flusher does not keep up
         elif waiting >= self.options.chunk_records:
-            self.wake.set()
+            self.wake_flusher()
+
+    def wake_flusher(self) -> None:
+        if self.wake.empty():
+            self.wake.put(None)
 
     def flush(self) -> None:
         with self.lock:
-            if self.failure is None:
+            if self.failure is None and not self.closed:
                 try:
                     self.storages.drain()
                     self.buffer.flush()
@@ -215,24 +281,33 @@ class Core:
 
     def scope_begin(self, name: str, user: bool, token: Any = None) -> Open:
         with self.lock:
-            if user and self.implicit is not None:
-                self.implicit.give_way(self)
-            if not self.on:
-                self.begins()
-            scope = self.scopes.begin(name, user, token)
-            if name == self.options.start_scope and user and self.options.start_op is None:
-                # Begun before recording was on, so it is recorded as the innermost open scope.
-                self.resume()
+            if self.finished:
+                return Open(name, 0, user, token)
+            try:
+                if user and self.implicit is not None:
+                    self.implicit.give_way(self)
+                if not self.on:
+                    self.begins()
+                scope = self.scopes.begin(name, user, token)
+                if name == self.options.start_scope and user and self.options.start_op is None:
+                    # Begun before recording was on, so it is recorded as the innermost open scope.
+                    self.resume()
+            except Exception as error:
+                self.fail(error)
+                return Open(name, 0, user, token)
             return scope
 
     def scope_left(self, left: list[Open]) -> None:
         """After scopes ended."""
         if not self.on:
             return
-        if any(scope.user for scope in left):
-            self.settle()
-        if any(scope.name == self.options.stop_scope for scope in left):
-            self.stop()
+        try:
+            if any(scope.user for scope in left):
+                self.settle()
+            if any(scope.name == self.options.stop_scope for scope in left):
+                self.stop()
+        except Exception as error:
+            self.fail(error)
 
     # ------------------------------------------------------------------------------------------------ what others tell
 
@@ -276,9 +351,8 @@ def plain_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
         return []
     if not is_composite(tensor):
         return [tensor]
-    with undispatched():
-        try:
-            _form, parts = take_apart(tensor)
-        except TypeError:
-            return []
+    try:
+        _form, parts = call_undispatched(take_apart, tensor)
+    except TypeError:
+        return []
     return [part for part in parts if isinstance(part, torch.Tensor)]

@@ -10,7 +10,7 @@ import torch
 from replayfmt.format.codes import TensorFlag
 from replayfmt.format.digest import TensorDigest
 from replayfmt.pytorch.digests import digest_tensor
-from replayfmt.pytorch.memory import make_view, undispatched
+from replayfmt.pytorch.memory import call_undispatched, make_view
 
 from .buffer import RecordBuffer
 from .records import Records
@@ -53,7 +53,7 @@ class Digests:
         tracker.written = None
         if state is None:
             state = State(tracker.size)
-        if state.opaque or state.outside is not None:
+        if state.opaque or state.outside is not None or self._storages.was_written_outside(tracker):
             return {}
         if fresh and not tracker.imports and state.coverage is None:
             written.update(first)
@@ -93,9 +93,11 @@ class Digests:
         span = sum((n - 1) * s for n, s in zip(region.sizes, region.strides, strict=True)) + region.item
         if not region.empty and region.start + span > storage.nbytes():
             return None
-        with undispatched():
-            try:
-                view = make_view(storage, params.dtype, params.sizes, params.strides, offset, params.flags)
-                return digest_tensor(view)
-            except TypeError:
-                return None
+        try:
+            return call_undispatched(_digest_of_view, storage, params, offset)
+        except TypeError:
+            return None
+
+
+def _digest_of_view(storage: torch.UntypedStorage, params: MetaParams, offset: int) -> TensorDigest:
+    return digest_tensor(make_view(storage, params.dtype, params.sizes, params.strides, offset, params.flags))

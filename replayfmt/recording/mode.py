@@ -22,12 +22,10 @@ from torch._C import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from replayfmt.errors import OpReplayError
-
-from .calls import PassedThrough, dispatches_itself
+from .calls import dispatches_itself
 from .core import Core
 from .higher_order import run_higher_order
-from .kernels import Action, KernelFacts, tensors_in
+from .kernels import Action, KernelFacts
 from .numeric_state import HALF, SMALLEST
 from .records import Unrepresentable
 from .sites import Following
@@ -35,6 +33,7 @@ from .storages import RELEASE_BATCH
 from .templates import MISS
 
 _clock = time.perf_counter_ns
+_PLAIN = {(torch.Tensor,), (torch.nn.Parameter,)}  # what `detach` is told of plain tensors; no other op names them
 
 
 class RecordingMode(TorchDispatchMode):
@@ -95,14 +94,20 @@ class RecordingMode(TorchDispatchMode):
         return self._record(facts, args, kwargs)
 
     def _record(self, facts: KernelFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        core = self.core
+        core, call = self.core, None
         try:
             with core.lock:
-                call = core.calls.before(facts, args, kwargs)
+                if core.on:  # another thread may have ended the capture since this call began
+                    call = core.calls.before(facts, args, kwargs)
         except Unrepresentable as problem:
             return self._run_unsupported(facts, args, kwargs, problem)
         except Exception as error:
             core.fail(error)
+            return facts.call(*args, **kwargs)
+        except BaseException:
+            core.interrupted(args, kwargs, None)
+            raise
+        if call is None:
             return facts.call(*args, **kwargs)
         started = _clock()
         try:
@@ -110,18 +115,12 @@ class RecordingMode(TorchDispatchMode):
         except BaseException:
             core.raised(call, started, _clock())
             raise
-        ended = _clock()
-        if core.on:
-            try:
-                with core.lock:
-                    core.calls.after(call, result, started, ended)
-                core.pump()
-            except PassedThrough:
-                pass
-            except Unrepresentable as problem:
-                self._note_unsupported(facts, args, kwargs, problem)
-            except Exception as error:
-                core.fail(error)
+        try:
+            core.returned(call, result, started, _clock())
+        except BaseException:
+            core.interrupted(args, kwargs, result)
+            raise
+        core.pump()
         return result
 
     def _begins(self) -> bool:
@@ -159,14 +158,8 @@ class RecordingMode(TorchDispatchMode):
         if any(torch._C._get_dispatch_mode(key) is not None for key in (keys.FAKE, keys.PROXY, keys.FUNCTIONAL)):
             return func(*args, **kwargs)
         result = func(*args, **kwargs)
-        self._note_unsupported(
-            self.core.calls.facts(func),
-            args,
-            kwargs,
-            Unrepresentable(
-                "host_call", "another dispatch mode lies beneath the recorder and may have replaced the op"
-            ),
-        )
+        problem = "another dispatch mode lies beneath the recorder and may have replaced the op"
+        self.core.unsupported_op(self.core.calls.facts(func), args, kwargs, Unrepresentable("host_call", problem))
         return result
 
     def _special(self, facts: KernelFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -199,24 +192,8 @@ class RecordingMode(TorchDispatchMode):
         self, facts: KernelFacts, args: tuple[Any, ...], kwargs: dict[str, Any], problem: Unrepresentable
     ) -> Any:
         result = facts.call(*args, **kwargs)
-        self._note_unsupported(facts, args, kwargs, problem)
+        self.core.unsupported_op(facts, args, kwargs, problem)
         return result
-
-    def _note_unsupported(
-        self, facts: KernelFacts, args: tuple[Any, ...], kwargs: dict[str, Any], problem: Unrepresentable
-    ) -> None:
-        """Record that an op ran that cannot be reproduced; what it wrote enters again at its next use."""
-        core = self.core
-        if not core.on:
-            return
-        try:
-            with core.lock:
-                core.records.unsupported(problem.reason, facts.name, problem.detail)
-                for index in facts.writes:
-                    for tensor in tensors_in(facts.argument(index, args, kwargs)):
-                        core.mark_outside_write(tensor)
-        except OpReplayError as error:
-            core.fail(error)
 
 
 def _fast_path(mode: RecordingMode) -> Callable[..., Any]:
@@ -232,7 +209,7 @@ def _fast_path(mode: RecordingMode) -> Callable[..., Any]:
         _mode: RecordingMode, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] = no_keywords
     ) -> Any:
         nonlocal following
-        if types or not core.fast or depth():
+        if (types and types not in _PLAIN) or not core.fast or depth():
             return complete(func, types, args, kwargs)
         number = id(func)
         if numeric.unchanged() and (SMALLEST * HALF == 0.0) is numeric.flushes:
@@ -252,7 +229,7 @@ def _fast_path(mode: RecordingMode) -> Callable[..., Any]:
                         following = other.following
                         pump()
                         return result
-        before = following
+        before, state = following, sites.state
         calls.site = None
         result = complete(func, types, args, kwargs)
         if metas.negative:
@@ -261,7 +238,8 @@ def _fast_path(mode: RecordingMode) -> Callable[..., Any]:
         if made is None:
             following = sites.following(number)
         else:
-            before[number] = made
+            if sites.state is state:
+                before[number] = made
             following = made.following
         return result
 

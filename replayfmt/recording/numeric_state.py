@@ -85,6 +85,7 @@ class NumericState:
         self.known: dict[str, Any] = read_settings()
         self._polled: dict[str, Poll | None] = {}
         self._polls: dict[tuple[Callable[[], Any], ...], Poll] = {}
+        self.changed: Callable[[], None] = lambda: None  # called after a change
         self._take_guard()
 
     def _take_guard(self) -> None:
@@ -113,6 +114,7 @@ class NumericState:
         if changes:
             self.known.update(changes)
             self._records.global_state(changes)
+            self.changed()
         self._take_guard()
         for other in self._polls.values():
             other.renew()
@@ -130,7 +132,7 @@ class Poll:
         # Written out, because a loop over three getters costs more than the getters.
         names = ", ".join(f"g{index}" for index in range(len(getters)))
         same = " and ".join(f"g{index}() == v[{index}]" for index in range(len(getters)))
-        namespace: dict[str, Any] = {}
+        namespace: dict[str, Any] = {"__name__": __name__}
         exec(f"def make(v, {names}):\n    def same(): return {same}\n    return same", namespace)
         self.same: Callable[[], bool] = namespace["make"](self._values, *getters)
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from replayfmt.format.model import Generator
-from replayfmt.pytorch.memory import host_view, undispatched
+from replayfmt.pytorch.memory import call_undispatched, host_view
 
 from .buffer import RecordBuffer
 from .records import Records
@@ -86,9 +86,12 @@ def default_generator(device: torch.device) -> torch.Generator | None:
 
 
 def generator_state(generator: torch.Generator) -> bytes:
-    with undispatched():
-        storage = generator.get_state().untyped_storage()  # held while it is read: the view does not
-        return bytes(host_view(storage))
+    return call_undispatched(_state_bytes, generator)
+
+
+def _state_bytes(generator: torch.Generator) -> bytes:
+    storage = generator.get_state().untyped_storage()  # held while it is read: the view does not
+    return bytes(host_view(storage))
 
 
 def drawn_from(args: tuple[Any, ...], kwargs: dict[str, Any], devices: set[torch.device]) -> list[torch.Generator]:

@@ -8,8 +8,9 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from queue import Empty
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from .host_reads import HostReads
 from .implicit_scope import ImplicitScope
 from .mode import RecordingMode
 from .options import CaptureOptions
+from .records import Unrepresentable
 from .termination import Termination
 
 _FLUSH_PERIOD_S = 0.5
@@ -120,10 +122,11 @@ class Recorder:
                 patches.remove()
             if self._after_fork is not None:
                 self._after_fork.stop()
-            core.wake.set()
+            core.wake_flusher()
             with _activation:
-                if _active is self:
-                    _active = None
+                _set_inactive(self)
+        if self._flusher is not None and not self._forked and self._flusher is not threading.current_thread():
+            self._flusher.join(_FLUSH_PERIOD_S)
         if core.failure is not None:
             raise core.failure
 
@@ -136,7 +139,7 @@ class Recorder:
         self._forked = True
         core = self._core
         if core is not None:
-            core.on = False
+            core.on = core.fast = False
             core.finished = True
             core.lock = core.buffer.lock = threading.RLock()
             _remove_finished_modes()
@@ -154,8 +157,8 @@ class Recorder:
         core = self._core
         assert core is not None
         while not self._closed and core.failure is None:
-            core.wake.wait(_FLUSH_PERIOD_S)
-            core.wake.clear()
+            with contextlib.suppress(Empty):
+                core.wake.get(timeout=_FLUSH_PERIOD_S)
             if core.buffer.rows or core.storages.dead:
                 core.flush()
 
@@ -210,7 +213,8 @@ class Recorder:
         core = self._running()
         if core is not None:
             with self.paused(), core.lock:
-                core.scope_left(core.scopes.end_named(name))
+                if not core.finished:
+                    core.scope_left(core.scopes.end_named(name))
 
     def module_scope_begin(self, name: str) -> None:
         """Enter a scope that the program did not name itself: no digests are taken at its end."""
@@ -260,24 +264,27 @@ class Recorder:
 
     def unsupported(self, reason: str, op: str, detail: str) -> None:
         """Record work that cannot be reproduced."""
-        core = self._core
-        if core is not None and core.on:
-            with core.lock:
-                core.records.unsupported(reason, op, detail)
+        self._tell(lambda core: core.records.unsupported(reason, op, detail))
 
     def mark_outside_write(self, tensor: torch.Tensor) -> None:
         """Something unseen may have written to a tensor: its content enters again at its next use."""
-        core = self._core
-        if core is not None and core.on:
-            with core.lock:
-                core.mark_outside_write(tensor)
+        self._tell(lambda core: core.mark_outside_write(tensor))
 
     def host_read(self, method: str, tensor: torch.Tensor) -> None:
         """A value left the device for the host outside any op."""
+        self._tell(lambda core: core.host_read(method, tensor))
+
+    def _tell(self, what: Callable[[Core], None]) -> None:
         core = self._core
         if core is not None and core.on:
             with core.lock:
-                core.host_read(method, tensor)
+                if core.on:
+                    try:
+                        what(core)
+                    except Unrepresentable as problem:
+                        core.records.unsupported(problem.reason, "", problem.detail)
+                    except Exception as error:
+                        core.fail(error)
 
 
 @contextmanager

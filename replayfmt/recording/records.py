@@ -66,7 +66,8 @@ class Records:
             with self._lock:
                 signature = make()
                 number = self._writer.signature(signature)
-                self._buffer.note_signature(number, *signature.slots)
+                enters = signature.kind is RecordKind.storage_import
+                self._buffer.note_signature(number, *signature.slots, enters)
                 self._signatures[key] = number
         return number
 

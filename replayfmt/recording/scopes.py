@@ -7,6 +7,7 @@ end, in order, also where exceptions pass or the capture ends inside.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from threading import get_ident
@@ -42,8 +43,10 @@ class Contexts(dict[int, int]):
 class Scopes:
     """The scope stacks of all threads. Callers hold the recorder's lock. `recorded`: begins and ends make records."""
 
-    def __init__(self, buffer: RecordBuffer) -> None:
+    def __init__(self, buffer: RecordBuffer, threads: list[int]) -> None:
+        """`threads` is filled with the idents of other threads than this one, as they record for the first time."""
         self._buffer = buffer
+        self._others = threads
         self.records: Records | None = None
         self.recorded = False
         self._main = get_ident()
@@ -65,7 +68,13 @@ class Scopes:
     def _register(self, ident: int) -> int:
         with self._buffer.lock:
             self._threads.setdefault(ident, min(len(self._threads), 0xFFFF))
-            return self._refresh(ident)
+            context = self._refresh(ident)
+            if ident == self._main or self._others:
+                return context
+            self._others.append(ident)
+        # From now on ops are recorded under the lock; one that is being recorded without it is done by then.
+        time.sleep(0.001)
+        return context
 
     def _scope_of(self, ident: int) -> int:
         stack = self._stacks.get(ident)

@@ -9,9 +9,12 @@ The comparison does not see the lazy conjugate and negative bits, because inside
 former is looked at for complex tensors; the latter for views that cover a part of an imported storage, and otherwise
 recording gives up the fast path when it meets the first negative view: an op must have made it.
 
-Only plain calls have sites: strided tensors, plain constants, results that are new storages, views of arguments or
-arguments written in place. Everything else (random ops, lists of tensors, out= arguments, empty memory) always takes
-the complete path.
+What an op's results look like also depends on global settings (the default dtype, say), so each state of the settings
+has sites of its own.
+
+Only plain calls have sites: strided tensors and lists of them, plain constants, results that are new storages, views of
+arguments or arguments written in place. Everything else (random ops, out= arguments, empty memory) always takes the
+complete path.
 """
 
 from __future__ import annotations
@@ -89,15 +92,26 @@ class Site:
         self.following: Following = {}
 
 
+class _State:
+    """The sites of one state of the settings."""
+
+    def __init__(self) -> None:
+        self.made: dict[tuple[Any, ...], Site | None] = {}
+        self.candidates: dict[int, list[Site]] = {}
+        self.after_other: dict[int, Following] = {}
+
+
 class Sites:
-    """The sites of one capture."""
+    """The sites of one capture. `state` changes with the settings."""
 
     def __init__(self, core: Core) -> None:
         self._core = core
         self._seen: set[int] = set()
-        self._made: dict[tuple[Any, ...], Site | None] = {}
-        self._candidates: dict[int, list[Site]] = {}
-        self._after_other: dict[int, Following] = {}
+        self._count = 0
+        self._states: dict[tuple[Any, ...], _State] = {}
+        self.state = _State()
+        self.settings_changed()
+        core.numeric.changed = self.settings_changed
         buffer, storages = core.buffer, core.storages
         self._factory = Factory(
             {
@@ -107,6 +121,7 @@ class Sites:
                 "ident": get_ident,
                 "rows": buffer.rows.append,
                 "threads": core.threads,
+                "ended": core.ended,
                 "lock": core.lock,
                 "next_storage": buffer.next_storage.__next__,
                 "next_tensor": buffer.next_tensor.__next__,
@@ -117,16 +132,23 @@ class Sites:
                 "view": core.view,
                 "finish": core.late,
                 "raised": core.late_raised,
+                "interrupted": core.interrupted,
+                "failed": core.fail,
+                "same_settings": core.numeric.check,
             }
         )
         self.enabled = TensorGuards is not None and not core.options.audit and core.options.digests != "ops"
 
+    def settings_changed(self) -> None:
+        """The stream has stated other settings than before."""
+        self.state = self._states.setdefault(tuple(self._core.numeric.known.items()), _State())
+
     def candidates(self, func_id: int) -> list[Site]:
-        return self._candidates.get(func_id, [])
+        return self.state.candidates.get(func_id, [])
 
     def following(self, func_id: int) -> Following:
         """What followed an operator that has no site."""
-        return self._after_other.setdefault(func_id, {})
+        return self.state.after_other.setdefault(func_id, {})
 
     def learn(self, signature: int, call: Call, results: Values, result: Any) -> Site | None:
         """A call took the complete path. Gives its site, made where this is the second call of its kind."""
@@ -140,17 +162,20 @@ class Sites:
             *call.values.ints,
             *call.values.floats,
         )
-        if key in self._made:
-            return self._made[key]
-        if hash(key) not in self._seen:
+        state = self.state
+        if key in state.made:
+            return state.made[key]
+        sight = hash((id(state), key))
+        if sight not in self._seen:
             if len(self._seen) < _LIMIT * 8:
-                self._seen.add(hash(key))
+                self._seen.add(sight)
             return None
-        if len(self._made) >= _LIMIT:
+        if self._count >= _LIMIT:
             return None
-        site = self._made[key] = self._make(signature, call, results, result)
+        self._count += 1
+        site = state.made[key] = self._make(signature, call, results, result)
         if site is not None:
-            candidates = self._candidates.setdefault(id(call.facts.func), [])
+            candidates = state.candidates.setdefault(id(call.facts.func), [])
             candidates.insert(0, site)
             del candidates[_CANDIDATES:]
         return site
@@ -381,7 +406,7 @@ def _constant_kind(value: Any) -> str | None:
         return ZERO
     if type(value) in (bool, int, float):
         return NUMBER
-    if type(value) is list and all(type(item) is int for item in value):
+    if type(value) is list and (all(type(item) is int for item in value) or all(type(item) is bool for item in value)):
         return CONSTANT
     return None
 

@@ -18,7 +18,7 @@ import torch
 import xxhash
 
 from replayfmt.format.codes import StorageOrigin
-from replayfmt.pytorch.memory import storage_bytes, undispatched
+from replayfmt.pytorch.memory import call_undispatched, storage_bytes
 
 from .buffer import RecordBuffer, pack_birth, pack_definition
 from .coverage import Coverage, Region
@@ -50,20 +50,8 @@ class State:
 class Tracker(weakref.ref):
     """One storage of the program. Calling it gives the storage, or None once it died."""
 
-    __slots__ = (
-        "id",
-        "imports",
-        "meta",
-        "meta2",
-        "offset",
-        "offset2",
-        "size",
-        "state",
-        "tensor",
-        "tensor2",
-        "views",
-        "written",
-    )
+    __slots__ = ("id", "imports", "meta", "meta2", "offset", "offset2", "size", "state", "tensor", "tensor2", "views",
+                 "written")
 
     id: int  # storage id
     size: int  # bytes; -1: look at `state` before each use
@@ -148,9 +136,9 @@ class Storages:
         number = next(self._buffer.next_tensor)
         self._buffer.definitions.append(pack_definition(number, tracker.id, offset, meta))
         if not tracker.meta:
-            tracker.meta, tracker.offset, tracker.tensor = meta, offset, number
+            tracker.tensor, tracker.offset, tracker.meta = number, offset, meta  # the last one makes it count
         elif not tracker.meta2:
-            tracker.meta2, tracker.offset2, tracker.tensor2 = meta, offset, number
+            tracker.tensor2, tracker.offset2, tracker.meta2 = number, offset, meta
         else:
             if tracker.views is None:
                 tracker.views = {}
@@ -199,8 +187,10 @@ class Storages:
     def _payload(self, storage: torch.UntypedStorage) -> int:
         if not self._content:
             return 0
-        with undispatched():
-            return self._buffer.writer.payload(storage_bytes(storage))
+        return call_undispatched(self._add_payload, storage)
+
+    def _add_payload(self, storage: torch.UntypedStorage) -> int:
+        return self._buffer.writer.payload(storage_bytes(storage))
 
     # ------------------------------------------------------------------------------------------------- shared memory
 
@@ -268,8 +258,29 @@ class Storages:
 
     def mark_written_outside(self, tracker: Tracker, reason: str = "outside_write") -> None:
         """Its content enters again at its next use."""
-        self.state(tracker).outside = reason
+        state = self.state(tracker)
+        if state.alias_of is not None:
+            tracker, state = state.alias_of, self.state(state.alias_of)
+        state.outside = reason
+        self._define_again(tracker)
         tracker.size = -1
+
+    def forget(self, storage: torch.UntypedStorage) -> None:
+        """A storage whose origin was not recorded: it enters at its next use, if it has one."""
+        tracker = self.known(storage)
+        if tracker is not None and not tracker.imports and tracker.state is None:
+            delattr(storage, ATTRIBUTE)
+            self.live.pop(tracker.id, None)
+
+    def _define_again(self, tracker: Tracker) -> None:
+        """Its tensors' definitions, which may have been lost with the row that was to hold them."""
+        views = dict(tracker.views or {})
+        views[tracker.meta, tracker.offset] = tracker.tensor
+        if tracker.meta2:
+            views[tracker.meta2, tracker.offset2] = tracker.tensor2
+        for (meta, offset), number in views.items():
+            if meta:
+                self._buffer.definitions.append(pack_definition(number, tracker.id, offset, meta))
 
     def use(self, tracker: Tracker, storage: torch.UntypedStorage, reads: bool, op: str) -> Tracker:
         """Before an op (or the recorder) uses it. Returns the tracker to go on with."""
@@ -365,6 +376,13 @@ class Storages:
                 state.coverage.touched = True
         self.synchronize(tracker, storage)
 
+    def was_written_outside(self, tracker: Tracker) -> bool:
+        """Whether a watched storage holds something else than what the stream says."""
+        state, storage = tracker.state, tracker()
+        if state is None or storage is None or not state.watched or state.content is None or not storage.nbytes():
+            return False
+        return content_hash(storage) != state.content
+
     def synchronize(self, tracker: Tracker, storage: torch.UntypedStorage) -> None:
         """What it holds now is known: by an import or a captured write."""
         state = tracker.state
@@ -418,5 +436,8 @@ def has_bytes(storage: torch.UntypedStorage, length: int, device: torch.device) 
 
 
 def content_hash(storage: torch.UntypedStorage) -> int:
-    with undispatched():
-        return xxhash.xxh3_128_intdigest(storage_bytes(storage))
+    return call_undispatched(_hash_bytes, storage)
+
+
+def _hash_bytes(storage: torch.UntypedStorage) -> int:
+    return xxhash.xxh3_128_intdigest(storage_bytes(storage))

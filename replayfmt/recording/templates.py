@@ -86,9 +86,9 @@ class Factory:
     different sites touch the same few objects; what is a site's own is in its closure."""
 
     def __init__(self, shared: dict[str, Any]) -> None:
-        """`shared`: clock, begin, contexts, ident, rows, threads, lock, next_storage, next_tensor, Tracker, tell_death,
-        live, enter, view, finish, raised."""
-        self._globals = {"MISS": MISS, **shared}
+        """`shared`: clock, begin, contexts, ident, rows, threads, ended, lock, next_storage, next_tensor, Tracker,
+        tell_death, live, enter, view, finish, raised, failed, interrupted, same_settings."""
+        self._globals = {"__name__": __name__, "MISS": MISS, **shared}
         self._makers: dict[Shape, Callable[..., Any]] = {}
 
     def make(self, shape: Shape, own: dict[str, Any]) -> Callable[..., Any]:
@@ -105,7 +105,7 @@ class Factory:
 
 
 def _source(shape: Shape) -> str:
-    """The code of a shape: a function `make` of one argument, the site's environment (a dict)."""
+    """The code of a shape: a function `make` of what a site has of its own."""
     recognized = _recognize(shape)
     finish = "return finish(facts, args, kwargs, r, start, end)"
     accepted = _accept(shape, finish)
@@ -122,18 +122,27 @@ def _source(shape: Shape) -> str:
         "        except BaseException:",
         "            raised(facts, args, kwargs, start, clock())",
         "            raise",
-        "        end = clock()",
+        "        try:",
+        "            end = clock()",
+        "            context = contexts[ident()]",
     ]
-    lines += [f"        {line}" for line in accepted]
-    # With several threads the ids and the row of one op must come in one piece.
+    lines += [f"            {line}" for line in accepted]
+    # With several threads the settings, the ids and the row of one op must come in one piece.
+    lines += ["            if threads:", "                with lock:", "                    if ended: return r"]
+    lines += ["                    same_settings(facts.name)"]
+    lines += [f"                    {line}" for line in recorded]
+    lines += ["                return r"]
+    lines += [f"            {line}" for line in recorded]
     lines += [
-        "        if threads:",
-        "            with lock:",
-        *(f"                {line}" for line in recorded),
         "            return r",
+        "        except Exception as error:",
+        "            failed(error)",
+        "            return r",
+        "        except BaseException:",
+        "            interrupted(args, kwargs, r)",
+        "            raise",
+        "    return run",
     ]
-    lines += [f"        {line}" for line in recorded]
-    lines += ["        return r", "    return run"]
     return "\n".join(lines)
 
 
@@ -270,10 +279,11 @@ def _record(shape: Shape) -> list[str]:
         if place.kind == NEW:
             lines += [
                 f"g_{name} = next_storage(); t_{name} = next_tensor()",
-                f"k = s_{name}._opreplay = live[g_{name}] = Tracker(s_{name}, tell_death)",
+                f"k = Tracker(s_{name}, tell_death)",
                 f"k.id = g_{name}; k.size = n_{name}; k.meta = m_{name}; k.tensor = t_{name}; "
                 "k.offset = k.meta2 = k.imports = 0; "
                 "k.views = k.state = k.written = None",
+                f"s_{name}._opreplay = live[g_{name}] = k",  # whole, whatever a signal handler raises in between
             ]
             made += [f"g_{name}", "0"]
             continue
@@ -286,7 +296,7 @@ def _record(shape: Shape) -> list[str]:
         lines += [
             f"if k.meta == m_{name}{at[0]}: t_{name} = k.tensor",
             f"elif k.meta2 == m_{name}{at[1]}: t_{name} = k.tensor2",
-            f"elif not k.meta2: k.meta2 = m_{name}; k.offset2 = {offset}; t_{name} = k.tensor2 = next_tensor()",
+            f"elif not k.meta2: t_{name} = k.tensor2 = next_tensor(); k.offset2 = {offset}; k.meta2 = m_{name}",
             "else:",
             "    v = k.views",
             "    if v is None: v = k.views = {}",
@@ -299,6 +309,6 @@ def _record(shape: Shape) -> list[str]:
             f"if k_{name}.written is None: k_{name}.written = {{t_{name}}}",
             f"else: k_{name}.written.add(t_{name})",
         ]
-    row = ", ".join(["code", "contexts[ident()]", "start - begin", "end - start", *slots, *made])
+    row = ", ".join(["code", "context", "start - begin", "end - start", *slots, *made])
     lines.append(f"rows(pack({row}))")
     return lines

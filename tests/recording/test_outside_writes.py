@@ -137,3 +137,15 @@ def test_memory_that_begins_before_what_is_known_is_named(capture: Capture) -> N
         return torch.from_numpy(array) + 1
 
     assert capture(program).unsupported() == {"overlapping_storages": 1}
+
+
+def test_what_was_written_outside_last_is_not_digested(capture: Capture) -> None:
+    def program() -> Any:
+        x = torch.ones(3)
+        y = x + 1
+        x.numpy()[:] = 9
+        return x, y
+
+    captured = capture(program)
+    assert [r.argument("sample") for r in captured.records(RecordKind.digest)] == [[2.0] * 3]
+    captured.replays()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import torch
@@ -101,3 +102,51 @@ def test_the_fast_path_notices_changes_too(capture: Capture) -> None:
     named = [node.name for record in changes for node in record.signature.args]
     assert named.count("mkldnn_enabled") == 7
     assert named.count("grad_enabled") == 5
+
+
+def test_what_an_op_makes_under_other_settings_is_not_taken_for_what_it_made_before(capture: Capture) -> None:
+    def program() -> Any:
+        made = []
+        for _ in range(4):
+            for dtype in (torch.float16, torch.bfloat16):     # the same number of bytes
+                torch.set_default_dtype(dtype)
+                made.append(torch.ones(4) + 1)
+                made.append(torch.arange(4) / 2)
+        torch.set_default_dtype(torch.float32)
+        return made
+
+    captured = capture(program)
+    dtypes = [value.meta.dtype.name for r in captured.records(RecordKind.op) for value in r.results
+              if captured.reader.kernels[r.signature.kernel].name == "aten::div"]
+    assert dtypes == ["float16", "bfloat16"] * 4
+    captured.replays()
+
+
+def test_each_threads_settings_are_stated_before_its_ops(capture: Capture) -> None:
+    def program() -> Any:
+        made: list[torch.Tensor] = []
+
+        def work(kind: str) -> None:
+            x = torch.ones(3)
+            with torch.set_grad_enabled(kind == "sin"):
+                for _ in range(200):
+                    made.append(getattr(x, kind)())
+
+        threads = [threading.Thread(target=work, args=(kind,)) for kind in ("sin", "cos")]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return made
+
+    captured = capture(program)
+    reader, grad = captured.reader, captured.reader.session.settings["grad_enabled"]
+    seen = 0
+    for record in captured.records():
+        if record.kind is RecordKind.global_state and record.signature.args[0].name == "grad_enabled":
+            grad = record.args[0]
+        name = reader.kernels[record.signature.kernel].name if record.kind is RecordKind.op else ""
+        if name in ("aten::sin", "aten::cos"):
+            assert grad is (name == "aten::sin")
+            seen += 1
+    assert seen == 400

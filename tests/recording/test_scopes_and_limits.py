@@ -136,9 +136,11 @@ def test_what_was_made_before_the_start_enters_as_content(capture: Capture) -> N
 def test_threads_are_recorded_with_their_own_scopes(capture: Capture) -> None:
     def program() -> Any:
         made = []
+        together = threading.Barrier(3)  # idents of threads that have ended are given again
 
         def work(number: int) -> None:
             with replayfmt.scope(f"thread {number}"):
+                together.wait(60)
                 made.append(torch.full((3,), float(number)) * 2)
 
         with replayfmt.scope("main"):

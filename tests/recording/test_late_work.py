@@ -1,0 +1,152 @@
+"""What other threads do while and after a capture is closed: nothing of it reaches the file or is reported."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import replayfmt
+from replayfmt.format.codes import RecordKind
+from replayfmt.format.reader import open_capture
+from replayfmt.recording.recorder import Recorder
+from replayfmt.recording.storages import ATTRIBUTE
+
+
+class Held:
+    """An operator whose call waits, once it is told to hold."""
+
+    def __init__(self) -> None:
+        self.entered, self.released, self.holds = threading.Event(), threading.Event(), False
+        self._library = torch.library.Library("opreplay_late", "FRAGMENT")
+        self._library.define("held(Tensor x) -> Tensor")
+        self._library.impl("held", self._run, "CPU")
+        self.op = torch.ops.opreplay_late.held
+
+    def _run(self, x: torch.Tensor) -> torch.Tensor:
+        if self.holds:
+            self.entered.set()
+            assert self.released.wait(60)
+        return torch.empty_like(x)
+
+    def close(self) -> None:
+        self._library._destroy()
+
+
+@pytest.fixture
+def held() -> Iterator[Held]:
+    held = Held()
+    yield held
+    held.close()
+
+
+def started(path: Path) -> Recorder:
+    recorder = Recorder(path)
+    recorder.start()
+    return recorder
+
+
+def in_thread(work: Callable[[], Any]) -> threading.Thread:
+    thread = threading.Thread(target=work)
+    thread.start()
+    return thread
+
+
+@pytest.mark.parametrize("calls_before", [0, 5], ids=["complete path", "fast path"])
+def test_an_op_that_returns_after_the_close_is_not_recorded(
+    tmp_path: Path, held: Held, capsys: pytest.CaptureFixture[str], calls_before: int
+) -> None:
+    recorder = started(tmp_path / "1.opreplay")
+    made: list[torch.Tensor] = []
+
+    def work() -> None:
+        x = torch.ones(3)
+        for _ in range(calls_before):
+            held.op(x)
+        held.holds = True
+        made.append(held.op(x))
+        held.holds = False
+        with replayfmt.scope("late"):
+            for _ in range(5):
+                made.append(held.op(x) + 1)
+        assert made[0].tolist()
+
+    thread = in_thread(work)
+    assert held.entered.wait(60)
+    recorder.close()
+    held.released.set()
+    thread.join()
+    core = recorder._core
+    assert core is not None
+    core.flush()
+    core.pump()
+    assert not any(hasattr(tensor.untyped_storage(), ATTRIBUTE) for tensor in made)
+    assert capsys.readouterr().err == ""
+    recorder.close()
+    reader = open_capture(tmp_path / "1.opreplay")
+    names = [reader.kernels[r.signature.kernel].name for r in reader.records() if r.kind is RecordKind.op]
+    assert names.count("opreplay_late::held") == calls_before
+    assert reader.complete and reader.summary.unsupported == {}
+
+    with replayfmt.capture(tmp_path / "2.opreplay"):
+        made[0].fill_(1).add_(1)
+    with replayfmt.Plan(tmp_path / "2.opreplay") as plan:
+        assert plan.execute(verify="bitwise").outcome == "ok"
+
+
+def test_an_op_that_waits_for_the_lock_while_the_capture_is_closed_just_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorder = started(tmp_path / "1.opreplay")
+    core = recorder._core
+    assert core is not None
+    seen = threading.Event()
+    made: list[torch.Tensor] = []
+    facts = core.calls.facts
+
+    def look(func: Any) -> Any:
+        seen.set()
+        return facts(func)
+
+    x = torch.ones(3)  # a storage that would enter the capture
+    with core.lock:
+        monkeypatch.setattr(core.calls, "facts", look)
+        thread = in_thread(lambda: made.append(x + 1))
+        assert seen.wait(60)
+        time.sleep(0.05)  # the thread has found recording on, and waits for the lock
+        core.finish()
+    thread.join()
+    recorder.close()
+    assert made[0].tolist() == [2, 2, 2]
+    assert capsys.readouterr().err == ""
+    assert open_capture(tmp_path / "1.opreplay").complete
+
+
+def test_what_the_hooks_tell_after_the_close_is_dropped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recorder = started(tmp_path / "1.opreplay")
+    x = torch.ones(3) + 1
+    core = recorder._core
+    assert core is not None
+    with core.lock:
+        threads = [
+            in_thread(lambda: recorder.unsupported("host_call", "late", "too late")),
+            in_thread(lambda: recorder.mark_outside_write(x)),
+            in_thread(lambda: recorder.host_read("tolist", x)),
+            in_thread(lambda: recorder.scope_begin("late")),
+            in_thread(core.flush),
+            in_thread(lambda: core.fail(ValueError("too late"))),
+        ]
+        time.sleep(0.05)  # all of them have found recording on, and wait for the lock
+        core.finish()
+    for thread in threads:
+        thread.join()
+    recorder.close()
+    assert capsys.readouterr().err == ""
+    reader = open_capture(tmp_path / "1.opreplay")
+    assert reader.complete and reader.summary.unsupported == {}
+    assert [scope.name for scope in reader.scopes if scope is not None] == []
