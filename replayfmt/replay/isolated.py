@@ -52,6 +52,10 @@ class IsolatedOp:
 
     def calls(self, count: int) -> None:
         """Run the op that often, letting go of each call's results at once."""
-        function, arguments = self._function, self._arguments
-        for _ in range(count):
-            function(list(arguments), None)
+        call_repeatedly(self._function, self._arguments, count)
+
+
+def call_repeatedly(function: Callable[..., list[Any]], arguments: Sequence[Any], count: int) -> None:
+    """Call a window's function `count` times. A window empties the list it is given, so each call gets its own."""
+    for _ in range(count):
+        function(list(arguments), None)
