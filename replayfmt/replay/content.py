@@ -131,8 +131,8 @@ class Content:
         return True
 
     def _fill(self, staged: Staged, storage: torch.UntypedStorage) -> None:
-        if not staged.length_bytes:
-            return
+        if not staged.length_bytes or self.missing(staged.storage, staged.source, 0) is not None:
+            return      # what reads it is refused; only plans that keep going get here without it
         length = self._length(staged.source)
         if length is None:
             self._synthesis.fill(staged.storage, 0, storage)

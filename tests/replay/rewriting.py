@@ -18,17 +18,22 @@ from replayfmt.format.writer import CaptureWriter
 
 # Changes a record's int and float slots in place; returns False to leave the record out.
 Change = Callable[[Record, list[int], list[float]], bool | None]
+# From a frame's columns of storage origins and first contents to others.
+Births = Callable[[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]
 
 
 def rewrite(source: Path, target: Path, *, change: Change | None = None,
             payload: Callable[[int, bytes], bytes] | None = None, kernel: Callable[[Kernel], Kernel] | None = None,
             device: Callable[[Device], Device] | None = None, signature: Callable[[Signature], Signature] | None = None,
             session: dict[str, Any] | None = None, records: int | None = None, drop_results_of: int | None = None,
-            storage_bytes: int | None = None, tensor_offset: int | None = None, close: bool = True) -> Path:
+            storage_bytes: int | None = None, tensor_offset: int | None = None, close: bool = True,
+            prepare: Callable[[CaptureReader, CaptureWriter], None] | None = None,
+            births: Births | None = None) -> Path:
     """Copy a capture, changed. `records` stops after that many; without `close` it is left as a killed recorder would.
 
     The op at `drop_results_of` loses its result tensors, for a `signature` that takes them away. `storage_bytes` and
-    `tensor_offset` replace every storage's length and every tensor's offset.
+    `tensor_offset` replace every storage's length and every tensor's offset. `prepare` may write more definitions,
+    `births` gives other origins and payload columns.
 
     Returns where the result is: `target`, or its `.partial` where it was not closed.
     """
@@ -55,8 +60,10 @@ def rewrite(source: Path, target: Path, *, change: Change | None = None,
         for info in reader.payloads:
             content = bytes(reader.payload(info.id))
             writer.payload(payload(info.id, content) if payload else content)
+        if prepare is not None:
+            prepare(reader, writer)
         stop = reader.record_count if records is None else records
-        _copy_records(reader, writer, change, stop, drop_results_of, storage_bytes, tensor_offset)
+        _copy_records(reader, writer, change, stop, drop_results_of, storage_bytes, tensor_offset, births)
         if close:
             writer.close(0)
             return target
@@ -66,7 +73,8 @@ def rewrite(source: Path, target: Path, *, change: Change | None = None,
 
 
 def _copy_records(reader: CaptureReader, writer: CaptureWriter, change: Change | None, stop: int,
-                  drop_results_of: int | None, storage_bytes: int | None, tensor_offset: int | None) -> None:
+                  drop_results_of: int | None, storage_bytes: int | None, tensor_offset: int | None,
+                  births: Births | None) -> None:
     def length(captured: np.ndarray) -> np.ndarray:
         return captured if storage_bytes is None else np.full_like(captured, storage_bytes)
 
@@ -101,6 +109,9 @@ def _copy_records(reader: CaptureReader, writer: CaptureWriter, change: Change |
             for tensor, storage, offset, meta in zip(frame.tensor_id, frame.tensor_storage, frame.tensor_offset,
                                                      frame.tensor_meta, strict=True)
         }
+        origins, first_contents = frame.storage_origin, frame.storage_payload
+        if births is not None:
+            origins, first_contents = births(origins, first_contents)
         writer.records(RecordColumns(
             signature=np.array(columns["signature"], np.uint32), scope=np.array(columns["scope"], np.uint32),
             thread=np.array(columns["thread"], np.uint16), start_ns=np.array(columns["start"], np.int64),
@@ -108,5 +119,5 @@ def _copy_records(reader: CaptureReader, writer: CaptureWriter, change: Change |
             first_storage=frame.first_storage,
             storage_bytes=length(frame.storage_bytes),
             storage_device=frame.storage_device,
-            storage_origin=frame.storage_origin, storage_payload=frame.storage_payload,
+            storage_origin=origins, storage_payload=first_contents,
         ))
