@@ -31,6 +31,7 @@ class Form(Enum):
     nothing = "None"           # the trace says that it is None
     unrecorded = "nothing"     # the trace says nothing: None, or a value of a kind that it does not record
     truncated = "a truncated value"
+    hidden = "a value"         # a number or a list of numbers, whose value is not recorded
 
 
 @dataclass(frozen=True)
@@ -92,6 +93,8 @@ class Binding:
 
 NOTHING = Recorded(Form.nothing, shown="None")
 UNRECORDED = Recorded(Form.unrecorded, shown="")
+HIDDEN_NUMBER = Recorded(Form.hidden, value="a number", shown="a number")
+HIDDEN_LIST = Recorded(Form.hidden, value="a list of numbers", shown="a list of numbers")
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*([eE][+-]?\d+)?|\.\d+([eE][+-]?\d+)?)f?\Z")
 _COMPLEX = re.compile(r"\(\s*([^,()]+),\s*([^,()]+)\)\Z|(.+?)([+-][^+-]+(?:[eE][+-]\d+)?)j\Z")
 _WORDS: dict[str, Any] = {
@@ -182,6 +185,9 @@ def fits(kind: SchemaType, recorded: Recorded) -> int | None:
             return 3
         # Undefined tensors and values of kinds that the profiler does not record; it records all plain numbers.
         return 1 if kind.depth or kind.base not in ("int", "float", "number", "bool", "complex") else None
+    if form is Form.hidden:
+        plain = kind.base not in ("Tensor", "str", "Device", "Generator")
+        return 2 if plain and bool(kind.depth) is (recorded is HIDDEN_LIST) else None
     if form is Form.truncated:
         return 2 if kind.depth or kind.base == "str" else 1
     if kind.depth:
@@ -272,6 +278,9 @@ class Reader:
             return
         if recorded.form is Form.truncated:
             binding.missing.append(f"{name}: {by} holds only a part of it ({_short(recorded.shown)})")
+            return
+        if recorded.form is Form.hidden:
+            self._default(binding, schema, argument, f"{by} does not record the values of numbers")
             return
         if recorded.form is Form.unrecorded:
             self._unrecorded(binding, schema, argument, kind, by)

@@ -18,9 +18,9 @@ from replayfmt.format.codes import DType
 from .arguments import UNRECORDED, Binding, Reader, Recorded, TensorSpec
 from .execution_trace_memory import Allocations, MemoryMap, Placed
 from .execution_trace_nodes import TensorReader, TracedTensor, TraceNode, recorded_inputs, rounded, tensors_of
-from .execution_trace_selection import Kind, kind_of
-from .meta_results import MetaResults
+from .execution_trace_selection import Kind, kind_of, operator_name
 from .operators import Choice, Operators
+from .results import Results, Same, infer
 from .types import dtype_of
 from .values import contiguous
 
@@ -58,12 +58,12 @@ class Calls:
     """The calls of a trace, in order. With the `allocations` of a first pass, arguments are read as well."""
 
     def __init__(self, operators: Operators, strings: dict[tuple[str, str], str],
-                 allocations: Allocations | None = None, meta: MetaResults | None = None) -> None:
+                 allocations: Allocations | None = None, inferred: Inferred | None = None) -> None:
         self._operators = operators
         self._reader = Reader(strings)
         self._full = allocations is not None
         self.memory = MemoryMap(allocations)
-        self.meta = meta or MetaResults()
+        self.inferred = inferred or Inferred()
         self._choices: dict[str, tuple[Choice, torch.FunctionSchema | None]] = {}
 
     @property
@@ -95,11 +95,18 @@ class Calls:
 
     def _bind(self, step: Step) -> None:
         node = step.node
+        recorded = recorded_inputs(node.inputs, _OnAllocations(step.given))
         step.choice, traced = self._choose(node.schema)
         if step.choice.operator is None:
-            return
+            other = self._operators.choose(operator_name(node.schema)[0], recorded)
+            if other.operator is None:
+                return
+            traced = None
+            step.choice = replace(other, assumed=(
+                *other.assumed, f"overload {other.operator.overload}: the traced one is not here, {node.schema}; this one "
+                                "takes the recorded arguments"))
+        assert step.choice.operator is not None
         schema = step.choice.operator.schema
-        recorded = recorded_inputs(node.inputs, _OnAllocations(step.given))
         unknown: list[str] = []
         if traced is not None and str(traced) != str(schema):
             recorded, unknown = _by_name(traced, schema, recorded)
@@ -141,13 +148,12 @@ class Calls:
         """Strides of everything an operator returned, by running it without data; None where that does not tell."""
         if step.choice is None or step.choice.operator is None or step.binding is None or step.binding.missing:
             return None
-        returned = self.meta.of(step.choice.operator.schema, step.binding.arguments)
+        returned = self.inferred.of(step.choice.operator.schema, step.binding.arguments)
         outputs = [tensor for _position, tensor in tensors_of(step.node.outputs)]
-        found = [each for each in returned or () if each is not None]
-        if len(found) != len(outputs):
+        if returned is None or len(returned) != len(outputs):
             return None
-        return [each.strides if each.sizes == tensor.sizes else None
-                for each, tensor in zip(found, outputs, strict=True)]
+        return [spec.strides if spec.sizes == tensor.sizes else None
+                for spec, tensor in zip(returned, outputs, strict=True)]
 
     def _numbers(self, step: Step) -> None:
         """Python numbers reach operators as tensors without dimensions that do not take part in type promotion; in a
@@ -175,8 +181,54 @@ class Calls:
 
     def _returns(self, choice: Choice, arguments: Sequence[tuple[str, Any]]) -> list[DType | None] | None:
         assert choice.operator is not None
-        returned = self.meta.of(choice.operator.schema, arguments)
-        return None if returned is None else [each.dtype for each in returned if each is not None]
+        returned = self.inferred.of(choice.operator.schema, arguments)
+        return None if returned is None else [spec.dtype for spec in returned]
+
+
+class Inferred:
+    """What operators return for given arguments, found out once for each."""
+
+    def __init__(self) -> None:
+        self._known: dict[Any, list[TensorSpec] | None] = {}
+
+    def of(self, schema: torch.FunctionSchema, arguments: Sequence[tuple[str, Any]]) -> list[TensorSpec] | None:
+        """Dtype, sizes, strides and offset of every tensor that is returned, those in lists too; None where PyTorch
+        cannot tell without data."""
+        key = (schema.name, schema.overload_name, tuple((name, _key(value)) for name, value in arguments))
+        if key not in self._known:
+            given = [spec for _name, value in arguments for spec in _tensors(value)]
+            self._known[key] = _returned(infer(schema, arguments), given)
+        return self._known[key]
+
+
+def _key(value: Any) -> Any:
+    if isinstance(value, TensorSpec):
+        return value.dtype, value.sizes, value.strides, value.offset
+    if isinstance(value, list):
+        return tuple(_key(each) for each in value)
+    return type(value).__name__, repr(value)
+
+
+def _returned(results: Results, given: Sequence[TensorSpec]) -> list[TensorSpec] | None:
+    if results.values is None:
+        return None
+    found: list[TensorSpec] = []
+    waiting = list(results.values)
+    while waiting:
+        each = waiting.pop(0)
+        if isinstance(each, list):
+            waiting = [*each, *waiting]
+        elif isinstance(each, Same):
+            found.append(given[each.argument])
+        elif each is not None:
+            found.append(TensorSpec(each.dtype, each.sizes, each.strides, None, each.offset))
+    return found
+
+
+def _tensors(value: Any) -> list[TensorSpec]:
+    if isinstance(value, TensorSpec):
+        return [value]
+    return [spec for each in value for spec in _tensors(each)] if isinstance(value, list) else []
 
 
 def _by_name(traced: torch.FunctionSchema, here: torch.FunctionSchema,
@@ -192,12 +244,7 @@ def _by_name(traced: torch.FunctionSchema, here: torch.FunctionSchema,
 
 def _specs(binding: Binding | None) -> list[tuple[str, TensorSpec]]:
     """Every tensor of a call with the name of the argument it is in."""
-    found: list[tuple[str, TensorSpec]] = []
-    for name, value in binding.arguments if binding is not None else ():
-        for each in value if isinstance(value, list) else (value,):
-            if isinstance(each, TensorSpec):
-                found.append((name, each))
-    return found
+    return [(name, spec) for name, value in (binding.arguments if binding is not None else ()) for spec in _tensors(value)]
 
 
 def _strides_tell(spec: TensorSpec) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from array import array
+from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -86,7 +87,8 @@ Path = tuple[tuple[int, str], ...]
 class Selection:
     """`chosen` has the position of every node that is imported, in the order of the trace, `scopes` for each the marks
     around it, outermost first (an index into `paths`, which have the position and the name of each mark). `dropped`
-    counts what did no work, by name, `wrappers` what only contains others. `ordered`: the trace has the chosen nodes in
+    counts what did no work, by name, `wrappers` what only contains others. `inside` is 1 at the position of everything
+    within a chosen node. `ordered`: the trace has the chosen nodes in
     the order in which they ran."""
 
     chosen: array = field(default_factory=lambda: array("q"))
@@ -94,7 +96,12 @@ class Selection:
     paths: list[Path] = field(default_factory=lambda: [()])
     dropped: Counter[str] = field(default_factory=Counter)
     wrappers: Counter[str] = field(default_factory=Counter)
+    inside: bytearray = field(default_factory=bytearray)
     ordered: bool = True
+
+    def path_of(self, position: int) -> Path:
+        """The marks around a chosen node."""
+        return self.paths[self.scopes[bisect_left(self.chosen, position)]]
 
 
 class Skeleton:
@@ -175,7 +182,7 @@ class _Walk:
         self._of, self._children, self._positions, self._roots = skeleton, children, positions, roots
         self.seen = 0
         self._found: list[int] = []
-        self._selection = Selection()
+        self._selection = Selection(inside=bytearray(len(skeleton)))
 
     def visit(self, tops: Iterable[int]) -> None:
         of = self._of
@@ -195,7 +202,7 @@ class _Walk:
                     self._selection.dropped[of._texts[of._names[position]]] += 1
                 else:
                     self._found.append(position)
-                self.seen += self._count_below(position)
+                self._close(position)
 
     def _through(self, position: int, below: list[int]) -> list[int]:
         """What takes the place of an operator that gives way; itself where that is not all of its work."""
@@ -206,7 +213,7 @@ class _Walk:
                 self._selection.dropped[of._texts[of._names[position]]] += 1
             return below
         self._found.append(position)
-        self.seen += self._count_below(position)
+        self._close(position)
         return []
 
     def _below(self, position: int) -> Iterable[int]:
@@ -216,8 +223,11 @@ class _Walk:
             yield each
             stack += self._children.get(each, ())
 
-    def _count_below(self, position: int) -> int:
-        return sum(1 for _each in self._below(position))
+    def _close(self, position: int) -> None:
+        """What is below a chosen node is done by it."""
+        for each in self._below(position):
+            self.seen += 1
+            self._selection.inside[each] = 1
 
     def _operators_below(self, position: int) -> bool:
         work = (Kind.operator, Kind.collective, Kind.triton)

@@ -44,6 +44,22 @@ class Operator:
         """Whether the dispatcher knows it; TorchScript has operators of its own, which are no captured work."""
         return dispatched(self.schema.name, self.schema.overload_name)
 
+    @property
+    def composite(self) -> bool:
+        """Whether it has no kernel of its own for devices: all it does is to call other operators."""
+        name = self.schema.name + (f".{self.schema.overload_name}" if self.schema.overload_name else "")
+        has = torch._C._dispatch_has_kernel_for_dispatch_key
+        if not self.dispatched or any(has(name, key) for key in ("CPU", "CUDA", "HIP", "XPU", "PrivateUse1")):
+            return False
+        return any(has(name, key) for key in ("CompositeImplicitAutograd", "CompositeExplicitAutograd",
+                                              "CompositeExplicitAutogradNonFunctional"))
+
+    @property
+    def only_views(self) -> bool:
+        """Whether all it returns are views on its arguments, which it does not write."""
+        returns = self.schema.returns
+        return bool(returns) and all(each.alias_info is not None and not each.alias_info.is_write for each in returns)
+
     def kernel(self) -> Kernel:
         """As a capture names it."""
         return Kernel(self.name, self.overload, str(self.schema))

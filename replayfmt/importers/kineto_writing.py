@@ -1,0 +1,405 @@
+"""Writing a profiler trace's selected calls, annotations and stray device work as records, in order of time."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from replayfmt.format.model import Device
+from replayfmt.pytorch.iterations import parse_iteration
+
+from .arguments import DefaultGenerator, TensorSpec
+from .kineto_calls import Call, Calls, Hints, Placement
+from .kineto_events import Events, OpKind, WorkKind
+from .kineto_tree import Facts, Role, Selection, Tree
+from .report import Entry, ImportReport
+from .results import realize
+from .synthesis import ImportedSession, Moment
+from .values import Tensor, plain_tensor
+
+_SHOWN_KERNELS = 256       # of one record; the rest is counted
+
+
+@dataclass
+class Trace:
+    """What is written: events, their tree and the choice among them. `devices` by the number that events give them."""
+
+    events: Events
+    tree: Tree
+    selection: Selection
+    facts: Sequence[Facts]
+    calls: Calls
+    devices: Mapping[int, Device]
+    unique: bool
+    level: str
+
+
+@dataclass
+class _Group:
+    """Calls that become one record: one call, or with `unique` all that are alike."""
+
+    index: int
+    call: Call
+    placement: Placement
+    work: np.ndarray
+    count: int = 0
+    host_ns: int = 0
+    device_ns: int = 0
+    worked: bool = False
+
+
+@dataclass
+class _Stray:
+    """Device work that no operator stands for, by its launch."""
+
+    start: int
+    launch: int
+    work: list[int] = field(default_factory=list)
+
+
+def write(trace: Trace, session: ImportedSession, report: ImportReport,
+          on_record: Callable[[int, int], None] | None = None) -> None:
+    """Write everything. `on_record(done, all)` is told of progress."""
+    _Writing(trace, session, report).write(on_record)
+
+
+class _Writing:
+    def __init__(self, trace: Trace, session: ImportedSession, report: ImportReport) -> None:
+        self.trace, self.session, self.report = trace, session, report
+        self.events, self.tree = trace.events, trace.tree
+        self._resolved: dict[Any, Call] = {}
+        self._paths: dict[tuple[int, str], int] = {}
+        starts = [np.asarray(column, np.int64) for column in (self.events.ops.start, self.events.work.start,
+                                                              self.events.launches.start) if len(column)]
+        self._base = int(min(column.min() for column in starts))
+        stands = trace.selection.stands_in
+        self._work_of = np.where(self.tree.work_op >= 0, stands[np.maximum(self.tree.work_op, 0)], -1) if len(
+            stands) else np.full(len(self.events.work.start), -1, np.int64)
+        self._by_op = np.argsort(self._work_of, kind="stable")
+        self._sorted = self._work_of[self._by_op]
+        self._inside: dict[int, list[int]] | None = None
+        self._scopes = self._scope_ids()
+        for device in trace.devices.values():
+            session.device(str(device), device)
+        self._default_device = str(next(iter(trace.devices.values()))) if trace.devices else "cpu"
+
+    # ------------------------------------------------------------------------------------------------------------ order
+
+    def write(self, on_record: Callable[[int, int], None] | None) -> None:
+        ops = self.events.ops
+        moments: list[tuple[int, int, int, Callable[[], None]]] = []
+        groups = self._groups()
+        for group in groups:
+            moments.append((ops.start[group.index], 2, 0, lambda group=group: self._op(group)))
+        for stray in self._strays():
+            moments.append((stray.start, 2, 1, lambda stray=stray: self._stray(stray)))
+        if not self.trace.unique:
+            for index in self._scopes:
+                start, duration = ops.start[index], ops.duration[index]
+                moments.append((start, 1, -duration, lambda index=index: self._scope(index, begins=True)))
+                moments.append((start + duration, 0, -start, lambda index=index: self._scope(index, begins=False)))
+        moments.sort(key=lambda each: each[:3])
+        for done, (_start, _kind, _tie, record) in enumerate(moments):
+            record()
+            if on_record is not None and not done % 1024:
+                on_record(done, len(moments))
+
+    def _groups(self) -> list[_Group]:
+        """The chosen calls, resolved, with the work that each stands for."""
+        ops, kinds = self.events.ops, self.events.ops.kind
+        durations = np.asarray(self.events.work.duration, np.int64)
+        groups: list[_Group] = []
+        alike: dict[Any, _Group] = {}
+        for index in self.trace.selection.chosen.tolist():
+            work = self._work(index)
+            placement = self._placement(index, work)
+            call = self._resolve(index, placement, work)
+            group = alike.get((kinds[index], placement, call)) if self.trace.unique else None
+            if group is None:
+                group = _Group(index, call, placement, work)
+                groups.append(group)
+                if self.trace.unique:
+                    alike[kinds[index], placement, call] = group
+            group.count += 1
+            group.host_ns += ops.duration[index]
+            group.device_ns += int(durations[work].sum())
+            group.worked |= bool(len(work))
+        return groups
+
+    def _work(self, index: int) -> np.ndarray:
+        first, end = np.searchsorted(self._sorted, [index, index + 1])
+        return np.sort(self._by_op[first:end])
+
+    # --------------------------------------------------------------------------------------------------------- resolving
+
+    def _placement(self, index: int, work: np.ndarray) -> Placement:
+        if not self.trace.devices:
+            return Placement("cpu")
+        kinds = [self.events.work_kinds[self.events.work.kind[each]] for each in work.tolist()]
+        numbers = [kind.device for kind in kinds if kind.device in self.trace.devices]
+        if not numbers:
+            works = self.trace.facts[self.events.ops.kind[index]].works
+            return Placement("cpu" if works else self._default_device)
+        names = [kind.name for kind in kinds if "memcpy" in kind.category]
+        return Placement(str(self.trace.devices[numbers[0]]), any("HtoD" in name for name in names),
+                         any("DtoH" in name for name in names))
+
+    def _resolve(self, index: int, placement: Placement, work: np.ndarray) -> Call:
+        number = self.events.ops.kind[index]
+        known = self._resolved.get((number, placement))
+        if known is not None:
+            return known
+        kind = self.events.kinds[number]
+        if self.trace.facts[number].role is Role.collective:
+            call = self._collective(index, kind)
+        elif self.trace.facts[number].role is Role.wrapper:
+            triton = kind.name.startswith("triton_")
+            call = Call(kind.name, None, reason="triton_launch" if triton else "outside_operator",
+                        detail="a kernel that torch.compile generated" if triton else
+                        "device work that no operator stands for was launched in it")
+        else:
+            launched = [self.events.work_kinds[self.events.work.kind[each]] for each in work.tolist()]
+            call = self.trace.calls.resolve(kind, placement, Hints(self._called(index), launched))
+            if len(self.trace.devices) and placement.device == "cpu" and call.operator is not None:
+                call = replace(call, assumed=(*call.assumed, "it ran on the host: it launched no device work"))
+        self._resolved[number, placement] = call
+        return call
+
+    def _called(self, index: int) -> list[OpKind]:
+        """The kinds of what a chosen event called."""
+        if self._inside is None:
+            self._inside = defaultdict(list)
+            for inner, chosen in enumerate(self.trace.selection.stands_in.tolist()):
+                if chosen >= 0 and inner != chosen:
+                    self._inside[chosen].append(inner)
+        return [self.events.kinds[self.events.ops.kind[each]] for each in self._inside.get(index, ())]
+
+    def _collective(self, index: int, kind: OpKind) -> Call:
+        """What is known of a collective, from the event itself and those inside it."""
+        about: dict[str, Any] = dict(kind.collective or {})
+        for each in self._called(index):
+            about = {**(each.collective or {}), **about}
+        texts = [f"{name}: {value}" for name, value in about.items() if value not in ("", None)]
+        return Call(kind.name, None, reason="collective", detail="; ".join(texts) or "nothing is recorded about it")
+
+    # ------------------------------------------------------------------------------------------------------------ records
+
+    def _op(self, group: _Group) -> None:
+        index, call = group.index, group.call
+        ops = self.events.ops
+        moment = Moment(ops.start[index] - self._base, group.host_ns // group.count, ops.thread[index],
+                        self._scope_of(index), group.device_ns // group.count if group.worked else None)
+        annotation: dict[str, Any] = {"import": call.status}
+        assumed = list(call.assumed)
+        annotation |= self._work_annotation(group.work)
+        around = self._wrappers(index)
+        if around:
+            annotation["within"] = around
+        if self.trace.unique:
+            annotation["count"] = group.count
+        if call.operator is not None and call.results.values is None:
+            annotation["results"] = f"not known: {call.results.unknown}"
+        if assumed:
+            annotation["assumed"] = assumed
+        ordinal = None
+        reason, detail = call.reason, call.detail
+        if call.operator is not None:
+            try:
+                ordinal = self._write_call(call, moment, annotation)
+            except ValueError as error:
+                reason, detail = "import_incomplete", f"a capture cannot hold it: {error}"
+                annotation["import"] = "incomplete"
+        if ordinal is None:
+            ordinal = self.session.unsupported(reason, call.name, detail, moment, annotation)
+        self._report(group, ordinal, reason, detail)
+
+    def _write_call(self, call: Call, moment: Moment, annotation: dict[str, Any]) -> int:
+        assert call.operator is not None
+        tensors: list[Tensor] = []
+        arguments = [(name, self._value(value, tensors)) for name, value in call.arguments]
+        where = next((tensor.meta.device for tensor in tensors if tensor.meta.sizes), None)
+        where = where if where is not None else tensors[0].meta.device if tensors else self._factory_device(call)
+        results = realize(call.results, tensors, where)
+        ordinal = self.session.op(call.operator.kernel(), arguments, results, moment, annotation)
+        storages = [tensor.storage for tensor in (*tensors, *_tensors(results)) if tensor.storage is not None]
+        self.session.release(list(dict.fromkeys(storages)), replace(moment, device_duration_ns=None, duration_ns=None))
+        return ordinal
+
+    def _factory_device(self, call: Call) -> int:
+        named = next((value.name for name, value in call.arguments if name == "device" and value is not None), None)
+        return self.session.device(named or "cpu")
+
+    def _value(self, value: Any, tensors: list[Tensor]) -> Any:
+        if isinstance(value, TensorSpec):
+            assert value.dtype is not None and value.sizes is not None
+            tensor = plain_tensor(value.dtype, value.sizes, value.strides,
+                                  self.session.device(value.device or self._default_device), value.offset)
+            tensors.append(tensor)
+            return tensor
+        if isinstance(value, list):
+            return [self._value(each, tensors) for each in value]
+        return DefaultGenerator(self._default_device) if isinstance(value, DefaultGenerator) else value
+
+    def _work_annotation(self, work: np.ndarray) -> dict[str, Any]:
+        if not len(work):
+            return {}
+        kinds = [self.events.work_kinds[self.events.work.kind[each]] for each in work.tolist()]
+        annotation: dict[str, Any] = {"device_kernels": [kind.row() for kind in kinds[:_SHOWN_KERNELS]]}
+        if len(kinds) > _SHOWN_KERNELS:
+            annotation["device_kernels_left_out"] = len(kinds) - _SHOWN_KERNELS
+        streams = sorted({kind.stream for kind in kinds if kind.stream >= 0})
+        if streams:
+            annotation["stream"] = streams[0] if len(streams) == 1 else streams
+        return annotation
+
+    def _wrappers(self, index: int) -> list[str]:
+        """The names of what is around an event and is no operator, outermost first."""
+        names: list[str] = []
+        parent = int(self.tree.parent[index])
+        while parent >= 0:
+            number = self.events.ops.kind[parent]
+            if self.trace.facts[number].role is Role.wrapper:
+                names.append(self.events.kinds[number].name)
+            parent = int(self.tree.parent[parent])
+        return names[::-1]
+
+    def _report(self, group: _Group, ordinal: int, reason: str, detail: str) -> None:
+        call = group.call
+        status = call.status if not reason else "incomplete"
+
+        def entry() -> Entry:
+            operator = call.operator
+            return Entry(call.name, operator.overload if operator else "", status, call.signature,
+                         operator.found if operator else "", call.assumed, reason, detail)
+
+        self.report.add((self.events.ops.kind[group.index], group.placement, reason), entry, ordinal, group.count,
+                        group.host_ns, group.device_ns if group.worked else None)
+
+    # ------------------------------------------------------------------------------------------------------------- strays
+
+    def _strays(self) -> list[_Stray]:
+        """Launches whose work belongs to no operator; work without a launch is counted in the report."""
+        launches: dict[int, _Stray] = {}
+        lost = 0
+        for each in np.flatnonzero(self._work_of < 0).tolist():
+            launch = int(self.tree.work_launch[each])
+            if launch < 0:
+                lost += 1
+                continue
+            if launch not in launches:
+                launches[launch] = _Stray(self.events.launches.start[launch], launch)
+            launches[launch].work.append(each)
+        if lost:
+            self.report.notes.append(f"{lost} pieces of device work were launched before the trace began, or by what it "
+                                     "does not show; they are not in the capture")
+        return list(launches.values())
+
+    def _stray(self, stray: _Stray) -> None:
+        work = np.asarray(stray.work, np.int64)
+        kinds = [self.events.work_kinds[self.events.work.kind[each]] for each in stray.work]
+        device_ns = int(np.asarray(self.events.work.duration, np.int64)[work].sum())
+        graph = bool(self.events.launches.graph[stray.launch])
+        name = "graph launch" if graph else _first_name(kinds)
+        reason = "cuda_graph" if graph else "triton_launch" if name.startswith("triton_") else "outside_operator"
+        detail = (f"{len(kinds)} kernels and copies of one graph" if graph else
+                  "launched by no operator that the trace shows")
+        moment = Moment(stray.start - self._base, None, self.events.launches.thread[stray.launch],
+                        self._scope_ids_at(int(self.tree.launch_scope[stray.launch]), stray.start), device_ns)
+        annotation = {"import": "incomplete", **self._work_annotation(work)}
+        ordinal = self.session.unsupported(reason, name, detail, moment, annotation)
+        self.report.add((reason, name, len(kinds)), lambda: Entry(
+            name, "", "incomplete", f"{len(kinds)} kernels" if graph else "", reason=reason, detail=detail),
+            ordinal, 1, None, device_ns)
+
+    # ------------------------------------------------------------------------------------------------------------- scopes
+
+    def _scope_ids(self) -> dict[int, int]:
+        """The scope id of each annotation."""
+        ops = self.events.ops
+        annotations = [index for index in self.tree.order.tolist()
+                       if self.trace.facts[ops.kind[index]].role is Role.annotation]
+        self._timeline = _Timeline(self.events, annotations)
+        ids: dict[int, int] = {}
+        for index in sorted(annotations, key=lambda each: (ops.start[each], -ops.duration[each])):
+            around = int(self.tree.scope[index])
+            if around < 0:
+                around = self._timeline.at(ops.start[index], ops.thread[index])
+            parent = ids.get(around, 0)
+            ids[index] = self._path(parent, self.events.kinds[ops.kind[index]].name)
+        return ids
+
+    def _path(self, parent: int, name: str) -> int:
+        if (parent, name) not in self._paths:
+            self._paths[parent, name] = self.session.scope(parent, name)
+        return self._paths[parent, name]
+
+    def _scope_of(self, index: int) -> int:
+        return self._scope_ids_at(int(self.tree.scope[index]), self.events.ops.start[index])
+
+    def _scope_ids_at(self, around: int, start: int) -> int:
+        if around < 0:
+            around = self._timeline.at(start, -1)
+        return self._scopes.get(around, 0)
+
+    def _scope(self, index: int, *, begins: bool) -> None:
+        ops = self.events.ops
+        name = self.events.kinds[ops.kind[index]].name
+        start = ops.start[index] + (0 if begins else ops.duration[index])
+        moment = Moment(start - self._base, None, ops.thread[index], self._scopes[index])
+        if begins:
+            iteration = parse_iteration(name)
+            self.session.scope_begin(name, moment, {"iteration": iteration.row()} if iteration else None)
+        else:
+            self.session.scope_end(name, moment)
+
+
+class _Timeline:
+    """The main thread's annotations by time: what work of other threads, such as the backward pass, belongs to.
+
+    The main thread is the one whose annotations last longest.
+    """
+
+    def __init__(self, events: Events, annotations: Sequence[int]) -> None:
+        ops = events.ops
+        total: dict[int, int] = defaultdict(int)
+        for index in annotations:
+            total[ops.thread[index]] += ops.duration[index]
+        self._thread = max(total, key=lambda thread: total[thread]) if total else -1
+        edges: list[tuple[int, int, int, int]] = []
+        for index in annotations:
+            if ops.thread[index] == self._thread:
+                start, duration = ops.start[index], ops.duration[index]
+                edges += [(start, 1, -duration, index), (start + duration, 0, -start, index)]
+        edges.sort()
+        self._times: list[int] = []
+        self._innermost: list[int] = []
+        stack: list[int] = []
+        for time, begins, _tie, index in edges:
+            if begins:
+                stack.append(index)
+            else:
+                stack.remove(index)
+            self._times.append(time)
+            self._innermost.append(stack[-1] if stack else -1)
+        self._array = np.asarray(self._times, np.int64)
+
+    def at(self, time: int, thread: int) -> int:
+        """The innermost annotation of the main thread around a time, -1: none. The main thread itself needs none."""
+        if thread == self._thread or not self._times:
+            return -1
+        place = int(np.searchsorted(self._array, time, side="right")) - 1
+        return self._innermost[place] if place >= 0 else -1
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    if isinstance(values, Tensor):
+        return [values]
+    return [tensor for each in values for tensor in _tensors(each)] if isinstance(values, list | tuple) else []
+
+
+def _first_name(kinds: Sequence[WorkKind]) -> str:
+    return kinds[0].name if kinds else "device work"
