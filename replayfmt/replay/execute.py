@@ -22,6 +22,7 @@ from replayfmt.pytorch.settings import apply_settings, preserved_settings
 
 from .content import Content
 from .results import UnexpectedBehaviour
+from .substitution.sites import StandIn
 from .verify import Judge, StopReplay, Where
 from .windows import FILENAME, Window
 
@@ -117,8 +118,9 @@ class Machine:
     """Runs windows one after the other. `values` are the live variables between them, by key."""
 
     def __init__(self, reader: CaptureReader, content: Content, clock: RunClock, judge: Judge,
-                 describe: Callable[[int], tuple[str, str]]) -> None:
+                 describe: Callable[[int], tuple[str, str]], stand_in: StandIn | None = None) -> None:
         self.values: dict[int, Any] = {}
+        self._stand_in = stand_in
         self._reader = reader
         self.content = content
         self._clock = clock
@@ -190,6 +192,9 @@ class Machine:
             if isinstance(error, UnexpectedBehaviour):
                 self._judge.diverged(Where(ordinal, None, ordinal), "what it did when it was captured", str(error))
                 raise StopReplay from None
+            message = None if self._stand_in is None else self._stand_in.failure(ordinal, error)
+            if message is not None:
+                raise ReplayFailed(message) from error
             what, scope = self.describe(ordinal)
             inside = f", scope {scope}" if scope else ""
             raise ReplayFailed(f"{self._reader.path}: ordinal {ordinal} ({what}{inside}) failed: "

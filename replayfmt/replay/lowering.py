@@ -29,6 +29,7 @@ from .operations import ApplySettings, LoadContent, Pausable, ResizeStorage, Set
 from .resolve import ResolvedKernel
 from .scan import Scan, enters
 from .sources import NOTHING, Source
+from .substitution.sites import StandIn
 from .templates import DirectFunctions, Template, TemplateMaker
 from .verify import CheckDigest, Judge, Where
 from .windows import CodeCache, Staged, Window, WindowText
@@ -41,7 +42,7 @@ class Context:
     `kernels` has the operator of each kernel id, None where there is none; `refused` has the op signatures that cannot
     be run. Both matter only to plans that keep going, others are refused. `load(storage, source, version, target)`
     puts new content into a storage that is there. `draws_on` is where random ops of a CPU
-    capture deliver their numbers, None: on the CPU itself.
+    capture deliver their numbers, None: on the CPU itself. `stand_in` puts other functions in the place of kernels.
     """
 
     reader: CaptureReader
@@ -56,6 +57,7 @@ class Context:
     direct: DirectFunctions
     load: Callable[[int, Source, int, torch.UntypedStorage], None]
     draws_on: torch.device | None = None
+    stand_in: StandIn | None = None
 
 
 class Lowering:

@@ -7,12 +7,15 @@ detached alias) needs no variable of its own. Registers of arguments that die he
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Any
+
+from replayfmt.format.codes import StorageOrigin
 
 from .lowering import Lowering
 from .operations import CustomOperator, DrawOnHost, MustRaise, TakeApart, storage_of
 from .structure import Expected, ExpectResults
+from .substitution.sites import Site
 from .templates import Leaf, Operand, Result, Template
 from .verify import CheckScalar, Where
 
@@ -129,12 +132,33 @@ class OpLine:
         if kernel.draws and walk.context.draws_on is not None:
             call = DrawOnHost(call, kernel.overload._schema, walk.context.draws_on)
         if not kernel.own:
-            autocast = {name: value for name, value in walk.settings.items() if name.startswith("autocast.") and value}
+            autocast = self._autocast()
             call = CustomOperator(call, autocast)
             key = (*key, *sorted(autocast.items()))
+        if walk.context.stand_in is not None and not self.template.raises:
+            instead = walk.context.stand_in.call(self._site(call))
+            if instead is not None:
+                return walk.text.constant(instead[1]) if instead[0] is None else walk.text.shared(*instead)
         if self.template.raises and expect_failure:
             call = MustRaise(call)
         return walk.text.shared(key, call)
+
+    def _autocast(self) -> dict[str, Any]:
+        """Autocast as it was where the op was captured."""
+        return {name: value for name, value in self.walk.settings.items() if name.startswith("autocast.") and value}
+
+    def _site(self, call: Callable[..., Any]) -> Site:
+        """This call, for what may take its place."""
+        walk, frame, template = self.walk, self.walk.frame, self.template
+        arguments = self.first + template.layout.arg_tensors
+        origins = {walk.reader.storage(storage).origin for storage in frame.storages[arguments:self.end] if storage}
+        autocast = self._autocast()
+        return Site(
+            self.ordinal, template.signature_id, tuple(frame.metas[self.first:arguments]), template.kernel_id,
+            template.kernel, template.layout, template.effects, call,
+            (lambda function: function) if template.kernel.own else lambda function: CustomOperator(function, autocast),
+            origins != {StorageOrigin.uninitialized},
+        )
 
     def _protect(self) -> dict[int, str]:
         """Fresh aliases for arguments whose metadata the op changes in place while they are needed as they are."""

@@ -204,7 +204,7 @@ def _import(path: str) -> ModuleType:
     sys.path.insert(0, folder)
     try:
         # Not exec_module: it would leave, and may find, compiled code beside a file that is being worked on.
-        code = loader.source_to_code(loader.get_data(path), path)  # type: ignore[no-untyped-call]
+        code = loader.source_to_code(loader.get_data(path), path)
         exec(code, module.__dict__)   # the user's file, named on the command line
     except BaseException:
         sys.modules.pop(name, None)

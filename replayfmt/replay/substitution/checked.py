@@ -1,0 +1,226 @@
+"""The untimed pass in which both kernels run: what each replacement did, signature by signature.
+
+At every call the original runs on the true arguments and its result flows on; the replacement runs on copies of them,
+from the same state of the random generators, and is judged. So every call is judged on the arguments it had under
+capture, wherever a replacement before it went wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from replayfmt.errors import OpReplayError, ReplayFailed
+from replayfmt.format.reader import CaptureReader
+from replayfmt.pytorch.settings import apply_settings, read_settings
+
+from .clones import Clones, copy_of, has_memory, strided_parts
+from .distance import Distance, Tolerance
+from .judging import Judgement, Sides, judge
+from .loading import Replacement
+from .sites import Site
+from .table import Substitutions
+
+_MOST_FAULTS = 5
+
+
+@dataclass
+class SignatureCheck:
+    """What a replacement did at the calls of one signature. `first` is the ordinal of the first call.
+
+    `faults` are sentences about its behaviour (the first few, `fault_count` counts them all); `beyond` names the first
+    call with a value that was too far off, None where there is none.
+    """
+
+    signature: str
+    kernel: str
+    replacement: str
+    first: int
+    calls: int = 0
+    distance: Distance = field(default_factory=Distance)
+    tolerances: list[str] = field(default_factory=list)
+    faults: list[str] = field(default_factory=list)
+    fault_count: int = 0
+    beyond: int | None = None
+    beyond_where: str = ""
+
+    @property
+    def ok(self) -> bool:
+        return not self.fault_count and self.beyond is None
+
+    def add(self, ordinal: int, judgement: Judgement) -> None:
+        """One more call."""
+        self.calls += 1
+        self.distance = self.distance.with_(judgement.distance)
+        for where, each, close in judgement.distances:
+            if close not in self.tolerances:
+                self.tolerances.append(close)
+            if each.beyond and self.beyond is None:
+                self.beyond, self.beyond_where = ordinal, f"{where}, where close is {close}"
+        self.fault_count += len(judgement.faults)
+        for fault in judgement.faults:
+            if len(self.faults) < _MOST_FAULTS and not any(known.endswith(fault) for known in self.faults):
+                self.faults.append(f"ordinal {ordinal}: {fault}")
+
+    def sentences(self) -> list[str]:
+        """What is wrong, a full sentence each; none where all is well."""
+        about = f"{self.replacement} in the place of {self.signature}"
+        found = [f"{about}: {fault}" for fault in self.faults]
+        if self.beyond is not None:
+            found.append(f"{about}: {self.distance.beyond} of {self.distance.elements} elements are too far off, first "
+                         f"at ordinal {self.beyond}, {self.beyond_where}; {distances(self.distance)}")
+        return found
+
+
+def distances(found: Distance) -> str:
+    """The largest distances in a row, for people."""
+    if not found.elements:
+        return "nothing to compare"
+    if not found.different:
+        return "equal"
+    parts = []
+    if found.largest_absolute is not None:
+        parts.append(f"absolute {found.largest_absolute:.3g}")
+    if found.largest_relative is not None:
+        parts.append(f"relative {found.largest_relative:.3g}")
+    if found.largest_ulp is not None:
+        parts.append(f"{found.largest_ulp} ULP")
+    text = f"apart by at most {', '.join(parts)}" if parts else f"{found.different} elements differ"
+    return text + (f"; {found.not_finite} elements are not finite on one side alone" if found.not_finite else "")
+
+
+class Check:
+    """Puts a checked call in the place of every substituted one. `checks` has what was found, by signature."""
+
+    def __init__(self, reader: CaptureReader, table: Substitutions, generators: Sequence[torch.Generator | None],
+                 describe: Callable[[int], tuple[str, str]], tolerance: Tolerance) -> None:
+        self.reader, self.tolerance, self.describe = reader, tolerance, describe
+        self.checks: dict[tuple[str, str], SignatureCheck] = {}
+        unique = dict.fromkeys((*generators, *_default_generators()))
+        self.generators = [generator for generator in unique if generator is not None]
+        self._table = table
+
+    def call(self, site: Site) -> tuple[Hashable | None, Callable[..., Any]] | None:
+        replacement = self._table.find(site.signature_id, site.metas, site.ordinal)
+        return None if replacement is None else (None, _CheckedCall(self, site, replacement))
+
+    @property
+    def reason(self) -> str:
+        return self._table.reason
+
+    def failure(self, ordinal: int, error: BaseException) -> str | None:
+        return None     # a checked call reports its replacement's failures itself
+
+    def of(self, site: Site, replacement: Replacement) -> SignatureCheck:
+        """Where what is found of a site's signature is kept."""
+        text = self._table.index.text((site.signature_id, site.metas), site.ordinal)
+        key = (text, replacement.label)
+        if key not in self.checks:
+            name, _scope = self.describe(site.ordinal)
+            self.checks[key] = SignatureCheck(text, name, replacement.label, site.ordinal)
+        return self.checks[key]
+
+
+def _default_generators() -> list[torch.Generator]:
+    """Those that a replacement might draw from without being given one."""
+    found = [torch.default_generator]
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        found += torch.cuda.default_generators
+    return found
+
+
+class _CheckedCall:
+    """Stands where a kernel is called; one for each op."""
+
+    def __init__(self, check: Check, site: Site, replacement: Replacement) -> None:
+        self._check, self._site, self._replacement = check, site, replacement
+        self._call = site.wrap(replacement.call)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        check, site = self._check, self._site
+        found = check.of(site, self._replacement)
+        clones, again = Clones(), Clones()
+        copied_args, copied_kwargs = clones.of(args), clones.of(kwargs)
+        # Once more for the first call of a signature, to see whether two calls get memory of their own.
+        second = None if found.calls else (again.of(args), again.of(kwargs))
+        written, unsure = _names(site, site.effects.writes), bool(site.effects.unsure)
+        pristine = {address: copy_of(storage) for address, storage in clones.originals.items()} if unsure else {}
+        before = self._states()
+        returned = site.original(*args, **kwargs)
+        after = self._states()
+        self._restore(before)
+        settings = None if found.calls else read_settings()
+        try:
+            replaced = self._run(copied_args, copied_kwargs)
+            drawn = self._states()
+            same_memory = second is not None and _shares_new_memory(
+                replaced, self._run(*second), [*clones.copies.values(), *again.copies.values()])
+        finally:
+            self._restore(after)
+        sides = Sides(self._by_name(args, kwargs), self._by_name(copied_args, copied_kwargs), returned, replaced)
+        judgement = judge(sides, clones, pristine, written, site.fills, check.tolerance)
+        if any(not torch.equal(one, other) for one, other in zip(after, drawn, strict=True)):
+            judgement.faults.append("leaves a random generator in another state than the original")
+        if same_memory:
+            judgement.faults.append("returns the same memory from two calls, so that the second overwrites the first")
+        if settings is not None:
+            self._settings(settings, judgement)
+        found.add(site.ordinal, judgement)
+        return returned
+
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        try:
+            return self._call(*args, **kwargs)
+        except OpReplayError:
+            raise
+        except Exception as error:
+            check, site = self._check, self._site
+            text = failure(check.reader, check.describe, site.ordinal, self._replacement, error)
+            check.of(site, self._replacement).add(site.ordinal, Judgement([f"failed: {text}"]))
+            raise ReplayFailed(text) from error
+
+    def _states(self) -> list[torch.Tensor]:
+        return [generator.get_state() for generator in self._check.generators]
+
+    def _restore(self, states: list[torch.Tensor]) -> None:
+        for generator, state in zip(self._check.generators, states, strict=True):
+            generator.set_state(state)
+
+    def _by_name(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        names = [argument.name for argument in self._site.kernel.overload._schema.arguments]
+        return {**dict(zip(names, args, strict=False)), **kwargs}
+
+    @staticmethod
+    def _settings(before: dict[str, Any], judgement: Judgement) -> None:
+        after = read_settings()
+        changed = [name for name, value in before.items() if after.get(name) != value]
+        if changed:
+            judgement.faults.append(f"changes the settings {', '.join(changed)}, which apply to everything after it")
+            apply_settings(before)
+
+
+def _names(site: Site, slots: Sequence[int]) -> list[str]:
+    """The arguments that have any of these tensor slots."""
+    return [each.node.name for each in site.layout.args if set(each.tensors) & set(slots)]
+
+
+def _shares_new_memory(first: Any, second: Any, arguments: list[torch.UntypedStorage]) -> bool:
+    """Whether what two calls returned is on the same memory, that of their arguments aside."""
+    known = {storage._cdata for storage in arguments}
+    one, other = ({value.untyped_storage()._cdata for _where, value in strided_parts(returned, "")
+                   if isinstance(value, torch.Tensor) and has_memory(value) and value.numel()}
+                  for returned in (first, second))
+    return bool((one & other) - known)
+
+
+def failure(reader: CaptureReader, describe: Callable[[int], tuple[str, str]], ordinal: int, replacement: Replacement,
+            error: BaseException) -> str:
+    """The one line about an exception that came out of a replacement."""
+    what, scope = describe(ordinal)
+    inside = f", scope {scope}" if scope else ""
+    first_line = str(error).strip().partition("\n")[0]
+    return (f"{reader.path}: ordinal {ordinal} ({what}{inside}): the replacement {replacement.label} failed at "
+            f"{replacement.place_of(error)}: {type(error).__name__}: {first_line}")

@@ -1,0 +1,84 @@
+"""Copies of a call's arguments for a second kernel: whole storages, so that what shares memory shares its copy too."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from replayfmt.format.codes import TensorFlag
+from replayfmt.pytorch.composites import is_composite, put_together, take_apart
+from replayfmt.pytorch.memory import make_view, new_storage
+
+
+class Clones:
+    """Makes copies; `originals` and `copies` are the storages they are on, by the address of the original."""
+
+    def __init__(self) -> None:
+        self.originals: dict[int, torch.UntypedStorage] = {}
+        self.copies: dict[int, torch.UntypedStorage] = {}
+
+    def of(self, value: Any) -> Any:
+        """The same value on copied memory; generators, numbers and tensors without memory stay as they are."""
+        if isinstance(value, torch.Tensor):
+            return self._tensor(value)
+        if isinstance(value, torch.UntypedStorage):
+            return self._storage(value)
+        if isinstance(value, list | tuple):
+            return type(value)(self.of(each) for each in value)
+        if isinstance(value, dict):
+            return {name: self.of(each) for name, each in value.items()}
+        return value
+
+    def _tensor(self, tensor: torch.Tensor) -> torch.Tensor:
+        if is_composite(tensor):
+            form, parts = take_apart(tensor)
+            return put_together(form, [self.of(part) for part in parts])
+        if not has_memory(tensor):
+            return tensor
+        flags = TensorFlag(0)
+        if tensor.is_conj():
+            flags |= TensorFlag.conj
+        if tensor.is_neg():
+            flags |= TensorFlag.neg
+        return make_view(self._storage(tensor.untyped_storage()), tensor.dtype, tensor.shape, tensor.stride(),
+                         int(tensor.storage_offset()), flags)
+
+    def _storage(self, storage: torch.UntypedStorage) -> torch.UntypedStorage:
+        copy = self.copies.get(storage._cdata)
+        if copy is None:
+            copy = copy_of(storage)
+            self.originals[storage._cdata], self.copies[storage._cdata] = storage, copy
+        return copy
+
+
+def has_memory(tensor: torch.Tensor) -> bool:
+    """Whether a strided tensor stands on bytes: not where it is on the meta device or reads as zeros without any."""
+    return tensor.device.type != "meta" and not tensor._is_zerotensor()
+
+
+def copy_of(storage: torch.UntypedStorage) -> torch.UntypedStorage:
+    """A storage of its own with the same bytes."""
+    copy = new_storage(storage.nbytes(), storage.device)
+    bytes_of(copy).copy_(bytes_of(storage))
+    return copy
+
+
+def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+    """A storage's bytes as a tensor on it."""
+    return make_view(storage, torch.uint8, (storage.nbytes(),), (1,))
+
+
+def strided_parts(value: Any, place: str) -> Iterator[tuple[str, Any]]:
+    """A value's tensors and numbers with where each is in it; composites as their parts."""
+    if isinstance(value, torch.Tensor) and is_composite(value):
+        form, parts = take_apart(value)
+        yield place, form
+        for index, part in enumerate(parts):
+            yield from strided_parts(part, f"{place}, part {index} of {form}")
+    elif isinstance(value, list | tuple):
+        for index, each in enumerate(value):
+            yield from strided_parts(each, f"{place}[{index}]")
+    else:
+        yield place, value

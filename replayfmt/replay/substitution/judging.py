@@ -1,0 +1,243 @@
+"""Judging one call of a replacement by what the original did on the same arguments.
+
+Compared are the results (how many, dtypes, sizes, strides, offsets, devices), which memory they share with the
+arguments and with each other, what was written of the arguments and what was not, and every value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from .clones import Clones, bytes_of, copy_of, has_memory, strided_parts
+from .distance import Distance, Tolerance, distance
+
+# Numbers that left the device are judged like a digest's statistics (verify.py).
+_NUMBERS = (bool, int, float, complex)
+_NUMBER_TOLERANCE = 1e-3
+
+
+@dataclass
+class Judgement:
+    """What was found of one call: `faults` are sentences about its behaviour, `distances` by result or argument."""
+
+    faults: list[str] = field(default_factory=list)
+    distances: list[tuple[str, Distance, str]] = field(default_factory=list)     # where, how far, what is close
+
+    @property
+    def distance(self) -> Distance:
+        total = Distance()
+        for _where, each, _close in self.distances:
+            total = total.with_(each)
+        return total
+
+
+@dataclass(frozen=True)
+class Sides:
+    """The same call on both sides: arguments by name as each kernel left them, and what it returned."""
+
+    original: Mapping[str, Any]
+    replacement: Mapping[str, Any]
+    returned: Any
+    replaced: Any
+
+
+def judge(sides: Sides, clones: Clones, pristine: Mapping[int, torch.UntypedStorage], written: Sequence[str],
+          fills: bool, tolerance: Tolerance) -> Judgement:
+    """Compare both sides of a call.
+
+    `written` names the arguments that the operator may write by its schema. `pristine` has copies of the storages of
+    operators whose schemas do not tell: what the original wrote shows by them. Without `fills` the values of results
+    mean nothing (memory that nobody wrote).
+    """
+    judgement = Judgement()
+    labels = _Labels(clones)
+    _results(sides, labels, judgement, fills, tolerance)
+    _arguments(sides, clones, pristine, written, judgement, fills, tolerance)
+    return judgement
+
+
+# ------------------------------------------------------------------------------------------------------------- results
+
+
+class _Labels:
+    """Which memory a tensor is on, named alike on both sides: an argument's, or new memory in order of appearance."""
+
+    def __init__(self, clones: Clones) -> None:
+        order = {address: f"argument memory {index}" for index, address in enumerate(clones.originals)}
+        self._original = dict(order)
+        self._copies = {copy._cdata: order[address] for address, copy in clones.copies.items()}
+        self._kept: list[torch.UntypedStorage] = []
+        self._new = {"original": 0, "replacement": 0}
+
+    def of(self, tensor: torch.Tensor, side: str) -> str:
+        """The label of a tensor's memory. Inputs that the replacement got on the original's side count as foreign."""
+        if not has_memory(tensor):
+            return "no memory"
+        storage = tensor.untyped_storage()
+        known = self._original if side == "original" else self._copies
+        label = known.get(storage._cdata)
+        if label is None:
+            self._new[side] += 1
+            label = known[storage._cdata] = f"new memory {self._new[side]}"
+            self._kept.append(storage)      # its address must not be given to another one meanwhile
+        return label
+
+
+def _results(sides: Sides, labels: _Labels, judgement: Judgement, fills: bool, tolerance: Tolerance) -> None:
+    mine, theirs = _as_results(sides.returned), _as_results(sides.replaced)
+    if len(mine) != len(theirs):
+        judgement.faults.append(f"returns {_counted(theirs, sides.replaced)}, the original "
+                                f"{_counted(mine, sides.returned)}")
+        return
+    for index, (expected, got) in enumerate(zip(mine, theirs, strict=True)):
+        place = f"result {index}"
+        left, right = list(strided_parts(expected, place)), list(strided_parts(got, place))
+        if [where for where, _value in left] != [where for where, _value in right]:
+            judgement.faults.append(f"{place} is {described(got)}, the original's {described(expected)}")
+            continue
+        for (where, one), (_where, other) in zip(left, right, strict=True):
+            _leaf(where, one, other, labels, judgement, fills, tolerance)
+
+
+def _as_results(returned: Any) -> list[Any]:
+    if returned is None:
+        return []
+    return list(returned) if isinstance(returned, tuple) else [returned]
+
+
+def _counted(results: list[Any], returned: Any) -> str:
+    if returned is None:
+        return "nothing"
+    return f"{len(results)} results" if len(results) != 1 else described(results[0])
+
+
+def _leaf(where: str, expected: Any, got: Any, labels: _Labels, judgement: Judgement, fills: bool,
+          tolerance: Tolerance) -> None:
+    if not isinstance(expected, torch.Tensor) or not isinstance(got, torch.Tensor):
+        _number(where, expected, got, judgement)
+        return
+    mine, theirs = labels.of(expected, "original"), labels.of(got, "replacement")
+    if _facts(expected) != _facts(got):
+        judgement.faults.append(f"{where} is {described(got)}, the original's {described(expected)}")
+        return
+    if mine != theirs:
+        judgement.faults.append(f"{where} is on {theirs}, the original's on {mine}")
+        return
+    if has_memory(expected) and got.untyped_storage().nbytes() < expected.untyped_storage().nbytes():
+        judgement.faults.append(f"{where} is on a storage of {got.untyped_storage().nbytes()} bytes, the original's on "
+                                f"one of {expected.untyped_storage().nbytes()}")
+        return
+    if fills and has_memory(expected):
+        judgement.distances.append((where, distance(expected, got, tolerance), tolerance.describe(expected.dtype)))
+
+
+def _number(where: str, expected: Any, got: Any, judgement: Judgement) -> None:
+    if type(expected) is not type(got):
+        judgement.faults.append(f"{where} is {described(got)}, the original's {described(expected)}")
+    elif isinstance(expected, float | complex):
+        of = torch.complex128 if isinstance(expected, complex) else torch.float64
+        mine, theirs = torch.tensor([expected], dtype=of), torch.tensor([got], dtype=of)
+        found = distance(mine, theirs, Tolerance(_NUMBER_TOLERANCE))
+        judgement.distances.append((where, found, f"{_NUMBER_TOLERANCE:g} of the value"))
+    elif expected != got:
+        judgement.faults.append(f"{where} is {got!r}, the original's {expected!r}")
+
+
+def _facts(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Everything of a tensor that what comes after it relies on."""
+    sizes, strides = tuple(tensor.shape), tensor.stride()
+    telling = () if 0 in sizes else tuple(stride for size, stride in zip(sizes, strides, strict=True) if size != 1)
+    return (tensor.dtype, sizes, telling, int(tensor.storage_offset()), tensor.device, tensor.layout, tensor.is_conj(),
+            tensor.is_neg(), tensor._is_zerotensor())
+
+
+def described(value: Any) -> str:
+    """A value for people."""
+    if isinstance(value, torch.Tensor):
+        name = str(value.dtype).removeprefix("torch.")
+        text = f"{name}{list(value.shape)}"
+        if value.layout is not torch.strided:
+            return f"{text} of layout {str(value.layout).removeprefix('torch.')}"
+        offset = int(value.storage_offset())
+        flags = "".join(f", {flag}" for flag, is_set in (("conj", value.is_conj()), ("neg", value.is_neg())) if is_set)
+        return (f"{text} with strides {list(value.stride())}" + (f" at offset {offset}" if offset else "")
+                + f" on {value.device}{flags}")
+    if isinstance(value, list | tuple):
+        return f"a {type(value).__name__} of {len(value)}"
+    if value is None or isinstance(value, (*_NUMBERS, str)):
+        return repr(value)
+    return f"a {type(value).__name__}"
+
+
+# ----------------------------------------------------------------------------------------------------------- arguments
+
+
+def _arguments(sides: Sides, clones: Clones, pristine: Mapping[int, torch.UntypedStorage], written: Sequence[str],
+               judgement: Judgement, fills: bool, tolerance: Tolerance) -> None:
+    pairs = list(_pairs(sides))
+    for name, expected, got in pairs:
+        if _facts(expected) != _facts(got):
+            judgement.faults.append(f"leaves argument {name} as {described(got)}, the original as "
+                                    f"{described(expected)}")
+            return
+    for address, original in clones.originals.items():
+        copy = clones.copies[address]
+        here = [(name, expected, got) for name, expected, got in pairs
+                if has_memory(expected) and expected.untyped_storage()._cdata == address]
+        named = ", ".join(dict.fromkeys(name for name, _expected, _got in here)) or "a storage"
+        if original.nbytes() != copy.nbytes():
+            judgement.faults.append(f"leaves the memory of argument {named} with {copy.nbytes()} bytes, the original "
+                                    f"with {original.nbytes()}")
+            continue
+        judged = [each for each in here if _top(each[0]) in written]
+        if not judged and address in pristine and not _equal(original, pristine[address]):
+            judged = here       # the original wrote it without a word
+        same = _equal(original, copy)
+        if not judged:
+            if not same:
+                judgement.faults.append(f"writes argument {named}, which the original does not write")
+            continue
+        if fills:
+            judgement.distances += [
+                (f"argument {name}", distance(expected, got, tolerance), tolerance.describe(expected.dtype))
+                for name, expected, got in judged]
+        if not same and not _equal_outside(original, copy, judged):
+            judgement.faults.append(f"writes memory beside argument {', '.join(name for name, *_ in judged)}, which "
+                                    "the original leaves as it is")
+
+
+def _pairs(sides: Sides) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+    """Every strided tensor among the arguments, on both sides."""
+    for name, value in sides.original.items():
+        left, right = strided_parts(value, name), strided_parts(sides.replacement[name], name)
+        for (where, expected), (_where, got) in zip(left, right, strict=False):
+            if isinstance(expected, torch.Tensor) and isinstance(got, torch.Tensor):
+                yield where, expected, got
+
+
+def _top(where: str) -> str:
+    """The argument that a place in one belongs to: `tensors[3]` → `tensors`."""
+    return where.partition("[")[0].partition(",")[0]
+
+
+def _equal(one: torch.UntypedStorage, other: torch.UntypedStorage) -> bool:
+    return bool(torch.equal(bytes_of(one), bytes_of(other)))
+
+
+def _equal_outside(original: torch.UntypedStorage, copy: torch.UntypedStorage,
+                   judged: Sequence[tuple[str, torch.Tensor, torch.Tensor]]) -> bool:
+    """Whether two storages are equal outside of these tensors, which are the same views on both."""
+    mask = copy_of(original)
+    bytes_of(mask).zero_()
+    for _name, expected, _got in judged:
+        width = expected.element_size()
+        sizes, strides = (*expected.shape, width), (*(stride * width for stride in expected.stride()), 1)
+        view = torch.empty((0,), dtype=torch.uint8, device=mask.device)
+        view.set_(mask, int(expected.storage_offset()) * width, sizes, strides)
+        view.fill_(1)
+    outside = bytes_of(mask) == 0
+    return bool(torch.equal(bytes_of(original)[outside], bytes_of(copy)[outside]))

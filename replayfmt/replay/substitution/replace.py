@@ -1,0 +1,36 @@
+"""The fast path: a replay's code calls the replacements themselves, with nothing between."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Any
+
+from replayfmt.format.reader import CaptureReader
+
+from .checked import failure
+from .sites import Site
+from .table import Substitutions
+
+
+class Replace:
+    """Puts the replacements in the place of the calls they are for."""
+
+    def __init__(self, reader: CaptureReader, table: Substitutions,
+                 describe: Callable[[int], tuple[str, str]]) -> None:
+        self._reader, self._table, self._describe = reader, table, describe
+
+    @property
+    def reason(self) -> str:
+        return self._table.reason
+
+    def call(self, site: Site) -> tuple[Hashable | None, Callable[..., Any]] | None:
+        replacement = self._table.find(site.signature_id, site.metas, site.ordinal)
+        if replacement is None:
+            return None
+        wrapped = site.wrap(replacement.call)
+        # What wraps custom operators is made for each site: it may depend on settings that change on the way.
+        return (("replacement", replacement.call) if wrapped is replacement.call else None), wrapped
+
+    def failure(self, ordinal: int, error: BaseException) -> str | None:
+        replacement = self._table.at(ordinal)
+        return None if replacement is None else failure(self._reader, self._describe, ordinal, replacement, error)

@@ -1,0 +1,52 @@
+"""Where a replay's code calls a kernel, as far as what is put in its place has to know.
+
+Lowering makes a site for every op while something stands ready to take its place, and asks it for a call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from ..facts import Effects, Layout
+from ..resolve import ResolvedKernel
+
+
+@dataclass(frozen=True)
+class Site:
+    """One op of a capture while its call is written.
+
+    `metas` are the metadata ids of its argument tensors, `original` is what would be called, `wrap` puts a function
+    into the surroundings that the original is called in, `fills` is False where the op leaves the memory it returns
+    unwritten.
+    """
+
+    ordinal: int
+    signature_id: int
+    metas: tuple[int, ...]
+    kernel_id: int
+    kernel: ResolvedKernel
+    layout: Layout
+    effects: Effects
+    original: Callable[..., Any]
+    wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
+    fills: bool
+
+
+class StandIn(Protocol):
+    """Chooses what is called in the place of kernels."""
+
+    @property
+    def reason(self) -> str:
+        """Why results need not be the captured ones bit for bit."""
+        ...
+
+    def call(self, site: Site) -> tuple[Hashable | None, Callable[..., Any]] | None:
+        """What to call at a site, with a key that is the same wherever the call is (None: it is this site's own); None
+        for the original."""
+        ...
+
+    def failure(self, ordinal: int, error: BaseException) -> str | None:
+        """The message about an exception that a call of its own raised at an ordinal; None where that is none."""
+        ...

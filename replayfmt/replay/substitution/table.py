@@ -1,0 +1,311 @@
+"""Which calls of a capture are substituted by what: requests resolved against its kernels, all conflicts refused.
+
+Decided once, when a plan is made. By kernel where a selector takes whole kernels, by key (constant part and metadata of
+the arguments) where it is a signature, by ordinal where numbers or a callback decide call by call.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from replayfmt.errors import UsageError
+from replayfmt.format.codes import OpStatus, RecordKind
+from replayfmt.format.model import Kernel, TensorValue
+from replayfmt.format.reader import CaptureReader
+from replayfmt.format.signature_groups import Key, KeyedOps, SignatureIndex
+
+from .binding import check_binding
+from .loading import Library, Loader, Replacement, replacement_of
+from .requests import Request, Substitution, parse_request
+
+_SHOWN = 8
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call that a callback decides about. `device` is where the replay runs it, `kernel` is `aten::mm.default`."""
+
+    ordinal: int
+    device: torch.device
+    kernel: str
+    signature: str
+
+
+# Gives the function to run in the place of a call, None for the original.
+Decide = Callable[[Call], Callable[..., Any] | None]
+Asked = Sequence[str | Substitution] | Decide
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What was asked for, with its files loaded; `decide` is the callback where one decides."""
+
+    requests: tuple[tuple[Request, Library | None], ...] = ()
+    decide: Decide | None = None
+
+    def __bool__(self) -> bool:
+        return bool(self.requests) or self.decide is not None
+
+
+def load(asked: Asked) -> Loaded:
+    """Read and load what was asked for. Raises UsageError."""
+    if callable(asked):
+        return Loaded(decide=asked)
+    if isinstance(asked, str):
+        raise UsageError(f"substitutions={asked!r}: expected a list of them, or a function that decides")
+    requests = []
+    for each in asked:
+        if not isinstance(each, str | Substitution):
+            raise UsageError(f"substitutions: {type(each).__name__} is none; expected Substitution(selector, function) "
+                             "or a text as on the command line")
+        requests.append(each.request() if isinstance(each, Substitution) else parse_request(each))
+    if len(requests) > 1:
+        for request in requests:
+            if request.selector.everything:
+                raise UsageError(f"{request.told}: all stands alone; it was given with {len(requests) - 1} other(s)")
+    _refuse_repeated(requests)
+    loader = Loader()
+    return Loaded(tuple((request, None if request.function is not None else loader.load(request))
+                        for request in requests))
+
+
+def _refuse_repeated(requests: Sequence[Request]) -> None:
+    seen: dict[str, Request] = {}
+    for request in requests:
+        known = seen.setdefault(request.selector.text, request)
+        if known is not request:
+            raise UsageError(f"{request.told}: the selector {request.selector.text!r} is repeated; {known.told} has it "
+                             "already")
+
+
+class Substitutions:
+    """The substituted calls of one capture. `index` knows its signatures; `replaced` has what stands for which kernel,
+    for people."""
+
+    def __init__(self, reader: CaptureReader, loaded: Loaded, schemas: Mapping[int, torch.FunctionSchema],
+                 calls: Sequence[int], device_of: Callable[[int], torch.device]) -> None:
+        """`schemas` has the operator of each kernel id that is here, `calls` how often each signature id is called,
+        `device_of` the device that stands for a captured one. Raises UsageError."""
+        self.index = SignatureIndex(reader)
+        self.replaced: dict[str, list[str]] = {}
+        self._reader, self._schemas, self._device_of = reader, schemas, device_of
+        self._called = {signature.kernel for number, signature in enumerate(reader.signatures)
+                        if signature is not None and signature.kind is RecordKind.op
+                        and signature.status is OpStatus.ok and calls[number]}
+        self._by_kernel: dict[int, Replacement] = {}
+        self._by_key: dict[Key, Replacement] = {}
+        self._by_ordinal: dict[int, Replacement] = {}
+        self._owner: dict[int, Request] = {}            # of whole kernels
+        self._parts: dict[int, Request] = {}            # of some calls of a kernel
+        self._key_owner: dict[Key, Request] = {}        # of all calls of a key
+        self._keys_in_part: dict[Key, Request] = {}     # of some calls of a key
+        self._ordinal_owner: dict[int, Request] = {}
+        self._kernel_of = [0 if signature is None else signature.kernel for signature in reader.signatures]
+        for request, library in loaded.requests:
+            self._add(request, library)
+        if loaded.decide is not None:
+            self._ask(loaded.decide)
+
+    def find(self, signature_id: int, metas: tuple[int, ...], ordinal: int) -> Replacement | None:
+        """What stands for a call, None where nothing does."""
+        found = self._by_kernel.get(self._kernel_of[signature_id])
+        if found is None and self._by_key:
+            found = self._by_key.get((signature_id, metas))
+        if found is None and self._by_ordinal:
+            found = self._by_ordinal.get(ordinal)
+        return found
+
+    def at(self, ordinal: int) -> Replacement | None:
+        """What stands for the record at an ordinal, None where it is no substituted call."""
+        frame = self._reader.frame(self._reader.frame_of(ordinal))
+        row = ordinal - frame.first_ordinal
+        number = int(frame.signature[row])
+        signature = self._reader.signatures[number]
+        if signature is None or signature.kind is not RecordKind.op or signature.status is not OpStatus.ok:
+            return None
+        first = int(frame.tensor_first[row])
+        slots = frame.tensor_slots[first:first + self.index.argument_tensors(number)]
+        return self.find(number, tuple(frame.tensor_meta[slots].tolist()), ordinal)
+
+    @property
+    def kernels(self) -> set[int]:
+        """Ids of the kernels of which calls are substituted."""
+        return {*self._by_kernel, *(self._kernel_of[number] for number, _metas in self._by_key),
+                *(self._kernel_of[self._reader.record(ordinal).signature_id] for ordinal in self._by_ordinal)}
+
+    @property
+    def reason(self) -> str:
+        """Why results need not be those of the capture bit for bit."""
+        what = [f"{kernel} by {', '.join(labels)}" for kernel, labels in self.replaced.items()]
+        more = f" and {len(what) - _SHOWN} more" if len(what) > _SHOWN else ""
+        return f"kernels are substituted: {', '.join(what[:_SHOWN])}{more}" if what else "nothing is substituted"
+
+    # ----------------------------------------------------------------------------------------------------- one request
+
+    def _add(self, request: Request, library: Library | None) -> None:
+        selector = request.selector
+        if selector.signature is not None:
+            self._add_signature(request, library)
+            return
+        if selector.everything:
+            chosen = self._offered(request, library)
+        else:
+            numbers = self._selected(request)
+            chosen = [(number, self._replacement(request, library, self._kernel(number))) for number in numbers]
+        for number, replacement in chosen:
+            other = self._owner.get(number) or self._parts.get(number)
+            if other is not None:
+                self._overlap(request, other, self._kernel(number).qualified_name)
+            self._check(request.told, number, replacement)
+            self._owner[number] = request
+            self._by_kernel[number] = replacement
+
+    def _kernel(self, number: int) -> Kernel:
+        kernel = self._reader.kernels[number]
+        assert kernel is not None
+        return kernel
+
+    def _selected(self, request: Request) -> list[int]:
+        """The kernels that an id or an operator's name selects."""
+        kernels = self._reader.kernels
+        selector = request.selector
+        if selector.kernel_id is not None:
+            if selector.kernel_id >= len(kernels):
+                raise UsageError(f"{request.told}: {self._reader.path} has the kernels 1 to {len(kernels) - 1}, no "
+                                 f"kernel {selector.kernel_id}")
+            if selector.kernel_id not in self._called:
+                self._nothing(request)
+            return [selector.kernel_id]
+        numbers = [number for number in sorted(self._called)
+                   if selector.operator in (self._kernel(number).name, self._kernel(number).qualified_name)]
+        if not numbers:
+            self._nothing(request)
+        return numbers
+
+    def _nothing(self, request: Request) -> None:
+        selector = request.selector
+        names = {self._kernel(number).qualified_name for number in self._called}
+        names |= {self._kernel(number).name for number in self._called}
+        wanted = selector.signature.kernel if selector.signature is not None else selector.operator or ""
+        if selector.signature is not None and wanted in names:
+            numbers = [number for number in self._called if self._kernel(number).qualified_name == wanted]
+            texts = [group.text for group in self.index.groups(numbers)]
+            hint = f"its signatures there are {'; '.join(texts[:_SHOWN])}" + (
+                f" and {len(texts) - _SHOWN} more" if len(texts) > _SHOWN else "")
+        else:
+            close = difflib.get_close_matches(wanted, sorted(names), 3)
+            hint = (f"did you mean {' or '.join(close)}?" if close
+                    else "opreplay-dump --signatures prints what it calls")
+        raise UsageError(f"{request.told}: {selector.text!r} matches no call of {self._reader.path}; {hint}")
+
+    def _offered(self, request: Request, library: Library | None) -> list[tuple[int, Replacement]]:
+        """What `all` comes to: every called kernel that the file has a function for."""
+        if library is None:
+            raise UsageError(f"{request.told}: all takes a file that has functions by operator name, not one function")
+        if request.name:
+            raise UsageError(f"{request.told}: all takes no name: the file's functions have the operators' names")
+        found = [(number, library.offer(self._kernel(number))) for number in sorted(self._called)]
+        chosen = [(number, replacement) for number, replacement in found if replacement is not None]
+        if not chosen:
+            raise UsageError(f"{request.told}: {request.path} has no function with the name of an operator that "
+                             f"{self._reader.path} calls; it has {', '.join(library.exported()) or 'no functions'}")
+        return chosen
+
+    def _replacement(self, request: Request, library: Library | None, kernel: Kernel) -> Replacement:
+        if request.function is not None:
+            return replacement_of(request.function, request.name)
+        assert library is not None
+        return library.find(request.name or kernel.name.rpartition("::")[2], request.told)
+
+    def _check(self, told: str, number: int, replacement: Replacement) -> None:
+        kernel = self._kernel(number)
+        schema = self._schemas.get(number)
+        if schema is not None:          # without it the plan is refused: the original has to be here to judge by
+            check_binding(replacement.signature, schema,
+                          f"{told}: {replacement.label} cannot stand for {kernel.qualified_name}")
+        labels = self.replaced.setdefault(kernel.qualified_name, [])
+        if replacement.label not in labels:
+            labels.append(replacement.label)
+
+    def _overlap(self, request: Request, other: Request, what: str) -> None:
+        raise UsageError(f"{request.told}: overlaps with {other.told}: both select calls of {what}; which one should "
+                         "they get? Narrow one of them")
+
+    def _add_signature(self, request: Request, library: Library | None) -> None:
+        pattern = request.selector.signature
+        assert pattern is not None
+        replacement: Replacement | None = None
+        for ops in self.index.matching(pattern):
+            if self._reader.signatures[ops.key[0]].status is not OpStatus.ok:
+                continue
+            if replacement is None:
+                if ops.kernel in self._owner:
+                    self._overlap(request, self._owner[ops.kernel], pattern.kernel)
+                replacement = self._replacement(request, library, self._kernel(ops.kernel))
+                self._check(request.told, ops.kernel, replacement)
+                self._parts.setdefault(ops.kernel, request)
+            self._take(request, ops, replacement, each=pattern.asks_for_values)
+        if replacement is None:
+            self._nothing(request)
+
+    def _take(self, request: Request, ops: KeyedOps, replacement: Replacement, *, each: bool) -> None:
+        """Calls of a key: all of them, or with `each` those given. Raises UsageError where one is taken already."""
+        others = [self._key_owner.get(ops.key)]
+        if each:
+            others += [self._ordinal_owner.get(ordinal) for ordinal in ops.ordinals.tolist()]
+        else:
+            others.append(self._keys_in_part.get(ops.key))
+        other = next((other for other in others if other is not None and other is not request), None)
+        if other is not None:
+            self._overlap(request, other, self.index.text(ops.key, int(ops.ordinals[0])))
+        if not each:
+            self._by_key[ops.key], self._key_owner[ops.key] = replacement, request
+            return
+        self._keys_in_part.setdefault(ops.key, request)
+        for ordinal in ops.ordinals.tolist():
+            self._by_ordinal[ordinal], self._ordinal_owner[ordinal] = replacement, request
+
+    # ------------------------------------------------------------------------------------------------------ a callback
+
+    def _ask(self, decide: Decide) -> None:
+        """Ask about every call once, in capture order."""
+        groups = [ops for ops in self.index.walk(self._called)
+                  if self._reader.signatures[ops.key[0]].status is OpStatus.ok]
+        if not groups:
+            return
+        ordinals = np.concatenate([ops.ordinals for ops in groups])
+        which = np.repeat(np.arange(len(groups)), [len(ops.ordinals) for ops in groups])
+        devices: dict[Key, torch.device] = {}
+        made: dict[tuple[int, int], Replacement] = {}
+        for position in np.argsort(ordinals).tolist():
+            ops, ordinal = groups[int(which[position])], int(ordinals[position])
+            if ops.key not in devices:
+                devices[ops.key] = self._device(ordinal)
+            kernel, text = self._kernel(ops.kernel), self.index.text(ops.key, ordinal)
+            function = decide(Call(ordinal, devices[ops.key], kernel.qualified_name, text))
+            if function is None:
+                continue
+            if not callable(function):
+                raise UsageError(f"substitutions: the callback gave a {type(function).__name__} for ordinal {ordinal} "
+                                 f"({text}); expected a function, or None for the original")
+            key = (ops.kernel, id(function))
+            if key not in made:
+                made[key] = replacement_of(function, str(getattr(function, "__name__", "function")))
+                self._check("substitutions", ops.kernel, made[key])
+            self._by_ordinal[ordinal] = made[key]
+
+    def _device(self, ordinal: int) -> torch.device:
+        """The device of an op's first result, else of its first argument, else the CPU."""
+        record = self._reader.record(ordinal)
+        for value in (*record.results, *record.args):
+            values = value if isinstance(value, list | tuple) else [value]
+            for each in values:
+                if isinstance(each, TensorValue):
+                    return self._device_of(each.meta.device)
+        return torch.device("cpu")
