@@ -56,7 +56,7 @@ class Materializer:
         self._storages: dict[int, torch.UntypedStorage] = {}    # of the op that runs next, only while it does
         self._record: Record | None = None
         self._states: dict[int, bytes] = {}                     # generators, as the result expects them
-        self.embedded_bytes = 0
+        self._embedded: dict[int, int] = {}                     # payload of the result → bytes
         self.digest_count = 0
 
     # ------------------------------------------------------------------------------------------------ watching a replay
@@ -95,6 +95,11 @@ class Materializer:
         unsupported = self._schedule.kept_unsupported
         if self._digests and not facts.empty and (unsupported is None or unsupported > ordinal):
             self._digest(record, facts, results, args, values, written)
+
+    @property
+    def embedded_bytes(self) -> int:
+        """Bytes of content that the result has in itself; the same content counts once."""
+        return sum(self._embedded.values())
 
     def finish(self) -> None:
         """Write what comes after the last op."""
@@ -154,11 +159,13 @@ class Materializer:
                 return Content(StorageOrigin.external_file, self._copier.range(action.source.id), length)
         if isinstance(action.source, RecipeValue) and action.first:
             return Content(StorageOrigin.initializer, self._copier.recipe(action.source.id), length)
-        self.embedded_bytes += length
-        if isinstance(action.source, PayloadValue):
-            if self._plan.reader.payload_info(action.source.id).raw_bytes == length:
-                return Content(StorageOrigin.payload, self._copier.payload(action.source.id), length)
-        return Content(StorageOrigin.payload, self._copier.writer.payload(storage_bytes(storage)), length)
+        source = action.source
+        if isinstance(source, PayloadValue) and self._plan.reader.payload_info(source.id).raw_bytes == length:
+            number = self._copier.payload(source.id)
+        else:
+            number = self._copier.writer.payload(storage_bytes(storage))
+        self._embedded[number] = length
+        return Content(StorageOrigin.payload, number, length)
 
     # ------------------------------------------------------------------------------------------------------- generators
 

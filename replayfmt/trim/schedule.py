@@ -13,8 +13,19 @@ from typing import Any
 
 import numpy as np
 
-from replayfmt.format.codes import RecordKind, TensorFlag, ValueKind
-from replayfmt.format.model import SLOTS, PayloadValue, RangeValue, RecipeValue, Record, Signature, TensorValue, Value
+from replayfmt.format.codes import ITEM_BYTES, RecordKind, TensorFlag, ValueKind
+from replayfmt.format.frames import MAX_LENGTH
+from replayfmt.format.model import (
+    SLOTS,
+    PayloadValue,
+    RangeValue,
+    RecipeValue,
+    Record,
+    Signature,
+    TensorMeta,
+    TensorValue,
+    Value,
+)
 from replayfmt.format.reader import CaptureReader, RecordFrame
 from replayfmt.format.values import decode_record
 
@@ -145,10 +156,12 @@ class Planner:
         self._stale: dict[int, str] = {}            # of these, those whose bytes are others by now, and why
         self._source: dict[int, Source] = {}        # storages whose present bytes the capture itself has
         self._absent: set[int] = set()              # storages whose content is not in the capture
-        self._length: dict[int, int] = {}
+        self._length: dict[int, int] = {}           # as the capture last said
+        self._reach: dict[int, int] = {}            # how far tensors reach into storages, beyond what they were born as
         self._died: list[int] = []
         self._settings: dict[str, Any] = dict(reader.session.settings)
         self._stated: dict[str, Any] = {}
+        self._extents = np.array([_extent(meta) for meta in reader.metas], np.int64).reshape(-1, 2)
         self._schedule = Schedule({})
 
     def plan(self) -> Schedule:
@@ -162,9 +175,18 @@ class Planner:
             low, high = np.searchsorted(ordinals, [info.first_ordinal, info.first_ordinal + info.count])
             chosen = np.zeros(info.count, bool)
             chosen[ordinals[low:high] - info.first_ordinal] = True
-            self._walk(_Frame(reader.frame(index), zero_metas), chosen[: kept.stop - info.first_ordinal].tolist())
+            frame = reader.frame(index)
+            self._note_reach(frame)
+            self._walk(_Frame(frame, zero_metas), chosen[: kept.stop - info.first_ordinal].tolist())
         self._schedule.ends = self._open.close()
         return self._schedule
+
+    def _note_reach(self, frame: RecordFrame) -> None:
+        """Ops make storages longer without a record that says so; the tensors on them tell."""
+        ends = (frame.tensor_offset + self._extents[frame.tensor_meta, 0]) * self._extents[frame.tensor_meta, 1]
+        for storage, end in zip(frame.tensor_storage.tolist(), ends.tolist(), strict=True):
+            if end > self._reach.get(storage, 0):
+                self._reach[storage] = end
 
     def _walk(self, frame: _Frame, chosen: list[bool]) -> None:
         first = frame.frame.first_ordinal
@@ -210,7 +232,8 @@ class Planner:
 
     def _note(self, record: Record, *, left_out: bool) -> None:
         """Records about state rather than work."""
-        values = {node.name: value for node, value in zip(record.signature.args, record.args, strict=True)}
+        values: dict[str, Any] = {
+            node.name: value for node, value in zip(record.signature.args, record.args, strict=True)}
         if record.kind is RecordKind.global_state:
             self._settings.update(values)
             return
@@ -289,7 +312,7 @@ class Planner:
                 reason = "first_use" if first else self._stale.pop(storage)
                 length = self._length.get(storage)
                 if length is None:
-                    length = self._reader.storage(storage).bytes
+                    length = max(self._reader.storage(storage).bytes, self._reach.get(storage, 0))
                 actions.append(Enter(storage, first, reason, self._source.get(storage), length,
                                      storage in self._absent))
                 self._there.add(storage)
@@ -310,6 +333,14 @@ class Planner:
             result = record.argument("result")
             assert isinstance(result, int)
             self._schedule.digested.add((of, result, tensor.id))
+
+
+def _extent(meta: TensorMeta | None) -> tuple[int, int]:
+    """How many elements a tensor spans, and the bytes of one."""
+    if meta is None or 0 in meta.sizes:
+        return 0, 0
+    span = sum((size - 1) * stride for size, stride in zip(meta.sizes, meta.strides, strict=True))
+    return min(span + 1, MAX_LENGTH), ITEM_BYTES[meta.dtype]
 
 
 def _same(one: Value, other: Value) -> bool:

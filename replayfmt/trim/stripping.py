@@ -68,7 +68,7 @@ def write_stripped(copier: Copier, schedule: Schedule, kept: Kept, *, annotate: 
 
 
 def without_scalars(signature: Signature, values: tuple[Value, ...]) -> tuple[Signature, tuple[Value, ...]]:
-    """An op's signature and results without the scalars that the op computed. Those inside a composite are its shape."""
+    """An op's signature and results without the scalars it computed. Those inside a composite are its shape."""
     if signature.kind is not RecordKind.op:
         return signature, values
     pairs = [_without(node, value) for node, value in zip(signature.results, values, strict=True)]

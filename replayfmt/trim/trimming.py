@@ -146,8 +146,8 @@ def trim_capture(plan: Plan, out: str, wanted: Wanted, check: Callable[[str], Pl
             verification, divergence = plan.watch(
                 watcher, kept.stop, verify, on_progress=_counted(on_progress, kept.stop))
             if divergence is not None:
-                raise ReplayMismatch(f"{reader.path}: its replay differs from what was captured, so nothing can be taken "
-                                     f"from it: {divergence}")
+                raise ReplayMismatch(f"{reader.path}: its replay differs from what was captured, so nothing can be "
+                                     f"taken from it: {divergence}")
             watcher.finish()
             writer.close(reader.summary.ended_ns or 0)
         result = TrimResult(out, os.path.getsize(partial), copier.count, kept.ops, watcher.embedded_bytes,
@@ -193,7 +193,7 @@ def _refuse_unsupported(reader: CaptureReader, kept: Kept, schedule: Schedule) -
 def _notes(schedule: Schedule) -> list[str]:
     notes = []
     if schedule.left_comparisons:
-        notes.append(f"{schedule.left_comparisons} digests and host reads of storages that no kept op uses are left out")
+        notes.append(f"left out: {schedule.left_comparisons} digests and host reads of what no kept op uses or gives")
     if schedule.kept_unsupported is not None:
         notes.append("unsupported records are among those kept: a strict replay will refuse the result")
     return notes
@@ -207,7 +207,8 @@ def _origin(session: Session, wanted: Wanted, policies: dict[str, Any]) -> dict[
             TRIMMED_SELECTION: selection}
 
 
-def _trimmed_session(session: Session, wanted: Wanted, schedule: Schedule, mode: str, differences: list[str]) -> Session:
+def _trimmed_session(session: Session, wanted: Wanted, schedule: Schedule, mode: str,
+                     differences: list[str]) -> Session:
     policies = {**_origin(session, wanted, session.policies), "digests": "ops", TRIMMED_VERIFIED: mode}
     if differences:
         policies[TRIMMED_ELSEWHERE] = "; ".join(differences)
@@ -220,15 +221,15 @@ def _counted(on_progress: Callable[[int, int], None] | None, total: int) -> Call
 
 @contextmanager
 def _output(reader: CaptureReader, out: str, force: bool) -> Iterator[str]:
-    """Where to write: `out`.partial, which gets its name once everything inside has succeeded, and is removed if not."""
+    """Where to write: `out`.partial, which gets its name once everything inside has succeeded, else it is removed."""
     if os.path.exists(out) and os.path.samefile(reader.path, out):
         raise UsageError(f"{out}: is the capture that is trimmed; name another file")
     if os.path.lexists(out) and not force:
         raise OutputExists(f"{out}: exists already; remove it, write elsewhere, or use --force")
     partial = f"{out}.partial"
     if os.path.lexists(partial) and not force:
-        raise OutputExists(f"{partial}: exists already, from a capture that is still being written or was never closed; "
-                           "remove it, or use --force")
+        raise OutputExists(f"{partial}: exists already, from a capture that is still being written or was never "
+                           "closed; remove it, or use --force")
     try:
         yield partial
         os.replace(partial, out)

@@ -32,7 +32,7 @@ from .selection import Kept
 
 @dataclass(frozen=True)
 class Content:
-    """Content that enters: its id in the result, of the family that `origin` says (0: none), and its length in bytes."""
+    """Content that enters: its id in the result, of the family that `origin` says (0: none); its length in bytes."""
 
     origin: StorageOrigin
     number: int
@@ -45,7 +45,7 @@ class Contents(Protocol):
     def enter(self, action: Enter) -> Content: ...
 
 
-_CONTENT_NODES = {
+_CONTENT_NODES: dict[StorageOrigin, tuple[ValueKind, Callable[[int], Value]]] = {
     StorageOrigin.payload: (ValueKind.payload, PayloadValue),
     StorageOrigin.external_file: (ValueKind.range, RangeValue),
     StorageOrigin.initializer: (ValueKind.recipe, RecipeValue),
@@ -73,8 +73,8 @@ class Writing:
             self.write()
 
     def write(self, ready: Callable[[Record], None] | None = None) -> Record:
-        """Write the next kept record, with what comes before it; `ready` is called between the two. Returns the record as
-        the capture has it."""
+        """Write the next kept record, with what comes before it; `ready` is called between the two. Returns the record
+        as the capture has it."""
         reader = self.copier.reader
         ordinal = int(self._ordinals[self._next])
         self._next += 1
@@ -178,15 +178,18 @@ class Writing:
         if content.origin is StorageOrigin.uninitialized:
             return      # no bytes at all
         self._versions[storage] = version + 1
-        kind, value = _CONTENT_NODES.get(content.origin, (ValueKind.none, None))
-        given: list[Value] = [StorageValue(storage), *([value(content.number)] if value else []), version]
+        kind = ValueKind.none
+        given: list[Value] = [StorageValue(storage), version]
+        if content.origin in _CONTENT_NODES:
+            kind, value = _CONTENT_NODES[content.origin]
+            given.insert(1, value(content.number))
         self.copier.add(near, RecordKind.storage_import, [
             Node(ValueKind.storage, "storage"), Node(kind, "payload"), Node(ValueKind.int, "version"),
             Node(ValueKind.string, "reason", action.reason)], given)
 
     def generator_state(self, near: Record, generator: int, state: bytes | None) -> None:
         """Say in which state a generator of the capture is here; None where that is left out."""
-        content = [] if state is None else [PayloadValue(self.copier.writer.payload(state))]
+        content: list[Value] = [] if state is None else [PayloadValue(self.copier.writer.payload(state))]
         self.copier.add(near, RecordKind.generator_state, [
             Node(ValueKind.generator, "generator"),
             Node(ValueKind.payload if content else ValueKind.none, "payload"),
