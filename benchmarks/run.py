@@ -19,7 +19,7 @@ from measuring import CLOCK
 
 HERE = Path(__file__).parent
 SCRIPTS = ("capture_cost", "replay_cost", "replay_memory", "file_size", "large_capture", "dump_rows", "payload_speed",
-           "recorder_memory")
+           "recorder_memory", "per_op_sum")
 
 
 def machine() -> dict[str, Any]:
@@ -44,6 +44,8 @@ def rows_of(script: str, quick: bool) -> list[dict[str, Any]]:
 
 
 def target(found: dict[str, Any]) -> str:
+    if found["at_most"] is not None and found["at_least"] is not None:
+        return f"{found['at_least']:g} to {found['at_most']:g}"
     if found["at_most"] is not None:
         return f"≤ {found['at_most']:g}"
     return f"≥ {found['at_least']:g}" if found["at_least"] is not None else ""
