@@ -6,6 +6,19 @@ The tools print it as one line, `STATUS: message`, and exit with `exit_code`. Im
 
 from __future__ import annotations
 
+from typing import Any, Protocol
+
+
+class SubstitutionFindings(Protocol):
+    """What an error about replacements carries: a report that can be shown."""
+
+    @property
+    def findings(self) -> tuple[str, ...]: ...
+
+    def as_text(self) -> list[str]: ...
+
+    def as_rows(self) -> list[dict[str, Any]]: ...
+
 
 class OpReplayError(Exception):
     """Base class. `status` is a canonical status name, `exit_code` what a tool exits with."""
@@ -74,3 +87,15 @@ class ReplayMismatch(OpReplayError):
     """The replay ran, and a result differs from the captured one."""
 
     status = "DATA_LOSS"
+
+
+class SubstitutionRejected(ReplayMismatch):
+    """A replacement does not do what the kernel it stands for does; it was not used.
+
+    `report` says what was found of every substituted signature, `findings` what is wrong, a full sentence each.
+    """
+
+    def __init__(self, message: str, report: SubstitutionFindings) -> None:
+        super().__init__(message)
+        self.report = report
+        self.findings = report.findings

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from functools import cached_property
 from os import PathLike
 from typing import Any
@@ -36,6 +37,10 @@ from .results import VERIFY_MODES, Divergence, OpVerdict, PeakMemory, ReplayResu
 from .scan import Scan
 from .scope_times import ScopeTimes
 from .steps import ONE_RECORD, Steps
+from .substitution.distance import Tolerance
+from .substitution.session import SubstitutionSession
+from .substitution.sites import StandIn
+from .substitution.table import Asked, load
 from .synthesis import Synthesis
 from .templates import DirectFunctions, TemplateMaker
 from .verdicts import KeepGoing
@@ -57,9 +62,12 @@ class Plan:
     def __init__(self, capture: str | PathLike[str] | CaptureReader | Any, devices: Sequence[str] = (),
                  allow_incomplete: bool = False, *, keep_going: bool = False, file_remaps: Sequence[str] = (),
                  on_file_bytes: Callable[[int, int], None] | None = None,
+                 substitutions: Asked = (), substitution_tolerance: Tolerance = Tolerance(),  # noqa: B008 - frozen
                  window: WindowSize = WindowSize()) -> None:  # noqa: B008 - a frozen value
         """`file_remaps` are CAPTURED=REPLAY pairs of path prefixes, and say where external files are now; while their
-        digests are computed, `on_file_bytes(bytes read, of all)` is called, from any thread.
+        digests are computed, `on_file_bytes(bytes read, of all)` is called, from any thread. `substitutions` puts other
+        functions in the place of kernels: texts as on the command line, Substitution objects, or a function that
+        decides for each Call; how far their results may be off is `substitution_tolerance`.
 
         Raises ReplayRefused with `findings`, UsageError for wrong devices and remaps, and what opening a file raises.
         """
@@ -67,7 +75,12 @@ class Plan:
         self.reader = self._opened(capture)
         try:
             self.files = ExternalFiles(self.reader, file_remaps)
+            # Before kernels are resolved: a replacement's file may import the library of what it replaces.
+            loaded = load(substitutions)
             self._prepare(devices, allow_incomplete, keep_going, window, on_file_bytes)
+            self.substitution = SubstitutionSession(self, loaded, substitution_tolerance) if loaded else None
+            if self.substitution is not None:
+                self.context = replace(self.context, stand_in=self.substitution.replace)
         except BaseException:
             self.close()
             raise
@@ -112,10 +125,10 @@ class Plan:
         usable = tuple(None if isinstance(kernel, str) else kernel for kernel in self.kernels)
         self._content = Content(reader, self.scan(checks=False), self.files,
                                 Synthesis(self.scan(checks=False)))
-        self.context = Context(reader, self.device_map, generators, usable,
+        self.context: Context = Context(reader, self.device_map, generators, usable,
                                TemplateMaker(self.device_map, generators), self._clock, self.judge, CodeCache(),
                                self.refused, DirectFunctions(), self._content.load, self.device_map.host_goes_to)
-        self._kept: dict[bool, list[Window]] = {}
+        self._kept: dict[tuple[bool, StandIn | None], list[Window]] = {}
         self._differences: list[str] | None = None
 
     # ----------------------------------------------------------------------------------------------- what it is made of
@@ -173,18 +186,20 @@ class Plan:
 
     def windows(self, *, checks: bool) -> tuple[Iterable[Window], bool]:
         """The windows, and whether all of them are prepared already."""
-        if checks not in self._kept:
+        key = (checks, self.context.stand_in)
+        if key not in self._kept:
             lowered = Lowering(self.context, self.scan(checks=checks), compare=checks).windows(lower_op)
             if self.reader.record_count > _KEPT_RECORDS:
                 return lowered, False
-            self._kept[checks] = list(lowered)
-        return self._kept[checks], True
+            self._kept[key] = list(lowered)
+        return self._kept[key], True
 
     def differences(self) -> list[str]:
         """Why bitwise equality is not to be expected here. Asked for under the capture's settings."""
         if self._differences is None:
             self._differences = environment_differences(self.reader.session, self.device_map)
-        return self._differences
+        stand_in = self.context.stand_in
+        return self._differences if stand_in is None else [stand_in.reason, *self._differences]
 
     @cached_property
     def comparable(self) -> int:
@@ -214,7 +229,8 @@ class Plan:
         holds the time spent in each scope. With `keep_going` (the plan has to be made with it too) every op gets a
         verdict instead of the first failure ending the run.
 
-        Raises ReplayFailed where an op fails, ReplayRefused where `bitwise` has nothing to compare.
+        Raises ReplayFailed where an op fails, ReplayRefused where `bitwise` has nothing to compare, and the first time
+        SubstitutionRejected where a substituted kernel is wrong.
         """
         if verify not in VERIFY_MODES:
             raise UsageError(f"verify={verify!r}: expected one of {', '.join(VERIFY_MODES)}")
@@ -222,6 +238,26 @@ class Plan:
             raise UsageError("keep_going needs a plan made with keep_going=True")
         if self.findings and not keep_going:
             raise ReplayRefused(f"{self.reader.path}: this plan only keeps going", self.findings)
+        if self.substitution is not None:
+            self.substitution.check(on_progress)
+        return self._run(verify, on_scope, keep_going, timer, on_progress, scope_times)
+
+    def run_with(self, stand_in: StandIn | None, on_progress: Callable[[int], None] | None = None, *,
+                 on_scope: OnScope | None = None, timer: Timer | None = None, keep: bool = False) -> ReplayResult:
+        """An unverified run with something else in the place of kernels, None: with the captured ones alone.
+
+        With `keep` its code is kept for the next run with it.
+        """
+        before, self.context = self.context, replace(self.context, stand_in=stand_in)
+        try:
+            return self._run("none", on_scope, self._keeps_going, timer, on_progress, False)
+        finally:
+            self.context = before
+            if not keep:
+                self._kept.pop((False, stand_in), None)
+
+    def _run(self, verify: VerifyMode, on_scope: OnScope | None, keep_going: bool, timer: Timer | None,
+             on_progress: Callable[[int], None] | None, scope_times: bool) -> ReplayResult:
         self.files.check()
         times = ScopeTimes(self._clock, on_scope) if scope_times else None
         with ExitStack() as stack:
@@ -305,7 +341,7 @@ class Plan:
         return verification, self.judge.found[0] if self.judge.found else None
 
     def _machine(self) -> Machine:
-        return Machine(self.reader, self._content, self._clock, self.judge, self.describe)
+        return Machine(self.reader, self._content, self._clock, self.judge, self.describe, self.context.stand_in)
 
     def _keep_going(self, machine: Machine, checks: bool, on_scope: OnScope | None,
                     on_op: Callable[[IsolatedOp], None] | None = None) -> tuple[OpVerdict, ...]:

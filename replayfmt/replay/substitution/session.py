@@ -1,0 +1,100 @@
+"""The substitutions of one plan: resolved against its capture, checked in a pass of their own, reported."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from replayfmt.errors import ReplayMismatch, SubstitutionRejected
+
+from ..resolve import ResolvedKernel
+from .checked import Check, SignatureCheck, distances
+from .distance import Tolerance
+from .replace import Replace
+from .table import Loaded, Substitutions
+
+if TYPE_CHECKING:
+    from ..plan import Plan
+
+
+@dataclass(frozen=True)
+class SubstitutionReport:
+    """What the checked pass found, one entry for each signature and replacement, in order of first call."""
+
+    checks: tuple[SignatureCheck, ...]
+
+    @property
+    def ok(self) -> bool:
+        return all(check.ok for check in self.checks)
+
+    @property
+    def findings(self) -> tuple[str, ...]:
+        """What is wrong, a full sentence each."""
+        return tuple(sentence for check in self.checks for sentence in check.sentences())
+
+    def as_text(self) -> list[str]:
+        """For people: a line for each signature."""
+        calls = sum(check.calls for check in self.checks)
+        lines = [f"substituted: {_counted(calls, 'call')} of {_counted(len(self.checks), 'signature')}, "
+                 + ("each checked against the original kernel" if self.ok else "NOT as the original kernels")]
+        for check in self.checks:
+            state = "" if check.ok else "wrong: "
+            lines.append(f"  {check.signature} by {check.replacement}: {state}{_counted(check.calls, 'call')}, "
+                         f"{distances(check.distance)}")
+        return lines
+
+    def as_rows(self) -> list[dict[str, Any]]:
+        """For programs: a row for each signature."""
+        return [{
+            "kind": "substitution", "signature": check.signature, "kernel": check.kernel,
+            "replacement": check.replacement, "ok": check.ok, "calls": check.calls, "first": check.first,
+            "elements": check.distance.elements, "different": check.distance.different,
+            "not_finite": check.distance.not_finite, "beyond": check.distance.beyond,
+            "first_beyond": check.beyond,
+            "largest_absolute": check.distance.largest_absolute, "largest_relative": check.distance.largest_relative,
+            # A string: of 64-bit floats it may take more bits than a JSON number holds exactly.
+            "largest_ulp": None if check.distance.largest_ulp is None else str(check.distance.largest_ulp),
+            "tolerances": list(check.tolerances), "faults": list(check.faults), "fault_count": check.fault_count,
+        } for check in self.checks]
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+class SubstitutionSession:
+    """A plan's substitutions. `replace` stands in the place of kernels in every run; `report` is None before the
+    checked pass."""
+
+    def __init__(self, plan: Plan, loaded: Loaded, tolerance: Tolerance) -> None:
+        """Raises UsageError where what was asked for does not fit the capture."""
+        schemas = {number: kernel.overload._schema for number, kernel in enumerate(plan.kernels)
+                   if isinstance(kernel, ResolvedKernel)}
+        self.table = Substitutions(plan.reader, loaded, schemas, plan.scan(checks=False).signature_calls.tolist(),
+                                   plan.device_map.target)
+        self.replace = Replace(plan.reader, self.table, plan.describe)
+        self.report: SubstitutionReport | None = None
+        self._plan, self._tolerance = plan, tolerance
+
+    def check(self, on_progress: Callable[[int], None] | None = None) -> SubstitutionReport:
+        """Run both kernels of every substituted call, once in the life of a plan.
+
+        Raises SubstitutionRejected where a replacement is wrong, ReplayFailed where one raises, ReplayMismatch where
+        the original kernels do not even give the captured scalars.
+        """
+        plan = self._plan
+        if self.report is None:
+            check = Check(plan.reader, self.table, plan.generators, plan.describe, self._tolerance)
+            result = plan.run_with(check, on_progress)
+            self.report = SubstitutionReport(tuple(sorted(check.checks.values(), key=lambda each: each.first)))
+            if result.divergence is not None and self.report.ok:
+                self.report = None
+                raise ReplayMismatch(f"{plan.reader.path}: no replacement could be judged, because the original "
+                                     f"kernels differ from the capture themselves: {result.divergence}")
+        if not self.report.ok:
+            wrong = sum(not check.ok for check in self.report.checks)
+            raise SubstitutionRejected(
+                f"{plan.reader.path}: the replacements of {_counted(wrong, 'signature')} do not do what the original "
+                "kernels do; nothing was timed", self.report)
+        return self.report
