@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 
-# errors ← format ← pytorch ← {recording, initializers ← replay} ← benchmark ← api, tools; dump stands on format alone.
+# errors ← format ← pytorch ← {recording, initializers ← replay} ← {benchmark, trim} ← api, tools; dump stands on format alone.
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "format": {"errors"},
@@ -22,6 +22,7 @@ ALLOWED: dict[str, set[str]] = {
     "initializers": {"errors", "format", "pytorch"},
     "replay": {"errors", "format", "pytorch", "initializers"},
     "benchmark": {"errors", "format", "pytorch", "recording", "initializers", "replay"},
+    "trim": {"errors", "format", "dump", "pytorch", "recording", "initializers", "replay"},
     "api": {"errors", "format", "pytorch", "recording", "initializers", "replay", "benchmark", "dump"},
 }
 WITHOUT_TORCH = ("replayfmt/errors.py", "replayfmt/format", "replayfmt/dump", "tools/__init__.py", "tools/command.py",
