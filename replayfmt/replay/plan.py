@@ -79,8 +79,7 @@ class Plan:
             loaded = load(substitutions)
             self._prepare(devices, allow_incomplete, keep_going, window, on_file_bytes)
             self.substitution = SubstitutionSession(self, loaded, substitution_tolerance) if loaded else None
-            if self.substitution is not None:
-                self.context = replace(self.context, stand_in=self.substitution.replace)
+            self._substitute()
         except BaseException:
             self.close()
             raise
@@ -125,11 +124,15 @@ class Plan:
         usable = tuple(None if isinstance(kernel, str) else kernel for kernel in self.kernels)
         self._content = Content(reader, self.scan(checks=False), self.files,
                                 Synthesis(self.scan(checks=False)))
-        self.context: Context = Context(reader, self.device_map, generators, usable,
+        self.context = Context(reader, self.device_map, generators, usable,
                                TemplateMaker(self.device_map, generators), self._clock, self.judge, CodeCache(),
                                self.refused, DirectFunctions(), self._content.load, self.device_map.host_goes_to)
         self._kept: dict[tuple[bool, StandIn | None], list[Window]] = {}
         self._differences: list[str] | None = None
+
+    def _substitute(self) -> None:
+        if self.substitution is not None:
+            self.context = replace(self.context, stand_in=self.substitution.replace)
 
     # ----------------------------------------------------------------------------------------------- what it is made of
 
