@@ -7,8 +7,9 @@ call produced has no content in the trace.
 
 from __future__ import annotations
 
+import json
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import takewhile
 from os import PathLike, fspath
 from pathlib import Path
@@ -17,16 +18,17 @@ from typing import Any
 from replayfmt.errors import InvalidCapture
 from replayfmt.pytorch.op_libraries import OpLibraries
 
-from .execution_trace_calls import Calls, Step
+from .execution_trace_calls import Calls
 from .execution_trace_content import TracedContent
 from .execution_trace_nodes import TraceNode, node_of, schema_version
-from .execution_trace_selection import Kind, Path as MarkPath, Selection, Skeleton
+from .execution_trace_selection import Path as MarkPath
+from .execution_trace_selection import Selection, Skeleton
 from .execution_trace_writing import GraphWriter
 from .json_stream import JsonStream
 from .operators import Operators
 from .portable import REWRITES, Portable
 from .report import ImportReport
-from .synthesis import ImportedSession, imported_session
+from .synthesis import ImportedSession, Moment, imported_session
 from .trace_files import Progress
 
 KIND = "execution-trace"
@@ -140,11 +142,9 @@ class _Trace:
         return skeleton.select(roots=roots)
 
     def _groups(self, node: TraceNode) -> None:
-        from json import JSONDecodeError, loads
-
         try:
-            groups = loads(node.inputs.values[0]) if node.inputs.values else []
-        except (JSONDecodeError, TypeError):
+            groups = json.loads(node.inputs.values[0]) if node.inputs.values else []
+        except (json.JSONDecodeError, TypeError):
             return
         for group in groups if isinstance(groups, list) else []:
             if isinstance(group, dict):
@@ -189,8 +189,6 @@ class _Marks:
 
     def enter(self, path: MarkPath, thread: int) -> int:
         """Be inside these marks; returns the scope."""
-        from .synthesis import Moment
-
         if path != self._path:
             common = sum(1 for _pair in takewhile(lambda pair: pair[0] == pair[1], zip(path, self._path, strict=False)))
             for _position, name in reversed(self._path[common:]):
@@ -202,5 +200,3 @@ class _Marks:
             self._path = path
         return self._scopes[-1] if self._scopes else 0
 
-
-__all__ = ["KIND", "Callable", "Kind", "Step", "import_execution_trace"]

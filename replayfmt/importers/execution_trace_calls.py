@@ -16,7 +16,7 @@ import torch
 from replayfmt.format.codes import DType
 
 from .arguments import UNRECORDED, Binding, Reader, Recorded, TensorSpec
-from .execution_trace_memory import Allocations, MemoryMap, Placed
+from .execution_trace_memory import NUMBERS, Allocations, MemoryMap, Placed
 from .execution_trace_nodes import TensorReader, TracedTensor, TraceNode, recorded_inputs, rounded, tensors_of
 from .execution_trace_selection import Kind, kind_of, operator_name
 from .operators import Choice, Operators
@@ -25,7 +25,6 @@ from .types import dtype_of
 from .values import contiguous
 
 BY = "the execution trace"
-_NUMBERS = (DType.float64, DType.int64, DType.complex128, DType.bool)     # dtypes that Python numbers become
 
 
 @dataclass
@@ -74,8 +73,8 @@ class Calls:
         """The next chosen node."""
         given = self.memory.take(tensor for _position, tensor in tensors_of(node.inputs))
         step = Step(node, kind_of(node), {each.tensor: each for each in given})
-        step.assumed += [f"the {list(tensor.sizes)} tensor at the address of a shorter one is a new allocation, which "
-                         f"{BY} does not show" for tensor in self.memory.replaced]
+        step.assumed += [f"the {list(tensor.sizes)} tensor at the address of one of another kind is a new allocation, "
+                         f"which {BY} does not show" for tensor in self.memory.replaced]
         strides: Sequence[tuple[int, ...] | None] | None = None
         if step.kind is Kind.operator and (self._full or node.inputs.strides is None):
             self._bind(step)
@@ -163,7 +162,7 @@ class Calls:
         outputs = [dtype_of(tensor.type_name) for _position, tensor in tensors_of(step.node.outputs)]
         candidates = [position for position, (_name, value) in enumerate(binding.arguments)
                       if isinstance(value, TensorSpec) and value.sizes == () and value.device == "cpu"
-                      and value.dtype in _NUMBERS and not self.allocations.made[value.identity]]
+                      and value.dtype in NUMBERS and not self.allocations.made[value.identity]]
         tensors = sum(isinstance(value, TensorSpec) for _name, value in binding.arguments)
         if not candidates or tensors < 2 or not outputs or outputs[0] is None:
             return

@@ -13,10 +13,15 @@ from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from replayfmt.format.codes import DType
+
 from .execution_trace_nodes import TracedTensor
+from .types import dtype_of
 from .values import contiguous
 
 Address = tuple[str, int]
+# What Python numbers become where an operator takes tensors.
+NUMBERS = frozenset({DType.float64, DType.int64, DType.complex128, DType.bool})
 
 
 @dataclass(frozen=True)
@@ -36,6 +41,7 @@ class _Live:
     exact: bool
     end: int
     tensors: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
+    types: set[str] = field(default_factory=set)
 
 
 class Allocations:
@@ -113,9 +119,12 @@ class MemoryMap:
         if live is None and not tensor.elements:
             live = self._empty.get(address)
         strides = self._strides(tensor, live)
-        if live is not None and tensor.end(strides) > live.end and live.exact and tensor.id not in live.tensors:
-            self.replaced.append(tensor)
-            live = None
+        if live is not None and tensor.id not in live.tensors:
+            if _like_number(tensor):
+                live = None
+            elif live.exact and (tensor.end(strides) > live.end or tensor.type_name not in live.types):
+                self.replaced.append(tensor)
+                live = None
         if live is None:
             live = self._new(tensor.device, made=False)
             (self._live if tensor.elements else self._empty)[address] = live
@@ -155,6 +164,7 @@ class MemoryMap:
         end = tensor.end(strides)
         live.end = max(live.end, end)
         live.tensors[tensor.id] = (tensor.sizes, strides)
+        live.types.add(tensor.type_name)
         if not self._again:
             self.allocations.bytes[live.number] = max(self.allocations.bytes[live.number], end)
         return Placed(tensor, strides, live.number)
@@ -162,3 +172,9 @@ class MemoryMap:
 
 def _address(tensor: TracedTensor) -> Address:
     return tensor.device, tensor.storage
+
+
+def _like_number(tensor: TracedTensor) -> bool:
+    """Whether this may be a Python number that an operator was given as a tensor: each is a short allocation of its own,
+    often where the one before was."""
+    return tensor.device == "cpu" and not tensor.sizes and dtype_of(tensor.type_name) in NUMBERS

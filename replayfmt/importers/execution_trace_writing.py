@@ -20,8 +20,9 @@ from .execution_trace_content import TracedContent
 from .execution_trace_memory import Placed
 from .execution_trace_nodes import TracedTensor, TraceNode, Values, tensors_of, traced_tensor
 from .execution_trace_selection import Kind
-from .portable import Portable, Rewritten
+from .portable import Portable
 from .report import Entry, ImportReport
+from .rewriting import Rewritten
 from .synthesis import ImportedSession, Moment
 from .types import dtype_of, wrapped
 from .values import Storage, Tensor

@@ -2,118 +2,171 @@
 
 Each rewriting computes the same results, those that only a backward pass reads included (saved means, logarithms of
 sums), to the accuracy of another implementation; every one is reported and noted in the capture. What has no equal
-replacement (dropout inside of an attention kernel) stays as it is, with the reason. attention_rewrites.py has those of
-fused attention.
+replacement (dropout inside of an attention kernel) stays as it is, with the reason. Fused attention is in
+attention_rewrites.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
-
-from replayfmt.format.codes import DType, StorageOrigin
 from replayfmt.format.model import Kernel
 
-from .arguments import DeviceName, TensorSpec
-from .results import infer, realize
-from .values import Tensor, plain_tensor
+from .attention_rewrites import ATTENTION
+from .rewriting import Arguments, Calls, CannotRewrite, Rewritten, tensors_in
+from .values import Tensor
 
 REWRITES = ("portable",)
 
-Arguments = Sequence[tuple[str, Any]]
-Call = tuple[Kernel, list[tuple[str, Any]], list[Any] | None]
+Rule = Callable[[Calls, dict[str, Any], "list[Any] | None"], None]
 
 
-@dataclass(frozen=True)
-class Rewritten:
-    """What takes an operator's place. `note` is for the record, `sentence` for the report, `what` names the rewriting."""
+class Portable:
+    """Rewrites calls, one at a time."""
 
-    calls: list[Call]
-    what: str
-    note: str
+    def rewrite(self, kernel: Kernel, arguments: Arguments, results: list[Any] | None) -> Rewritten | str | None:
+        """What takes a call's place; None where the operator is on every device; a sentence where it has no equal.
 
-    @property
-    def sentence(self) -> str:
-        return f"rewritten: {self.note}"
+        `results` are the recorded ones, None where they are not known.
+        """
+        given = dict(arguments)
+        rule = _RULES.get(kernel.name)
+        tensors = tensors_in([value for _name, value in arguments])
+        if rule is None:
+            return _without_pinning(kernel, arguments, results)
+        if not tensors:
+            return f"{kernel.qualified_name}: a call without tensors"
+        calls = Calls(tensors[0])
+        try:
+            rule(calls, given, results)
+        except CannotRewrite as error:
+            return str(error)
+        except (KeyError, TypeError, IndexError) as error:
+            return f"{kernel.qualified_name}: its arguments are not those that are known ({type(error).__name__}: {error})"
+        instead = " + ".join(dict.fromkeys(made.name for made, _given, _results in calls.made))
+        return Rewritten(calls.made, "portable", f"{kernel.name} by {instead}")
 
-
-class CannotRewrite(Exception):
-    """Why an operator keeps its place."""
-
-
-def kernel(name: str, overload: str = "default") -> Kernel:
-    """An operator of this PyTorch as a capture names it."""
-    namespace, _separator, base = name.partition("::")
-    found = getattr(getattr(getattr(torch.ops, namespace), base), overload)
-    return Kernel(name, overload, str(found._schema))
-
-
-class Calls:
-    """Calls that are put together one after the other. Each returns its results, which further calls may take."""
-
-    def __init__(self) -> None:
-        self.made: list[Call] = []
-
-    def call(self, name: str, arguments: Mapping[str, Any], results: list[Any] | None = None) -> list[Any]:
-        """Call `aten::mm`, or `aten::add.Tensor`. The results are those given, or new tensors of the right shape."""
-        base, _separator, overload = name.partition(".")
-        found = kernel(base, overload or "default")
-        given = list(arguments.items())
-        if results is None:
-            results = self._inferred(found, given)
-        self.made.append((found, given, results))
-        return results
-
-    def one(self, name: str, arguments: Mapping[str, Any]) -> Tensor:
-        """A call that returns one new tensor."""
-        (result,) = self.call(name, arguments)
-        assert isinstance(result, Tensor)
-        return result
-
-    def _inferred(self, found: Kernel, given: Arguments) -> list[Any]:
-        tensors = [each for _name, value in given for each in _tensors(value)]
-        schema = torch._C.parse_schema(found.schema)
-        inferred = infer(schema, [(name, _specs(value)) for name, value in given])
-        device = tensors[0].meta.device if tensors else 0
-        results = realize(inferred, tensors, device)
-        if results is None:
-            raise CannotRewrite(f"{found.qualified_name} cannot be tried without data: {inferred.unknown}")
-        return results
-
-    def fill(self, recorded: Any, content: Tensor) -> None:
-        """Make a recorded result of a computed tensor: a new tensor with the recorded strides, and a copy."""
-        if isinstance(recorded, Tensor):
-            self.allocate(recorded)
-            self.call("aten::copy_", {"self": recorded, "src": content}, [recorded])
-
-    def allocate(self, recorded: Any, name: str = "empty") -> None:
-        """A recorded result of which only the shape matters. `name`: `empty`, or `zeros` for defined content."""
-        if isinstance(recorded, Tensor):
-            meta = recorded.meta
-            like = {"size": list(meta.sizes), "stride": list(meta.strides), "dtype": meta.dtype}
-            self.call("aten::empty_strided", like | {"device": _On(meta.device)}, [recorded])
-            if name == "zeros":
-                self.call("aten::zero_", {"self": recorded}, [recorded])
+    def alone(self, name: str, described: str, tensors: Sequence[Tensor]) -> Rewritten:
+        """A collective over one rank changes nothing: an alias of each tensor takes its place."""
+        calls = Calls(tensors[0])
+        for tensor in tensors:
+            calls.call("aten::alias", {"self": tensor}, [tensor])
+        return Rewritten(calls.made, "portable", f"{name} by aten::alias: {described}, which leaves every tensor as it is")
 
 
-class _On(DeviceName):
-    """A device argument given by its id in the capture: the device that a tensor is on."""
+def _without_pinning(kernel: Kernel, arguments: Arguments, results: list[Any] | None) -> Rewritten | None:
+    """Page-locked memory exists only beside an accelerator; what is in it is the same in any memory."""
+    if kernel.name in ("aten::pin_memory", "aten::_pin_memory"):
+        given = dict(arguments)
+        calls = Calls(given["self"])
+        calls.call("aten::clone", {"self": given["self"]}, results)
+        return Rewritten(calls.made, "portable", f"{kernel.name} by aten::clone")
+    if any(name == "pin_memory" and value is True for name, value in arguments):
+        kept = [(name, False if name == "pin_memory" else value) for name, value in arguments]
+        return Rewritten([(kernel, kept, results)], "portable", f"{kernel.name} without pin_memory")
+    return None
 
-    def __init__(self, device: int) -> None:
-        super().__init__(None)
-        object.__setattr__(self, "device", device)
+
+# -------------------------------------------------------------------------------------------------------- normalization
 
 
-def _tensors(value: Any) -> list[Tensor]:
-    if isinstance(value, Tensor):
-        return [value]
-    return [each for item in value for each in _tensors(item)] if isinstance(value, list | tuple) else []
+def _batch_norm(calls: Calls, given: dict[str, Any], results: list[Any] | None) -> None:
+    calls.call("aten::native_batch_norm", {
+        **{name: given[name] for name in ("input", "weight", "bias", "running_mean", "running_var", "training")},
+        "momentum": given["exponential_average_factor"], "eps": given["epsilon"],
+    }, None if results is None else results[:3])
+    for reserve in (results or ())[3:]:
+        calls.allocate(reserve)     # cuDNN's own notes for its backward pass: the portable one reads none
 
 
-def _specs(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return TensorSpec(value.meta.dtype, value.meta.sizes, value.meta.strides, None, value.offset)
-    return [_specs(each) for each in value] if isinstance(value, list | tuple) else value
+def _batch_norm_backward(calls: Calls, given: dict[str, Any], results: list[Any] | None) -> None:
+    calls.call("aten::native_batch_norm_backward", {
+        "grad_out": given["grad_output"],
+        **{name: given.get(name) for name in ("input", "weight", "running_mean", "running_var", "save_mean")},
+        "save_invstd": given.get("save_var"), "train": True, "eps": given["epsilon"], "output_mask": [True, True, True],
+    }, results)
+
+
+# --------------------------------------------------------------------------------------------------------- convolution
+
+
+def _convolve(calls: Calls, given: dict[str, Any], results: list[Any] | None, **changes: Any) -> list[Any]:
+    padding = given["padding"]
+    return calls.call("aten::convolution", {
+        "input": given["self"], "weight": given["weight"], "bias": given.get("bias"), "stride": given["stride"],
+        "padding": padding, "dilation": given["dilation"], "transposed": False, "output_padding": [0] * len(padding),
+        "groups": given.get("groups"), **changes,
+    }, results)
+
+
+def _convolution(calls: Calls, given: dict[str, Any], results: list[Any] | None) -> None:
+    _convolve(calls, given, results)
+
+
+def _convolution_transpose(calls: Calls, given: dict[str, Any], results: list[Any] | None) -> None:
+    _convolve(calls, given, results, transposed=True, output_padding=given["output_padding"])
+
+
+def _convolution_depthwise(calls: Calls, given: dict[str, Any], results: list[Any] | None) -> None:
+    _convolve(calls, given, results, groups=given["self"].meta.sizes[1])
+
+
+def _convolution_overrideable(calls: Calls, given: dict[str, Any], results: list[Any] | None) -> None:
+    calls.call("aten::convolution", given, results)
+
+
+def _convolution_relu(calls: Calls, given: dict[str, Any], results: list[Any] | None) -> None:
+    (convolved,) = _convolve(calls, given, None)
+    calls.call("aten::relu", {"self": convolved}, results)
+
+
+def _convolution_add_relu(calls: Calls, given: dict[str, Any], results: list[Any] | None) -> None:
+    (convolved,) = _convolve(calls, given, None)
+    alpha = given.get("alpha")
+    added = calls.one("aten::add.Tensor", self=convolved, other=given["z"], alpha=1 if alpha is None else alpha)
+    calls.call("aten::relu", {"self": added}, results)
+
+
+# ------------------------------------------------------------------------------------------------------------ sampling
+
+
+def _grid_sampler(calls: Calls, given: dict[str, Any], results: list[Any] | None) -> None:
+    calls.call("aten::grid_sampler_2d", {"input": given["self"], "grid": given["grid"], "interpolation_mode": 0,
+                                         "padding_mode": 0, "align_corners": True}, results)
+
+
+def _grid_sampler_backward(calls: Calls, given: dict[str, Any], results: list[Any] | None) -> None:
+    calls.call("aten::grid_sampler_2d_backward", {
+        "grad_output": given["grad_output"], "input": given["self"], "grid": given["grid"], "interpolation_mode": 0,
+        "padding_mode": 0, "align_corners": True, "output_mask": [True, True]}, results)
+
+
+def _affine_grid(calls: Calls, given: dict[str, Any], results: list[Any] | None) -> None:
+    calls.call("aten::affine_grid_generator", {
+        "theta": given["theta"], "size": [given["N"], given["C"], given["H"], given["W"]], "align_corners": True}, results)
+
+
+_RULES: dict[str, Rule] = {
+    "aten::cudnn_batch_norm": _batch_norm,
+    "aten::cudnn_batch_norm_backward": _batch_norm_backward,
+    "aten::miopen_batch_norm": _batch_norm,
+    "aten::miopen_batch_norm_backward": _batch_norm_backward,
+    "aten::cudnn_convolution": _convolution,
+    "aten::cudnn_convolution_transpose": _convolution_transpose,
+    "aten::cudnn_convolution_relu": _convolution_relu,
+    "aten::cudnn_convolution_add_relu": _convolution_add_relu,
+    "aten::miopen_convolution": _convolution,
+    "aten::miopen_convolution_transpose": _convolution_transpose,
+    "aten::miopen_convolution_relu": _convolution_relu,
+    "aten::miopen_convolution_add_relu": _convolution_add_relu,
+    "aten::miopen_depthwise_convolution": _convolution,
+    "aten::mkldnn_convolution": _convolution,
+    "aten::_conv_depthwise2d": _convolution_depthwise,
+    "aten::conv_depthwise3d": _convolution_depthwise,
+    "aten::convolution_overrideable": _convolution_overrideable,
+    "aten::cudnn_grid_sampler": _grid_sampler,
+    "aten::cudnn_grid_sampler_backward": _grid_sampler_backward,
+    "aten::cudnn_affine_grid_generator": _affine_grid,
+    **ATTENTION,
+}
