@@ -1,34 +1,45 @@
-"""opreplay-check: verify a capture, explain one that was never closed, and recover what is whole in it."""
+"""opreplay-check: verify a capture, explain one that was never closed, recover what is whole in it, and make its
+references to external files ready to travel."""
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import click
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
+from replayfmt.format.add_digests import add_digests
 from replayfmt.format.check import CheckReport, check_capture
+from replayfmt.format.file_remap import FileRemaps
 from replayfmt.format.recover import recover_capture
-from replayfmt.format.verify import Progress as ReportProgress
 
 from .command import one_line, run_tool, tool
 
 
+@dataclass
+class _Bar:
+    """What a progress bar is told; without a bar, nothing happens."""
+
+    advance: Callable[[int], None] = lambda _count: None
+    expect: Callable[[int], None] = lambda _total: None
+
+
 @contextmanager
-def _progress_bar(title: str, path: str, passes: int) -> Iterator[ReportProgress]:
+def _progress_bar(title: str, path: str, passes: int) -> Iterator[_Bar]:
     """A bar on stderr over `passes` times the file's length, only where stderr is a terminal."""
     if not sys.stderr.isatty():
-        yield lambda _count: None
+        yield _Bar()
         return
     total = passes * os.path.getsize(path) if os.path.isfile(path) else None
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(title, total=total)
-        yield lambda count: bar.advance(task, count)
+        yield _Bar(lambda count: bar.advance(task, count), lambda total: bar.update(task, total=total))
 
 
 def _plural(count: int, noun: str) -> str:
@@ -69,32 +80,55 @@ def _print_report(report: CheckReport) -> None:
 
 @tool("opreplay-check")
 @click.argument("file", type=click.Path())
+@click.argument("output", metavar="[OUT]", type=click.Path(), required=False)
 @click.option("--recover", "out", metavar="OUT", type=click.Path(),
               help="Write what is whole in FILE to OUT as a valid capture, and verify that.")
-@click.option("--force", is_flag=True, help="With --recover: replace OUT where it exists.")
-def cli(file: str, out: str | None, force: bool) -> None:
+@click.option("--add-digests", "adding", is_flag=True,
+              help="Write FILE to OUT with the digest of every external file, and verify that. Each file must still be "
+                   "the captured one.")
+@click.option("--replay-file-remap", "remaps", metavar="CAPTURED=REPLAY", multiple=True,
+              help="With --add-digests: where external files are now. CAPTURED is a path, or leading directories of "
+                   "it. Repeatable; the longest match wins.")
+@click.option("--force", is_flag=True, help="With --recover or --add-digests: replace OUT where it exists.")
+def cli(file: str, output: str | None, out: str | None, adding: bool, remaps: tuple[str, ...], force: bool) -> None:
     """Verify everything in the capture FILE: structure, hashes of every frame and payload, references.
 
     Exits with 0 where it is valid, with 3 and the first finding where it is not; a capture that was never closed is
-    not. With --recover, exits with 0 once OUT is verified.
+    not. With --recover or --add-digests, exits with 0 once OUT is verified.
     """
+    if adding:
+        if output is None or out is not None:
+            raise click.UsageError("--add-digests takes two files, IN and OUT, and no --recover")
+        _add_digests(file, output, remaps, force)
+        return
+    if output is not None or remaps:
+        raise click.UsageError("OUT and --replay-file-remap go with --add-digests; --recover names its own OUT")
     if out is None:
         if force:
-            raise click.UsageError("--force replaces the output of --recover; give --recover OUT too")
+            raise click.UsageError("--force replaces the output of --recover and --add-digests; give one of them")
         report = CheckReport(file)
         try:
-            with _progress_bar("checking", file, 1) as progress:
-                check_capture(file, report, progress)
+            with _progress_bar("checking", file, 1) as bar:
+                check_capture(file, report, bar.advance)
         finally:
             _print_report(report)
         click.echo("valid")
         return
-    with _progress_bar("recovering", file, 3) as progress:
-        report, left = recover_capture(file, out, force=force, progress=progress)
+    with _progress_bar("recovering", file, 3) as bar:
+        report, left = recover_capture(file, out, force=force, progress=bar.advance)
     _print_report(report)
     if left:
         _echo(f"left behind: {left}")
     _echo(f"valid; recovered from {file}")
+
+
+def _add_digests(path: str, out: str, remaps: tuple[str, ...], force: bool) -> None:
+    with _progress_bar("adding digests", path, 3) as bar:
+        done = add_digests(path, out, remaps=FileRemaps.parse(remaps), force=force, started=bar.expect,
+                           progress=bar.advance)
+    _print_report(done.report)
+    _echo(f"valid; digests of {_plural(done.added, 'external file')} added" + (
+        f", {done.confirmed:,} had one" if done.confirmed else ""))
 
 
 def main() -> None:

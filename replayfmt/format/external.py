@@ -172,13 +172,18 @@ def _difference(found: FileIdentity, captured: FileIdentity) -> str:
     return f"its {' and '.join(other)} {'differs' if len(other) == 1 else 'differ'}"
 
 
+def missing(error: ExternalFileProblem, file: ExternalFile, remapped: bool) -> str:
+    """Why a captured file could not be opened, and what to do next: a sentence."""
+    captured = f" (captured as {file.path})" if remapped else ""
+    return f"{error}{captured}; {_REMAP}"
+
+
 def validate(file: ExternalFile, path: str, remapped: bool, progress: Progress | None = None) -> str | None:
     """What is wrong with the file at `path`, which should be the captured `file`, and what to do next: a sentence, or
     None. `remapped` says that the user chose the path; `progress` is called with numbers of bytes digested."""
     try:
         opened = OpenedFile(path)
     except ExternalFileProblem as error:
-        captured = f" (captured as {file.path})" if remapped else ""
-        return f"{error}{captured}; {_REMAP}"
+        return missing(error, file, remapped)
     with opened:
         return opened.problem(file, remapped, progress)

@@ -70,8 +70,8 @@ class FrameOutput:
         self.next_storage += storages
 
     def write_payloads(self, stored_bytes: int, count: int, parts: Sequence[Buffer], digest: int) -> None:
-        """Append a frame of `count` payloads. `parts` are its body of `stored_bytes` with padding, `digest` the hash of
-        its rows."""
+        """Append a frame of `count` payloads. `parts` are its body of `stored_bytes` with padding, or the beginning of
+        it, and the caller appends the rest to the file; `digest` is the hash of its rows."""
         self._append(FrameKind.payload, 0, stored_bytes, stored_bytes, count, Codec.none, digest, parts)
 
     def _append(self, kind: FrameKind, flags: int, stored_bytes: int, raw_bytes: int, count: int, codec: Codec,
@@ -89,6 +89,10 @@ class FrameOutput:
         if tables is not None:
             self.write(FrameKind.tables, tables, flags=FLAG_CONSOLIDATED)
         self.write(FrameKind.summary, encode_summary(summary))
+        self.end(payload_rows)
+
+    def end(self, payload_rows: bytes) -> None:
+        """Append index and trailer. The file is complete afterwards."""
         body = bytes(self._rows) + payload_rows
         offset = self._output.position
         self.write(FrameKind.index, body)

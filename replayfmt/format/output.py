@@ -19,12 +19,13 @@ _VECTORS = 1000  # below every system's IOV_MAX
 class Output:
     """An append-only file. Not safe for use from several threads at once."""
 
-    def __init__(self, path: str | os.PathLike[str], force: bool, *, recovering: bool = False) -> None:
-        """Create `path`.partial, or `path`.recovering.partial: what is recovered may be `path`.partial, and
-        what an earlier recovery left is no loss. Raises OutputExists, or CaptureFailed where it cannot be created."""
+    def __init__(self, path: str | os.PathLike[str], force: bool, *, doing: str = "") -> None:
+        """Create `path`.partial; or, where the capture is made from another one, `path`.`doing`.partial: what is
+        recovered may be `path`.partial, and what an earlier attempt left is no loss. Raises OutputExists, or
+        CaptureFailed where it cannot be created."""
         self.path = os.fspath(path)
-        self.partial = self.path + (".recovering.partial" if recovering else ".partial")
-        self._advice = ("the recovery ends here; the capture it reads is unchanged" if recovering else
+        self.partial = self.path + (f".{doing}.partial" if doing else ".partial")
+        self._advice = (f"{doing} ends here; the capture that is read is unchanged" if doing else
                         f"the capture ends here, and opreplay-check {self.partial} --recover OUT keeps what is there")
         self.position = 0
         self._force = force
@@ -38,7 +39,7 @@ class Output:
             raise OutputExists(f"{self.path}: exists already; remove it, write elsewhere, or use --force (force=True)")
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         try:
-            if (force or recovering) and os.path.lexists(self.partial):
+            if (force or doing) and os.path.lexists(self.partial):
                 # Not truncated in place: another process may still be writing it, and would write into ours.
                 os.unlink(self.partial)
             self._fd = os.open(self.partial, flags, 0o666)

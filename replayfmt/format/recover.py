@@ -38,7 +38,7 @@ def recover_capture(path: str | os.PathLike[str], out: str | os.PathLike[str], *
         if os.path.exists(out) and os.path.samefile(path, out):
             raise UsageError(f"{source.path}: cannot be recovered onto itself; name another file")
         preamble = read_preamble(source)
-        return _Recovery(source, preamble, progress).run(Output(out, force, recovering=True))
+        return _Recovery(source, preamble, progress).run(Output(out, force, doing="recovering"))
     finally:
         source.close()
 
