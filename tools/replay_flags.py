@@ -5,6 +5,8 @@ Imports torch only once a plan is made.
 
 from __future__ import annotations
 
+import json
+import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,6 +15,8 @@ from functools import wraps
 from typing import TYPE_CHECKING, Any, Literal
 
 import click
+
+from replayfmt.errors import SubstitutionRejected, UsageError
 
 if TYPE_CHECKING:
     from replayfmt.replay.plan import Plan
@@ -34,6 +38,15 @@ def replay_options(function: Callable[..., Any]) -> Callable[..., Any]:
         click.option("--replay-file-remap", multiple=True, metavar="CAPTURED=REPLAY",
                      help="External files whose captured path begins with CAPTURED are below REPLAY now. Whole path "
                           "components, the longest match wins. Repeatable."),
+        click.option("--substitution-atol", type=float, metavar="A",
+                     help="A replacement's values may be off by A + R times the expected value, instead of R times the "
+                          "larger of it and the tensor's root mean square."),
+        click.option("--substitution-rtol", type=float, metavar="R",
+                     help="Replaces the relative tolerance R of every dtype when replacements are checked."),
+        click.option("--replay-kernel-substitution", multiple=True, metavar="SELECTOR[@FORMAT]=PATH[:NAME]",
+                     help="Run the function NAME of the Python file PATH, or an operator that a torch library "
+                          "registers, in the place of the selected kernels, after checking it against them. SELECTOR: "
+                          "a kernel id, an operator (aten::mm, aten::mm.default), a signature, or all. Repeatable."),
         click.option("--verify", type=click.Choice(_MODES), default="auto", show_default=True,
                      help="Compare results with the captured digests: bit for bit, by tolerances, as the machine "
                           "allows, or not at all."),
@@ -52,15 +65,41 @@ class ReplayFlags:
     device: tuple[str, ...]
     verify: Literal["auto", "bitwise", "close", "none"]
     replay_file_remap: tuple[str, ...]
+    replay_kernel_substitution: tuple[str, ...]
+    substitution_rtol: float | None
+    substitution_atol: float | None
     allow_incomplete: bool
 
     def plan(self, path: str, *, keep_going: bool = False) -> Plan:
         """The plan for a capture. Raises what opening and planning raise, before anything runs."""
+        self._refuse_odd_tolerances()
         from replayfmt.replay.plan import Plan
+        from replayfmt.replay.substitution.distance import Tolerance
 
         with _file_progress() as on_file_bytes:
             return Plan(path, list(self.device), self.allow_incomplete, keep_going=keep_going,
-                        file_remaps=self.replay_file_remap, on_file_bytes=on_file_bytes)
+                        file_remaps=self.replay_file_remap, on_file_bytes=on_file_bytes,
+                        substitutions=self.replay_kernel_substitution,
+                        substitution_tolerance=Tolerance(self.substitution_rtol, self.substitution_atol))
+
+    def _refuse_odd_tolerances(self) -> None:
+        for flag, value in (("--substitution-rtol", self.substitution_rtol),
+                            ("--substitution-atol", self.substitution_atol)):
+            if value is not None and not (self.replay_kernel_substitution and 0 <= value < math.inf):
+                raise UsageError(f"{flag}={value:g}: expected a number from 0"
+                                 + ("" if self.replay_kernel_substitution else ", and --replay-kernel-substitution "
+                                    "with what to judge by it"))
+
+
+@contextmanager
+def shown_if_rejected(rows: bool) -> Iterator[None]:
+    """Print what was found of replacements, as text or as JSON rows, where they are rejected; the error goes on."""
+    try:
+        yield
+    except SubstitutionRejected as error:
+        for line in map(json.dumps, error.report.as_rows()) if rows else error.report.as_text():
+            click.echo(line)
+        raise
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from replayfmt.errors import ReplayMismatch
 
 from .command import report, run_tool, tool
 from .profiling_flags import profiled, profiling_options, profiling_request
-from .replay_flags import ReplayFlags, replay_options
+from .replay_flags import ReplayFlags, replay_options, shown_if_rejected
 
 if TYPE_CHECKING:
     from replayfmt.replay.results import ReplayResult
@@ -41,7 +41,7 @@ def cli(capture: str, flags: ReplayFlags, keep_going: bool, form: str,
     with flags.plan(capture, keep_going=keep_going) as plan, profiled(profiling, plan):
         from replayfmt.replay.report import as_rows, as_text
 
-        with _progress(plan.reader.record_count) as on_progress:
+        with _progress(plan.reader.record_count) as on_progress, shown_if_rejected(form == "jsonl"):
             result = plan.execute(verify=flags.verify, keep_going=keep_going, on_progress=on_progress, scope_times=True)
         if form == "jsonl":
             for row in as_rows(plan, result):

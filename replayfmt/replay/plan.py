@@ -293,6 +293,8 @@ class Plan:
         """
         if not self._keeps_going:
             raise UsageError("examine needs a plan made with keep_going=True")
+        if self.substitution is not None:
+            self.substitution.check()
         generators = [generator for generator in dict.fromkeys(self._generators) if generator is not None]
 
         def undrawn(op: IsolatedOp) -> None:

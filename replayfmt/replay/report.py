@@ -22,6 +22,8 @@ def as_text(plan: Plan, result: ReplayResult) -> list[str]:
     ]
     lines += [f"  {path}: {seconds(spent)}" for path, spent in result.scope_ns.items() if "/" not in path]
     lines += _verification(result.verification)
+    if plan.substitution is not None and plan.substitution.report is not None:
+        lines += plan.substitution.report.as_text()
     for each in result.memory:
         lines += _memory(each)
     lines += [f"note: {note}" for note in result.notes]
@@ -44,7 +46,8 @@ def _verification(verification: Verification) -> list[str]:
 
 
 def as_rows(plan: Plan, result: ReplayResult) -> list[dict[str, Any]]:
-    """One `replay` row, then one `verdict` row for each op where verdicts were asked for."""
+    """One `replay` row, a `substitution` row for each substituted signature, then a `verdict` row for each op where
+    verdicts were asked for."""
     verification = result.verification
     divergence = result.divergence
     row: dict[str, Any] = {
@@ -89,7 +92,8 @@ def as_rows(plan: Plan, result: ReplayResult) -> list[dict[str, Any]]:
         {"kind": "verdict", "ordinal": each.ordinal, "op": each.op, "verdict": each.verdict, "reason": each.reason}
         for each in result.verdicts or ()
     ]
-    return [row, *verdicts]
+    report = None if plan.substitution is None else plan.substitution.report
+    return [row, *([] if report is None else report.as_rows()), *verdicts]
 
 
 def seconds(nanoseconds: int) -> str:
