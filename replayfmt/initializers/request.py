@@ -10,7 +10,7 @@ import torch
 
 from replayfmt.format.model import Recipe
 
-from .demands import Step
+from .demands import Demand, Step
 
 
 @dataclass(frozen=True)
@@ -99,14 +99,15 @@ class Request:
     """Content that is wanted for a storage, or for several of one call.
 
     `call` is the op the initializer was chosen for, `wanted` its tensor arguments without content by label (`indices`,
-    in lists `indices[1]`); `uses` are all known uses of the first one's storage, and `recipe` what the capture says of
-    its content. `version` counts how often the program gave the storage new content from outside.
-    `seed` depends on the storage and its version alone.
+    in lists `indices[1]`). Of the first one's storage, `uses` are all known uses, `demand` what they ask of integers
+    together (None where that is not known), `recipe` what the capture says of its content, and `version` counts how
+    often the program gave it new content from outside. `seed` depends on the storage and its version alone.
     """
 
     call: Call
     wanted: Mapping[str, TensorInfo]
     uses: tuple[Use, ...]
+    demand: Demand | None
     recipe: Recipe | None
     version: int
     seed: int

@@ -1,0 +1,125 @@
+"""How integers pass from one tensor to the next: copied, moved, shifted, summed up.
+
+For each op that reads content it is told what its results hold of it. What is not known to pass on is `lost`: it may
+still depend on the content, in a way that cannot be followed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+
+import torch
+
+from .demands import Step
+from .request import Call, TensorInfo
+from .roles import base_name, is_integral
+
+
+@dataclass(frozen=True)
+class Passed:
+    """What becomes of an argument's elements: they are in result `result` (in the argument `written`, if that is not
+    empty), after `steps`; `whole` where the result has exactly these elements in the same order. `followed` is False
+    where the result depends on them in another way."""
+
+    result: int | None
+    written: str = ""
+    steps: tuple[Step, ...] = ()
+    whole: bool = False
+    followed: bool = True
+
+
+# Results hold some of the elements as they are. Those in _WHOLE hold all of them, in order.
+_WHOLE = {
+    "clone", "_to_copy", "to", "contiguous", "lift_fresh", "_pin_memory", "resolve_neg", "resolve_conj",
+    "view_copy", "_reshape_copy", "reshape", "detach_copy", "alias_copy",
+}
+_MOVING = {
+    "cat": ("tensors",), "stack": ("tensors",), "repeat": ("self",), "roll": ("self",), "flip": ("self",),
+    "tile": ("self",), "constant_pad_nd": ("self",), "expand_copy": ("self",), "permute_copy": ("self",),
+    "index_select": ("self",), "gather": ("self",), "take": ("self",), "index": ("self",), "_unsafe_index": ("self",),
+    "masked_select": ("self",), "slice_scatter": ("self", "src"), "select_scatter": ("self", "src"),
+    "scatter": ("self", "src"), "index_copy": ("self", "source"), "index_put": ("self", "values"),
+    "index_fill": ("self",), "masked_fill": ("self",), "masked_scatter": ("self", "source"), "where": ("self", "other"),
+    "tril": ("self",), "triu": ("self",), "clamp": ("self",), "clamp_min": ("self",), "clamp_max": ("self",),
+    "maximum": ("self", "other"), "minimum": ("self", "other"), "sort": ("self",), "msort": ("self",),
+    "topk": ("self",), "max": ("self", "other"), "min": ("self", "other"), "amax": ("self",), "amin": ("self",),
+    "cummax": ("self",), "cummin": ("self",), "kthvalue": ("self",), "median": ("self",), "mode": ("self",),
+    "_unique": ("self",), "_unique2": ("self",), "unique_consecutive": ("self",), "repeat_interleave": ("self",),
+    "diag_embed": ("self",), "unfold_copy": ("self",), "take_along_dim": ("self",), "copy": ("src",),
+    "nan_to_num": ("self",), "embedding": ("weight",),
+}
+# What depends on an argument's shape alone, or tells only whether something holds.
+_SEALED = {
+    "zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "randint_like", "new_zeros",
+    "new_ones", "new_empty", "new_full", "new_empty_strided", "_shape_as_tensor", "argmax", "argmin", "argsort",
+    "nonzero", "argwhere", "searchsorted", "bucketize", "count_nonzero", "_local_scalar_dense", "item", "equal",
+    "fill", "zero", "one_hot", "nonzero_static",
+}
+
+
+def passed_on(call: Call, argument: str, tensor: TensorInfo) -> Iterator[Passed]:
+    """Where the elements that `call` reads as `argument` go. Views are not meant: they share the storage."""
+    base = base_name(call.name)
+    if base in _SEALED:
+        return
+    in_place = call.name.endswith("_") and not call.name.endswith("__")
+    places = [(None, "self")] if in_place else [(index, "") for index in _results(call)]
+    if base in _WHOLE and argument == "self" or base == "copy" and argument == "src":
+        yield from (Passed(result, written, whole=_all_of(call, tensor, result, written)) for result, written in places)
+    elif argument in _MOVING.get(base, ()):
+        # Of several results the first holds the values, the others say where they were.
+        yield from (Passed(result, written) for result, written in places[:1])
+    elif base in _MOVING or (base == "copy" and argument == "self"):
+        return
+    else:
+        step = _step(call, base, argument, tensor)
+        for result, written in places:
+            yield Passed(result, written, (step,) if step is not None else (), followed=step is not None)
+
+
+def _results(call: Call) -> Iterator[int]:
+    """The results with integers in them: other dtypes are numbers, or tell whether something holds."""
+    for index, each in enumerate(call.results):
+        if isinstance(each, TensorInfo) and is_integral(each.dtype) and each.dtype is not torch.bool:
+            yield index
+
+
+def _all_of(call: Call, tensor: TensorInfo, result: int | None, written: str) -> bool:
+    other = call.tensor(written) if result is None else call.result(result)
+    return other is not None and other.sizes == tensor.sizes
+
+
+def _step(call: Call, base: str, argument: str, tensor: TensorInfo) -> Step | None:
+    """The step that turns an argument's elements into the result's, None where it is no single one."""
+    other, alpha = call.integer("other"), call.integer("alpha", 1)
+    if argument == "self" and base in ("sum", "cumsum"):
+        return Step("running_sum", _summed(call, base, tensor))
+    if base in ("add", "sub", "mul", "rsub") and isinstance(other, bool):
+        return None
+    match base:
+        case "add" if other is not None and alpha is not None:
+            return Step("add", other * alpha)
+        case "sub" if other is not None and alpha is not None and argument == "self":
+            return Step("add", -other * alpha)
+        case "mul" if other:
+            return Step("multiply", other)
+        case "neg":
+            return Step("multiply", -1)
+        case "floor_divide" | "div" | "__rshift__" if other and argument == "self":
+            if base == "floor_divide" or call.arguments.get("rounding_mode") == "floor":
+                return Step("floor_divide", other)
+        case "remainder" if other and argument == "self":
+            return Step("remainder", other)
+    return None
+
+
+def _summed(call: Call, base: str, tensor: TensorInfo) -> int:
+    """How many elements are added up to one of the result's, at most."""
+    dims = call.arguments.get("dim")
+    if isinstance(dims, int):
+        dims = (dims,)
+    if not isinstance(dims, tuple) or not dims or not tensor.sizes:
+        return max(1, tensor.elements)
+    return max(1, prod(tensor.sizes[dim] for dim in dims if isinstance(dim, int)))

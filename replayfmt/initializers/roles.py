@@ -1,0 +1,321 @@
+"""What an operator's schema says about the integers it reads: an index into a dimension, an offset, a length, a mask.
+
+Only operators of PyTorch itself are known here. What another operator wants of its arguments, an initializer for that
+operator has to say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import prod
+from typing import Any
+
+import torch
+
+from .demands import Demand, Role
+from .request import TensorInfo, Use
+
+_MASKS = (torch.bool, torch.uint8)
+
+
+def is_integral(dtype: torch.dtype) -> bool:
+    """Whether elements are integers or booleans, which index, count or select."""
+    return not (dtype.is_floating_point or dtype.is_complex) and dtype in _INTEGRAL
+
+
+_INTEGRAL = {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32,
+             torch.uint64}
+
+
+def base_name(name: str) -> str:
+    """`index_put` for `aten::index_put_`; the whole name for what is not PyTorch's own."""
+    return name.removeprefix("aten::").removesuffix("_") if name.startswith("aten::") else name
+
+
+def demand_of(use: Use) -> Demand | None:
+    """What a use asks of the elements the op reads, None where that is not known."""
+    base, view = base_name(use.call.name), use.tensor
+    rule = _RULES.get((base, use.argument))
+    if rule is not None:
+        return rule(use)
+    if not is_integral(view.dtype) or view.elements == 0 or base in _COMPUTING or base.startswith("_foreach_"):
+        return Demand(Role.number, why=f"a number for {use.call.name}")
+    overload = use.call.overload
+    if use.call.name.startswith("aten::") and overload is not None and torch.Tag.pointwise in overload.tags:
+        return Demand(Role.number, why=f"a number for {use.call.name}")
+    return None
+
+
+# -------------------------------------------------------------------------------------------------------------- indices
+
+Rule = Callable[[Use], Demand | None]
+
+
+def _index(use: Use, size: int | None, into: str) -> Demand | None:
+    if size is None:
+        return None
+    return Demand(Role.index, 0, size - 1, why=f"an index into {into} ({size} elements) in {use.call.name}")
+
+
+def _size(info: TensorInfo | None, dim: int | None) -> int | None:
+    if info is None or dim is None:
+        return None
+    if not info.sizes:
+        return 1
+    return info.sizes[dim] if -len(info.sizes) <= dim < len(info.sizes) else None
+
+
+def _into(argument: str, dim: int | str) -> Rule:
+    """An index into one dimension of another argument, given as a number or by the argument that holds it."""
+    def rule(use: Use) -> Demand | None:
+        number = use.call.integer(dim) if isinstance(dim, str) else dim
+        return _index(use, _size(use.call.tensor(argument), number), f"dimension {number} of {argument}")
+
+    return rule
+
+
+def _into_all(argument: str) -> Rule:
+    def rule(use: Use) -> Demand | None:
+        info = use.call.tensor(argument)
+        return _index(use, None if info is None else info.elements, argument)
+
+    return rule
+
+
+def _below(argument: str) -> Rule:
+    """Below a number that is an argument itself."""
+    def rule(use: Use) -> Demand | None:
+        return _index(use, use.call.integer(argument), argument)
+
+    return rule
+
+
+def _class(use: Use) -> Demand | None:
+    """A class index, where targets are not floating point."""
+    info = use.call.tensor("self")
+    if not is_integral(use.tensor.dtype):
+        return Demand(Role.number, why=f"a target of {use.call.name}")
+    return _index(use, None if info is None else _size(info, 1 if len(info.sizes) > 1 else 0), "the classes of self")
+
+
+def _advanced(use: Use) -> Demand | None:
+    """One of the indices of self[i, j, ...]: integers along one dimension, or a mask over several."""
+    indices, target = use.call.arguments.get("indices"), use.call.tensor("self")
+    if use.position is None or target is None or not isinstance(indices, tuple):
+        return None
+    dim = 0
+    for before in indices[: use.position]:
+        dim += len(before.sizes) if isinstance(before, TensorInfo) and before.dtype in _MASKS else 1
+    if use.tensor.dtype not in _MASKS:
+        return _index(use, _size(target, dim), f"dimension {dim} of self")
+    if sum(isinstance(each, TensorInfo) for each in indices) != 1:
+        return None
+    selected = use.call.result(0) if base_name(use.call.name) in ("index", "_unsafe_index") else None
+    values = use.call.tensor("values")
+    why = f"a mask in {use.call.name}"
+    if selected is not None:
+        return Demand(Role.mask, 0, 1, total=_size(selected, dim), why=why)
+    if values is not None and values.elements == 1:
+        return Demand(Role.mask, 0, 1, why=why)
+    rest = len(target.sizes) - dim - len(use.tensor.sizes)
+    return Demand(Role.mask, 0, 1, total=_size(values, -1 - rest), why=why)
+
+
+def _unpooled(use: Use) -> Demand | None:
+    sizes = use.call.arguments.get("output_size")
+    numbers = sizes if isinstance(sizes, tuple) else ()
+    return _index(use, prod(int(each) for each in numbers) if numbers else None, "the output")
+
+
+def _pooled(use: Use) -> Demand | None:
+    info = use.call.tensor("self")
+    return _index(use, None if info is None else prod(info.sizes[-2:]), "a plane of self")
+
+
+def _counted(use: Use) -> Demand | None:
+    """Values that are counted: the result has an element for each up to the largest."""
+    size = _size(use.call.result(0), 0)
+    if size is None:
+        return None
+    if size <= (use.call.integer("minlength", 0) or 0):
+        return Demand(Role.index, 0, size - 1, why=f"counted by {use.call.name}")
+    return Demand(Role.highest, 0, size - 1, why=f"counted by {use.call.name}, the largest is {size - 1}")
+
+
+def _one_hot(use: Use) -> Demand | None:
+    size = _size(use.call.result(0), -1)
+    given = use.call.integer("num_classes", -1)
+    if size is None:
+        return None
+    role = Role.index if given is not None and given >= 0 else Role.highest
+    return Demand(role, 0, size - 1, why=f"a class of {size} in {use.call.name}")
+
+
+# ---------------------------------------------------------------------------------------------- masks, lengths, offsets
+
+
+def _mask(prefer: bool) -> Rule:
+    def rule(use: Use) -> Demand | None:
+        bounds: tuple[Any, Any] = (0, 1) if use.tensor.dtype in _MASKS else (None, None)
+        if not is_integral(use.tensor.dtype):
+            return Demand(Role.number, why=f"a mask for {use.call.name}")
+        return Demand(Role.mask, *bounds, prefer=prefer, why=f"a mask in {use.call.name}")
+
+    return rule
+
+
+def _selecting(use: Use) -> Demand | None:
+    """A mask whose true elements give the length of the result."""
+    info, selected = use.call.tensor("self"), use.call.result(0)
+    if info is None or selected is None or not is_integral(use.tensor.dtype):
+        return None if is_integral(use.tensor.dtype) else Demand(Role.number, why=f"a number for {use.call.name}")
+    count = _size(selected, 0) or 0
+    if use.argument == "mask" and use.tensor.elements != info.elements:
+        repeats = info.elements // use.tensor.elements if use.tensor.elements else 0
+        if not repeats or repeats * use.tensor.elements != info.elements or count % repeats:
+            return None
+        count //= repeats
+    return Demand(Role.mask, 0, 1, total=count, why=f"what {use.call.name} selects {count} elements by")
+
+
+def _distinct(use: Use) -> Demand | None:
+    if not is_integral(use.tensor.dtype):
+        return Demand(Role.number, why=f"a number for {use.call.name}")
+    count = _size(use.call.result(0), 0)
+    return None if count is None else Demand(Role.distinct, total=count,
+                                             why=f"what {use.call.name} finds {count} different values in")
+
+
+def _repeats(use: Use) -> Demand | None:
+    total = _size(use.call.result(0), 0)
+    return None if total is None else Demand(Role.lengths, 0, None, total=total,
+                                             why=f"counts that add up to {total} in {use.call.name}")
+
+
+def _segments(use: Use) -> Demand | None:
+    total = _size(use.call.tensor("data"), use.call.integer("axis", 0))
+    if total is None or len(use.tensor.sizes) != 1:
+        return None
+    return Demand(Role.lengths, 0, None, total=total, why=f"lengths that add up to {total} in {use.call.name}")
+
+
+def _packed(use: Use) -> Demand | None:
+    packed, sizes = use.call.result(0), use.call.result(1)
+    if packed is None or sizes is None:
+        return None
+    longest, total = sizes.elements, _size(packed, 0)
+    return Demand(Role.lengths, 1, longest, total=total, why=f"lengths of which the first is {longest} and that add up "
+                                                             f"to {total} in {use.call.name}")
+
+
+def _bags(use: Use) -> Demand | None:
+    indices = use.call.tensor("indices")
+    if indices is None:
+        return None
+    total = indices.elements if use.call.arguments.get("include_last_offset") else None
+    return Demand(Role.offsets, 0, indices.elements, total=total,
+                  why=f"offsets into {indices.elements} indices in {use.call.name}")
+
+
+def _cumulative(tokens: str, longest: str) -> Rule:
+    """Where each sequence begins and ends among the tokens of a packed batch."""
+    def rule(use: Use) -> Demand | None:
+        # Packed as (tokens, heads, size), or as a batch of one such.
+        info = use.call.tensor(tokens)
+        total = None if info is None else info.sizes[0] if len(info.sizes) == 3 else prod(info.sizes[:2])
+        if total is None:
+            return None
+        return Demand(Role.offsets, 0, total, total=total, step=use.call.integer(longest),
+                      why=f"where each of the sequences in {total} tokens begins in {use.call.name}")
+
+    return rule
+
+
+def _between(low: float, high: float | None) -> Rule:
+    """Floating point elements within bounds."""
+    def rule(use: Use) -> Demand | None:
+        return Demand(Role.bounded, low, high, why=f"{use.argument} of {use.call.name}")
+
+    return rule
+
+
+_POSITIVE, _SHARE = _between(0.5, 1.5), _between(0.0, 1.0)
+_ALONG = ("index_select", "index_add", "index_copy", "index_fill", "index_reduce", "gather", "scatter", "scatter_add",
+          "scatter_reduce", "take_along_dim")
+_RULES: dict[tuple[str, str], Rule] = {
+    **{(name, "indices" if name == "take_along_dim" else "index"): _into("self", "dim") for name in _ALONG},
+    ("embedding", "indices"): _into("weight", 0),
+    ("embedding_dense_backward", "indices"): _below("num_weights"),
+    ("embedding_sparse_backward", "indices"): _below("num_weights"),
+    ("embedding_backward", "indices"): _below("num_weights"),
+    ("embedding_renorm", "indices"): _into("self", 0),
+    **{(name, "indices"): _into("weight", 0)
+       for name in ("embedding_bag", "_embedding_bag", "_embedding_bag_forward_only")},
+    **{(name, "offsets"): _bags for name in ("embedding_bag", "_embedding_bag", "_embedding_bag_forward_only")},
+    ("take", "index"): _into_all("self"),
+    ("put", "index"): _into_all("self"),
+    **{(name, "indices"): _advanced for name in ("index", "_unsafe_index", "index_put", "_unsafe_index_put",
+                                                 "_index_put_impl", "_unsafe_masked_index")},
+    **{(name, "target"): _class for name in (
+        "nll_loss", "nll_loss_nd", "nll_loss2d", "nll_loss_forward", "nll_loss_backward", "nll_loss2d_forward",
+        "nll_loss2d_backward", "cross_entropy_loss", "multi_margin_loss", "multi_margin_loss_backward")},
+    ("one_hot", "self"): _one_hot,
+    ("bincount", "self"): _counted,
+    ("max_unpool2d", "indices"): _unpooled,
+    ("max_unpool3d", "indices"): _unpooled,
+    ("max_pool2d_with_indices_backward", "indices"): _pooled,
+    ("masked_fill", "mask"): _mask(False),
+    ("masked_scatter", "mask"): _mask(False),
+    ("where", "condition"): _mask(True),
+    **{(name, "attn_mask"): _mask(True) for name in (
+        "scaled_dot_product_attention", "_scaled_dot_product_attention_math",
+        "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention_for_cpu_backward")},
+    ("masked_select", "mask"): _selecting,
+    ("nonzero", "self"): _selecting,
+    ("argwhere", "self"): _selecting,
+    **{(name, "self"): _distinct for name in ("_unique", "_unique2", "unique_consecutive")},
+    ("repeat_interleave", "repeats"): _repeats,
+    ("segment_reduce", "lengths"): _segments,
+    ("_pack_padded_sequence", "lengths"): _packed,
+    **{(name, argument): _cumulative(*tokens)
+       for name in ("_flash_attention_forward", "_flash_attention_backward")
+       for argument, tokens in (("cum_seq_q", ("query", "max_q")), ("cum_seq_k", ("key", "max_k")))},
+    **{(name, argument): _cumulative(*tokens)
+       for name in ("_efficient_attention_forward", "_efficient_attention_backward")
+       for argument, tokens in (("cu_seqlens_q", ("query", "max_seqlen_q")),
+                                ("cu_seqlens_k", ("key", "max_seqlen_k")))},
+    **{(name, "running_var"): _POSITIVE for name in (
+        "native_batch_norm", "batch_norm", "_native_batch_norm_legit", "_native_batch_norm_legit_no_training",
+        "_batch_norm_with_update", "_batch_norm_no_update", "cudnn_batch_norm", "miopen_batch_norm", "instance_norm",
+        "_batch_norm_impl_index", "native_batch_norm_backward", "cudnn_batch_norm_backward")},
+    **{(name, argument): _POSITIVE for name in ("_fused_adam", "_fused_adamw", "_fused_adagrad")
+       for argument in ("exp_avg_sqs", "max_exp_avg_sqs", "state_sums", "state_steps")},
+    **{(name, "self"): _POSITIVE for name in ("sqrt", "rsqrt", "log", "log2", "log10", "_foreach_sqrt", "_foreach_log",
+                                              "_standard_gamma", "poisson")},
+    ("normal", "std"): _POSITIVE,
+    ("quantize_per_tensor", "scale"): _POSITIVE,
+    ("quantize_per_channel", "scales"): _POSITIVE,
+    **{(name, "self"): _SHARE for name in ("multinomial", "binary_cross_entropy", "binary_cross_entropy_backward")},
+    ("bernoulli", "p"): _SHARE,
+}
+
+# Operators that compute with integers, or move them, and are safe whatever they are.
+_COMPUTING = {
+    "_to_copy", "to", "clone", "copy", "contiguous", "detach", "lift_fresh", "alias", "cat", "stack", "repeat",
+    "roll", "flip", "tile", "constant_pad_nd", "expand", "expand_copy", "view_copy", "permute_copy",
+    "_reshape_copy", "reshape", "slice_scatter", "select_scatter", "index_select", "gather", "take", "index",
+    "_unsafe_index", "scatter", "scatter_add", "index_add", "index_copy", "index_put", "index_fill", "masked_fill",
+    "masked_scatter", "where", "tril", "triu", "diag_embed", "sum", "prod", "mean", "any", "all", "amax", "amin",
+    "aminmax", "max", "min", "argmax", "argmin", "cumsum", "cumprod", "cummax", "cummin", "sort", "argsort",
+    "msort", "topk", "kthvalue", "median", "mode", "diff", "norm", "linalg_vector_norm", "count_nonzero", "isin",
+    "searchsorted", "bucketize", "histc", "_local_scalar_dense", "item", "equal", "is_nonzero", "allclose", "mm",
+    "bmm", "addmm", "matmul", "dot", "clamp", "fill", "zero", "isnan", "scaled_dot_product_attention", "unfold",
+    "as_strided", "embedding_renorm", "one_hot", "_assert_async", "range", "zeros_like", "ones_like", "empty_like",
+    "full_like", "rand_like", "randn_like", "randint_like", "new_zeros", "new_ones", "new_empty", "new_full",
+    "new_empty_strided", "_pin_memory", "resolve_neg", "resolve_conj", "is_pinned", "mul", "add", "sub", "div",
+    "dropout", "native_dropout", "nan_to_num", "lerp", "addcmul", "addcdiv", "_assert_tensor_metadata",
+    "_fused_adam", "_fused_adamw", "_fused_sgd", "_fused_adagrad", "native_batch_norm", "batch_norm",
+    "_shape_as_tensor", "isfinite", "isinf", "atleast_1d", "select", "slice", "narrow", "set", "resize",
+    "_index_put_impl", "_unsafe_index_put", "scatter_reduce", "index_reduce", "take_along_dim", "put",
+    "nonzero_static", "cross", "outer", "tensordot", "einsum",
+}
