@@ -313,7 +313,8 @@ class Reader:
         elif kind.base == "Tensor" and not kind.depth:
             binding.missing.append(f"{name}: a tensor, but {by} records none there (undefined, or not recorded)")
         else:
-            self._default(binding, schema, argument, f"{by} does not record arguments of type {kind}")
+            what = "long lists" if str(kind) == "Tensor[]" else "arguments"
+            self._default(binding, schema, argument, f"{by} does not record {what} of type {kind}")
 
     def _default(self, binding: Binding, schema: torch.FunctionSchema, argument: Any, why: str) -> None:
         known = self._strings.get((schema.name, argument.name))

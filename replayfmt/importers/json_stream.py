@@ -181,8 +181,8 @@ class JsonStream:
                 self._place = end
                 return True, value
             except json.JSONDecodeError:
-                end = self._extent()
-                if end is not None:
+                extent = self._extent()
+                if extent is not None:
                     break
                 waiting = len(self._text) - self._place
                 if self._ended:
@@ -194,7 +194,7 @@ class JsonStream:
             except RecursionError:
                 self._note("skipped", "an entry nested too deeply", self.offset)
                 return not self._resynchronize(), None
-        return self._repaired(end, recover)
+        return self._repaired(extent, recover)
 
     def _broken_off(self, recover: bool) -> tuple[bool, Any]:
         start = self.offset

@@ -35,10 +35,11 @@ _COLLECTIVE = ("c10d::", "_c10d_functional::", "c10d_functional::", "nccl:", "gl
 # Operators that only allocate, look at metadata, or name what is there.
 _IDLE = frozenset({
     "aten::empty", "aten::empty_strided", "aten::empty_like", "aten::new_empty", "aten::new_empty_strided",
-    "aten::empty_quantized", "aten::resize_", "aten::resize_as_", "aten::set_", "aten::result_type", "aten::is_nonzero",
-    "aten::lift_fresh", "aten::lift", "aten::resolve_conj", "aten::resolve_neg", "aten::record_stream", "aten::is_same_size",
-    "aten::_has_compatible_shallow_copy_type", "aten::is_pinned", "aten::sym_size", "aten::size", "aten::stride",
-    "aten::output_nr", "aten::_version", "aten::requires_grad_", "aten::can_cast", "aten::numel", "aten::dim",
+    "aten::empty_quantized", "aten::resize_", "aten::resize_as_", "aten::set_", "aten::result_type",
+    "aten::is_nonzero", "aten::lift_fresh", "aten::lift", "aten::resolve_conj", "aten::resolve_neg",
+    "aten::record_stream", "aten::is_same_size", "aten::_has_compatible_shallow_copy_type", "aten::is_pinned",
+    "aten::sym_size", "aten::size", "aten::stride", "aten::output_nr", "aten::_version", "aten::requires_grad_",
+    "aten::can_cast", "aten::numel", "aten::dim",
 })
 
 
@@ -51,7 +52,7 @@ class KinetoOptions:
 
 
 def import_kineto(path: str | PathLike[str], out: str | PathLike[str], *, libraries: OpLibraries | None = None,
-                  options: KinetoOptions = KinetoOptions(), force: bool = False,  # noqa: B008 - frozen
+                  options: KinetoOptions = KinetoOptions(), force: bool = False,
                   progress: Progress | None = None,
                   on_record: Callable[[int, int], None] | None = None) -> ImportReport:
     """Make the capture `out` of a profiler trace, and report on it.
@@ -175,7 +176,8 @@ def devices(events: Events, report: ImportReport) -> Mapping[int, Device]:
         for name, key in (("memory_bytes", "totalGlobalMem"), ("multiprocessors", "numSms")):
             if isinstance(about.get(key), int):
                 fingerprint[name] = about[key]
-        found[number] = Device("cuda", index, str(about.get("name", "")), json.dumps(fingerprint) if fingerprint else "")
+        text = json.dumps(fingerprint) if fingerprint else ""
+        found[number] = Device("cuda", index, str(about.get("name", "")), text)
     return found
 
 

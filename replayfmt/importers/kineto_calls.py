@@ -32,12 +32,13 @@ from .arguments import (
 from .kineto_events import OpKind, WorkKind
 from .operators import Operator, Operators
 from .report import Status
-from .results import Results, infer
+from .results import Results, infer, shapes
 from .types import dtype_of, wrapped
 
 _LISTS = frozenset({"TensorList", "GenericList", "OptionalTensorList", "Tensor[]"})
 _SCALARS = frozenset({"Scalar", "ScalarList", "Int", "Double", "Bool", "Float"})
-_ELEMENT = re.compile(r"\b(?:c10|at)::(BFloat16|Half|Float8_\w+)\b|\b(double|float|long|unsigned char|signed char|bool)\b")
+_ELEMENT = re.compile(r"\b(?:c10|at)::(BFloat16|Half|Float8_\w+)\b|"
+                      r"\b(double|float|long|unsigned char|signed char|bool)\b")
 _OPAQUE = re.compile(r"OpaqueType<(\d+)u?>")
 _COPIES = ("aten::copy_", "aten::_to_copy", "aten::to")
 _WRAPPED = (DType.float64, DType.int64, DType.bool, DType.complex128)
@@ -97,20 +98,25 @@ class Calls:
         self._operators = operators
         self._reader = Reader(STRING_DEFAULTS)
         self._results: dict[str, Results] = {}
+        self._returned: dict[tuple[int, ...], set[DType]] = defaultdict(set)
         self._dtypes: dict[Geometry, set[DType]] = defaultdict(set)
+        self._sized: dict[tuple[int, ...], set[DType]] = defaultdict(set)
         for kind in kinds:
             for geometry, dtype in _typed(kind):
                 self._dtypes[geometry].add(dtype)
+                self._sized[geometry[0]].add(dtype)
 
     def resolve(self, kind: OpKind, placement: Placement, hints: Hints) -> Call:
         """The call that an event of this kind was, at this place."""
         read = read_arguments(kind)
         shown = signature_text(read.arguments)
         if read.missing:
-            choice = self._operators.candidates(kind.name)
-            reason, detail = ("import_incomplete", read.missing) if choice[0] else ("no_schema", choice[1])
+            known, why = self._operators.candidates(kind.name)
+            reason, detail = ("import_incomplete", read.missing) if known else ("no_schema", why)
             return Call(kind.name, None, reason=reason, detail=detail, signature=shown)
         arguments = [self._with_dtypes(each, read, hints) for each in read.arguments]
+        if any(_undetermined(item) for each in arguments for item in each.items):
+            arguments = self._by_results(kind.name, arguments, read)
         choice = self._operators.choose(kind.name, arguments)
         if choice.operator is None:
             return Call(kind.name, None, reason=choice.reason, detail=choice.detail, signature=shown)
@@ -123,24 +129,52 @@ class Calls:
         key = f"{choice.operator.schema}|{bound!r}"
         if key not in self._results:
             self._results[key] = infer(choice.operator.schema, bound)
+            for shape in shapes(self._results[key].values or ()):
+                self._returned[shape.sizes].add(shape.dtype)
         return Call(kind.name, choice.operator, tuple(bound), self._results[key], tuple(assumed), signature=shown)
 
     def _with_dtypes(self, recorded: Recorded, read: Read, hints: Hints) -> Recorded:
         """An argument, the dtypes of a list's tensors filled in where they can be learned."""
         if recorded.form is not Form.items or not any(_undetermined(item) for item in recorded.items):
             return recorded
-        items = []
-        for item in recorded.items:
+        found: dict[DType, str] = {}
+        unknown = False
+        items = list(recorded.items)
+        for place, item in enumerate(items):
             if _undetermined(item):
                 assert item.tensor is not None
                 dtype, why = self._dtype(item.tensor, read, hints)
-                if dtype is not None:
-                    item = replace(item, tensor=replace(item.tensor, dtype=dtype))
-                    sentence = f"the tensors of a list are {dtype.name}: {why}"
-                    if sentence not in read.assumed:
-                        read.assumed.append(sentence)
-            items.append(item)
+                if dtype is None:
+                    unknown = True
+                    continue
+                found.setdefault(dtype, why)
+                items[place] = _with_dtype(item, dtype)
+        if unknown and len(found) == 1:
+            dtype = next(iter(found))
+            items = [_with_dtype(item, dtype) if _undetermined(item) else item for item in items]
+            read.assumed.append(f"some tensors of a list are {dtype.name}: the others are")
+        read.assumed += [f"the tensors of a list are {dtype.name}: {why}" for dtype, why in found.items()]
         return replace(recorded, items=tuple(items))
+
+    def _by_results(self, name: str, arguments: list[Recorded], read: Read) -> list[Recorded]:
+        """Arguments with the dtype for lists with which the result is a tensor that the trace has elsewhere.
+
+        Sizes of results do not depend on dtypes, so they are found out with any.
+        """
+        tried = [_every(each, DType.float32) for each in arguments]
+        choice = self._operators.choose(name, tried)
+        binding = self._reader.bind(choice.operator.schema, tried) if choice.operator is not None else None
+        if binding is None or binding.missing:
+            return arguments
+        results = infer(choice.operator.schema, binding.arguments)  # type: ignore[union-attr]
+        found = {dtype for shape in shapes(results.values or ())
+                 for dtype in self._dtypes.get((shape.sizes, shape.strides), self._sized.get(shape.sizes, ()))}
+        if len(found) != 1:
+            return arguments
+        dtype = found.pop()
+        read.assumed.append(f"the tensors of a list are {dtype.name}: the only dtype that tensors like the result have "
+                            "in the trace")
+        return [_every(each, dtype) for each in arguments]
 
     def _dtype(self, spec: TensorSpec, read: Read, hints: Hints) -> tuple[DType | None, str]:
         assert spec.sizes is not None
@@ -158,6 +192,11 @@ class Calls:
         if len(known) == 1:
             return known.pop(), "the only one that tensors of these sizes and strides have in the trace" + (
                 f", of the {min(widths)} bytes that the kernel copies" if widths else "")
+        returned = self._returned.get(spec.sizes, set())
+        if widths:
+            returned = {dtype for dtype in returned if ITEM_BYTES[dtype] in widths}
+        if len(returned) == 1:
+            return returned.pop(), "the only one that results of these sizes have in the trace"
         if len(kernel) == 1 and not known:
             return kernel.pop(), "the only one that the kernel's name has"
         if len(beside) == 1:
@@ -246,6 +285,23 @@ def _spec(dtype: DType | None, dims: Any, strides: Any, read: Read) -> TensorSpe
 
 def _is_sizes(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(each, int) and not isinstance(each, bool) for each in value)
+
+
+def _with_dtype(item: Recorded, dtype: DType) -> Recorded:
+    assert item.tensor is not None
+    return replace(item, tensor=replace(item.tensor, dtype=dtype))
+
+
+def _every(recorded: Recorded, dtype: DType) -> Recorded:
+    """An argument whose tensors of unknown dtype have this one."""
+    return replace(recorded, items=tuple(_with_dtype(item, dtype) if _undetermined(item) else item
+                                         for item in recorded.items))
+
+
+def has_lists(kind: OpKind) -> bool:
+    """Whether an event kind has a list of tensors, whose dtypes may have to be learned from other calls."""
+    types = kind.recorded["Input type"] if kind.recorded else None
+    return isinstance(types, list) and any(wrapped(str(name))[0] in _LISTS for name in types)
 
 
 def _undetermined(item: Recorded) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from replayfmt.format.model import Device
 from replayfmt.pytorch.iterations import parse_iteration
 
 from .arguments import DefaultGenerator, TensorSpec
-from .kineto_calls import Call, Calls, Hints, Placement
+from .kineto_calls import Call, Calls, Hints, Placement, has_lists
 from .kineto_events import Events, OpKind, WorkKind
 from .kineto_tree import Facts, Role, Selection, Tree
 from .report import Entry, ImportReport
@@ -92,16 +93,15 @@ class _Writing:
     def write(self, on_record: Callable[[int, int], None] | None) -> None:
         ops = self.events.ops
         moments: list[tuple[int, int, int, Callable[[], None]]] = []
-        groups = self._groups()
-        for group in groups:
-            moments.append((ops.start[group.index], 2, 0, lambda group=group: self._op(group)))
+        for group in self._groups():
+            moments.append((ops.start[group.index], 2, 0, partial(self._op, group)))
         for stray in self._strays():
-            moments.append((stray.start, 2, 1, lambda stray=stray: self._stray(stray)))
+            moments.append((stray.start, 2, 1, partial(self._stray, stray)))
         if not self.trace.unique:
             for index in self._scopes:
                 start, duration = ops.start[index], ops.duration[index]
-                moments.append((start, 1, -duration, lambda index=index: self._scope(index, begins=True)))
-                moments.append((start + duration, 0, -start, lambda index=index: self._scope(index, begins=False)))
+                moments.append((start, 1, -duration, partial(self._scope, index, begins=True)))
+                moments.append((start + duration, 0, -start, partial(self._scope, index, begins=False)))
         moments.sort(key=lambda each: each[:3])
         for done, (_start, _kind, _tie, record) in enumerate(moments):
             record()
@@ -114,7 +114,9 @@ class _Writing:
         durations = np.asarray(self.events.work.duration, np.int64)
         groups: list[_Group] = []
         alike: dict[Any, _Group] = {}
-        for index in self.trace.selection.chosen.tolist():
+        chosen = self.trace.selection.chosen.tolist()
+        # Lists of tensors last: what their dtypes are is learned from the results of other calls.
+        for index in sorted(chosen, key=lambda each: has_lists(self.events.kinds[kinds[each]])):
             work = self._work(index)
             placement = self._placement(index, work)
             call = self._resolve(index, placement, work)
@@ -134,7 +136,7 @@ class _Writing:
         first, end = np.searchsorted(self._sorted, [index, index + 1])
         return np.sort(self._by_op[first:end])
 
-    # --------------------------------------------------------------------------------------------------------- resolving
+    # -------------------------------------------------------------------------------------------------------- resolving
 
     def _placement(self, index: int, work: np.ndarray) -> Placement:
         if not self.trace.devices:
@@ -186,7 +188,7 @@ class _Writing:
         texts = [f"{name}: {value}" for name, value in about.items() if value not in ("", None)]
         return Call(kind.name, None, reason="collective", detail="; ".join(texts) or "nothing is recorded about it")
 
-    # ------------------------------------------------------------------------------------------------------------ records
+    # ---------------------------------------------------------------------------------------------------------- records
 
     def _op(self, group: _Group) -> None:
         index, call = group.index, group.call
@@ -279,7 +281,7 @@ class _Writing:
         self.report.add((self.events.ops.kind[group.index], group.placement, reason), entry, ordinal, group.count,
                         group.host_ns, group.device_ns if group.worked else None)
 
-    # ------------------------------------------------------------------------------------------------------------- strays
+    # ----------------------------------------------------------------------------------------------------------- strays
 
     def _strays(self) -> list[_Stray]:
         """Launches whose work belongs to no operator; work without a launch is counted in the report."""
@@ -294,8 +296,8 @@ class _Writing:
                 launches[launch] = _Stray(self.events.launches.start[launch], launch)
             launches[launch].work.append(each)
         if lost:
-            self.report.notes.append(f"{lost} pieces of device work were launched before the trace began, or by what it "
-                                     "does not show; they are not in the capture")
+            self.report.notes.append(f"{lost} pieces of device work were launched before the trace began, or by what "
+                                     "it does not show; they are not in the capture")
         return list(launches.values())
 
     def _stray(self, stray: _Stray) -> None:
@@ -315,7 +317,7 @@ class _Writing:
             name, "", "incomplete", f"{len(kinds)} kernels" if graph else "", reason=reason, detail=detail),
             ordinal, 1, None, device_ns)
 
-    # ------------------------------------------------------------------------------------------------------------- scopes
+    # ----------------------------------------------------------------------------------------------------------- scopes
 
     def _scope_ids(self) -> dict[int, int]:
         """The scope id of each annotation."""

@@ -153,7 +153,7 @@ class Operators:
             return Choice(None, "import_incomplete", f"no overload of {name} takes ({shown}); there are: {schemas}")
         best = max(points for points, _each in usable)
         chosen = [each for points, each in usable if points == best]
-        assumed = ()
+        assumed: tuple[str, ...] = ()
         if len(chosen) > 1:
             names = ", ".join(each.overload for each in chosen)
             assumed = (f"overload {chosen[0].overload}: the recorded types fit {names} equally well",)

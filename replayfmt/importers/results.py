@@ -62,7 +62,7 @@ def infer(schema: torch.FunctionSchema, arguments: Sequence[tuple[str, Any]]) ->
     try:
         with torch.no_grad():
             returned = overload(*positional, **keywords)
-    except Exception as error:  # noqa: BLE001 - any operator may fail in any way without content
+    except Exception as error:   # any operator may fail in any way without content
         return Results(None, f"{type(error).__name__}: {error}".partition("\n")[0][:200])
     storages: dict[int, int] = {}
     values = (returned,) if len(schema.returns) == 1 else tuple(returned)
@@ -143,7 +143,7 @@ def realize(results: Results, arguments: Sequence[Tensor], device: int) -> list[
     if results.values is None:
         return None
     lengths: dict[int, int] = {}
-    for shape in _shapes(results.values):
+    for shape in shapes(results.values):
         if shape.shares is None:
             length = bytes_needed(shape.dtype, shape.sizes, shape.strides, shape.offset)
             lengths[shape.fresh] = max(length, lengths.get(shape.fresh, 0))
@@ -164,11 +164,12 @@ def realize(results: Results, arguments: Sequence[Tensor], device: int) -> list[
     return [value(each) for each in results.values]
 
 
-def _shapes(values: Sequence[Any]) -> list[Shape]:
+def shapes(values: Sequence[Any]) -> list[Shape]:
+    """The tensors among results that are no arguments themselves."""
     found: list[Shape] = []
     for each in values:
         if isinstance(each, Shape):
             found.append(each)
         elif isinstance(each, list):
-            found += _shapes(each)
+            found += shapes(each)
     return found

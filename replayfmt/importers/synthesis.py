@@ -122,7 +122,7 @@ class ImportedSession:
     # -------------------------------------------------------------------------------------------------------- records
 
     def op(self, kernel: Kernel, arguments: Sequence[tuple[str, Any]], results: Sequence[Any] | None = None,
-           moment: Moment = Moment(), annotation: Mapping[str, Any] | None = None) -> int:  # noqa: B008 - frozen
+           moment: Moment = Moment(), annotation: Mapping[str, Any] | None = None) -> int:
         """Record one call; returns its ordinal. Argument values are None, bool, int, float, complex, str, DType,
         Layout, MemoryFormat, DeviceName, DefaultGenerator, Tensor, and lists and tuples of these.
 
@@ -157,13 +157,13 @@ class ImportedSession:
         """Record that a scope ends."""
         return self._named(RecordKind.scope_end, moment, name=name)
 
-    def unsupported(self, reason: str, op: str, detail: str, moment: Moment = Moment(),  # noqa: B008 - frozen
+    def unsupported(self, reason: str, op: str, detail: str, moment: Moment = Moment(),
                     annotation: Mapping[str, Any] | None = None) -> int:
         """Record work that the import could not turn into an op."""
         note = self._writer.annotation(annotation) if annotation else 0
         return self._named(RecordKind.unsupported, moment, note, reason=reason, op=op, detail=detail)
 
-    def release(self, storages: Sequence[Storage], moment: Moment = Moment()) -> None:  # noqa: B008 - frozen
+    def release(self, storages: Sequence[Storage], moment: Moment = Moment()) -> None:
         """Record that nothing uses these storages any more: a replay need not keep them. Unused ones are left out."""
         for storage in storages:
             if storage.id and not storage.released:
@@ -172,7 +172,7 @@ class ImportedSession:
 
     # ------------------------------------------------------------------------------------------------------- storages
 
-    def enter(self, storage: Storage, moment: Moment = Moment()) -> None:  # noqa: B008 - frozen
+    def enter(self, storage: Storage, moment: Moment = Moment()) -> None:
         """Bring a storage in ahead of its first use."""
         if not storage.id:
             self._enter(storage, moment)
@@ -247,7 +247,8 @@ class ImportedSession:
         known = any(value != _UNKNOWN for value in pending.device_duration)
         self._writer.records(RecordColumns(
             signature=pending.signature, scope=pending.scope, thread=pending.thread, start_ns=pending.start,
-            duration_ns=pending.duration if pending.timed else None, tensors=pending.tensors, ints=pending.ints, floats=pending.floats,
+            duration_ns=pending.duration if pending.timed else None,
+            tensors=pending.tensors, ints=pending.ints, floats=pending.floats,
             tensor_definitions=pending.definitions, first_storage=self._first_storage,
             storage_bytes=pending.storage_bytes, storage_device=pending.storage_device,
             storage_origin=pending.storage_origin, storage_payload=pending.storage_payload,

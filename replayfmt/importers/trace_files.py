@@ -60,7 +60,7 @@ class TraceFile:
             return self._zip_member(zipfile.ZipFile(self._raw), wanted)
         plain: IO[bytes] = self._raw
         if head[:2] == b"\x1f\x8b":
-            plain = gzip.open(self._raw)  # type: ignore[assignment]
+            plain = gzip.GzipFile(fileobj=self._raw)  # type: ignore[assignment]
             try:
                 start = plain.read(512)
             except _CUT:

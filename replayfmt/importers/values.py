@@ -14,6 +14,7 @@ from replayfmt.format.model import Node, Recipe, TensorMeta
 
 from .arguments import DefaultGenerator, DeviceName
 
+Bytes = bytes       # the type, where a field has its name
 _LEAST, _MOST = -(1 << 63), (1 << 63) - 1
 
 
@@ -24,7 +25,7 @@ class Storage:
     bytes: int
     device: int
     origin: StorageOrigin = StorageOrigin.absent
-    content: bytes | Recipe | None = None
+    content: Bytes | Recipe | None = None
     reason: str = "import"     # of the storage_import record that brings it in
     id: int = 0
     released: bool = False
@@ -79,6 +80,9 @@ def plain_tensor(dtype: DType, sizes: tuple[int, ...], strides: tuple[int, ...] 
     return Tensor(storage, TensorMeta(dtype, Layout.strided, device, sizes, strides, TensorFlag(0)), offset)
 
 
+_ENUMERATIONS = {DType: ValueKind.dtype, Layout: ValueKind.layout, MemoryFormat: ValueKind.memory_format}
+
+
 class NodeMaker:
     """Makes nodes out of values. `device_id` gives a device's id by name, `generator_id` a default generator's."""
 
@@ -95,10 +99,8 @@ class NodeMaker:
             return Node(ValueKind.tensor, name)
         if isinstance(value, bool):
             return Node(ValueKind.bool, name, int(value))
-        for kind, code in ((DType, ValueKind.dtype), (Layout, ValueKind.layout),
-                           (MemoryFormat, ValueKind.memory_format)):
-            if isinstance(value, kind):
-                return Node(code, name, int(value))
+        if isinstance(value, DType | Layout | MemoryFormat):
+            return Node(_ENUMERATIONS[type(value)], name, int(value))
         if isinstance(value, int):
             if not _LEAST <= value <= _MOST:
                 raise ValueError(f"{name}={value} is no 64-bit integer")

@@ -1,7 +1,7 @@
 """What serving engines say of a step in its annotation: how many requests, how many tokens, prefill or decode.
 
-vLLM and SGLang name each step's profiler annotation after its batch. Imported captures keep these names as scopes. Known
-forms:
+vLLM and SGLang name each step's profiler annotation after its batch. Imported captures keep these names as scopes.
+Known forms:
 
     execute_32_context_1(sq512sk512sqsq262144sqsk262144)_generation_31(sq31sk9000sqsq31sqsk9000)     vLLM
     execute_context_1(512)_generation_31(31)                                                         vLLM, older
@@ -95,8 +95,8 @@ def _sglang(found: re.Match[str], name: str) -> Iteration | None:
         return Iteration("sglang", phase, batch, none, name)
     if phase == "decode":
         return Iteration("sglang", phase, none, batch, name)
-    return Iteration("sglang", phase, Requests() if phase == "mixed" else none, Requests() if phase == "mixed" else none,
-                     name)
+    unknown = Requests() if phase == "mixed" else none
+    return Iteration("sglang", phase, unknown, unknown, name)
 
 
 def _sums(count: str, text: str) -> Requests:

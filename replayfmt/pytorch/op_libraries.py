@@ -158,7 +158,7 @@ class OpLibraries:
         for name in admitted:
             try:
                 modules.append(importlib.import_module(name))
-            except Exception as error:  # noqa: BLE001 - a foreign library may fail in any way while it is imported
+            except Exception as error:   # a foreign library may fail in any way
                 problems.append(f"{name} cannot be imported: {type(error).__name__}: {error}".partition("\n")[0])
         return Loaded(tuple(modules), "" if modules else "; ".join(problems))
 

@@ -1,0 +1,35 @@
+"""Which tool made a trace file: told by its content, never by its name."""
+
+from __future__ import annotations
+
+import zipfile
+from os import PathLike
+from typing import Literal, get_args
+
+from replayfmt.errors import InvalidCapture
+
+from .json_stream import JsonStream
+
+TraceKind = Literal["kineto", "execution-trace", "tracelens"]
+KINDS: tuple[TraceKind, ...] = get_args(TraceKind)
+_READ = 64      # entries looked at, at most: what tells stands at the beginning
+
+
+def sniff(path: str | PathLike[str]) -> TraceKind:
+    """The kind of a trace file. Raises CaptureNotFound, and InvalidCapture where it is none that is known."""
+    if zipfile.is_zipfile(path):
+        with zipfile.ZipFile(path) as archive:
+            if any(name.endswith("event_replay_ir.json") for name in archive.namelist()):
+                return "tracelens"
+    with JsonStream.open(path) as stream:
+        for seen, (key, value) in enumerate(stream.entries({"traceEvents", "nodes"})):
+            if key == "traceEvents" or (key == "" and isinstance(value, dict) and "ph" in value):
+                return "kineto"
+            if key == "nodes":
+                return "execution-trace"
+            if key == "" and isinstance(value, dict) and ("replay_ir" in value or "op_name" in value):
+                return "tracelens"
+            if seen >= _READ:
+                break
+    raise InvalidCapture(f"{path}: no trace that is known: expected a PyTorch profiler trace (traceEvents), a PyTorch "
+                         "execution trace (nodes), or TraceLens replay IR (op_name and replay_ir)")

@@ -1,0 +1,140 @@
+"""opreplay-import: make a capture out of another tool's trace file."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from replayfmt.errors import CaptureFailed, OutputExists, UsageError
+
+from .command import run_tool, tool
+
+if TYPE_CHECKING:
+    from replayfmt.importers.report import ImportReport
+
+_KINDS = ("auto", "kineto", "execution-trace", "tracelens")
+_LEVELS = ("auto", "leaf", "launching", "root")
+
+
+@tool("opreplay-import")
+@click.option("-o", "--output", required=True, metavar="FILE", help="Where to write the capture.")
+@click.option("--from", "kind", type=click.Choice(_KINDS), default="auto", show_default=True,
+              help="What made the trace: the PyTorch profiler, its ExecutionTraceObserver, or TraceLens. auto looks "
+                   "into the file.")
+@click.option("--level", type=click.Choice(_LEVELS), default="auto", show_default=True,
+              help="Which operators stand for the work: the outermost (root), the deepest that do some themselves "
+                   "(leaf), or those that launched device work (launching). auto: launching where the trace has device "
+                   "work, else leaf.")
+@click.option("--unique", is_flag=True, help="Keep one of each call (operator, types, shapes, strides, values), with "
+              "its count and its mean times.")
+@click.option("--rewrite", type=click.Choice(["none", "portable"]), default="none", show_default=True,
+              help="Execution traces: replace operators that only one device has by portable ones.")
+@click.option("--op-library", "op_libraries", multiple=True, metavar="NAMESPACE=MODULE",
+              help="Import MODULE where an operator of NAMESPACE is needed. Repeatable.")
+@click.option("--allow-import", "allowed", multiple=True, metavar="NAME",
+              help="Let the known library NAME (a module, a package or an operator namespace) be imported where an "
+                   "operator needs it. Repeatable.")
+@click.option("--format", "form", type=click.Choice(["text", "jsonl"]), default="text", show_default=True,
+              help="How the report is printed.")
+@click.option("--report", "report_file", metavar="FILE", help="Write the report to FILE as well, as JSON lines.")
+@click.option("--force", is_flag=True, help="Replace files that exist.")
+@click.argument("trace", metavar="TRACE")
+def cli(trace: str, output: str, kind: str, level: str, unique: bool, rewrite: str, op_libraries: tuple[str, ...],
+        allowed: tuple[str, ...], form: str, report_file: str | None, force: bool) -> int:
+    """Make the capture FILE out of TRACE, and report what of it is exact, inferred or missing.
+
+    TRACE is a PyTorch profiler trace, a PyTorch execution trace, or TraceLens EventReplay IR; plain JSON, gzip, tar.gz
+    or zip. Exits with 0 once the capture is written, also where some calls could not be completed: they are unsupported
+    records, listed in the report.
+    """
+    if report_file is not None and os.path.exists(report_file) and not force:
+        raise OutputExists(f"{report_file} exists already; give --report another name, or --force")
+    with _progress() as (on_bytes, on_record):
+        report = _import(trace, output, kind, level, unique, rewrite, op_libraries, allowed, force, on_bytes, on_record)
+    if report_file is not None:
+        _write_report(report_file, report)
+    if form == "jsonl":
+        for row in report.rows():
+            click.echo(json.dumps(row))
+    else:
+        for line in report.lines():
+            click.echo(line)
+    for problem in report.problems:
+        click.echo(f"{trace}: {problem}", err=True)
+    missing = report.calls()["incomplete"]
+    unsupported = f"; {missing} calls are unsupported records" if missing else ""
+    click.echo(f"{output}: {sum(report.calls().values())} calls{unsupported}", err=True)
+    return 0
+
+
+def _import(trace: str, output: str, kind: str, level: str, unique: bool, rewrite: str, op_libraries: tuple[str, ...],
+            allowed: tuple[str, ...], force: bool, on_bytes: Callable[[int, int], None] | None,
+            on_record: Callable[[int, int], None] | None) -> ImportReport:
+    from replayfmt.importers.sniffing import sniff
+    from replayfmt.pytorch.op_libraries import OpLibraries, parse_op_library
+
+    libraries = OpLibraries(allowed)
+    for each in op_libraries:
+        libraries.register(*parse_op_library(each))
+    found = sniff(trace) if kind == "auto" else kind
+    common: dict[str, Any] = {"libraries": libraries, "force": force, "progress": on_bytes}
+    if unique and found != "kineto":
+        raise UsageError(f"--unique is for profiler traces; {trace} is of kind {found}")
+    if rewrite != "none" and found != "execution-trace":
+        raise UsageError(f"--rewrite={rewrite} is for execution traces; {trace} is of kind {found}")
+    if found == "kineto":
+        from replayfmt.importers.kineto import KinetoOptions, import_kineto
+
+        options = KinetoOptions(level, unique)  # type: ignore[arg-type]
+        return import_kineto(trace, output, options=options, on_record=on_record, **common)
+    if found == "execution-trace":
+        from replayfmt.importers.execution_trace import import_execution_trace
+
+        level = {"auto": "deepest"}.get(level, level)
+        return import_execution_trace(trace, output, rewrite=rewrite, level=level, **common)  # type: ignore[arg-type]
+    from replayfmt.importers.tracelens import import_tracelens
+
+    if level != "auto":
+        raise UsageError(f"--level={level} is for traces; TraceLens IR lists single calls")
+    return import_tracelens(trace, output, **common)
+
+
+def _write_report(path: str, report: ImportReport) -> None:
+    try:
+        with open(path, "w", encoding="utf-8") as file:
+            for row in report.rows():
+                file.write(json.dumps(row) + "\n")
+    except OSError as error:
+        raise CaptureFailed(f"{path}: the report could not be written: {error.strerror}") from error
+
+
+@contextmanager
+def _progress() -> Iterator[tuple[Callable[[int, int], None] | None, Callable[[int, int], None] | None]]:
+    """Two progress bars on a terminal's stderr: bytes of the trace read, records written. Otherwise nothing."""
+    if not sys.stderr.isatty():
+        yield None, None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        reading = bar.add_task("reading", total=None)
+        writing = bar.add_task("writing", total=None, visible=False)
+        yield (lambda done, total: bar.update(reading, completed=done, total=total),
+               lambda done, total: bar.update(writing, completed=done, total=total, visible=True))
+
+
+def main() -> None:
+    """The console script."""
+    run_tool(cli)
+
+
+if __name__ == "__main__":
+    main()
