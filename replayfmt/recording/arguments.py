@@ -18,7 +18,7 @@ from replayfmt.pytorch.dtypes import DTYPE_CODE, LAYOUT_CODE, MEMORY_FORMAT_CODE
 from replayfmt.pytorch.memory import call_undispatched
 
 from .records import Unrepresentable
-from .storages import Tracker
+from .trackers import Tracker
 
 _INT64 = range(-(1 << 63), 1 << 63)
 
@@ -156,6 +156,16 @@ class Encoder:
         values.key.append(Token(ValueKind.composite, form, len(parts)))
         for part in parts:
             self.add(part, values)
+
+
+class StructureEncoder(Encoder):
+    """Encodes tensors and how they are nested. Scalars and strings, which may tell what is in them, become None."""
+
+    def add(self, value: Any, values: Values) -> None:
+        if isinstance(value, (torch.Tensor, list, tuple, torch.UntypedStorage, torch.TypedStorage)):
+            super().add(value, values)
+        else:
+            super().add(None, values)
 
 
 def _concrete(value: torch.SymInt | torch.SymFloat | torch.SymBool) -> int | float | bool:

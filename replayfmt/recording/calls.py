@@ -15,7 +15,7 @@ import torch
 from replayfmt.format.codes import OpStatus, RecordKind
 from replayfmt.format.model import Kernel, Signature
 
-from .arguments import Encoder, Use, Values, build_nodes
+from .arguments import Encoder, StructureEncoder, Use, Values, build_nodes
 from .buffer import RecordBuffer, packer
 from .digesting import Digests
 from .kernels import KernelFacts
@@ -60,9 +60,11 @@ class Calls:
         digests: Digests,
         *,
         digest_results: bool,
+        scalars: bool,
         threads: list[int],
         learn: Callable[[int, Call, Values, Any], Site | None],
     ) -> None:
+        """`scalars`: record the scalars that ops return."""
         self._buffer = buffer
         self._records = records
         self._metas = metas
@@ -77,7 +79,8 @@ class Calls:
         self._kernels: dict[int, KernelFacts] = {}
         self._call: Call | None = None
         self._arguments = Encoder(self._use_argument, self._use_storage, generators.number, records.device)
-        self._results = Encoder(self._use_result, self._result_storage, generators.number, records.device)
+        results = Encoder if scalars else StructureEncoder
+        self._results = results(self._use_result, self._result_storage, generators.number, records.device)
 
     def facts(self, func: torch._ops.OpOverload) -> KernelFacts:
         """What is known of an overload; computed at its first call."""
@@ -128,7 +131,7 @@ class Calls:
         assert call is not None
         tracker = storages.known(storage)
         if tracker is None:
-            tracker = storages.enter(storage)
+            tracker = storages.enter(storage, tensor.dtype)
         elif tracker.size != storage.nbytes():
             reads = tensor.numel() != 0 and call.facts.reads(index, call.args, call.kwargs)
             tracker = storages.use(tracker, storage, reads, call.facts.name)
@@ -139,7 +142,7 @@ class Calls:
     def _use_storage(self, storage: torch.UntypedStorage, index: int) -> int:
         tracker = self._storages.known(storage)
         if tracker is None:
-            tracker = self._storages.enter(storage)
+            tracker = self._storages.enter(storage, self._dtype_beside())
         elif tracker.size != storage.nbytes():
             call = self._call
             assert call is not None
@@ -149,6 +152,11 @@ class Calls:
         if state is not None and state.alias_of is not None and (state.delta or state.length != state.alias_of.size):
             raise Unrepresentable("overlapping_storages", "a storage that is a part of another one was passed as such")
         return tracker.id
+
+    def _dtype_beside(self) -> torch.dtype | None:
+        """What a storage that is an argument itself is to be seen as: `set_` gives it to a tensor."""
+        assert self._call is not None
+        return next((value.dtype for value in self._call.args if isinstance(value, torch.Tensor)), None)
 
     # ----------------------------------------------------------------------------------------------------------- after
 

@@ -18,6 +18,7 @@ import torch
 from replayfmt.errors import CaptureFailed, OpReplayError
 from replayfmt.format.codes import Layout
 from replayfmt.format.model import Session
+from replayfmt.format.redaction import Redaction
 from replayfmt.format.writer import CaptureWriter
 from replayfmt.pytorch.composites import is_composite, take_apart
 from replayfmt.pytorch.dtypes import TORCH_LAYOUT
@@ -27,7 +28,9 @@ from replayfmt.pytorch.settings import read_settings
 
 from .buffer import RecordBuffer
 from .calls import Call, Calls, PassedThrough, is_wrapper
+from .content import Contents
 from .digesting import Digests
+from .external_files import ExternalFiles
 from .hooks import hook_policies
 from .implicit_scope import ImplicitScope
 from .kernels import KernelFacts, tensors_in
@@ -35,10 +38,12 @@ from .numeric_state import NumericState
 from .options import CaptureOptions
 from .randomness import Generators
 from .records import Records, Unrepresentable
+from .redacted_writer import RedactedWriter, user_names
 from .scopes import Open, Scopes
 from .sites import Sites
-from .storages import RELEASE_BATCH, Storages, Tracker
+from .storages import RELEASE_BATCH, Storages
 from .tensor_metas import TensorMetas
+from .trackers import Tracker
 
 _ROW_S = 0.001  # longer than a thread takes to make one row of the fast path, unless it is suspended in between
 _BEHIND = 4  # frames' worth of records that may wait for the flusher
@@ -51,9 +56,13 @@ class Core:
         """Create the file. Raises CaptureFailed or OutputExists."""
         policies = {**options.policies(), **hook_policies()}
         session = Session(**session_fields(), settings=read_settings(), policies=policies)
+        redaction = Redaction(session, user_names()) if options.redact else None
         self.options = options
         self.lock = threading.RLock()
-        self.writer = CaptureWriter(path, session, force=options.force)
+        if redaction is None:
+            self.writer = CaptureWriter(path, session, force=options.force)
+        else:
+            self.writer = RedactedWriter(path, session, redaction, force=options.force)
         self.started = time.perf_counter_ns()
         self.buffer = RecordBuffer(self.writer, options.chunk_records, self.lock)
         self.threads: list[int] = []  # idents of other threads that record; empty while there is one thread
@@ -62,11 +71,10 @@ class Core:
         self.records = Records(self.buffer, self.scopes.current, self.started)
         self.scopes.records = self.records
         self.metas = TensorMetas(self.buffer, self.records)
-        content = options.payload != "none"
-        self.storages = Storages(
-            self.buffer, self.records, self.metas, content=content, audit=options.audit and content
-        )
-        self.generators = Generators(self.buffer, self.records)
+        files = ExternalFiles(self.writer, options, redaction) if options.file_policy is not None else None
+        self.contents = Contents(self.writer, options, files)
+        self.storages = Storages(self.buffer, self.records, self.metas, self.contents, audit=options.audit)
+        self.generators = Generators(self.buffer, self.records, states=self.contents.recorded)
         self.numeric = NumericState(self.records)
         self.digests = Digests(self.buffer, self.records, self.metas, self.storages)
         self.sites = Sites(self)
@@ -79,6 +87,7 @@ class Core:
             self.numeric,
             self.digests,
             digest_results=options.digests == "ops",
+            scalars=options.payload == "full",
             threads=self.threads,
             learn=self.sites.learn,
         )
@@ -137,6 +146,8 @@ class Core:
             try:
                 self.stop()
                 self.storages.drain()
+                for change in self.contents.changed_files():
+                    self.records.unsupported("file_changed", "", f"the file {change} while it was captured")
                 self.buffer.flush()
                 self.writer.close(time.perf_counter_ns() - self.started)
             except Exception as error:
@@ -165,12 +176,12 @@ class Core:
 
     # ------------------------------------------------------------------------------------------------ for the fast path
 
-    def enter(self, storage: torch.UntypedStorage) -> Tracker:
-        """A storage at its first use. Raises CaptureFailed where recording has stopped."""
+    def enter(self, storage: torch.UntypedStorage, dtype: torch.dtype) -> Tracker:
+        """A storage at its first use, as `dtype`. Raises CaptureFailed where recording has stopped."""
         with self.lock:
             if not self.on:
                 raise CaptureFailed(f"{self.writer.path}: recording has stopped")
-            return self.storages.known(storage) or self.storages.enter(storage)
+            return self.storages.known(storage) or self.storages.enter(storage, dtype)
 
     def view(self, tracker: Tracker, meta: int, offset: int) -> int:
         """The tensor id of a view that is not among the first two of its storage. Raises as `enter` does."""

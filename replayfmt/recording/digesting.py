@@ -14,8 +14,9 @@ from replayfmt.pytorch.memory import call_undispatched, make_view
 
 from .buffer import RecordBuffer
 from .records import Records
-from .storages import State, Storages, Tracker
+from .storages import Storages
 from .tensor_metas import MetaParams, TensorMetas
+from .trackers import State, Tracker
 
 _VIEWS = 64   # written views of one storage that are digested one by one
 

@@ -95,7 +95,7 @@ class MappedRange:
     def fingerprint(self) -> int | None:
         """Changes when the bytes may have changed, as long as nobody but the caller's own operators writes to memory
         shared with the file. Reads only pages that were written in memory. None where the system does not tell."""
-        state = xxhash.xxh3_128(repr(self._file_now()).encode())
+        state = xxhash.xxh3_128(repr(self._modified()).encode())
         if not self.mapping.shared:
             written = own_pages(self)
             if written is None:
@@ -107,14 +107,14 @@ class MappedRange:
                 state.update(memory(low, high - low))
         return state.intdigest()
 
-    def _file_now(self) -> int | None:
-        """When the file was modified; None where another one has its name now, whose content does not matter here."""
+    def _modified(self) -> int:
+        """When the file was modified. One that lost its name since keeps what it has, for whom it is mapped."""
         try:
             status = os.stat(self.path)
         except OSError:
-            return None
+            return self.identity.mtime_ns
         same = (status.st_dev, status.st_ino) == (self.identity.device, self.identity.inode)
-        return status.st_mtime_ns if same else None
+        return status.st_mtime_ns if same else self.identity.mtime_ns
 
 
 def own_pages(found: MappedRange) -> np.ndarray | None:

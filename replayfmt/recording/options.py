@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from replayfmt.errors import UsageError
 
-PAYLOADS = ("full", "none")
+from .known_files import expand, look_at
+
+PAYLOADS = ("full", "integers", "none")
+FILE_POLICIES = ("reference", "capture-ranges", "capture-all", "fail")
+FILE_VALIDATIONS = ("identity", "digest")
 DIGESTS = ("live", "ops", "none")
 COMPILED = ("keep", "eager")
 
@@ -19,15 +25,30 @@ CHUNK_RECORDS = 16384
 class CaptureOptions:
     """The policies of one capture. Raises UsageError for values that do not exist or contradict each other.
 
-    `payload`: `full` embeds the bytes of storages no captured op produced, `none` records metadata only (and implies
-    `digests="none"`). `digests`: what verification will compare. `audit`: hash every op's inputs before it, and import
-    again what was written from outside. `compiled`: torch.compile'd regions run as they would (`keep`) or as their
-    operators (`eager`). `start_op` and `stop_op` count ops from 0; ops in [start_op, stop_op) are recorded.
-    `start_scope` and `stop_scope` are scope names: recording starts when the one is first entered, and stops for good
-    when the other is first left after that. `force` overwrites an existing file. `chunk_records`: records a frame.
+    `payload`: `full` embeds the bytes of storages no captured op produced; `integers` embeds those of integer and
+    boolean ones and records how to synthesize the others; `none` records metadata only, redacted. With the last two no
+    value that depends on the content is recorded: no digests, no values of host reads, no scalar results of ops.
+
+    `file_policy`: storages whose bytes are in a known file refer to it (`reference`), are embedded (`capture-ranges`),
+    embed the whole file (`capture-all`), or end the capture (`fail`). Known are files that a storage is an untouched
+    mapping of, and those named by `files`: paths of files, of directories with checkpoints, or of an index of shards.
+    None: `reference`; with `payload="integers"` and no file options, files are not looked for. `file_validation`: what
+    a replay recognizes a file by, its `identity` (device, inode, length, time of modification) or a `digest` of all its
+    content; None: `identity`.
+
+    `redact`: leave out host name, user, command line, and the directories of files. `digests`: what verification will
+    compare. `audit`: hash every op's inputs before it, and import again what was written from outside. `compiled`:
+    torch.compile'd regions run as they would (`keep`) or as their operators (`eager`). `start_op` and `stop_op` count
+    ops from 0; ops in [start_op, stop_op) are recorded. `start_scope` and `stop_scope` are scope names: recording
+    starts when the one is first entered, and stops for good when the other is first left after that. `force` overwrites
+    an existing file. `chunk_records`: records a frame.
     """
 
     payload: str = "full"
+    files: Iterable[str | os.PathLike[str]] = ()
+    file_policy: str | None = None
+    file_validation: str | None = None
+    redact: bool = False
     digests: str = "live"
     audit: bool = False
     compiled: str = "keep"
@@ -39,16 +60,25 @@ class CaptureOptions:
     chunk_records: int = CHUNK_RECORDS
 
     def __post_init__(self) -> None:
-        for name, allowed in (("payload", PAYLOADS), ("digests", DIGESTS), ("compiled", COMPILED)):
+        for name, allowed in (
+            ("payload", PAYLOADS),
+            ("file_policy", (*FILE_POLICIES, None)),
+            ("file_validation", (*FILE_VALIDATIONS, None)),
+            ("digests", DIGESTS),
+            ("compiled", COMPILED),
+        ):
             value = getattr(self, name)
             if value not in allowed:
-                raise UsageError(f"{name}={value!r} is not known; use one of {', '.join(allowed)}")
-        if self.payload == "none":
+                known = ", ".join(value for value in allowed if value is not None)
+                raise UsageError(f"{name}={value!r} is not known; use one of {known}")
+        if self.payload != "full":
             if self.digests == "ops":
                 raise UsageError(
-                    "payload='none' records no content, so digests='ops' cannot be recorded; use digests='none'"
+                    f"payload={self.payload!r} leaves content out, so digests='ops' cannot be recorded; "
+                    "use digests='none'"
                 )
             object.__setattr__(self, "digests", "none")
+        self._check_files()
         for name in ("start_op", "stop_op"):
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < 0):
@@ -57,6 +87,26 @@ class CaptureOptions:
             raise UsageError(f"stop_op={self.stop_op} leaves nothing to record after start_op={self.start_op}")
         if type(self.chunk_records) is not int or not 1 <= self.chunk_records <= 1 << 20:
             raise UsageError(f"chunk_records={self.chunk_records!r} must be between 1 and {1 << 20}")
+
+    def _check_files(self) -> None:
+        named = (self.files,) if isinstance(self.files, str | os.PathLike) else tuple(self.files)
+        asked = bool(named) or self.file_policy is not None or self.file_validation is not None
+        if self.payload == "none":
+            if asked:
+                raise UsageError("payload='none' records no content, so file options say nothing; leave them out")
+            object.__setattr__(self, "redact", True)
+        if self.payload == "full" or (self.payload == "integers" and asked):
+            object.__setattr__(self, "file_policy", self.file_policy or "reference")
+            object.__setattr__(self, "file_validation", self.file_validation or "identity")
+        paths = expand(named)
+        for path in paths:
+            look_at(path)
+        object.__setattr__(self, "files", paths)
+
+    @property
+    def known_files(self) -> tuple[str, ...]:
+        """The real paths of the files that were named."""
+        return tuple(os.fspath(path) for path in self.files)
 
     @property
     def limited(self) -> bool:
@@ -67,6 +117,9 @@ class CaptureOptions:
         """What the session says of these options: those that decide what the capture holds."""
         stated: dict[str, Any] = {
             "payload": self.payload,
+            "file-policy": self.file_policy,
+            "file-validation": self.file_validation,
+            "redact": self.redact,
             "digests": self.digests,
             "audit": self.audit,
             "compiled": self.compiled,

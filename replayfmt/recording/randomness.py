@@ -1,8 +1,8 @@
 """Random generators: whose state the stream has to state before an op draws from them.
 
 The state after a captured draw is what a replay's generator will be in too, so it is predicted; a state is recorded
-only where the generator is in another one (first use, seeding, draws nobody saw). States are recorded under every
-payload policy: they are PyTorch's, not the user's content.
+only where the generator is in another one (first use, seeding, draws nobody saw). The state itself is left out of
+captures that hold no content: it tells the seed.
 """
 
 from __future__ import annotations
@@ -31,9 +31,11 @@ class _Known:
 class Generators:
     """The generators of the program. Callers hold the recorder's lock."""
 
-    def __init__(self, buffer: RecordBuffer, records: Records) -> None:
+    def __init__(self, buffer: RecordBuffer, records: Records, states: bool = True) -> None:
+        """`states`: record them. Without, a record says only that the generator is in another state."""
         self._buffer = buffer
         self._records = records
+        self._states = states
         self._known: dict[tuple[torch.device, int], _Known] = {}
 
     def number(self, generator: torch.Generator) -> int:
@@ -61,7 +63,8 @@ class Generators:
             known = self._entry(generator)
             state = generator_state(generator)
             if state != known.expected:
-                self._records.generator_state(known.number, self._buffer.writer.payload(state))
+                payload = self._buffer.writer.payload(state) if self._states else 0
+                self._records.generator_state(known.number, payload)
                 known.expected = state
 
     def after(self, generators: list[torch.Generator]) -> None:

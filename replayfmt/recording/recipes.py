@@ -14,7 +14,7 @@ import xxhash
 
 from replayfmt.format.model import Recipe, Statistics
 from replayfmt.pytorch.dtypes import DTYPE_CODE
-from replayfmt.pytorch.memory import make_view, undispatched
+from replayfmt.pytorch.memory import call_undispatched, make_view
 
 _AT_ONCE = 1 << 21  # elements
 
@@ -28,15 +28,15 @@ def recipe(storage: torch.UntypedStorage, dtype: torch.dtype, number: int) -> Re
     """The recipe for a storage, the `number`th of the capture that needs one."""
     elements = storage.nbytes() // dtype.itemsize
     seed = xxhash.xxh3_64_intdigest(f"recipe {number}".encode())
-    with undispatched():
-        try:
-            known = _statistics(make_view(storage, dtype, (elements,), (1,)))
-        except (NotImplementedError, RuntimeError, TypeError):
-            known = None  # a dtype that this build cannot convert; the format knows what that means
+    try:
+        known = call_undispatched(_statistics, storage, dtype, elements)
+    except (NotImplementedError, RuntimeError, TypeError):
+        known = None  # a dtype that this build cannot convert; the format knows what that means
     return Recipe(DTYPE_CODE[dtype], elements, seed, known)
 
 
-def _statistics(values: torch.Tensor) -> Statistics:
+def _statistics(storage: torch.UntypedStorage, dtype: torch.dtype, elements: int) -> Statistics:
+    values = make_view(storage, dtype, (elements,), (1,))
     finite, mean, squares = 0, 0.0, 0.0
     low, high = math.inf, -math.inf
     zeros = nans = above = below = 0

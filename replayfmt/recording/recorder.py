@@ -25,6 +25,7 @@ from replayfmt.errors import CaptureFailed
 
 from .children import AfterFork
 from .core import Core
+from .external_files import DIGESTING
 from .hooks import Hooks
 from .host_reads import HostReads
 from .implicit_scope import ImplicitScope
@@ -181,7 +182,8 @@ class Recorder:
 
         def run(thread: threading.Thread) -> None:
             mode, core = recorder._mode, recorder._core
-            if mode is None or core is None or core.finished or thread is recorder._flusher:
+            own = thread is recorder._flusher or thread.name.startswith(DIGESTING)
+            if mode is None or core is None or core.finished or own:
                 original(thread)
                 return
             _push_on_torch_dispatch_stack(mode)

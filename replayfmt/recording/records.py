@@ -18,6 +18,7 @@ from replayfmt.format.model import Device, Node, Signature
 from replayfmt.pytorch.environment import describe_device
 
 from .buffer import RELEASES, RecordBuffer, packer
+from .content import Content
 
 _DISTINCT_DETAILS = (
     4096  # beyond that many different unsupported records, details are left out: the tables must not grow
@@ -104,9 +105,9 @@ class Records:
 
     # ------------------------------------------------------------------------------------------------------- storages
 
-    def storage_import(self, storage: int, payload: int, version: int, reason: str) -> None:
-        """Content enters. `payload` 0: not captured."""
-        kind = ValueKind.payload if payload else ValueKind.none
+    def storage_import(self, storage: int, content: Content, version: int, reason: str) -> None:
+        """Content enters."""
+        kind = content.kind
         self._constant(
             (RecordKind.storage_import, kind, reason),
             lambda: (
@@ -115,7 +116,7 @@ class Records:
                 Node(ValueKind.int, "version"),
                 Node(ValueKind.string, "reason", reason),
             ),
-            (storage, payload, version) if payload else (storage, version),
+            (storage, version) if kind is ValueKind.none else (storage, content.id, version),
         )
 
     def storage_resize(self, storage: int, length: int) -> None:
@@ -135,10 +136,12 @@ class Records:
     # ---------------------------------------------------------------------------------------------------------- state
 
     def generator_state(self, generator: int, payload: int) -> None:
+        """`payload` 0: the state is not captured."""
+        kind = ValueKind.payload if payload else ValueKind.none
         self._constant(
-            (RecordKind.generator_state,),
-            lambda: (Node(ValueKind.generator, "generator"), Node(ValueKind.payload, "payload")),
-            (generator, payload),
+            (RecordKind.generator_state, kind),
+            lambda: (Node(ValueKind.generator, "generator"), Node(kind, "payload")),
+            (generator, payload) if payload else (generator,),
         )
 
     def global_state(self, changes: dict[str, bool | int | float | str | None]) -> None:

@@ -34,7 +34,6 @@ from .bindings import binding_of, call_watched
 from .buffer import FROM_SITE, MadeView, packer
 from .kernels import KernelFacts
 from .numeric_state import Poll
-from .storages import Tracker
 from .templates import (
     COMPLEX,
     CONJUGATED,
@@ -51,6 +50,7 @@ from .templates import (
     Place,
     Shape,
 )
+from .trackers import Tracker
 
 if TYPE_CHECKING:
     from .calls import Call
@@ -195,6 +195,8 @@ class Sites:
         uses = (*call.values.uses, *results.uses)
         if results.ints or results.floats or any(use.tracker.size < 0 or use.tensor._is_zerotensor() for use in uses):
             return None
+        if core.options.payload == "integers" and facts.view and len({use.tensor.dtype for use in uses}) > 1:
+            return None  # content that was left out as floats may have to be recorded as integers now
         arguments = _arguments(call.args)
         keywords = [Place(f"q_{name}", _constant_kind(value) or "") for name, value in call.kwargs.items()]
         if arguments is None or not all(place.kind for place in keywords):
@@ -206,7 +208,7 @@ class Sites:
         if places is None or len(given) > _TENSORS or not _writes_are_plain(facts, arguments, places):
             return None
         written: list[str] = []
-        if core.options.digests == "live":
+        if core.options.digests == "live" or core.options.payload == "integers":
             written = [p.other or p.name for i in facts.writes for p in arguments[i].flat() if p.kind == TENSOR]
         shape = Shape(
             arguments,

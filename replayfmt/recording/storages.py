@@ -1,8 +1,7 @@
 """The program's storages: who is who, how they enter the capture, how they die.
 
-A storage is known by a `Tracker`, a weak reference kept in the storage's own `__dict__`: it lives exactly as long as
-the storage does, also where only C++ holds it, keeps nothing alive, and its callback tells the death. A callback may
-run at any time in any thread, so all it does is to append to a deque, which is drained when it suits.
+A storage is known by its tracker (trackers.py), whose callback tells its death. A callback may run at any time in any
+thread, so all it does is to append to a deque, which is drained when it suits.
 
 A storage that no captured op produced is imported at its first use, in the state it has then. Ordinary storages cost
 one comparison of their length at each use. Those that need more care (uninitialized, watched for writes from outside,
@@ -11,73 +10,37 @@ marked as written) have `size` -1 and a `State`.
 
 from __future__ import annotations
 
-import weakref
 from collections import deque
 
 import torch
-import xxhash
 
 from replayfmt.format.codes import StorageOrigin
-from replayfmt.pytorch.memory import call_undispatched, storage_bytes
 
 from .buffer import RecordBuffer, pack_birth, pack_definition
+from .content import Content, Contents
 from .coverage import Coverage, Region
+from .recipes import is_synthesized
 from .records import Records, Unrepresentable
-from .tensor_metas import TensorMetas
+from .storage_content import content_hash
+from .tensor_metas import MetaParams, TensorMetas
+from .trackers import ATTRIBUTE, State, Tracker, has_bytes
 
-ATTRIBUTE = "_opreplay"
 RELEASE_BATCH = 64
 _CPU = torch.device("cpu")
-
-
-class State:
-    """What of a storage is out of the ordinary."""
-
-    __slots__ = ("alias_of", "content", "coverage", "delta", "length", "opaque", "outside", "unreadable", "watched")
-
-    def __init__(self, length: int) -> None:
-        self.length = length  # bytes
-        self.coverage: Coverage | None = None  # not None: uninitialized, in part at least
-        self.watched = False  # compared with `content` at each use
-        self.content: int | None = None  # XXH3-128 after the last captured write or import
-        self.outside: str | None = None  # written from outside: import at the next use, for this reason
-        self.unreadable = False  # a ZeroTensor's: no bytes behind it
-        self.opaque = False  # holds what no replay reproduces: never compared
-        self.alias_of: Tracker | None = None  # memory shared with another storage, `delta` bytes into it
-        self.delta = 0
-
-
-class Tracker(weakref.ref):
-    """One storage of the program. Calling it gives the storage, or None once it died."""
-
-    __slots__ = ("id", "imports", "meta", "meta2", "offset", "offset2", "size", "state", "tensor", "tensor2", "views",
-                 "written")
-
-    id: int  # storage id
-    size: int  # bytes; -1: look at `state` before each use
-    meta: int  # meta id, offset and tensor id of its first view; meta 0: none yet
-    offset: int
-    tensor: int
-    meta2: int  # the same of its second view
-    offset2: int
-    tensor2: int
-    views: dict[tuple[int, int], int] | None  # tensor id of every further (meta id, offset)
-    state: State | None
-    imports: int  # how often its content entered
-    written: set[int] | None  # tensors written in place since the last digest
 
 
 class Storages:
     """Every storage the capture knows. Callers hold the recorder's lock, except for what the hot path inlines."""
 
     def __init__(
-        self, buffer: RecordBuffer, records: Records, metas: TensorMetas, *, content: bool, audit: bool
+        self, buffer: RecordBuffer, records: Records, metas: TensorMetas, contents: Contents, *, audit: bool
     ) -> None:
         self._buffer = buffer
         self._records = records
         self._metas = metas
-        self._content = content
-        self._audit = audit
+        self._contents = contents
+        self._content = contents.recorded
+        self._audit = audit and contents.recorded
         self.live: dict[int, Tracker] = {}
         self.dead: deque[Tracker] = deque()
         self._external: dict[int, tuple[int, int]] = {}  # storage id: address range, of storages torch did not allocate
@@ -133,6 +96,8 @@ class Storages:
         number = tracker.views.get((meta, offset)) if tracker.views is not None else None
         if number is not None:
             return number
+        if state is not None and state.synthesized and not tracker.written:
+            self._reveal(tracker, state, self._metas.params[meta])
         number = next(self._buffer.next_tensor)
         self._buffer.definitions.append(pack_definition(number, tracker.id, offset, meta))
         if not tracker.meta:
@@ -144,6 +109,14 @@ class Storages:
                 tracker.views = {}
             tracker.views[meta, offset] = number
         return number
+
+    def _reveal(self, tracker: Tracker, state: State, params: MetaParams) -> None:
+        """A storage whose content was left out as floats is about to be seen as something else. As integers its bytes
+        count, so they enter; as mere bytes, all of them, it is being copied."""
+        storage = tracker()
+        if is_synthesized(params.dtype) or params.sizes == (state.length,) or storage is None:
+            return
+        self._enter_again(tracker, state, storage, "integer_use", params.dtype)
 
     # ---------------------------------------------------------------------------------------------------------- births
 
@@ -159,8 +132,9 @@ class Storages:
             tracker.size = -1
         return tracker
 
-    def enter(self, storage: torch.UntypedStorage, reason: str = "first_use") -> Tracker:
-        """A storage that no captured op produced, at its first use: its content enters the capture."""
+    def enter(self, storage: torch.UntypedStorage, dtype: torch.dtype | None, reason: str = "first_use") -> Tracker:
+        """A storage that no captured op produced, at its first use, as `dtype` (None: as such): its content enters the
+        capture."""
         length, device = storage.nbytes(), storage.device
         if length == 0:
             return self._bear(storage, 0, device, StorageOrigin.uninitialized, 0, True)
@@ -172,25 +146,27 @@ class Storages:
             alias = self._overlapping(storage, length, external)
             if alias is not None:
                 return alias
-        payload = self._payload(storage)
-        origin = StorageOrigin.payload if payload else StorageOrigin.absent
-        tracker = self._bear(storage, length, device, origin, payload, True)
-        self._records.storage_import(tracker.id, payload, 0, reason)
+        content = self._contents.first(storage, dtype, external)
+        tracker = self._bear(storage, length, device, content.origin, content.id, True)
+        self._records.storage_import(tracker.id, content, 0, reason)
         tracker.imports = 1
         if external:
             begin = storage.data_ptr()
             self._external[tracker.id] = (begin, begin + length)
             self.watch(tracker)
+        self._note_content(tracker, content)
         self.synchronize(tracker, storage)
         return tracker
 
-    def _payload(self, storage: torch.UntypedStorage) -> int:
-        if not self._content:
-            return 0
-        return call_undispatched(self._add_payload, storage)
-
-    def _add_payload(self, storage: torch.UntypedStorage) -> int:
-        return self._buffer.writer.payload(storage_bytes(storage))
+    def _note_content(self, tracker: Tracker, content: Content) -> None:
+        """What there is to remember of content that entered."""
+        synthesized = content.origin is StorageOrigin.initializer
+        if synthesized or tracker.state is not None:
+            self.state(tracker).synthesized = synthesized
+        if content.found is not None and content.found.mapped is not None:
+            self._contents.keep(content.found, tracker)
+            if not self._audit:
+                self.state(tracker).mapped = content.found.mapped
 
     # ------------------------------------------------------------------------------------------------- shared memory
 
@@ -302,7 +278,7 @@ class Storages:
             )
             self._enter_again(tracker, state, storage, "unseen_write")
         if state.watched and length and self._content:
-            content = content_hash(storage)
+            content = self._look(state, storage)
             if state.content is not None and content != state.content:
                 self._enter_again(tracker, state, storage, "outside_write")
             state.content = content
@@ -317,18 +293,29 @@ class Storages:
         if memory is None or storage.nbytes() != state.length:
             # What it shared memory with is gone, so it stands for itself from now on.
             delattr(storage, ATTRIBUTE)
-            return self.enter(storage)
+            return self.enter(storage, None)
         self.use(base, memory, reads, op)
         return tracker
 
-    def _enter_again(self, tracker: Tracker, state: State, storage: torch.UntypedStorage, reason: str) -> None:
+    def _enter_again(
+        self, tracker: Tracker, state: State, storage: torch.UntypedStorage, reason: str,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         version = tracker.imports if reason == "unseen_write" else max(tracker.imports, 1)
         tracker.imports = version + 1
-        self._records.storage_import(tracker.id, self._payload(storage), version, reason)
+        content = self._contents.again(storage, self._dtype(tracker) if dtype is None else dtype)
+        self._records.storage_import(tracker.id, content, version, reason)
+        self._note_content(tracker, content)
         state.outside = None
         state.coverage = None
         self.synchronize(tracker, storage)
         self.settle(tracker)
+
+    def _dtype(self, tracker: Tracker) -> torch.dtype | None:
+        """What a storage is used as: integers where any view of it is. None where it has none."""
+        metas = [tracker.meta, tracker.meta2, *(meta for meta, _ in tracker.views or ())]
+        dtypes = [self._metas.params[meta].dtype for meta in metas if meta]
+        return next((dtype for dtype in dtypes if not is_synthesized(dtype)), dtypes[0] if dtypes else None)
 
     def resized(self, tracker: Tracker, length: int) -> None:
         """Its length changed. Bytes that were added are not written."""
@@ -381,13 +368,21 @@ class Storages:
         state, storage = tracker.state, tracker()
         if state is None or storage is None or not state.watched or state.content is None or not storage.nbytes():
             return False
-        return content_hash(storage) != state.content
+        return self._look(state, storage) != state.content
+
+    @staticmethod
+    def _look(state: State, storage: torch.UntypedStorage) -> int:
+        """A number for what a storage holds. Of a file's memory only what was written is read."""
+        fingerprint = None if state.mapped is None else state.mapped.fingerprint()
+        return content_hash(storage) if fingerprint is None else fingerprint
 
     def synchronize(self, tracker: Tracker, storage: torch.UntypedStorage) -> None:
         """What it holds now is known: by an import or a captured write."""
         state = tracker.state
         if state is not None and state.watched:
-            state.content = content_hash(storage) if self._content and storage.nbytes() else None
+            if state.mapped is not None and state.mapped.mapping.shared and tracker.written:
+                state.mapped = None  # the file has what was written, so its memory has to be looked at from now on
+            state.content = self._look(state, storage) if self._content and storage.nbytes() else None
 
     # ---------------------------------------------------------------------------------------------------------- deaths
 
@@ -423,21 +418,3 @@ class Storages:
                     delattr(shared, ATTRIBUTE)
         self.live.clear()
         self.dead.clear()
-
-
-def has_bytes(storage: torch.UntypedStorage, length: int, device: torch.device) -> bool:
-    """Whether there is memory behind a storage: not so for meta tensors and ZeroTensors."""
-    if length == 0 or device.type == "meta":
-        return length == 0
-    try:
-        return storage.data_ptr() != 0
-    except RuntimeError:  # torch refuses the address of a ZeroTensor's storage
-        return False
-
-
-def content_hash(storage: torch.UntypedStorage) -> int:
-    return call_undispatched(_hash_bytes, storage)
-
-
-def _hash_bytes(storage: torch.UntypedStorage) -> int:
-    return xxhash.xxh3_128_intdigest(storage_bytes(storage))

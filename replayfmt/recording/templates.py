@@ -191,7 +191,7 @@ def _recognize(shape: Shape) -> list[str]:
         lines += [
             f"s = {name}.untyped_storage()",
             f"k_{name} = getattr(s, '_opreplay', None)",
-            f"if k_{name} is None: k_{name} = enter(s)",
+            f"if k_{name} is None: k_{name} = enter(s, {name}.dtype)",
         ]
         if place.flags:
             conjugated = place.flags.endswith(CONJUGATED)

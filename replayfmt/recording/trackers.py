@@ -1,0 +1,78 @@
+"""What the capture keeps of one storage of the program.
+
+A storage is known by a `Tracker`, a weak reference kept in the storage's own `__dict__`: it lives exactly as long as
+the storage does, also where only C++ holds it, keeps nothing alive, and its callback tells the death. Most storages
+have nothing but that; a `State` holds what of a storage is out of the ordinary.
+"""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+
+from .coverage import Coverage
+from .file_mappings import MappedRange
+
+ATTRIBUTE = "_opreplay"
+
+
+class State:
+    """What of a storage is out of the ordinary."""
+
+    __slots__ = (
+        "alias_of",
+        "content",
+        "coverage",
+        "delta",
+        "length",
+        "mapped",
+        "opaque",
+        "outside",
+        "synthesized",
+        "unreadable",
+        "watched",
+    )
+
+    def __init__(self, length: int) -> None:
+        self.length = length  # bytes
+        self.coverage: Coverage | None = None  # not None: uninitialized, in part at least
+        self.watched = False  # compared with `content` at each use
+        self.content: int | None = None  # what to compare with, as of the last captured write or import
+        self.mapped: MappedRange | None = None  # its memory is a file's: what is the file's is not read to compare it
+        self.synthesized = False  # a recipe stands in for its content
+        self.outside: str | None = None  # written from outside: import at the next use, for this reason
+        self.unreadable = False  # a ZeroTensor's: no bytes behind it
+        self.opaque = False  # holds what no replay reproduces: never compared
+        self.alias_of: Tracker | None = None  # memory shared with another storage, `delta` bytes into it
+        self.delta = 0
+
+
+class Tracker(weakref.ref):
+    """One storage of the program. Calling it gives the storage, or None once it died."""
+
+    __slots__ = ("id", "imports", "meta", "meta2", "offset", "offset2", "size", "state", "tensor", "tensor2", "views",
+                 "written")
+
+    id: int  # storage id
+    size: int  # bytes; -1: look at `state` before each use
+    meta: int  # meta id, offset and tensor id of its first view; meta 0: none yet
+    offset: int
+    tensor: int
+    meta2: int  # the same of its second view
+    offset2: int
+    tensor2: int
+    views: dict[tuple[int, int], int] | None  # tensor id of every further (meta id, offset)
+    state: State | None
+    imports: int  # how often its content entered
+    written: set[int] | None  # tensors written in place since the last digest
+
+
+def has_bytes(storage: torch.UntypedStorage, length: int, device: torch.device) -> bool:
+    """Whether there is memory behind a storage: not so for meta tensors and ZeroTensors."""
+    if length == 0 or device.type == "meta":
+        return length == 0
+    try:
+        return storage.data_ptr() != 0
+    except RuntimeError:  # torch refuses the address of a ZeroTensor's storage
+        return False
