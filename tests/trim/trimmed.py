@@ -1,0 +1,110 @@
+"""Trims a capture in process, and compares every kept op with what it was in the original."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from replayfmt.format.codes import RecordKind, StorageOrigin
+from replayfmt.format.digest import TensorDigest
+from replayfmt.format.model import CompositeValue, Record, TensorValue, Value
+from replayfmt.format.reader import CaptureReader, open_capture
+from replayfmt.pytorch.digests import digest_tensor
+from replayfmt.pytorch.memory import storage_bytes
+from replayfmt.replay.plan import Plan
+from replayfmt.trim.selection import Wanted
+from replayfmt.trim.trimming import TrimResult, trim_capture
+
+
+def trim(path: Path, out: Path, *, verify: str = "auto", force: bool = False, **wanted: str) -> TrimResult:
+    """What the tool does."""
+    with Plan(path, keep_going=True) as plan:
+        return trim_capture(plan, str(out), Wanted(**wanted), Plan, verify=verify, force=force)  # type: ignore[arg-type]
+
+
+class Inputs:
+    """A watcher that keeps the bytes of every storage that any op takes, with the storage's origin."""
+
+    def __init__(self, reader: CaptureReader) -> None:
+        self._reader = reader
+        self.seen: dict[int, list[tuple[StorageOrigin, bytes]]] = {}
+
+    def watches(self, ordinal: int) -> bool:
+        return True
+
+    def before(self, ordinal: int, storages: dict[int, torch.UntypedStorage]) -> None:
+        self.seen[ordinal] = [(self._reader.storage(number).origin, bytes(storage_bytes(storage)))
+                              for number, storage in storages.items()]
+
+    def after(self, ordinal: int, results: dict[int, torch.Tensor], args: dict[int, torch.Tensor]) -> None:
+        pass
+
+
+def inputs(path: Path) -> dict[int, list[tuple[StorageOrigin, bytes]]]:
+    """The bytes of every op's input storages in a replay."""
+    with Plan(path, keep_going=True) as plan:
+        watcher = Inputs(plan.reader)
+        plan.watch(watcher, plan.reader.record_count, "none")
+    return watcher.seen
+
+
+def ops(reader: CaptureReader) -> list[Record]:
+    """The op records of a capture."""
+    return [record for record in reader.records() if record.kind is RecordKind.op]
+
+
+def shape_of(value: Value) -> Any:
+    """A value without the ids that trimming gives anew."""
+    if isinstance(value, TensorValue):
+        return value.offset, value.meta
+    if isinstance(value, list | tuple):
+        return [shape_of(each) for each in value]
+    if isinstance(value, CompositeValue):
+        return value.form, [shape_of(each) for each in value.parts]
+    return value if isinstance(value, bool | int | float | complex | str | None) else type(value).__name__
+
+
+def compare(original: Path, trimmed: Path, *, content: bool = True) -> int:
+    """Assert that the trimmed capture verifies bit for bit, and that each of its ops has the arguments and the input
+    bytes that it had in the original. Returns how many ops there are."""
+    with Plan(trimmed) as plan:
+        for verify in ("bitwise", "none"):
+            result = plan.execute(verify=verify)  # type: ignore[arg-type]
+            assert result.outcome == "ok", str(result.divergence)
+    before, after = (inputs(original), inputs(trimmed)) if content else ({}, {})
+    with open_capture(original) as one, open_capture(trimmed) as other:
+        kept = ops(other)
+        for record in kept:
+            assert record.annotation is not None
+            source = one.record(record.annotation["captured_ordinal"])
+            assert one.kernels[source.signature.kernel] == other.kernels[record.signature.kernel]
+            assert [node.name for node in source.signature.args] == [node.name for node in record.signature.args]
+            assert shape_of((*source.args, *source.results)) == shape_of((*record.args, *record.results))
+            assert one.scope_path(source.scope) == other.scope_path(record.scope)
+            assert (source.thread, source.start_ns, source.duration_ns) == (
+                record.thread, record.start_ns, record.duration_ns)
+            if content:
+                known = [born is not StorageOrigin.uninitialized for born, _ in before[source.ordinal]]
+                taken = [[each for (_, each), is_known in zip(given, known, strict=True) if is_known]
+                         for given in (before[source.ordinal], after[record.ordinal])]
+                assert taken[0] == taken[1], (source.ordinal, record.ordinal)
+    return len(kept)
+
+
+def digest_hexes(path: Path) -> dict[int, list[str]]:
+    """The digests that a capture holds of ops' results, by the op's ordinal."""
+    found: dict[int, list[str]] = {}
+    with open_capture(path) as reader:
+        for record in reader.records():
+            if record.kind is RecordKind.digest:
+                digest = TensorDigest.from_record(record)
+                assert digest is not None
+                found.setdefault(int(record.argument("of")), []).append(digest.hex)  # type: ignore[arg-type]
+    return found
+
+
+def hex_of(tensor: torch.Tensor) -> str:
+    """The digest of a tensor's elements."""
+    return digest_tensor(tensor).hex
