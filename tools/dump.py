@@ -9,6 +9,8 @@ import click
 
 from replayfmt.dump.query import Query
 from replayfmt.dump.selection import Selection, parse_range
+from replayfmt.dump.signatures import signature_lines, signature_text_lines
+from replayfmt.dump.skeleton import kernel_skeleton as kernel_skeleton_text
 from replayfmt.dump.stream import jsonl_chunks, text_chunks
 from replayfmt.errors import OpReplayError, UsageError
 from replayfmt.format.reader import open_capture
@@ -28,21 +30,36 @@ from .command import discard_output, run_tool, tool
 @click.option("--kernel", metavar="PATTERN", help="Only ops whose operator matches, such as 'aten::mm', "
               "'aten::mm.default' or 'aten::*norm*'.")
 @click.option("--summary", is_flag=True, help="Only the file and its summary.")
+@click.option("--signatures", is_flag=True, help="Only the distinct signatures of ops (docs/signatures.md), with how "
+              "often each is called; of --ops and --kernel if given.")
+@click.option("--kernel-skeleton", type=int, metavar="ID", help="Print a Python file to start a replacement of the "
+              "kernel with this id from, for --replay-kernel-substitution of other tools.")
 def cli(capture: str, form: str | None, query: str | None, ops: str | None, scope: str | None, kernel: str | None,
-        summary: bool) -> None:
+        summary: bool, signatures: bool, kernel_skeleton: int | None) -> None:
     """Show what is in CAPTURE.
 
     An incomplete capture is shown as far as it goes, and says so.
     """
     if query is not None and form == "text":
         raise UsageError("--jq works on rows: leave --format out, or give --format=jsonl")
+    if kernel_skeleton is not None and (summary or signatures or (form, query, ops, scope, kernel) != (None,) * 5):
+        raise UsageError(f"--kernel-skeleton={kernel_skeleton} prints a Python file; it goes with no other flag")
+    if summary and signatures:
+        raise UsageError("--summary and --signatures print different things; give one of them")
     program = None if query is None else Query(query)
     start, stop = (0, None) if ops is None else parse_range(ops)
     selection = Selection(start, stop, scope, kernel)
     reader = open_capture(capture)
     try:
-        if program is not None:
-            write(program.apply(jsonl_chunks(reader, selection, summary)))
+        if kernel_skeleton is not None:
+            write([kernel_skeleton_text(reader, kernel_skeleton)])
+        elif signatures and program is None and form != "jsonl":
+            write(signature_text_lines(reader, selection))
+        elif program is not None:
+            rows = signature_lines(reader, selection) if signatures else jsonl_chunks(reader, selection, summary)
+            write(program.apply(rows))
+        elif signatures:
+            write(signature_lines(reader, selection))
         elif form == "jsonl":
             write(jsonl_chunks(reader, selection, summary))
         else:

@@ -1,0 +1,235 @@
+"""The skeleton of a replacement for a kernel of a capture: a Python file that runs, and does what the kernel does.
+
+It is a function with the operator's parameters and their defaults that calls the original; what is to be replaced is
+its last line. A capture is untrusted and this becomes code, so nothing of it is copied as it stands: the schema is
+taken apart and put together again, names have to be identifiers, defaults have to be literals, and everything else of
+the capture is text in docstrings, escaped.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from keyword import iskeyword
+from os.path import basename
+
+from replayfmt.errors import UsageError
+from replayfmt.format.codes import KernelKind
+from replayfmt.format.model import Kernel
+from replayfmt.format.operator_schema import OperatorSchema, SchemaArgument, SchemaType, parse_operator_schema
+from replayfmt.format.reader import CaptureReader
+from replayfmt.format.signature_groups import SignatureGroup, SignatureIndex
+
+_SHOWN_SIGNATURES = 40
+_LONGEST_LINE = 400
+_HINTS = {
+    "Tensor": "Tensor", "int": "int", "SymInt": "int", "float": "float", "SymFloat": "float", "bool": "bool",
+    "SymBool": "bool", "str": "str", "complex": "complex", "Scalar": "bool | int | float | complex",
+    "ScalarType": "torch.dtype", "Layout": "torch.layout", "Device": "torch.device", "Generator": "torch.Generator",
+    "MemoryFormat": "torch.memory_format", "Storage": "torch.UntypedStorage",
+}
+# Schemas hold the defaults of these types as numbers; what PyTorch calls them in Python.
+_MEMORY_FORMATS = ("contiguous_format", "preserve_format", "channels_last", "channels_last_3d")
+_SCALAR_TYPES = ("uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64", "complex32", "complex64",
+                 "complex128", "bool", "qint8", "quint8", "qint32", "bfloat16")
+_LAYOUTS = ("strided", "sparse_coo")
+
+
+def kernel_skeleton(reader: CaptureReader, kernel_id: int) -> str:
+    """The file's text. Raises UsageError where there is no such kernel, or its schema makes no Python function."""
+    flag = f"--kernel-skeleton={kernel_id}"
+    count = len(reader.kernels) - 1
+    if not 1 <= kernel_id <= count:
+        raise UsageError(f"{flag}: {reader.path} has " + (f"the kernels 1 to {count}" if count else "no kernels"))
+    kernel = reader.kernels[kernel_id]
+    assert kernel is not None
+    if kernel.kind is not KernelKind.operator:
+        raise UsageError(f"{flag}: {kernel.qualified_name} is a {kernel.kind.name} kernel; only operators are replaced")
+    try:
+        schema = parse_operator_schema(kernel.schema)
+        if (schema.name, schema.overload or "default") != (kernel.name, kernel.overload):
+            raise ValueError(f"it is the schema of {schema.name}.{schema.overload or 'default'}")
+        return _Skeleton(reader, kernel_id, kernel, schema).text()
+    except ValueError as error:
+        raise UsageError(f"{flag}: no skeleton can be written of {kernel.qualified_name}: {error}") from None
+
+
+class _Skeleton:
+    """One file while it is put together."""
+
+    def __init__(self, reader: CaptureReader, kernel_id: int, kernel: Kernel, schema: OperatorSchema) -> None:
+        self._reader, self._kernel_id, self._kernel, self._schema = reader, kernel_id, kernel, schema
+        taken = {argument.name for argument in schema.arguments} | {schema.base_name}
+        self._function = _free(schema.base_name, {argument.name for argument in schema.arguments})
+        self._original = _free("original", taken)
+        self._groups = SignatureIndex(reader).groups({kernel_id})
+
+    def text(self) -> str:
+        lines = [*self._heading(), "", "from __future__ import annotations", "", "import torch",
+                 "from torch import Tensor", "", f"{self._original} = {self._operator()}", "", "",
+                 f"def {self._function}(", *self._parameters(), f") -> {self._returned_hint()}:",
+                 *self._docstring(), f"    return {self._original}({', '.join(self._passed())})"]
+        return "\n".join(lines) + "\n"
+
+    def _heading(self) -> Iterator[str]:
+        name = self._kernel.qualified_name
+        chosen = f"{name}=THIS_FILE" + ("" if self._function == self._schema.base_name else f":{self._function}")
+        calls = sum(group.calls for group in self._groups)
+        yield '"""' + _doc(f"A replacement for {name}, kernel {self._kernel_id} of {basename(self._reader.path)}.")
+        yield ""
+        yield "It is checked against the original kernel at every captured call, then used:"
+        yield ""
+        yield f"    opreplay-run --replay-kernel-substitution={chosen} CAPTURE"
+        yield f"    opreplay-benchmark --compare --replay-kernel-substitution={chosen} CAPTURE"
+        yield ""
+        yield f"The capture calls it {_times(calls)}, by signature (how often, the ordinal of the first, signature):"
+        yield ""
+        yield from self._signatures(self._groups)
+        yield '"""'
+
+    @staticmethod
+    def _signatures(groups: list[SignatureGroup]) -> Iterator[str]:
+        for group in sorted(groups, key=lambda group: (-group.calls, group.first))[:_SHOWN_SIGNATURES]:
+            yield "    " + _doc(f"{group.calls} x  {group.first}  {group.text}")
+        if len(groups) > _SHOWN_SIGNATURES:
+            yield f"    and {len(groups) - _SHOWN_SIGNATURES} more signatures"
+
+    def _operator(self) -> str:
+        namespace, _, base = self._kernel.name.partition("::")
+        text = "torch.ops"
+        for part in (*namespace.split("."), base, self._kernel.overload):
+            if not part.isidentifier():
+                raise ValueError(f"{part!r} is no identifier")
+            text = f'getattr({text}, "{part}")' if iskeyword(part) else f"{text}.{part}"
+        return text
+
+    # ------------------------------------------------------------------------------------------------------ parameters
+
+    def _parameters(self) -> Iterator[str]:
+        keyword_only = False
+        arguments = self._schema.arguments
+        needed = [index for index, argument in enumerate(arguments)
+                  if argument.default is None and not argument.keyword_only]
+        for index, argument in enumerate(arguments):
+            if argument.keyword_only and not keyword_only:
+                keyword_only = True
+                yield "    *,"
+            # Python has no parameter with a default before one without.
+            default = None if needed and index < needed[-1] else argument.default
+            hint = _hint(argument.type)
+            if default is None:
+                yield f"    {self._parameter(argument)}: {hint},"
+            else:
+                value = _default(argument.type, default)
+                none = " | None" if value == "None" and "None" not in hint else ""
+                yield f"    {self._parameter(argument)}: {hint}{none} = {value},"
+
+    def _parameter(self, argument: SchemaArgument) -> str:
+        if not iskeyword(argument.name):
+            return argument.name
+        if argument.keyword_only or argument.default is not None:
+            raise ValueError(f"its argument {argument.name!r} is given by name, and is a word of Python's")
+        return _free(argument.name, {other.name for other in self._schema.arguments})
+
+    def _passed(self) -> list[str]:
+        return [f"{argument.name}={self._parameter(argument)}" if argument.keyword_only else self._parameter(argument)
+                for argument in self._schema.arguments]
+
+    def _returned_hint(self) -> str:
+        returns = self._schema.returns
+        if not returns:
+            return "None"
+        hints = [_hint(each) for each in returns]
+        return hints[0] if len(hints) == 1 else f"tuple[{', '.join(hints)}]"
+
+    # ------------------------------------------------------------------------------------------------------- docstring
+
+    def _docstring(self) -> Iterator[str]:
+        yield '    """' + _doc(self._kernel.schema)
+        yield ""
+        written = [argument for argument in self._schema.arguments if argument.type.written]
+        if written:
+            yield f"    It has to write {', '.join(argument.name for argument in written)}, and no other argument."
+        else:
+            yield "    It must not write its arguments."
+        yield from self._results()
+        yield '    """'
+
+    def _results(self) -> Iterator[str]:
+        by_alias = {argument.type.alias: argument.name for argument in self._schema.arguments if argument.type.alias}
+        if not self._schema.returns:
+            yield "    It returns nothing."
+        for index, returned in enumerate(self._schema.returns):
+            which = "It returns" if len(self._schema.returns) == 1 else f"Result {index} is"
+            owner = by_alias.get(returned.alias) if returned.alias else None
+            if owner is None:
+                fresh = ", in memory of its own" if returned.holds_tensors else ""
+                yield f"    {which} {_doc(returned.text)}{fresh}."
+            elif returned.written:
+                yield f"    {which} {owner} itself."
+            else:
+                yield f"    {which} {_doc(returned.text)} on the memory of {owner}, where the original's is."
+        yield "    Sizes, strides and offsets of results have to be the original's."
+
+
+def _free(name: str, taken: set[str]) -> str:
+    """An identifier like `name` that is not among `taken` and no word of Python's."""
+    if not name.isidentifier():
+        name = f"kernel_{name}"
+    if not name.isidentifier():
+        raise ValueError(f"{name!r} makes no identifier")
+    while name in taken or iskeyword(name) or name in ("torch", "Tensor"):
+        name += "_"
+    return name
+
+
+def _hint(declared: SchemaType) -> str:
+    """A type hint for a schema's type, `object` where there is none that says more."""
+    text = declared.text
+    optional = text.endswith("?")
+    text = text.removesuffix("?")
+    if text.endswith("]"):
+        inner = text[:text.rindex("[")]
+        hint = f"list[{_hint(SchemaType(inner))}]"
+    else:
+        hint = _HINTS.get(text, "object")
+    return f"{hint} | None" if optional else hint
+
+
+def _default(declared: SchemaType, text: str) -> str:
+    """A default as Python: what is no literal is refused, numbers that stand for PyTorch's own constants are named."""
+    kind = declared.text.removesuffix("?")
+    named = {"MemoryFormat": _MEMORY_FORMATS, "ScalarType": _SCALAR_TYPES, "Layout": _LAYOUTS}.get(kind)
+    if named is not None and text.isdecimal():
+        if int(text) >= len(named):
+            raise ValueError(f"its default {text} is no {kind} that is known")
+        return f"torch.{named[int(text)]}"
+    if named is not None and text in named:
+        return f"torch.{text}"
+    if kind == "Device" and text not in ("None",):
+        text = repr(text.strip("\"'"))
+    if text in ("inf", "-inf", "nan"):
+        return f'float("{text}")'
+    try:
+        value = ast.literal_eval(text)
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        raise ValueError(f"its default {text[:80]!r} is no literal") from None
+    written = repr(value)
+    if not written.isascii() or not written.isprintable():
+        written = ascii(value)
+    if kind.endswith("]") and isinstance(value, int | float) and not isinstance(value, bool):
+        length = kind[kind.rindex("[") + 1:-1]
+        written = repr([value] * int(length)) if length.isdecimal() and int(length) < 16 else repr([value])
+    return written
+
+
+def _doc(text: str) -> str:
+    """Text of a capture for a docstring: on one line, not too long, and nothing in it can end the docstring."""
+    if len(text) > _LONGEST_LINE:
+        text = text[:_LONGEST_LINE - 3] + "..."
+    escaped = text.replace("\\", "\\\\").replace('"', '\\"')
+    return "".join(c if c.isascii() and c.isprintable() else c.encode("unicode_escape").decode() for c in escaped)
+
+
+def _times(count: int) -> str:
+    return "once" if count == 1 else f"{count} times"
