@@ -101,14 +101,17 @@ class Calls:
         self._returned: dict[tuple[int, ...], set[DType]] = defaultdict(set)
         self._dtypes: dict[Geometry, set[DType]] = defaultdict(set)
         self._sized: dict[tuple[int, ...], set[DType]] = defaultdict(set)
+        self._records = False
         for kind in kinds:
+            self._records |= kind.recorded is not None
             for geometry, dtype in _typed(kind):
                 self._dtypes[geometry].add(dtype)
                 self._sized[geometry[0]].add(dtype)
 
     def resolve(self, kind: OpKind, placement: Placement, hints: Hints) -> Call:
         """The call that an event of this kind was, at this place."""
-        read = read_arguments(kind)
+        # Where arguments are recorded at all, an event without any has none to record.
+        read = Read() if kind.recorded is None and self._records else read_arguments(kind)
         shown = signature_text(read.arguments)
         if read.missing:
             known, why = self._operators.candidates(kind.name)
@@ -116,7 +119,7 @@ class Calls:
             return Call(kind.name, None, reason=reason, detail=detail, signature=shown)
         arguments = [self._with_dtypes(each, read, hints) for each in read.arguments]
         if any(_undetermined(item) for each in arguments for item in each.items):
-            arguments = self._by_results(kind.name, arguments, read)
+            arguments = self._by_results(kind.name, arguments, read, hints)
         choice = self._operators.choose(kind.name, arguments)
         if choice.operator is None:
             return Call(kind.name, None, reason=choice.reason, detail=choice.detail, signature=shown)
@@ -156,7 +159,7 @@ class Calls:
         read.assumed += [f"the tensors of a list are {dtype.name}: {why}" for dtype, why in found.items()]
         return replace(recorded, items=tuple(items))
 
-    def _by_results(self, name: str, arguments: list[Recorded], read: Read) -> list[Recorded]:
+    def _by_results(self, name: str, arguments: list[Recorded], read: Read, hints: Hints) -> list[Recorded]:
         """Arguments with the dtype for lists with which the result is a tensor that the trace has elsewhere.
 
         Sizes of results do not depend on dtypes, so they are found out with any.
@@ -169,38 +172,41 @@ class Calls:
         results = infer(choice.operator.schema, binding.arguments)  # type: ignore[union-attr]
         found = {dtype for shape in shapes(results.values or ())
                  for dtype in self._dtypes.get((shape.sizes, shape.strides), self._sized.get(shape.sizes, ()))}
+        widths = _kernel_widths(hints.work)
+        found = {dtype for dtype in found if not widths or ITEM_BYTES[dtype] in widths}
         if len(found) != 1:
             return arguments
-        dtype = found.pop()
-        read.assumed.append(f"the tensors of a list are {dtype.name}: the only dtype that tensors like the result have "
-                            "in the trace")
+        dtype = _only(found)
+        of_width = f" of the {min(widths)} bytes that the kernel copies" if widths else ""
+        read.assumed.append(f"the tensors of a list are {dtype.name}: the only dtype{of_width} that tensors like the "
+                            "result have in the trace")
         return [_every(each, dtype) for each in arguments]
 
     def _dtype(self, spec: TensorSpec, read: Read, hints: Hints) -> tuple[DType | None, str]:
         assert spec.sizes is not None
         called = {dtype for kind in hints.called for (sizes, _strides), dtype in _typed(kind) if sizes == spec.sizes}
         if len(called) == 1:
-            return called.pop(), "the operators that this one called had tensors of these sizes with that dtype"
+            return _only(called), "the operators that this one called had tensors of these sizes with that dtype"
         beside = {each.tensor.dtype for each in read.arguments if each.tensor is not None and each.tensor.dtype}
         known = self._dtypes.get((spec.sizes, spec.strides), set()) or called
         kernel = _kernel_dtypes(hints.work)
         if len(known & kernel) == 1:
-            return (known & kernel).pop(), "the kernel's name has it, and tensors of these sizes have it in the trace"
+            return _only(known & kernel), "the kernel's name has it, and tensors of these sizes have it in the trace"
         widths = _kernel_widths(hints.work)
         if widths:
             known = {dtype for dtype in known if ITEM_BYTES[dtype] in widths}
         if len(known) == 1:
-            return known.pop(), "the only one that tensors of these sizes and strides have in the trace" + (
+            return _only(known), "the only one that tensors of these sizes and strides have in the trace" + (
                 f", of the {min(widths)} bytes that the kernel copies" if widths else "")
         returned = self._returned.get(spec.sizes, set())
         if widths:
             returned = {dtype for dtype in returned if ITEM_BYTES[dtype] in widths}
         if len(returned) == 1:
-            return returned.pop(), "the only one that results of these sizes have in the trace"
+            return _only(returned), "the only one that results of these sizes have in the trace"
         if len(kernel) == 1 and not known:
-            return kernel.pop(), "the only one that the kernel's name has"
+            return _only(kernel), "the only one that the kernel's name has"
         if len(beside) == 1:
-            return beside.pop(), "the dtype of the call's other tensors"
+            return _only(beside), "the dtype of the call's other tensors"
         return None, ""
 
 
@@ -223,7 +229,18 @@ def read_arguments(kind: OpKind) -> Read:
     for index in range(max(map(len, columns), default=0)):
         read.arguments.append(_argument(_at(types, index), _at(dims, index), _at(strides, index), _at(concrete, index),
                                         concrete is not None, read))
+    _settle_empty_lists(types, read)
     return read
+
+
+def _settle_empty_lists(types: list[Any], read: Read) -> None:
+    """A list of tensors without sizes is empty, or too long for the profiler: the call's other lists tell."""
+    empty = [place for place, each in enumerate(read.arguments)
+             if each is UNRECORDED and wrapped(str(_at(types, place)))[0] in _LISTS]
+    if empty and any(each.items and each.items[0].tensor is not None for each in read.arguments):
+        for place in empty:
+            read.arguments[place] = of_list([], "[]")
+        read.assumed.append("a list of tensors that the trace shows without any is empty: it shows those of the others")
 
 
 def _at(column: list[Any] | None, index: int) -> Any:
@@ -285,6 +302,10 @@ def _spec(dtype: DType | None, dims: Any, strides: Any, read: Read) -> TensorSpe
 
 def _is_sizes(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(each, int) and not isinstance(each, bool) for each in value)
+
+
+def _only(dtypes: set[DType]) -> DType:
+    return next(iter(dtypes))
 
 
 def _with_dtype(item: Recorded, dtype: DType) -> Recorded:

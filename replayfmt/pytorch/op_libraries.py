@@ -92,7 +92,7 @@ STRING_DEFAULTS: dict[tuple[str, str], str] = {
     ("_C::paged_attention_v2", "kv_cache_dtype"): "auto",
     ("_rocm_C::paged_attention", "kv_cache_dtype"): "auto",
     ("_rocm_C::paged_attention", "mfma_type"): "f16",
-    ("aten::div", "rounding_mode"): "trunc",
+    ("aten::div", "rounding_mode"): "floor",
     ("aten::scatter_reduce", "reduce"): "sum",
     ("aten::scatter_reduce_", "reduce"): "sum",
     ("aten::index_reduce", "reduce"): "mean",
