@@ -8,7 +8,7 @@ import sys
 import click
 
 from replayfmt.recording.marks import parse_mark
-from replayfmt.recording.options import COMPILED, DIGESTS, PAYLOADS, CaptureOptions
+from replayfmt.recording.options import COMPILED, DIGESTS, FILE_POLICIES, FILE_VALIDATIONS, PAYLOADS, CaptureOptions
 from replayfmt.recording.program import Program
 from replayfmt.recording.supervisor import CapturedProgram, output_path
 
@@ -23,7 +23,20 @@ _COUNT = click.IntRange(min=0)
 @click.option("-m", "is_module", is_flag=True, help="PROGRAM is a module's name, as in python -m.")
 @click.option("--force", is_flag=True, help="Replace FILE if it exists.")
 @click.option("--payload", type=click.Choice(PAYLOADS), default="full", show_default=True,
-              help="Bytes that no captured op produced: embed them, or record metadata only.")
+              help="Bytes that no captured op produced: embed them; embed integers, and record how to synthesize the "
+                   "rest; or record metadata only, redacted.")
+@click.option("--file", "files", multiple=True, metavar="PATH",
+              help="A file whose content storages may be copies of: safetensors, torch.save, raw, a directory of "
+                   "checkpoints or an index of shards. Repeatable. Mapped files are found without it.")
+@click.option("--file-policy", type=click.Choice(FILE_POLICIES),
+              help="Storages whose bytes are in a known file: refer to it, embed what is used of it, embed it whole, "
+                   "or end the capture.  [default: reference; with --payload=integers none, unless a --file option is "
+                   "given]")
+@click.option("--file-validation", type=click.Choice(FILE_VALIDATIONS),
+              help="How a replay recognizes a file: by device, inode and time, or by a digest of its content (reads it "
+                   "once).  [default: identity]")
+@click.option("--redact", is_flag=True,
+              help="Leave out host name, user, command line, and the directories of files.")
 @click.option("--digests", type=click.Choice(DIGESTS), default="live", show_default=True,
               help="What a replay can compare: what is alive at the end of scopes, every result, or nothing.")
 @click.option("--audit", is_flag=True,
@@ -39,16 +52,18 @@ _COUNT = click.IntRange(min=0)
 @click.option("--stop-scope", metavar="NAME", help="Stop when this scope is left.")
 @click.argument("program")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
-def cli(output: str, is_module: bool, force: bool, payload: str, digests: str, audit: bool, compiled: str,
-        marks: tuple[str, ...], module_scopes: bool, start_op: int | None, stop_op: int | None,
-        start_scope: str | None, stop_scope: str | None, program: str, arguments: tuple[str, ...]) -> None:
+def cli(output: str, is_module: bool, force: bool, payload: str, files: tuple[str, ...], file_policy: str | None,
+        file_validation: str | None, redact: bool, digests: str, audit: bool, compiled: str, marks: tuple[str, ...],
+        module_scopes: bool, start_op: int | None, stop_op: int | None, start_scope: str | None,
+        stop_scope: str | None, program: str, arguments: tuple[str, ...]) -> None:
     """Run PROGRAM (a script, or with -m a module) with its ARGUMENTS and record what it does into FILE.
 
     The program behaves as under python, and its exit code is passed on; 1 where only the capture failed.
     Flags after PROGRAM are its own.
     """
     options = CaptureOptions(
-        payload=payload, digests=digests, audit=audit, compiled=compiled, force=force,
+        payload=payload, files=files, file_policy=file_policy, file_validation=file_validation, redact=redact,
+        digests=digests, audit=audit, compiled=compiled, force=force,
         start_op=start_op, stop_op=stop_op, start_scope=start_scope, stop_scope=stop_scope,
     )
     captured = CapturedProgram(
