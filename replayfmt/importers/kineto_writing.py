@@ -14,7 +14,8 @@ from replayfmt.format.model import Device
 from replayfmt.pytorch.iterations import parse_iteration
 
 from .arguments import DefaultGenerator, TensorSpec
-from .kineto_calls import Call, Calls, Hints, Placement, has_lists
+from .kineto_arguments import has_lists
+from .kineto_calls import Call, Calls, Hints, Placement
 from .kineto_events import Events, OpKind, WorkKind
 from .kineto_tree import Facts, Role, Selection, Tree
 from .report import Entry, ImportReport
