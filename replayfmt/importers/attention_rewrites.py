@@ -64,7 +64,7 @@ class _Attention:
 
 
 def _logarithms(calls: Calls, recorded: Any, scores: Tensor) -> None:
-    """Deliver the logarithms of the softmax's denominators; some kernels pad their last dimension, or leave them out."""
+    """Deliver the logarithms of the softmax's denominators; some kernels pad them, or leave them out."""
     if not isinstance(recorded, Tensor) or 0 in recorded.meta.sizes:
         calls.allocate(recorded)
         return

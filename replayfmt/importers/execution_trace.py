@@ -100,7 +100,8 @@ class _Trace:
     def __init__(self, path: str, progress: Progress | None) -> None:
         self.path = path
         self._progress = progress
-        self.schema, self.time = "", None
+        self.schema = ""
+        self.time: str | None = None
         self.version = (0, 0, 0)
         self.problems: list[str] = []
         self.nodes_read = 0

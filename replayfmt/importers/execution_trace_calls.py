@@ -102,8 +102,8 @@ class Calls:
                 return
             traced = None
             step.choice = replace(other, assumed=(
-                *other.assumed, f"overload {other.operator.overload}: the traced one is not here, {node.schema}; this one "
-                                "takes the recorded arguments"))
+                *other.assumed, f"overload {other.operator.overload}: the traced one is not here, {node.schema}; this "
+                                "one takes the recorded arguments"))
         assert step.choice.operator is not None
         schema = step.choice.operator.schema
         unknown: list[str] = []
@@ -136,12 +136,16 @@ class Calls:
         telling = [(name, spec) for name, spec in _specs(step.binding) if _strides_tell(spec)]
         if telling:
             guessed = sorted({name for name, spec in telling
-                              if not self.allocations.made[spec.identity] and spec.strides == contiguous(spec.sizes or ())})
+                              if not self._made(spec) and spec.strides == contiguous(spec.sizes or ())})
             if guessed:
                 step.assumed.append(f"strides of {', '.join(guessed)}: {BY} has none; contiguous")
             if len(guessed) < len({name for name, _spec in telling}):
                 step.assumed.append(f"strides of tensors that operators before this one returned: {BY} has none; "
                                     "computed by running the operators without data")
+
+    def _made(self, spec: TensorSpec) -> bool:
+        """Whether an operator before returned the memory that a tensor is on."""
+        return isinstance(spec.identity, int) and bool(self.allocations.made[spec.identity])
 
     def _strides(self, step: Step) -> list[tuple[int, ...] | None] | None:
         """Strides of everything an operator returned, by running it without data; None where that does not tell."""
@@ -162,7 +166,7 @@ class Calls:
         outputs = [dtype_of(tensor.type_name) for _position, tensor in tensors_of(step.node.outputs)]
         candidates = [position for position, (_name, value) in enumerate(binding.arguments)
                       if isinstance(value, TensorSpec) and value.sizes == () and value.device == "cpu"
-                      and value.dtype in NUMBERS and not self.allocations.made[value.identity]]
+                      and value.dtype in NUMBERS and not self._made(value)]
         tensors = sum(isinstance(value, TensorSpec) for _name, value in binding.arguments)
         if not candidates or tensors < 2 or not outputs or outputs[0] is None:
             return
@@ -175,8 +179,8 @@ class Calls:
         if self._returns(choice, changed) == outputs:
             binding.arguments = changed
             names = ", ".join(changed[position][0] for position in candidates)
-            step.assumed.append(f"{names}: a Python number that was passed as a tensor; taken as {outputs[0].name}, with "
-                                "which the result has its recorded dtype")
+            step.assumed.append(f"{names}: a Python number that was passed as a tensor; taken as {outputs[0].name}, "
+                                "with which the result has its recorded dtype")
 
     def _returns(self, choice: Choice, arguments: Sequence[tuple[str, Any]]) -> list[DType | None] | None:
         assert choice.operator is not None
@@ -243,7 +247,8 @@ def _by_name(traced: torch.FunctionSchema, here: torch.FunctionSchema,
 
 def _specs(binding: Binding | None) -> list[tuple[str, TensorSpec]]:
     """Every tensor of a call with the name of the argument it is in."""
-    return [(name, spec) for name, value in (binding.arguments if binding is not None else ()) for spec in _tensors(value)]
+    arguments = binding.arguments if binding is not None else ()
+    return [(name, spec) for name, value in arguments for spec in _tensors(value)]
 
 
 def _strides_tell(spec: TensorSpec) -> bool:

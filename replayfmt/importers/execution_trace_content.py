@@ -82,7 +82,7 @@ class TracedContent:
         low, high = span
         if low == high and storage.bytes <= _LARGEST_CONSTANT:
             element = low.to_bytes(ITEM_BYTES[dtype], "little", signed=dtype not in _UNSIGNED)
-            return Found(StorageOrigin.payload, element * tensor.elements, f"all of its elements are {low} in the trace")
+            return Found(StorageOrigin.payload, element * tensor.elements, f"all of its elements are {low}")
         spread = (high - low) / 12 ** 0.5
         statistics = Statistics((low + high) / 2, spread, float(low), float(high), 0, 0, 0, 0)
         recipe = Recipe(dtype, tensor.elements, node * 1009 + number, statistics)

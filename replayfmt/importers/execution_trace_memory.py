@@ -64,7 +64,7 @@ class MemoryMap:
     that the trace does not show being allocated."""
 
     def __init__(self, allocations: Allocations | None = None) -> None:
-        """With the `allocations` of an earlier pass over the same nodes, their numbers are used and their lengths kept."""
+        """With the `allocations` of an earlier pass over the same nodes, their numbers and lengths are used."""
         self.allocations = allocations or Allocations()
         self._again = allocations is not None
         self._next = 1
@@ -175,6 +175,6 @@ def _address(tensor: TracedTensor) -> Address:
 
 
 def _like_number(tensor: TracedTensor) -> bool:
-    """Whether this may be a Python number that an operator was given as a tensor: each is a short allocation of its own,
-    often where the one before was."""
+    """Whether this may be a Python number that an operator was given as a tensor: each is a short allocation of its
+    own, often where the one before was."""
     return tensor.device == "cpu" and not tensor.sizes and dtype_of(tensor.type_name) in NUMBERS

@@ -95,8 +95,8 @@ def node_of(row: Mapping[str, Any], path: str) -> TraceNode:
             str(row.get("op_schema", "")), _flat(row, "input", "inputs"), _flat(row, "output", "outputs"))
     except (KeyError, TypeError, ValueError) as error:
         shown = json.dumps(row, default=str)[:120]
-        raise InvalidCapture(f"{path}: a node of the execution trace is not complete ({type(error).__name__}: {error}): "
-                             f"{shown}") from None
+        raise InvalidCapture(f"{path}: a node of the execution trace is not complete ({type(error).__name__}: {error})"
+                             f": {shown}") from None
 
 
 def _grouped(group: Mapping[str, Any]) -> Values:
@@ -149,7 +149,8 @@ def traced_tensor(value: object, sizes: object, strides: object, type_name: str)
         return None
     if step is not None and len(step) != len(shape):
         step = None
-    return TracedTensor(*value[:5], value[5], shape, step, type_name)
+    number, storage, offset, elements, item_bytes, device = value
+    return TracedTensor(number, storage, offset, elements, item_bytes, device, shape, step, type_name)
 
 
 def _integers(values: object) -> tuple[int, ...] | None:

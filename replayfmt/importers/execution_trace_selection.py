@@ -1,4 +1,4 @@
-"""Which nodes of an execution trace stand for its work: each piece of work once, at the deepest level that has all of it.
+"""Which nodes of an execution trace stand for its work: each piece once, at the deepest level that has all of it.
 
 An operator that only calls others (a composite like `linear`, a switch between backends like `convolution`) gives way
 to what it called, where that produced everything it returned; every other operator stands for whatever it called. What
@@ -40,9 +40,9 @@ _SWITCHES = frozenset({"aten::convolution", "aten::_convolution", "aten::convolu
 _COLLECTIVE_NAMESPACES = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional"})
 _ROOTS = re.compile(r"\[pytorch\|profiler\|execution_(graph|trace)\|(thread|process)\]\Z")
 # Wrappers of PyTorch itself that may call no operator, and then did nothing.
-_IDLE = re.compile(r"(autograd::engine::evaluate_function: |torch::autograd::|torch::distributed::|torch\.distributed\.|"
-                   r"torch::jit::|Optimizer\.|nccl:|gloo:|enumerate\(|TorchDynamo Cache Lookup|Pregraph bytecode|"
-                   r"AOTDispatcher |Torch-Compiled Region|CompiledFunction|\w+Backward\d+\Z|detach_?\Z)")
+_IDLE = re.compile(r"(autograd::engine::evaluate_function: |torch::autograd::|torch::distributed::|"
+                   r"torch\.distributed\.|torch::jit::|Optimizer\.|nccl:|gloo:|enumerate\(|TorchDynamo Cache Lookup|"
+                   r"Pregraph bytecode|AOTDispatcher |Torch-Compiled Region|CompiledFunction|\w+Backward\d+\Z|detach_?\Z)")
 
 
 def operator_name(schema: str) -> tuple[str, str]:
@@ -165,8 +165,8 @@ class Skeleton:
         walk = _Walk(self, children, positions, roots)
         walk.visit(tops)
         if walk.seen != len(self._ids):
-            raise InvalidCapture(f"{self._path}: {len(self._ids) - walk.seen} nodes of the execution trace are their own "
-                                 "ancestors; the trace is damaged")
+            raise InvalidCapture(f"{self._path}: {len(self._ids) - walk.seen} nodes of the execution trace are their "
+                                 "own ancestors; the trace is damaged")
         return walk.finish()
 
 

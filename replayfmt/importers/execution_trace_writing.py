@@ -108,9 +108,8 @@ class GraphWriter:
     def _count(self, step: Step, ordinal: int, assumed: list[str], overload: str, found: str) -> None:
         shown = _signature(step.node)
         told = tuple(assumed)
-        status = "inferred" if told else "exact"
-        self._report.add(
-            (step.node.schema, shown, told), lambda: Entry(step.node.name, overload, status, shown, found, told), ordinal)
+        self._report.add((step.node.schema, shown, told), lambda: Entry(
+            step.node.name, overload, "inferred" if told else "exact", shown, found, told), ordinal)
 
     # ---------------------------------------------------------------------------------------------------------- values
 
@@ -251,8 +250,8 @@ class _Communication:
                     "group_size": size}
         described = f" ({facts['pg_desc']})" if facts.get("pg_desc") else ""
         ranks = "a group of unknown size" if size is None else f"{size} rank{'s' if size != 1 else ''}"
-        self.text = (f"{facts['collective_name']} of {facts.get('in_msg_nelems', '?')} {facts.get('dtype', '?')} elements "
-                     f"over {ranks}, group {name!r}{described}")
+        self.text = (f"{facts['collective_name']} of {facts.get('in_msg_nelems', '?')} {facts.get('dtype', '?')} "
+                     f"elements over {ranks}, group {name!r}{described}")
 
 
 def _at(values: Any, index: int) -> Any:
@@ -264,7 +263,8 @@ def _signature(node: TraceNode) -> str:
     by_position: dict[int, list[TracedTensor]] = {}
     for position, tensor in tensors_of(node.inputs):
         by_position.setdefault(position, []).append(tensor)
-    return ", ".join(_argument(node.inputs, position, by_position.get(position)) for position in range(len(node.inputs)))
+    return ", ".join(_argument(node.inputs, position, by_position.get(position))
+                     for position in range(len(node.inputs)))
 
 
 def _argument(inputs: Values, position: int, tensors: list[TracedTensor] | None) -> str:

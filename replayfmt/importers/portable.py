@@ -43,7 +43,7 @@ class Portable:
         except CannotRewrite as error:
             return str(error)
         except (KeyError, TypeError, IndexError) as error:
-            return f"{kernel.qualified_name}: its arguments are not those that are known ({type(error).__name__}: {error})"
+            return f"{kernel.qualified_name}: its arguments are not those known here ({type(error).__name__}: {error})"
         instead = " + ".join(dict.fromkeys(made.name for made, _given, _results in calls.made))
         return Rewritten(calls.made, "portable", f"{kernel.name} by {instead}")
 
@@ -52,7 +52,7 @@ class Portable:
         calls = Calls(tensors[0])
         for tensor in tensors:
             calls.call("aten::alias", {"self": tensor}, [tensor])
-        return Rewritten(calls.made, "portable", f"{name} by aten::alias: {described}, which leaves every tensor as it is")
+        return Rewritten(calls.made, "portable", f"{name} by aten::alias: {described}, which changes nothing")
 
 
 def _without_pinning(kernel: Kernel, arguments: Arguments, results: list[Any] | None) -> Rewritten | None:
@@ -144,7 +144,7 @@ def _grid_sampler_backward(calls: Calls, given: dict[str, Any], results: list[An
 
 def _affine_grid(calls: Calls, given: dict[str, Any], results: list[Any] | None) -> None:
     calls.call("aten::affine_grid_generator", {
-        "theta": given["theta"], "size": [given["N"], given["C"], given["H"], given["W"]], "align_corners": True}, results)
+        "theta": given["theta"], "size": [given[name] for name in "NCHW"], "align_corners": True}, results)
 
 
 _RULES: dict[str, Rule] = {

@@ -24,7 +24,7 @@ Call = tuple[Kernel, list[tuple[str, Any]], list[Any] | None]
 
 @dataclass(frozen=True)
 class Rewritten:
-    """What takes an operator's place. `note` is for the record, `sentence` for the report, `what` names the rewriting."""
+    """What takes an operator's place. `note` is for the record, `sentence` for the report, `what` names it."""
 
     calls: list[Call]
     what: str
