@@ -35,6 +35,10 @@ def replay_options(function: Callable[..., Any]) -> Callable[..., Any]:
     for option in (
         click.option("--allow-incomplete", is_flag=True,
                      help="Replay what there is of a capture that was never closed."),
+        click.option("--allow-import", "allow_imports", multiple=True, metavar="NAME",
+                     help="Import the module NAME for the custom operators that it registers, or let the known "
+                          "library of the operator namespace NAME be imported. Nothing is imported because a capture "
+                          "names it. Repeatable."),
         click.option("--replay-file-remap", multiple=True, metavar="CAPTURED=REPLAY",
                      help="External files whose captured path begins with CAPTURED are below REPLAY now. Whole path "
                           "components, the longest match wins. Repeatable."),
@@ -69,6 +73,7 @@ class ReplayFlags:
     substitution_rtol: float | None
     substitution_atol: float | None
     allow_incomplete: bool
+    allow_imports: tuple[str, ...]
 
     def plan(self, path: str, *, keep_going: bool = False) -> Plan:
         """The plan for a capture. Raises what opening and planning raise, before anything runs."""
@@ -79,7 +84,7 @@ class ReplayFlags:
         with _file_progress() as on_file_bytes:
             return Plan(path, list(self.device), self.allow_incomplete, keep_going=keep_going,
                         file_remaps=self.replay_file_remap, on_file_bytes=on_file_bytes,
-                        substitutions=self.replay_kernel_substitution,
+                        allow_imports=self.allow_imports, substitutions=self.replay_kernel_substitution,
                         substitution_tolerance=Tolerance(self.substitution_rtol, self.substitution_atol))
 
     def _refuse_odd_tolerances(self) -> None:

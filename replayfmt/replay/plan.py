@@ -20,6 +20,7 @@ from replayfmt.format.codes import RecordKind, ValueKind
 from replayfmt.format.reader import CaptureReader, open_capture
 from replayfmt.pytorch.settings import apply_settings
 
+from .allowed_imports import AllowedImports
 from .content import Content
 from .cuts import WindowSize
 from .devices import map_devices, map_generators
@@ -63,11 +64,13 @@ class Plan:
                  allow_incomplete: bool = False, *, keep_going: bool = False, file_remaps: Sequence[str] = (),
                  on_file_bytes: Callable[[int, int], None] | None = None,
                  substitutions: Asked = (), substitution_tolerance: Tolerance = Tolerance(),  # noqa: B008 - frozen
+                 allow_imports: Iterable[str] = (),
                  window: WindowSize = WindowSize()) -> None:  # noqa: B008 - a frozen value
         """`file_remaps` are CAPTURED=REPLAY pairs of path prefixes, and say where external files are now; while their
         digests are computed, `on_file_bytes(bytes read, of all)` is called, from any thread. `substitutions` puts other
         functions in the place of kernels: texts as on the command line, Substitution objects, or a function that
-        decides for each Call; how far their results may be off is `substitution_tolerance`.
+        decides for each Call; how far their results may be off is `substitution_tolerance`. `allow_imports` names
+        modules to import for the operators that they register; a capture never causes the import of any other.
 
         Raises ReplayRefused with `findings`, UsageError for wrong devices and remaps, and what opening a file raises.
         """
@@ -75,6 +78,7 @@ class Plan:
         self.reader = self._opened(capture)
         try:
             self.files = ExternalFiles(self.reader, file_remaps)
+            self._imports = AllowedImports(allow_imports)
             # Before kernels are resolved: a replacement's file may import the library of what it replaces.
             loaded = load(substitutions)
             self._prepare(devices, allow_incomplete, keep_going, window, on_file_bytes)
@@ -103,14 +107,15 @@ class Plan:
             sentences.insert(0, f"the capture is incomplete ({reader.incomplete_reason}); --allow-incomplete replays "
                                 "what is there")
         self.kernels: tuple[ResolvedKernel | str | None, ...] = tuple(
-            None if kernel is None else resolve(kernel, reader.session.torch_version) for kernel in reader.kernels
+            None if kernel is None else resolve(kernel, reader.session.torch_version, self._imports)
+            for kernel in reader.kernels
         )
         self._effects: dict[int, Effects] = {}
         self._scans: dict[bool, Scan] = {}
         findings = Findings(reader, self.device_map, self.kernels, self.scan(checks=False))
         findings.collect()
         self._file_findings = self.files.validate(on_file_bytes)
-        self.findings = (*sentences, *findings.sentences, *self._file_findings)
+        self.findings = (*sentences, *self._imports.problems, *findings.sentences, *self._file_findings)
         self.refused = findings.refused
         if sentences or (self.findings and not keep_going):
             count = len(self.findings)

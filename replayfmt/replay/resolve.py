@@ -16,9 +16,11 @@ from torch._ops import OpOverload
 from replayfmt.format.codes import KernelKind
 from replayfmt.format.model import Kernel
 
+from .allowed_imports import AllowedImports
+
 # Namespaces whose operators are PyTorch's own: they read no autocast state below the dispatch level of a capture.
 OWN_NAMESPACES = frozenset(
-    {"aten", "prims", "rngprims", "quantized", "sparse", "mkldnn", "mkl", "onednn", "_c10d_functional", "c10d", "prim"}
+    {"aten", "prims", "rngprims", "quantized", "sparse", "mkldnn", "mkl", "onednn"}
 )
 # Operators that draw random numbers and do not carry the tag that says so.
 _UNTAGGED_DRAWS = frozenset({"aten::_no_grad_normal_", "aten::_no_grad_uniform_"})
@@ -26,11 +28,28 @@ _UNTAGGED_DRAWS = frozenset({"aten::_no_grad_normal_", "aten::_no_grad_uniform_"
 _LAZY_NAMESPACES = {
     "prims": "torch._prims",
     "rngprims": "torch._prims.rng_prims",
-    "_c10d_functional": "torch.distributed._functional_collectives",
     "fsdp": "torch.distributed.fsdp._fully_shard._fsdp_collectives",
 }
-# Operators that act on the host's files.
-_HOST_CALLS = frozenset({"aten::from_file"})
+# Operators of PyTorch's that do other things than compute on tensors, or that take tensors apart unchecked. No program
+# needs them replayed (the recorder does not write them as ops), so that they are there at all is an attempt.
+_HOST_CALLS = {
+    "aten::from_file": "acts on files of the machine it was captured on",
+    "aten::_print": "prints what the capture says",
+    "mkldnn::data_ptr": "gives a memory address",
+    "inductor::_alloc_from_pool": "makes tensors without looking whether they fit into their memory",
+    "inductor::_reinterpret_tensor": "makes tensors without looking whether they fit into their memory",
+}
+_HOST_NAMESPACES = {
+    "debugprims": "reads files",
+    "debug_mode_ops": "is a part of PyTorch's debugging",
+    "export": "looks up attributes by name",
+    "prim": "belongs to the TorchScript interpreter",
+    "profiler": "is a part of the profiler",
+    "static_runtime": "belongs to the TorchScript interpreter",
+}
+_COLLECTIVES = frozenset(
+    {"c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd", "_dtensor", "symm_mem"}
+)
 _IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
 
 
@@ -53,14 +72,19 @@ class ResolvedKernel:
         return bool(torch._C._dispatch_has_computed_kernel_for_dispatch_key(self.dispatcher_name, key))
 
 
-def resolve(kernel: Kernel, captured_torch: str | None) -> ResolvedKernel | str:
-    """The operator for a captured kernel, or a sentence that says why there is none."""
+def resolve(kernel: Kernel, captured_torch: str | None,
+            imports: AllowedImports | None = None) -> ResolvedKernel | str:
+    """The operator for a captured kernel, or a sentence that says why there is none. `imports`: what the user allows to
+    be imported where the operator is not known."""
     named = kernel.qualified_name
     if kernel.kind is not KernelKind.operator:
         return f"{named} is a {kernel.kind.name} kernel; this version replays operators only"
-    if kernel.name in _HOST_CALLS:
-        return f"{named} acts on files of the machine it was captured on; such host calls are not replayed"
     namespace, separator, base = kernel.name.partition("::")
+    does = _HOST_CALLS.get(kernel.name) or _HOST_NAMESPACES.get(namespace)
+    if does is not None:
+        return f"{named} {does}; such host calls are not replayed"
+    if namespace in _COLLECTIVES:
+        return f"{named} is a collective; they are not replayed yet"
     if not (separator and all(_IDENTIFIER.match(part) for part in (namespace, base, kernel.overload))):
         return f"{named!r} is no operator name"
     if namespace in _LAZY_NAMESPACES:
@@ -69,10 +93,14 @@ def resolve(kernel: Kernel, captured_torch: str | None) -> ResolvedKernel | str:
         except ImportError as error:
             return f"{named} needs {_LAZY_NAMESPACES[namespace]}, which cannot be imported here: {error}"
     overload = _find(namespace, base, kernel.overload)
+    if overload is None and namespace not in OWN_NAMESPACES:
+        imports = imports or AllowedImports()
+        imports.provide(namespace)
+        overload = _find(namespace, base, kernel.overload)
+        if overload is None:
+            return f"{named} does not exist in torch {torch.__version__}; {imports.advice(namespace)}"
     if overload is None:
-        library = "" if namespace in OWN_NAMESPACES else (
-            f"; import the library that registers namespace {namespace!r} before making the plan")
-        return f"{named} does not exist in torch {torch.__version__}{library}"
+        return f"{named} does not exist in torch {torch.__version__}"
     difference = _schema_difference(kernel, overload, captured_torch)
     if difference:
         return difference

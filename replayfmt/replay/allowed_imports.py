@@ -1,0 +1,59 @@
+"""Importing the libraries that register operators: those the user allows, never one that only a capture names.
+
+PyTorch knows a custom operator once the library that registers it was imported. A capture says which operators it
+calls, and that is all it can say: what is imported for them is what the user named, and PyTorch's own modules.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterable
+
+from replayfmt.errors import UsageError
+from replayfmt.pytorch.op_libraries import OpLibraries
+
+FLAG = "--allow-import"
+
+
+class AllowedImports:
+    """The user's allow-list for one plan. Every module on it is imported at once, before kernels are resolved.
+
+    A name is a module (`torchvision`, `mylib.ops`), or the namespace of a library that is known (`_moe_C`: vllm's).
+    `problems` has a sentence for each that could not be imported.
+    """
+
+    def __init__(self, names: Iterable[str] = ()) -> None:
+        """Raises UsageError for a name that is none."""
+        allowed = tuple(dict.fromkeys(names))
+        for name in allowed:
+            if not all(part.isidentifier() for part in name.split(".")):
+                raise UsageError(f"{FLAG}={name}: expected the name of a module, such as torchvision or mylib.ops")
+        self._libraries = OpLibraries(allowed)
+        self.problems: list[str] = []
+        for name in allowed:
+            self._import(name)
+
+    def _import(self, name: str) -> None:
+        try:
+            importlib.import_module(name)
+        except Exception as error:  # a foreign library may fail in any way while it is imported
+            if isinstance(error, ModuleNotFoundError) and self._libraries.modules_for(name):
+                return      # the namespace of a known library, which is imported where an operator needs it
+            self.problems.append(f"{FLAG}={name}: it cannot be imported: {type(error).__name__}: {error}")
+
+    def provide(self, namespace: str) -> None:
+        """Import what is known to register a namespace, as far as the user allows it."""
+        if self._libraries.modules_for(namespace):
+            self._libraries.load(namespace)
+
+    def advice(self, namespace: str) -> str:
+        """What to do about operators of a namespace that are still not there."""
+        known = self._libraries.modules_for(namespace)
+        if any(self._libraries.admits(namespace, module) for module in known):
+            problem = self._libraries.load(namespace).problem
+            return problem or f"{' and '.join(known)} was imported and does not register it"
+        if known:
+            package = known[0].partition(".")[0]
+            return f"{known[0]} registers {namespace!r}: {FLAG}={package} lets it be imported"
+        return (f"import the library that registers namespace {namespace!r} before making the plan, or name it: "
+                f"{FLAG}=MODULE")
