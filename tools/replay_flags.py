@@ -18,6 +18,8 @@ import click
 
 from replayfmt.errors import SubstitutionRejected, UsageError
 
+from .command import one_line
+
 if TYPE_CHECKING:
     from replayfmt.replay.plan import Plan
 
@@ -103,7 +105,7 @@ def shown_if_rejected(rows: bool) -> Iterator[None]:
         yield
     except SubstitutionRejected as error:
         for line in map(json.dumps, error.report.as_rows()) if rows else error.report.as_text():
-            click.echo(line)
+            click.echo(one_line(line))
         raise
 
 

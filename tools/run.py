@@ -12,7 +12,7 @@ import click
 
 from replayfmt.errors import ReplayMismatch
 
-from .command import report, run_tool, tool
+from .command import one_line, report, run_tool, tool
 from .profiling_flags import profiled, profiling_options, profiling_request
 from .replay_flags import ReplayFlags, replay_options, shown_if_rejected
 
@@ -45,12 +45,12 @@ def cli(capture: str, flags: ReplayFlags, keep_going: bool, form: str,
             result = plan.execute(verify=flags.verify, keep_going=keep_going, on_progress=on_progress, scope_times=True)
         if form == "jsonl":
             for row in as_rows(plan, result):
-                click.echo(json.dumps(row, ensure_ascii=False))
+                click.echo(json.dumps(row))
         else:
             for line in as_text(plan, result):
-                click.echo(line)
+                click.echo(one_line(line))
             for finding in plan.findings:
-                click.echo(f"finding: {finding}")
+                click.echo(one_line(f"finding: {finding}"))
         code = _judge(capture, result, bool(plan.findings))
     return code
 
