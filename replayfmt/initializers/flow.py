@@ -65,7 +65,10 @@ def passed_on(call: Call, argument: str, tensor: TensorInfo) -> Iterator[Passed]
     if base in _SEALED:
         return
     in_place = call.name.endswith("_") and not call.name.endswith("__")
-    places = [(None, "self")] if in_place else [(index, "") for index in _results(call)]
+    places: list[tuple[int | None, str]] = [(index, "") for index in _results(call)]
+    if in_place:
+        target = call.tensor("self")
+        places = [(None, "self")] if target is not None and _counts(target) else []
     if base in _WHOLE and argument == "self" or base == "copy" and argument == "src":
         yield from (Passed(result, written, whole=_all_of(call, tensor, result, written)) for result, written in places)
     elif argument in _MOVING.get(base, ()):
@@ -80,10 +83,14 @@ def passed_on(call: Call, argument: str, tensor: TensorInfo) -> Iterator[Passed]
 
 
 def _results(call: Call) -> Iterator[int]:
-    """The results with integers in them: other dtypes are numbers, or tell whether something holds."""
+    """The results with integers in them: what is of another dtype is a number, or tells whether something holds."""
     for index, each in enumerate(call.results):
-        if isinstance(each, TensorInfo) and is_integral(each.dtype) and each.dtype is not torch.bool:
+        if isinstance(each, TensorInfo) and _counts(each):
             yield index
+
+
+def _counts(tensor: TensorInfo) -> bool:
+    return is_integral(tensor.dtype) and tensor.dtype is not torch.bool
 
 
 def _all_of(call: Call, tensor: TensorInfo, result: int | None, written: str) -> bool:

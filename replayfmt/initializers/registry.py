@@ -30,9 +30,9 @@ class Initializer:
 
     `op` is an operator name (`aten::embedding`, with or without its overload) or a shell pattern, None for any; then
     `arguments` are patterns of argument names, none for any. `dtypes` and `roles` limit it further where they are
-    given. A `joint` one is called once for all arguments of a call that it matches and that are wanted, and returns a mapping
-    from label to tensor; any other returns one tensor, of the wanted dtype and sizes. `accepts` may refuse a request
-    when the plan is made. `origin` says where it comes from.
+    given. A `joint` one is called once for all arguments of a call that it matches and that are wanted, and returns a
+    mapping from label to tensor; any other returns one tensor, of the wanted dtype and sizes. `accepts` may refuse a
+    request when the plan is made. `origin` says where it comes from.
     """
 
     name: str

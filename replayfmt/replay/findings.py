@@ -19,7 +19,7 @@ from replayfmt.pytorch.settings import check_settings
 
 from .devices import DeviceMap
 from .resolve import ResolvedKernel
-from .scan import SHOWN, Occurrences, Scan
+from .scan import Occurrences, Scan
 
 _OPEN_KINDS = (ValueKind.opaque, ValueKind.process_group)
 
@@ -38,7 +38,6 @@ class Findings:
         if unsupported:
             self._unsupported()
         self._ops()
-        self._content()
         self._tensors()
         self._settings()
 
@@ -147,14 +146,6 @@ class Findings:
     def _kind(self, device: int) -> str:
         captured = self._devices.captured[device]
         return "" if captured is None else captured.kind
-
-    def _content(self) -> None:
-        missing = self._scan.entrances()
-        if missing:
-            policy = self._reader.session.policies.get("payload", "not recorded")
-            seen = Occurrences(len(missing), [each.ordinal for each in missing[:SHOWN]])
-            self.sentences.append(f"the content of {len(missing)} storages is not in the capture ({_times(seen)}; it "
-                                  f"was captured with payload={policy}): capture with payload=full")
 
     def _tensors(self) -> None:
         dtypes, layouts = set(), set()

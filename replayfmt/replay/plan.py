@@ -18,6 +18,7 @@ import torch
 from replayfmt.errors import ReplayFailed, ReplayRefused, UsageError
 from replayfmt.format.codes import RecordKind, ValueKind
 from replayfmt.format.reader import CaptureReader, open_capture
+from replayfmt.initializers import Initializer, Registry
 from replayfmt.pytorch.settings import apply_settings
 
 from .allowed_imports import AllowedImports
@@ -29,6 +30,7 @@ from .external_files import ExternalFiles
 from .facts import Effects, Layout, effects_of, effects_of_missing
 from .findings import Findings
 from .isolated import IsolatedOp
+from .known import KnownContent
 from .lowering import Context, Lowering
 from .memory import MemoryWatch
 from .nondeterminism import find_nondeterministic
@@ -63,14 +65,16 @@ class Plan:
     def __init__(self, capture: str | PathLike[str] | CaptureReader | Any, devices: Sequence[str] = (),
                  allow_incomplete: bool = False, *, keep_going: bool = False, file_remaps: Sequence[str] = (),
                  on_file_bytes: Callable[[int, int], None] | None = None,
+                 initializers: Sequence[Initializer] = (),
                  substitutions: Asked = (), substitution_tolerance: Tolerance = Tolerance(),  # noqa: B008 - frozen
                  allow_imports: Iterable[str] = (),
                  window: WindowSize = WindowSize()) -> None:  # noqa: B008 - a frozen value
         """`file_remaps` are CAPTURED=REPLAY pairs of path prefixes, and say where external files are now; while their
-        digests are computed, `on_file_bytes(bytes read, of all)` is called, from any thread. `substitutions` puts other
-        functions in the place of kernels: texts as on the command line, Substitution objects, or a function that
-        decides for each Call; how far their results may be off is `substitution_tolerance`. `allow_imports` names
-        modules to import for the operators that they register; a capture never causes the import of any other.
+        digests are computed, `on_file_bytes(bytes read, of all)` is called, from any thread. `initializers` fill what
+        was not captured, before those that are registered and built in. `substitutions` puts other functions in the
+        place of kernels: texts as on the command line, Substitution objects, or a function that decides for each Call;
+        how far their results may be off is `substitution_tolerance`. `allow_imports` names modules to import for the
+        operators that they register; a capture never causes the import of any other.
 
         Raises ReplayRefused with `findings`, UsageError for wrong devices and remaps, and what opening a file raises.
         """
@@ -81,7 +85,7 @@ class Plan:
             self._imports = AllowedImports(allow_imports)
             # Before kernels are resolved: a replacement's file may import the library of what it replaces.
             loaded = load(substitutions)
-            self._prepare(devices, allow_incomplete, keep_going, window, on_file_bytes)
+            self._prepare(devices, allow_incomplete, keep_going, window, on_file_bytes, initializers)
             self.substitution = SubstitutionSession(self, loaded, substitution_tolerance) if loaded else None
             self._substitute()
         except BaseException:
@@ -98,7 +102,7 @@ class Plan:
         return reader
 
     def _prepare(self, devices: Sequence[str], allow_incomplete: bool, keep_going: bool, window: WindowSize,
-                 on_file_bytes: Callable[[int, int], None] | None) -> None:
+                 on_file_bytes: Callable[[int, int], None] | None, initializers: Sequence[Initializer]) -> None:
         reader = self.reader
         self._window = window
         self._keeps_going = keep_going
@@ -115,7 +119,10 @@ class Plan:
         findings = Findings(reader, self.device_map, self.kernels, self.scan(checks=False))
         findings.collect()
         self._file_findings = self.files.validate(on_file_bytes)
-        self.findings = (*sentences, *self._imports.problems, *findings.sentences, *self._file_findings)
+        self.synthesis = Synthesis(reader, self.scan(checks=False), self.kernels, Registry(initializers),
+                                   KnownContent(reader, self.scan(checks=False), self.files))
+        self.findings = (*sentences, *self._imports.problems, *findings.sentences, *self._file_findings,
+                         *self.synthesis.findings)
         self.refused = findings.refused
         if sentences or (self.findings and not keep_going):
             count = len(self.findings)
@@ -127,8 +134,7 @@ class Plan:
         self._clock = RunClock()
         self.judge = Judge(self._clock, self.describe)
         usable = tuple(None if isinstance(kernel, str) else kernel for kernel in self.kernels)
-        self._content = Content(reader, self.scan(checks=False), self.files,
-                                Synthesis(self.scan(checks=False)))
+        self._content = Content(reader, self.scan(checks=False), self.files, self.synthesis)
         self.context = Context(reader, self.device_map, generators, usable,
                                TemplateMaker(self.device_map, generators), self._clock, self.judge, CodeCache(),
                                self.refused, DirectFunctions(), self._content.load, self.device_map.host_goes_to)
@@ -161,7 +167,7 @@ class Plan:
         """What a user has to know of how the capture is replayed."""
         threads = len(self.scan(checks=False).threads)
         serialized = (f"the work of {threads} threads is replayed by one, in capture order",) if threads > 1 else ()
-        return (*serialized, *self.files.notes, *self.reader.warnings)
+        return (*serialized, *self.files.notes, *self.synthesis.notes, *self.reader.warnings)
 
     def scan(self, *, checks: bool) -> Scan:
         """The first pass over the records, made once for replays that verify and once for those that do not."""

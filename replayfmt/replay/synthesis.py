@@ -1,23 +1,374 @@
-"""Content that is neither in the capture nor in a file it refers to: which initializer fills which storage."""
+"""Content that is neither in the capture nor in a file it refers to: which initializer fills which storage.
+
+Decided when the plan is made, for everything at once. Integers are made then too, because a wrong one is found before
+the first op; floating point content is made when its storage is needed, from a seed, so that it is the same every time.
+"""
 
 from __future__ import annotations
 
-import torch
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
 
+import torch
+import xxhash
+
+from replayfmt.errors import OpReplayError, ReplayRefused
+from replayfmt.format.model import Recipe
+from replayfmt.format.reader import CaptureReader
+from replayfmt.initializers import Call, Demand, Initializer, Registry, Request, Role, TensorInfo, Use
+from replayfmt.initializers.demands import Conflict, combine, pull_back
+from replayfmt.initializers.floats import contradiction
+from replayfmt.initializers.integers import Unsatisfiable
+from replayfmt.initializers.roles import is_integral
+from replayfmt.pytorch.dtypes import TORCH_DTYPE
+from replayfmt.pytorch.memory import make_view, new_storage, undispatched
+
+from .resolve import ResolvedKernel
 from .scan import Scan
+from .sources import Entrance
+from .uses import FoundUse, Uses
+
+_NOBODY = Call(-1, "", "", {}, (), "", {})
+_SHOWN_STORAGES = 6
+_HOST = torch.device("cpu")
+# The captured content of a tensor, on the host; None where it is not in the capture, or was written before its use.
+KnownContent = Callable[[TensorInfo], torch.Tensor | None]
+
+
+@dataclass(frozen=True)
+class Initialized:
+    """What one initializer fills: a storage, or `tensor` of it, as `argument` of the op at `ordinal` (-1: of none)."""
+
+    storage: int
+    version: int
+    bytes: int
+    tensor: TensorInfo
+    initializer: str
+    op: str
+    argument: str
+    ordinal: int
+    why: str
+
+
+@dataclass
+class _Choice:
+    """An initializer for one entrance, and the content where it was made already."""
+
+    initializer: Initializer
+    request: Request
+    filled: Initialized
+    made: torch.Tensor | None = None
+
+
+class _Wrong(Exception):
+    """An initializer gave something that cannot be used; the message is a phrase."""
 
 
 class Synthesis:
-    """Fills storages whose content was not captured."""
+    """Fills storages whose content was not captured. `findings` say which cannot be, and what to do about it."""
 
-    def __init__(self, scan: Scan) -> None:
-        self._missing = {(each.storage, each.version) for each in scan.entrances()}
+    def __init__(self, reader: CaptureReader, scan: Scan, kernels: tuple[ResolvedKernel | str | None, ...],
+                 registry: Registry, known: KnownContent) -> None:
+        self._reader = reader
+        self._registry = registry
+        self._known = known
+        self._choices: dict[tuple[int, int], _Choice] = {}
+        self._refused: dict[tuple[int, int], str] = {}
+        self._notes: list[str] = []
+        self.findings: list[str] = []
+        entrances = scan.entrances()
+        self._wanted = {(each.storage, each.version): each for each in entrances}
+        if entrances:
+            self._uses = Uses(reader, scan, kernels, {each.storage for each in entrances})
+            with undispatched():
+                self._choose(entrances)
 
-    def fill(self, storage: int, version: int, target: torch.UntypedStorage) -> None:
-        """Leave the memory as it is: nothing is known of it yet."""
+    # -------------------------------------------------------------------------------------------------- what came of it
+
+    @property
+    def initialized(self) -> list[Initialized]:
+        """Everything that is filled, in capture order."""
+        return [choice.filled for choice in self._choices.values()]
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a user has to know: what initializers said."""
+        return tuple(dict.fromkeys(self._notes))
 
     def missing(self, storage: int, version: int) -> str | None:
         """Why a storage cannot be filled, None where it can be, or need not."""
-        if (storage, version) not in self._missing:
+        return self._refused.get((storage, version))
+
+    def fill(self, storage: int, version: int, target: torch.UntypedStorage) -> None:
+        """Put content into a storage. Does nothing where none is needed. Raises ReplayRefused where its initializer
+        fails."""
+        choice = self._choices.get((storage, version))
+        if choice is None:
+            return
+        content = choice.made
+        if content is None:
+            try:
+                content = self._make(choice)
+            except _Wrong as wrong:
+                raise ReplayRefused(f"{self._reader.path}: {wrong}", (str(wrong),)) from wrong.__cause__
+        view = choice.filled.tensor
+        length = view.elements * view.dtype.itemsize
+        if length < target.nbytes():
+            make_view(target, torch.uint8, (target.nbytes(),), (1,)).zero_()
+        make_view(target, view.dtype, view.sizes, view.strides, view.offset).copy_(content)
+
+    # --------------------------------------------------------------------------------------------------------- choosing
+
+    def _choose(self, entrances: list[Entrance]) -> None:
+        refusals: dict[tuple[Any, ...], list[int]] = defaultdict(list)
+        for entrance in entrances:
+            if (entrance.storage, entrance.version) in self._choices:
+                continue        # filled together with another
+            found = self._uses.of(entrance.storage)
+            demand = _demanded(found)
+            try:
+                self._choose_for(entrance, found, demand)
+            except _Wrong as wrong:
+                where = next(iter(found), None)
+                refusals[self._subject(entrance, where), str(wrong)].append(entrance.storage)
+                self._refused[entrance.storage, entrance.version] = (
+                    f"the content of storage {entrance.storage} is not in the capture: {wrong}")
+        for (subject, reason), storages in refusals.items():
+            self.findings.append(f"{_named(storages)} ({subject}): {reason}")
+
+    def _subject(self, entrance: Entrance, found: FoundUse | None) -> str:
+        length = self._reader.storage(entrance.storage).bytes
+        if found is None:
+            return f"{length} bytes"
+        tensor = found.tensor
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        call = self._uses.use(found).call
+        label = found.argument if found.position is None else f"{found.argument}[{found.position}]"
+        return f"{dtype}{list(tensor.sizes)}, {label} of {call.name} at ordinal {found.ordinal}"
+
+    def _choose_for(self, entrance: Entrance, found: list[FoundUse], demand: Demand | Conflict | None) -> None:
+        """Find the first initializer that matches. Raises _Wrong where none does, or what it makes is no good."""
+        recipe = self._recipe(entrance)
+        dtype = self._dtype(entrance, found, recipe)
+        role = demand.role if isinstance(demand, Demand) else None
+        whole = None if dtype is None else self._whole_request(entrance, found, demand, recipe, dtype)
+        for initializer in self._registry:
+            if initializer.whole:
+                if whole is None or not initializer.matches_content(whole.tensor.dtype, role):
+                    continue
+                request = whole
+            else:
+                use = self._match(initializer, found, role)
+                if use is None:
+                    continue
+                request = self._request(entrance, initializer, use, found, demand, recipe)
+            try:
+                if initializer.accepts is None or initializer.accepts(request):
+                    self._take(initializer, request, entrance, demand)
+                    return
+            except OpReplayError as error:
+                raise _Wrong(f"initializer {initializer.name}: {error}") from error
+        raise _Wrong(self._nothing_matches(found, demand, dtype))
+
+    def _match(self, initializer: Initializer, found: list[FoundUse], role: Role | None) -> Use | None:
+        """The first use that an initializer for an operator is for."""
+        for each in found:
+            if each.view is None or not initializer.matches_content(each.view.dtype, role):
+                continue
+            use = self._uses.use(each)
+            if initializer.matches_use(use):
+                return use
+        return None
+
+    def _dtype(self, entrance: Entrance, found: list[FoundUse], recipe: Recipe | None) -> torch.dtype | None:
+        """The dtype of a storage as a whole, None where its uses do not agree on one."""
+        if recipe is not None:
+            return TORCH_DTYPE.get(recipe.dtype)
+        dtypes = {each.tensor.dtype for each in found if each.tensor.storage == entrance.storage}
+        if not found:
+            return torch.uint8
+        return next(iter(dtypes)) if len(dtypes) == 1 else None
+
+    def _recipe(self, entrance: Entrance) -> Recipe | None:
+        recipe = self._reader.recipes[entrance.recipe] if entrance.recipe else None
+        if recipe is not None:
+            problem = contradiction(recipe)
+            if problem is not None:
+                raise _Wrong(f"its recipe contradicts itself: {problem}")
+        return recipe
+
+    def _whole_request(self, entrance: Entrance, found: list[FoundUse], demand: Demand | Conflict | None,
+                       recipe: Recipe | None, dtype: torch.dtype) -> Request:
+        born = self._reader.storage(entrance.storage)
+        info = TensorInfo(entrance.storage, dtype, (born.bytes // dtype.itemsize,), (1,), 0,
+                          str(self._reader.devices[born.device]))
+        first = self._uses.use(found[0]) if found else None
+        return Request(_NOBODY if first is None else first.call, {"storage" if first is None else first.label: info},
+                       self._all(found), demand if isinstance(demand, Demand) else None, recipe, entrance.version,
+                       self._seed(entrance, recipe), self._content, self._notes)
+
+    def _request(self, entrance: Entrance, initializer: Initializer, use: Use, found: list[FoundUse],
+                 demand: Demand | Conflict | None, recipe: Recipe | None) -> Request:
+        assert use.view is not None
+        wanted = {use.label: use.view}
+        if initializer.joint:
+            wanted |= self._companions(initializer, use, entrance.version)
+        return Request(use.call, wanted, self._all(found), demand if isinstance(demand, Demand) else None, recipe,
+                       entrance.version, self._seed(entrance, recipe), self._content, self._notes)
+
+    def _companions(self, initializer: Initializer, use: Use, version: int) -> Mapping[str, TensorInfo]:
+        """The other arguments of a call that a joint initializer fills: they have no content, and no other one yet."""
+        companions: dict[str, TensorInfo] = {}
+        for storage, wanted_version in self._wanted:
+            if wanted_version != version or (storage, version) in self._choices:
+                continue
+            for each in self._uses.of(storage):
+                if each.ordinal == use.call.ordinal and each.view is not None and not each.steps and each.followed:
+                    label = each.argument if each.position is None else f"{each.argument}[{each.position}]"
+                    if initializer.names(use.call.name, use.call.overload_name, each.argument, label):
+                        companions[label] = each.view
+        return companions
+
+    def _all(self, found: list[FoundUse]) -> tuple[Use, ...]:
+        return tuple(map(self._uses.use, found))
+
+    def _seed(self, entrance: Entrance, recipe: Recipe | None) -> int:
+        if recipe is not None:
+            return recipe.seed
+        return int(xxhash.xxh3_64_intdigest(f"storage {entrance.storage} version {entrance.version}".encode()))
+
+    # ----------------------------------------------------------------------------------------------------------- making
+
+    def _take(self, initializer: Initializer, request: Request, entrance: Entrance,
+              demand: Demand | Conflict | None) -> None:
+        """Keep an initializer for what it is wanted for, with the content where that is made now."""
+        made: Mapping[str, torch.Tensor] = {}
+        eager = initializer.joint or is_integral(request.tensor.dtype)
+        if eager and not (initializer.whole and not request.uses):
+            content = _called(initializer, request)
+            made = _by_label(initializer, request, content)
+        for label, info in request.wanted.items():
+            other = self._wanted.get((info.storage, entrance.version))
+            if other is None:
+                continue
+            own = demand if info.storage == entrance.storage else _demanded(self._uses.of(info.storage))
+            if label in made:
+                _check(initializer, request, label, info, made[label], own)
+            born = self._reader.storage(info.storage)
+            why = own.why if isinstance(own, Demand) else ""
+            filled = Initialized(info.storage, entrance.version, born.bytes, info, initializer.name, request.call.name,
+                                 label, request.call.ordinal, why)
+            self._choices[info.storage, entrance.version] = _Choice(initializer, request, filled, made.get(label))
+
+    def _make(self, choice: _Choice) -> torch.Tensor:
+        content = _by_label(choice.initializer, choice.request, _called(choice.initializer, choice.request))
+        label, info = choice.request.label, choice.request.tensor
+        _check(choice.initializer, choice.request, label, info, content[label], None)
+        return content[label]
+
+    def _content(self, info: TensorInfo) -> torch.Tensor | None:
+        """For initializers: what another tensor of their op holds."""
+        choice = self._choices.get((info.storage, 0))
+        if choice is None:
+            return self._known(info)
+        if choice.made is None:
             return None
-        return f"the content of storage {storage} is not in the capture"
+        storage = new_storage(choice.filled.bytes, _HOST)
+        self.fill(info.storage, 0, storage)
+        return make_view(storage, info.dtype, info.sizes, info.strides, info.offset).clone()
+
+    def _nothing_matches(self, found: list[FoundUse], demand: Demand | Conflict | None,
+                         dtype: torch.dtype | None) -> str:
+        """Why no initializer is for a storage, and what to write."""
+        unknown = next((each for each in found if _own_demand(each) is None), None)
+        if isinstance(demand, Conflict):
+            why, example = demand.why, found[0]
+        elif unknown is not None:
+            call = self._uses.use(unknown).call
+            how = "" if unknown.followed and not unknown.steps else "what was computed from it is "
+            why, example = f"{how}an argument of {call.name} for which no safe value is known", unknown
+        elif dtype is None:
+            why, example = "ops read it as different dtypes", found[0]
+        else:
+            return f"no initializer is for {dtype}; give one with --replay-initializer=FILE.py"
+        direct = next((each for each in [example, *found] if each.view is not None), None)
+        if direct is None:
+            return f"{why}; give one with --replay-initializer=FILE.py that is for its dtype"
+        call = self._uses.use(direct).call
+        return (f"{why}; say with --replay-initializer=FILE.py what it holds, in FILE.py: "
+                f"from replayfmt.initializers import register; @register({call.name!r}, argument={direct.argument!r}); "
+                f"def {_identifier(direct.argument)}(request): return torch.zeros(request.tensor.sizes, "
+                "dtype=request.tensor.dtype)")
+
+
+def _identifier(name: str) -> str:
+    return name if name.isidentifier() else "content"
+
+
+def _own_demand(found: FoundUse) -> Demand | None:
+    """What a use asks of the content itself, None where that is not known."""
+    if found.demand is None or (not found.followed and found.demand.role is not Role.number):
+        return None
+    return pull_back(found.demand, found.steps) if found.followed else found.demand
+
+
+def _demanded(found: list[FoundUse]) -> Demand | Conflict | None:
+    """What all uses ask together, None where one of them is not understood."""
+    demands = [_own_demand(each) for each in found]
+    known = [each for each in demands if each is not None]
+    if len(known) < len(demands):
+        return None
+    return combine(known) if known else Demand(Role.number)
+
+
+def _called(initializer: Initializer, request: Request) -> Any:
+    # Whatever it draws from PyTorch's generator is the same every time, and no draw of the replay's.
+    generator = torch.default_generator
+    state = generator.get_state()
+    generator.manual_seed(request.seed & (1 << 63) - 1)
+    try:
+        return initializer.fill(request)
+    except Unsatisfiable as error:
+        raise _Wrong(str(error)) from error
+    except Exception as error:
+        message = str(error).strip().partition("\n")[0]
+        raise _Wrong(f"initializer {initializer.name} failed: {type(error).__name__}: {message}") from error
+    finally:
+        generator.set_state(state)
+
+
+def _by_label(initializer: Initializer, request: Request, content: Any) -> dict[str, torch.Tensor]:
+    if not initializer.joint:
+        content = {request.label: content}
+    if not isinstance(content, Mapping) or set(content) != set(request.wanted):
+        got = sorted(map(str, content)) if isinstance(content, Mapping) else type(content).__name__
+        raise _Wrong(f"initializer {initializer.name} gave {got}; a joint one gives a mapping with exactly "
+                     f"{sorted(request.wanted)}")
+    return dict(content)
+
+
+def _check(initializer: Initializer, request: Request, label: str, info: TensorInfo, content: Any,
+           demand: Demand | Conflict | None) -> None:
+    """Whether content is what was wanted. Raises _Wrong."""
+    name = f"initializer {initializer.name} for {label} of {request.call.name}"
+    if not isinstance(content, torch.Tensor) or content.layout is not torch.strided:
+        raise _Wrong(f"{name} gave {type(content).__name__}, expected a tensor")
+    if content.dtype is not info.dtype or tuple(content.shape) != info.sizes:
+        raise _Wrong(f"{name} gave {content.dtype}{list(content.shape)}, expected {info.dtype}{list(info.sizes)}")
+    if not isinstance(demand, Demand) or not is_integral(content.dtype) or not content.numel():
+        return
+    low, high = int(content.min()), int(content.max())
+    if (demand.low is not None and low < demand.low) or (demand.high is not None and high > demand.high):
+        raise _Wrong(f"{name} gave values from {low} to {high}, but it is {demand.why}: expected {demand.low} to "
+                     f"{demand.high}")
+
+
+def _named(storages: list[int]) -> str:
+    """`storages 4, 9 and 12 have no content in the capture`."""
+    if len(storages) == 1:
+        return f"storage {storages[0]} has no content in the capture"
+    shown = ", ".join(map(str, storages[:_SHOWN_STORAGES]))
+    rest = f" and {len(storages) - _SHOWN_STORAGES} more" if len(storages) > _SHOWN_STORAGES else ""
+    return f"{len(storages)} storages ({shown}{rest}) have no content in the capture"
