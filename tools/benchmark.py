@@ -13,9 +13,10 @@ import click
 from replayfmt.errors import UsageError
 
 from .command import run_tool, tool
+from .compare import refuse_with_compare, run_compare
 from .per_op import PerOpFlags, per_op_options, run_per_op
 from .profiling_flags import profiled, profiling_options, profiling_request
-from .replay_flags import ReplayFlags, replay_options
+from .replay_flags import ReplayFlags, replay_options, shown_if_rejected
 
 if TYPE_CHECKING:
     from replayfmt.benchmark.measure import Options
@@ -40,17 +41,21 @@ _REDRAW_S = 0.2
 @click.option("--benchmark-format", type=click.Choice(["console", "json", "csv"]), default="console", show_default=True,
               help="What stdout gets: a table, or Google Benchmark's JSON or CSV.")
 @click.option("--benchmark-out", metavar="FILE", help="Write the results to FILE as Google Benchmark's JSON.")
+@click.option("--compare", is_flag=True,
+              help="With --replay-kernel-substitution: measure original and substituted kernels in turns, and say for "
+                   "the whole replay, its scopes and each signature whether there is a difference.")
 @per_op_options
 @profiling_options
 @click.argument("capture", metavar="CAPTURE")
 @click.pass_context
 def cli(context: click.Context, /, capture: str, flags: ReplayFlags,
         replay_scope: tuple[str, ...], benchmark_min_time: str, benchmark_warmup: int, benchmark_repetitions: int,
-        benchmark_format: str, benchmark_out: str | None, device_profiling_mode: str | None,
+        benchmark_format: str, benchmark_out: str | None, compare: bool, device_profiling_mode: str | None,
         device_profiling_output: str | None, force: bool, **_per_op: object) -> int:
     """Replay CAPTURE repeatedly and report real time, CPU time and their spread. Verifies before and after timing.
 
-    With --per-op, measure each of its ops on its own instead.
+    With --per-op, measure each of its ops on its own instead; with --compare, substituted kernels against the
+    original ones.
 
     Exits with 0 if it ran and matched, 1 if it was refused, failed or did not match (then there are no results), 2 for
     wrong usage, 3 if CAPTURE is missing, unreadable or no valid capture.
@@ -62,6 +67,8 @@ def cli(context: click.Context, /, capture: str, flags: ReplayFlags,
     if benchmark_out and profiling and os.path.realpath(benchmark_out) == os.path.realpath(profiling.output):
         raise UsageError(f"{_OUT} and --device-profiling-output are the same file: {benchmark_out}")
     per_op = PerOpFlags.of(context, flags.verify)
+    if compare:
+        refuse_with_compare(context, flags, per_op is not None)
     from replayfmt.benchmark.measure import Options
     from replayfmt.benchmark.output import output_file
 
@@ -72,6 +79,11 @@ def cli(context: click.Context, /, capture: str, flags: ReplayFlags,
         if per_op is not None:
             progress = stack.enter_context(_progress())
             return run_per_op(plan, per_op, benchmark_format, progress, out.write if out is not None else None)
+        stack.enter_context(shown_if_rejected(False))
+        if compare:
+            progress = stack.enter_context(_progress())
+            run_compare(plan, options, benchmark_format, progress, out.write if out is not None else None)
+            return 0
         stack.enter_context(profiled(profiling, plan))
         report = _measure(plan, options)
         _show(report, benchmark_format)

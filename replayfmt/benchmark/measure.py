@@ -180,7 +180,7 @@ class _Runner:
         whole: list[Times] = []
         scopes: list[list[Times]] = [[] for _ in self.watches]
         label = f"repetition {len(self.whole_samples) + 1} of {self._options.repetitions}"
-        with _collector_off():
+        with collector_off():
             for done in range(self._options.warmup):
                 self._progress(f"{label}: warming up", done, self._options.warmup)
                 self._replay(on_scope)
@@ -223,7 +223,7 @@ class _Runner:
 
 
 @contextmanager
-def _collector_off() -> Iterator[None]:
+def collector_off() -> Iterator[None]:
     """Collect, then keep Python's cyclic garbage collector from running by itself."""
     was_on = gc.isenabled()
     gc.collect()

@@ -1,0 +1,48 @@
+"""`opreplay-benchmark --compare`: which flags it goes with, and what it prints."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import click
+
+from replayfmt.errors import UsageError
+
+from .replay_flags import ReplayFlags
+
+if TYPE_CHECKING:
+    from replayfmt.benchmark.measure import Options, Progress
+    from replayfmt.replay.plan import Plan
+
+# Flags of measurements that are no comparison.
+_NOT_WITH_COMPARE = ("benchmark_repetitions", "device_profiling_mode", "device_profiling_output")
+
+
+def refuse_with_compare(context: click.Context, flags: ReplayFlags, per_op: bool) -> None:
+    """Raises UsageError for flags that do not go with --compare, and where there is nothing to compare with."""
+    if not flags.replay_kernel_substitution:
+        raise UsageError("--compare needs --replay-kernel-substitution: there is nothing to compare with")
+    if per_op:
+        raise UsageError("--compare and --per-op are two ways to measure; give one of them")
+    for name in _NOT_WITH_COMPARE:
+        if context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE:
+            raise UsageError(f"--{name.replace('_', '-')} does not go with --compare, which measures in rounds")
+
+
+def run_compare(plan: Plan, options: Options, form: str, progress: Progress | None,
+                write: Callable[[str], None] | None) -> None:
+    """Measure and print; `write` gets the JSON for --benchmark-out."""
+    from replayfmt.benchmark.compare import measure_both
+    from replayfmt.benchmark.compare_report import make_compare_report
+
+    report = make_compare_report(measure_both(plan, options, progress=progress), plan)
+    if form == "console":
+        for line in report.lines():
+            click.echo(line)
+    else:
+        click.echo(report.json() if form == "json" else report.csv(), nl=False)
+    for warning in report.context["warnings"]:
+        click.echo(f"WARNING: {warning}", err=form != "console")
+    if write is not None:
+        write(report.json())
