@@ -25,8 +25,8 @@ from .trace_files import Progress, TraceFile
 _CHUNK_BYTES = 1 << 20
 _LONGEST_ENTRY = 256 << 20         # characters; what is longer is taken for damage
 _SHOWN_PROBLEMS = 20
-_STRUCTURE = re.compile(r'"(?:[^"\\]|\\.)*"|[{}\[\]]', re.DOTALL)
-_NEXT_ENTRY = re.compile(r'[\]}"\w]\s*,?\s*\{\s*"(?:ph|name|cat|id|op_name)"\s*:')
+_STRUCTURE = re.compile(r'"(?:[^"\\]|\\.)*"|["{}\[\]]', re.DOTALL)
+_NEXT_ENTRY = re.compile(r'[\]}"\w,]\s*\{\s*"(?:ph|name|cat|id|op_name)"\s*:')
 _TRAILING_COMMA = re.compile(r'("(?:[^"\\]|\\.)*")|,(?=\s*[}\]])', re.DOTALL)
 _BARE_WORD = re.compile(r'("(?:[^"\\]|\\.)*")|(-?)\b(nan|inf|infinity|none|undefined)\b', re.DOTALL | re.IGNORECASE)
 _BAD_ESCAPE = re.compile(r'(\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}))|\\')
@@ -214,6 +214,8 @@ class JsonStream:
         depth = 0
         for found in _STRUCTURE.finditer(self._text, self._place):
             character = found.group()
+            if character == '"':
+                return None     # a string without an end
             if character in "{[":
                 depth += 1
             elif character in "}]":
