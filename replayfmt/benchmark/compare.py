@@ -25,6 +25,7 @@ from replayfmt.replay.substitution.table import Substitutions
 from .measure import PATIENCE, Options, Progress, collector_off
 from .paired import Comparison, compare
 from .scopes import Region, find_regions, whole_capture
+from .statistics import SMALLEST_FOR_INTERVAL
 from .stopwatch import Clock, ReplayTimer, ScopeWatch, Stopwatch, Times, stopwatch_for
 
 
@@ -181,6 +182,8 @@ class _Comparing:
             if goal.iterations is not None:
                 if done + 1 >= goal.iterations:
                     return None
+            elif done + 1 < SMALLEST_FOR_INTERVAL:
+                continue        # a few rounds more make the difference between a verdict and none
             elif timed >= goal_ns:
                 return None
             elif waited >= 2 * PATIENCE * goal_ns:

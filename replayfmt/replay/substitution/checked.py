@@ -78,7 +78,7 @@ class SignatureCheck:
 def distances(found: Distance) -> str:
     """The largest distances in a row, for people."""
     if not found.elements:
-        return "nothing to compare"
+        return "not compared: there are none"
     if not found.different:
         return "equal"
     parts = []

@@ -41,7 +41,8 @@ class SubstitutionReport:
         for check in self.checks:
             state = "" if check.ok else "wrong: "
             lines.append(f"  {check.signature} by {check.replacement}: {state}{_counted(check.calls, 'call')}, "
-                         f"{distances(check.distance)}")
+                         f"values {distances(check.distance)}")
+            lines += [f"    {fault}" for fault in check.faults]
         return lines
 
     def as_rows(self) -> list[dict[str, Any]]:
