@@ -19,7 +19,7 @@ USAGE = {
     "no_torch.py": "Missing option '-o'",
     "-o x.opreplay missing.py": "missing.py: no such script",
     "-o x.opreplay --nonsense no_torch.py": "No such option",
-    "-o x.opreplay --payload=some no_torch.py": "'some' is not one of 'full', 'none'",
+    "-o x.opreplay --payload=some no_torch.py": "'some' is not one of 'full', 'integers', 'none'",
     "-o x.opreplay --digests=some no_torch.py": "'some' is not one of 'live', 'ops', 'none'",
     "-o x.opreplay --compiled=some no_torch.py": "'some' is not one of 'keep', 'eager'",
     "-o x.opreplay --payload=none --digests=ops no_torch.py": "digests='ops' cannot be recorded",
