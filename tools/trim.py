@@ -37,15 +37,16 @@ _LONG = 20_000       # records; shorter replays show no progress
 @click.option("--payload", type=click.Choice(["full", "none"]), default="full", show_default=True,
               help="What content the result has: all that its ops need, or none: metadata alone, safe to share. With "
                    "none nothing is replayed.")
-@click.option("--script", is_flag=True, help="Write a Python script that needs torch alone instead of a capture.")
+@click.option("--script", metavar="OUT.py", help="Write the selected ops as a Python script that needs torch alone, "
+              "instead of a capture: one op a line, and a timing loop.")
 @click.option("--script-data", metavar="FILE", help="With --script: write the inputs to FILE (safetensors), which the "
               "script loads. Without it the script synthesizes them.")
 @click.option("--force", is_flag=True, help="Replace an existing file.")
 @replay_options
 @click.argument("capture", metavar="IN")
-@click.argument("out", metavar="OUT")
-def cli(capture: str, out: str, ops: str | None, scope: str | None, kernel: str | None, signature: str | None,
-        payload: str, script: bool, script_data: str | None, force: bool, flags: ReplayFlags) -> None:
+@click.argument("out", metavar="[OUT]", required=False)
+def cli(capture: str, out: str | None, ops: str | None, scope: str | None, kernel: str | None, signature: str | None,
+        payload: str, script: str | None, script_data: str | None, force: bool, flags: ReplayFlags) -> None:
     """Write the selected part of the capture IN to OUT, so that it replays by itself and gives the same results.
 
     What the part needs from before is computed by replaying IN up to its end, and verified. Several selections keep
@@ -55,14 +56,20 @@ def cli(capture: str, out: str, ops: str | None, scope: str | None, kernel: str 
     wrong usage, 3 if IN is missing, unreadable or no valid capture.
     """
     wanted = Wanted(ops, scope, kernel, signature)
-    if script_data is not None and not script:
+    if script is None and script_data is not None:
         raise UsageError("--script-data is for --script")
+    if (script is None) == (out is None):
+        raise UsageError("name one output: OUT for a capture, or --script=OUT.py")
+    if script is not None:
+        if payload == "none":
+            raise UsageError("--payload=none is for captures; a script without --script-data has no content")
+        _script(capture, script, script_data, wanted, force, flags)
+        return
+    assert out is not None
     if payload == "none":
-        if script_data is not None:
-            raise UsageError("--script-data needs content, which --payload=none leaves out")
         _strip(capture, out, wanted, force)
         return
-    if wanted.everything and not script:
+    if wanted.everything:
         raise UsageError("nothing is selected: give --ops, --scope, --kernel or --signature (or --payload=none, to "
                          "keep the metadata of everything)")
     _trim(capture, out, wanted, force, flags)
@@ -89,6 +96,21 @@ def _trim(capture: str, out: str, wanted: Wanted, force: bool, flags: ReplayFlag
     with flags.plan(capture, keep_going=True) as plan, _progress(plan.reader.record_count) as on_progress:
         _report(trim_capture(plan, out, wanted, check, verify=flags.verify, force=force, on_prediction=_predicted,
                              on_progress=on_progress))
+
+
+def _script(capture: str, out: str, data: str | None, wanted: Wanted, force: bool, flags: ReplayFlags) -> None:
+    from replayfmt.trim.script import script_with_data, synthesized_script
+
+    if data is None:
+        with open_capture(capture) as reader:
+            result = synthesized_script(reader, out, wanted, force=force, on_prediction=_predicted)
+    else:
+        with flags.plan(capture, keep_going=True) as plan:
+            result = script_with_data(plan, out, data, wanted, verify=flags.verify, force=force,
+                                      on_prediction=_predicted)
+        click.echo(one_line(f"replayed  {result.verified}"))
+        click.echo(one_line(f"{data}: {result.data_bytes:,} bytes of inputs"))
+    click.echo(one_line(f"{result.path}: {result.ops:,} ops, {result.inputs:,} inputs"))
 
 
 def _predicted(prediction: Prediction) -> None:

@@ -39,15 +39,17 @@ from .writing import Content, Writing
 class Materializer:
     """Watches a replay and writes the kept records. Call `finish` once the replay has ended.
 
-    With `digests`, the results of every op that is kept get one, up to the first unsupported record.
+    With `digests`, the results of every op that is kept get one, up to the first unsupported record. Without
+    `references`, all content is computed: no ranges of files, no recipes.
     """
 
     def __init__(self, plan: Plan, copier: Copier, schedule: Schedule, kept: Kept, *, digests: bool,
-                 annotate: bool) -> None:
+                 annotate: bool = True, references: bool = True) -> None:
         self._plan = plan
         self._copier = copier
         self._schedule = schedule
         self._digests = digests
+        self._references = references
         self._kept = kept
         self._writing = Writing(copier, schedule, kept, self, annotate=annotate)
         self._defined = Defined()
@@ -105,6 +107,13 @@ class Materializer:
         """Write what comes after the last op."""
         self._writing.finish(self._record)
 
+    def is_reproducible(self, slot: int, tensor: torch.Tensor) -> bool:
+        """Whether every replay gives the same elements of a tensor of the op that ran last. Ask in `after`."""
+        record = self._record
+        assert record is not None
+        value = dict(self._slots((*record.args, *record.results), record))[slot]
+        return not self._facts_of(record).empty and self._defined.covers(value.storage, tensor)
+
     # --------------------------------------------------------------------------------------------------- what is known
 
     def _facts_of(self, record: Record) -> KernelFacts:
@@ -153,11 +162,12 @@ class Materializer:
             return Content(StorageOrigin.uninitialized, 0, length)
         if action.absent:
             return Content(StorageOrigin.absent, 0, length)
-        if action.first and isinstance(action.source, RangeValue):
+        refers = self._references and action.first
+        if refers and isinstance(action.source, RangeValue):
             given = self._plan.reader.ranges[action.source.id]
             if given is not None and given.bytes == length:
                 return Content(StorageOrigin.external_file, self._copier.range(action.source.id), length)
-        if isinstance(action.source, RecipeValue) and action.first:
+        if refers and isinstance(action.source, RecipeValue):
             return Content(StorageOrigin.initializer, self._copier.recipe(action.source.id), length)
         source = action.source
         if isinstance(source, PayloadValue) and self._plan.reader.payload_info(source.id).raw_bytes == length:

@@ -24,7 +24,7 @@ _SCALARS = frozenset({ValueKind.bool, ValueKind.int, ValueKind.float, ValueKind.
 _DIGEST_FREE = 2        # arguments of a host_read record before its digest
 
 
-class _Absent:
+class Absent:
     """No content at all."""
 
     def __init__(self, reader: CaptureReader) -> None:
@@ -64,7 +64,7 @@ def plan_stripped(reader: CaptureReader, kept: Kept) -> Schedule:
 def write_stripped(copier: Copier, schedule: Schedule, kept: Kept, *, annotate: bool) -> None:
     """Write the records of a stripped capture. The copier should redact."""
     copier.rewrite_results = without_scalars
-    _Stripped(copier, schedule, kept, _Absent(copier.reader), annotate=annotate).finish()
+    _Stripped(copier, schedule, kept, Absent(copier.reader), annotate=annotate).finish()
 
 
 def without_scalars(signature: Signature, values: tuple[Value, ...]) -> tuple[Signature, tuple[Value, ...]]:

@@ -136,13 +136,13 @@ def trim_capture(plan: Plan, out: str, wanted: Wanted, check: Callable[[str], Pl
         kept = resolve(reader, wanted)
         schedule = Planner(reader, kept, plan.writes).plan()
         on_prediction(predict(reader, kept, schedule))
-        _refuse_unsupported(reader, kept, schedule)
+        refuse_unsupported(reader, kept, schedule)
         verification = plan.verification(verify)
         session = _trimmed_session(reader.session, wanted, schedule, verification.mode,
                                    plan.differences() if verification.mode != "bitwise" else [])
         with _writer(partial, session) as writer:
             copier = Copier(reader, writer)
-            watcher = Materializer(plan, copier, schedule, kept, digests=verify != "none", annotate=True)
+            watcher = Materializer(plan, copier, schedule, kept, digests=verify != "none")
             verification, divergence = plan.watch(
                 watcher, kept.stop, verify, on_progress=_counted(on_progress, kept.stop))
             if divergence is not None:
@@ -178,7 +178,8 @@ def _check(partial: str, out: str, check: Callable[[str], Plan], schedule: Sched
         return result.verification.text
 
 
-def _refuse_unsupported(reader: CaptureReader, kept: Kept, schedule: Schedule) -> None:
+def refuse_unsupported(reader: CaptureReader, kept: Kept, schedule: Schedule) -> None:
+    """Raise ReplayRefused where work that is kept lies behind unsupported records that are not."""
     if not schedule.unsupported:
         return
     findings = []
