@@ -1,0 +1,217 @@
+"""Replays every operator call of event_replay_ir.json by itself, and prints how long each takes. Needs PyTorch alone.
+
+    python replay.py [event_replay_ir.json] [--device=cpu] [--op-filter=TEXT] [--op-limit=N] [--verbose]
+
+Each call gets inputs of the recorded dtypes, shapes and strides, with made-up content. Exit code 1 if a call failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+DTYPES: dict[str, torch.dtype] = {
+    "unsigned char": torch.uint8, "signed char": torch.int8, "short int": torch.int16, "int": torch.int32,
+    "long int": torch.int64, "c10::Half": torch.float16, "float": torch.float32, "double": torch.float64,
+    "bool": torch.bool, "c10::BFloat16": torch.bfloat16, "c10::complex<c10::Half>": torch.complex32,
+    "c10::complex<float>": torch.complex64, "c10::complex<double>": torch.complex128,
+}
+for _name in ("Float8_e5m2", "Float8_e4m3fn", "Float8_e5m2fnuz", "Float8_e4m3fnuz", "Float8_e8m0fnu",
+              "Float4_e2m1fn_x2"):
+    if hasattr(torch, _name.lower()):
+        DTYPES[f"c10::{_name}"] = getattr(torch, _name.lower())
+for _bits in (16, 32, 64):
+    DTYPES[f"uint{_bits}_t"] = getattr(torch, f"uint{_bits}")
+# The numbers that PyTorch gives these enumerations, as traces store them.
+SCALAR_TYPES = [
+    torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.float32, torch.float64,
+    torch.complex32, torch.complex64, torch.complex128, torch.bool, torch.qint8, torch.quint8, torch.qint32,
+    torch.bfloat16, torch.quint4x2, torch.quint2x4, None, None, None, None, None, torch.float8_e5m2,
+    torch.float8_e4m3fn, torch.float8_e5m2fnuz, torch.float8_e4m3fnuz, torch.uint16, torch.uint32, torch.uint64,
+]
+LAYOUTS = [torch.strided, torch.sparse_coo, torch.sparse_csr, torch._mkldnn, torch.sparse_csc, torch.sparse_bsr,
+           torch.sparse_bsc, torch.jagged]
+MEMORY_FORMATS = [torch.contiguous_format, torch.preserve_format, torch.channels_last, torch.channels_last_3d]
+
+
+class Inputs:
+    """The arguments of one call. Tensors that shared memory share it."""
+
+    def __init__(self, device: str | None) -> None:
+        self.device = device
+        self.memory: dict[int, torch.UntypedStorage] = {}
+
+    def value(self, kind: str, value: Any, more: Any) -> Any:
+        """An argument from its type, its value and what stands beside it."""
+        base = kind.split("(")[0].rstrip("?")
+        if isinstance(value, dict) and "shape" in value:
+            return self.tensor(value, more or {})
+        if kind.startswith("Tensor") and isinstance(value, list):
+            beside = more if isinstance(more, list) else [None] * len(value)
+            return [None if each is None else self.tensor(each, own or {})
+                    for each, own in zip(value, beside, strict=True)]
+        if isinstance(value, str) and base in ("Scalar", "complex", "number", "Any"):
+            return complex(value)
+        if isinstance(value, str) and base == "Device":
+            return torch.device(self.device or value)
+        if isinstance(value, int) and not isinstance(value, bool):
+            if base == "ScalarType":
+                return SCALAR_TYPES[value]
+            if base == "Layout":
+                return LAYOUTS[value]
+            if base == "MemoryFormat":
+                return MEMORY_FORMATS[value]
+        return value
+
+    def tensor(self, spec: dict[str, Any], more: dict[str, Any]) -> torch.Tensor:
+        """A tensor of the recorded geometry."""
+        dtype = DTYPES[spec["dtype"]]
+        device = torch.device(self.device or more.get("device") or ("cuda" if torch.cuda.is_available() else "cpu"))
+        sizes = list(spec["shape"])
+        strides = spec.get("strides")
+        if strides is None:
+            strides = torch.empty(sizes, device="meta").stride()
+        offset = int(more.get("offset", 0))
+        last = 0 if 0 in sizes else 1 + sum((size - 1) * step for size, step in zip(sizes, strides, strict=True))
+        length = (offset + last) * dtype.itemsize
+        number = more.get("storage")
+        storage = self.memory.get(number) if number is not None else None
+        if storage is None or storage.nbytes() < length:
+            storage = torch.UntypedStorage(max(length, int(more.get("storage_bytes", 0))), device=device)
+            self.fill(storage, dtype, spec.get("init"), device)
+            if number is not None:
+                self.memory[number] = storage
+        tensor = torch.empty(0, dtype=dtype, device=device).set_(storage, offset, sizes, strides)
+        for flag in more.get("flags", ()):
+            tensor = {"conj": torch.conj, "neg": torch._neg_view}[flag](tensor)
+        return tensor
+
+    def fill(self, storage: torch.UntypedStorage, dtype: torch.dtype, init: Any, device: torch.device) -> None:
+        """Made-up content: normally distributed numbers, and zeros where they may be indices."""
+        count = storage.nbytes() // dtype.itemsize
+        if not count:
+            return
+        flat = torch.empty(0, dtype=dtype, device=device).set_(storage, 0, [count], [1])
+        if init == "ones":
+            flat.fill_(1)
+        elif dtype.is_floating_point or dtype.is_complex:
+            if init == "zeros" or dtype.itemsize == 1:
+                flat.view(torch.uint8).zero_() if dtype.itemsize == 1 else flat.zero_()
+            elif dtype == torch.complex32:
+                torch.view_as_real(flat).normal_()
+            else:
+                flat.normal_()
+        else:
+            flat.zero_()
+
+
+def operator(entry: dict[str, Any]) -> Any:
+    """The operator of an entry; which overload it was is not in the IR of other tools."""
+    own = entry.get("opreplay") or {}
+    if "overload" not in own:
+        return torch._C._jit_get_operation(entry["op_name"])[0]
+    namespace, _, base = entry["op_name"].partition("::")
+    return getattr(getattr(getattr(torch.ops, namespace), base), own["overload"])
+
+
+def arguments(entry: dict[str, Any], device: str | None) -> tuple[list[Any], dict[str, Any]]:
+    """Positional and keyword arguments of a call."""
+    inputs = Inputs(device)
+    ir = entry["replay_ir"]
+
+    def value(each: dict[str, Any]) -> Any:
+        return inputs.value(each["arg_type"], each["value"], each.get("opreplay"))
+
+    return [value(each) for each in ir["list_pos_args"]], {each["arg_name"]: value(each) for each in ir["list_kwargs"]}
+
+
+def synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def measure(call: Any, seconds: float) -> float:
+    """Microseconds of one call: the median of as many as take `seconds`, at least five."""
+    for _ in range(3):
+        call()
+    synchronize()
+    times: list[float] = []
+    end = time.perf_counter() + seconds
+    while len(times) < 5 or time.perf_counter() < end:
+        begin = time.perf_counter()
+        call()
+        synchronize()
+        times.append(time.perf_counter() - begin)
+    return statistics.median(times) * 1e6
+
+
+def describe(value: Any) -> str:
+    """A value as one line."""
+    if isinstance(value, torch.Tensor):
+        return f"Tensor(shape={tuple(value.shape)}, dtype={value.dtype}, device={value.device})"
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(describe(each) for each in value) + "]"
+    return repr(value)
+
+
+def flags(given: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("file", nargs="?", default=str(Path(__file__).with_name("event_replay_ir.json")))
+    parser.add_argument("--device", help="run everything there, such as cpu or cuda:1; default: where it was recorded")
+    parser.add_argument("--op-filter", help="only operators whose name contains this")
+    parser.add_argument("--op-limit", type=int, help="at most so many calls")
+    parser.add_argument("--min-time", type=float, default=0.02, help="seconds to measure each call for (default 0.02)")
+    parser.add_argument("--stop-on-error", action="store_true")
+    parser.add_argument("-v", "--verbose", action="store_true", help="print arguments and results")
+    return parser.parse_args(given)
+
+
+def main(given: list[str] | None = None) -> int:
+    options = flags(given)
+    with open(options.file, encoding="utf-8") as file:
+        entries = json.load(file)
+    chosen = [each for each in entries if not options.op_filter or options.op_filter in each["op_name"]]
+    matched = len(chosen)
+    chosen = chosen[: options.op_limit]
+    failed = 0
+    total = 0.0
+    number = 0
+    for number, entry in enumerate(chosen, 1):
+        name = entry["op_name"].encode("unicode_escape").decode()
+        print(f"[{number}/{len(chosen)}] {name}", flush=True)
+        try:
+            function = operator(entry)
+            positional, keywords = arguments(entry, options.device)
+            if options.verbose:
+                values = [*positional, *keywords.values()]
+                described = entry["replay_ir"]["list_pos_args"] + entry["replay_ir"]["list_kwargs"]
+                for argument, value in zip(described, values, strict=True):
+                    print(f"  {argument['arg_name']} {argument['arg_type']}: {describe(value)}")
+            with torch.no_grad():
+                result = function(*positional, **keywords)
+                elapsed = measure(lambda f=function, a=positional, k=keywords: f(*a, **k), options.min_time)
+        except Exception as error:
+            failed += 1
+            print(f"  failed: {type(error).__name__}: {error}".split("\n")[0])
+            if options.stop_on_error:
+                break
+            continue
+        count = int(entry.get("count", 1))
+        total += elapsed * count
+        print(f"  {elapsed:.2f} us a call, {count} calls, {elapsed * count:.2f} us in the workload")
+        if options.verbose:
+            print(f"  result: {describe(result)}")
+    print(f"{len(entries)} calls in the file, {matched} matched, {number} attempted, "
+          f"{number - failed} successful, {failed} failed; {total:.2f} us in the workload")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

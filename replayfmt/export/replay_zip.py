@@ -1,0 +1,166 @@
+"""The zip artifact: event_replay_ir.json, a script that replays it with PyTorch alone, and a README.
+
+The whole selection is looked at before anything is written: a call that the IR cannot say is refused with its reason,
+or left out where that was asked for, and then the README says so.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import zipfile
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from replayfmt.errors import CaptureFailed, OutputExists, ReplayRefused
+from replayfmt.format.codes import RecordKind
+from replayfmt.format.model import Record
+from replayfmt.format.reader import CaptureReader
+from replayfmt.trim.selection import Wanted, resolve
+
+from .event_replay_ir import EntryMaker, Inexpressible
+
+IR_NAME, SCRIPT_NAME, README_NAME = "event_replay_ir.json", "replay.py", "README.md"
+_TIMELESS = (1980, 1, 1, 0, 0, 0)     # the same capture gives the same bytes
+_EXECUTABLE = 0o755 << 16
+_SHOWN = 20
+
+
+@dataclass
+class Exported:
+    """What became of a selection. `left_out` has a sentence and a count for each reason."""
+
+    entries: int = 0
+    calls: int = 0
+    left_out: Counter[str] = field(default_factory=Counter)
+
+
+def export_replay_zip(reader: CaptureReader, out: str | os.PathLike[str], wanted: Wanted = Wanted(), *,  # noqa: B008
+                      unique: bool = False, partial: bool = False, force: bool = False,
+                      on_record: Callable[[int, int], None] | None = None) -> Exported:
+    """Write the selected ops of a capture as a zip artifact.
+
+    With `unique`, calls with the same arguments become one entry with their count. With `partial`, calls that the IR
+    cannot say are left out; otherwise they are refused. `on_record` is told how many of how many records are done.
+
+    Raises UsageError where nothing is selected, ReplayRefused with a finding for each reason, OutputExists, and
+    CaptureFailed where the file cannot be written.
+    """
+    if os.path.lexists(out) and not force:
+        raise OutputExists(f"{os.fspath(out)} exists already; give another name, or --force")
+    exported = Exported()
+    entries = _entries(reader, wanted, unique, exported, on_record)
+    if exported.left_out and not partial:
+        reasons = tuple(f"{reason}: {count} calls" for reason, count in exported.left_out.most_common())
+        raise ReplayRefused(f"{reader.path}: {sum(exported.left_out.values())} of {exported.calls} calls cannot be said "
+                            "in EventReplay IR; nothing was written; --partial leaves them out", reasons)
+    texts = {
+        IR_NAME: json.dumps(entries, indent=1),
+        SCRIPT_NAME: files(__package__).joinpath("replay_script.py").read_text(encoding="utf-8"),
+        README_NAME: _readme(reader, wanted, entries, exported),
+    }
+    _write(out, texts)
+    return exported
+
+
+def _entries(reader: CaptureReader, wanted: Wanted, unique: bool, exported: Exported,
+             on_record: Callable[[int, int], None] | None) -> list[dict[str, Any]]:
+    maker = EntryMaker(reader)
+    found: dict[str, dict[str, Any]] = {}
+    entries: list[dict[str, Any]] = []
+    kept = resolve(reader, wanted)
+    for done, ordinal in enumerate(kept.ordinals.tolist()):
+        if on_record is not None and not done % 1024:
+            on_record(done, len(kept.ordinals))
+        record = reader.record(ordinal)
+        if record.kind is RecordKind.op:
+            count = int((record.annotation or {}).get("count", 1))
+        elif record.kind in (RecordKind.unsupported, RecordKind.collective):
+            count = 1
+        else:
+            continue
+        exported.calls += count
+        try:
+            entry = _entry(maker, record, count)
+        except Inexpressible as error:
+            exported.left_out[str(error)] += count
+            continue
+        key = json.dumps({**entry, "count": 0}) if unique else ""
+        known = found.get(key) if unique else None
+        if known is not None:
+            known["count"] += count
+            continue
+        found[key] = entry
+        entries.append(entry)
+    exported.entries = len(entries)
+    return entries
+
+
+def _entry(maker: EntryMaker, record: Record, count: int) -> dict[str, Any]:
+    if record.kind is RecordKind.op:
+        try:
+            return maker.entry(record, count)
+        except Inexpressible as error:
+            raise Inexpressible(f"{maker.name(record)}: {error}") from None
+    if record.kind is RecordKind.collective:
+        raise Inexpressible("a collective")
+    raise Inexpressible(f"{record.argument('op') or 'a call'}: it is unsupported in the capture, "
+                        f"{record.argument('reason')}")
+
+
+def _write(out: str | os.PathLike[str], texts: dict[str, str]) -> None:
+    """All or nothing: the file appears under its name once it is complete."""
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, text in texts.items():
+            info = zipfile.ZipInfo(name, _TIMELESS)
+            info.compress_type = zipfile.ZIP_DEFLATED
+            info.external_attr = _EXECUTABLE if name == SCRIPT_NAME else 0o644 << 16
+            archive.writestr(info, text)
+    partial = Path(f"{os.fspath(out)}.partial")
+    try:
+        partial.write_bytes(buffer.getvalue())
+        os.replace(partial, out)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise CaptureFailed(f"{os.fspath(out)}: cannot be written: {error.strerror}") from error
+
+
+def escaped(text: str) -> str:
+    """Text from a capture for Markdown: on one line, and nothing in it is markup."""
+    plain = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    return "".join(f"\\{c}" if c in "\\`*_{}[]<>()#+-.!|" else c for c in plain)
+
+
+def _readme(reader: CaptureReader, wanted: Wanted, entries: list[dict[str, Any]], exported: Exported) -> str:
+    names = Counter[str]()
+    for entry in entries:
+        names[entry["op_name"]] += entry["count"]
+    torch_version = reader.session.torch_version or "an unknown version"
+    lines = [
+        "# Operator calls to replay", "",
+        f"{exported.entries} entries for {sum(names.values())} operator calls, exported from "
+        f"{escaped(Path(reader.path).name)} (PyTorch {escaped(torch_version)}; selection: {escaped(wanted.text)}).", "",
+        f"- `{IR_NAME}`: the calls as TraceLens EventReplay IR: operators, arguments, dtypes, shapes, strides, counts.",
+        f"- `{SCRIPT_NAME}`: makes inputs and runs every call by itself. It needs PyTorch and nothing else.", "",
+        "```sh", f"python {SCRIPT_NAME}                    # every call, where it was recorded",
+        f"python {SCRIPT_NAME} --device=cpu --verbose --op-filter=mm", "```", "",
+        "It prints the time of each call, times its count, and exits with 1 if a call failed.", "",
+        "Not in here: contents (floating-point inputs are normally distributed, integers are 0), results, what one call",
+        "passed to the next, random generators' states, numeric settings. `opreplay` members hold what the IR has no",
+        "place for: overloads, devices, offsets, memory that arguments of one call share. `opreplay-import` reads the",
+        "archive back.", "",
+        "| operator | calls |", "| --- | --- |",
+        *(f"| {escaped(name)} | {count} |" for name, count in names.most_common(_SHOWN)),
+    ]
+    if len(names) > _SHOWN:
+        lines.append(f"| {len(names) - _SHOWN} more | {sum(names.values()) - sum(dict(names.most_common(_SHOWN)).values())} |")
+    if exported.left_out:
+        lines += ["", "Left out, because the IR cannot say it:", "",
+                  *(f"- {escaped(reason)}: {count} calls" for reason, count in exported.left_out.most_common())]
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,301 @@
+"""Importing TraceLens EventReplay IR: `event_replay_ir.json`, or the zip artifact that holds it.
+
+The IR lists single calls with their counts; nothing connects them, so each gets inputs of its own. It names operators
+without their overloads, which are found by the recorded arguments; artifacts that opreplay-export wrote have them, and
+devices and shared memory as well, in members named `opreplay`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from os import PathLike, fspath
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from replayfmt.errors import InvalidCapture
+from replayfmt.format.codes import Layout, TensorFlag
+from replayfmt.format.model import TensorMeta
+from replayfmt.pytorch.op_libraries import OpLibraries
+
+from .arguments import (
+    NOTHING,
+    Binding,
+    DeviceName,
+    Form,
+    Reader,
+    Recorded,
+    TensorSpec,
+    of_list,
+    of_value,
+    parse,
+)
+from .json_stream import JsonStream
+from .operators import Choice, Operators
+from .report import Entry, ImportReport
+from .results import infer, realize
+from .synthesis import ImportedSession, Moment, imported_session
+from .trace_files import Progress, TraceFile
+from .types import dtype_of
+from .values import Storage, Tensor, bytes_needed, contiguous
+
+KIND = "tracelens"
+BY = "the IR"
+_OWN = "opreplay"
+_IR_NAME = "event_replay_ir.json"
+# EventReplay runs on CUDA devices unless it is told otherwise; the IR does not say where calls ran.
+_DEVICE = "cuda:0"
+_FLAGS = {"conj": TensorFlag.conj, "neg": TensorFlag.neg}
+
+
+def import_tracelens(path: str | PathLike[str], out: str | PathLike[str], *, libraries: OpLibraries | None = None,
+                     force: bool = False, progress: Progress | None = None) -> ImportReport:
+    """Make the capture `out` of an IR file, and report on it.
+
+    Raises CaptureNotFound and InvalidCapture for the file, OutputExists and CaptureFailed for the capture.
+    """
+    report = ImportReport(Path(path).name, KIND)
+    operators = Operators(libraries)
+    file = TraceFile(path, wanted=lambda name: Path(name).name == _IR_NAME or name.endswith("_ir.json"),
+                     progress=progress)
+    with JsonStream(file) as stream:
+        entries = (value for key, value in stream.entries(()) if key == "")
+        first = next(entries, None)
+        if not isinstance(first, dict) or not _is_entry(first):
+            raise InvalidCapture(f"{fspath(path)}: no EventReplay IR: expected a list of objects with op_name and "
+                                 "replay_ir" + "".join(f"; {problem}" for problem in stream.problems[:1]))
+        session = imported_session(KIND, report.source, policies={
+            "devices": "recorded" if isinstance(first.get(_OWN), dict) else "assumed"})
+        with ImportedSession(out, session, force=force) as capture:
+            writer = _Writer(capture, report, operators)
+            writer.write(first)
+            for entry in entries:
+                if _is_entry(entry):
+                    writer.write(entry)
+                else:
+                    report.problems.append("an entry that is no object with op_name and replay_ir was passed over")
+        report.problems += [str(problem) for problem in stream.problems]
+    report.notes.append("calls have no inputs in common: each gets its own")
+    if writer.placed:
+        report.notes.append(f"{BY} does not say where calls ran: taken for {_DEVICE}, where EventReplay runs them")
+    return report
+
+
+def _is_entry(value: Any) -> bool:
+    return (isinstance(value, dict) and isinstance(value.get("op_name"), str)
+            and isinstance(value.get("replay_ir"), dict))
+
+
+@dataclass
+class _Beside:
+    """What an `opreplay` member says of one tensor."""
+
+    storage: int | None
+    storage_bytes: int
+    flags: TensorFlag
+
+
+@dataclass
+class _Call:
+    """One entry, read. `beside` has what is known of tensors by the identity that their specs carry."""
+
+    name: str
+    recorded: list[Recorded]
+    names: list[str]
+    beside: dict[int, _Beside] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+
+
+class _Writer:
+    """Writes one entry after the other. `placed`: some call's device had to be assumed."""
+
+    def __init__(self, capture: ImportedSession, report: ImportReport, operators: Operators) -> None:
+        self._capture, self._report, self._operators = capture, report, operators
+        self._reader = Reader()
+        self.placed = False
+
+    def write(self, entry: Mapping[str, Any]) -> None:
+        """The next entry."""
+        name = str(entry["op_name"])
+        given = entry.get("count")
+        count = given if isinstance(given, int) and not isinstance(given, bool) and given > 0 else 1
+        own = entry.get(_OWN)
+        call = _read(name, entry["replay_ir"])
+        choice, binding = self._bind(call, own if isinstance(own, dict) else {})
+        if choice.operator is None:
+            self._unsupported(call, count, choice.reason, choice.detail)
+            return
+        missing = [*call.problems, *binding.missing]
+        if missing:
+            self._unsupported(call, count, "import_incomplete", "; ".join(missing))
+            return
+        assumed = [*choice.assumed, *binding.assumed]
+        self.placed |= not isinstance(own, dict) and _on_device(binding)
+        note: dict[str, Any] = {"import": "inferred" if assumed else "exact", "count": count}
+        if assumed:
+            note["assumed"] = assumed
+        try:
+            ordinal = self._op(call, choice, binding, note)
+        except ValueError as error:
+            self._unsupported(call, count, "import_incomplete", str(error))
+            return
+        shown, told, operator = _shown(call), tuple(assumed), choice.operator
+        self._report.add((name, operator.overload, shown, told), lambda: Entry(
+            name, operator.overload, "inferred" if told else "exact", shown, operator.found, told), ordinal, count)
+
+    def _bind(self, call: _Call, own: Mapping[str, Any]) -> tuple[Choice, Binding]:
+        """The operator and its arguments: by name where the entry says which overload, else by position."""
+        text = own.get("schema")
+        choice = self._operators.by_schema(text) if isinstance(text, str) else None
+        if choice is None or choice.operator is None:
+            choice = self._operators.choose(call.name, call.recorded)
+        if choice.operator is None:
+            return choice, Binding()
+        schema = choice.operator.schema
+        if all(call.names) and set(call.names) <= {argument.name for argument in schema.arguments}:
+            return choice, _by_name(self._reader, schema, call, bool(own))
+        return choice, self._reader.bind(schema, call.recorded, by=BY)
+
+    def _op(self, call: _Call, choice: Choice, binding: Binding, note: dict[str, Any]) -> int:
+        assert choice.operator is not None
+        storages: dict[int, Storage] = {}
+        tensors: list[Tensor] = []
+
+        def value(each: Any) -> Any:
+            if isinstance(each, TensorSpec):
+                tensors.append(self._tensor(each, call, storages))
+                return tensors[-1]
+            if isinstance(each, list):
+                return [value(item) for item in each]
+            if isinstance(each, DeviceName) and each.name is None:
+                return DeviceName(_DEVICE)
+            return each
+
+        arguments = [(name, value(each)) for name, each in binding.arguments]
+        device = tensors[0].meta.device if tensors else self._factory_device(arguments)
+        results = realize(infer(choice.operator.schema, binding.arguments), tensors, device)
+        ordinal = self._capture.op(choice.operator.kernel(), arguments, results, Moment(), note)
+        made = [tensor.storage for tensor in _tensors(results)]
+        used = [storage for storage in (*(tensor.storage for tensor in tensors), *made) if storage is not None]
+        self._capture.release(list(dict.fromkeys(used)))
+        return ordinal
+
+    def _factory_device(self, arguments: list[tuple[str, Any]]) -> int:
+        named = next((value.name for _name, value in arguments if isinstance(value, DeviceName)), None)
+        return self._capture.device(named or "cpu")
+
+    def _tensor(self, spec: TensorSpec, call: _Call, storages: dict[int, Storage]) -> Tensor:
+        assert spec.dtype is not None and spec.sizes is not None
+        strides = contiguous(spec.sizes) if spec.strides is None else spec.strides
+        device = self._capture.device(spec.device or _DEVICE)
+        beside = call.beside.get(spec.identity) if isinstance(spec.identity, int) else None
+        length = bytes_needed(spec.dtype, spec.sizes, strides, spec.offset)
+        flags = TensorFlag(0)
+        storage = None
+        if beside is not None:
+            flags = beside.flags
+            length = max(length, beside.storage_bytes)
+            storage = storages.get(beside.storage) if beside.storage is not None else None
+        if storage is None or storage.bytes < length:
+            storage = Storage(length, device)
+            if beside is not None and beside.storage is not None:
+                storages[beside.storage] = storage
+        return Tensor(storage, TensorMeta(spec.dtype, Layout.strided, device, spec.sizes, strides, flags), spec.offset)
+
+    def _unsupported(self, call: _Call, count: int, reason: str, detail: str) -> None:
+        note = {"import": "incomplete", "count": count}
+        ordinal = self._capture.unsupported(reason, call.name, detail, Moment(), note)
+        shown = _shown(call)
+        self._report.add((call.name, shown, reason, detail), lambda: Entry(
+            call.name, "", "incomplete", shown, reason=reason, detail=detail), ordinal, count)
+
+
+def _by_name(reader: Reader, schema: torch.FunctionSchema, call: _Call, complete: bool) -> Binding:
+    """Arguments by their names. Where the IR is `complete`, what it leaves out was left out of the call."""
+    by_name = dict(zip(call.names, call.recorded, strict=True))
+    binding = Binding()
+    full = reader.bind(schema, [by_name.get(argument.name, NOTHING) for argument in schema.arguments], by=BY)
+    for argument in schema.arguments:
+        if argument.name in by_name:
+            continue
+        if not argument.has_default_value():
+            binding.missing.append(f"{argument.name}: {BY} does not have it, and it has no default")
+        elif not complete:
+            binding.assumed.append(f"{argument.name}={argument.default_value!r}: {BY} does not have it; the schema's "
+                                   "default")
+    binding.arguments = [(name, value) for name, value in full.arguments if name in by_name]
+    binding.assumed += [text for text in full.assumed if text.partition(":")[0].partition("=")[0] in by_name]
+    binding.missing += [text for text in full.missing if text.partition(":")[0] in by_name]
+    return binding
+
+
+def _read(name: str, ir: Mapping[str, Any]) -> _Call:
+    call = _Call(name, [], [])
+    for key in ("list_pos_args", "list_kwargs"):
+        arguments = ir.get(key, [])
+        for argument in arguments if isinstance(arguments, list) else []:
+            if not isinstance(argument, dict) or "value" not in argument:
+                call.problems.append(f"{BY} has an argument without a value")
+                continue
+            kind = str(argument.get("arg_type", ""))
+            call.names.append(str(argument.get("arg_name", "")))
+            call.recorded.append(_argument(call, argument["value"], kind, argument.get(_OWN)))
+    return call
+
+
+def _argument(call: _Call, value: Any, kind: str, own: Any) -> Recorded:
+    if isinstance(own, dict) and "generator" in own:
+        return Recorded(Form.text, str(own["generator"]), shown="generator")
+    if isinstance(value, dict):
+        return _tensor_argument(call, value, own if isinstance(own, dict) else {})
+    if isinstance(value, list):
+        beside = own if isinstance(own, list) and len(own) == len(value) else [None] * len(value)
+        items = [_argument(call, each, kind, mine) for each, mine in zip(value, beside, strict=True)]
+        return of_list(items, str(value))
+    if isinstance(value, str) and kind.startswith(("Scalar", "complex", "number")):
+        return parse(value)
+    return of_value(value)
+
+
+def _tensor_argument(call: _Call, value: Mapping[str, Any], own: Mapping[str, Any]) -> Recorded:
+    shape, strides = _integers(value.get("shape")), _integers(value.get("strides"))
+    if shape is None:
+        return Recorded(Form.truncated, shown=str(dict(value))[:80])
+    number = len(call.beside)
+    flags = [_FLAGS[each] for each in own.get("flags", ()) if each in _FLAGS]
+    storage = own.get("storage")
+    call.beside[number] = _Beside(storage if isinstance(storage, int) else None, _natural(own.get("storage_bytes")),
+                                  TensorFlag(sum(flags)))
+    device = own.get("device")
+    spec = TensorSpec(dtype_of(str(value.get("dtype", ""))), shape, strides if strides else None if shape else (),
+                      device if isinstance(device, str) else None, _natural(own.get("offset")), number)
+    return Recorded(Form.tensor, tensor=spec, shown=f"{value.get('dtype')}{list(shape)}")
+
+
+def _integers(value: Any) -> tuple[int, ...] | None:
+    if not isinstance(value, list) or not all(isinstance(each, int) and not isinstance(each, bool) for each in value):
+        return None
+    return tuple(value)
+
+
+def _natural(value: Any) -> int:
+    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else 0
+
+
+def _on_device(binding: Binding) -> bool:
+    """Whether a call has tensors, or makes some, whose device the IR does not say."""
+    return any(isinstance(each, TensorSpec | DeviceName) for _name, value in binding.arguments
+               for each in (value if isinstance(value, list) else [value]))
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    if isinstance(values, Tensor):
+        return [values]
+    return [tensor for each in values for tensor in _tensors(each)] if isinstance(values, list | tuple) else []
+
+
+def _shown(call: _Call) -> str:
+    return ", ".join(each.shown for each in call.recorded)
+

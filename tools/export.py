@@ -1,0 +1,76 @@
+"""opreplay-export: write a capture's operator calls in a form that other tools read."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import click
+
+from replayfmt.export.replay_zip import Exported, export_replay_zip
+from replayfmt.format.reader import open_capture
+from replayfmt.trim.selection import Wanted
+
+from .command import one_line, run_tool, tool
+
+_LONG = 20_000       # records; shorter exports show no progress
+
+
+@tool("opreplay-export")
+@click.option("--format", "form", type=click.Choice(["replay-zip"]), default="replay-zip", show_default=True,
+              help="replay-zip: TraceLens EventReplay IR with a script that replays it with PyTorch alone, and a README.")
+@click.option("--ops", metavar="A:B", help="Only records with ordinals from A up to, not including, B. Either may be "
+              "missing.")
+@click.option("--scope", metavar="NAME", help="Only what is inside the scopes of this name or full path.")
+@click.option("--kernel", metavar="PATTERN", help="Only operators that match, such as 'aten::mm' or 'aten::*norm*'.")
+@click.option("--signature", metavar="TEXT", help="Only ops of this signature, as opreplay-dump --signatures prints it.")
+@click.option("--unique", is_flag=True, help="One entry, with its count, for calls that have the same arguments.")
+@click.option("--partial", is_flag=True, help="Leave out calls that the format cannot say, instead of refusing; they are "
+              "listed.")
+@click.option("--force", is_flag=True, help="Replace an existing file.")
+@click.argument("capture", metavar="CAPTURE")
+@click.argument("out", metavar="OUT")
+def cli(capture: str, out: str, form: str, ops: str | None, scope: str | None, kernel: str | None,
+        signature: str | None, unique: bool, partial: bool, force: bool) -> None:
+    """Write the operator calls of CAPTURE to OUT, for tools that do not know captures.
+
+    What the format cannot say (collectives, sparse tensors, what the capture itself has not) is refused, all of it
+    listed. Exits with 0 if OUT was written, 1 if it was refused or could not be written, 2 for wrong usage, 3 if
+    CAPTURE is missing, unreadable or no valid capture.
+    """
+    with open_capture(capture) as reader, _progress(reader.record_count) as on_record:
+        exported = export_replay_zip(reader, out, Wanted(ops, scope, kernel, signature), unique=unique, partial=partial,
+                                     force=force, on_record=on_record)
+    _report(out, exported)
+
+
+def _report(out: str, exported: Exported) -> None:
+    for reason, count in exported.left_out.most_common():
+        click.echo(one_line(f"left out  {reason}: {count} calls"))
+    calls = exported.calls - sum(exported.left_out.values())
+    click.echo(one_line(f"{out}: {exported.entries:,} entries for {calls:,} calls"))
+
+
+@contextmanager
+def _progress(records: int) -> Iterator[Callable[[int, int], None] | None]:
+    """A progress bar on stderr for long exports on a terminal; None otherwise."""
+    if records < _LONG or not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("exporting"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("exporting", total=records)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def main() -> None:
+    """The console script."""
+    run_tool(cli)
+
+
+if __name__ == "__main__":
+    main()
