@@ -53,6 +53,9 @@ def replay_options(function: Callable[..., Any]) -> Callable[..., Any]:
                      help="Run the function NAME of the Python file PATH, or an operator that a torch library "
                           "registers, in the place of the selected kernels, after checking it against them. SELECTOR: "
                           "a kernel id, an operator (aten::mm, aten::mm.default), a signature, or all. Repeatable."),
+        click.option("--moe-routing", metavar="uniform|zipf[:EXPONENT]",
+                     help="How initializers draw experts that a capture does not hold: uniformly (the default) or by "
+                          "Zipf's law, with exponent 1.2 unless it is given."),
         click.option("--verify", type=click.Choice(_MODES), default="auto", show_default=True,
                      help="Compare results with the captured digests: bit for bit, by tolerances, as the machine "
                           "allows, or not at all."),
@@ -70,6 +73,7 @@ class ReplayFlags:
 
     device: tuple[str, ...]
     verify: Literal["auto", "bitwise", "close", "none"]
+    moe_routing: str | None
     replay_file_remap: tuple[str, ...]
     replay_kernel_substitution: tuple[str, ...]
     substitution_rtol: float | None
@@ -86,6 +90,7 @@ class ReplayFlags:
         with _file_progress() as on_file_bytes:
             return Plan(path, list(self.device), self.allow_incomplete, keep_going=keep_going,
                         file_remaps=self.replay_file_remap, on_file_bytes=on_file_bytes,
+                        initializer_options={} if self.moe_routing is None else {"moe-routing": self.moe_routing},
                         allow_imports=self.allow_imports, substitutions=self.replay_kernel_substitution,
                         substitution_tolerance=Tolerance(self.substitution_rtol, self.substitution_atol))
 

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import torch
 
+from replayfmt.errors import UsageError
+
+from .attention import PAGED_ATTENTION
+from .caches import CACHE_INDICES, POSITIONS, SLOT_MAPPING
 from .demands import Role
+from .experts import EXPERT_IDS, OPTION, SORTED_EXPERTS, parse_routing
 from .floats import DEFAULT_MEAN, DEFAULT_STD, synthesize
 from .integers import fill_integers
+from .ragged import RAGGED
 from .registry import Initializer
 from .request import Request
 
@@ -64,7 +70,21 @@ def _is_unread(request: Request) -> bool:
     return not request.uses
 
 
+def check_option(name: str, value: str) -> None:
+    """Raises UsageError for an option that no initializer knows, or a value that it cannot have."""
+    if name != OPTION:
+        raise UsageError(f"initializer option {name!r}: there is only {OPTION!r}")
+    parse_routing(value)
+
+
 BUILT_IN: tuple[Initializer, ...] = (
+    PAGED_ATTENTION,
+    SLOT_MAPPING,
+    CACHE_INDICES,
+    POSITIONS,
+    SORTED_EXPERTS,
+    EXPERT_IDS,
+    *RAGGED,
     Initializer("recipe", _recipe, dtypes=_FLOATS, accepts=_has_recipe,
                 description="with a recipe in the capture, by its seed and statistics"),
     Initializer("unread", _bytes, accepts=_is_unread, description="never read before it is written; any bytes"),

@@ -147,9 +147,14 @@ def collecting() -> Iterator[list[Initializer]]:
 class Registry:
     """The initializers of one plan, in the order in which they are tried."""
 
-    def __init__(self, given: Sequence[Initializer] = ()) -> None:
-        """`given` come first, then those registered in this process, then the built-in ones."""
-        from .builtin import BUILT_IN
+    def __init__(self, given: Sequence[Initializer] = (), options: Mapping[str, str] | None = None) -> None:
+        """`given` come first, then those registered in this process, then the built-in ones. `options` are handed to
+        every initializer. Raises UsageError for an option that no initializer knows, or a wrong value."""
+        from .builtin import BUILT_IN, check_option
+
+        self.options = dict(options or {})
+        for name, value in self.options.items():
+            check_option(name, value)
 
         for each in given:
             if not isinstance(each, Initializer):

@@ -1,0 +1,151 @@
+"""Paged attention: block tables, sequence lengths and query starts that belong together.
+
+Recognized by the names of arguments, because every engine has its own operator for the same work: vLLM's paged
+attention and varlen forward, its ROCm and AITER counterparts, SGLang's, and FlashInfer's with its ragged page lists. A
+block table is a permutation of the cache's blocks: each sequence reads blocks of its own, as many as its context fills.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import numpy as np
+import torch
+
+from .batches import Batch, batch_for
+from .registry import Initializer
+from .request import Request, TensorInfo
+
+TABLES = ("block_tables", "block_table", "page_table", "block_table_tensor")
+LENGTHS = ("seq_lens", "context_lens", "seqused_k", "cache_seqlens", "seqlens_k", "seq_lens_k", "kv_seq_lens")
+QUERY_STARTS = ("query_start_loc", "cu_seqlens_q", "cu_query_lens", "cu_seqlen_q", "qo_indptr", "cum_seq_q")
+KEY_STARTS = ("cu_seqlens_k", "cu_seqlen_k", "cum_seq_k", "cu_seq_lens")
+PAGE_STARTS = ("paged_kv_indptr", "kv_indptr")
+PAGES = ("paged_kv_indices", "kv_indices", "kv_page_indices")
+LAST_PAGES = ("paged_kv_last_page_len", "kv_last_page_len", "kv_last_page_lens")
+QUERIES = ("query", "q")
+CACHES = ("key_cache", "k_cache", "kv_cache", "paged_kv_cache", "k", "key")
+_LONGEST = ("max_seq_len", "max_context_len", "max_seqlen_k", "max_seq_len_k", "max_kv_len")
+_BLOCK_SIZES = ("block_size", "page_size")
+_ALL = (*TABLES, *LENGTHS, *QUERY_STARTS, *KEY_STARTS, *PAGE_STARTS, *PAGES, *LAST_PAGES)
+
+
+def _first(request: Request, names: Iterable[str]) -> TensorInfo | None:
+    """The first of some tensor arguments that the call has."""
+    return next((info for name in names if (info := request.call.tensor(name)) is not None), None)
+
+
+def _number(request: Request, names: Iterable[str]) -> int | None:
+    return next((number for name in names if (number := request.call.integer(name)) is not None), None)
+
+
+def cache_shape(request: Request) -> tuple[int, int] | None:
+    """How many blocks the cache of a call has, and how many tokens a block; None where it is no paged cache.
+
+    Layouts: (blocks, block, heads, size) of flash attention, (blocks, heads, size / x, block, x) and, with 2 for keys
+    and values second, (blocks, 2, block, heads, size). Where the call gives the block size, that counts.
+    """
+    cache = _first(request, CACHES)
+    if cache is None or len(cache.sizes) < 3 or not cache.elements:
+        return None
+    given = _number(request, _BLOCK_SIZES)
+    if given is not None:
+        return (cache.sizes[0], given) if given > 0 else None
+    if len(cache.sizes) == 5:
+        return cache.sizes[0], cache.sizes[2] if cache.sizes[1] == 2 else cache.sizes[3]
+    return cache.sizes[0], cache.sizes[1] if len(cache.sizes) == 4 else 1
+
+
+def _sequences(request: Request) -> int | None:
+    """How many sequences there are, by whichever tensor tells; None where they contradict each other."""
+    counts: set[int] = set()
+    for names, extra in ((TABLES, 0), (LENGTHS, 0), (LAST_PAGES, 0), (QUERY_STARTS, 1), (KEY_STARTS, 1),
+                         (PAGE_STARTS, 1)):
+        info = _first(request, names)
+        if info is not None and info.sizes:
+            counts.add(info.sizes[0] - extra)
+    return counts.pop() if len(counts) == 1 else None
+
+
+def _pages_room(request: Request) -> int | None:
+    """How many blocks the page list has place for."""
+    pages = _first(request, PAGES)
+    return None if pages is None else pages.elements
+
+
+def plan_batch(request: Request) -> tuple[Batch, int, int] | None:
+    """The batch of an attention call, with blocks and block size of its cache; None where the call does not tell."""
+    query, shape, sequences = _first(request, QUERIES), cache_shape(request), _sequences(request)
+    table = _first(request, TABLES)
+    if query is None or not query.sizes or shape is None or sequences is None or sequences < 1:
+        return None
+    blocks, block = shape
+    limits = [blocks * block]
+    if table is not None:
+        if len(table.sizes) != 2:
+            return None
+        limits.append(table.sizes[1] * block)
+    longest = _number(request, _LONGEST)
+    if longest is not None and longest > 0:
+        limits.append(longest)
+    # (batch, tokens, heads, size) in decode kernels, (tokens, heads, size) otherwise.
+    tokens = query.sizes[0] * query.sizes[1] if len(query.sizes) == 4 else query.sizes[0]
+    own = blocks // sequences
+    listed = _pages_room(request)
+    if listed is not None:
+        own = min(own, listed // sequences)
+    batch = batch_for(request, sequences, tokens, min(limits), room=max(own, 1) * block * sequences)
+    return None if batch is None else (batch, blocks, block)
+
+
+def _fill(request: Request) -> Mapping[str, torch.Tensor]:
+    planned = plan_batch(request)
+    assert planned is not None      # _accepts was asked first
+    batch, blocks, block = planned
+    needed = -(-batch.key_lengths // block)
+    order = np.random.Generator(np.random.SFC64(np.random.SeedSequence([request.seed]))).permutation(blocks)
+    if int(needed.sum()) > blocks:
+        request.note(f"{request.call.name}: the sequences need {int(needed.sum())} blocks and the cache has {blocks}, "
+                     "so some blocks are read by several sequences")
+    starts = np.concatenate(([0], np.cumsum(needed)))
+    made: dict[str, torch.Tensor] = {}
+    for label, info in request.wanted.items():
+        values = np.zeros(info.sizes, np.int64)
+        if label in TABLES:
+            for row, count in enumerate(needed):
+                values[row, :count] = order[(starts[row] + np.arange(count)) % blocks]
+        elif label in LENGTHS:
+            values[:] = batch.key_lengths
+        elif label in QUERY_STARTS:
+            values[1:] = np.cumsum(batch.query_lengths)
+        elif label in KEY_STARTS:
+            values[1:] = np.cumsum(batch.key_lengths)
+        elif label in PAGE_STARTS:
+            values[1:] = np.cumsum(needed)
+        elif label in LAST_PAGES:
+            values[:] = np.where(batch.key_lengths > 0, (batch.key_lengths - 1) % block + 1, 0)
+        else:
+            used = min(len(values), int(starts[-1]))
+            values[:used] = order[np.arange(used) % blocks]
+        made[label] = torch.from_numpy(values).to(info.dtype)
+    return made
+
+
+def _accepts(request: Request) -> bool:
+    """Whether the call is a paged attention whose tensors tell enough; notes are made when it is filled."""
+    integral = all(not info.dtype.is_floating_point for info in request.wanted.values())
+    paged = _first(request, (*TABLES, *PAGES)) is not None
+    quiet = Request(request.call, request.wanted, request.uses, request.demand, request.recipe, request.version,
+                    request.seed)
+    planned = plan_batch(quiet) if integral and paged else None
+    if planned is None:
+        return False
+    batch, _blocks, block = planned
+    listed = _pages_room(request)
+    return listed is None or int((-(-batch.key_lengths // block)).sum()) <= listed
+
+
+PAGED_ATTENTION = Initializer(
+    "paged attention", _fill, op="*", arguments=_ALL, joint=True, accepts=_accepts,
+    description="block tables a permutation of the cache's blocks, lengths and query starts of one batch; prefill and "
+                "decode as the step's annotation says, else guessed and said so")

@@ -1,0 +1,102 @@
+"""Writes into a paged key-value cache, and positions: which slot each new token goes to, which position it has."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from .attention import CACHES, cache_shape
+from .batches import batch_for, iteration_of
+from .registry import Initializer
+from .request import Request, TensorInfo
+
+_SLOTS = ("slot_mapping", "out_cache_loc", "cache_loc")
+_TOKENS = ("key", "k", "kv_c", "kv", "value", "v")
+
+
+def _slots(request: Request) -> int | None:
+    """How many slots the cache of a call has: blocks times the tokens of a block."""
+    shape = cache_shape(request)
+    if shape is not None and (request.call.integer("block_size") or _block_is_known(request)):
+        return shape[0] * shape[1]
+    flat = next((info for name in CACHES if (info := request.call.tensor(name)) is not None and len(info.sizes) >= 2),
+                None)
+    return None if flat is None else flat.sizes[0]
+
+
+def _block_is_known(request: Request) -> bool:
+    """Whether the cache has a dimension for the tokens of a block."""
+    cache = next((info for name in CACHES if (info := request.call.tensor(name)) is not None), None)
+    latent = request.call.tensor("kv_c") is not None or request.call.tensor("k_pe") is not None
+    return cache is not None and (len(cache.sizes) >= 4 or (latent and len(cache.sizes) == 3))
+
+
+def _slot_mapping(request: Request) -> torch.Tensor:
+    """Different slots: tokens of one sequence one after the other, a decoding sequence's token anywhere."""
+    info, slots = request.tensor, _slots(request)
+    assert slots is not None      # _has_slots was asked first
+    random = np.random.Generator(np.random.SFC64(np.random.SeedSequence([request.seed])))
+    shape = cache_shape(request)
+    block = shape[1] if shape is not None and shape[0] * shape[1] == slots else 1
+    blocks, tokens = slots // block, info.elements
+    order = random.permutation(blocks)
+    if tokens <= blocks:
+        request.note(f"{request.call.name}: each of {tokens} tokens goes to a block of its own, as in decoding")
+        values = order[:tokens] * block + random.integers(block, size=tokens)
+    else:
+        request.note(f"{request.call.name}: {tokens} tokens fill blocks one after the other, as in prefill")
+        used = -(-tokens // block)
+        values = (order[:used, None] * block + np.arange(block)).reshape(-1)[:tokens]
+    return torch.from_numpy(values).to(info.dtype).reshape(info.sizes)
+
+
+def _has_slots(request: Request) -> bool:
+    info, slots = request.tensor, _slots(request)
+    return info.dtype in (torch.int32, torch.int64) and slots is not None and info.elements <= slots
+
+
+def _positions(request: Request) -> torch.Tensor:
+    """Positions of a step's tokens: a prefilled sequence's count up, a decoding sequence's is its context's end."""
+    info, table = request.tensor, _table(request)
+    assert table is not None      # _has_table was asked first
+    rows, tokens = table.sizes[0], info.sizes[-1]
+    batch = batch_for(request, _sequences_by_annotation(request, tokens), tokens, rows)
+    if batch is None:
+        values = np.arange(tokens, dtype=np.int64) % rows
+    else:
+        ends = np.repeat(batch.key_lengths, batch.query_lengths)
+        begins = np.repeat(np.cumsum(batch.query_lengths) - batch.query_lengths, batch.query_lengths)
+        new = np.repeat(batch.query_lengths, batch.query_lengths)
+        values = ends - new + np.arange(len(ends)) - begins
+        values = np.concatenate((values, np.zeros(tokens - len(values), np.int64)))
+    return torch.from_numpy(np.broadcast_to(values, info.sizes).copy()).to(info.dtype)
+
+
+def _sequences_by_annotation(request: Request, tokens: int) -> int:
+    """How many sequences the step's annotation speaks of, one where there is none: a prefill."""
+    iteration = iteration_of(request)
+    if iteration is None:
+        return 1
+    counted = [group.requests or 0 for group in (iteration.prefill, iteration.decode)]
+    return min(max(sum(counted), 1), max(tokens, 1))
+
+
+def _table(request: Request) -> TensorInfo | None:
+    return request.call.tensor("cos_sin_cache") or request.call.tensor("cos_cache")
+
+
+def _has_table(request: Request) -> bool:
+    table = _table(request)
+    return (request.tensor.dtype in (torch.int32, torch.int64) and table is not None and len(table.sizes) >= 2
+            and table.sizes[0] > 0 and bool(request.tensor.sizes))
+
+
+SLOT_MAPPING = Initializer(
+    "slot mapping", _slot_mapping, op="*", arguments=_SLOTS, accepts=_has_slots,
+    description="different slots of the key-value cache")
+CACHE_INDICES = Initializer(
+    "cache indices", _slot_mapping, op="*store_cache*", arguments=("indices",), accepts=_has_slots,
+    description="different slots of the key-value cache")
+POSITIONS = Initializer(
+    "positions", _positions, op="*rotary*", arguments=("positions", "position_ids"), accepts=_has_table,
+    description="positions of a step's tokens, within the table of angles")
