@@ -12,9 +12,13 @@ from itertools import count, islice
 from typing import Any
 
 from replayfmt.format.codes import Codec, RecordKind, StorageOrigin, ValueKind
+from replayfmt.format.frames import MAX_NESTING
+from replayfmt.format.json_values import nested_deeper
 from replayfmt.format.model import Device, Session
 from replayfmt.format.reader import CaptureReader, RecordFrame
 
+from .contained import contained, statement
+from .files import Needs, file_rows, files_row, state, validation
 from .json_text import encode, integers, quote
 from .text import printable
 from .values import CHUNK_CHARACTERS, scope_path
@@ -46,26 +50,34 @@ def obstacles(reader: CaptureReader) -> list[str]:
         found.append("opaque arguments")
     if reader.summary.records.get(RecordKind.collective):
         found.append("collectives")
+    if Needs(reader).unconfirmed(reader):
+        found.append("external files that nothing can confirm")
     return found
 
 
 def summary_row(reader: CaptureReader) -> Row:
-    """Totals over the whole capture. External files do not exist in format 1.0, so what counts them is zero."""
-    summary = reader.summary
+    """Totals over the whole capture, and what it contains. What the capture does not say is None."""
+    summary, needs = reader.summary, Needs(reader)
     records = {kind.name: summary.records.get(kind, 0) for kind in RecordKind if kind != RecordKind.none}
     return {
-        "kind": "summary", "hermetic": True, "environment_referenced": False,
+        "kind": "summary", "hermetic": needs.hermetic, "environment_referenced": needs.files > 0,
         "strict_replay_supported": not obstacles(reader), "ops": records["op"], "kernels": len(reader.kernels) - 1,
         "storages": summary.storages,
         "scopes": {"begin": records["scope_begin"], "end": records["scope_end"]},
         "payloads": {"count": len(reader.payloads), "bytes": summary.storage_payload_bytes},
-        "files": {"external": 0, "inline": 0, "ranges": 0, "unknown": 0},
-        "file_bytes": {"external": 0, "inline": 0, "ranges": 0},
-        "file_validation": {"identity": 0, "digest": 0, "none": 0, "unknown": 0},
+        **files_row(reader, needs),
         "unsupported": dict(sorted(summary.unsupported.items())),
         "records": records, "absent_storages": summary.absent_storages, "duration_ns": summary.ended_ns,
-        "recovered": summary.recovered,
+        "recovered": summary.recovered, "origins": _by_origin(summary.origins),
+        "origin_bytes": _by_origin(summary.origin_bytes), "annotated": summary.annotated,
+        "contains": contained(reader).row(),
     }
+
+
+def _by_origin(counts: dict[StorageOrigin, int] | None) -> dict[str, int] | None:
+    if counts is None:
+        return None
+    return {origin.name: counts.get(origin, 0) for origin in StorageOrigin if origin != StorageOrigin.none}
 
 
 def created(session: Session) -> str | None:
@@ -93,13 +105,14 @@ def session_row(session: Session) -> Row:
 def fingerprint(device: Device) -> Any:
     """The device's properties as an object; as text where the capture's text is not one."""
     try:
-        return json.loads(device.fingerprint) if device.fingerprint else None
+        value = json.loads(device.fingerprint) if device.fingerprint else None
     except (ValueError, RecursionError):
         return device.fingerprint
+    return device.fingerprint if nested_deeper(value, MAX_NESTING) else value
 
 
 def definition_rows(reader: CaptureReader) -> Iterator[Row]:
-    """The session, then devices, kernels, generators, scopes and payloads by id."""
+    """The session, then devices, kernels, generators, scopes, payloads, external files, ranges and recipes by id."""
     yield session_row(reader.session)
     names = [None, *(str(device) for device in reader.devices[1:])]
     for number, device in enumerate(reader.devices[1:], start=1):
@@ -126,6 +139,7 @@ def definition_rows(reader: CaptureReader) -> Iterator[Row]:
             "range": {"offset": payload.offset, "length": payload.stored_bytes,
                       "compression": Codec(payload.codec).name},
         }
+    yield from file_rows(reader, Needs(reader))
 
 
 def lines(rows: Iterator[Row]) -> Iterator[str]:
@@ -149,9 +163,18 @@ def storage_lines(reader: CaptureReader, frame: RecordFrame) -> Iterator[str]:
         count(frame.first_storage), integers(frame.storage_bytes), frame.storage_device.tolist(),
         frame.storage_origin.tolist(), frame.storage_payload.tolist(), strict=False)
     at_once = max(1, CHUNK_CHARACTERS // (max(map(len, devices)) + 256))
+    # What the id in the payload's column is, by origin; only origins of format 1.1 have another one than a payload's.
+    ends = ['"payload":{0}}}\n'] * (max(StorageOrigin) + 1)
+    ends[StorageOrigin.external_file] = '"payload":null,"range":{0}}}\n'
+    ends[StorageOrigin.initializer] = '"payload":null,"recipe":{0}}}\n'
+    others = bool((frame.storage_origin >= StorageOrigin.external_file).any())
     while rows := [
         f'{{"kind":"storage","id":{number},"device":{devices[device]},"bytes":{size},"origin":{origins[origin]},'
         f'"payload":{payload or "null"}}}\n'
+        for number, size, device, origin, payload in islice(born, at_once)
+    ] if not others else [
+        f'{{"kind":"storage","id":{number},"device":{devices[device]},"bytes":{size},"origin":{origins[origin]},'
+        + ends[origin].format(payload or "null")
         for number, size, device, origin, payload in islice(born, at_once)
     ]:
         yield "".join(rows)
@@ -204,6 +227,10 @@ def _content_facts(reader: CaptureReader) -> list[tuple[str, str]]:
               f"{counted(summary.storage_payload_bytes, 'byte')}"]
     if summary.absent_storages:
         memory.append(f"{summary.absent_storages:,} without content")
+    if summary.origins and summary.origins.get(StorageOrigin.initializer):
+        made = counted(summary.origins[StorageOrigin.initializer], "storage")
+        memory.append(f"{made} made up on replay")
+    has, lacks = statement(contained(reader))
     unsupported = [f"{count:,} {reason}" for reason, count in sorted(summary.unsupported.items())]
     against = obstacles(reader)
     return [
@@ -211,6 +238,27 @@ def _content_facts(reader: CaptureReader) -> list[tuple[str, str]]:
         ("records", ", ".join(records)),
         ("scopes", ", ".join(scope.name for scope in reader.scopes[1:] if not scope.parent)),
         ("memory", ", ".join(memory)),
+        *_file_facts_outside(reader),
+        ("contains", has), ("lacks", lacks),
         ("unsupported", ", ".join(unsupported) or "none"),
         ("strict replay", f"refused: {', '.join(against)}" if against else "nothing in the file is against it"),
     ]
+
+
+def _file_facts_outside(reader: CaptureReader) -> list[tuple[str, str]]:
+    """The external files one by one, each with where its content is and what is at its path now."""
+    needs = Needs(reader)
+    shown = []
+    for number, file in enumerate(reader.files[1:SHOWN_FILES + 1], start=1):
+        where = needs.where(number)
+        found = f", {state(file)}" if where == "external" else ""
+        shown.append(("file needed" if where == "external" else "file",
+                      f"{file.path}, {counted(file.bytes, 'byte')}, validated by {validation(file)}"
+                      f"{_WHERE[where]}{found}"))
+    if needs.files > SHOWN_FILES:
+        shown.append(("files", f"{needs.files - SHOWN_FILES:,} more"))
+    return shown
+
+
+SHOWN_FILES = 10
+_WHERE = {"external": "", "inline": ", embedded", "ranges": ", what is used of it is embedded", "unknown": ", not used"}

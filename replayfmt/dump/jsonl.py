@@ -25,7 +25,8 @@ PLAIN = frozenset({
     ValueKind.opaque,
 })
 RUNS = {ValueKind.int: Hole.integers, ValueKind.float: Hole.numbers}
-REFERENCES = frozenset({ValueKind.storage, ValueKind.generator, ValueKind.payload})
+REFERENCES = frozenset({
+    ValueKind.storage, ValueKind.generator, ValueKind.payload, ValueKind.range, ValueKind.recipe})
 CODES: dict[ValueKind, Callable[[int], Any]] = {
     ValueKind.dtype: DType, ValueKind.layout: Layout, ValueKind.memory_format: MemoryFormat,
 }
@@ -78,6 +79,11 @@ class JsonLines(Dialect):
     def device_durations(self, column: np.ndarray) -> list[str]:
         return [f',"device_duration_ns":{value if value != UNKNOWN_DURATION else "null"}'
                 for value in column.tolist()]
+
+    def annotations(self, ids: list[int]) -> list[str]:
+        known = {number: f',"annotation":{encode(self.reader.annotation(number))}' if number else ""
+                 for number in set(ids)}
+        return [known[number] for number in ids]
 
     def tail(self, frame: RecordFrame) -> str:
         return f',"frame_offset":{integer(frame.offset)}}}\n'
@@ -229,6 +235,8 @@ class JsonLines(Dialect):
                 pieces += [',"value":{', *self._content(node, cursor)]
             elif node.kind == ValueKind.list:
                 pieces += [f',"{node.name}":[', *self._plain_items(node, cursor), "]"]
+            elif node.kind in (ValueKind.range, ValueKind.recipe):
+                pieces += [f',"{node.name}":null,"{node.kind.name}":', *self._plain(node, cursor)]
             else:
                 pieces += [f',"{node.name}":', *self._plain(node, cursor)]
         if signature.kind in (RecordKind.host_read, RecordKind.digest) and signature.args[-1].name != "sample":

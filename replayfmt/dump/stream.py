@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import repeat
+from operator import add
 
 from replayfmt.format.reader import CaptureReader, RecordFrame
 
@@ -72,6 +73,7 @@ def _records(dialect: Dialect, frame: RecordFrame, chosen: Filter) -> Iterator[s
         frame.tensor_first[:-1][which].tolist(), frame.int_first[:-1][which].tolist(),
         frame.float_first[:-1][which].tolist(), strict=False)
     tail = dialect.tail(frame)
+    notes = None if frame.annotation is None else frame.annotation[which].tolist()
     at_once = dialect.rows_at_once(frame, signatures, columns)
     for first in range(0, len(signatures), at_once):
         functions = dialect.functions.of(signatures[first:first + at_once])
@@ -80,5 +82,7 @@ def _records(dialect: Dialect, frame: RecordFrame, chosen: Filter) -> Iterator[s
             function(o, s, h, n, d, g, t, i, f, T, I, F, R, L, D)
             for function, s, (o, h, n, d, g, t, i, f) in zip(functions, paths, records, strict=False)
         ]
+        if notes is not None and any(notes[first:first + at_once]):
+            rows = list(map(add, rows, dialect.annotations(notes[first:first + at_once])))
         rows.append("")
         yield tail.join(rows)

@@ -30,6 +30,7 @@ SHORT_DTYPES: dict[DType, str] = {
 }
 REFERENCES = {
     ValueKind.storage: "storage ", ValueKind.generator: "generator ", ValueKind.payload: "payload ",
+    ValueKind.range: "range ", ValueKind.recipe: "recipe ",
 }
 BRACKETS = {ValueKind.list: ("[", "]"), ValueKind.tuple: ("(", ")"), ValueKind.composite: ("(", ")")}
 SHOWN_FLAGS = (TensorFlag.conj, TensorFlag.neg, TensorFlag.zero)
@@ -91,6 +92,14 @@ class Text(Dialect):
 
     def device_durations(self, column: np.ndarray) -> list[str]:
         return [""] * len(column)
+
+    def annotations(self, ids: list[int]) -> list[str]:
+        known = {number: "" for number in set(ids)}
+        for number in known:
+            said = self.reader.annotation(number) or {}
+            text = "; ".join(f"{name}: {value}" for name, value in said.items())
+            known[number] = f"  # {printable(text, SHOWN_CHARACTERS)}" if text else ""
+        return [known[number] for number in ids]
 
     def ordinals(self, ordinals: list[int]) -> list[Any]:
         return [f"{ordinal:>{self._width}}  " for ordinal in ordinals]

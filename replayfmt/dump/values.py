@@ -131,6 +131,9 @@ class Dialect(ABC):
         """
         path = 12 * PATH_CHARACTERS * bool(frame.scope.any())
         longest = max(self.lengths.of(signatures)) + path + columns.longest(frame)
+        if frame.annotation is not None:
+            strings = self.reader.strings
+            longest += 12 * max(len(strings[number] or "") for number in np.unique(frame.annotation).tolist()) + 16
         self.check_room(frame, longest, "a row")
         return CHUNK_CHARACTERS // longest
 
@@ -159,6 +162,10 @@ class Dialect(ABC):
     @abstractmethod
     def device_durations(self, column: np.ndarray) -> list[str]:
         """What rows show of the device times that a frame has."""
+
+    @abstractmethod
+    def annotations(self, ids: list[int]) -> list[str]:
+        """What rows show of their annotations, given their ids; "" for 0."""
 
     def ordinals(self, ordinals: list[int]) -> list[Any]:
         """Ordinals as this dialect writes them."""

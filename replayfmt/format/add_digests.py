@@ -50,9 +50,9 @@ def add_digests(path: str | os.PathLike[str], out: str | os.PathLike[str], *, re
     """Write a copy of the capture at `path` to `out` in which every external file has its digest.
 
     Each file must be the captured one: by its digest where the capture has that, else by its identity. Files whose
-    whole content is in the capture are not looked for. `started` is called with about how many bytes `progress` will add up
-    to. Raises ExternalFileProblem with everything that is wrong with the files, UsageError for a remap that matches
-    nothing, OutputExists, InvalidCapture where the capture is not valid; nothing is left at `out` then.
+    whole content is in the capture are not looked for. `started` is called with about how many bytes `progress` will
+    add up to. Raises ExternalFileProblem with everything that is wrong with the files, UsageError for a remap that
+    matches nothing, OutputExists, InvalidCapture where the capture is not valid; nothing is left at `out` then.
     """
     remaps = remaps or FileRemaps()
     if os.path.exists(out) and os.path.exists(path) and os.path.samefile(path, out):

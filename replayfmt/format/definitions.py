@@ -15,6 +15,8 @@ import numpy as np
 from ..errors import InvalidCapture
 from .codes import DType, KernelKind, Layout, OpStatus, RecordKind, TensorFlag, ValueKind
 from .external_tables import file_at, range_at, recipe_at
+from .frames import MAX_NESTING
+from .json_values import nested_deeper
 from .layouts import SCALARS, TABLES
 from .model import (
     Device,
@@ -205,8 +207,9 @@ class Frozen:
                 known = json.loads(self.strings[number] or "")
             except (ValueError, RecursionError) as error:
                 raise InvalidCapture(f"{self._path}: annotation {number} is not JSON: {error}") from None
-            if not isinstance(known, dict):
-                raise InvalidCapture(f"{self._path}: annotation {number} is not a JSON object")
+            if not isinstance(known, dict) or nested_deeper(known, MAX_NESTING):
+                raise InvalidCapture(f"{self._path}: annotation {number} is not a JSON object that is nested at most "
+                                     f"{MAX_NESTING} deep")
             self._annotations[number] = known
         return known
 

@@ -24,6 +24,8 @@ _START = r"(?:/|~[\w.-]*[/\\]|[A-Za-z]:[/\\]|\\\\)"
 # A path begins where no word or path goes on. Inside quotes it may hold blanks, elsewhere it ends at the first.
 _PATH = re.compile(rf"(?P<quote>['\"]){_START}.*?(?P=quote)|(?<![\w./\\~]){_START}[^\s'\",;:()\[\]<>{{}}|]+")
 _HOME = re.compile(r"(?:/home|/Users|[A-Za-z]:\\Users)[/\\]([^/\\]+)")
+_USER = re.compile(r"(?:/home|/Users|[A-Za-z]:\\Users)[/\\]([^/\\\s'\",;:]+)")
+_STACK = re.compile(r"""File "[^"]*", line \d+|\w\.(?:py|pyx|cpp|cc|cu|h)(?::\d+|\(\d+\))""")
 
 
 class Redaction:
@@ -94,3 +96,18 @@ class Redaction:
 def redacted_session(session: Session, words: Iterable[str] = ()) -> Session:
     """The session without what tells of the machine and its user. See `Redaction`."""
     return Redaction(session, words).session
+
+
+def has_path(text: str) -> bool:
+    """Whether a text contains an absolute path that `Redaction.text` would replace."""
+    return _PATH.search(text) is not None
+
+
+def users_in(text: str) -> list[str]:
+    """The users whose home directories a text names."""
+    return [user for user in _USER.findall(text) if user != REDACTED]
+
+
+def has_stack(text: str) -> bool:
+    """Whether a text tells of a place in a program, as stack traces do."""
+    return _STACK.search(text) is not None

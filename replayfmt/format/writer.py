@@ -17,8 +17,9 @@ from ..errors import CaptureFailed, OutputExists
 from .codes import FrameKind
 from .columns import Bounds, RecordColumns, encode_records, pieces
 from .frame_output import Buffer, FrameOutput
-from .frames import MAX_BODY_BYTES, pack_preamble
+from .frames import MAX_BODY_BYTES, MAX_NESTING, pack_preamble
 from .interning import Definitions
+from .json_values import nested_deeper
 from .model import (
     Device,
     ExternalFile,
@@ -137,8 +138,8 @@ class CaptureWriter:
     def annotation(self, content: Mapping[str, Any]) -> int:
         """The id of what is said about one record, for RecordColumns.annotation. Raises ValueError where it is not
         JSON, or empty: a record without annotation has id 0."""
-        if not content:
-            raise ValueError("an empty annotation")
+        if not content or nested_deeper(content, MAX_NESTING):
+            raise ValueError(f"an annotation that is empty, or nested deeper than {MAX_NESTING}")
         try:
             text = json.dumps(content, ensure_ascii=False, allow_nan=False, sort_keys=True, separators=(",", ":"))
         except (TypeError, ValueError, RecursionError) as error:

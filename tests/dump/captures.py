@@ -20,7 +20,20 @@ from replayfmt.format.codes import (
 )
 from replayfmt.format.columns import RecordColumns
 from replayfmt.format.digest import TensorDigest
-from replayfmt.format.model import Device, Generator, Kernel, Node, Session, Signature, TensorMeta
+from replayfmt.format.model import (
+    Device,
+    ExternalFile,
+    FileIdentity,
+    FileRange,
+    Generator,
+    Kernel,
+    Node,
+    Recipe,
+    Session,
+    Signature,
+    Statistics,
+    TensorMeta,
+)
 from replayfmt.format.writer import CaptureWriter
 
 SESSION = Session(
@@ -67,6 +80,7 @@ class Builder:
         self.ints: list[int] = []
         self.floats: list[float] = []
         self.born: list[tuple[int, int, int, int]] = []
+        self.annotations: list[int] = []
 
     def storage(self, size: int, device: int, origin: StorageOrigin = StorageOrigin.op, payload: int = 0) -> int:
         self.born.append((size, device, origin, payload))
@@ -80,7 +94,7 @@ class Builder:
         return number
 
     def record(self, signature: Signature, tensors: Sequence[int] = (), ints: Sequence[int] = (),
-               floats: Sequence[float] = (), scope: int = 0, thread: int = 0) -> int:
+               floats: Sequence[float] = (), scope: int = 0, thread: int = 0, annotation: int = 0) -> int:
         self.signatures.append(self.writer.signature(signature))
         self.scopes.append(scope)
         self.threads.append(thread)
@@ -88,6 +102,7 @@ class Builder:
         self.tensors += tensors
         self.ints += ints
         self.floats += floats
+        self.annotations.append(annotation)
         self.ordinal += 1
         return self.ordinal - 1
 
@@ -103,6 +118,7 @@ class Builder:
             first_storage=self.next_storage - len(born), storage_bytes=born[:, 0].astype(np.uint64),
             storage_device=born[:, 1].astype(np.uint32), storage_origin=born[:, 2].astype(np.uint8),
             storage_payload=born[:, 3].astype(np.uint32),
+            annotation=np.array(self.annotations, np.uint32) if any(self.annotations) else None,
             device_duration_ns=None if device_durations is None else np.array(device_durations, np.uint64)))
         self._clear()
 
@@ -129,6 +145,14 @@ def every_kind(path: Path) -> Path:
     generator = w.generator(Generator(cpu, True))
     data, state = w.payload(bytes(range(256)) * 16), w.payload(b"generator state")
 
+    model = w.file(ExternalFile(
+        "/nowhere/model.safetensors", 2**54, FileIdentity(2**63, 7, -5), "00112233445566778899aabbccddeeff",
+        format="safetensors"))
+    tokens = w.file(ExternalFile("tokens.bin", len(HOSTILE[0]), payload=w.payload(HOSTILE[0].encode())))
+    piece, other_piece = w.range(FileRange(model, 2**53 + 1, 64)), w.range(FileRange(tokens, 3, 5))
+    noise = w.recipe(Recipe(DType.bfloat16, 50, 2**64 - 1, Statistics(0.5, 1.25, -math.inf, math.nan, 7, 2, 1, 0)))
+    note = w.annotation({"import": "inferred", "assumed": HOSTILE, "count": 2**70, "deep": {"x": [1.5, None]}})
+
     text = Node(V.string, "name", "execute")
     b.record(Signature(RecordKind.scope_begin, (text,)), scope=execute)
     weight = b.storage(4096, cpu, StorageOrigin.payload, data)
@@ -145,7 +169,7 @@ def every_kind(path: Path) -> Path:
     product = b.tensor(out, f32)
     call = Signature(RecordKind.op, tensors("self", "mat2"), (Node(V.tensor),), mm, OpStatus.ok)
     for thread in (0, 1):
-        b.record(call, [w_row, w_column, product], scope=step, thread=thread)
+        b.record(call, [w_row, w_column, product], scope=step, thread=thread, annotation=note * thread)
     b.record(Signature(RecordKind.op, tensors("self", "mat2"), (), mm, OpStatus.raised), [w_row, w_row], scope=step)
     b.frame(device_durations=[0, 0, 0, 7, 2**64 - 1, 12])
 
@@ -159,8 +183,8 @@ def every_kind(path: Path) -> Path:
         Node(V.dtype, "dtype", DType.float8_e4m3fn), Node(V.layout, "layout", Layout.sparse_csr),
         Node(V.memory_format, "memory", MemoryFormat.channels_last), Node(V.device, "device", cuda),
         Node(V.storage, "storage"), Node(V.generator, "generator"), Node(V.process_group, "group", "default_pg"),
-        Node(V.opaque, "opaque", "ScriptObject of c10d::Work"), Node(V.payload, "payload"),
-        Node(V.list, "empty"), Node(V.tuple, "pair", None, (number, Node(V.tensor))),
+        Node(V.opaque, "opaque", "ScriptObject of c10d::Work"), Node(V.payload, "payload"), Node(V.range, "range"),
+        Node(V.recipe, "recipe"), Node(V.list, "empty"), Node(V.tuple, "pair", None, (number, Node(V.tensor))),
         Node(V.list, "sizes", None, (number,) * 12), Node(V.list, "one", None, (number,)),
         Node(V.list, "ratios", None, (Node(V.float),) * 3), Node(V.list, "complexes", None, (Node(V.complex),) * 2),
         Node(V.list, "flags", None, (Node(V.bool, "", 1), Node(V.bool, "", 0))),
@@ -175,7 +199,7 @@ def every_kind(path: Path) -> Path:
     ), (Node(V.tensor), Node(V.list, "", None, (Node(V.tensor), Node(V.tensor))), Node(V.int), Node(V.bool, "", 1)),
         every, OpStatus.ok),
         [w_row, w_row, product, w_row, w_column, product, other, placed, at, product, placed, w_row, w_column],
-        [7, 2**63 - 1, -(2**63), weight, generator, state, 3, *range(10), 2**53, 2**53 + 1, 5, 8, 9,
+        [7, 2**63 - 1, -(2**63), weight, generator, state, piece, noise, 3, *range(10), 2**53, 2**53 + 1, 5, 8, 9,
          generator, generator, 4, 4, -1],
         [0.1, math.nan, math.inf, -math.inf, 1.5, -2.5, 1e-300, 1e300, -0.0, 1.0, 2.0, math.nan, 4.0, 0.5], scope=step)
     b.frame(durations=False)
@@ -221,6 +245,14 @@ def every_kind(path: Path) -> Path:
         b.record(Signature(RecordKind.unsupported, tuple(
             Node(V.string, name, hostile) for name in ("reason", "op", "detail"))), scope=scope)
         b.record(Signature(RecordKind.scope_end, (Node(V.string, "name", hostile),)), scope=scope)
+    for origin, kind, number in ((StorageOrigin.external_file, V.range, piece),
+                                 (StorageOrigin.external_file, V.range, other_piece),
+                                 (StorageOrigin.initializer, V.recipe, noise)):
+        size = 100 if kind == V.recipe else 64 if number == piece else 5
+        b.record(Signature(RecordKind.storage_import, (
+            Node(V.storage, "storage"), Node(kind, "payload"), Node(V.int, "version"),
+            Node(V.string, "reason", "first_use"))), ints=[b.storage(size, cpu, origin, number), number, 0],
+            annotation=note if number == piece else 0)
     b.record(Signature(RecordKind.scope_end, (text,)), scope=execute)
     b.frame()
     return b.close()

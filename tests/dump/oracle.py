@@ -15,12 +15,15 @@ from replayfmt.format.model import (
     OpaqueValue,
     PayloadValue,
     ProcessGroupValue,
+    RangeValue,
+    RecipeValue,
     Record,
     StorageValue,
     TensorValue,
 )
 from replayfmt.format.reader import CaptureReader
 
+ID_TYPES = StorageValue | GeneratorValue | PayloadValue | RangeValue | RecipeValue
 PLAIN_TYPES = (type(None), bool, int, float, complex, str, DType, Layout, MemoryFormat, DeviceValue, ProcessGroupValue,
                OpaqueValue)
 
@@ -44,6 +47,15 @@ def plain(reader: CaptureReader, value: Any) -> Any:
     return value.name if isinstance(value, ProcessGroupValue) else value.text
 
 
+def exact(value: Any) -> Any:
+    """JSON with integers that a double would round as strings."""
+    if isinstance(value, dict):
+        return {key: exact(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [exact(item) for item in value]
+    return str(value) if isinstance(value, int) and abs(value) > 2**53 else value
+
+
 def content(reader: CaptureReader, node: Node, value: Any) -> dict[str, Any]:
     """A value's object, without its name."""
     row: dict[str, Any] = {"type": node.kind.name}
@@ -58,7 +70,7 @@ def content(reader: CaptureReader, node: Node, value: Any) -> dict[str, Any]:
         if value.meta.flags:
             row["flags"] = [flag.name for flag in TensorFlag if flag in value.meta.flags]
         return row
-    if isinstance(value, StorageValue | GeneratorValue | PayloadValue):
+    if isinstance(value, ID_TYPES):
         return row | {node.kind.name: value.id}
     if isinstance(value, CompositeValue):
         return row | {"form": value.form, "parts": items(reader, node, value.parts)}
@@ -87,6 +99,7 @@ def row(reader: CaptureReader, record: Record) -> dict[str, Any]:
     kind, signature = record.kind, record.signature
     start: dict[str, Any] = {"kind": kind.name, "ordinal": record.ordinal}
     scope = reader.scope_path(record.scope)
+    said = {} if record.annotation is None else {"annotation": exact(record.annotation)}
     if kind == RecordKind.op:
         kernel = reader.kernels[signature.kernel]
         tensors = tensors_in(list(record.results)) or tensors_in(list(record.args))
@@ -101,7 +114,7 @@ def row(reader: CaptureReader, record: Record) -> dict[str, Any]:
                      for node, value in zip(signature.args, record.args, strict=True)],
             "results": [content(reader, node, value)
                         for node, value in zip(signature.results, record.results, strict=True)],
-            "frame_offset": record.frame_offset,
+            **said, "frame_offset": record.frame_offset,
         }
     fields: dict[str, Any] = {}
     for node, value in zip(signature.args, record.args, strict=True):
@@ -109,9 +122,10 @@ def row(reader: CaptureReader, record: Record) -> dict[str, Any]:
             break
         if node.kind in (ValueKind.tensor, ValueKind.composite):
             fields["value"] = content(reader, node, value)
+        elif isinstance(value, RangeValue | RecipeValue):
+            fields |= {node.name: None, node.kind.name: value.id}
         else:
-            fields[node.name] = value.id if isinstance(value, StorageValue | GeneratorValue | PayloadValue) else plain(
-                reader, value)
+            fields[node.name] = value.id if isinstance(value, ID_TYPES) else plain(reader, value)
     if kind == RecordKind.global_state:
         fields = {"settings": fields}
     if kind in (RecordKind.host_read, RecordKind.digest):
@@ -121,4 +135,4 @@ def row(reader: CaptureReader, record: Record) -> dict[str, Any]:
         fields |= {name: None if digest is None else plain(reader, getattr(digest, name)) for name in names}
         fields["sample"] = None if digest is None else [plain(reader, value) for value in digest.sample]
     return start | fields | {"scope": scope, "thread": record.thread, "start_ns": record.start_ns,
-                             "frame_offset": record.frame_offset}
+                             **said, "frame_offset": record.frame_offset}

@@ -36,6 +36,13 @@ from .samples import IMPORT_RANGE, IMPORT_RECIPE, SESSION, Records, marker
 NAN = float("nan")
 
 
+def _nested(depth: int) -> list[Any]:
+    inner: list[Any] = []
+    for _level in range(depth - 1):
+        inner = [inner]
+    return inner
+
+
 @pytest.fixture()
 def writer(tmp_path: Path) -> CaptureWriter:
     return CaptureWriter(tmp_path / "a.opreplay", SESSION)
@@ -124,7 +131,8 @@ def test_an_annotation_with_a_lone_surrogate_stays_json(tmp_path: Path) -> None:
     (lambda w: w.recipe(Recipe(DType.int8, 1, 1 << 64)), "seed is"),
     (lambda w: w.recipe(Recipe(DType.int8, 1, 1, Statistics(0, 0, 0, 0, 2, 0, 0, 0))), "zeros is 2"),
     (lambda w: w.recipe(Recipe(DType.int8, 3, 1, Statistics(0, 0, 0, 0, 2, 2, 0, 0))), "special elements of 3"),
-    (lambda w: w.annotation({}), "empty annotation"),
+    (lambda w: w.annotation({}), "an annotation that is empty"),
+    (lambda w: w.annotation({"a": _nested(65)}), "nested deeper than 64"),
     (lambda w: w.annotation({"a": NAN}), "not JSON"),
     (lambda w: w.annotation({"a": b"x"}), "not JSON"),
 ])

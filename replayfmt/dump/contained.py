@@ -1,0 +1,134 @@
+"""What a capture contains that somebody may not want to hand on, found by looking at all of it, not at its policies.
+
+Content is what payloads, digests and recorded values hold; the rest is what tells who made the capture and where.
+Paths, users and stacks are what redaction.py takes out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from replayfmt.format.codes import RecordKind, ValueKind
+from replayfmt.format.reader import CaptureReader
+from replayfmt.format.redaction import has_path, has_stack, users_in
+
+_NUMBERS = (ValueKind.bool, ValueKind.int, ValueKind.float, ValueKind.complex)
+
+
+@dataclass(frozen=True)
+class Contained:
+    """What was found. Numbers count what they are named after; `recipes` those with statistics."""
+
+    content_bytes: int
+    digests: int
+    scalar_results: int
+    recipe_statistics: int
+    argument_strings: int
+    opaque_descriptions: int
+    scope_names: int
+    external_file_paths: int
+    other_paths: int
+    stacks: int
+    host_name: bool
+    user_names: tuple[str, ...]
+    working_directory: bool
+    command_line: bool
+
+    def row(self) -> dict[str, Any]:
+        return {**vars(self), "user_names": list(self.user_names)}
+
+
+def contained(reader: CaptureReader) -> Contained:
+    """Look through a capture's definitions, totals and session."""
+    session = reader.session
+    file_paths = {file.path for file in reader.files[1:]}
+    texts = [text for text in (*reader.definitions.strings[1:], *_session_texts(reader)) if text]
+    users = {user for text in texts for user in users_in(text)}
+    nodes = _Nodes(reader)
+    return Contained(
+        content_bytes=reader.summary.storage_payload_bytes,
+        digests=reader.summary.records.get(RecordKind.digest, 0) + (
+            reader.summary.records.get(RecordKind.host_read, 0) if nodes.host_reads_with_digest() else 0),
+        scalar_results=sum(reader.summary.kernel_calls.get(kernel, 0) for kernel in nodes.scalar_kernels()),
+        recipe_statistics=int(np.count_nonzero(reader.definitions.column("recipe_statistics"))),
+        argument_strings=nodes.distinct_texts(ValueKind.string), scope_names=len(reader.scopes) - 1,
+        opaque_descriptions=nodes.distinct_texts(ValueKind.opaque), external_file_paths=len(file_paths),
+        other_paths=sum(has_path(text) for text in texts if text not in file_paths),
+        stacks=sum(map(has_stack, texts)), host_name=session.host is not None, user_names=tuple(sorted(users)),
+        working_directory=session.working_directory is not None, command_line=bool(session.argv))
+
+
+def _session_texts(reader: CaptureReader) -> Iterator[str]:
+    session = reader.session
+    yield from filter(None, (session.working_directory, session.platform, *session.argv))
+    for values in (session.libraries, session.settings, session.policies):
+        yield from (value for value in values.values() if isinstance(value, str))
+
+
+class _Nodes:
+    """The values of a capture's signatures as columns: which are arguments of ops, and which results."""
+
+    def __init__(self, reader: CaptureReader) -> None:
+        column = reader.definitions.column
+        sizes = column("signature_nodes").astype(np.int64)
+        self._kind = column("node_kind")
+        self._constant = column("node_constant")
+        self._owner = np.repeat(np.arange(len(sizes)), sizes)
+        self._signature_kind = column("signature_kind")
+        self._kernels = column("signature_kernel")
+        self._results = column("signature_results")
+        self._ends = np.cumsum(sizes)
+
+    def distinct_texts(self, kind: ValueKind) -> int:
+        """How many different texts of a kind ops are called with."""
+        chosen = (self._kind == kind) & (self._signature_kind[self._owner] == RecordKind.op)
+        return len(np.unique(self._constant[chosen]))
+
+    def scalar_kernels(self) -> list[int]:
+        """The kernels that returned a number somewhere, as their only or last result: `item` and its like."""
+        rows = np.flatnonzero((self._signature_kind == RecordKind.op) & (self._results > 0))
+        last = self._kind[self._ends[rows] - 1]
+        found: list[int] = np.unique(self._kernels[rows[np.isin(last, _NUMBERS)]]).tolist()
+        return found
+
+    def host_reads_with_digest(self) -> bool:
+        """Whether any host read says what was read."""
+        sizes = np.diff(self._ends, prepend=0)
+        return bool((sizes[self._signature_kind == RecordKind.host_read] > 2).any())
+
+
+def statement(found: Contained) -> tuple[str, str]:
+    """What the capture contains and what it does not, as two lists for people."""
+    names = found.user_names
+    facts = [
+        (found.content_bytes, _bytes(found.content_bytes), "content"),
+        (found.digests, f"{_counted(found.digests, 'digest')} of content, with up to 64 elements each", "digests"),
+        (found.scalar_results, f"values that {_counted(found.scalar_results, 'op')} returned", "values of results"),
+        (found.recipe_statistics, f"statistics of {_counted(found.recipe_statistics, 'tensor')}", "statistics"),
+        (found.argument_strings, f"{_counted(found.argument_strings, 'string')} as arguments of ops",
+         "strings as arguments"),
+        (found.opaque_descriptions, f"{_counted(found.opaque_descriptions, 'description')} of other arguments", ""),
+        (found.external_file_paths, f"{_counted(found.external_file_paths, 'path')} of external files",
+         "paths of external files"),
+        (found.other_paths, f"{_counted(found.other_paths, 'text')} with absolute paths", "other absolute paths"),
+        (found.host_name, "host name", "host name"),
+        (names, f"user {'name' if len(names) == 1 else 'names'} ({', '.join(names[:5])}"
+                f"{', …' if len(names) > 5 else ''})", "user name"),
+        (found.working_directory, "working directory", "working directory"),
+        (found.command_line, "command line", "command line"),
+        (found.stacks, f"{_counted(found.stacks, 'text')} with stack information", "stack information"),
+    ]
+    return (", ".join(text for there, text, _name in facts if there),
+            ", ".join(name for there, _text, name in facts if not there and name))
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def _bytes(number: int) -> str:
+    return f"{_counted(number, 'byte')} of content"
