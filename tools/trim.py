@@ -56,6 +56,9 @@ def cli(capture: str, out: str | None, ops: str | None, scope: str | None, kerne
     wrong usage, 3 if IN is missing, unreadable or no valid capture.
     """
     wanted = Wanted(ops, scope, kernel, signature)
+    if flags.replay_kernel_substitution:
+        raise UsageError("--replay-kernel-substitution: what is kept comes from the captured kernels; substitute when "
+                         "you replay the result")
     if script is None and script_data is not None:
         raise UsageError("--script-data is for --script")
     if (script is None) == (out is None):

@@ -40,18 +40,19 @@ class Materializer:
     """Watches a replay and writes the kept records. Call `finish` once the replay has ended.
 
     With `digests`, the results of every op that is kept get one, up to the first unsupported record. Without
-    `references`, all content is computed: no ranges of files, no recipes.
+    `references`, all content is computed: no ranges of files, no recipes. Without `values` nothing that the capture
+    itself says of results is kept: they are not those of a replay that made content up.
     """
 
     def __init__(self, plan: Plan, copier: Copier, schedule: Schedule, kept: Kept, *, digests: bool,
-                 annotate: bool = True, references: bool = True) -> None:
+                 annotate: bool = True, references: bool = True, values: bool = True) -> None:
         self._plan = plan
         self._copier = copier
         self._schedule = schedule
         self._digests = digests
         self._references = references
         self._kept = kept
-        self._writing = Writing(copier, schedule, kept, self, annotate=annotate)
+        self._writing = Writing(copier, schedule, kept, self, annotate=annotate, values=values)
         self._defined = Defined()
         self._facts: dict[int, KernelFacts] = {}
         self._layouts: dict[int, Layout] = {}

@@ -63,7 +63,7 @@ def synthesized_script(reader: CaptureReader, out: str, wanted: Wanted, *, force
         on_prediction(predict(reader, kept, schedule, content=False))
         events = Events(reader)
         Writing(cast(Copier, events), schedule, kept, Absent(reader), annotate=False).finish()
-        _write(partial, out, events, schedule, kept, wanted, None, {})
+        _write(partial, out, events, schedule, kept, wanted, None, {}, numbers=False)
         return ScriptResult(out, kept.ops, len(events.inputs), None, 0)
 
 
@@ -83,7 +83,8 @@ def script_with_data(plan: Plan, out: str, data: str, wanted: Wanted, *, verify:
         if divergence is not None:
             raise ReplayMismatch(f"{reader.path}: its replay differs from what was captured: {divergence}")
         watcher.finish()
-        arrays = _write(partial, out, events, schedule, kept, wanted, data, watcher.hashes)
+        arrays = _write(partial, out, events, schedule, kept, wanted, data, watcher.hashes,
+                        numbers=not plan.synthesis.reason)
         write_safetensors(partial_data, arrays)
         return ScriptResult(out, kept.ops, len(events.inputs), data, sum(len(each.data) for each in arrays),
                             verification.text)
@@ -149,11 +150,11 @@ def _settings(schedule: Schedule) -> dict[str, Any]:
 
 
 def _write(partial: str, out: str, events: Events, schedule: Schedule, kept: Kept, wanted: Wanted, data: str | None,
-           hashes: dict[tuple[int, int], str]) -> list[Array]:
+           hashes: dict[tuple[int, int], str], *, numbers: bool) -> list[Array]:
     """Write the script; returns what its data file has to hold."""
     body: Body = BodyWriter(events, _changes(events.reader)).write()
     beside = None if data is None else os.path.relpath(data, os.path.dirname(os.path.abspath(out)))
-    file = ScriptFile(events, body, _settings(schedule), hashes)
+    file = ScriptFile(events, body, _settings(schedule), hashes, numbers=numbers)
     arrays = file.arrays() if data is not None else []
     Path(partial).write_text(file.text(wanted, kept, beside), encoding="utf-8")
     return arrays

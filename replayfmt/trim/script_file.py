@@ -100,10 +100,12 @@ if __name__ == "__main__":
 
 
 class ScriptFile:
-    """Puts a script together. `hashes` are what results should be, by ordinal and slot."""
+    """Puts a script together. `hashes` are what results should be, by ordinal and slot; `numbers` says whether those
+    that the capture holds are what these inputs give."""
 
     def __init__(self, events: Events, body: Body, settings: dict[str, Any],
-                 hashes: dict[tuple[int, int], str]) -> None:
+                 hashes: dict[tuple[int, int], str], *, numbers: bool) -> None:
+        self._numbers = numbers
         self._events, self._body, self._settings, self._hashes = events, body, settings, hashes
         used = set(body.first_uses)
         self._inputs = [each for each in events.inputs if each.storage in used]
@@ -193,7 +195,7 @@ class ScriptFile:
         """What the returned values should be: known of tensors where they were computed, of numbers where content is
         the captured one."""
         expected = {name: self._hashes[where] for name, where in self._body.tensors.items() if where in self._hashes}
-        if self._hashes:
+        if self._numbers:
             for event in self._events.events:
                 if isinstance(event, Op):
                     for index, value in enumerate(event.record.results):

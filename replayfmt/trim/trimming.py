@@ -17,6 +17,13 @@ from replayfmt.errors import OutputExists, ReplayMismatch, ReplayRefused, UsageE
 from replayfmt.format.codes import RecordKind
 from replayfmt.format.file_remap import FileRemaps
 from replayfmt.format.model import PayloadValue, RangeValue, RecipeValue, Session
+from replayfmt.format.policies import (
+    TRIMMED_ELSEWHERE,
+    TRIMMED_FROM,
+    TRIMMED_SELECTION,
+    TRIMMED_SYNTHESIZED,
+    TRIMMED_VERIFIED,
+)
 from replayfmt.format.reader import CaptureReader
 from replayfmt.format.redaction import Redaction
 from replayfmt.format.writer import CaptureWriter
@@ -28,11 +35,6 @@ from .stripping import POLICIES, plan_stripped, write_stripped
 
 if TYPE_CHECKING:
     from replayfmt.replay.plan import Plan
-
-# Keys of a trimmed capture's policies: which session and selection it comes from, how the replay that its content was
-# taken from was verified and, where that was not on the machine of the capture, what differed.
-TRIMMED_FROM, TRIMMED_SELECTION = "trimmed-from", "trimmed-selection"
-TRIMMED_VERIFIED, TRIMMED_ELSEWHERE = "trimmed-verified", "trimmed-elsewhere"
 
 Verify = Literal["auto", "bitwise", "close", "none"]
 
@@ -138,11 +140,13 @@ def trim_capture(plan: Plan, out: str, wanted: Wanted, check: Callable[[str], Pl
         on_prediction(predict(reader, kept, schedule))
         refuse_unsupported(reader, kept, schedule)
         verification = plan.verification(verify)
+        made_up, notes = plan.synthesis.reason, _notes(schedule)
         session = _trimmed_session(reader.session, wanted, schedule, verification.mode,
-                                   plan.differences() if verification.mode != "bitwise" else [])
+                                   plan.differences() if verification.mode != "bitwise" else [], made_up)
         with _writer(partial, session) as writer:
             copier = Copier(reader, writer)
-            watcher = Materializer(plan, copier, schedule, kept, digests=verify != "none")
+            watcher = Materializer(plan, copier, schedule, kept, digests=verify != "none" and not made_up,
+                                   values=not made_up)
             verification, divergence = plan.watch(
                 watcher, kept.stop, verify, on_progress=_counted(on_progress, kept.stop))
             if divergence is not None:
@@ -150,8 +154,10 @@ def trim_capture(plan: Plan, out: str, wanted: Wanted, check: Callable[[str], Pl
                                      f"taken from it: {divergence}")
             watcher.finish()
             writer.close(reader.summary.ended_ns or 0)
+        if made_up:
+            notes.append(f"content that is not in the capture was made up, so nothing is left to verify: {made_up}")
         result = TrimResult(out, os.path.getsize(partial), copier.count, kept.ops, watcher.embedded_bytes,
-                            watcher.digest_count, verification.text, notes=_notes(schedule))
+                            watcher.digest_count, verification.text, notes=notes)
         result.checked = _check(partial, out, check, schedule, verify)
         return result
 
@@ -209,8 +215,12 @@ def _origin(session: Session, wanted: Wanted, policies: dict[str, Any]) -> dict[
 
 
 def _trimmed_session(session: Session, wanted: Wanted, schedule: Schedule, mode: str,
-                     differences: list[str]) -> Session:
-    policies = {**_origin(session, wanted, session.policies), "digests": "ops", TRIMMED_VERIFIED: mode}
+                     differences: list[str], made_up: str) -> Session:
+    policies = {**_origin(session, wanted, session.policies), TRIMMED_VERIFIED: mode}
+    if made_up:
+        policies |= {"digests": "none", TRIMMED_SYNTHESIZED: made_up}
+    else:
+        policies["digests"] = "ops"
     if differences:
         policies[TRIMMED_ELSEWHERE] = "; ".join(differences)
     return replace(session, session_id=str(uuid.uuid4()), settings=schedule.settings, policies=policies)

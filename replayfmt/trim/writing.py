@@ -7,7 +7,7 @@ at all. Needs no torch.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from replayfmt.format.codes import RecordKind, StorageOrigin, ValueKind
@@ -19,6 +19,7 @@ from replayfmt.format.model import (
     RangeValue,
     RecipeValue,
     Record,
+    Signature,
     StorageValue,
     TensorValue,
     Value,
@@ -52,15 +53,24 @@ _CONTENT_NODES: dict[StorageOrigin, tuple[ValueKind, Callable[[int], Value]]] = 
 }
 
 
-class Writing:
-    """Goes through the kept records of a schedule in order. With `annotate` ops say which ordinal they had."""
+_SCALARS = frozenset({ValueKind.bool, ValueKind.int, ValueKind.float, ValueKind.complex, ValueKind.string})
+_DIGEST_FREE = 2        # arguments of a host_read record before its digest
 
-    def __init__(self, copier: Copier, schedule: Schedule, kept: Kept, contents: Contents, *, annotate: bool) -> None:
+
+class Writing:
+    """Goes through the kept records of a schedule in order. With `annotate` ops say which ordinal they had. Without
+    `values` there is nothing to compare a replay with: no digests, no scalars that ops returned to the program."""
+
+    def __init__(self, copier: Copier, schedule: Schedule, kept: Kept, contents: Contents, *, annotate: bool,
+                 values: bool = True) -> None:
         self.copier = copier
         self._schedule = schedule
         self._ordinals = kept.ordinals
         self._contents = contents
         self._annotate = annotate
+        self._values = values
+        if not values:
+            copier.rewrite_results = without_scalars
         self._next = 0                             # place in the kept ordinals
         self._lengths: dict[int, int] = {}         # bytes of each storage as the result knows them
         self._versions: dict[int, int] = {}
@@ -104,7 +114,10 @@ class Writing:
         if record.kind is RecordKind.op:
             self.op(record)
         elif record.kind is RecordKind.digest:
-            self._digest(record)
+            if self._values:
+                self._digest(record)
+        elif record.kind is RecordKind.host_read and not self._values:
+            self.copier.add(record, record.kind, record.signature.args[:_DIGEST_FREE], record.args[:_DIGEST_FREE])
         elif record.kind is not RecordKind.generator_state:      # stated anew before the ops that draw
             if record.kind is RecordKind.storage_resize:
                 storage, length = record.args
@@ -194,6 +207,23 @@ class Writing:
             Node(ValueKind.generator, "generator"),
             Node(ValueKind.payload if content else ValueKind.none, "payload"),
         ], [GeneratorValue(generator), *content])
+
+
+def without_scalars(signature: Signature, values: tuple[Value, ...]) -> tuple[Signature, tuple[Value, ...]]:
+    """An op's signature and results without the scalars it computed. Those inside a composite are its shape."""
+    if signature.kind is not RecordKind.op:
+        return signature, values
+    pairs = [_without(node, value) for node, value in zip(signature.results, values, strict=True)]
+    return replace(signature, results=tuple(node for node, _ in pairs)), tuple(value for _, value in pairs)
+
+
+def _without(node: Node, value: Value) -> tuple[Node, Value]:
+    if node.kind in _SCALARS:
+        return Node(ValueKind.none, node.name), None
+    if node.kind in (ValueKind.list, ValueKind.tuple) and isinstance(value, list | tuple):
+        pairs = [_without(child, each) for child, each in zip(node.children, value, strict=True)]
+        return replace(node, children=tuple(child for child, _ in pairs)), [each for _, each in pairs]
+    return node, value
 
 
 def _storages(values: Iterable[Value]) -> Iterable[int]:

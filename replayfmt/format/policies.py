@@ -1,0 +1,12 @@
+"""Keys of a session's policies that say of a trimmed capture what it was made from.
+
+A trimmed capture keeps the environment of the capture that it comes from. What its content was computed by is said here.
+"""
+
+from __future__ import annotations
+
+TRIMMED_FROM = "trimmed-from"                 # session id of the capture it all comes from
+TRIMMED_SELECTION = "trimmed-selection"       # the flags that selected it; of several trims, in order
+TRIMMED_VERIFIED = "trimmed-verified"         # how the replay that gave its content was verified: bitwise, close, none
+TRIMMED_ELSEWHERE = "trimmed-elsewhere"       # that replay was not on the capture's machine: what differed
+TRIMMED_SYNTHESIZED = "trimmed-synthesized"   # that replay made up content that the capture does not hold: why
