@@ -1,0 +1,285 @@
+"""The failure contract as a table: a situation, a real program that gets into it, and what every tool has to say.
+
+`make` captures the program and gives what the tools are called with. A situation of the strict contract is refused
+before the first op: exit code 1, nothing on stdout, one line of error and one for each finding.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import types
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from replay.externals import content_file, externalize, imported_payloads
+from replay.rewriting import rewrite
+
+import replayfmt
+
+
+@dataclass(frozen=True)
+class Row:
+    """One situation. `said` are patterns of regular expressions, one for each finding that must be there; `dumped` are
+    jq filters that have to give `true` for a row of the dump; `shown` is text of the dump's summary."""
+
+    name: str
+    make: Callable[[Path, pytest.MonkeyPatch], tuple[Path, list[str]]]
+    said: tuple[str, ...]
+    dumped: str = ""
+    shown: str = ""
+
+
+def recorded(folder: Path, program: Callable[[], Any], name: str = "capture", **options: Any) -> Path:
+    """Capture a program's one scope."""
+    path = folder / f"{name}.opreplay"
+    options.setdefault("digests", "none" if options.get("payload") == "none" else "live")
+    with replayfmt.capture(path, **options), replayfmt.scope("execute"):
+        program()
+    return path
+
+
+def of(program: Callable[[], Any], **options: Any) -> Callable[[Path, pytest.MonkeyPatch], tuple[Path, list[str]]]:
+    return lambda folder, _patch: (recorded(folder, program, **options), [])
+
+
+# ------------------------------------------------------------------------------------------------------- external files
+
+
+def _referring(folder: Path, validation: str, change: Callable[[Path], Any], flags: list[str]
+               ) -> tuple[Path, list[str]]:
+    """A capture that refers to a file of weights, which is then changed."""
+    weight = torch.arange(64.0)
+    source = recorded(folder, lambda: weight * 2, "embedded")
+    content = folder / "weights" / "w.bin"
+    with replayfmt.open(source) as capture:
+        payloads = imported_payloads(capture.reader)
+    offsets = content_file(source, content, only=payloads)
+    target = externalize(source, folder / "refers.opreplay", {content: offsets}, validation)
+    change(content)
+    return target, flags
+
+
+def _flipped(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[100] ^= 1
+    path.write_bytes(content)
+
+
+def _copied(path: Path) -> None:
+    shutil.copytree(path.parent, path.parent.with_name("elsewhere"))
+
+
+def _file_missing(folder: Path, _patch: Any) -> tuple[Path, list[str]]:
+    return _referring(folder, "identity", Path.unlink, [])
+
+
+def _file_changed(folder: Path, _patch: Any) -> tuple[Path, list[str]]:
+    return _referring(folder, "digest", _flipped, [])
+
+
+def _file_is_another(folder: Path, _patch: Any) -> tuple[Path, list[str]]:
+    flags = [f"--replay-file-remap={folder}/weights={folder}/elsewhere"]
+    return _referring(folder, "identity", _copied, flags)
+
+
+# ------------------------------------------------------------------------------------------------------------ operators
+
+
+@contextlib.contextmanager
+def operator(namespace: str, keys: tuple[str, ...] = ("CompositeExplicitAutograd",)) -> Iterator[Any]:
+    """A custom operator `twice`, which is there for as long as this lasts."""
+    library = torch.library.Library(namespace, "DEF")
+    library.define("twice(Tensor x) -> Tensor")
+    for key in keys:
+        library.impl("twice", lambda x: x.mul(2), key)
+    try:
+        yield getattr(torch.ops, namespace).twice
+    finally:
+        library._destroy()
+
+
+def _operator_is_gone(folder: Path, _patch: Any) -> tuple[Path, list[str]]:
+    x = torch.ones(3)
+    with operator("failure_gone") as twice:
+        return recorded(folder, lambda: (twice(x), twice(x + 1))), []
+
+
+def _operator_is_for_another_device(folder: Path, patch: pytest.MonkeyPatch) -> tuple[Path, list[str]]:
+    x = torch.ones(3)
+    with operator("failure_elsewhere", ("CPU",)) as twice:
+        path = recorded(folder, lambda: twice(x))
+    _keep(patch, operator("failure_elsewhere", ("CUDA",)))
+    return path, []
+
+
+def _library_cannot_be_imported(folder: Path, patch: pytest.MonkeyPatch) -> tuple[Path, list[str]]:
+    (folder / "broken_operators.py").write_text("raise OSError('its shared library is for another system')\n")
+    patch.syspath_prepend(str(folder))
+    return _operator_is_gone(folder, patch)[0], ["--allow-import=broken_operators"]
+
+
+def _keep(patch: pytest.MonkeyPatch, manager: Any) -> Any:
+    """Enter a context for the rest of the test."""
+    entered = manager.__enter__()
+
+    class Leaving(dict[str, Any]):
+        def __delitem__(self, key: str) -> None:
+            super().__delitem__(key)
+            manager.__exit__(None, None, None)
+
+    patch.setitem(Leaving(), "until the end of the test", entered)
+    return entered
+
+
+def _content_of_unknown_role(folder: Path, patch: pytest.MonkeyPatch) -> tuple[Path, list[str]]:
+    """Integers whose meaning only the operator knows: indices, lengths, or anything else."""
+    numbers = torch.tensor([3, 1, 1])
+    twice = _keep(patch, operator("failure_integers"))
+    return recorded(folder, lambda: twice(numbers), payload="none"), []
+
+
+# ---------------------------------------------------------------------------------------------------------- unsupported
+
+
+def _compiled() -> None:
+    torch.compile(lambda x: (x.sin() + 1) * 2)(torch.ones(8))
+
+
+def _opaque() -> None:
+    torch.ones(3, dtype=torch.uint64).fill_(2**63 + 1)
+
+
+def _triton_launch(folder: Path, patch: pytest.MonkeyPatch) -> tuple[Path, list[str]]:
+    """A launch through Triton's own entry, of which there is a stand-in where Triton is not installed."""
+    import sys
+
+    class JITFunction:
+        def __init__(self, fn: Callable[..., Any]) -> None:
+            self.fn = fn
+
+        def __getitem__(self, grid: Any) -> Callable[..., Any]:
+            return lambda *args: self.run(*args, grid=grid, warmup=False)
+
+        def run(self, *args: Any, grid: Any, warmup: bool) -> Any:
+            return self.fn(*args)
+
+    for name in ("triton", "triton.runtime", "triton.runtime.jit"):
+        patch.setitem(sys.modules, name, types.ModuleType(name))
+    vars(sys.modules["triton.runtime.jit"])["JITFunction"] = JITFunction
+
+    def fused_kernel(x: torch.Tensor) -> None:
+        x.numpy()[:] = 7
+
+    return recorded(folder, lambda: JITFunction(fused_kernel)[(1,)](torch.ones(3))), []
+
+
+def _cuda_graph(folder: Path, patch: pytest.MonkeyPatch) -> tuple[Path, list[str]]:
+    class CUDAGraph:
+        def capture_begin(self) -> None: ...
+
+        def capture_end(self) -> None: ...
+
+        def replay(self) -> None:
+            torch.ones(3)
+
+    patch.setattr(torch.cuda.graphs, "CUDAGraph", CUDAGraph)
+    return recorded(folder, CUDAGraph().replay), []
+
+
+def _overlapping() -> None:
+    import numpy as np
+
+    array = np.arange(8, dtype=np.float32)
+    part = torch.from_numpy(array[4:])
+    part + 1
+    torch.from_numpy(array) + part.sum()
+
+
+def _collective(folder: Path, patch: pytest.MonkeyPatch) -> tuple[Path, list[str]]:
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    try:
+        return recorded(folder, lambda: dist.all_reduce(torch.ones(3))), []
+    finally:
+        dist.destroy_process_group()
+
+
+# ---------------------------------------------------------------------------------------------- devices, unclosed ones
+
+
+def _device_is_not_here(folder: Path, _patch: Any) -> tuple[Path, list[str]]:
+    from replayfmt.format.model import Device
+
+    source = recorded(folder, lambda: torch.ones(3).exp(), "here")
+    return rewrite(source, folder / "there.opreplay", device=lambda _device: Device("cuda", 7, "Somebody's GPU")), []
+
+
+def _never_closed(folder: Path, _patch: Any) -> tuple[Path, list[str]]:
+    recorder = replayfmt.Recorder(folder / "open.opreplay")
+    recorder.start()
+    try:
+        torch.ones(3).exp()
+        assert recorder._core is not None
+        recorder._core.flush()
+        left = folder / "left.opreplay"
+        shutil.copyfile(folder / "open.opreplay.partial", left)     # what a killed process leaves
+    finally:
+        recorder.close()
+    return left, []
+
+
+def unsupported(reason: str, op: str, make: Callable[..., tuple[Path, list[str]]], detail: str = "") -> Row:
+    """A row of the kinds of unsupported records."""
+    return Row(reason, make, (rf"^unsupported, {reason}: {op}.*ordinal.*{detail}",),
+               f'select(.kind=="unsupported" and .reason=="{reason}") | (.detail | length > 0)',
+               rf"unsupported   .*{reason}")
+
+
+REFUSED = (
+    Row("a referenced file is missing", _file_missing,
+        (r"w\.bin does not exist.*--replay-file-remap=CAPTURED=REPLAY",),
+        'select(.kind=="external_file") | .path | endswith("weights/w.bin")'),
+    Row("a referenced file was changed", _file_changed,
+        (r"w\.bin has other content than the captured one: its digest is \w+, expected \w+",),
+        'select(.kind=="external_file") | .digest | length == 32'),
+    Row("a remap leads to another file", _file_is_another,
+        (r"elsewhere/w\.bin \(captured as .*weights/w\.bin\) is not known to be the captured one: .*"
+         r"--file-validation=digest.*--add-digests",),
+        'select(.kind=="external_file") | .identity.inode > 0'),
+    Row("an operator is not in this build", _operator_is_gone,
+        (r"^failure_gone::twice\.default does not exist in torch .*--allow-import=MODULE; called 2 times, first at "
+         r"ordinals \d+, \d+$",),
+        'select(.kind=="kernel") | select(.name=="failure_gone::twice") | .calls == 2'),
+    Row("an operator is not for this device", _operator_is_for_another_device,
+        (r"^failure_elsewhere::twice\.default has no kernel for cpu in this torch; called once",),
+        'select(.kind=="kernel") | .name == "failure_elsewhere::twice"'),
+    Row("an operator's library cannot be imported", _library_cannot_be_imported,
+        (r"^--allow-import=broken_operators: it cannot be imported: OSError: its shared library",
+         r"^failure_gone::twice\.default does not exist"),
+        'select(.kind=="kernel") | select(.name=="failure_gone::twice") | .calls == 2'),
+    unsupported("unseen_write", "aten::add", of(lambda: torch.empty(4) + 1), "read before any captured op wrote it"),
+    unsupported("mkldnn_layout", "aten::_to_dense", of(lambda: torch.randn(4, 4).to_mkldnn().to_dense() + 1),
+                "oneDNN"),
+    unsupported("opaque_argument", "aten::fill_", of(_opaque)),
+    unsupported("compiled_region", "torch.compile", of(_compiled), "--compiled=eager"),
+    unsupported("triton_launch", ".*fused_kernel", _triton_launch, "was launched"),
+    unsupported("cuda_graph", "CUDAGraph.replay", _cuda_graph),
+    unsupported("overlapping_storages", "", of(_overlapping)),
+    unsupported("collective", "c10d::allreduce_", _collective, "not replayed yet"),
+    Row("content is not in the capture and nothing can stand for it",
+        _content_of_unknown_role,
+        (r"storage \d+.*failure_integers::twice.*--replay-initializer",),
+        'select(.kind=="storage") | .origin == "absent"'),
+    Row("captured devices are not here", _device_is_not_here,
+        (r"cuda:7 \(Somebody's GPU\), which is not here.*--device=",),
+        'select(.kind=="device") | .name == "Somebody\'s GPU"'),
+    Row("the capture was never closed", _never_closed,
+        (r"the capture is incomplete \(.*\); --allow-incomplete replays what is there",),
+        'select(.kind=="file") | .complete == false', r"complete      no"),
+)
