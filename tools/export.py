@@ -19,15 +19,16 @@ _LONG = 20_000       # records; shorter exports show no progress
 
 @tool("opreplay-export")
 @click.option("--format", "form", type=click.Choice(["replay-zip"]), default="replay-zip", show_default=True,
-              help="replay-zip: TraceLens EventReplay IR with a script that replays it with PyTorch alone, and a README.")
+              help="replay-zip: TraceLens EventReplay IR, a script that replays it with PyTorch alone, and a README.")
 @click.option("--ops", metavar="A:B", help="Only records with ordinals from A up to, not including, B. Either may be "
               "missing.")
 @click.option("--scope", metavar="NAME", help="Only what is inside the scopes of this name or full path.")
 @click.option("--kernel", metavar="PATTERN", help="Only operators that match, such as 'aten::mm' or 'aten::*norm*'.")
-@click.option("--signature", metavar="TEXT", help="Only ops of this signature, as opreplay-dump --signatures prints it.")
+@click.option("--signature", metavar="TEXT", help="Only ops of this signature, as opreplay-dump --signatures prints "
+              "it.")
 @click.option("--unique", is_flag=True, help="One entry, with its count, for calls that have the same arguments.")
-@click.option("--partial", is_flag=True, help="Leave out calls that the format cannot say, instead of refusing; they are "
-              "listed.")
+@click.option("--partial", is_flag=True, help="Leave out calls that the format cannot say, instead of refusing; they "
+              "are listed.")
 @click.option("--force", is_flag=True, help="Replace an existing file.")
 @click.argument("capture", metavar="CAPTURE")
 @click.argument("out", metavar="OUT")

@@ -36,8 +36,8 @@ SCALAR_TYPES = [
     torch.bfloat16, torch.quint4x2, torch.quint2x4, None, None, None, None, None, torch.float8_e5m2,
     torch.float8_e4m3fn, torch.float8_e5m2fnuz, torch.float8_e4m3fnuz, torch.uint16, torch.uint32, torch.uint64,
 ]
-LAYOUTS = [torch.strided, torch.sparse_coo, torch.sparse_csr, torch._mkldnn, torch.sparse_csc, torch.sparse_bsr,
-           torch.sparse_bsc, torch.jagged]
+_LAYOUT_NAMES = "strided sparse_coo sparse_csr _mkldnn sparse_csc sparse_bsr sparse_bsc jagged"
+LAYOUTS = [getattr(torch, _layout) for _layout in _LAYOUT_NAMES.split()]
 MEMORY_FORMATS = [torch.contiguous_format, torch.preserve_format, torch.channels_last, torch.channels_last_3d]
 
 

@@ -57,8 +57,8 @@ def export_replay_zip(reader: CaptureReader, out: str | os.PathLike[str], wanted
     entries = _entries(reader, wanted, unique, exported, on_record)
     if exported.left_out and not partial:
         reasons = tuple(f"{reason}: {count} calls" for reason, count in exported.left_out.most_common())
-        raise ReplayRefused(f"{reader.path}: {sum(exported.left_out.values())} of {exported.calls} calls cannot be said "
-                            "in EventReplay IR; nothing was written; --partial leaves them out", reasons)
+        raise ReplayRefused(f"{reader.path}: {sum(exported.left_out.values())} of {exported.calls} calls cannot be "
+                            "said in EventReplay IR; nothing was written; --partial leaves them out", reasons)
     texts = {
         IR_NAME: json.dumps(entries, indent=1),
         SCRIPT_NAME: files(__package__).joinpath("replay_script.py").read_text(encoding="utf-8"),
@@ -151,15 +151,16 @@ def _readme(reader: CaptureReader, wanted: Wanted, entries: list[dict[str, Any]]
         "```sh", f"python {SCRIPT_NAME}                    # every call, where it was recorded",
         f"python {SCRIPT_NAME} --device=cpu --verbose --op-filter=mm", "```", "",
         "It prints the time of each call, times its count, and exits with 1 if a call failed.", "",
-        "Not in here: contents (floating-point inputs are normally distributed, integers are 0), results, what one call",
-        "passed to the next, random generators' states, numeric settings. `opreplay` members hold what the IR has no",
-        "place for: overloads, devices, offsets, memory that arguments of one call share. `opreplay-import` reads the",
-        "archive back.", "",
+        "Not in here: contents (floating-point inputs are normally distributed, integers are 0), results, what one",
+        "call passed to the next, random generators' states, numeric settings. `opreplay` members hold what the IR has",
+        "no place for: overloads, devices, offsets, memory that arguments of one call share. `opreplay-import` reads",
+        "the archive back.", "",
         "| operator | calls |", "| --- | --- |",
         *(f"| {escaped(name)} | {count} |" for name, count in names.most_common(_SHOWN)),
     ]
-    if len(names) > _SHOWN:
-        lines.append(f"| {len(names) - _SHOWN} more | {sum(names.values()) - sum(dict(names.most_common(_SHOWN)).values())} |")
+    others = names.most_common()[_SHOWN:]
+    if others:
+        lines.append(f"| {len(others)} more | {sum(count for _name, count in others)} |")
     if exported.left_out:
         lines += ["", "Left out, because the IR cannot say it:", "",
                   *(f"- {escaped(reason)}: {count} calls" for reason, count in exported.left_out.most_common())]

@@ -36,6 +36,7 @@ from .json_stream import JsonStream
 from .operators import Choice, Operators
 from .report import Entry, ImportReport
 from .results import infer, realize
+from .schema_types import SchemaType, schema_type
 from .synthesis import ImportedSession, Moment, imported_session
 from .trace_files import Progress, TraceFile
 from .types import dtype_of
@@ -47,6 +48,7 @@ _OWN = "opreplay"
 _IR_NAME = "event_replay_ir.json"
 # EventReplay runs on CUDA devices unless it is told otherwise; the IR does not say where calls ran.
 _DEVICE = "cuda:0"
+_TENSOR = SchemaType("Tensor")
 _FLAGS = {"conj": TensorFlag.conj, "neg": TensorFlag.neg}
 
 
@@ -215,6 +217,7 @@ class _Writer:
 def _by_name(reader: Reader, schema: torch.FunctionSchema, call: _Call, complete: bool) -> Binding:
     """Arguments by their names. Where the IR is `complete`, what it leaves out was left out of the call."""
     by_name = dict(zip(call.names, call.recorded, strict=True))
+    numbers = {name: each.value for name, each in by_name.items() if each.form is Form.number}
     binding = Binding()
     full = reader.bind(schema, [by_name.get(argument.name, NOTHING) for argument in schema.arguments], by=BY)
     for argument in schema.arguments:
@@ -225,9 +228,16 @@ def _by_name(reader: Reader, schema: torch.FunctionSchema, call: _Call, complete
         elif not complete:
             binding.assumed.append(f"{argument.name}={argument.default_value!r}: {BY} does not have it; the schema's "
                                    "default")
-    binding.arguments = [(name, value) for name, value in full.arguments if name in by_name]
+    bound = dict(full.arguments)
+    for argument in schema.arguments:
+        # Operators take Python numbers where their schema says Tensor, and promote types differently for them.
+        if schema_type(argument) == _TENSOR and argument.name in numbers:
+            bound[argument.name] = numbers[argument.name]
+    binding.arguments = [(argument.name, bound[argument.name]) for argument in schema.arguments
+                         if argument.name in by_name and argument.name in bound]
     binding.assumed += [text for text in full.assumed if text.partition(":")[0].partition("=")[0] in by_name]
-    binding.missing += [text for text in full.missing if text.partition(":")[0] in by_name]
+    binding.missing += [text for text in full.missing
+                        if (name := text.partition(":")[0]) in by_name and name not in bound]
     return binding
 
 
