@@ -141,7 +141,7 @@ class Events:
                 self._launch(event)
             elif category in DEVICE_CATEGORIES:
                 self._work(event, str(category))
-        except (KeyError, TypeError, ValueError, OverflowError):
+        except (AttributeError, KeyError, TypeError, ValueError, OverflowError):
             self.unreadable += 1
 
     def _op(self, event: dict[str, Any], annotation: bool) -> None:

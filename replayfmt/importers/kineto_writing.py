@@ -121,12 +121,12 @@ class _Writing:
             work = self._work(index)
             placement = self._placement(index, work)
             call = self._resolve(index, placement, work)
-            group = alike.get((kinds[index], placement, call)) if self.trace.unique else None
+            group = alike.get((kinds[index], placement)) if self.trace.unique else None
             if group is None:
                 group = _Group(index, call, placement, work)
                 groups.append(group)
                 if self.trace.unique:
-                    alike[kinds[index], placement, call] = group
+                    alike[kinds[index], placement] = group
             group.count += 1
             group.host_ns += ops.duration[index]
             group.device_ns += int(durations[work].sum())

@@ -58,8 +58,8 @@ def infer(schema: torch.FunctionSchema, arguments: Sequence[tuple[str, Any]]) ->
     except AttributeError:
         return Results(None, f"torch.ops has no {schema.name}.{name}")
     tensors: list[torch.Tensor] = []
-    positional, keywords = _arguments(schema, arguments, tensors)
     try:
+        positional, keywords = _arguments(schema, arguments, tensors)
         with torch.no_grad():
             returned = overload(*positional, **keywords)
     except Exception as error:   # any operator may fail in any way without content

@@ -1,0 +1,161 @@
+"""The streaming reader: whatever the chunks, and whatever is wrong with the file."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import math
+import tarfile
+import tracemalloc
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from replayfmt.errors import CaptureNotFound, InvalidCapture
+from replayfmt.importers import json_stream
+from replayfmt.importers.json_stream import JsonStream
+from replayfmt.importers.trace_files import TraceFile, archive_texts
+
+EVENTS = [{"ph": "X", "name": f"op {i}", "ts": i * 0.5, "args": {"n": [i, -i, 1e-5], "s": 'a"}]\\b{'}} for i in range(40)]
+WHOLE = {"schemaVersion": 1, "deviceProperties": [{"id": 0}], "traceEvents": EVENTS, "traceName": "x", "last": 12345678}
+
+
+def read(data: bytes | str, tmp_path: Path, name: str = "t.json") -> tuple[list[Any], dict[str, Any], JsonStream]:
+    """Events, other members, and the stream after reading."""
+    path = tmp_path / name
+    path.write_bytes(data.encode() if isinstance(data, str) else data)
+    with JsonStream.open(path) as stream:
+        entries = list(stream.entries({"traceEvents"}))
+    return ([value for key, value in entries if key == "traceEvents"],
+            {key: value for key, value in entries if key != "traceEvents"}, stream)
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 7, 64, 1000, 1 << 20])
+def test_entries_do_not_depend_on_where_chunks_end(chunk: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(json_stream, "_CHUNK_BYTES", chunk)
+    monkeypatch.setattr(TraceFile, "read", lambda self, size, old=TraceFile.read: old(self, chunk))
+    events, others, stream = read(json.dumps(WHOLE, indent=1 if chunk % 2 else None), tmp_path)
+    assert events == EVENTS
+    assert others == {key: value for key, value in WHOLE.items() if key != "traceEvents"}
+    assert not stream.problems and stream.complete
+
+
+def test_an_outer_array_gives_its_elements(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps(EVENTS))
+    with JsonStream.open(path) as stream:
+        assert list(stream.entries({"traceEvents"})) == [("", event) for event in EVENTS]
+
+
+def test_gzip_tar_and_zip_are_unpacked_by_content(tmp_path: Path) -> None:
+    text = json.dumps(WHOLE).encode()
+    assert read(gzip.compress(text), tmp_path)[0] == EVENTS
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w:gz") as tar:
+        for name, data in (("dir/kernel.py", b"code"), ("._t.json", b"junk"), ("dir/t.json", text)):
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            tar.addfile(info, io.BytesIO(data))
+    assert read(packed.getvalue(), tmp_path)[0] == EVENTS
+    assert archive_texts(tmp_path / "t.json", lambda name: name.endswith(".py")) == {"dir/kernel.py": b"code"}
+    zipped = io.BytesIO()
+    with zipfile.ZipFile(zipped, "w") as archive:
+        archive.writestr("README", "no")
+        archive.writestr("t.json", text)
+    assert read(zipped.getvalue(), tmp_path)[0] == EVENTS
+
+
+def test_a_file_that_was_cut_off_gives_what_is_whole_and_says_where_it_ended(tmp_path: Path) -> None:
+    text = json.dumps(WHOLE)
+    cut = text.index('"op 30"') + 3
+    events, _others, stream = read(text[:cut], tmp_path)
+    assert events == EVENTS[:30]
+    assert not stream.complete
+    assert text.rindex("{", 0, cut - 5) - 80 < stream.problems[0].offset <= cut
+    assert "ends within an entry" in stream.problems[0].text
+
+
+@pytest.mark.parametrize("cut", range(0, 3000, 97))
+def test_any_cut_gives_a_prefix_of_the_events(cut: int, tmp_path: Path) -> None:
+    text = json.dumps(WHOLE)
+    try:
+        events, _others, stream = read(text[:cut], tmp_path)
+    except InvalidCapture:
+        assert cut == 0
+        return
+    assert events == EVENTS[: len(events)]
+    assert not stream.complete and stream.problems
+
+
+def test_a_gzip_file_that_was_cut_off_gives_what_can_be_decompressed(tmp_path: Path) -> None:
+    many = [{**event, "i": i, "h": hash((i, "x"))} for i in range(4000) for event in EVENTS[:1]]
+    packed = gzip.compress(json.dumps({"traceEvents": many}).encode())
+    events, _others, stream = read(packed[: len(packed) // 2], tmp_path)
+    assert 1000 < len(events) < 4000 and events == many[: len(events)]
+    assert not stream.complete
+    assert any("damaged" in problem.text for problem in stream.problems)
+
+
+@pytest.mark.parametrize(("written", "kind"), [
+    ('{"a": [1, 2,], "b": {"c": 1,},}', "trailing comma"),
+    ('{"a": [1, 2], "b": {"c": nan, "d": -inf}}', "bare word"),
+    ('{"a": [1, 2], "p": "C:\\temp\\x"}', "invalid escape"),
+])
+def test_what_exporters_get_wrong_is_read_and_noted(written: str, kind: str, tmp_path: Path) -> None:
+    events, others, stream = read(f'{{"traceEvents": [{{"n": 1}}, {written}, {{"n": 2}},], "x": 1,}}', tmp_path)
+    assert len(events) == 3 and events[1]["a"] == [1, 2] and events[2] == {"n": 2}
+    assert others == {"x": 1}
+    assert stream.problem_counts[kind] and stream.complete
+
+
+def test_bare_nan_and_infinity_are_numbers(tmp_path: Path) -> None:
+    events, _others, stream = read('{"traceEvents": [{"a": NaN, "b": -Infinity}]}', tmp_path)
+    assert math.isnan(events[0]["a"]) and events[0]["b"] == -math.inf
+    assert not stream.problems
+
+
+def test_bytes_that_are_no_utf8_are_kept_and_noted_with_their_place(tmp_path: Path) -> None:
+    data = b'{"traceEvents": [{"name": "a\xff\xfeb"}, {"name": "\xc3\xa9"}]}'
+    events, _others, stream = read(data, tmp_path)
+    assert events[0]["name"].encode("utf-8", "surrogateescape") == b"a\xff\xfeb"
+    assert events[1]["name"] == "é"
+    assert stream.problems[0].offset == data.index(b"\xff")
+
+
+def test_an_entry_that_cannot_be_read_is_skipped_and_the_rest_goes_on(tmp_path: Path) -> None:
+    events, _others, stream = read('{"traceEvents": [{"ph": 1}, {"ph" 2}, {"ph": 3}, @#! , {"ph": 4}]}', tmp_path)
+    assert events == [{"ph": 1}, {"ph": 3}, {"ph": 4}]
+    assert stream.problem_counts["skipped"] == 2 and not stream.complete
+
+
+@pytest.mark.parametrize("data", [b"", b"   ", b"hello", b"OPREPLAY\x01", b"\x1f\x8b", b"\x1f\x8b\x08\x00garbage", b"PK\x03\x04"])
+def test_what_is_no_json_is_refused_in_one_sentence(data: bytes, tmp_path: Path) -> None:
+    with pytest.raises(InvalidCapture, match="t.json"):
+        read(data, tmp_path)
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(CaptureNotFound, match="nowhere.json"):
+        JsonStream.open(tmp_path / "nowhere.json")
+
+
+def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "large.json.gz"
+    line = json.dumps(EVENTS[0]).encode() + b",\n"
+    with gzip.open(path, "wb", compresslevel=1) as file:
+        file.write(b'{"traceEvents": [')
+        for _ in range(200):
+            file.write(line * 1000)
+        file.write(b"{}]}")
+    seen = []
+    tracemalloc.start()
+    with JsonStream(TraceFile(path, progress=lambda done, total: seen.append((done, total)))) as stream:
+        count = sum(1 for _ in stream.entries({"traceEvents"}))
+    _now, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert count == 200_001 and len(line) * 200_000 > 15 << 20
+    assert peak < 10 << 20
+    assert seen[-1] == (path.stat().st_size, path.stat().st_size) and seen == sorted(seen)

@@ -1,0 +1,129 @@
+"""Traces that the profiler makes here, and those that other people made."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from .conftest import Import
+from .traces import SHARED
+
+shared = pytest.mark.skipif(not SHARED.is_dir(), reason="the traces of other tools are not here")
+
+
+def work() -> torch.Tensor:
+    """A small training step and some operators that are hard to read back."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.GELU(), torch.nn.LayerNorm(32),
+                                torch.nn.Linear(32, 4))
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    x = torch.randn(8, 16)
+    loss = torch.nn.functional.cross_entropy(model(x), torch.zeros(8, dtype=torch.long))
+    loss.backward()
+    optimizer.step()
+    y = torch.nn.functional.conv2d(torch.randn(1, 3, 8, 8), torch.randn(4, 3, 3, 3))
+    torch.cat([x, x * 2.5], 0)
+    x.to(torch.float64)
+    torch.where(x > 0, x, 0.0)
+    torch.stack([x, x])
+    torch.arange(0, 10, 2)
+    return y.sum()
+
+
+def profiled(path: Path, **options: Any) -> Path:
+    with profile(activities=[ProfilerActivity.CPU], **options) as profiler:
+        for step in range(2):
+            with record_function(f"ProfilerStep#{step}"):
+                work()
+    profiler.export_chrome_trace(str(path))
+    return path
+
+
+@pytest.mark.parametrize("options", [{}, {"with_stack": True, "with_modules": True, "profile_memory": True,
+                                          "with_flops": True}])
+@pytest.mark.parametrize("suffix", [".json", ".json.gz"])
+def test_a_trace_of_this_torch_is_imported_whole(options: dict[str, Any], suffix: str, tmp_path: Path,
+                                                 imported: Import) -> None:
+    if suffix == ".json.gz" and options:
+        pytest.skip("one compressed trace is enough")
+    result = imported(profiled(tmp_path / f"trace{suffix}", record_shapes=True, **options))
+    assert result.report.unique()["incomplete"] == 0, list(result.report.lines())
+    counts = Counter(result.ops)
+    for name in ("aten::addmm.default", "aten::gelu.default", "aten::native_layer_norm.default", "aten::mm.default",
+                 "aten::_fused_adamw_.default", "aten::nll_loss_forward.default", "aten::cat.default"):
+        assert counts[name] >= 2, name
+    assert "aten::linear.default" not in counts and "aten::layer_norm.default" not in counts
+    scopes = {result.scope(record).partition("/")[0] for record in result.of("op")}
+    assert scopes == {"ProfilerStep#0", "ProfilerStep#1"}, "the backward pass's thread included"
+
+
+def test_every_call_of_a_trace_of_this_torch_runs_here(tmp_path: Path, imported: Import) -> None:
+    result = imported(profiled(tmp_path / "trace.json", record_shapes=True), unique=True)
+    for record in result.of("op"):
+        kernel = result.reader.kernels[record.signature.kernel]
+        assert kernel is not None and str(getattr(_packet(kernel.name), kernel.overload)._schema) == kernel.schema
+
+
+def _packet(name: str) -> Any:
+    namespace, _separator, base = name.partition("::")
+    return getattr(getattr(torch.ops, namespace), base)
+
+
+def test_without_shapes_everything_is_named_and_nothing_guessed(tmp_path: Path, imported: Import) -> None:
+    result = imported(profiled(tmp_path / "trace.json", record_shapes=False))
+    assert not result.ops
+    assert {str(each.argument("reason")) for each in result.of("unsupported")} == {"import_incomplete"}
+    assert "aten::addmm" in {str(each.argument("op")) for each in result.of("unsupported")}
+
+
+# For each trace: unique calls exact, inferred, incomplete at the default level; then device work in ns that records hold.
+@shared
+@pytest.mark.parametrize(("name", "incomplete", "reasons"), [
+    ("h100_bert_small_inference", 0, set()),
+    ("h100_qwen15_05b_inference", 0, set()),
+    ("mi300_vit_inference", 0, set()),
+    ("mi300_resnet_ddp_checkpoint_train", 7, {"collective", "import_incomplete"}),
+    ("mi300_vllm_decode", 2, {"cuda_graph", "import_incomplete"}),
+    ("sglang_qwen3_8b_decode", 4, {"cuda_graph", "outside_operator"}),
+    ("torch_compile_triton", 4, {"triton_launch"}),
+])
+def test_other_peoples_traces_are_imported_with_every_call_classified(name: str, incomplete: int, reasons: set[str],
+                                                                      imported: Import) -> None:
+    result = imported(SHARED / "kineto" / f"{name}.json.gz")
+    assert not result.report.problems
+    unique = result.report.unique()
+    assert unique["incomplete"] <= incomplete and unique["exact"] > 0
+    assert {str(each.argument("reason")) for each in result.of("unsupported")} <= reasons
+    rows = [row for row in result.report.rows() if row["kind"] == "op"]
+    assert sum(row["calls"] for row in rows) == len(result.of("op")) + len(result.of("unsupported"))
+    for record in result.of("op"):
+        assert record.annotation is not None and record.annotation["import"] in ("exact", "inferred")
+        assert ("assumed" in record.annotation) == (record.annotation["import"] == "inferred")
+
+
+@shared
+@pytest.mark.parametrize("name", ["h100_bert_small_inference", "mi300_vit_inference", "torch_compile_triton",
+                                  "mi300_resnet_ddp_checkpoint_train"])
+@pytest.mark.parametrize("level", ["launching", "root", "leaf"])
+def test_no_level_has_any_work_twice_or_loses_any(name: str, level: str, imported: Import) -> None:
+    result = imported(SHARED / "kineto" / f"{name}.json.gz", level=level)
+    recorded = sum(each.device_duration_ns or 0 for each in result.records)
+    kernels = sum(len((each.annotation or {}).get("device_kernels", ())) for each in result.records)
+    lost = next((int(note.split()[0]) for note in result.report.notes if "before the trace" in note), 0)
+    assert kernels + lost == result.report.counts["device work"]
+    assert recorded > 0
+
+
+@shared
+def test_the_steps_of_serving_engines_are_scopes(imported: Import) -> None:
+    result = imported(SHARED / "kineto" / "sglang_qwen3_8b_decode.json.gz")
+    paths = [result.scope(each) for each in result.of("scope_begin")]
+    assert any(path.endswith("step[DECODE bs=32]") for path in paths) or any("execute_32_context_0" in path
+                                                                              for path in paths)
+    iterations = [each.annotation["iteration"] for each in result.of("scope_begin") if each.annotation]
+    assert iterations and iterations[0]["phase"] == "decode"
