@@ -161,7 +161,8 @@ class _CheckedCall:
         finally:
             self._restore(after)
         sides = Sides(self._by_name(args, kwargs), self._by_name(copied_args, copied_kwargs), returned, replaced)
-        judgement = judge(sides, clones, pristine, written, site.fills, check.tolerance)
+        judgement = judge(sides, len(site.kernel.overload._schema.returns), clones, pristine, written, site.fills,
+                          check.tolerance)
         if any(not torch.equal(one, other) for one, other in zip(after, drawn, strict=True)):
             judgement.faults.append("leaves a random generator in another state than the original")
         if same_memory:

@@ -45,9 +45,9 @@ class Sides:
     replaced: Any
 
 
-def judge(sides: Sides, clones: Clones, pristine: Mapping[int, torch.UntypedStorage], written: Sequence[str],
-          fills: bool, tolerance: Tolerance) -> Judgement:
-    """Compare both sides of a call.
+def judge(sides: Sides, results: int, clones: Clones, pristine: Mapping[int, torch.UntypedStorage],
+          written: Sequence[str], fills: bool, tolerance: Tolerance) -> Judgement:
+    """Compare both sides of a call of an operator that has so many results.
 
     `written` names the arguments that the operator may write by its schema. `pristine` has copies of the storages of
     operators whose schemas do not tell: what the original wrote shows by them. Without `fills` the values of results
@@ -55,7 +55,7 @@ def judge(sides: Sides, clones: Clones, pristine: Mapping[int, torch.UntypedStor
     """
     judgement = Judgement()
     labels = _Labels(clones)
-    _results(sides, labels, judgement, fills, tolerance)
+    _results(sides, results, labels, judgement, fills, tolerance)
     _arguments(sides, clones, pristine, written, judgement, fills, tolerance)
     return judgement
 
@@ -87,11 +87,11 @@ class _Labels:
         return label
 
 
-def _results(sides: Sides, labels: _Labels, judgement: Judgement, fills: bool, tolerance: Tolerance) -> None:
-    mine, theirs = _as_results(sides.returned), _as_results(sides.replaced)
+def _results(sides: Sides, count: int, labels: _Labels, judgement: Judgement, fills: bool,
+             tolerance: Tolerance) -> None:
+    mine, theirs = _as_results(sides.returned, count), _as_results(sides.replaced, count)
     if len(mine) != len(theirs):
-        judgement.faults.append(f"returns {_counted(theirs, sides.replaced)}, the original "
-                                f"{_counted(mine, sides.returned)}")
+        judgement.faults.append(f"returns {_counted(sides.replaced)}, the original {_counted(sides.returned)}")
         return
     for index, (expected, got) in enumerate(zip(mine, theirs, strict=True)):
         place = f"result {index}"
@@ -103,16 +103,19 @@ def _results(sides: Sides, labels: _Labels, judgement: Judgement, fills: bool, t
             _leaf(where, one, other, labels, judgement, fills, tolerance)
 
 
-def _as_results(returned: Any) -> list[Any]:
+def _as_results(returned: Any, count: int) -> list[Any]:
+    """What was returned, as the results of an operator that has so many. One result may itself be a list."""
+    if count == 1:
+        return [returned]
     if returned is None:
         return []
-    return list(returned) if isinstance(returned, tuple) else [returned]
+    return list(returned) if isinstance(returned, tuple | list) else [returned]
 
 
-def _counted(results: list[Any], returned: Any) -> str:
+def _counted(returned: Any) -> str:
     if returned is None:
         return "nothing"
-    return f"{len(results)} results" if len(results) != 1 else described(results[0])
+    return f"{len(returned)} results" if isinstance(returned, tuple | list) else described(returned)
 
 
 def _leaf(where: str, expected: Any, got: Any, labels: _Labels, judgement: Judgement, fills: bool,
