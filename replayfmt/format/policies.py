@@ -1,6 +1,6 @@
 """Keys of a session's policies that say of a trimmed capture what it was made from.
 
-A trimmed capture keeps the environment of the capture that it comes from. What its content was computed by is said here.
+A trimmed capture keeps the environment of the capture it comes from. What its content was computed by is said here.
 """
 
 from __future__ import annotations
