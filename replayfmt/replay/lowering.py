@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from enum import IntEnum
 from functools import partial
 from typing import Any
 
@@ -25,7 +26,17 @@ from .devices import DeviceMap
 from .frame_lists import FrameLists
 from .identity import TensorKeys
 from .liveness import Variables
-from .operations import ApplySettings, LoadContent, Pausable, ResizeStorage, SetGenerator, Synchronize, View, Zeros
+from .operations import (
+    ApplySettings,
+    LoadContent,
+    Pausable,
+    ResizeStorage,
+    SeedGenerator,
+    SetGenerator,
+    Synchronize,
+    View,
+    Zeros,
+)
 from .resolve import ResolvedKernel
 from .scan import Scan, enters
 from .sources import NOTHING, Source
@@ -33,6 +44,14 @@ from .substitution.sites import StandIn
 from .templates import DirectFunctions, Template, TemplateMaker
 from .verify import CheckDigest, Judge, Where
 from .windows import CodeCache, Staged, Window, WindowText
+
+
+class Shapes(IntEnum):
+    """Of which ops the dtypes and sizes of results are checked in a replay that does not verify."""
+
+    unchecked = 0
+    content_decides = 1      # those whose result sizes depend on content, and custom operators
+    all = 2
 
 
 @dataclass
@@ -57,6 +76,7 @@ class Context:
     direct: DirectFunctions
     load: Callable[[int, Source, int, torch.UntypedStorage], None]
     draws_on: torch.device | None = None
+    shapes: Shapes = Shapes.unchecked
     stand_in: StandIn | None = None
 
 
@@ -152,6 +172,13 @@ class Lowering:
                 template = self.context.templates.make(signature, layout, kernel)
             self._templates[signature] = template
         return self._templates[signature]
+
+    def checks_shapes(self, template: Template) -> bool:
+        """Whether an op's results are looked at."""
+        if self.compare:
+            return True
+        shapes = self.context.shapes
+        return shapes is Shapes.all or (shapes is Shapes.content_decides and template.kernel.content_decides_sizes)
 
     def view(self, slot: int) -> View:
         """How to make the tensor of a slot from its storage."""
@@ -299,8 +326,11 @@ class Lowering:
         ints, first = self._ints(row)
         fields = {each.node.name: each for each in layout.args}
         generator = self.context.generators[ints[first + fields["generator"].int_slot]]
-        if generator is None or fields["payload"].node.kind is ValueKind.none:
+        if generator is None:
             return      # nothing draws from it here: ops that would are refused
+        if fields["payload"].node.kind is ValueKind.none:
+            self.text.line(ordinal, f"{self.text.constant(SeedGenerator(generator, ordinal))}()")
+            return
         state = bytes(self.reader.payload(ints[first + fields["payload"].int_slot]))
         self.text.line(ordinal, f"{self.text.constant(SetGenerator(generator, state))}()")
 

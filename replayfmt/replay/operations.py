@@ -192,6 +192,16 @@ class SetGenerator:
         self._generator.set_state(self._state)
 
 
+class SeedGenerator:
+    """A random generator whose captured state is not known takes one of its own, the same in every replay."""
+
+    def __init__(self, generator: torch.Generator, seed: int) -> None:
+        self._generator, self._seed = generator, seed
+
+    def __call__(self) -> None:
+        self._generator.manual_seed(self._seed)
+
+
 class LoadContent:
     """The program wrote a storage from outside: its new bytes enter, untimed. `load` puts them in place."""
 

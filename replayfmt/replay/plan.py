@@ -6,7 +6,7 @@ code (kept between runs where the capture is not very long), puts fresh content 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import cached_property
@@ -16,7 +16,6 @@ from typing import Any
 import torch
 
 from replayfmt.errors import ReplayFailed, ReplayRefused, UsageError
-from replayfmt.format.codes import RecordKind, ValueKind
 from replayfmt.format.reader import CaptureReader, open_capture
 from replayfmt.initializers import Initializer, Registry
 from replayfmt.pytorch.settings import apply_settings
@@ -31,10 +30,11 @@ from .facts import Effects, Layout, effects_of, effects_of_missing
 from .findings import Findings
 from .isolated import IsolatedOp
 from .known import KnownContent
-from .lowering import Context, Lowering
+from .lowering import Context, Lowering, Shapes
 from .memory import MemoryWatch
 from .nondeterminism import find_nondeterministic
 from .op_lowering import lower_op
+from .overview import Work, count_work, describe
 from .resolve import ResolvedKernel, resolve
 from .results import VERIFY_MODES, Divergence, OpVerdict, PeakMemory, ReplayResult, Verification, VerifyMode
 from .scan import Scan
@@ -65,13 +65,14 @@ class Plan:
     def __init__(self, capture: str | PathLike[str] | CaptureReader | Any, devices: Sequence[str] = (),
                  allow_incomplete: bool = False, *, keep_going: bool = False, file_remaps: Sequence[str] = (),
                  on_file_bytes: Callable[[int, int], None] | None = None,
-                 initializers: Sequence[Initializer] = (),
+                 initializers: Sequence[Initializer] = (), initializer_options: Mapping[str, str] | None = None,
                  substitutions: Asked = (), substitution_tolerance: Tolerance = Tolerance(),  # noqa: B008 - frozen
                  allow_imports: Iterable[str] = (),
                  window: WindowSize = WindowSize()) -> None:  # noqa: B008 - a frozen value
         """`file_remaps` are CAPTURED=REPLAY pairs of path prefixes, and say where external files are now; while their
         digests are computed, `on_file_bytes(bytes read, of all)` is called, from any thread. `initializers` fill what
-        was not captured, before those that are registered and built in. `substitutions` puts other functions in the
+        was not captured, before those that are registered and built in; `initializer_options` are for them
+        (`moe-routing`: uniform, zipf or zipf:EXPONENT). `substitutions` puts other functions in the
         place of kernels: texts as on the command line, Substitution objects, or a function that decides for each Call;
         how far their results may be off is `substitution_tolerance`. `allow_imports` names modules to import for the
         operators that they register; a capture never causes the import of any other.
@@ -85,7 +86,8 @@ class Plan:
             self._imports = AllowedImports(allow_imports)
             # Before kernels are resolved: a replacement's file may import the library of what it replaces.
             loaded = load(substitutions)
-            self._prepare(devices, allow_incomplete, keep_going, window, on_file_bytes, initializers)
+            self._prepare(devices, allow_incomplete, keep_going, window, on_file_bytes,
+                          Registry(initializers, initializer_options))
             self.substitution = SubstitutionSession(self, loaded, substitution_tolerance) if loaded else None
             self._substitute()
         except BaseException:
@@ -102,7 +104,7 @@ class Plan:
         return reader
 
     def _prepare(self, devices: Sequence[str], allow_incomplete: bool, keep_going: bool, window: WindowSize,
-                 on_file_bytes: Callable[[int, int], None] | None, initializers: Sequence[Initializer]) -> None:
+                 on_file_bytes: Callable[[int, int], None] | None, registry: Registry) -> None:
         reader = self.reader
         self._window = window
         self._keeps_going = keep_going
@@ -119,7 +121,7 @@ class Plan:
         findings = Findings(reader, self.device_map, self.kernels, self.scan(checks=False))
         findings.collect()
         self._file_findings = self.files.validate(on_file_bytes)
-        self.synthesis = Synthesis(reader, self.scan(checks=False), self.kernels, Registry(initializers),
+        self.synthesis = Synthesis(reader, self.scan(checks=False), self.kernels, registry,
                                    KnownContent(reader, self.scan(checks=False), self.files))
         self.findings = (*sentences, *self._imports.problems, *findings.sentences, *self._file_findings,
                          *self.synthesis.findings)
@@ -133,12 +135,14 @@ class Plan:
         self._generators = generators
         self._clock = RunClock()
         self.judge = Judge(self._clock, self.describe)
+        self.judge.compares_scalars = not self.synthesis.reason
         usable = tuple(None if isinstance(kernel, str) else kernel for kernel in self.kernels)
         self._content = Content(reader, self.scan(checks=False), self.files, self.synthesis)
         self.context = Context(reader, self.device_map, generators, usable,
                                TemplateMaker(self.device_map, generators), self._clock, self.judge, CodeCache(),
                                self.refused, DirectFunctions(), self._content.load, self.device_map.host_goes_to)
-        self._kept: dict[tuple[bool, StandIn | None], list[Window]] = {}
+        self._kept: dict[tuple[bool, Shapes, StandIn | None], list[Window]] = {}
+        self._shapes_checked = False
         self._differences: list[str] | None = None
 
     def _substitute(self) -> None:
@@ -187,22 +191,14 @@ class Plan:
 
     def describe(self, ordinal: int) -> tuple[str, str]:
         """What the record at an ordinal is, and the path of its scope."""
-        record = self.reader.record(ordinal)
-        scope = self.reader.scope_path(record.scope)
-        if record.kind is RecordKind.op:
-            kernel = self.reader.kernels[record.signature.kernel]
-            return (kernel.qualified_name if kernel is not None else "op"), scope
-        if record.kind is RecordKind.host_read:
-            return f"host read by {record.argument('method')}", scope
-        if record.kind is RecordKind.digest:
-            return "a tensor that is alive here", scope
-        return record.kind.name, scope
+        return describe(self.reader, ordinal)
 
-    def windows(self, *, checks: bool) -> tuple[Iterable[Window], bool]:
+    def windows(self, *, checks: bool, shapes: Shapes = Shapes.unchecked) -> tuple[Iterable[Window], bool]:
         """The windows, and whether all of them are prepared already."""
-        key = (checks, self.context.stand_in)
+        key = (checks, shapes, self.context.stand_in)
         if key not in self._kept:
-            lowered = Lowering(self.context, self.scan(checks=checks), compare=checks).windows(lower_op)
+            context = replace(self.context, shapes=shapes)
+            lowered = Lowering(context, self.scan(checks=checks), compare=checks).windows(lower_op)
             if self.reader.record_count > _KEPT_RECORDS:
                 return lowered, False
             self._kept[key] = list(lowered)
@@ -216,20 +212,9 @@ class Plan:
         return self._differences if stand_in is None else [stand_in.reason, *self._differences]
 
     @cached_property
-    def comparable(self) -> int:
-        """How many digests, host reads and scalars the capture holds to compare a replay with."""
-        scan = self.scan(checks=False)
-        total = 0
-        for number, signature in enumerate(self.reader.signatures):
-            if signature is None or not scan.signature_calls[number]:
-                continue
-            if signature.kind in (RecordKind.digest, RecordKind.host_read):
-                total += int(scan.signature_calls[number]) if any(n.name == "hash_low" for n in signature.args) else 0
-            elif signature.kind is RecordKind.op:
-                scalars = sum(node.kind in (ValueKind.bool, ValueKind.int, ValueKind.float, ValueKind.complex)
-                              for node in signature.results)
-                total += scalars * int(scan.signature_calls[number])
-        return total
+    def work(self) -> Work:
+        """How much there is to do, and to compare."""
+        return count_work(self.reader, self.scan(checks=False))
 
     # ---------------------------------------------------------------------------------------------------------- running
 
@@ -254,6 +239,11 @@ class Plan:
             raise ReplayRefused(f"{self.reader.path}: this plan only keeps going", self.findings)
         if self.substitution is not None:
             self.substitution.check(on_progress)
+        if self.synthesis.reason and not keep_going and not self._shapes_checked and verify == "none":
+            # Once, untimed: content that is not the captured one may make results of other sizes.
+            result = self._run("auto", None, False, None, on_progress, False)
+            if result.divergence is not None:
+                return result
         return self._run(verify, on_scope, keep_going, timer, on_progress, scope_times)
 
     def run_with(self, stand_in: StandIn | None, on_progress: Callable[[int], None] | None = None, *,
@@ -268,7 +258,8 @@ class Plan:
         finally:
             self.context = before
             if not keep:
-                self._kept.pop((False, stand_in), None)
+                for key in [key for key in self._kept if key[2] is stand_in]:
+                    del self._kept[key]
 
     def _run(self, verify: VerifyMode, on_scope: OnScope | None, keep_going: bool, timer: Timer | None,
              on_progress: Callable[[int], None] | None, scope_times: bool) -> ReplayResult:
@@ -287,12 +278,13 @@ class Plan:
                 watch.start()
                 verdicts = self._keep_going(machine, verification.mode != "none", callback)
             else:
-                windows, prepared = self.windows(checks=verification.mode != "none")
+                windows, prepared = self.windows(checks=verification.mode != "none", shapes=self._shapes(verify))
                 watch.start()
                 with suppress(StopReplay):
                     machine.run(windows, callback, on_progress, prepared=prepared)
             self.files.check()
             result = self._result(verification, watch.read(), times, verdicts)
+            self._shapes_checked = result.divergence is None and self._shapes(verify) is Shapes.all
             if result.divergence is not None and verdicts is None and verification.mode != "none":
                 result.nondeterministic = self._nondeterministic(result.divergence)
         return result
@@ -324,6 +316,7 @@ class Plan:
     def verification(self, verify: VerifyMode) -> Verification:
         """What verifying comes to here. Raises ReplayRefused where `bitwise` has nothing to compare."""
         with surroundings(dict(self.reader.session.settings), self._generators):
+            self.differences()
             return self._decide(verify)
 
     def writes(self, signature_id: int) -> tuple[int, ...]:
@@ -345,13 +338,14 @@ class Plan:
             scan = Scan(self.reader, self.effects, checks=checks, window=self._window, stop=stop)
             findings = Findings(self.reader, self.device_map, self.kernels, scan)
             findings.collect(unsupported=False)
-            if findings.sentences or self._file_findings:
+            if findings.sentences or self._file_findings or self.synthesis.findings:
                 raise ReplayRefused(f"{self.reader.path}: what comes before ordinal {stop} cannot be replayed here",
-                                    (*findings.sentences, *self._file_findings))
+                                    (*findings.sentences, *self._file_findings, *self.synthesis.findings))
             self.files.check()
             self.judge.reset(verification, bitwise=self._is_bitwise(verification), stop_at_first=True)
             self._clock.reset(self.devices, None)
-            lowered = Lowering(self.context, scan, compare=checks).windows(lower_watched(watcher))
+            context = replace(self.context, shapes=self._shapes(verify))
+            lowered = Lowering(context, scan, compare=checks).windows(lower_watched(watcher))
             with suppress(StopReplay):
                 self._machine().run(lowered, None, on_progress, prepared=False)
         return verification, self.judge.found[0] if self.judge.found else None
@@ -364,7 +358,7 @@ class Plan:
         scan = Scan(self.reader, self.effects, checks=checks, window=ONE_RECORD)
         runner = KeepGoing(self.reader, machine, self._clock, self.judge, self.refused, on_op)
         try:
-            return runner.run(Steps(self.context, scan, compare=checks), on_scope)
+            return runner.run(Steps(replace(self.context, shapes=self._shapes("auto")), scan, compare=checks), on_scope)
         finally:
             self._clock.stop()
             machine.values.clear()
@@ -405,31 +399,35 @@ class Plan:
         """Scalars that the program read are compared in every replay: without verification as `auto` would."""
         return verification.mode == "bitwise" or (verification.mode == "none" and not self.differences())
 
+    def _shapes(self, verify: VerifyMode) -> Shapes:
+        """What is checked of results in a run that does not verify them."""
+        if not self.synthesis.reason:
+            return Shapes.unchecked
+        return Shapes.content_decides if verify == "none" else Shapes.all
+
     def _decide(self, verify: VerifyMode) -> Verification:
+        if self.synthesis.reason:
+            if verify in ("bitwise", "close"):
+                raise ReplayRefused(f"{self.reader.path}: --verify={verify}: {self.synthesis.reason}",
+                                    (self.synthesis.reason,))
+            reason = self.synthesis.reason if verify == "auto" else "verification was not asked for"
+            return Verification(verify, "none", (reason,))
         policy = self.reader.session.policies.get("digests", "unknown")
         why = f"the capture holds nothing to compare with (digests={policy})"
-        verification = decide(verify, self.differences(), self.comparable, why)
+        verification = decide(verify, self.differences(), self.work.comparable, why)
         if verify == "bitwise" and verification.mode == "none":
             raise ReplayRefused(f"{self.reader.path}: --verify=bitwise: {why}", (f"{why}; capture with digests=live",))
         return verification
 
     def _result(self, verification: Verification, memory: tuple[PeakMemory, ...], times: ScopeTimes | None,
                 verdicts: tuple[OpVerdict, ...] | None) -> ReplayResult:
-        scan, found = self.scan(checks=False), self.judge.found
-        kinds = {RecordKind.op: 0, RecordKind.scope_begin: 0}
-        kernels = set()
-        for number, signature in enumerate(self.reader.signatures):
-            if signature is not None and signature.kind in kinds:
-                kinds[signature.kind] += int(scan.signature_calls[number])
-                if signature.kernel and scan.signature_calls[number]:
-                    kernels.add(signature.kernel)
+        found = self.judge.found
         complete = verdicts is None or all(each.verdict == "ok" for each in verdicts)
         return ReplayResult(
             outcome="mismatched" if found else "ok" if complete else "incomplete",
-            elapsed_ns=self._clock.elapsed_ns, ops=kinds[RecordKind.op],
-            kernels=len(kernels), scopes=kinds[RecordKind.scope_begin], verification=verification,
-            divergence=found[0] if found else None, memory=memory, scope_ns=times.totals() if times else {},
-            notes=self.notes, verdicts=verdicts,
+            elapsed_ns=self._clock.elapsed_ns, ops=self.work.ops, kernels=self.work.kernels, scopes=self.work.scopes,
+            verification=verification, divergence=found[0] if found else None, memory=memory,
+            scope_ns=times.totals() if times else {}, notes=self.notes, verdicts=verdicts,
         )
 
     # --------------------------------------------------------------------------------------------------------- lifetime

@@ -40,7 +40,8 @@ def as_text(plan: Plan, result: ReplayResult) -> list[str]:
 def _verification(verification: Verification) -> list[str]:
     if verification.mode == "none":
         lines = [f"not verified: {reason}" for reason in verification.reasons]
-        return [*lines, f"  compared: {verification.compared}"] if verification.scalars else lines
+        compared = verification.scalars or verification.structures
+        return [*lines, f"  compared: {verification.compared}"] if compared else lines
     return [f"verified: {verification.mode}", *(f"  why: {reason}" for reason in verification.reasons),
             f"  compared: {verification.compared}"]
 

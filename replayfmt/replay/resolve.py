@@ -66,6 +66,11 @@ class ResolvedKernel:
         """As the dispatcher spells it: `aten::mm`, `aten::add.Tensor`."""
         return self.overload.name()
 
+    @property
+    def content_decides_sizes(self) -> bool:
+        """Whether the sizes of its results may depend on what is in its arguments."""
+        return not self.own or torch.Tag.dynamic_output_shape in self.overload.tags
+
     def runs_on(self, device_type: str) -> bool:
         """Whether the dispatcher has any kernel of it for tensors of a device type."""
         key = torch._C._dispatch_key_for_device(device_type)

@@ -67,7 +67,8 @@ class Verification:
         """One line: what was verified, or why nothing was."""
         because = f" ({'; '.join(self.reasons)})" if self.reasons else ""
         if self.mode == "none":
-            return f"not verified: {'; '.join(self.reasons)}" + (f"; compared {self.compared}" if self.scalars else "")
+            compared = f"; compared {self.compared}" if self.scalars or self.structures else ""
+            return f"not verified: {'; '.join(self.reasons)}{compared}"
         return f"{self.mode}{because}: {self.compared}"
 
     @property
@@ -75,7 +76,9 @@ class Verification:
         """What was compared, and how much of it."""
         scalars = f"{self.scalars} scalars the program read"
         if self.mode == "none":
-            return scalars
+            shapes = f"the dtypes and sizes of {self.structures} ops' results"
+            parts = [text for count, text in ((self.scalars, scalars), (self.structures, shapes)) if count]
+            return " and ".join(parts) or scalars
         counted = f"{self.digests} digests, {self.host_reads} host reads, {scalars}"
         return f"{counted}, the shapes of {self.structures} ops' results"
 

@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 import xxhash
 
 from replayfmt.errors import OpReplayError, ReplayRefused
+from replayfmt.format.codes import RecordKind, ValueKind
 from replayfmt.format.model import Recipe
 from replayfmt.format.reader import CaptureReader
 from replayfmt.initializers import Call, Demand, Initializer, Registry, Request, Role, TensorInfo, Use
@@ -78,6 +80,7 @@ class Synthesis:
         self._refused: dict[tuple[int, int], str] = {}
         self._notes: list[str] = []
         self.findings: list[str] = []
+        self._unsaved_states = _unsaved_states(reader, scan)
         entrances = scan.entrances()
         self._wanted = {(each.storage, each.version): each for each in entrances}
         if entrances:
@@ -95,7 +98,21 @@ class Synthesis:
     @property
     def notes(self) -> tuple[str, ...]:
         """What a user has to know: what initializers said."""
-        return tuple(dict.fromkeys(self._notes))
+        if not self.reason:
+            return ()
+        return (*dict.fromkeys(self._notes),
+                "values that the program read and branched on are the captured ones, whatever the replay computes")
+
+    @cached_property
+    def reason(self) -> str:
+        """Why results cannot be those of the capture, "" where they can."""
+        storages = {choice.filled.storage for choice in self._choices.values()}
+        parts = []
+        if storages:
+            parts.append(f"the content of {len(storages)} storage{'s' if len(storages) > 1 else ''} was synthesized")
+        if self._unsaved_states:
+            parts.append(f"{self._unsaved_states} states of random generators are not in the capture, and were seeded")
+        return " and ".join(parts)
 
     def missing(self, storage: int, version: int) -> str | None:
         """Why a storage cannot be filled, None where it can be, or need not."""
@@ -122,7 +139,7 @@ class Synthesis:
     # --------------------------------------------------------------------------------------------------------- choosing
 
     def _choose(self, entrances: list[Entrance]) -> None:
-        refusals: dict[tuple[Any, ...], list[int]] = defaultdict(list)
+        refusals: dict[tuple[str, str], list[tuple[int, int]]] = defaultdict(list)
         for entrance in entrances:
             if (entrance.storage, entrance.version) in self._choices:
                 continue        # filled together with another
@@ -131,22 +148,22 @@ class Synthesis:
             try:
                 self._choose_for(entrance, found, demand)
             except _Wrong as wrong:
-                where = next(iter(found), None)
-                refusals[self._subject(entrance, where), str(wrong)].append(entrance.storage)
+                first = found[0].ordinal if found else entrance.ordinal
+                refusals[self._subject(entrance, found), str(wrong)].append((entrance.storage, first))
                 self._refused[entrance.storage, entrance.version] = (
                     f"the content of storage {entrance.storage} is not in the capture: {wrong}")
-        for (subject, reason), storages in refusals.items():
-            self.findings.append(f"{_named(storages)} ({subject}): {reason}")
+        policy = self._reader.session.policies.get("payload", "not recorded")
+        for (subject, reason), places in refusals.items():
+            self.findings.append(f"{_named([storage for storage, _first in places])} ({subject}, first at ordinal "
+                                 f"{places[0][1]}): {reason}; or capture with payload=full (this is payload={policy})")
 
-    def _subject(self, entrance: Entrance, found: FoundUse | None) -> str:
-        length = self._reader.storage(entrance.storage).bytes
-        if found is None:
-            return f"{length} bytes"
-        tensor = found.tensor
+    def _subject(self, entrance: Entrance, found: list[FoundUse]) -> str:
+        if not found:
+            return f"{self._reader.storage(entrance.storage).bytes} bytes"
+        first, tensor = found[0], found[0].tensor
+        label = first.argument if first.position is None else f"{first.argument}[{first.position}]"
         dtype = str(tensor.dtype).removeprefix("torch.")
-        call = self._uses.use(found).call
-        label = found.argument if found.position is None else f"{found.argument}[{found.position}]"
-        return f"{dtype}{list(tensor.sizes)}, {label} of {call.name} at ordinal {found.ordinal}"
+        return f"{dtype}{list(tensor.sizes)}, {label} of {self._uses.use(first).call.name}"
 
     def _choose_for(self, entrance: Entrance, found: list[FoundUse], demand: Demand | Conflict | None) -> None:
         """Find the first initializer that matches. Raises _Wrong where none does, or what it makes is no good."""
@@ -207,7 +224,7 @@ class Synthesis:
         first = self._uses.use(found[0]) if found else None
         return Request(_NOBODY if first is None else first.call, {"storage" if first is None else first.label: info},
                        self._all(found), demand if isinstance(demand, Demand) else None, recipe, entrance.version,
-                       self._seed(entrance, recipe), self._content, self._notes)
+                       self._seed(entrance, recipe), self._content, self._notes, self._registry.options)
 
     def _request(self, entrance: Entrance, initializer: Initializer, use: Use, found: list[FoundUse],
                  demand: Demand | Conflict | None, recipe: Recipe | None) -> Request:
@@ -216,7 +233,8 @@ class Synthesis:
         if initializer.joint:
             wanted |= self._companions(initializer, use, entrance.version)
         return Request(use.call, wanted, self._all(found), demand if isinstance(demand, Demand) else None, recipe,
-                       entrance.version, self._seed(entrance, recipe), self._content, self._notes)
+                       entrance.version, self._seed(entrance, recipe), self._content, self._notes,
+                       self._registry.options)
 
     def _companions(self, initializer: Initializer, use: Use, version: int) -> Mapping[str, TensorInfo]:
         """The other arguments of a call that a joint initializer fills: they have no content, and no other one yet."""
@@ -297,14 +315,16 @@ class Synthesis:
         if direct is None:
             return f"{why}; give one with --replay-initializer=FILE.py that is for its dtype"
         call = self._uses.use(direct).call
-        return (f"{why}; say with --replay-initializer=FILE.py what it holds, in FILE.py: "
+        return (f"{why}; write to FILE.py what it holds and add --replay-initializer=FILE.py: "
                 f"from replayfmt.initializers import register; @register({call.name!r}, argument={direct.argument!r}); "
-                f"def {_identifier(direct.argument)}(request): return torch.zeros(request.tensor.sizes, "
-                "dtype=request.tensor.dtype)")
+                "def content(request): return torch.zeros(request.tensor.sizes, dtype=request.tensor.dtype)")
 
 
-def _identifier(name: str) -> str:
-    return name if name.isidentifier() else "content"
+def _unsaved_states(reader: CaptureReader, scan: Scan) -> int:
+    """How many states of random generators the capture mentions without having them."""
+    return sum(int(scan.signature_calls[number]) for number, signature in enumerate(reader.signatures)
+               if signature is not None and signature.kind is RecordKind.generator_state
+               and any(node.name == "payload" and node.kind is ValueKind.none for node in signature.args))
 
 
 def _own_demand(found: FoundUse) -> Demand | None:

@@ -18,6 +18,7 @@ import torch
 from replayfmt.format.codes import DType
 from replayfmt.format.digest import TensorDigest
 from replayfmt.format.model import Session
+from replayfmt.format.policies import TRIMMED_ELSEWHERE
 from replayfmt.pytorch.digests import digest_tensor
 from replayfmt.pytorch.dtypes import DTYPE_CODE
 from replayfmt.pytorch.environment import describe_device, session_fields
@@ -62,6 +63,7 @@ class Judge:
         self._clock = clock
         self._describe = describe
         self.bitwise = True
+        self.compares_scalars = True        # not where content is other than the captured one
         self.stop_at_first = True
         self.found: list[Divergence] = []
         self.verification = Verification("none", "none")
@@ -80,6 +82,8 @@ class Judge:
 
     def scalar(self, where: Where, expected: Any, got: Any, *, read: bool) -> None:
         """Compare a result that is no tensor. `read`: the program got it, so it left the device."""
+        if not self.compares_scalars:
+            return
         self.verification.scalars += read
         if _same_scalar(expected, got) or (not self.bitwise and _close_scalar(expected, got)):
             return
@@ -233,6 +237,9 @@ def environment_differences(session: Session, devices: DeviceMap) -> list[str]:
             differences.append(f"{captured} is replayed on {target}")
         elif captured.kind != "cpu":
             compare(f"{captured}:", f"{captured.name} {captured.fingerprint}", f"{present.name} {present.fingerprint}")
+    elsewhere = session.policies.get(TRIMMED_ELSEWHERE)
+    if elsewhere is not None:
+        differences.append(f"what it was trimmed from was replayed elsewhere ({elsewhere})")
     captured_threads = session.settings.get("num_threads")
     if captured_threads is not None:
         compare("threads", captured_threads, torch.get_num_threads())

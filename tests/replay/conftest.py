@@ -23,6 +23,11 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+def unknown_use(rows: torch.Tensor) -> torch.Tensor:
+    """Reads integers in a way that no built-in initializer knows to be safe. The result does not need them."""
+    return torch._convert_indices_from_coo_to_csr(rows, 4)
+
+
 @pytest.fixture
 def captured(tmp_path: Path) -> Captured:
     """Captures what a function does, with digests of every result unless told otherwise; returns the file."""

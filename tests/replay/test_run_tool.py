@@ -15,7 +15,7 @@ from opreplay_tools import run as run_tool_module
 import replayfmt
 from replayfmt.format.model import Record
 
-from .conftest import Captured
+from .conftest import Captured, unknown_use
 from .rewriting import rewrite
 
 
@@ -85,12 +85,12 @@ def test_a_mismatch_exits_with_1_and_names_the_first_divergence(captured: Captur
 
 
 def test_a_refusal_exits_with_1_and_lists_every_finding(captured: Captured, tool: Any) -> None:
-    weight = torch.ones(3)
-    code, out, err = tool(str(captured(lambda: weight.exp(), payload="none")))
+    rows = torch.arange(3)
+    code, out, err = tool(str(captured(lambda: unknown_use(rows), payload="none")))
     assert (code, out) == (1, "")
     first, *findings = err.splitlines()
     assert first.startswith("FAILED_PRECONDITION: ") and "nothing was run" in first
-    assert len(findings) == 1 and findings[0].startswith("  the content of 1 storages")
+    assert len(findings) == 1 and findings[0].startswith("  storage 1 has no content in the capture (int64[3]")
 
 
 def test_an_op_that_fails_is_one_line_with_its_ordinal_and_name(captured: Captured, tool: Any, tmp_path: Path) -> None:

@@ -1,0 +1,56 @@
+"""What a capture holds, by its records: what each one is called, how much work there is, how much can be compared."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from replayfmt.format.codes import RecordKind, ValueKind
+from replayfmt.format.reader import CaptureReader
+
+from .scan import Scan
+
+_SCALARS = (ValueKind.bool, ValueKind.int, ValueKind.float, ValueKind.complex)
+
+
+def describe(reader: CaptureReader, ordinal: int) -> tuple[str, str]:
+    """What the record at an ordinal is, and the path of its scope."""
+    record = reader.record(ordinal)
+    scope = reader.scope_path(record.scope)
+    if record.kind is RecordKind.op:
+        kernel = reader.kernels[record.signature.kernel]
+        return (kernel.qualified_name if kernel is not None else "op"), scope
+    if record.kind is RecordKind.host_read:
+        return f"host read by {record.argument('method')}", scope
+    if record.kind is RecordKind.digest:
+        return "a tensor that is alive here", scope
+    return record.kind.name, scope
+
+
+@dataclass(frozen=True)
+class Work:
+    """How many ops, different kernels and scopes there are; `comparable` are the digests, host reads and scalars that a
+    replay can be compared with."""
+
+    ops: int
+    kernels: int
+    scopes: int
+    comparable: int
+
+
+def count_work(reader: CaptureReader, scan: Scan) -> Work:
+    """Everything that a scan saw."""
+    ops = scopes = comparable = 0
+    kernels: set[int] = set()
+    for number, signature in enumerate(reader.signatures):
+        calls = int(scan.signature_calls[number])
+        if signature is None or not calls:
+            continue
+        if signature.kind is RecordKind.op:
+            ops += calls
+            kernels.add(signature.kernel)
+            comparable += calls * sum(node.kind in _SCALARS for node in signature.results)
+        elif signature.kind is RecordKind.scope_begin:
+            scopes += calls
+        elif signature.kind in (RecordKind.digest, RecordKind.host_read):
+            comparable += calls if any(node.name == "hash_low" for node in signature.args) else 0
+    return Work(ops, len(kernels), scopes, comparable)
