@@ -189,6 +189,7 @@ _COLLECTIVE_NAMESPACES = (
     "symm_mem",
     "_dtensor",
 )
+_MAPS_FILES = ("aten::from_file",)
 
 
 @dataclass(frozen=True)
@@ -272,6 +273,8 @@ class KernelFacts:
             return Action.scope_exit if base.startswith("_record_function_exit") else Action.ignore
         if self.namespace in _COLLECTIVE_NAMESPACES:
             return Action.collective
+        if self.func.name() in _MAPS_FILES:
+            return Action.ignore  # what it gives enters at its first use, as memory mapped before the capture does
         if self.func._can_decompose():
             return Action.decompose
         return Action.record

@@ -75,7 +75,13 @@ def _copied(path: Path) -> None:
 
 
 def _file_missing(folder: Path, _patch: Any) -> tuple[Path, list[str]]:
-    return _referring(folder, "identity", Path.unlink, [])
+    content = folder / "weights" / "w.bin"
+    content.parent.mkdir()
+    content.write_bytes(bytes(range(256)) * 64)
+    weight = torch.from_file(str(content), shared=False, size=4096, dtype=torch.float32)
+    path = recorded(folder, lambda: weight * 2)
+    content.unlink()
+    return path, []
 
 
 def _file_changed(folder: Path, _patch: Any) -> tuple[Path, list[str]]:

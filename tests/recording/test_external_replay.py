@@ -107,6 +107,19 @@ def test_raw_files_of_integers(capture: Capture, tmp_path: Path) -> None:
     replays_twice(captured)
 
 
+def test_a_file_that_the_program_maps_while_it_is_captured(capture: Capture, tmp_path: Path) -> None:
+    path = tmp_path / "tokens.bin"
+    np.arange(1000, dtype=np.int64).tofile(path)
+
+    def program() -> Any:
+        tokens = torch.from_file(str(path), shared=False, size=900, dtype=torch.int64)
+        return torch.arange(1000)[tokens[5:50]] * 2
+
+    captured = capture(program, digests="ops")
+    assert origins(captured) == ["external_file"] and "aten::from_file.default" not in captured.ops()
+    replays_twice(captured)
+
+
 def test_a_model_loaded_while_it_is_captured(capture: Capture, tmp_path: Path) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
