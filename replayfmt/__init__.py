@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from replayfmt.api import Capture, open
     from replayfmt.recording.recorder import Recorder, capture, scope
     from replayfmt.replay.plan import Plan
+    from replayfmt.replay.substitution.requests import Substitution
 
 __all__ = [
     "Capture",
@@ -21,6 +22,7 @@ __all__ = [
     "Recorder",
     "ReplayMismatch",
     "ReplayRefused",
+    "Substitution",
     "capture",
     "open",
     "scope",
@@ -33,6 +35,7 @@ _HOME = {
     "capture": "replayfmt.recording.recorder",
     "scope": "replayfmt.recording.recorder",
     "Plan": "replayfmt.replay.plan",
+    "Substitution": "replayfmt.replay.substitution.requests",
 }
 
 
