@@ -96,9 +96,10 @@ class Schedule:
 
 
 class Shape:
-    """Where the records of one signature keep what matters here. `written` are slots of tensors they may write."""
+    """Where the records of one signature keep what matters here. `written` are slots of tensors they may write; with
+    `writes_storages` so may be storages that are arguments themselves."""
 
-    def __init__(self, signature: Signature, written: tuple[int, ...]) -> None:
+    def __init__(self, signature: Signature, written: tuple[int, ...], writes_storages: bool) -> None:
         self.kind = signature.kind
         self.arg_tensors = sum(node.kind is ValueKind.tensor for top in signature.args for node in top.walk())
         self.storages: list[int] = []
@@ -109,8 +110,9 @@ class Shape:
                     self.storages.append(slot)
                 slot += SLOTS.get(node.kind, (0, 0, 0))[1]
         self.written = written
+        self.written_storages = self.storages if writes_storages else []
         op = self.kind is RecordKind.op
-        self.passive = (op and not written and not self.storages) or self.kind in (
+        self.passive = (op and not written and not self.written_storages) or self.kind in (
             RecordKind.digest, RecordKind.host_read, RecordKind.synchronize, RecordKind.collective)
 
 
@@ -139,7 +141,7 @@ class _Frame:
     def written(self, row: int, shape: Shape) -> set[int]:
         first = self.tensor_first[row]
         return {self.storages[first + slot] for slot in shape.written} | {
-            int(self.ints[self.int_first[row] + slot]) for slot in shape.storages}
+            int(self.ints[self.int_first[row] + slot]) for slot in shape.written_storages}
 
 
 class Planner:
@@ -202,7 +204,10 @@ class Planner:
         signature = self._reader.signatures[number]
         assert signature is not None
         written = self._writes(number) if self._writes is not None and signature.kind is RecordKind.op else ()
-        shape = self._shapes[number] = Shape(signature, written)
+        kernel = self._reader.kernels[signature.kernel] if signature.kernel else None
+        # PyTorch's own operators (set_) share a storage they are given; what others do with it nobody knows.
+        own = kernel is None or kernel.name.startswith("aten::")
+        shape = self._shapes[number] = Shape(signature, written, not own)
         return shape
 
     def _record(self, frame: _Frame, row: int) -> Record:
