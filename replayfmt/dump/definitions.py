@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from itertools import count, islice
 from typing import Any
 
-from replayfmt.format.codes import Codec, RecordKind, StorageOrigin, ValueKind
+from replayfmt.format.codes import Codec, KernelKind, RecordKind, StorageOrigin, ValueKind
 from replayfmt.format.frames import MAX_NESTING
 from replayfmt.format.json_values import nested_deeper
 from replayfmt.format.model import Device, Session
@@ -37,17 +37,19 @@ def file_row(reader: CaptureReader) -> Row:
 
 def obstacles(reader: CaptureReader) -> list[str]:
     """Why a strict replay would refuse this capture, as far as the file alone can tell; empty where nothing speaks
-    against it. (An operator that the replaying build lacks, say, is found by opreplay-run.)"""
+    against it. (An operator that the replaying build lacks, or content that was not captured and that no initializer
+    can make up, is found by opreplay-run.)"""
     found = []
     if not reader.complete:
         found.append("incomplete")
     if reader.summary.unsupported:
         found.append("unsupported records")
-    if reader.summary.absent_storages:
-        found.append("contents not captured")
     used = (signature for signature in reader.signatures[1:] if signature.kind == RecordKind.op)
     if any(node.kind == ValueKind.opaque for signature in used for node in signature.nodes):
         found.append("opaque arguments")
+    if any(kernel.kind != KernelKind.operator and reader.summary.kernel_calls.get(number)
+           for number, kernel in enumerate(reader.kernels[1:], start=1)):
+        found.append("kernels that are no operators")
     if reader.summary.records.get(RecordKind.collective):
         found.append("collectives")
     if Needs(reader).unconfirmed(reader):
@@ -227,9 +229,11 @@ def _content_facts(reader: CaptureReader) -> list[tuple[str, str]]:
               f"{counted(summary.storage_payload_bytes, 'byte')}"]
     if summary.absent_storages:
         memory.append(f"{summary.absent_storages:,} without content")
+    made_up = summary.absent_storages
     if summary.origins and summary.origins.get(StorageOrigin.initializer):
-        made = counted(summary.origins[StorageOrigin.initializer], "storage")
-        memory.append(f"{made} made up on replay")
+        recipes = counted(summary.origins[StorageOrigin.initializer], "storage")
+        memory.append(f"{recipes} made up by a recipe")
+        made_up += summary.origins[StorageOrigin.initializer]
     has, lacks = statement(contained(reader))
     unsupported = [f"{count:,} {reason}" for reason, count in sorted(summary.unsupported.items())]
     against = obstacles(reader)
@@ -241,7 +245,8 @@ def _content_facts(reader: CaptureReader) -> list[tuple[str, str]]:
         *_file_facts_outside(reader),
         ("contains", has), ("lacks", lacks),
         ("unsupported", ", ".join(unsupported) or "none"),
-        ("strict replay", f"refused: {', '.join(against)}" if against else "nothing in the file is against it"),
+        ("strict replay", f"refused: {', '.join(against)}" if against else
+         "nothing in the file is against it" + ("; what was not captured is made up" if made_up else "")),
     ]
 
 

@@ -18,7 +18,16 @@ from replayfmt.dump.json_text import encode
 from replayfmt.dump.selection import Selection
 from replayfmt.dump.stream import jsonl_chunks
 from replayfmt.errors import InvalidCapture
-from replayfmt.format.codes import DType, Layout, MemoryFormat, OpStatus, RecordKind, StorageOrigin, TensorFlag
+from replayfmt.format.codes import (
+    DType,
+    KernelKind,
+    Layout,
+    MemoryFormat,
+    OpStatus,
+    RecordKind,
+    StorageOrigin,
+    TensorFlag,
+)
 from replayfmt.format.codes import ValueKind as V
 from replayfmt.format.model import (
     Device,
@@ -167,7 +176,8 @@ def one_obstacle(path: Path, obstacle: str) -> bool:
     b = Builder(path)
     cpu = b.writer.device(Device("cpu"))
     meta = b.writer.meta(TensorMeta(DType.float32, STRIDED, cpu, (4,), (1,)))
-    kernel = b.writer.kernel(Kernel("test::op", "default", ""))
+    kernel = b.writer.kernel(Kernel(
+        "test::op", "default", "", KernelKind.triton if obstacle == "triton" else KernelKind.operator))
     origin = StorageOrigin.absent if obstacle == "absent" else StorageOrigin.op
     tensor = b.tensor(b.storage(16, cpu, origin), meta)
     argument = Node(V.opaque, "x", "a thing") if obstacle == "opaque" else Node(V.none, "x")
@@ -181,9 +191,14 @@ def one_obstacle(path: Path, obstacle: str) -> bool:
     return bool(of_kind(b.close(), "summary")[0]["strict_replay_supported"])
 
 
-@pytest.mark.parametrize("obstacle", ["", "absent", "opaque", "unsupported", "incomplete"])
+@pytest.mark.parametrize("obstacle", ["", "opaque", "unsupported", "incomplete", "triton"])
 def test_any_one_obstacle_makes_a_strict_replay_unsupported(obstacle: str, tmp_path: Path) -> None:
     assert one_obstacle(tmp_path / "one.opreplay", obstacle) == (not obstacle)
+
+
+def test_content_that_was_not_captured_is_left_to_initializers(tmp_path: Path) -> None:
+    assert one_obstacle(tmp_path / "one.opreplay", "absent")
+    assert of_kind(tmp_path / "one.opreplay", "summary")[0]["absent_storages"] == 1
 
 
 # ---------------------------------------------------------------------------------------------- as documented
