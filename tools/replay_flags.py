@@ -21,6 +21,7 @@ from replayfmt.errors import SubstitutionRejected, UsageError
 from .command import one_line
 
 if TYPE_CHECKING:
+    from replayfmt.initializers import Initializer, Registry
     from replayfmt.replay.plan import Plan
 
 _MODES = ("auto", "bitwise", "close", "none")
@@ -53,6 +54,9 @@ def replay_options(function: Callable[..., Any]) -> Callable[..., Any]:
                      help="Run the function NAME of the Python file PATH, or an operator that a torch library "
                           "registers, in the place of the selected kernels, after checking it against them. SELECTOR: "
                           "a kernel id, an operator (aten::mm, aten::mm.default), a signature, or all. Repeatable."),
+        click.option("--replay-initializer", multiple=True, metavar="FILE.py",
+                     help="Run FILE.py, and let the initializers it registers fill what was not captured, before the "
+                          "built-in ones; the first that matches counts. Repeatable."),
         click.option("--moe-routing", metavar="uniform|zipf[:EXPONENT]",
                      help="How initializers draw experts that a capture does not hold: uniformly (the default) or by "
                           "Zipf's law, with exponent 1.2 unless it is given."),
@@ -73,6 +77,7 @@ class ReplayFlags:
 
     device: tuple[str, ...]
     verify: Literal["auto", "bitwise", "close", "none"]
+    replay_initializer: tuple[str, ...]
     moe_routing: str | None
     replay_file_remap: tuple[str, ...]
     replay_kernel_substitution: tuple[str, ...]
@@ -89,10 +94,22 @@ class ReplayFlags:
 
         with _file_progress() as on_file_bytes:
             return Plan(path, list(self.device), self.allow_incomplete, keep_going=keep_going,
+                        initializers=self._initializers(),
                         file_remaps=self.replay_file_remap, on_file_bytes=on_file_bytes,
                         initializer_options={} if self.moe_routing is None else {"moe-routing": self.moe_routing},
                         allow_imports=self.allow_imports, substitutions=self.replay_kernel_substitution,
                         substitution_tolerance=Tolerance(self.substitution_rtol, self.substitution_atol))
+
+    def registry(self) -> Registry:
+        """The initializers that plans made with these flags use. Raises UsageError where a file is wrong."""
+        from replayfmt.initializers import Registry
+
+        return Registry(self._initializers())
+
+    def _initializers(self) -> list[Initializer]:
+        from replayfmt.initializers import load_initializers
+
+        return [each for file in self.replay_initializer for each in load_initializers(file)]
 
     def _refuse_odd_tolerances(self) -> None:
         for flag, value in (("--substitution-rtol", self.substitution_rtol),

@@ -28,15 +28,26 @@ _LONG = 20_000       # records; shorter replays show no progress
               help="Run what can be run and give every op a verdict: ok, refused, failed, mismatched or skipped.")
 @click.option("--format", "form", type=click.Choice(["text", "jsonl"]), default="text", show_default=True,
               help="How the result is printed.")
+@click.option("--list-initializers", is_flag=True,
+              help="Print what fills content that was not captured, in the order it is tried, and exit. Needs no "
+                   "CAPTURE.")
 @profiling_options
-@click.argument("capture", metavar="CAPTURE")
-def cli(capture: str, flags: ReplayFlags, keep_going: bool, form: str,
-        device_profiling_mode: str | None, device_profiling_output: str | None, force: bool) -> int:
+@click.argument("capture", metavar="CAPTURE", required=False)
+@click.pass_context
+def cli(context: click.Context, /, capture: str | None, list_initializers: bool, flags: ReplayFlags, keep_going: bool,
+        form: str, device_profiling_mode: str | None, device_profiling_output: str | None, force: bool) -> int:
     """Replay CAPTURE without the program that made it, and verify the results.
 
     Exits with 0 if it ran and matched, 1 if it was refused, failed or did not match, 2 for wrong usage, 3 if CAPTURE is
     missing, unreadable or no valid capture.
     """
+    if list_initializers:
+        for line in flags.registry().lines():
+            click.echo(one_line(line))
+        return 0
+    if capture is None:
+        raise click.MissingParameter(ctx=context, param=next(each for each in context.command.params
+                                                             if each.name == "capture"))
     profiling = profiling_request(device_profiling_mode, device_profiling_output, force)
     with flags.plan(capture, keep_going=keep_going) as plan, profiled(profiling, plan):
         from replayfmt.replay.report import as_rows, as_text

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+
+import numpy as np
 import torch
 
 from replayfmt.errors import UsageError
@@ -10,18 +13,12 @@ from .attention import PAGED_ATTENTION
 from .caches import CACHE_INDICES, POSITIONS, SLOT_MAPPING
 from .demands import Role
 from .experts import EXPERT_IDS, OPTION, SORTED_EXPERTS, parse_routing
-from .floats import DEFAULT_MEAN, DEFAULT_STD, synthesize
+from .floats import DEFAULT_MEAN, DEFAULT_STD, FLOATS, synthesize
 from .integers import fill_integers
 from .ragged import RAGGED
 from .registry import Initializer
 from .request import Request
-
-_FLOATS = frozenset({
-    torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex32, torch.complex64, torch.complex128,
-    torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz, torch.float8_e8m0fnu,
-})
-_INTEGERS = frozenset({torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16,
-                       torch.uint32, torch.uint64})
+from .roles import INTEGERS
 
 
 def _empty(request: Request) -> torch.Tensor:
@@ -33,6 +30,29 @@ def _recipe(request: Request) -> torch.Tensor:
     content = _empty(request)
     synthesize(content, request.seed, request.recipe.statistics)
     return content
+
+
+def _recorded_range(request: Request) -> torch.Tensor:
+    """Evenly from the range that the recipe has, as far as it is good for every use."""
+    assert request.recipe is not None and request.recipe.statistics is not None
+    low, high = int(request.recipe.statistics.min), int(request.recipe.statistics.max)
+    demand = request.demand
+    if demand is not None:
+        low = low if demand.low is None else max(low, int(demand.low))
+        high = high if demand.high is None else min(high, int(demand.high))
+        if low > high:
+            return fill_integers(request.tensor.dtype, request.tensor.elements, demand, request.seed)
+    random = np.random.Generator(np.random.SFC64(np.random.SeedSequence([request.seed])))
+    values = random.integers(low, high, size=request.tensor.sizes, endpoint=True)
+    return torch.from_numpy(values).to(request.tensor.dtype)
+
+
+def _has_range(request: Request) -> bool:
+    known = None if request.recipe is None else request.recipe.statistics
+    if known is None or not (math.isfinite(known.min) and math.isfinite(known.max)):
+        return False
+    # More than a range is asked for: the role decides.
+    return request.demand is None or request.demand.role < Role.mask
 
 
 def _float(request: Request) -> torch.Tensor:
@@ -85,24 +105,26 @@ BUILT_IN: tuple[Initializer, ...] = (
     SORTED_EXPERTS,
     EXPERT_IDS,
     *RAGGED,
-    Initializer("recipe", _recipe, dtypes=_FLOATS, accepts=_has_recipe,
+    Initializer("recipe", _recipe, dtypes=FLOATS, accepts=_has_recipe,
                 description="with a recipe in the capture, by its seed and statistics"),
+    Initializer("recorded range", _recorded_range, dtypes=INTEGERS, accepts=_has_range,
+                description="with a recipe in the capture, evenly between its smallest and largest"),
     Initializer("unread", _bytes, accepts=_is_unread, description="never read before it is written; any bytes"),
-    Initializer("index", _integers, dtypes=_INTEGERS, roles=frozenset({Role.index, Role.highest, Role.distinct}),
+    Initializer("index", _integers, dtypes=INTEGERS, roles=frozenset({Role.index, Role.highest, Role.distinct}),
                 description="uniform among the values that are in range for every use"),
-    Initializer("mask", _integers, dtypes=_INTEGERS, roles=frozenset({Role.mask}),
+    Initializer("mask", _integers, dtypes=INTEGERS, roles=frozenset({Role.mask}),
                 description="as many true elements as captured results have, else all or none, as keeps data alive"),
-    Initializer("offsets", _integers, dtypes=_INTEGERS, roles=frozenset({Role.offsets}),
+    Initializer("offsets", _integers, dtypes=INTEGERS, roles=frozenset({Role.offsets}),
                 description="from 0 in even steps to the end of what they point into"),
-    Initializer("lengths", _integers, dtypes=_INTEGERS, roles=frozenset({Role.lengths}),
+    Initializer("lengths", _integers, dtypes=INTEGERS, roles=frozenset({Role.lengths}),
                 description="adding up to what was captured, falling"),
-    Initializer("bounded", _integers, dtypes=_INTEGERS, roles=frozenset({Role.bounded}),
+    Initializer("bounded", _integers, dtypes=INTEGERS, roles=frozenset({Role.bounded}),
                 description="ones, or the nearest value in range"),
-    Initializer("number", _integers, dtypes=_INTEGERS, roles=frozenset({Role.number}), description="ones"),
-    Initializer("bounded float", _bounded_float, dtypes=_FLOATS, roles=frozenset({Role.bounded}),
+    Initializer("number", _integers, dtypes=INTEGERS, roles=frozenset({Role.number}), description="ones"),
+    Initializer("bounded float", _bounded_float, dtypes=FLOATS, roles=frozenset({Role.bounded}),
                 description="uniform within the bounds: variances, scales, probabilities"),
-    Initializer("float", _float, dtypes=_FLOATS,
+    Initializer("float", _float, dtypes=FLOATS,
                 description=f"normal, mean {DEFAULT_MEAN:g}, standard deviation {DEFAULT_STD:g}"),
-    Initializer("bytes", _bytes, accepts=lambda request: request.tensor.dtype not in _FLOATS | _INTEGERS,
+    Initializer("bytes", _bytes, accepts=lambda request: request.tensor.dtype not in FLOATS | INTEGERS,
                 description="packed and quantized elements: any bits"),
 )

@@ -24,6 +24,11 @@ from replayfmt.format.model import Recipe, Statistics
 DEFAULT_MEAN = 0.0
 DEFAULT_STD = 0.02
 
+FLOATS = frozenset({
+    torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex32, torch.complex64, torch.complex128,
+    torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz, torch.float8_e8m0fnu,
+})
+
 _CHUNK = 1 << 20
 _THREADS = 8
 # Above this ratio of deviation to mean, values of one sign are log-normal: a normal law would have the other sign too.

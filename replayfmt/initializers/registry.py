@@ -18,7 +18,9 @@ import torch
 from replayfmt.errors import UsageError
 
 from .demands import Role
+from .floats import FLOATS
 from .request import Request, Use
+from .roles import INTEGERS
 
 Content = torch.Tensor | Mapping[str, torch.Tensor]
 Fill = Callable[[Request], Content]
@@ -87,7 +89,9 @@ class Initializer:
         if self.op is not None:
             parts.append(self.op + (f"({', '.join(self.arguments)})" if self.arguments else ""))
         if self.dtypes:
-            parts.append(" or ".join(sorted(str(dtype).removeprefix("torch.") for dtype in self.dtypes)))
+            known = {FLOATS: "floating point", INTEGERS: "integers"}.get(self.dtypes)
+            names = sorted(str(dtype).removeprefix("torch.") for dtype in self.dtypes)
+            parts.append(known or " or ".join(names))
         if self.roles:
             parts.append("role " + " or ".join(sorted(role.name for role in self.roles)))
         what = ", ".join(parts) or "anything"

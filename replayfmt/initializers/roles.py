@@ -15,16 +15,14 @@ import torch
 from .demands import Demand, Role
 from .request import TensorInfo, Use
 
+INTEGERS = frozenset({torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16,
+                      torch.uint32, torch.uint64})
 _MASKS = (torch.bool, torch.uint8)
 
 
 def is_integral(dtype: torch.dtype) -> bool:
     """Whether elements are integers or booleans, which index, count or select."""
-    return not (dtype.is_floating_point or dtype.is_complex) and dtype in _INTEGRAL
-
-
-_INTEGRAL = {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32,
-             torch.uint64}
+    return dtype in INTEGERS
 
 
 def base_name(name: str) -> str:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from typing import Any
 
 from .plan import Plan
 from .results import PeakMemory, ReplayResult, Verification
 
 _SHOWN_VERDICTS = 20
+_SHOWN_INITIALIZERS = 12
 
 
 def as_text(plan: Plan, result: ReplayResult) -> list[str]:
@@ -26,6 +28,7 @@ def as_text(plan: Plan, result: ReplayResult) -> list[str]:
         lines += plan.substitution.report.as_text()
     for each in result.memory:
         lines += _memory(each)
+    lines += _initialized(plan)
     lines += [f"note: {note}" for note in result.notes]
     if result.verdicts is not None:
         lines.append("verdicts: " + ", ".join(f"{count} {name}" for name, count in result.totals().items()))
@@ -44,6 +47,23 @@ def _verification(verification: Verification) -> list[str]:
         return [*lines, f"  compared: {verification.compared}"] if compared else lines
     return [f"verified: {verification.mode}", *(f"  why: {reason}" for reason in verification.reasons),
             f"  compared: {verification.compared}"]
+
+
+def _initialized(plan: Plan) -> list[str]:
+    """What filled storages that were not captured: by initializer and what it is for, the most first."""
+    filled = plan.synthesis.initialized
+    if not filled:
+        return []
+    groups: dict[tuple[str, str], list[int]] = defaultdict(list)
+    for each in filled:
+        groups[each.initializer, f"{each.argument} of {each.op}" if each.op else "nothing reads it"].append(each.bytes)
+    by_count = sorted(groups.items(), key=lambda item: -len(item[1]))
+    lines = [f"not captured: {len(filled)} contents, {_size(sum(each.bytes for each in filled))}, filled by"]
+    lines += [f"  {name}: {len(lengths)} x {what}, {_size(sum(lengths))}"
+              for (name, what), lengths in by_count[:_SHOWN_INITIALIZERS]]
+    if len(by_count) > _SHOWN_INITIALIZERS:
+        lines.append(f"  and {len(by_count) - _SHOWN_INITIALIZERS} more groups; --format=jsonl lists every storage")
+    return lines
 
 
 def as_rows(plan: Plan, result: ReplayResult) -> list[dict[str, Any]]:
@@ -89,12 +109,19 @@ def as_rows(plan: Plan, result: ReplayResult) -> list[dict[str, Any]]:
         "findings": list(plan.findings),
         "verdicts": result.totals() or None,
     }
+    initialized = [
+        {"kind": "initialized", "storage": each.storage, "version": each.version, "bytes": each.bytes,
+         "dtype": str(each.tensor.dtype).removeprefix("torch."), "sizes": list(each.tensor.sizes),
+         "initializer": each.initializer, "op": each.op or None, "argument": each.argument if each.op else None,
+         "ordinal": each.ordinal if each.op else None, "why": each.why or None}
+        for each in plan.synthesis.initialized
+    ]
     verdicts = [
         {"kind": "verdict", "ordinal": each.ordinal, "op": each.op, "verdict": each.verdict, "reason": each.reason}
         for each in result.verdicts or ()
     ]
     report = None if plan.substitution is None else plan.substitution.report
-    return [row, *([] if report is None else report.as_rows()), *verdicts]
+    return [row, *initialized, *([] if report is None else report.as_rows()), *verdicts]
 
 
 def seconds(nanoseconds: int) -> str:
@@ -112,6 +139,13 @@ def _memory(peak: PeakMemory) -> list[str]:
     if peak.before_bytes is not None:
         lines.append(f"  {_mebibytes(max(0, peak.peak_bytes - peak.before_bytes))} more than before the ops")
     return lines
+
+
+def _size(length: int) -> str:
+    for limit, unit, size in ((1 << 10, "bytes", 1), (1 << 20, "KiB", 1 << 10), (1 << 30, "MiB", 1 << 20)):
+        if length < limit:
+            return f"{length / size:.4g} {unit}"
+    return f"{length / (1 << 30):.4g} GiB"
 
 
 def _mebibytes(length: int) -> str:
