@@ -35,11 +35,12 @@ class Row:
 
 
 def recorded(folder: Path, program: Callable[[], Any], name: str = "capture", **options: Any) -> Path:
-    """Capture a program's one scope."""
+    """Capture a program's one scope. What the program returns lives until the scope ends."""
     path = folder / f"{name}.opreplay"
     options.setdefault("digests", "none" if options.get("payload") == "none" else "live")
     with replayfmt.capture(path, **options), replayfmt.scope("execute"):
-        program()
+        returned = program()
+    del returned
     return path
 
 

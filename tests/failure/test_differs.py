@@ -1,0 +1,135 @@
+"""A replay that ran and gave something else, or could not: the first divergence is named, and the exit code is 1."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from .conftest import Tools
+from .table import recorded
+
+
+class Drifting:
+    """An operator that adds a number nobody can see in its arguments: the environment it ran in."""
+
+    def __init__(self) -> None:
+        self.number, self.fails = 1.0, False
+        self._library = torch.library.Library("failure_drift", "DEF")
+        self._library.define("shift(Tensor x) -> Tensor")
+        self._library.impl("shift", self._shift, "CompositeExplicitAutograd")
+        self.shift = torch.ops.failure_drift.shift
+
+    def _shift(self, x: torch.Tensor) -> torch.Tensor:
+        if self.fails:
+            raise RuntimeError("the machine it needs is gone\nand that is all")
+        return x + self.number
+
+    def close(self) -> None:
+        self._library._destroy()
+
+
+@pytest.fixture
+def drifting() -> Iterator[Drifting]:
+    drifting = Drifting()
+    yield drifting
+    drifting.close()
+
+
+def _digest(op: Callable[..., Any]) -> Any:
+    return op(torch.ones(4)).mul_(2)
+
+
+def _scalar(op: Callable[..., Any]) -> Any:
+    return torch.ones(2) if op(torch.ones(1)).item() > 1.5 else torch.zeros(3)
+
+
+def _host_read(op: Callable[..., Any]) -> Any:
+    return torch.tensor(op(torch.ones(3)).tolist())
+
+
+@pytest.mark.parametrize("program", [_digest, _scalar, _host_read], ids=["digest", "scalar", "host read"])
+@pytest.mark.parametrize("digests", ["ops", "live"])
+def test_the_first_divergence_is_named_by_run_and_benchmark(
+    tools: Tools, tmp_path: Path, drifting: Drifting, program: Callable[..., Any], digests: str
+) -> None:
+    path = recorded(tmp_path, lambda: program(drifting.shift), digests=digests)
+    assert tools("run", path).code == 0
+    drifting.number = 2.0
+    done = tools("run", path)
+    assert done.code == 1
+    assert re.match(rf"DATA_LOSS: {re.escape(str(path))}: the replay differs from the capture: ordinal \d+ ", done.err)
+    if digests == "ops":
+        assert "(failure_drift::shift.default), result 0, scope execute: " in done.err
+    # What is alive when a scope ends is compared after it.
+    scope = "" if digests == "live" and program is _digest else "execute"
+    assert (f"scope {scope}" in done.err) is bool(scope) and "expected" in done.err and "got" in done.err
+    assert len(done.err.splitlines()) == 1
+    (row,) = map(json.loads, tools("run", "--format=jsonl", path).out.splitlines())
+    assert row["outcome"] == "mismatched" and row["divergence"]["scope"] == scope
+    assert row["divergence"]["ordinal"] > 0 and row["divergence"]["expected"] != row["divergence"]["got"]
+
+    measured = tools("benchmark", "--benchmark-min-time=1x", path)
+    assert measured.code == 1 and measured.err.startswith("DATA_LOSS: "), measured.err
+    assert f"ordinal {row['divergence']['ordinal']} " in measured.err
+    assert "BM_replay" not in measured.out, "nothing was timed"
+
+    kept = tools("run", "--keep-going", "--format=jsonl", path)
+    head, *verdicts = map(json.loads, kept.out.splitlines())
+    assert kept.code == 1 and head["verdicts"]["mismatched"] >= 1
+    assert sum(head["verdicts"].values()) == len(verdicts) == head["ops"]
+
+
+def test_an_op_that_fails_ends_the_run_with_its_ordinal_and_name(tools: Tools, tmp_path: Path, drifting: Drifting
+                                                                ) -> None:
+    path = recorded(tmp_path, lambda: drifting.shift(torch.ones(3)).exp())
+    drifting.fails = True
+    for name, flags in (("run", []), ("benchmark", ["--benchmark-min-time=1x"])):
+        done = tools(name, *flags, path)
+        assert done.code == 1 and len(done.err.splitlines()) == 1
+        assert re.match(rf"FAILED_PRECONDITION: {re.escape(str(path))}: ordinal \d+ \(failure_drift::shift\.default, "
+                        r"scope execute\) failed: ", done.err), done.err
+        assert "the machine it needs is gone" in done.err
+    kept = tools("run", "--keep-going", "--format=jsonl", path)
+    head, *verdicts = map(json.loads, kept.out.splitlines())
+    assert head["verdicts"] == {"ok": 1, "refused": 0, "failed": 1, "mismatched": 0, "skipped": 1}
+    failed = next(each for each in verdicts if each["verdict"] == "failed")
+    assert failed["reason"] == "RuntimeError: the machine it needs is gone"
+
+
+def test_bitwise_where_there_is_nothing_to_compare_is_refused_and_auto_says_so(tools: Tools, tmp_path: Path) -> None:
+    path = recorded(tmp_path, lambda: torch.ones(3).exp(), digests="none")
+    for name, flags in (("run", []), ("benchmark", ["--benchmark-min-time=1x"])):
+        done = tools(name, "--verify=bitwise", *flags, path)
+        assert done.code == 1 and "nothing to compare with" in done.err
+    done = tools("run", path)
+    assert done.code == 0 and "not verified: the capture holds nothing to compare with (digests=none)" in done.out
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [("def exp(self, scale):\n    return self\n", r"exp.*(scale|bind|argument)"),
+     ("def other(x):\n    return x\n", r"exp"),
+     ("def exp(self):\n    return self.exp().double()\n", r"dtype|float64"),
+     ("def exp(self):\n    return self.exp()[:1]\n", r"sizes|\[1\]"),
+     ("def exp(self):\n    return self.exp_()\n", r"argument|alias|memory|wrote|writes"),
+     ("def exp(self):\n    return self.exp() * 1.5\n", r"tolerance|off|differs|error")],
+    ids=["signature", "no such function", "dtype", "sizes", "writes its argument", "wrong values"],
+)
+def test_a_replacement_that_does_not_fit_fails_before_anything_is_timed(
+    tools: Tools, tmp_path: Path, source: str, said: str
+) -> None:
+    path = recorded(tmp_path, lambda: torch.ones(3).exp().mul(2))
+    replacement = tmp_path / "replacement.py"
+    replacement.write_text(source)
+    flag = f"--replay-kernel-substitution=aten::exp={replacement}"
+    for name, flags in (("run", []), ("benchmark", ["--benchmark-min-time=1x"])):
+        done = tools(name, flag, *flags, path)
+        assert done.code in (1, 2), done
+        assert re.search(said, done.err + done.out), done.err + done.out
+        assert "BM_replay" not in done.out and "time: " not in done.out
