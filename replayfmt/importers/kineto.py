@@ -150,7 +150,7 @@ def _session_fields(events: Events, level: Level, options: KinetoOptions) -> dic
         "world_size": world if isinstance(world, int) and world >= 1 else 1,
         "libraries": libraries,
         "torch_version": version if isinstance(version, str) else None,
-        "policies": {"import_level": level, "import_unique": options.unique},
+        "policies": {"results": "inferred", "import_level": level, "import_unique": options.unique},
     }
 
 
