@@ -95,16 +95,20 @@ class MappedRange:
     def fingerprint(self) -> int | None:
         """Changes when the bytes may have changed, as long as nobody but the caller's own operators writes to memory
         shared with the file. Reads only pages that were written in memory. None where the system does not tell."""
-        state = xxhash.xxh3_128(repr(self._modified()).encode())
-        if not self.mapping.shared:
-            written = own_pages(self)
-            if written is None:
-                return None
-            state.update(np.packbits(written).tobytes())
-            for begin, end in _runs(written):
-                low = max(self.address, first_page(self.address) + begin * PAGE)
-                high = min(self.address + self.bytes, first_page(self.address) + end * PAGE)
-                state.update(memory(low, high - low))
+        modified = self._modified()
+        if self.mapping.shared:
+            return modified
+        written = own_pages(self)
+        if written is None:
+            return None
+        if not written.any():
+            return modified
+        state = xxhash.xxh3_128(f"{modified}".encode())
+        state.update(np.packbits(written).tobytes())
+        for begin, end in _runs(written):
+            low = max(self.address, first_page(self.address) + begin * PAGE)
+            high = min(self.address + self.bytes, first_page(self.address) + end * PAGE)
+            state.update(memory(low, high - low))
         return state.intdigest()
 
     def _modified(self) -> int:

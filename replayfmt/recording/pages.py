@@ -18,7 +18,9 @@ _PAGEMAP = "/proc/self/pagemap"
 _SMAPS = "/proc/self/smaps"
 _ENTRY = 8  # bytes a page
 _AT_ONCE = 1 << 18  # pages
-_PRESENT, _SWAPPED, _OF_A_FILE = np.uint64(1 << 63), np.uint64(1 << 62), np.uint64(1 << 61)
+_STATE = np.uint64(7 << 61)  # whether a page is present, swapped out, and a file's: bits 63, 62 and 61
+_OF_A_FILE = np.uint64(1 << 61)
+_PRESENT_OF_A_FILE = np.uint64(5 << 61)
 _HEADER = re.compile(r"^([0-9a-f]+)-[0-9a-f]+ ", re.MULTILINE)
 _FIELD = re.compile(r"^(\w+): +(\d+) kB$", re.MULTILINE)
 
@@ -44,11 +46,9 @@ def written_pages(address: int, length: int) -> np.ndarray | None:
             data = os.pread(descriptor, pages * _ENTRY, (first + begin) * _ENTRY)
             if len(data) != pages * _ENTRY:
                 return None
-            entries = np.frombuffer(data, np.uint64)
+            state = np.frombuffer(data, np.uint64) & _STATE
             # A page that is neither in memory nor swapped out will be read from the file when it is touched.
-            there = (entries & (_PRESENT | _SWAPPED)) != 0
-            of_the_file = (entries & (_PRESENT | _SWAPPED | _OF_A_FILE)) == (_PRESENT | _OF_A_FILE)
-            written[begin : begin + pages] = there & ~of_the_file
+            written[begin : begin + pages] = (state > _OF_A_FILE) & (state != _PRESENT_OF_A_FILE)
     except OSError:
         return None
     finally:
