@@ -35,13 +35,15 @@ class Placed:
 
 @dataclass
 class _Live:
-    """The allocation that an address stands for now. `exact`: an operator made it, just as long as what it returned."""
+    """The allocation that an address stands for now. `exact`: an operator made it, just as long as what it returned;
+    `returned`: an operator returned it, or wrote to it."""
 
     number: int
     exact: bool
     end: int
     tensors: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
     types: set[str] = field(default_factory=set)
+    returned: bool = False
 
 
 class Allocations:
@@ -102,6 +104,7 @@ class MemoryMap:
             else:
                 live = fresh[address] = self._live[address] = self._new(tensor.device, made=True)
                 self._empty.pop(address, None)
+            live.returned = True
             placed.append(self._note(live, tensor, steps))
         return placed
 
@@ -119,12 +122,12 @@ class MemoryMap:
         if live is None and not tensor.elements:
             live = self._empty.get(address)
         strides = self._strides(tensor, live)
-        if live is not None and tensor.id not in live.tensors:
-            if _like_number(tensor):
-                live = None
-            elif live.exact and (tensor.end(strides) > live.end or tensor.type_name not in live.types):
-                self.replaced.append(tensor)
-                live = None
+        if live is not None and _like_number(tensor) and not (live.returned and tensor.id in live.tensors):
+            live = None
+        if (live is not None and live.exact and tensor.id not in live.tensors
+                and (tensor.end(strides) > live.end or tensor.type_name not in live.types)):
+            self.replaced.append(tensor)
+            live = None
         if live is None:
             live = self._new(tensor.device, made=False)
             (self._live if tensor.elements else self._empty)[address] = live

@@ -35,7 +35,6 @@ from .arguments import (
 from .json_stream import JsonStream
 from .operators import Choice, Operators
 from .report import Entry, ImportReport
-from .results import infer, realize
 from .schema_types import SchemaType, schema_type
 from .synthesis import ImportedSession, Moment, imported_session
 from .trace_files import Progress, TraceFile
@@ -163,12 +162,10 @@ class _Writer:
     def _op(self, call: _Call, choice: Choice, binding: Binding, note: dict[str, Any]) -> int:
         assert choice.operator is not None
         storages: dict[int, Storage] = {}
-        tensors: list[Tensor] = []
 
         def value(each: Any) -> Any:
             if isinstance(each, TensorSpec):
-                tensors.append(self._tensor(each, call, storages))
-                return tensors[-1]
+                return self._tensor(each, call, storages)
             if isinstance(each, list):
                 return [value(item) for item in each]
             if isinstance(each, DeviceName) and each.name is None:
@@ -176,17 +173,10 @@ class _Writer:
             return each
 
         arguments = [(name, value(each)) for name, each in binding.arguments]
-        device = tensors[0].meta.device if tensors else self._factory_device(arguments)
-        results = realize(infer(choice.operator.schema, binding.arguments), tensors, device)
-        ordinal = self._capture.op(choice.operator.kernel(), arguments, results, Moment(), note)
-        made = [tensor.storage for tensor in _tensors(results)]
-        used = [storage for storage in (*(tensor.storage for tensor in tensors), *made) if storage is not None]
-        self._capture.release(list(dict.fromkeys(used)))
+        # The IR has no results, and no other call takes them.
+        ordinal = self._capture.op(choice.operator.kernel(), arguments, None, Moment(), note)
+        self._capture.release(list(dict.fromkeys(storages.values())))
         return ordinal
-
-    def _factory_device(self, arguments: list[tuple[str, Any]]) -> int:
-        named = next((value.name for _name, value in arguments if isinstance(value, DeviceName)), None)
-        return self._capture.device(named or "cpu")
 
     def _tensor(self, spec: TensorSpec, call: _Call, storages: dict[int, Storage]) -> Tensor:
         assert spec.dtype is not None and spec.sizes is not None
@@ -195,15 +185,13 @@ class _Writer:
         beside = call.beside.get(spec.identity) if isinstance(spec.identity, int) else None
         length = bytes_needed(spec.dtype, spec.sizes, strides, spec.offset)
         flags = TensorFlag(0)
-        storage = None
         if beside is not None:
             flags = beside.flags
             length = max(length, beside.storage_bytes)
-            storage = storages.get(beside.storage) if beside.storage is not None else None
+        number = beside.storage if beside is not None and beside.storage is not None else -1 - len(storages)
+        storage = storages.get(number)
         if storage is None or storage.bytes < length:
-            storage = Storage(length, device)
-            if beside is not None and beside.storage is not None:
-                storages[beside.storage] = storage
+            storage = storages[number] = Storage(length, device)
         return Tensor(storage, TensorMeta(spec.dtype, Layout.strided, device, spec.sizes, strides, flags), spec.offset)
 
     def _unsupported(self, call: _Call, count: int, reason: str, detail: str) -> None:
@@ -298,12 +286,6 @@ def _on_device(binding: Binding) -> bool:
     """Whether a call has tensors, or makes some, whose device the IR does not say."""
     return any(isinstance(each, TensorSpec | DeviceName) for _name, value in binding.arguments
                for each in (value if isinstance(value, list) else [value]))
-
-
-def _tensors(values: Any) -> list[Tensor]:
-    if isinstance(values, Tensor):
-        return [values]
-    return [tensor for each in values for tensor in _tensors(each)] if isinstance(values, list | tuple) else []
 
 
 def _shown(call: _Call) -> str:
