@@ -153,6 +153,9 @@ def _write(partial: str, out: str, events: Events, schedule: Schedule, kept: Kep
            hashes: dict[tuple[int, int], str], *, numbers: bool) -> list[Array]:
     """Write the script; returns what its data file has to hold."""
     body: Body = BodyWriter(events, _changes(events.reader)).write()
+    if data is None:    # what a generator's state was is not known; whatever draws is seeded
+        body.generators.update(number for number, each in enumerate(events.reader.generators)
+                               if each is not None and each.default)
     beside = None if data is None else os.path.relpath(data, os.path.dirname(os.path.abspath(out)))
     file = ScriptFile(events, body, _settings(schedule), hashes, numbers=numbers)
     arrays = file.arrays() if data is not None else []

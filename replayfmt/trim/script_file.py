@@ -154,7 +154,7 @@ class ScriptFile:
         after += ["", "# What the capture says of results: a tensor's SHA-256, a number itself.", "EXPECTED = {",
                   *(f"    {name!a}: {value!a}," for name, value in expected.items()), "}"]
         return "\n".join([*head, helpers.rstrip("\n"), *after, "", "", *self._input_lines(data), "", "",
-                          *self._run_lines()]) + "\n\n" + _MAIN
+                          *self._run_lines(data)]) + "\n\n" + _MAIN
 
     def _input_lines(self, data: str | None) -> list[str]:
         lines = ["def inputs():", '    """The storages that the ops start from, fresh each time."""', "    return ["]
@@ -174,11 +174,12 @@ class ScriptFile:
                                                   f"{each.length}, {device(place)}),{note}")
         return [*lines, "    ]"]
 
-    def _run_lines(self) -> list[str]:
+    def _run_lines(self, data: str | None) -> list[str]:
         taken = ", ".join(f"s{each.storage}" for each in self._inputs)
         given = ", ".join(f"{name!a}: {value}" for name, value in self._body.returned.items())
+        seeds = [f"    g{number}.manual_seed(0)" for number in sorted(self._body.generators)] if data is None else []
         return [f"def run({taken}):", '    """The ops, in the order of the capture. Gives what no later op uses."""',
-                *(f"    {line}" for line in self._body.lines), f"    return {{{given}}}"]
+                *seeds, *(f"    {line}" for line in self._body.lines), f"    return {{{given}}}"]
 
     def _generator(self, number: int) -> str:
         generator = self._events.reader.generators[number]
