@@ -25,6 +25,9 @@ from .statistics import CONFIDENCE
 from .units import duration, printable
 
 _SIDES = ("original", "substituted")
+# An interval whose ends are this far apart hides differences that matter.
+_WIDE = 1.2
+_DECIDED = ("faster", "slower")
 _CSV_FIELDS = ("name", "replacement", "calls", "rounds", "original_ns", "substituted_ns", "ratio", "ratio_low",
                "ratio_high", "verdict", "reason")
 
@@ -80,9 +83,21 @@ def make_compare_report(run: CompareRun, plan: Plan) -> CompareReport:
         **plan_context(plan), "min_time": str(run.options.min_time), "warmup_iterations": run.options.warmup,
         "rounds": run.rounds, "confidence": CONFIDENCE, "verified": verified,
         "substitution_check": plan.substitution.report.as_text(),
-        "warnings": run_caveats(as_run, plan.reader, plan.devices),
+        "warnings": [*run_caveats(as_run, plan.reader, plan.devices), *_too_wide(run.rows)],
     }
     return CompareReport(context, [_comparison(row) for row in run.rows], run.rows)
+
+
+def _too_wide(rows: list[Compared]) -> list[str]:
+    """Where rounds differ so much among each other that only large differences could be seen."""
+    found = []
+    for row in rows:
+        interval = row.comparison.interval
+        if interval is not None and interval.high / interval.low > _WIDE and row.comparison.verdict not in _DECIDED:
+            found.append(f"{row.name}: the ratio is only known to be between {_ratio(interval.low)} and "
+                         f"{_ratio(interval.high)}: smaller differences cannot be seen; measure more rounds, with "
+                         "fewer other programs")
+    return found
 
 
 def _comparison(row: Compared) -> dict[str, Any]:
