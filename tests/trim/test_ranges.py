@@ -15,6 +15,7 @@ import torch.nn.functional as F
 import replayfmt
 from replayfmt.format.codes import RecordKind, StorageOrigin
 from replayfmt.format.reader import open_capture
+from replayfmt.format.signature_text import signature_text
 from replayfmt.replay.plan import Plan
 from replayfmt.trim.selection import Wanted
 from replayfmt.trim.trimming import trim_capture
@@ -257,3 +258,16 @@ def test_only_live_storages_are_embedded_and_never_more_than_predicted(captured:
     assert out.stat().st_size < 20_000
     with open_capture(out) as reader:
         assert reader.storage_count == 2
+
+
+def test_a_signature_keeps_the_calls_that_are_alike(captured: Captured, tmp_path: Path) -> None:
+    path, out = captured(training_with_an_optimizer), tmp_path / "out.opreplay"
+    with open_capture(path) as reader:
+        texts = [signature_text(record, reader) for record in ops(reader)]
+    text = next(each for each in texts if each.startswith("aten::addmm"))
+    result = trim(path, out, signature=text)
+    assert result.ops == texts.count(text) == 3
+    assert compare(path, out) == 3
+    trim(path, out, signature=text, ops=f"{len(texts) // 2}:", force=True)
+    with open_capture(out) as reader:
+        assert 1 <= len(ops(reader)) < 3, "of both selections, what both select"
