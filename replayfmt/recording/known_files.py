@@ -22,6 +22,7 @@ from replayfmt.format.model import FileIdentity
 _INDEX_SUFFIX = ".safetensors.index.json"
 _WEIGHTS = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
 _MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
+_SAFETENSORS_START = 9  # bytes: the header's length, and the brace it begins with
 _ZIP_MAGIC = b"PK\x03\x04"
 _ZIP_HEADER_BYTES = 30
 _CHUNK_BYTES = 4 << 20
@@ -143,41 +144,46 @@ def look_at(path: str, raw: bool = False) -> KnownFile:
 
 
 def format_of(path: str) -> str:
-    """The kind of a file by its name and its first bytes; "" where it cannot be read."""
+    """The kind of a file, by how it begins; "" where it cannot be read."""
     try:
         with open(path, "rb") as file:
-            start = file.read(len(_ZIP_MAGIC))
+            start = file.read(_SAFETENSORS_START)
+            length = os.fstat(file.fileno()).st_size
     except OSError:
         return ""
-    if path.endswith(".safetensors"):
-        return "safetensors"
-    return "torch" if start == _ZIP_MAGIC else "raw"
+    if start.startswith(_ZIP_MAGIC):
+        return "torch"
+    header_bytes = int.from_bytes(start[:8], "little")
+    plausible = start[8:] == b"{" and 2 <= header_bytes <= min(_MAX_HEADER_BYTES, length - 8)
+    return "safetensors" if plausible else "raw"
 
 
 def _ranges(path: str, length: int) -> tuple[str, tuple[tuple[int, int], ...] | None]:
     """The format of a file, and its ranges; None: the file as a whole."""
-    kind = format_of(path)
+    kind = format_of(path)  # not by its name: what a symbolic link leads to is often called by a hash
+    ranges = None
     if kind == "safetensors":
-        return kind, _safetensors(path, length)
-    ranges = _archive(path, length) if kind == "torch" else None
+        ranges = _safetensors(path, length)
+    elif kind == "torch":
+        ranges = _archive(path, length)
+    if ranges is None and path.endswith(".safetensors"):
+        raise UsageError(f"--file={path}: is no safetensors file, whatever its name says: its header cannot be read")
     return ("raw", None) if ranges is None else (kind, ranges)
 
 
-def _safetensors(path: str, length: int) -> tuple[tuple[int, int], ...]:
-    problem = UsageError(f"--file={path}: is no safetensors file, whatever its name says: its header cannot be read")
+def _safetensors(path: str, length: int) -> tuple[tuple[int, int], ...] | None:
+    """The tensors of a safetensors file. None where it only begins like one."""
     with open(path, "rb") as file:
         header_bytes = int.from_bytes(file.read(8), "little")
-        if not 2 <= header_bytes <= min(_MAX_HEADER_BYTES, length - 8):
-            raise problem
         try:
             header = json.loads(file.read(header_bytes))
             places = [tuple(entry["data_offsets"]) for name, entry in header.items() if name != "__metadata__"]
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            raise problem from None
+            return None
     data = 8 + header_bytes
     for place in places:
         if len(place) != 2 or not all(type(x) is int for x in place) or not 0 <= place[0] <= place[1] <= length - data:
-            raise problem
+            return None
     return tuple((data + begin, end - begin) for begin, end in places)
 
 

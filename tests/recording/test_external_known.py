@@ -41,6 +41,23 @@ def test_tensors_of_safetensors_files_are_found(tmp_path: Path) -> None:
     assert place_of(TENSORS["a"] + 1, path) is None
 
 
+def test_links_to_files_with_other_names_are_what_they_hold(tmp_path: Path) -> None:
+    """As in a hub's cache, where a snapshot links to blobs that are called by their hash."""
+    save_file(TENSORS, tmp_path / "0a1b2c")
+    (tmp_path / "snapshot").mkdir()
+    (tmp_path / "snapshot" / "model.safetensors").symlink_to("../0a1b2c")
+    (path,) = expand([tmp_path / "snapshot"])
+    assert look_at(path).format == format_of(path) == "safetensors"
+    found = place_of(TENSORS["b"], Path(path))
+    assert found is not None and holds(tmp_path / "0a1b2c", found[1], TENSORS["b"])
+
+
+def test_what_only_begins_like_a_safetensors_file_is_raw(tmp_path: Path) -> None:
+    path = tmp_path / "numbers.bin"
+    path.write_bytes((20).to_bytes(8, "little") + b"{" + bytes(100))
+    assert look_at(str(path)).format == "raw"
+
+
 def test_storages_of_saved_archives_are_found(tmp_path: Path) -> None:
     path = tmp_path / "m.pt"
     torch.save(TENSORS, path)
