@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from replayfmt.dump import values
 from replayfmt.dump.json_text import encode
 from replayfmt.dump.selection import Selection
+from replayfmt.dump.signatures import signature_lines
 from replayfmt.dump.stream import jsonl_chunks
 from replayfmt.errors import InvalidCapture
 from replayfmt.format.codes import (
@@ -212,11 +213,20 @@ def test_every_row_of_a_dump_is_as_the_schema_says(name: str, request: pytest.Fi
         assert list(row) == expected
 
 
+@pytest.mark.parametrize("name", ["every", "plain"])
+def test_every_signature_row_is_as_the_schema_says(name: str, request: pytest.FixtureRequest) -> None:
+    with open_capture(request.getfixturevalue(name)) as reader:
+        found = list(map(json.loads, "".join(signature_lines(reader, EVERYTHING)).splitlines()))
+        assert sum(row["calls"] for row in found) == reader.summary.records[RecordKind.op]
+    for row in found:
+        jsonschema.Draft202012Validator(schema_of("signature")).validate(row)
+
+
 def test_the_schema_knows_every_kind_and_no_other() -> None:
     jsonschema.Draft202012Validator.check_schema(SCHEMA)
     kinds = {reference["$ref"].removeprefix("#/$defs/row_") for reference in SCHEMA["oneOf"]}
     definitions = {"file", "summary", "session", "device", "kernel", "generator", "scope", "payload", "external_file",
-                   "range", "recipe", "storage"}
+                   "range", "recipe", "signature", "storage"}
     assert kinds == definitions | {kind.name for kind in RecordKind if kind != RecordKind.none}
     for kind in kinds:
         assert documented_keys(kind) == list(SCHEMA["$defs"][f"row_{kind}"]["properties"])

@@ -228,6 +228,17 @@ def test_definitions_that_break_a_rule_are_refused(
     refused(capture, match)
 
 
+def test_a_payload_must_come_before_the_file_or_range_that_names_it(capture: Path) -> None:
+    def edit(tables: Tables) -> None:
+        tables[1]["file_bytes"][2], tables[1]["file_payload"][2] = 5120, 5   # written after these definitions
+
+    change_tables(capture, edit)
+    with open_capture(capture) as reader:    # by the index, where every payload is known
+        assert reader.files[3].payload == 5
+    with pytest.raises(InvalidCapture, match=r"file_payload holds 0\.\.5, allowed 0\.\.4"):
+        check_capture(capture)
+
+
 def _put(name: str, row: int, value: int) -> Callable[[dict], None]:
     def edit(columns: dict) -> None:
         columns[name][row] = value
