@@ -231,26 +231,20 @@ def test_a_module_that_registers_an_operator_is_a_torch_library(captured: Captur
 
 
 def test_a_replacement_of_a_custom_operator_runs_in_its_surroundings(captured: Captured) -> None:
-    @torch.library.custom_op("opreplay_autocast::project", mutates_args=())
-    def project(x: Tensor) -> Tensor:
-        return (x @ torch.ones(3, 3)).float()
+    """Where the captured operator's own code may use tensor subclasses, its replacement may."""
+    from torch.testing._internal.two_tensor import TwoTensor
 
-    dtypes: list[torch.dtype] = []
+    @torch.library.custom_op("opreplay_surroundings::twice", mutates_args=())
+    def twice(x: Tensor) -> Tensor:
+        return x + x
 
     def mine(x: Tensor) -> Tensor:
-        product = torch.matmul(x, torch.ones(3, 3))
-        dtypes.append(product.dtype)
-        return product.float()
+        pair = TwoTensor(x, x) * 1
+        return pair.a + pair.b
 
-    def calls() -> None:
-        project(torch.ones(3, 3))
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            project(torch.ones(3, 3))
-
-    with Plan(captured(calls), substitutions=[Substitution("opreplay_autocast::project", mine)]) as plan:
-        assert plan.execute().outcome == "ok"
-    wide, narrow = torch.float32, torch.bfloat16
-    assert dtypes == [wide, wide, narrow, wide, narrow]
+    substitutions = [Substitution("opreplay_surroundings::twice", mine)]
+    with Plan(captured(lambda: twice(torch.ones(2)).sum().item()), substitutions=substitutions) as plan:
+        assert plan.execute(verify="auto").outcome == "ok"
 
 
 def test_captured_settings_apply_while_a_replacement_runs(captured: Captured) -> None:
