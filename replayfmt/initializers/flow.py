@@ -50,8 +50,9 @@ _MOVING = {
     "diag_embed": ("self",), "unfold_copy": ("self",), "take_along_dim": ("self",), "copy": ("src",),
     "nan_to_num": ("self",), "embedding": ("weight",),
 }
-# What depends on an argument's shape alone, or tells only whether something holds.
+# What depends on an argument's shape alone, tells only whether something holds, or is in range whatever is read.
 _SEALED = {
+    "_embedding_bag", "_embedding_bag_forward_only", "_pack_padded_sequence",
     "zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "randint_like", "new_zeros",
     "new_ones", "new_empty", "new_full", "new_empty_strided", "_shape_as_tensor", "argmax", "argmin", "argsort",
     "nonzero", "argwhere", "searchsorted", "bucketize", "count_nonzero", "_local_scalar_dense", "item", "equal",

@@ -215,6 +215,16 @@ def _bags(use: Use) -> Demand | None:
                   why=f"offsets into {indices.elements} indices in {use.call.name}")
 
 
+def _bags_again(use: Use) -> Demand | None:
+    """As before in the forward pass, which knows more."""
+    indices = use.call.tensor("indices")
+    return None if indices is None else Demand(Role.bounded, 0, indices.elements, why=f"offsets in {use.call.name}")
+
+
+_BAG_BACKWARD = ("_embedding_bag_backward", "_embedding_bag_dense_backward", "_embedding_bag_sparse_backward",
+                 "_embedding_bag_per_sample_weights_backward")
+
+
 def _cumulative(tokens: str, longest: str) -> Rule:
     """Where each sequence begins and ends among the tokens of a packed batch."""
     def rule(use: Use) -> Demand | None:
@@ -250,6 +260,9 @@ _RULES: dict[tuple[str, str], Rule] = {
     **{(name, "indices"): _into("weight", 0)
        for name in ("embedding_bag", "_embedding_bag", "_embedding_bag_forward_only")},
     **{(name, "offsets"): _bags for name in ("embedding_bag", "_embedding_bag", "_embedding_bag_forward_only")},
+    **{(name, "indices"): _below("num_weights") for name in _BAG_BACKWARD[:3]},
+    (_BAG_BACKWARD[3], "indices"): _into("weight", 0),
+    **{(name, "offsets"): _bags_again for name in _BAG_BACKWARD},
     ("take", "index"): _into_all("self"),
     ("put", "index"): _into_all("self"),
     **{(name, "indices"): _advanced for name in ("index", "_unsafe_index", "index_put", "_unsafe_index_put",
@@ -299,21 +312,21 @@ _RULES: dict[tuple[str, str], Rule] = {
 
 # Operators that compute with integers, or move them, and are safe whatever they are.
 _COMPUTING = {
-    "_to_copy", "to", "clone", "copy", "contiguous", "detach", "lift_fresh", "alias", "cat", "stack", "repeat",
-    "roll", "flip", "tile", "constant_pad_nd", "expand", "expand_copy", "view_copy", "permute_copy",
-    "_reshape_copy", "reshape", "slice_scatter", "select_scatter", "index_select", "gather", "take", "index",
-    "_unsafe_index", "scatter", "scatter_add", "index_add", "index_copy", "index_put", "index_fill", "masked_fill",
-    "masked_scatter", "where", "tril", "triu", "diag_embed", "sum", "prod", "mean", "any", "all", "amax", "amin",
-    "aminmax", "max", "min", "argmax", "argmin", "cumsum", "cumprod", "cummax", "cummin", "sort", "argsort",
-    "msort", "topk", "kthvalue", "median", "mode", "diff", "norm", "linalg_vector_norm", "count_nonzero", "isin",
-    "searchsorted", "bucketize", "histc", "_local_scalar_dense", "item", "equal", "is_nonzero", "allclose", "mm",
-    "bmm", "addmm", "matmul", "dot", "clamp", "fill", "zero", "isnan", "scaled_dot_product_attention", "unfold",
-    "as_strided", "embedding_renorm", "one_hot", "_assert_async", "range", "zeros_like", "ones_like", "empty_like",
-    "full_like", "rand_like", "randn_like", "randint_like", "new_zeros", "new_ones", "new_empty", "new_full",
-    "new_empty_strided", "_pin_memory", "resolve_neg", "resolve_conj", "is_pinned", "mul", "add", "sub", "div",
-    "dropout", "native_dropout", "nan_to_num", "lerp", "addcmul", "addcdiv", "_assert_tensor_metadata",
-    "_fused_adam", "_fused_adamw", "_fused_sgd", "_fused_adagrad", "native_batch_norm", "batch_norm",
-    "_shape_as_tensor", "isfinite", "isinf", "atleast_1d", "select", "slice", "narrow", "set", "resize",
-    "_index_put_impl", "_unsafe_index_put", "scatter_reduce", "index_reduce", "take_along_dim", "put",
-    "nonzero_static", "cross", "outer", "tensordot", "einsum",
+    "floor_divide", "remainder", "fmod", "pow", "rsub", "neg", "_to_copy", "to", "clone", "copy", "contiguous",
+    "detach", "lift_fresh", "alias", "cat", "stack", "repeat", "roll", "flip", "tile", "constant_pad_nd", "expand",
+    "expand_copy", "view_copy", "permute_copy", "_reshape_copy", "reshape", "slice_scatter", "select_scatter",
+    "index_select", "gather", "take", "index", "_unsafe_index", "scatter", "scatter_add", "index_add", "index_copy",
+    "index_put", "index_fill", "masked_fill", "masked_scatter", "where", "tril", "triu", "diag_embed", "sum",
+    "prod", "mean", "any", "all", "amax", "amin", "aminmax", "max", "min", "argmax", "argmin", "cumsum", "cumprod",
+    "cummax", "cummin", "sort", "argsort", "msort", "topk", "kthvalue", "median", "mode", "diff", "norm",
+    "linalg_vector_norm", "count_nonzero", "isin", "searchsorted", "bucketize", "histc", "_local_scalar_dense",
+    "item", "equal", "is_nonzero", "allclose", "mm", "bmm", "addmm", "matmul", "dot", "clamp", "fill", "zero",
+    "isnan", "scaled_dot_product_attention", "unfold", "as_strided", "embedding_renorm", "one_hot", "_assert_async",
+    "range", "zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "randint_like",
+    "new_zeros", "new_ones", "new_empty", "new_full", "new_empty_strided", "_pin_memory", "resolve_neg",
+    "resolve_conj", "is_pinned", "mul", "add", "sub", "div", "dropout", "native_dropout", "nan_to_num", "lerp",
+    "addcmul", "addcdiv", "_assert_tensor_metadata", "_fused_adam", "_fused_adamw", "_fused_sgd", "_fused_adagrad",
+    "native_batch_norm", "batch_norm", "_shape_as_tensor", "isfinite", "isinf", "atleast_1d", "select", "slice",
+    "narrow", "set", "resize", "_index_put_impl", "_unsafe_index_put", "scatter_reduce", "index_reduce",
+    "take_along_dim", "put", "nonzero_static", "cross", "outer", "tensordot", "einsum",
 }
