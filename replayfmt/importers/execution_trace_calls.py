@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from replayfmt.format.codes import DType
+from replayfmt.pytorch.schemas import parse_schema
 
 from .arguments import UNRECORDED, Binding, Reader, Recorded, TensorSpec
 from .execution_trace_memory import NUMBERS, Allocations, MemoryMap, Placed
@@ -125,8 +126,8 @@ class Calls:
         known = self._choices.get(text)
         if known is None:
             try:
-                traced = torch._C.parse_schema(text)
-            except RuntimeError:
+                traced = parse_schema(text)
+            except (RuntimeError, ValueError):
                 traced = None
             known = self._choices[text] = self._operators.by_schema(text), traced
         return known

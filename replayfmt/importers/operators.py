@@ -15,6 +15,7 @@ import torch
 
 from replayfmt.format.model import Kernel
 from replayfmt.pytorch.op_libraries import ALIASES, OpLibraries
+from replayfmt.pytorch.schemas import parse_schema
 
 from .arguments import Form, Recorded, score
 
@@ -163,8 +164,8 @@ class Operators:
     def by_schema(self, text: str) -> Choice:
         """The overload that a trace names by its schema's text, as it is in this torch."""
         try:
-            schema = torch._C.parse_schema(text)
-        except RuntimeError as error:
+            schema = parse_schema(text)
+        except (RuntimeError, ValueError) as error:
             return Choice(None, "no_schema", f"the schema {text!r} cannot be read: {str(error).strip()}")
         candidates, why = self.candidates(schema.name)
         for each in candidates:

@@ -13,6 +13,7 @@ import torch
 
 from replayfmt.format.codes import ValueKind
 from replayfmt.format.model import SLOTS, Node, Signature
+from replayfmt.pytorch.schemas import parse_schema
 
 from .resolve import ResolvedKernel
 
@@ -120,8 +121,8 @@ def effects_of(layout: Layout, kernel: ResolvedKernel) -> Effects:
 def effects_of_missing(layout: Layout, schema: str) -> Effects:
     """For an operator that is not here, from its captured schema; one that cannot be read writes all its arguments."""
     try:
-        return _annotated(layout, torch._C.parse_schema(schema), False)
-    except RuntimeError:
+        return _annotated(layout, parse_schema(schema), False)
+    except (RuntimeError, ValueError):
         return Effects(tuple(slot for each in layout.args for slot in each.tensors), (), (), ())
 
 

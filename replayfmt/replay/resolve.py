@@ -15,6 +15,7 @@ from torch._ops import OpOverload
 
 from replayfmt.format.codes import KernelKind
 from replayfmt.format.model import Kernel
+from replayfmt.pytorch.schemas import parse_schema
 
 from .allowed_imports import AllowedImports
 
@@ -131,9 +132,9 @@ def _schema_difference(kernel: Kernel, overload: OpOverload, captured_torch: str
         return None
     versions = f"captured with torch {captured_torch or 'of an unknown version'}, this is torch {torch.__version__}"
     try:
-        captured = torch._C.parse_schema(kernel.schema)
+        captured = parse_schema(kernel.schema)
         compatible = overload._schema.is_backward_compatible_with(captured)  # type: ignore[attr-defined]
-    except (RuntimeError, IndexError) as error:  # IndexError: the comparison met another number of arguments
+    except (RuntimeError, ValueError, IndexError) as error:  # IndexError: the comparison met other numbers of arguments
         reason = str(error).strip().partition("\n")[0]
         return f"{kernel.qualified_name}: its captured schema cannot be read ({reason}); {versions}"
     if compatible:
