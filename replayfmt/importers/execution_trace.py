@@ -104,6 +104,7 @@ class _Trace:
         self.time: str | None = None
         self.version = (0, 0, 0)
         self.problems: list[str] = []
+        self._broken: set[int] = set()      # entries that are no nodes, by their place in the file
         self.nodes_read = 0
         self.world_size = 1
         self.groups: dict[str, dict[str, Any]] = {}
@@ -112,7 +113,7 @@ class _Trace:
         with JsonStream.open(self.path, self._share(number)) as stream:
             yield from stream.entries({"nodes"})
             if number == 0:
-                self.problems = [str(problem) for problem in stream.problems]
+                self.problems = [*(str(problem) for problem in stream.problems), *self.problems]
 
     def _share(self, number: int) -> Progress | None:
         """The progress of one pass as a part of the whole."""
@@ -124,15 +125,22 @@ class _Trace:
     def select(self, *, roots: bool) -> Selection:
         """The first pass. Raises InvalidCapture where this is no execution trace."""
         skeleton = Skeleton(self.path)
+        entry = -1
         for key, value in self._rows(0):
+            entry += key == "nodes"
             if key == "schema":
                 self.schema, self.version = str(value), schema_version(value, self.path)
             elif key == "time":
                 self.time = str(value)
-            elif key == "nodes" and isinstance(value, dict):
+            elif key == "nodes":
                 if not self.schema:
                     raise InvalidCapture(f"{self.path}: no execution trace: its nodes come before a schema version")
-                node = node_of(value, self.path)
+                try:
+                    node = node_of(value)
+                except ValueError as error:
+                    self._broken.add(entry)
+                    self.problems.append(f"entry {entry} of the nodes was passed over: {error}")
+                    continue
                 skeleton.add(node)
                 if node.name == "## process_group:init ##":
                     self._groups(node)
@@ -165,16 +173,17 @@ class _Trace:
     def _wanted(self, selection: Selection, number: int) -> Iterator[tuple[TraceNode, int, bool]]:
         chosen = iter(selection.chosen)
         following = next(chosen, None)
-        position = -1
+        position = entry = -1
         for key, row in self._rows(number):
-            if key != "nodes" or not isinstance(row, dict):
+            entry += key == "nodes"
+            if key != "nodes" or entry in self._broken:
                 continue
             position += 1
             if position == following:
-                yield node_of(row, self.path), position, True
+                yield node_of(row), position, True
                 following = next(chosen, None)
             elif selection.inside[position] and str(row.get("name", "")).startswith(_TELLING):
-                yield node_of(row, self.path), position, False
+                yield node_of(row), position, False
 
 
 _TELLING = ("aten::empty", "record_param_comms")

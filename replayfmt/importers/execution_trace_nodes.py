@@ -80,8 +80,10 @@ class TraceNode:
             return {}
 
 
-def node_of(row: Mapping[str, Any], path: str) -> TraceNode:
-    """A node from its JSON object. Raises InvalidCapture where a field that every node has is not there."""
+def node_of(row: Any) -> TraceNode:
+    """A node from its JSON object. Raises ValueError where it is none, or a field that every node has is not there."""
+    if not isinstance(row, dict):
+        raise ValueError(f"it is no object: {json.dumps(row)[:60]}")
     try:
         if "attrs" in row:
             attributes = {each["name"]: each["value"] for each in row["attrs"]}
@@ -93,10 +95,8 @@ def node_of(row: Mapping[str, Any], path: str) -> TraceNode:
         return TraceNode(
             int(row["id"]), str(row["name"]), int(row["parent"]), int(row["tid"]), int(row["scope"]),
             str(row.get("op_schema", "")), _flat(row, "input", "inputs"), _flat(row, "output", "outputs"))
-    except (KeyError, TypeError, ValueError) as error:
-        shown = json.dumps(row, default=str)[:120]
-        raise InvalidCapture(f"{path}: a node of the execution trace is not complete ({type(error).__name__}: {error})"
-                             f": {shown}") from None
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ValueError(f"{type(error).__name__}: {error}: {json.dumps(row)[:80]}") from None
 
 
 def _grouped(group: Mapping[str, Any]) -> Values:

@@ -42,7 +42,8 @@ _ROOTS = re.compile(r"\[pytorch\|profiler\|execution_(graph|trace)\|(thread|proc
 # Wrappers of PyTorch itself that may call no operator, and then did nothing.
 _IDLE = re.compile(r"(autograd::engine::evaluate_function: |torch::autograd::|torch::distributed::|"
                    r"torch\.distributed\.|torch::jit::|Optimizer\.|nccl:|gloo:|enumerate\(|TorchDynamo Cache Lookup|"
-                   r"Pregraph bytecode|AOTDispatcher |Torch-Compiled Region|CompiledFunction|\w+Backward\d+\Z|detach_?\Z)")
+                   r"Pregraph bytecode|AOTDispatcher |Torch-Compiled Region|CompiledFunction|"
+                   r"\w+Backward\d+\Z|detach_?\Z)")
 
 
 def operator_name(schema: str) -> tuple[str, str]:
