@@ -104,7 +104,7 @@ def _facts(kind: OpKind, operators: Operators) -> Facts:
         return Facts(Role.wrapper)
     candidates = [each for each in operators.candidates(name)[0] if each.dispatched]
     if not candidates:
-        return Facts(Role.unknown)
+        return Facts(Role.unknown if operators.attribute(name) is None else Role.operator)
     idle = name in _IDLE or all(each.only_views for each in candidates)
     return Facts(Role.operator, all(each.composite for each in candidates), not idle)
 

@@ -103,6 +103,8 @@ class Calls:
         if any(is_undetermined(item) for each in arguments for item in each.items):
             arguments = self._by_results(kind.name, arguments, read, hints)
         choice = self._operators.choose(kind.name, arguments)
+        if choice.reason == "no_schema":
+            choice = self._operators.by_types(kind.name, arguments)
         if choice.operator is None:
             return Call(kind.name, None, reason=choice.reason, detail=choice.detail, signature=shown)
         binding = self._reader.bind(choice.operator.schema, arguments)

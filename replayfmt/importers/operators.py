@@ -15,6 +15,7 @@ import torch
 
 from replayfmt.format.model import Kernel
 from replayfmt.pytorch.op_libraries import ALIASES, OpLibraries
+from replayfmt.pytorch.plain_callables import parameter_names, schema_text
 from replayfmt.pytorch.schemas import parse_schema
 
 from .arguments import Form, Recorded, score
@@ -124,13 +125,35 @@ class Operators:
         return [], f"no operator {name} is registered here, though {loaded.modules[0].__name__} is imported"
 
     def attribute(self, name: str) -> Callable[..., Any] | None:
-        """What a module that registers the namespace has under an operator's name, if it can be called."""
+        """The function of an operator's name in a module that the user named for its namespace; nothing is registered
+        under that name."""
         namespace, _separator, base = ALIASES.get(name, name).partition("::")
-        for module in self._libraries.load(namespace).modules:
-            value = getattr(module, base, None)
-            if callable(value):
-                return value
-        return None
+        return self._libraries.callable(namespace, base) if base.isidentifier() else None
+
+    def by_types(self, name: str, recorded: Sequence[Recorded]) -> Choice:
+        """The function of a name as an operator, its schema made of the types of recorded arguments.
+
+        Arguments that the trace says nothing of are left to the function's defaults if nothing recorded follows them.
+        """
+        function = self.attribute(name)
+        if function is None:
+            return Choice(None, "no_schema", self.candidates(name)[1])
+        given = list(recorded)
+        while given and given[-1].form is Form.unrecorded:
+            given.pop()
+        kinds = [_type_of(each) for each in given]
+        if "Tensor" not in kinds and "Tensor[]" not in kinds:
+            return Choice(None, "no_schema", f"{name} is a function here that was called without tensors")
+        if "" in kinds:
+            what = _shown(given[kinds.index("")])
+            return Choice(None, "import_incomplete", f"{name} has no schema, and its argument {what} no type")
+        named = list(zip(parameter_names(function, len(given)), kinds, strict=True))
+        text = schema_text(ALIASES.get(name, name), named)
+        where = f"{function.__module__}.{getattr(function, '__qualname__', name)}"
+        rest = len(recorded) - len(given)
+        left = f"; {rest} arguments are left to its defaults" if rest else ""
+        return Choice(Operator(parse_schema(text), ATTRIBUTE, function), assumed=(
+            f"no operator is registered: {where} is called by the recorded types{left}",))
 
     def _registered(self, name: str, namespace: str, base: str) -> list[Operator]:
         schemas = torch._C._jit_get_schemas_for_operator(name)
@@ -174,6 +197,23 @@ class Operators:
                     f"{each.name}.{each.overload} has another schema here: {each.schema}",)
                 return Choice(each, assumed=changed)
         return Choice(None, "no_schema", why or f"{schema.name} has no overload {schema.overload_name!r} here")
+
+
+_PLAIN = {bool: "bool", int: "int", float: "float", complex: "complex"}
+
+
+def _type_of(recorded: Recorded) -> str:
+    """A schema's type for a recorded argument, "" where the trace does not tell enough."""
+    if recorded.form is Form.tensor:
+        return "Tensor"
+    if recorded.form in (Form.nothing, Form.unrecorded):
+        return "Any?"
+    if recorded.form is Form.number:
+        return _PLAIN[type(recorded.value)]
+    if recorded.form is Form.items:
+        kinds = {_type_of(item) for item in recorded.items}
+        return f"{kinds.pop()}[]" if len(kinds) == 1 and not kinds & {"", "Any?"} else ""
+    return ""
 
 
 def _shown(recorded: Recorded) -> str:

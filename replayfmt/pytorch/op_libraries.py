@@ -8,10 +8,12 @@ allow-list has namespaces or module names; a name out of a file is looked up in 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable, Mapping, Sequence
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from types import ModuleType
+from typing import Any
 
 from replayfmt.errors import UsageError
 
@@ -118,7 +120,9 @@ class OpLibraries:
 
     def __init__(self, allowed: Iterable[str] = (), registered: Mapping[str, Sequence[str]] | None = None) -> None:
         self._allowed = set(allowed)
-        self._registered = {name: tuple(modules) for name, modules in (registered or {}).items()}
+        self._registered = dict(_registered)
+        for namespace, modules in (registered or {}).items():
+            self._registered[namespace] = (*self._registered.get(namespace, ()), *modules)
         self._loaded: dict[str, Loaded] = {}
 
     def register(self, namespace: str, module: str) -> None:
@@ -138,6 +142,22 @@ class OpLibraries:
             return True
         package = module.partition(".")[0]
         return bool(self._allowed & {namespace, module, package})
+
+    def callable(self, namespace: str, name: str) -> Callable[..., Any] | None:
+        """A function that a library of a namespace has under an operator's name, where nothing is registered.
+
+        Only what the user named is looked into, PyTorch's own modules are not, and only for functions that the library
+        itself defines: what it imported from elsewhere is not its operators.
+        """
+        for module in self.load(namespace).modules:
+            package = module.__name__.partition(".")[0]
+            named = module.__name__ in self._registered.get(namespace, ()) or bool(
+                self._allowed & {namespace, module.__name__, package})
+            value = getattr(module, name, None)
+            origin = str(getattr(value, "__module__", ""))
+            if named and callable(value) and not inspect.isclass(value) and origin.partition(".")[0] == package:
+                return value  # type: ignore[no-any-return]
+        return None
 
     def load(self, namespace: str) -> Loaded:
         """Import what registers a namespace, once. Failing to is no error: the ops that need it are unsupported."""
@@ -175,6 +195,16 @@ def _from_entry_points() -> dict[str, tuple[str, ...]]:
             found[each.name] = (*found.get(each.name, ()), each.value)
         _entry_points = found
     return _entry_points
+
+
+_registered: dict[str, tuple[str, ...]] = {}
+
+
+def register_op_library(namespace: str, module: str) -> None:
+    """Import `module` wherever this process needs an operator of `namespace`, in imports and in replays. Naming it here
+    is the user's leave. Raises UsageError for what is no name."""
+    parse_op_library(f"{namespace}={module}")
+    _registered[namespace] = tuple(dict.fromkeys((*_registered.get(namespace, ()), module)))
 
 
 def parse_op_library(text: str) -> tuple[str, str]:

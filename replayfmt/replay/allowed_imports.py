@@ -7,7 +7,8 @@ calls, and that is all it can say: what is imported for them is what the user na
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 from replayfmt.errors import UsageError
 from replayfmt.pytorch.op_libraries import OpLibraries
@@ -45,6 +46,10 @@ class AllowedImports:
         """Import what is known to register a namespace, as far as the user allows it."""
         if self._libraries.modules_for(namespace):
             self._libraries.load(namespace)
+
+    def callable(self, namespace: str, name: str) -> Callable[..., Any] | None:
+        """The function that a library the user named has under the name of an operator that nobody registered."""
+        return self._libraries.callable(namespace, name)
 
     def advice(self, namespace: str) -> str:
         """What to do about operators of a namespace that are still not there."""

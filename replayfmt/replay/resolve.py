@@ -15,6 +15,7 @@ from torch._ops import OpOverload
 
 from replayfmt.format.codes import KernelKind
 from replayfmt.format.model import Kernel
+from replayfmt.pytorch import plain_callables
 from replayfmt.pytorch.schemas import parse_schema
 
 from .allowed_imports import AllowedImports
@@ -103,6 +104,8 @@ def resolve(kernel: Kernel, captured_torch: str | None,
         imports = imports or AllowedImports()
         imports.provide(namespace)
         overload = _find(namespace, base, kernel.overload)
+        if overload is None and kernel.overload == plain_callables.OVERLOAD:
+            return _by_types(kernel, imports)
         if overload is None:
             return f"{named} does not exist in torch {torch.__version__}; {imports.advice(namespace)}"
     if overload is None:
@@ -113,6 +116,20 @@ def resolve(kernel: Kernel, captured_torch: str | None,
     tags = overload.tags
     draws = torch.Tag.nondeterministic_seeded in tags or kernel.name in _UNTAGGED_DRAWS
     return ResolvedKernel(overload, namespace in OWN_NAMESPACES, draws)
+
+
+def _by_types(kernel: Kernel, imports: AllowedImports) -> ResolvedKernel | str:
+    """A function of a library that the user named, called by the types that a trace recorded of its arguments."""
+    namespace, _separator, base = kernel.name.partition("::")
+    function = imports.callable(namespace, base)
+    if function is None:
+        return (f"{kernel.name} is a function without a schema that no library named for {namespace!r} has here; "
+                f"{imports.advice(namespace)}")
+    try:
+        return ResolvedKernel(plain_callables.as_operator(kernel.schema, function), False, False)
+    except (RuntimeError, ValueError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        return f"{kernel.qualified_name}: its captured schema cannot be read ({reason})"
 
 
 def _find(namespace: str, base: str, overload: str) -> OpOverload | None:

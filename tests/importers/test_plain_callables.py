@@ -1,0 +1,93 @@
+"""Functions in the place of operators that nobody registered: imported by the recorded types, replayed where allowed."""
+
+from __future__ import annotations
+
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from replayfmt.errors import ReplayRefused
+from replayfmt.pytorch import op_libraries
+from replayfmt.pytorch.op_libraries import OpLibraries, register_op_library
+from replayfmt.replay.plan import Plan
+
+from .conftest import Import, Imported
+from .traces import NONE, numbers, op, scalar, tensor
+
+CALL = op("plain_lib::scaled_sum", 10, 10, [tensor("float", 4, 8), tensor("float", 8), scalar("2.5"), numbers("[1, 2]"),
+                                            NONE])
+
+
+@pytest.fixture
+def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The name of a module with functions and no operators."""
+    name = f"plain_library_{tmp_path.name}"
+    (tmp_path / f"{name}.py").write_text(textwrap.dedent("""
+        from os import system
+        from torch import relu
+        calls = []
+        def scaled_sum(x, weight, scale, dims, bias=None):
+            calls.append((tuple(x.shape), tuple(weight.shape), scale, dims, bias))
+            return (x * weight * scale).sum(), [x]
+        class attention:
+            pass
+    """))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield name
+    sys.modules.pop(name, None)
+
+
+def imported_call(imported: Import, library: str) -> Imported:
+    return imported([CALL], libraries=OpLibraries(registered={"plain_lib": (library,)}))
+
+
+def test_a_call_is_made_by_its_recorded_types_and_the_report_says_so(imported: Import, library: str) -> None:
+    result = imported_call(imported, library)
+    assert result.ops == ["plain_lib::scaled_sum.callable"]
+    kernel = next(each for each in result.reader.kernels if each is not None)
+    assert kernel.schema == "plain_lib::scaled_sum.callable(Tensor x, Tensor weight, float scale, int[] dims) -> Any"
+    row = next(row for row in result.report.rows() if row["kind"] == "op")
+    assert row["found"] == "a module's attribute" and row["status"] == "inferred"
+    assert f"{library}.scaled_sum is called by the recorded types; 1 arguments are left" in row["assumed"][0]
+
+
+def test_it_is_replayed_where_the_user_allows_the_library(imported: Import, library: str) -> None:
+    path = imported_call(imported, library).reader.path
+    with Plan(path, allow_imports=[library], keep_going=True) as plan:
+        assert any("plain_lib" in finding for finding in plan.findings), "a namespace that no library is known for"
+    register_op_library("plain_lib", library)
+    try:
+        with Plan(path) as plan:
+            assert plan.execute().outcome == "ok"
+    finally:
+        op_libraries._registered.pop("plain_lib")
+    assert ((4, 8), (8,), 2.5, [1, 2], None) in sys.modules[library].calls
+
+
+def test_it_is_refused_where_nobody_named_the_library(imported: Import, library: str) -> None:
+    path = imported_call(imported, library).reader.path
+    sys.modules.pop(library, None)
+    with pytest.raises(ReplayRefused) as refused:
+        Plan(path)
+    assert "plain_lib::scaled_sum is a function without a schema" in refused.value.findings[0]
+    assert library not in sys.modules
+
+
+@pytest.mark.parametrize("name", ["system", "relu", "attention", "calls", "missing"])
+def test_only_functions_that_the_library_itself_defines_are_called(name: str, imported: Import, library: str) -> None:
+    event = op(f"plain_lib::{name}", 10, 10, [tensor("float", 4)])
+    result = imported([event], libraries=OpLibraries(registered={"plain_lib": (library,)}))
+    assert not result.ops and str(result.of("unsupported")[0].argument("reason")) == "no_schema"
+
+
+def test_pytorchs_own_modules_are_not_looked_into_unasked() -> None:
+    assert OpLibraries().callable("inductor", "list_mode_options") is None
+
+
+def test_a_call_without_tensors_is_none(imported: Import, library: str) -> None:
+    event = op("plain_lib::scaled_sum", 10, 10, [scalar("1"), scalar("2")])
+    result = imported([event], libraries=OpLibraries(registered={"plain_lib": (library,)}))
+    assert "without tensors" in str(result.of("unsupported")[0].argument("detail"))
