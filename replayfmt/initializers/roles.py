@@ -7,6 +7,7 @@ operator has to say.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -75,9 +76,14 @@ def _into(argument: str, dim: int | str) -> Rule:
 def _into_all(argument: str) -> Rule:
     def rule(use: Use) -> Demand | None:
         info = use.call.tensor(argument)
-        return _index(use, None if info is None else info.elements, argument)
+        return _from_either_end(_index(use, None if info is None else info.elements, argument))
 
     return rule
+
+
+def _from_either_end(demand: Demand | None) -> Demand | None:
+    """Negative indices count from the end."""
+    return None if demand is None or demand.high is None else replace(demand, low=-demand.high - 1)
 
 
 def _below(argument: str) -> Rule:
@@ -105,7 +111,7 @@ def _advanced(use: Use) -> Demand | None:
     for before in indices[: use.position]:
         dim += len(before.sizes) if isinstance(before, TensorInfo) and before.dtype in _MASKS else 1
     if use.tensor.dtype not in _MASKS:
-        return _index(use, _size(target, dim), f"dimension {dim} of self")
+        return _from_either_end(_index(use, _size(target, dim), f"dimension {dim} of self"))
     if sum(isinstance(each, TensorInfo) for each in indices) != 1:
         return None
     selected = use.call.result(0) if base_name(use.call.name) in ("index", "_unsafe_index") else None
