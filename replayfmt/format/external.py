@@ -41,6 +41,12 @@ def _why_not(path: str, error: OSError | ValueError) -> str:
     return f"external file {path} {reasons.get(error.errno or 0, f'cannot be opened: {error.strerror}')}"
 
 
+def _expect_file(path: str, mode: int) -> None:
+    if not stat.S_ISREG(mode):
+        kind = "a directory" if stat.S_ISDIR(mode) else "not a regular file"
+        raise ExternalFileProblem(f"external file {path} is {kind}; expected a file")
+
+
 class OpenedFile:
     """An external file, open for reading; close it, or use it in a `with` statement. Maps outlive it.
 
@@ -53,16 +59,18 @@ class OpenedFile:
         self.path = path
         self._fd = -1
         try:
-            # Without O_NONBLOCK, opening a named pipe would wait for a writer.
+            # Looked at before it is opened: the path may come from a capture, and opening a device can do things.
+            _expect_file(path, os.stat(path).st_mode)
+            # Without O_NONBLOCK, opening what became a named pipe meanwhile would wait for a writer.
             self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
             found = os.fstat(self._fd)
+            _expect_file(path, found.st_mode)
         except (OSError, ValueError) as error:
             self.close()
             raise ExternalFileProblem(_why_not(path, error)) from None
-        if not stat.S_ISREG(found.st_mode):
+        except ExternalFileProblem:
             self.close()
-            kind = "a directory" if stat.S_ISDIR(found.st_mode) else "not a regular file"
-            raise ExternalFileProblem(f"external file {path} is {kind}; expected a file")
+            raise
         self.bytes = found.st_size
         self.identity = FileIdentity(found.st_dev, found.st_ino, found.st_mtime_ns)
         self._opened = _status(self._fd)

@@ -8,6 +8,7 @@ before it gets its name.
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
 from ..errors import InvalidCapture, UnsupportedVersion, UsageError
 from .check import CheckReport, check_capture
@@ -113,6 +114,8 @@ class _Recovery:
         tables = _encode_all(definitions)
         payload_bytes = PayloadInput(self._source, whole.payloads).raw_bytes
         summary = self._tally.summary(frozen, payload_bytes, self._ended, recovered=True)
+        if self._preamble.minor < 1:  # the file stays of the version it is
+            summary = replace(summary, origins=None, origin_bytes=None, annotated=None)
         frames.finish(tables, summary, whole.payloads.tobytes())
 
 

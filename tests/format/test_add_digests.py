@@ -180,6 +180,13 @@ def test_a_capture_without_a_summary_is_copied_without_one(run: Run, tmp_path: P
         frame.header.kind for frame in split(path.read_bytes())[1]]
 
 
+def test_paths_in_a_capture_cannot_steer_the_terminal(run: Run, tmp_path: Path) -> None:
+    path = tmp_path / "in.opreplay"
+    _write(path, ExternalFile("/x\x1b[31m\nvalid", 3000))
+    ran = run("--add-digests", path, tmp_path / "out.opreplay")
+    assert ran.code == 1 and "\x1b" not in ran.error and len(ran.error.splitlines()) == 1
+
+
 @pytest.mark.parametrize("arguments", [
     ["--add-digests", "a"], ["a", "b"], ["--replay-file-remap=/a=/b", "a"],
     ["--add-digests", "a", "b", "--recover", "c"]])

@@ -132,6 +132,15 @@ def test_what_is_no_regular_file_is_refused(path: Path, tmp_path: Path) -> None:
     assert "cannot be opened" in str(validate(file, "a\0b", True))
 
 
+def test_what_is_no_regular_file_is_not_even_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Opening some devices does something."""
+    os.mkfifo(tmp_path / "pipe")
+    monkeypatch.setattr(external.os, "open", None)
+    for path in ("/dev/null", tmp_path, tmp_path / "pipe"):
+        with pytest.raises(ExternalFileProblem, match="expected a file"):
+            OpenedFile(str(path))
+
+
 def test_permission_denied_is_said(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = _captured(path)
     path.chmod(0)

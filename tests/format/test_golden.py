@@ -12,6 +12,7 @@ from opreplay_tools import dump
 from replayfmt.format.check import check_capture
 from replayfmt.format.codes import RecordKind, StorageOrigin, ValueKind
 from replayfmt.format.reader import open_capture
+from replayfmt.format.recover import recover_capture
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 CAPTURES = sorted(GOLDEN.glob("*.opreplay"))
@@ -70,6 +71,18 @@ def test_the_golden_captures_have_every_kind_of_record_and_value() -> None:
         with open_capture(GOLDEN / f"everything-{version}.opreplay") as reader:
             assert {record.kind for record in reader.records()} == set(RecordKind) - {RecordKind.none}
             assert {node.kind for signature in reader.signatures[1:] for node in signature.nodes} == kinds
+
+
+@pytest.mark.parametrize("version", [(1, 0), (1, 1)])
+def test_a_recovered_capture_stays_of_its_version(tmp_path: Path, version: tuple[int, int]) -> None:
+    cut, out = tmp_path / "cut.opreplay", tmp_path / "out.opreplay"
+    cut.write_bytes((GOLDEN / f"everything-{version[0]}.{version[1]}.opreplay").read_bytes()[:-64])
+    recover_capture(cut, out)
+    with open_capture(out) as reader:
+        assert reader.version == version
+        for position in range(len(reader.contents.frames)):
+            assert reader.read_frame(position)[0].minor == version[1]
+        assert (reader.summary.origins is None) == (version == (1, 0))
 
 
 def test_what_a_version_did_not_count_is_unknown_and_not_zero() -> None:
