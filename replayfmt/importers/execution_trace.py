@@ -168,7 +168,7 @@ class _Trace:
         if selection.ordered:
             yield from found
         else:
-            yield from sorted((each for each in found if each[2]), key=lambda each: each[0].id)
+            yield from _by_id(found)
 
     def _wanted(self, selection: Selection, number: int) -> Iterator[tuple[TraceNode, int, bool]]:
         chosen = iter(selection.chosen)
@@ -184,6 +184,17 @@ class _Trace:
                 following = next(chosen, None)
             elif selection.inside[position] and str(row.get("name", "")).startswith(_TELLING):
                 yield node_of(row), position, False
+
+
+def _by_id(found: Iterator[tuple[TraceNode, int, bool]]) -> Iterator[tuple[TraceNode, int, bool]]:
+    """The chosen nodes by id, each after those inside of it."""
+    groups: list[list[tuple[TraceNode, int, bool]]] = [[]]
+    for each in found:
+        groups[-1].append(each)
+        if each[2]:
+            groups.append([])
+    for group in sorted(groups[:-1], key=lambda group: group[-1][0].id):
+        yield from group
 
 
 _TELLING = ("aten::empty", "record_param_comms")
