@@ -42,6 +42,9 @@ def replay_options(function: Callable[..., Any]) -> Callable[..., Any]:
                      help="Import the module NAME for the custom operators that it registers, or let the known "
                           "library of the operator namespace NAME be imported. Nothing is imported because a capture "
                           "names it. Repeatable."),
+        click.option("--op-library", "op_libraries", multiple=True, metavar="NAMESPACE=MODULE",
+                     help="Import MODULE where an operator of NAMESPACE is needed, also for its plain functions that a "
+                          "trace shows as operators. Repeatable."),
         click.option("--replay-file-remap", multiple=True, metavar="CAPTURED=REPLAY",
                      help="External files whose captured path begins with CAPTURED are below REPLAY now. Whole path "
                           "components, the longest match wins. Repeatable."),
@@ -85,13 +88,17 @@ class ReplayFlags:
     substitution_atol: float | None
     allow_incomplete: bool
     allow_imports: tuple[str, ...]
+    op_libraries: tuple[str, ...]
 
     def plan(self, path: str, *, keep_going: bool = False) -> Plan:
         """The plan for a capture. Raises what opening and planning raise, before anything runs."""
         self._refuse_odd_tolerances()
+        from replayfmt.pytorch.op_libraries import parse_op_library, register_op_library
         from replayfmt.replay.plan import Plan
         from replayfmt.replay.substitution.distance import Tolerance
 
+        for library in self.op_libraries:
+            register_op_library(*parse_op_library(library))
         with _file_progress() as on_file_bytes:
             return Plan(path, list(self.device), self.allow_incomplete, keep_going=keep_going,
                         initializers=self._initializers(),

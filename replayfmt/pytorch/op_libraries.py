@@ -156,7 +156,7 @@ class OpLibraries:
             value = getattr(module, name, None)
             origin = str(getattr(value, "__module__", ""))
             if named and callable(value) and not inspect.isclass(value) and origin.partition(".")[0] == package:
-                return value  # type: ignore[no-any-return]
+                return value
         return None
 
     def load(self, namespace: str) -> Loaded:
