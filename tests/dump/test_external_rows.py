@@ -230,7 +230,8 @@ def test_a_capture_without_anything_telling_says_that(tmp_path: Path) -> None:
 
 def test_each_thing_is_found_where_it_is_whatever_the_policies_say(tmp_path: Path) -> None:
     session = replace(
-        SESSION, policies={"payload": "none", "digests": "none", "redact": True}, working_directory=f"{USERS}/alice/src")
+        SESSION, policies={"payload": "none", "digests": "none", "redact": True},
+        working_directory=f"{USERS}/alice/src")
     b = Builder(tmp_path / "a.opreplay", session)
     w = b.writer
     cpu = w.device(Device("cpu"))
