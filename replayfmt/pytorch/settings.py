@@ -17,7 +17,12 @@ import torch
 
 from replayfmt.errors import ReplayRefused
 
+from .dtypes import DTYPE_CODE
+
 Scalar = bool | int | float | str | None
+
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPE_CODE}
+_MOST_THREADS = 4096     # more than any machine has; that many would be made at the next op
 
 
 @dataclass(frozen=True)
@@ -91,10 +96,22 @@ def _sdp_priority() -> Setting | None:
 
 
 def _dtype_named(name: str) -> torch.dtype:
-    dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype):
+    dtype = _DTYPES.get(name)       # a name out of a file is never looked up in torch itself
+    if dtype is None:
         raise ValueError(f"{name!r} is no dtype")
     return dtype
+
+
+def _set_matmul_precision(precision: Scalar) -> None:
+    if precision not in ("highest", "high", "medium"):      # torch would only warn
+        raise ValueError("expected highest, high or medium")
+    torch.set_float32_matmul_precision(str(precision))
+
+
+def _set_threads(count: Scalar) -> None:
+    if type(count) is not int or not 1 <= count <= _MOST_THREADS:
+        raise ValueError(f"expected a number of threads from 1 to {_MOST_THREADS}")
+    torch.set_num_threads(count)
 
 
 _CANDIDATES: tuple[Setting | None, ...] = (
@@ -107,9 +124,9 @@ _CANDIDATES: tuple[Setting | None, ...] = (
     Setting("deterministic_debug_mode", torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
     _c("fill_uninitialized_memory", "_get_deterministic_fill_uninitialized_memory",
        "_set_deterministic_fill_uninitialized_memory"),
-    Setting("num_threads", torch.get_num_threads, torch.set_num_threads),
+    Setting("num_threads", torch.get_num_threads, _set_threads),
     Setting("flush_denormal", _flushes_denormals, torch.set_flush_denormal),
-    Setting("float32_matmul_precision", _float32_matmul_precision, torch.set_float32_matmul_precision),
+    Setting("float32_matmul_precision", _float32_matmul_precision, _set_matmul_precision),
     _c("cudnn_allow_tf32", "_get_cudnn_allow_tf32", "_set_cudnn_allow_tf32"),
     # After the older flags above, which write some of these too.
     _fp32_precision("generic", "all"),

@@ -25,6 +25,7 @@ Births = Callable[[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]
 def rewrite(source: Path, target: Path, *, change: Change | None = None,
             payload: Callable[[int, bytes], bytes] | None = None, kernel: Callable[[Kernel], Kernel] | None = None,
             device: Callable[[Device], Device] | None = None, signature: Callable[[Signature], Signature] | None = None,
+            scope: Callable[[str], str] | None = None,
             session: dict[str, Any] | None = None, records: int | None = None, drop_results_of: int | None = None,
             storage_bytes: int | None = None, tensor_offset: int | None = None, close: bool = True,
             prepare: Callable[[CaptureReader, CaptureWriter], None] | None = None,
@@ -48,8 +49,8 @@ def rewrite(source: Path, target: Path, *, change: Change | None = None,
         for kind in reader.kernels[1:]:
             assert kind is not None
             writer.kernel(kernel(kind) if kernel else kind)
-        for scope in reader.scopes[1:]:
-            writer.scope(scope.parent, scope.name)
+        for each_scope in reader.scopes[1:]:
+            writer.scope(each_scope.parent, scope(each_scope.name) if scope else each_scope.name)
         for meta in reader.metas[1:]:
             writer.meta(meta)
         for one in reader.signatures[1:]:

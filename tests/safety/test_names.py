@@ -1,0 +1,310 @@
+"""Names and texts of a capture: none becomes code, none causes an import, none reaches another attribute."""
+
+from __future__ import annotations
+
+import builtins
+import importlib
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from failure.table import recorded
+from replay.rewriting import rewrite
+
+from replayfmt.errors import OpReplayError, ReplayRefused, UsageError
+from replayfmt.format.codes import RecordKind, ValueKind
+from replayfmt.format.model import Kernel, Node, Signature
+from replayfmt.replay.plan import Plan
+
+from .conftest import Tools
+
+MARK = "opreplay_hostile_marker"
+
+
+@dataclass
+class Seen:
+    """What was compiled and imported while it watched."""
+
+    sources: list[str] = field(default_factory=list)
+    modules: list[str] = field(default_factory=list)
+
+    def clean(self) -> None:
+        """Nothing of the file was among it."""
+        assert not [source for source in self.sources if MARK in source]
+        assert not [name for name in self.modules if MARK in name]
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> Iterator[Seen]:
+    """Watches everything that is compiled, executed, evaluated or imported."""
+    seen = Seen()
+
+    def watch(name: str, keep: Callable[..., Any]) -> None:
+        original = getattr(builtins, name)
+
+        def watching(first: Any, *args: Any, **kwargs: Any) -> Any:
+            keep(first)
+            if name in ("exec", "eval") and not args and not kwargs:
+                frame = sys._getframe(1)
+                args = (frame.f_globals, frame.f_locals)
+            return original(first, *args, **kwargs)
+
+        monkeypatch.setattr(builtins, name, watching)
+
+    for name in ("compile", "exec", "eval"):
+        watch(name, lambda source: seen.sources.append(source if isinstance(source, str) else ""))
+    watch("__import__", lambda name: seen.modules.append(name))
+    original = importlib.import_module
+
+    def importing(name: str, package: str | None = None) -> Any:
+        seen.modules.append(name)
+        return original(name, package)
+
+    monkeypatch.setattr(importlib, "import_module", importing)
+    yield seen
+
+
+TEXTS = [
+    f"{MARK}", f"'; import os; os._exit(7) #{MARK}", f'"""\n{MARK}()\n"""', f"%s%d{{}}{MARK}", f"\\'{MARK}\x00\x1b[31m",
+    f"{MARK}\n    import {MARK}\n", f"__import__('{MARK}')", f"{MARK}‮\ud7ff",
+]
+
+
+@pytest.mark.parametrize("text", TEXTS, ids=range(len(TEXTS)))
+def test_no_text_of_a_capture_gets_into_generated_code(tmp_path: Path, seen: Seen, text: str) -> None:
+    """Strings that operators take, scopes' names and the values around them are passed as objects, never as source."""
+    x = torch.ones(4)
+    source = recorded(tmp_path, lambda: torch.div(x, 2, rounding_mode="trunc").add_(1))
+
+    def change(signature: Signature) -> Signature:
+        args = tuple(replace(node, constant=text) if node.kind is ValueKind.string and node.constant in
+                     ("trunc", "execute", "first_use") else node for node in signature.args)
+        return replace(signature, args=args)
+
+    path = rewrite(source, tmp_path / "hostile.opreplay", signature=change)
+    with Plan(path, keep_going=True) as plan:
+        for verify in ("auto", "none"):
+            result = plan.execute(verify=verify, keep_going=True)  # type: ignore[arg-type]
+            assert result.verdicts is not None
+            (failed,) = [each for each in result.verdicts if each.verdict == "failed"]
+            assert failed.op == "aten::div.Tensor_mode" and "rounding_mode" in failed.reason
+    with Plan(path) as plan, pytest.raises(OpReplayError):
+        plan.execute(on_scope=lambda event, name, path, ordinal: None)
+    assert any("def " in source for source in seen.sources), "a replay compiles its own code"
+    seen.clean()
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["self=1, {}", "self); {}(", "{}", "*self", "self\n", "self ", "ſelf", "", "__class__", "lambda", "out"],
+)
+def test_no_name_of_an_argument_gets_into_generated_code(tmp_path: Path, seen: Seen, name: str) -> None:
+    source = recorded(tmp_path, lambda: torch.ones(3).exp())
+
+    def change(signature: Signature) -> Signature:
+        if signature.kind is not RecordKind.op or len(signature.args) != 1:
+            return signature
+        return replace(signature, args=(replace(signature.args[0], name=name.format(MARK)),))
+
+    path = rewrite(source, tmp_path / "hostile.opreplay", signature=change)
+    with pytest.raises(ReplayRefused) as refused:
+        Plan(path)
+    assert "does not take the arguments" in refused.value.findings[0]
+    with Plan(path, keep_going=True) as plan:
+        plan.execute(keep_going=True)
+    seen.clean()
+
+
+OPERATORS = [
+    (f"{MARK}::run", "default"), (f"{MARK}.sub::run", "default"), ("os::system", "default"),
+    ("__import__::os", "default"), ("aten::__class__", "default"), ("__class__::__init__", "default"),
+    ("loaded_libraries::add", "default"), ("load_library::so", "default"), ("aten::exp", "__class__"),
+    ("aten::exp", "_op"), ("aten::exp", "__call__"), ("aten::exp", "decompose"), ("aten::exp", "out.__class__"),
+    ("aten::exp\n", "default"), ("aten", "default"), ("::", ""), ("", ""), ("aten::", "default"),
+    (f"aten::exp; import {MARK}", "default"), ("aten::ехр", "default"), ("aten::" + "x" * 100_000, "default"),
+    ("builtins::exec", "default"), ("torch::load", "default"), ("torch::save", "default"), ("_C::_load", "default"),
+    ("aten::exp", "default.out"), ("aten::exp.out", "default"), ("higher_order::cond", "default"),
+]
+
+
+@pytest.mark.parametrize(("name", "overload"), OPERATORS, ids=range(len(OPERATORS)))
+def test_an_operator_is_what_the_dispatcher_knows_or_nothing(tmp_path: Path, seen: Seen, name: str, overload: str
+                                                             ) -> None:
+    source = recorded(tmp_path, lambda: torch.ones(3).exp())
+    path = rewrite(source, tmp_path / "hostile.opreplay", kernel=lambda kernel: replace(
+        kernel, name=name, overload=overload) if kernel.name == "aten::exp" else kernel)
+    modules = set(sys.modules)
+    with pytest.raises(ReplayRefused) as refused:
+        Plan(path)
+    (finding,) = refused.value.findings
+    assert "does not exist in torch" in finding or "is no operator name" in finding
+    assert {each for each in set(sys.modules) - modules if not each.startswith(("torch", "replayfmt"))} == set()
+    seen.clean()
+
+
+HOST_CALLS = [
+    "aten::from_file", "aten::_print", "debugprims::load_tensor", "mkldnn::data_ptr",
+    "inductor::_reinterpret_tensor", "inductor::_alloc_from_pool", "profiler::_record_function_enter",
+    "export::access_subclass_inner_tensor", "static_runtime::dict_unpack", "c10d::send", "_c10d_functional::isend",
+    "symm_mem::memset32_", "prim::Print",
+]
+
+
+@pytest.mark.parametrize("name", HOST_CALLS)
+def test_operators_that_act_on_the_host_are_never_run(tmp_path: Path, name: str) -> None:
+    """They are registered, take strings or addresses, and would read files, print, send or look up attributes."""
+    source = recorded(tmp_path, lambda: torch.ones(3).exp())
+    path = rewrite(source, tmp_path / "hostile.opreplay", kernel=lambda kernel: replace(
+        kernel, name=name) if kernel.name == "aten::exp" else kernel)
+    with pytest.raises(ReplayRefused) as refused:
+        Plan(path)
+    assert "not replayed" in refused.value.findings[0]
+
+
+def test_every_operator_of_this_torch_that_takes_a_path_or_a_name_of_something_is_known() -> None:
+    """A torch that brings another operator with a string has somebody look at it."""
+    harmless = (
+        "norm", "rounding_mode", "reduce", "reduce_op", "red_op", "approximate", "UPLO", "driver", "ord", "mode",
+        "indexing", "side", "interpolation", "pad_mode", "padding", "equation", "activation", "algorithm", "attr",
+        "assert_msg", "api_name", "unary_attr", "binary_attr", "unary_algorithm", "output_dtype", "post_op_name",
+        "post_op_algorithm", "unary_post_op", "binary_post_op", "unary_post_op_algorithm", "padding_mode",
+        "upscale_mode", "p", "padding_side",
+    )
+    from replayfmt.format.codes import KernelKind
+    from replayfmt.replay.resolve import resolve
+
+    unknown = set()
+    for full in torch._C._dispatch_get_all_op_names():
+        name, _, overload = full.partition(".")
+        for each in torch._C._jit_get_schemas_for_operator(name):
+            if (each.overload_name or "") != overload or not name.startswith(("aten::", "prims::", "quantized::",
+                                                                             "mkldnn::", "onednn::", "inductor::")):
+                continue
+            strings = [argument.name for argument in each.arguments if "str" in str(argument.type).split("[")[0]]
+            if set(strings) - set(harmless):
+                kernel = Kernel(name, overload or "default", str(each), KernelKind.operator)
+                if not isinstance(resolve(kernel, None), str):
+                    unknown.add((full, tuple(strings)))
+    assert {each for each in unknown if not each[0].startswith("aten::_test")} == set()
+
+
+@pytest.mark.parametrize(
+    "schema",
+    ["aten::exp(" + "(" * 1_000_000, "aten::exp(" + "Future(" * 50_000 + "Tensor" + ")" * 50_000 + " self) -> Tensor",
+     "aten::exp(Tensor" + "[]" * 500_000 + " self) -> Tensor", "aten::exp(Tensor self) -> " + "(" * 30_000,
+     "x" * 10_000_000, "", "aten::exp(__torch__.torch.classes.a.B self) -> Tensor", "\x00", "aten::exp)(Tensor self -> Tensor"],
+    ids=range(9),
+)
+def test_a_schema_cannot_end_the_process(tmp_path: Path, schema: str) -> None:
+    """PyTorch's parser recurses for every bracket; a deep one overflows its stack."""
+    source = recorded(tmp_path, lambda: torch.ones(3).exp())
+    path = rewrite(source, tmp_path / "hostile.opreplay", kernel=lambda kernel: replace(
+        kernel, schema=schema) if kernel.name == "aten::exp" else kernel)
+    with pytest.raises(ReplayRefused, match="1 reason") as refused:
+        Plan(path)
+    assert "its captured schema cannot be read" in refused.value.findings[0]
+    missing = rewrite(source, tmp_path / "missing.opreplay", kernel=lambda kernel: replace(
+        kernel, schema=schema, name="nowhere::exp") if kernel.name == "aten::exp" else kernel)
+    with Plan(missing, keep_going=True) as plan:
+        assert plan.execute(keep_going=True).totals()["refused"] == 1
+
+
+SETTINGS: list[tuple[str, Any]] = [
+    ("default_dtype", MARK), ("default_dtype", "nn"), ("default_dtype", "__class__"), ("default_dtype", "int64"),
+    ("autocast.cpu", MARK), ("__class__", 1), ("num_threads", -1), ("num_threads", 10**9), ("num_threads", "1"),
+    ("quantized_engine", "nonsense"), ("float32_matmul_precision", f"{MARK}"), ("sdp_priority_order", f"{MARK}"),
+    (f"{MARK}", True), ("num_threads", 2**63 - 1), ("sdp_priority_order", "99999999999999999999"),
+]
+
+
+@pytest.mark.parametrize(("name", "value"), SETTINGS, ids=range(len(SETTINGS)))
+def test_settings_take_known_names_and_values_and_are_put_back(tmp_path: Path, seen: Seen, name: str, value: Any
+                                                               ) -> None:
+    from replayfmt.pytorch.settings import read_settings
+
+    source = recorded(tmp_path, lambda: torch.ones(3).exp())
+    with Plan(source) as plan:
+        before_settings = dict(plan.reader.session.settings)
+    path = rewrite(source, tmp_path / "hostile.opreplay", session={"settings": {**before_settings, name: value}})
+    before = read_settings()
+    if name == "autocast.cpu":      # only custom operators are called under it
+        with Plan(path) as plan:
+            plan.execute()
+    else:
+        with pytest.raises(OpReplayError) as caught, Plan(path) as plan:
+            plan.execute()
+        assert "setting" in " ".join((str(caught.value), *getattr(caught.value, "findings", ())))
+    assert read_settings() == before
+    seen.clean()
+
+
+def test_nothing_is_imported_because_a_capture_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A module of the namespace's name is there, and so is one that the table of known libraries names."""
+    for name in ("opreplay_trap", "torchvision", "vllm"):
+        (tmp_path / f"{name}.py").write_text(f"open({str(tmp_path / 'sprung')!r}, 'a').write({name!r})\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name in ("torchvision", "vllm"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    source = recorded(tmp_path, lambda: torch.ones(3).exp())
+    for namespace, advice in (("opreplay_trap", "--allow-import=MODULE"), ("torchvision", "--allow-import=torchvision"),
+                              ("_moe_C", "--allow-import=vllm")):
+        path = rewrite(source, tmp_path / f"{namespace}.opreplay", kernel=lambda kernel, to=namespace: replace(
+            kernel, name=f"{to}::exp") if kernel.name == "aten::exp" else kernel)
+        with pytest.raises(ReplayRefused) as refused:
+            Plan(path)
+        assert advice in refused.value.findings[0]
+    assert not (tmp_path / "sprung").exists()
+    for wrong in ("", "a b", "x;y", "-m", "a..b", "os.path:join"):
+        with pytest.raises(UsageError, match="--allow-import="):
+            Plan(source, allow_imports=[wrong])
+
+
+def test_an_allowed_module_is_imported_and_its_operators_are_replayed(tmp_path: Path, tools: Tools) -> None:
+    """In processes of their own, so that nothing has imported it."""
+    (tmp_path / "demo_operators.py").write_text(
+        "import torch\n"
+        "library = torch.library.Library('opreplay_demo', 'DEF')\n"
+        "library.define('twice(Tensor x) -> Tensor')\n"
+        "library.impl('twice', lambda x: x * 2, 'CompositeExplicitAutograd')\n")
+    (tmp_path / "program.py").write_text(
+        "import torch, replayfmt, demo_operators\n"
+        "with replayfmt.capture('demo.opreplay'):\n"
+        "    kept = torch.ops.opreplay_demo.twice(torch.ones(3))\n")
+    subprocess.run([sys.executable, "program.py"], cwd=tmp_path, check=True, timeout=120)
+    path = tmp_path / "demo.opreplay"
+    done = tools("run", path)
+    assert done.code == 1 and "opreplay_demo::twice.default does not exist" in done.err
+    run = subprocess.run(
+        [Path(sys.executable).with_name("opreplay-run"), "--allow-import=demo_operators", "demo.opreplay"],
+        cwd=tmp_path, env={"PYTHONPATH": str(tmp_path), "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
+        timeout=120)
+    assert run.returncode == 0 and "verified: bitwise" in run.stdout, run.stderr
+
+
+def test_names_cannot_steer_the_terminal(tmp_path: Path, tools: Tools) -> None:
+    hostile = "\x1b]0;owned\x07\x1b[2J\r\n‮\x9b31mexecute"
+    source = recorded(tmp_path, lambda: torch.ones(3).exp())
+
+    def change(signature: Signature) -> Signature:
+        args = tuple(Node(node.kind, node.name, hostile) if node.constant == "execute" else node
+                     for node in signature.args)
+        return replace(signature, args=args)
+
+    path = rewrite(source, tmp_path / "hostile.opreplay", signature=change, scope=lambda _name: hostile,
+                   kernel=lambda kernel: replace(kernel, name=f"aten::{hostile}") if kernel.name == "aten::exp"
+                   else kernel)
+    commands: list[tuple[Any, ...]] = [
+        ("run", path), ("run", "--keep-going", path), ("run", "--keep-going", "--format=jsonl", path),
+        ("benchmark", path), ("dump", path), ("dump", "--summary", path), ("check", path), ("trim", "--ops=0:1", path,
+                                                                                          tmp_path / "o.opreplay"),
+    ]
+    for command in commands:
+        done = tools(*command)
+        for text in (done.out, done.err):
+            assert not [line for line in text.splitlines() if not line.isprintable()], (command, text)
+            assert "\r" not in text
