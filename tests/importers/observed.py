@@ -78,8 +78,8 @@ class Written:
     def node(self, name: str, schema: str = "", inputs: list[Any] | None = None, outputs: list[Any] | None = None, *,
              number: int | None = None, parent: int = 2, scope: int = 0, thread: int = 1, **attributes: Any) -> int:
         """A node whose inputs and outputs are Traced tensors or plain values; returns its id."""
-        self._next += 1
-        number = self._next if number is None else number
+        number = self._next + 1 if number is None else number
+        self._next = max(self._next, number)
         values = {"rf_id": 0, "fw_parent": 0, "seq_id": -1, "scope": scope, "tid": thread, "fw_tid": 0,
                   "op_schema": schema, "kernel_backend": "", "kernel_file": "", "tensor_range": ""} | attributes
         self.nodes.append({

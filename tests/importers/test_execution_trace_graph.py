@@ -21,8 +21,8 @@ from .observed import ADD_, MM, RELU, Traced, Written
 
 LINEAR = "aten::linear(Tensor input, Tensor weight, Tensor? bias=None) -> Tensor"
 T = "aten::t(Tensor(a) self) -> Tensor(a)"
-EMPTY = ("aten::empty.memory_format(SymInt[] size, *, ScalarType? dtype=None, Layout? layout=None, Device? device=None, "
-         "bool? pin_memory=None, MemoryFormat? memory_format=None) -> Tensor")
+EMPTY = ("aten::empty.memory_format(SymInt[] size, *, ScalarType? dtype=None, Layout? layout=None, "
+         "Device? device=None, bool? pin_memory=None, MemoryFormat? memory_format=None) -> Tensor")
 CONVOLUTION = ("aten::convolution(Tensor input, Tensor weight, Tensor? bias, SymInt[] stride, SymInt[] padding, "
                "SymInt[] dilation, bool transposed, SymInt[] output_padding, SymInt groups) -> Tensor")
 CUDNN = ("aten::cudnn_convolution(Tensor self, Tensor weight, SymInt[] padding, SymInt[] stride, SymInt[] dilation, "
@@ -80,7 +80,8 @@ def test_the_switch_between_backends_gives_way_to_the_backend(tmp_path: Path) ->
     x, w, y = Traced(10, 20, [1, 2, 5, 5], device="cuda:0"), Traced(11, 21, [3, 2, 3, 3], device="cuda:0"), Traced(
         12, 22, [1, 3, 3, 3], device="cuda:0")
     trace.node("aten::cudnn_convolution", CUDNN, [x, w, [0, 0], [1, 1], [1, 1], 1, False, False, True], [y], parent=900)
-    trace.node("aten::convolution", CONVOLUTION, [x, w, None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1], [y], number=900)
+    trace.node("aten::convolution", CONVOLUTION, [x, w, None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1], [y],
+               number=900)
     assert graph(tmp_path, trace).names == ["aten::cudnn_convolution"]
     rewritten = graph(tmp_path, trace, rewrite="portable")
     assert rewritten.names == ["aten::convolution"]
