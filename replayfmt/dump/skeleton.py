@@ -62,6 +62,10 @@ class _Skeleton:
         taken = {argument.name for argument in schema.arguments} | {schema.base_name}
         self._function = _free(schema.base_name, {argument.name for argument in schema.arguments})
         self._original = _free("original", taken)
+        # Arguments that may come by a name that is a word of Python's, which no parameter can have.
+        self._words = [argument for argument in schema.arguments if iskeyword(argument.name)
+                       and (argument.keyword_only or argument.default is not None)]
+        self._others = _free("words", {*taken, self._original, *(f"{name}_" for name in taken)})
         self._groups = SignatureIndex(reader).groups({kernel_id})
 
     def text(self) -> str:
@@ -111,6 +115,8 @@ class _Skeleton:
         needed = [index for index, argument in enumerate(arguments)
                   if argument.default is None and not argument.keyword_only]
         for index, argument in enumerate(arguments):
+            if argument.keyword_only and argument in self._words:
+                continue
             if argument.keyword_only and not keyword_only:
                 keyword_only = True
                 yield "    *,"
@@ -123,17 +129,24 @@ class _Skeleton:
                 value = _default(argument.type, default)
                 none = " | None" if value == "None" and "None" not in hint else ""
                 yield f"    {self._parameter(argument)}: {hint}{none} = {value},"
+        if self._words:
+            yield f"    **{self._others}: object,"
 
     def _parameter(self, argument: SchemaArgument) -> str:
         if not iskeyword(argument.name):
             return argument.name
-        if argument.keyword_only or argument.default is not None:
-            raise ValueError(f"its argument {argument.name!r} is given by name, and is a word of Python's")
         return _free(argument.name, {other.name for other in self._schema.arguments})
 
     def _passed(self) -> list[str]:
-        return [f"{argument.name}={self._parameter(argument)}" if argument.keyword_only else self._parameter(argument)
-                for argument in self._schema.arguments]
+        passed = []
+        for argument in self._schema.arguments:
+            if argument in self._words and argument.keyword_only:
+                continue
+            value = self._parameter(argument)
+            if argument in self._words:
+                value = f'{self._others}.pop("{argument.name}", {value})'
+            passed.append(f"{argument.name}={value}" if argument.keyword_only else value)
+        return [*passed, f"**{self._others}"] if self._words else passed
 
     def _returned_hint(self) -> str:
         returns = self._schema.returns
