@@ -106,12 +106,14 @@ class _Chunk:
 def synthesize(target: torch.Tensor, seed: int, statistics: Statistics | None = None) -> None:
     """Fill a contiguous one-dimensional tensor of a floating or complex dtype, on any device. `seed`: unsigned 64 bits.
 
-    Without statistics, and for complex elements, the default law is used. `statistics` must be free of contradiction.
+    Without statistics the default law is used; those of complex elements are of both parts, and count elements.
+    `statistics` must be free of contradiction.
     """
+    elements, width = target.numel(), 1
     if target.dtype in _COMPLEX_PART:
-        target, statistics = _parts(target), None
-    wide = target.dtype is torch.float64
-    maker = _Maker(target.numel(), seed, statistics, target.dtype, np.float64 if wide else np.float32)
+        target, width = _parts(target), 2
+    carrier = np.float64 if target.dtype is torch.float64 else np.float32
+    maker = _Maker(elements, width, seed, statistics, target.dtype, carrier)
     start = 0
     for chunk in maker.chunks():
         end = start + len(chunk)
@@ -127,10 +129,11 @@ def _parts(target: torch.Tensor) -> torch.Tensor:
 
 
 class _Maker:
-    """Makes the chunks of one content."""
+    """Makes the chunks of one content, of elements that have `width` numbers each."""
 
-    def __init__(self, elements: int, seed: int, statistics: Statistics | None, dtype: torch.dtype,
+    def __init__(self, elements: int, width: int, seed: int, statistics: Statistics | None, dtype: torch.dtype,
                  carrier: type[np.floating]) -> None:
+        self._width = width
         self._elements, self._seed, self._statistics, self._carrier = elements, seed, statistics, carrier
         self._law = self._choose_law(dtype)
         self._chunks = list(self._divide())
@@ -189,15 +192,16 @@ class _Maker:
 
     def _make(self, chunk: _Chunk) -> np.ndarray:
         random = np.random.Generator(np.random.SFC64(np.random.SeedSequence([self._seed, chunk.index])))
-        values = np.empty(chunk.length, dtype=self._carrier)
+        values = np.empty(chunk.length * self._width, dtype=self._carrier)
         self._law.draw(random, values)
+        elements = values.reshape(chunk.length, self._width)
         special = sum(chunk.special)
         if special or chunk.ends:
             places = _places(random, chunk.length, special + len(chunk.ends))
             at = 0
             for count, value in zip((*chunk.special, *(1 for _ in chunk.ends)),
                                     (0.0, math.nan, math.inf, -math.inf, *chunk.ends), strict=True):
-                values[places[at : at + count]] = value
+                elements[places[at : at + count]] = value
                 at += count
         return values
 

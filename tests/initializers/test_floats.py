@@ -102,6 +102,17 @@ def test_complex_elements_have_two_parts_of_the_default_law(dtype: torch.dtype) 
     assert float(parts.std()) == pytest.approx(DEFAULT_STD, rel=0.05)
 
 
+def test_complex_elements_follow_the_statistics_of_both_parts() -> None:
+    known = Statistics(0.5, 2.0, -6.0, 7.0, zeros=100, nans=3, positive_infinities=2, negative_infinities=1)
+    made = filled(torch.empty(50_000, dtype=torch.complex64), known)
+    parts = torch.view_as_real(made)
+    assert int((parts == 0).all(-1).sum()) == 100 and int(parts.isnan().any(-1).sum()) == 3
+    assert int((parts == math.inf).any(-1).sum()) == 2 and int((parts == -math.inf).any(-1).sum()) == 1
+    finite = parts[parts.isfinite()]
+    assert float(finite.min()) == -6 and float(finite.max()) == 7
+    assert float(finite.mean()) == pytest.approx(0.5, abs=0.05) and float(finite.std()) == pytest.approx(2, rel=0.05)
+
+
 def test_exponents_alone_are_never_zero_or_nan() -> None:
     made = filled(torch.empty(1000, dtype=torch.float8_e8m0fnu), None).float()
     assert made.isfinite().all() and (made > 0).all()

@@ -12,7 +12,7 @@ import numpy as np
 
 from replayfmt.format.codes import RecordKind
 from replayfmt.format.columns import RecordColumns
-from replayfmt.format.model import Device, Kernel, Record, Session, Signature
+from replayfmt.format.model import Device, Kernel, Recipe, Record, Session, Signature
 from replayfmt.format.reader import CaptureReader, open_capture
 from replayfmt.format.writer import CaptureWriter
 
@@ -29,7 +29,7 @@ def rewrite(source: Path, target: Path, *, change: Change | None = None,
             session: dict[str, Any] | None = None, records: int | None = None, drop_results_of: int | None = None,
             storage_bytes: int | None = None, tensor_offset: int | None = None, close: bool = True,
             prepare: Callable[[CaptureReader, CaptureWriter], None] | None = None,
-            births: Births | None = None) -> Path:
+            births: Births | None = None, recipe: Callable[[Recipe], Recipe] | None = None) -> Path:
     """Copy a capture, changed. `records` stops after that many; without `close` it is left as a killed recorder would.
 
     The op at `drop_results_of` loses its result tensors, for a `signature` that takes them away. `storage_bytes` and
@@ -61,6 +61,9 @@ def rewrite(source: Path, target: Path, *, change: Change | None = None,
         for info in reader.payloads:
             content = bytes(reader.payload(info.id))
             writer.payload(payload(info.id, content) if payload else content)
+        for known in reader.recipes[1:]:
+            assert known is not None
+            writer.recipe(recipe(known) if recipe else known)
         if prepare is not None:
             prepare(reader, writer)
         stop = reader.record_count if records is None else records
