@@ -25,7 +25,7 @@ from replayfmt.format.writer import CaptureWriter
 from .file_mappings import FileMappings, MappedRange, identity_of
 from .known_files import KnownFile, KnownFiles, format_of, hash_of_range, look_at
 from .options import CaptureOptions
-from .storage_content import content_hash, embed
+from .storage_content import content_hash, embed, is_monotonous
 
 DIGESTING = "file-digest"  # what the names of the threads that hash files begin with
 _PROGRESS_FROM_BYTES = 1 << 30
@@ -111,7 +111,11 @@ class ExternalFiles:
     # ------------------------------------------------------------------------------------------------------ by content
 
     def _named(self, storage: torch.UntypedStorage, length: int) -> tuple[KnownFile, int] | None:
-        return self._known.find(length, content_hash(storage)) if self._known.has_length(length) else None
+        if not self._known.has_length(length):
+            return None
+        if self._policy == "fail" and is_monotonous(storage):
+            return None  # a counter at zero comes from nowhere in particular
+        return self._known.find(length, content_hash(storage))
 
     def _by_filename(self, storage: torch.UntypedStorage, length: int) -> tuple[KnownFile, int] | None:
         """The file that a storage says it was made from, where it has the same bytes."""

@@ -19,6 +19,16 @@ def embed(writer: CaptureWriter, storage: torch.UntypedStorage) -> int:
     return call_undispatched(_embed, writer, storage)
 
 
+def is_monotonous(storage: torch.UntypedStorage) -> bool:
+    """Whether all its bytes are the same."""
+    return call_undispatched(_is_monotonous, storage)
+
+
+def _is_monotonous(storage: torch.UntypedStorage) -> bool:
+    content = storage_bytes(storage)
+    return content[1:] == content[:-1]
+
+
 def _hash(storage: torch.UntypedStorage) -> int:
     return xxhash.xxh3_128_intdigest(storage_bytes(storage))
 

@@ -157,6 +157,14 @@ def test_known_files_can_be_forbidden(capture: Capture, saved: Path, weights: We
     assert set(origins(capture(program(anonymous), files=[saved], file_policy="fail"))) == {"payload"}
 
 
+def test_zeros_are_not_taken_for_those_of_a_forbidden_file(capture: Capture, tmp_path: Path) -> None:
+    path = tmp_path / "counters.safetensors"
+    save_file({"batches": torch.zeros(1, dtype=torch.int64)}, path)
+    counter = torch.zeros(1, dtype=torch.int64)
+    assert origins(capture(lambda: counter + 1, files=[path], file_policy="fail")) == ["payload"]
+    assert origins(capture(lambda: counter + 1, files=[path])) == ["external_file"]
+
+
 def test_the_program_goes_on_where_a_known_file_is_forbidden(saved: Path, tmp_path: Path) -> None:
     import replayfmt
 
