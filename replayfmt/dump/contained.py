@@ -16,6 +16,7 @@ from replayfmt.format.codes import RecordKind, ValueKind
 from replayfmt.format.reader import CaptureReader
 from replayfmt.format.redaction import has_path, has_stack, users_in
 
+_AT_ONCE = 1024
 _NUMBERS = (ValueKind.bool, ValueKind.int, ValueKind.float, ValueKind.complex)
 
 
@@ -47,7 +48,11 @@ def contained(reader: CaptureReader) -> Contained:
     session = reader.session
     file_paths = {file.path for file in reader.files[1:]}
     texts = [text for text in (*reader.definitions.strings[1:], *_session_texts(reader)) if text]
-    users = {user for text in texts for user in users_in(text)}
+    # A capture may have very many texts, of which hardly any tells anything: look at many at once first.
+    pages = ["\n".join(texts[first:first + _AT_ONCE]) for first in range(0, len(texts), _AT_ONCE)]
+    telling = [text for number, page in enumerate(pages) if has_path(page) or has_stack(page) or users_in(page)
+               for text in texts[number * _AT_ONCE:(number + 1) * _AT_ONCE]]
+    users = {user for text in telling for user in users_in(text)}
     nodes = _Nodes(reader)
     return Contained(
         content_bytes=reader.summary.storage_payload_bytes,
@@ -57,8 +62,8 @@ def contained(reader: CaptureReader) -> Contained:
         recipe_statistics=int(np.count_nonzero(reader.definitions.column("recipe_statistics"))),
         argument_strings=nodes.distinct_texts(ValueKind.string), scope_names=len(reader.scopes) - 1,
         opaque_descriptions=nodes.distinct_texts(ValueKind.opaque), external_file_paths=len(file_paths),
-        other_paths=sum(has_path(text) for text in texts if text not in file_paths),
-        stacks=sum(map(has_stack, texts)), host_name=session.host is not None, user_names=tuple(sorted(users)),
+        other_paths=sum(has_path(text) for text in telling if text not in file_paths),
+        stacks=sum(map(has_stack, telling)), host_name=session.host is not None, user_names=tuple(sorted(users)),
         working_directory=session.working_directory is not None, command_line=bool(session.argv))
 
 

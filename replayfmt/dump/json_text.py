@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 EXACT = 2**53
+# In text that json.dumps made: what `encode` may write otherwise.
+_UNLIKE = re.compile(r"NaN|Infinity|[0-9]{16}|\\ud[89a-f]")
 
 
 def quote(text: str) -> str:
@@ -43,6 +46,12 @@ def number(value: float) -> str:
     if math.isfinite(value):
         return repr(value)
     return '"NaN"' if math.isnan(value) else '"Infinity"' if value > 0 else '"-Infinity"'
+
+
+def encode_fast(value: Any) -> str:
+    """`encode`, for values that come by the million."""
+    text = json.dumps(value, separators=(",", ":"))
+    return encode(value) if _UNLIKE.search(text) else text
 
 
 def encode(value: Any) -> str:

@@ -14,7 +14,7 @@ from replayfmt.format.codes import DType, Layout, MemoryFormat, RecordKind, Tens
 from replayfmt.format.model import Node, Signature, TensorMeta
 from replayfmt.format.reader import CaptureReader, RecordFrame
 
-from .json_text import encode, integer, integers, number, quote
+from .json_text import encode, encode_fast, integer, integers, number, quote
 from .templates import Hole, Piece, Slot
 from .values import Columns, Cursor, Dialect, Made, device_slot, scope_path
 
@@ -81,7 +81,7 @@ class JsonLines(Dialect):
                 for value in column.tolist()]
 
     def annotations(self, ids: list[int]) -> list[str]:
-        known = {number: f',"annotation":{encode(self.reader.annotation(number))}' if number else ""
+        known = {number: f',"annotation":{encode_fast(self.reader.annotation(number))}' if number else ""
                  for number in set(ids)}
         return [known[number] for number in ids]
 

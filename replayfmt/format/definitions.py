@@ -38,6 +38,7 @@ T = TypeVar("T")
 
 _COLUMN_NAMES = (*(name for names in FAMILIES.values() for name in names), *META_COLUMNS, *NODE_COLUMNS)
 _SLOTS = slots_by_kind()
+_KEPT_ANNOTATIONS = 4096
 
 
 class Lazy(Sequence[T], Generic[T]):
@@ -210,6 +211,8 @@ class Frozen:
             if not isinstance(known, dict) or nested_deeper(known, MAX_NESTING):
                 raise InvalidCapture(f"{self._path}: annotation {number} is not a JSON object that is nested at most "
                                      f"{MAX_NESTING} deep")
+            if len(self._annotations) >= _KEPT_ANNOTATIONS:
+                self._annotations.clear()  # many records may each have one of their own
             self._annotations[number] = known
         return known
 

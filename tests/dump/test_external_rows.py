@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from replayfmt.dump.files import state
+from replayfmt.dump.json_text import encode, encode_fast
 from replayfmt.dump.selection import Selection
 from replayfmt.dump.stream import jsonl_chunks, text_chunks
 from replayfmt.format.codes import DType, OpStatus, RecordKind, StorageOrigin
@@ -282,3 +283,26 @@ def test_a_host_read_without_its_value_is_no_digest(tmp_path: Path, every: Path)
     b.record(Signature(RecordKind.host_read, (Node(V.string, "method", "tolist"), Node(V.tensor, "tensor"))), [tensor])
     b.frame()
     assert summary(b.close())["contains"]["digests"] == 0
+
+
+def test_annotations_are_written_fast_and_without_loss() -> None:
+    for value in ({"captured_ordinal": 17}, {"a": [1.5, None, True, "é\ud800 \ud83d\ude00 NaN"]}, {"n": 10**15},
+                  {"n": 2**53 + 1}, {"n": 10**4000}, {"n": [float("inf"), float("nan")]}, {"Infinity": -(2**60)},
+                  {"x": 1e300, "\udc80": {"y": ()}}):
+        assert json.loads(encode_fast(value)) == json.loads(encode(value))
+        json.loads(encode_fast(value), parse_constant=pytest.fail)
+
+
+def test_what_tells_is_found_among_very_many_texts(tmp_path: Path) -> None:
+    b = Builder(tmp_path / "a.opreplay", ANONYMOUS)
+    cpu = b.writer.device(Device("cpu"))
+    for number in range(5000):
+        b.record(Signature(RecordKind.synchronize, (Node(V.device, "device", cpu),)), annotation=b.writer.annotation(
+            {"captured_ordinal": number} | ({"assumed": ["made in /srv/x.py:3"]} if number in (0, 2047, 4999) else {})))
+    b.frame()
+    path = b.close()
+    contains = summary(path)["contains"]
+    assert (contains["other_paths"], contains["stacks"], summary(path)["annotated"]) == (3, 3, 5000)
+    with open_capture(path) as reader:
+        said = [record.annotation["captured_ordinal"] for record in reader.records() if record.annotation]
+    assert said == list(range(5000)) == [row["annotation"]["captured_ordinal"] for row in rows(path, "synchronize")]
