@@ -42,8 +42,8 @@ class Portable:
             rule(calls, given, results)
         except CannotRewrite as error:
             return str(error)
-        except (KeyError, TypeError, IndexError) as error:
-            return f"{kernel.qualified_name}: its arguments are not those known here ({type(error).__name__}: {error})"
+        except KeyError as error:
+            return f"{kernel.qualified_name}: the trace does not have its argument {error}"
         instead = " + ".join(dict.fromkeys(made.name for made, _given, _results in calls.made))
         return Rewritten(calls.made, "portable", f"{kernel.name} by {instead}")
 

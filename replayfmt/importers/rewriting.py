@@ -66,9 +66,9 @@ class Calls:
         self.made.append((found, given, results))
         return results
 
-    def one(self, name: str, **arguments: Any) -> Tensor:
+    def one(calls, name: str, /, **arguments: Any) -> Tensor:  # operators have arguments called self
         """A call that returns one new tensor."""
-        (result,) = self.call(name, arguments)
+        (result,) = calls.call(name, arguments)
         assert isinstance(result, Tensor)
         return result
 
