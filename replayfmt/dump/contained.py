@@ -17,6 +17,7 @@ from replayfmt.format.reader import CaptureReader
 from replayfmt.format.redaction import has_path, has_stack, users_in
 
 _AT_ONCE = 1024
+_MARKS = ("/", "\\", "~", ".py", ".c", ".h")   # every path and every place in a program has one of them
 _NUMBERS = (ValueKind.bool, ValueKind.int, ValueKind.float, ValueKind.complex)
 
 
@@ -50,7 +51,7 @@ def contained(reader: CaptureReader) -> Contained:
     texts = [text for text in (*reader.definitions.strings[1:], *_session_texts(reader)) if text]
     # A capture may have very many texts, of which hardly any tells anything: look at many at once first.
     pages = ["\n".join(texts[first:first + _AT_ONCE]) for first in range(0, len(texts), _AT_ONCE)]
-    telling = [text for number, page in enumerate(pages) if has_path(page) or has_stack(page) or users_in(page)
+    telling = [text for number, page in enumerate(pages) if _may_tell(page)
                for text in texts[number * _AT_ONCE:(number + 1) * _AT_ONCE]]
     users = {user for text in telling for user in users_in(text)}
     nodes = _Nodes(reader)
@@ -65,6 +66,11 @@ def contained(reader: CaptureReader) -> Contained:
         other_paths=sum(has_path(text) for text in telling if text not in file_paths),
         stacks=sum(map(has_stack, telling)), host_name=session.host is not None, user_names=tuple(sorted(users)),
         working_directory=session.working_directory is not None, command_line=bool(session.argv))
+
+
+def _may_tell(page: str) -> bool:
+    """Whether a path, a stack or a user can be in a text. The plain marks are looked for first: that takes no time."""
+    return any(map(page.__contains__, _MARKS)) and (has_path(page) or has_stack(page) or bool(users_in(page)))
 
 
 def _session_texts(reader: CaptureReader) -> Iterator[str]:
