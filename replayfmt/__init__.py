@@ -11,6 +11,8 @@ from replayfmt.errors import OpReplayError, ReplayMismatch, ReplayRefused
 
 if TYPE_CHECKING:
     from replayfmt.api import Capture, open
+    from replayfmt.importers.importing import import_trace
+    from replayfmt.pytorch.op_libraries import register_op_library
     from replayfmt.recording.recorder import Recorder, capture, scope
     from replayfmt.replay.plan import Plan
     from replayfmt.replay.substitution.requests import Substitution
@@ -24,7 +26,9 @@ __all__ = [
     "ReplayRefused",
     "Substitution",
     "capture",
+    "import_trace",
     "open",
+    "register_op_library",
     "scope",
 ]
 
@@ -35,6 +39,8 @@ _HOME = {
     "capture": "replayfmt.recording.recorder",
     "scope": "replayfmt.recording.recorder",
     "Plan": "replayfmt.replay.plan",
+    "import_trace": "replayfmt.importers.importing",
+    "register_op_library": "replayfmt.pytorch.op_libraries",
     "Substitution": "replayfmt.replay.substitution.requests",
 }
 

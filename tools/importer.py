@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from replayfmt.errors import CaptureFailed, OutputExists, UsageError
+from replayfmt.errors import CaptureFailed, OutputExists
 
 from .command import run_tool, tool
 
@@ -34,7 +34,8 @@ _LEVELS = ("auto", "leaf", "launching", "root")
 @click.option("--unique", is_flag=True, help="Keep one of each call (operator, types, shapes, strides, values), with "
               "its count and its mean times.")
 @click.option("--rewrite", type=click.Choice(["none", "portable"]), default="none", show_default=True,
-              help="Execution traces: replace operators that only one device has by portable ones.")
+              help="Put operators that every device has in the place of those that only the traced device has, each "
+                   "one reported: cuDNN's and MIOpen's, fused attention.")
 @click.option("--op-library", "op_libraries", multiple=True, metavar="NAMESPACE=MODULE",
               help="Import MODULE where an operator of NAMESPACE is needed. Repeatable.")
 @click.option("--allow-import", "allowed", multiple=True, metavar="NAME",
@@ -76,33 +77,15 @@ def cli(trace: str, output: str, kind: str, level: str, unique: bool, rewrite: s
 def _import(trace: str, output: str, kind: str, level: str, unique: bool, rewrite: str, op_libraries: tuple[str, ...],
             allowed: tuple[str, ...], force: bool, on_bytes: Callable[[int, int], None] | None,
             on_record: Callable[[int, int], None] | None) -> ImportReport:
-    from replayfmt.importers.sniffing import sniff
+    from replayfmt.importers.importing import import_trace
     from replayfmt.pytorch.op_libraries import OpLibraries, parse_op_library
 
     libraries = OpLibraries(allowed)
     for each in op_libraries:
         libraries.register(*parse_op_library(each))
-    found = sniff(trace) if kind == "auto" else kind
-    common: dict[str, Any] = {"libraries": libraries, "force": force, "progress": on_bytes}
-    if unique and found != "kineto":
-        raise UsageError(f"--unique is for profiler traces; {trace} is of kind {found}")
-    if rewrite != "none" and found != "execution-trace":
-        raise UsageError(f"--rewrite={rewrite} is for execution traces; {trace} is of kind {found}")
-    if found == "kineto":
-        from replayfmt.importers.kineto import KinetoOptions, import_kineto
-
-        options = KinetoOptions(level, unique)  # type: ignore[arg-type]
-        return import_kineto(trace, output, options=options, on_record=on_record, **common)
-    if found == "execution-trace":
-        from replayfmt.importers.execution_trace import import_execution_trace
-
-        level = {"auto": "deepest"}.get(level, level)
-        return import_execution_trace(trace, output, rewrite=rewrite, level=level, **common)  # type: ignore[arg-type]
-    from replayfmt.importers.tracelens import import_tracelens
-
-    if level != "auto":
-        raise UsageError(f"--level={level} is for traces; TraceLens IR lists single calls")
-    return import_tracelens(trace, output, **common)
+    choices: dict[str, Any] = {"kind": kind, "level": level, "rewrite": rewrite}
+    return import_trace(trace, output, **choices, unique=unique, libraries=libraries, force=force, progress=on_bytes,
+                        on_record=on_record)
 
 
 def _write_report(path: str, report: ImportReport) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -26,6 +26,7 @@ from .kineto_events import Events, OpKind
 from .kineto_tree import LEVELS, Facts, Level, Role, Selection, Tree, build, select
 from .kineto_writing import Trace, write
 from .operators import Operators
+from .portable import Portable
 from .report import ImportReport
 from .synthesis import ImportedSession, imported_session
 from .trace_files import Progress, TraceFile
@@ -45,10 +46,12 @@ _IDLE = frozenset({
 
 @dataclass(frozen=True)
 class KinetoOptions:
-    """How to import. `level`: which operators stand for the work; `unique`: one record for each different call."""
+    """How to import. `level`: which operators stand for the work; `unique`: one record for each different call;
+    `rewrite`: `portable` puts operators that every device has in the place of those that only the traced one has."""
 
     level: Level = "auto"
     unique: bool = False
+    rewrite: Literal["none", "portable"] = "none"
 
 
 def import_kineto(path: str | PathLike[str], out: str | PathLike[str], *, libraries: OpLibraries | None = None,
@@ -79,7 +82,7 @@ def import_kineto(path: str | PathLike[str], out: str | PathLike[str], *, librar
     report = ImportReport(Path(path).name, "kineto", problems=problems)
     _count(report, events, tree, selection, facts, level)
     trace = Trace(events, tree, selection, facts, Calls(operators, events.kinds), devices(events, report),
-                  options.unique, level)
+                  options.unique, Portable() if options.rewrite == "portable" else None)
     session = imported_session("kineto", Path(path).name, **_session_fields(events, level, options))
     with ImportedSession(out, session, force=force) as writing:
         write(trace, writing, report, on_record)
@@ -150,7 +153,8 @@ def _session_fields(events: Events, level: Level, options: KinetoOptions) -> dic
         "world_size": world if isinstance(world, int) and world >= 1 else 1,
         "libraries": libraries,
         "torch_version": version if isinstance(version, str) else None,
-        "policies": {"results": "inferred", "import_level": level, "import_unique": options.unique},
+        "policies": {"results": "inferred", "import_level": level, "import_unique": options.unique,
+                     "import_rewrite": options.rewrite},
     }
 
 

@@ -18,8 +18,10 @@ from .kineto_arguments import has_lists
 from .kineto_calls import Call, Calls, Hints, Placement
 from .kineto_events import Events, OpKind, WorkKind
 from .kineto_tree import Facts, Role, Selection, Tree
+from .portable import Portable
 from .report import Entry, ImportReport
 from .results import realize
+from .rewriting import Rewritten
 from .synthesis import ImportedSession, Moment
 from .values import Tensor, plain_tensor
 
@@ -28,7 +30,8 @@ _SHOWN_KERNELS = 256       # of one record; the rest is counted
 
 @dataclass
 class Trace:
-    """What is written: events, their tree and the choice among them. `devices` by the number that events give them."""
+    """What is written: events, their tree and the choice among them. `devices` by the number that events give them,
+    `portable` where operators of one device alone are to be replaced."""
 
     events: Events
     tree: Tree
@@ -37,7 +40,7 @@ class Trace:
     calls: Calls
     devices: Mapping[int, Device]
     unique: bool
-    level: str
+    portable: Portable | None
 
 
 @dataclass
@@ -227,10 +230,34 @@ class _Writing:
         where = next((tensor.meta.device for tensor in tensors if tensor.meta.sizes), None)
         where = where if where is not None else tensors[0].meta.device if tensors else self._factory_device(call)
         results = realize(call.results, tensors, where)
-        ordinal = self.session.op(call.operator.kernel(), arguments, results, moment, annotation)
+        kernel = call.operator.kernel()
+        rewritten = self.trace.portable.rewrite(kernel, arguments, results) if self.trace.portable is not None else None
+        if isinstance(rewritten, str):
+            annotation["not_rewritten"] = rewritten
+        if isinstance(rewritten, Rewritten):
+            ordinal = self._rewritten(rewritten, moment, annotation)
+        else:
+            ordinal = self.session.op(kernel, arguments, results, moment, annotation)
         storages = [tensor.storage for tensor in (*tensors, *_tensors(results)) if tensor.storage is not None]
         self.session.release(list(dict.fromkeys(storages)), replace(moment, device_duration_ns=None, duration_ns=None))
         return ordinal
+
+    def _rewritten(self, rewritten: Rewritten, moment: Moment, annotation: dict[str, Any]) -> int:
+        """Write what takes a call's place; the first has the call's times and device work. Returns its ordinal."""
+        annotation["import"] = "inferred"
+        annotation["rewritten"] = rewritten.what
+        annotation["assumed"] = [*annotation.get("assumed", ()), rewritten.note]
+        if rewritten.sentence not in self.report.notes:
+            self.report.notes.append(rewritten.sentence)
+        first: int | None = None
+        for kernel, arguments, results in rewritten.calls:
+            ordinal = self.session.op(kernel, arguments, results, moment, annotation)
+            if first is None:
+                first = ordinal
+                moment = replace(moment, duration_ns=None, device_duration_ns=None)
+                annotation = {key: annotation[key] for key in ("import", "rewritten", "assumed")}
+        assert first is not None
+        return first
 
     def _factory_device(self, call: Call) -> int:
         named = next((value.name for name, value in call.arguments if name == "device" and value is not None), None)

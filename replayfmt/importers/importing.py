@@ -1,0 +1,57 @@
+"""One function for every kind of trace: look into the file, import it by its kind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from os import PathLike
+from typing import Literal
+
+from replayfmt.errors import UsageError
+from replayfmt.pytorch.op_libraries import OpLibraries
+
+from .report import ImportReport
+from .sniffing import KINDS, TraceKind, sniff
+from .trace_files import Progress
+
+LEVELS = ("auto", "leaf", "launching", "root")
+
+
+def import_trace(path: str | PathLike[str], out: str | PathLike[str], *, kind: TraceKind | Literal["auto"] = "auto",
+                 level: Literal["auto", "leaf", "launching", "root"] = "auto", unique: bool = False,
+                 rewrite: Literal["none", "portable"] = "none", libraries: OpLibraries | None = None,
+                 force: bool = False, progress: Progress | None = None,
+                 on_record: Callable[[int, int], None] | None = None) -> ImportReport:
+    """Make the capture `out` of another tool's trace, and report what of it is exact, inferred or missing.
+
+    `kind` says what made the trace, `auto` looks into the file. `level` chooses the operators that stand for the work,
+    `unique` keeps one of each call with its count (profiler traces), `rewrite="portable"` puts operators that every
+    device has in the place of those that only the traced device has. `libraries` says which operator libraries may be
+    imported. `progress(bytes read, bytes)` and `on_record(records written, records)` are told how far it is.
+
+    Raises CaptureNotFound and InvalidCapture for a trace that cannot be read at all, UsageError for options that its
+    kind does not have, OutputExists and CaptureFailed where `out` cannot be written.
+    """
+    if kind != "auto" and kind not in KINDS:
+        raise UsageError(f"kind={kind!r}: expected auto or one of {', '.join(KINDS)}")
+    if level not in LEVELS:
+        raise UsageError(f"level={level!r}: expected one of {', '.join(LEVELS)}")
+    libraries = libraries or OpLibraries()
+    found = sniff(path) if kind == "auto" else kind
+    if found == "kineto":
+        from .kineto import KinetoOptions, import_kineto
+
+        return import_kineto(path, out, options=KinetoOptions(level, unique, rewrite), libraries=libraries, force=force,
+                             progress=progress, on_record=on_record)
+    if unique:
+        raise UsageError(f"--unique is for profiler traces; {path} is of kind {found}")
+    if found == "execution-trace":
+        from .execution_trace import import_execution_trace
+
+        return import_execution_trace(path, out, level="root" if level == "root" else "deepest", rewrite=rewrite,
+                                      libraries=libraries, force=force, progress=progress)
+    from .tracelens import import_tracelens
+
+    for flag, value, default in (("level", level, "auto"), ("rewrite", rewrite, "none")):
+        if value != default:
+            raise UsageError(f"--{flag}={value} is for traces; {path} is TraceLens IR, which lists single calls")
+    return import_tracelens(path, out, libraries=libraries, force=force, progress=progress)
