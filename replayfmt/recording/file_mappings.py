@@ -28,6 +28,11 @@ _MAPS = "/proc/self/maps"
 _MOUNTS = "/proc/self/mountinfo"
 # They update the time of modification when a clean page of a shared mapping is written.
 _TELLING = frozenset({"ext2", "ext3", "ext4", "xfs", "btrfs", "f2fs"})
+# A mapping of a file and the file under its name are one and the same memory there. Not so in layers (overlayfs), where
+# the first write to a file makes a copy that takes over its name and its numbers; others are not known.
+_ONE = _TELLING | {"tmpfs", "ramfs"}
+_CLOCK_S = 2  # how far the kernel's idea of when a process started may be off
+_CHUNK_BYTES = 4 << 20
 
 Bytes = Callable[[int, int], memoryview]
 
@@ -181,7 +186,9 @@ class FileMappings:
         if status is None or offset + length > status.st_size:
             return None
         found = MappedRange(mapping.path, address, length, offset, status.st_size, identity_of(status), mapping)
-        return found if mapping.shared or _untouched(found) else None
+        if not mapping.shared and not _untouched(found):
+            return None
+        return found if _is_current(found, status) else None
 
     def keep(self, found: MappedRange, alive: Callable[[], object | None]) -> None:
         """`alive` gives something but None for as long as the memory of a range stays mapped."""
@@ -202,7 +209,7 @@ def _writes_show(mapping: Mapping, mappings: list[Mapping]) -> bool:
     if not writers:
         return True
     status = _file_behind(mapping)
-    return (status is not None and _tells_of_writes(status.st_dev)
+    return (status is not None and _file_system(status.st_dev) in _TELLING
             and all(dirty(writer.start) is False for writer in writers))
 
 
@@ -259,19 +266,43 @@ def _file_behind(mapping: Mapping) -> os.stat_result | None:
     return status if files == [mapping.file] else None
 
 
-def _tells_of_writes(device: int) -> bool:
-    """Whether a write through shared memory shows in a file's status, on the file system with this device number."""
+def _is_current(found: MappedRange, status: os.stat_result) -> bool:
+    """Whether the mapped file is what its name leads to, bytes included. They are compared only where they can differ:
+    on file systems not known to keep them one, and if the file was touched while this process ran."""
+    if _file_system(status.st_dev) in _ONE:
+        return True
+    started = _process_start()
+    if started is not None and max(status.st_mtime, status.st_ctime) < started - _CLOCK_S:
+        return True
+    step = range(found.address, found.address + found.bytes, _CHUNK_BYTES)
+    return all(_same_as_file(found, low, min(low + _CHUNK_BYTES, found.address + found.bytes)) for low in step)
+
+
+def _process_start() -> float | None:
+    """When this process started, in seconds since 1970; None where the system does not tell."""
+    try:
+        with open("/proc/self/stat", "rb") as file:
+            ticks = int(file.read().rpartition(b")")[2].split()[19])
+        with open("/proc/stat", "rb") as file:
+            booted = next(int(line.split()[1]) for line in file if line.startswith(b"btime "))
+    except (OSError, ValueError, IndexError, StopIteration):
+        return None
+    return booted + ticks / os.sysconf("SC_CLK_TCK")
+
+
+def _file_system(device: int) -> str | None:
+    """The type of the file system with this device number, where it can be told."""
     wanted = f"{os.major(device)}:{os.minor(device)}"
     try:
         with open(_MOUNTS, encoding="utf-8", errors="surrogateescape") as file:
             lines = file.read().splitlines()
     except OSError:
-        return False
+        return None
     for line in lines:
         fields, _, described = line.partition(" - ")
         if fields.split()[2] == wanted:
-            return described.split()[0] in _TELLING
-    return False
+            return described.split()[0]
+    return None
 
 
 def _runs(flags: np.ndarray) -> list[tuple[int, int]]:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import mmap
 import os
 import shutil
+import subprocess
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +20,7 @@ from replayfmt.recording.file_mappings import FileMappings, MappedRange, read_ma
 from replayfmt.recording.pages import PAGE, written_pages
 
 LENGTH = 8 * PAGE
+TELLS = file_mappings._file_system(os.stat(tempfile.gettempdir()).st_dev) in file_mappings._TELLING
 pytestmark = pytest.mark.skipif(not os.path.exists("/proc/self/maps"), reason="the system does not tell of mappings")
 
 
@@ -114,7 +118,7 @@ def test_a_read_only_shared_mapping_is_the_files(path: Path) -> None:
     assert FileMappings().find(array.ctypes.data, LENGTH) is not None
 
 
-@pytest.mark.skipif(not file_mappings._tells_of_writes(os.stat("/tmp").st_dev), reason="the file system tells nothing")
+@pytest.mark.skipif(not TELLS, reason="the file system of temporary files does not tell of writes to mappings")
 def test_a_shared_mapping_is_the_files_until_it_is_written(path: Path) -> None:
     with open(path, "rb") as file:
         os.fsync(file.fileno())
@@ -227,6 +231,45 @@ def test_a_file_with_other_numbers_than_its_mapping_is_recognized(path: Path, mo
     shutil.copy(path, path.with_name("copy"))
     os.replace(path.with_name("copy"), path)
     assert find(storage) is None
+
+
+def test_in_layers_a_copy_that_took_over_the_name_is_another_file(tmp_path: Path) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("only root can mount layers")
+    names = ("lower", "upper", "work", "merged")
+    lower, upper, work, merged = (tmp_path / name for name in names)
+    for folder in (lower, upper, work, merged):
+        folder.mkdir()
+    for name in ("kept", "written"):
+        (lower / name).write_bytes(bytes(LENGTH))
+    options = f"lowerdir={lower},upperdir={upper},workdir={work}"
+    done = subprocess.run(["mount", "-t", "overlay", "overlay", "-o", options, merged], capture_output=True)
+    if done.returncode:
+        pytest.skip("layers cannot be mounted here")
+    try:
+        kept, written = mapped(merged / "kept"), mapped(merged / "written")
+        with open(merged / "written", "r+b") as file:  # makes the copy
+            file.write(b"other")
+        assert find(kept) is not None
+        assert find(written) is None and written[0] == 0
+        del kept, written
+    finally:
+        gc.collect()
+        subprocess.run(["umount", "-l", merged], check=True)
+
+
+def test_a_file_that_was_touched_lately_is_compared_where_mapping_and_name_may_differ(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compared: list[int] = []
+    original = file_mappings._same_as_file
+    monkeypatch.setattr(file_mappings, "_same_as_file", lambda *args: compared.append(1) or original(*args))
+    monkeypatch.setattr(file_mappings, "_file_system", lambda device: "fuse")
+    storage = mapped(path)
+    assert find(storage) is not None and compared
+    compared.clear()
+    monkeypatch.setattr(file_mappings, "_process_start", lambda: path.stat().st_ctime + 60)
+    assert find(storage) is not None and not compared
 
 
 def test_gigabytes_are_not_read(tmp_path: Path) -> None:
