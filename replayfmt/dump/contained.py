@@ -17,7 +17,7 @@ from replayfmt.format.reader import CaptureReader
 from replayfmt.format.redaction import has_path, has_stack, users_in
 
 _AT_ONCE = 1024
-_MARKS = ("/", "\\", "~", ".py", ".c", ".h")   # every path and every place in a program has one of them
+_MARKS = ("/", "\\", "~", ".py", ".c", ".h", 'File "')   # every path and every place in a program has one of them
 _NUMBERS = (ValueKind.bool, ValueKind.int, ValueKind.float, ValueKind.complex)
 
 

@@ -11,6 +11,7 @@ from opreplay_tools import dump
 
 from replayfmt.format.check import check_capture
 from replayfmt.format.codes import RecordKind, StorageOrigin, ValueKind
+from replayfmt.format.external import OpenedFile, validate
 from replayfmt.format.reader import open_capture
 from replayfmt.format.recover import recover_capture
 
@@ -20,7 +21,18 @@ CAPTURES = sorted(GOLDEN.glob("*.opreplay"))
 
 def test_there_are_golden_captures() -> None:
     assert {path.name for path in CAPTURES} >= {
-        "everything-1.0.opreplay", "recovered-1.0.opreplay", "step-1.0.opreplay"}
+        "everything-1.0.opreplay", "recovered-1.0.opreplay", "step-1.0.opreplay", "everything-1.1.opreplay",
+        "recovered-1.1.opreplay", "reference-1.1.opreplay"}
+
+
+def test_the_file_of_a_golden_capture_is_known_by_its_digest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(GOLDEN)
+    with open_capture(GOLDEN / "reference-1.1.opreplay") as reader:
+        (file,) = reader.files[1:]
+        assert validate(file, file.path, False) is None
+        with OpenedFile(file.path) as opened:
+            for place in reader.ranges[1:]:
+                assert len(opened.map(place.offset, place.bytes)) == place.bytes
 
 
 @pytest.mark.parametrize("path", CAPTURES, ids=lambda path: path.stem)
