@@ -28,12 +28,13 @@ from .arguments import (
     Reader,
     Recorded,
     TensorSpec,
+    fits,
     of_list,
     of_value,
     parse,
 )
 from .json_stream import JsonStream
-from .operators import Choice, Operators
+from .operators import Choice, Operator, Operators
 from .report import Entry, ImportReport
 from .schema_types import SchemaType, schema_type
 from .synthesis import ImportedSession, Moment, imported_session
@@ -151,13 +152,22 @@ class _Writer:
         text = own.get("schema")
         choice = self._operators.by_schema(text) if isinstance(text, str) else None
         if choice is None or choice.operator is None:
-            choice = self._operators.choose(call.name, call.recorded)
+            choice = self._by_names(call) or self._operators.choose(call.name, call.recorded)
         if choice.operator is None:
             return choice, Binding()
         schema = choice.operator.schema
         if all(call.names) and set(call.names) <= {argument.name for argument in schema.arguments}:
             return choice, _by_name(self._reader, schema, call, bool(own))
         return choice, self._reader.bind(schema, call.recorded, by=BY)
+
+    def _by_names(self, call: _Call) -> Choice | None:
+        """The overload whose arguments of these names fit best, where one does; None leaves it to their positions."""
+        best: tuple[int, Operator] | None = None
+        for each in self._operators.candidates(call.name)[0]:
+            points = _named_score(each.schema, call) if each.dispatched else None
+            if points is not None and (best is None or points > best[0]):
+                best = points, each
+        return None if best is None else Choice(best[1])
 
     def _op(self, call: _Call, choice: Choice, binding: Binding, note: dict[str, Any]) -> int:
         assert choice.operator is not None
@@ -200,6 +210,26 @@ class _Writer:
         shown = _shown(call)
         self._report.add((call.name, shown, reason, detail), lambda: Entry(
             call.name, "", "incomplete", shown, reason=reason, detail=detail), ordinal, count)
+
+
+def _named_score(schema: torch.FunctionSchema, call: _Call) -> int | None:
+    """How well arguments fit a schema by their names; None: they do not."""
+    by_name = dict(zip(call.names, call.recorded, strict=True))
+    if not set(by_name) <= {argument.name for argument in schema.arguments}:
+        return None
+    total = 0
+    for argument in schema.arguments:
+        recorded = by_name.get(argument.name)
+        if recorded is None:
+            if not argument.has_default_value():
+                return None
+            total -= 1
+            continue
+        well = fits(schema_type(argument), recorded)
+        if well is None:
+            return None
+        total += well
+    return total
 
 
 def _by_name(reader: Reader, schema: torch.FunctionSchema, call: _Call, complete: bool) -> Binding:
@@ -253,7 +283,10 @@ def _argument(call: _Call, value: Any, kind: str, own: Any) -> Recorded:
         items = [_argument(call, each, kind, mine) for each, mine in zip(value, beside, strict=True)]
         return of_list(items, str(value))
     if isinstance(value, str) and kind.startswith(("Scalar", "complex", "number")):
-        return parse(value)
+        try:
+            return of_value(complex(value))     # as opreplay-export writes what JSON has no numbers for
+        except ValueError:
+            return parse(value)
     return of_value(value)
 
 

@@ -1,0 +1,190 @@
+"""The replay zip: refused or complete, its script runs where this library is not, and it imports back identically."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from opreplay_tools.export import cli
+
+import replayfmt
+from replayfmt.errors import OutputExists, ReplayRefused, UsageError
+from replayfmt.export.replay_zip import escaped, export_replay_zip
+from replayfmt.format.codes import RecordKind
+from replayfmt.format.reader import CaptureReader, open_capture
+from replayfmt.format.signature_text import signature_of
+from replayfmt.importers.tracelens import import_tracelens
+from replayfmt.trim.selection import Wanted
+
+from .observed import Mlp
+
+
+def varied() -> None:
+    """Calls with every kind of argument that the IR can say."""
+    x = torch.randn(4, 6)
+    shared = x[1:3]
+    torch.add(x[0:2], shared, alpha=2)
+    torch.mul(x, 0.5)
+    torch.cat([x, x.t().contiguous().view(4, 6)], 1)
+    x.to(torch.bfloat16).to(torch.float64)
+    x[:, torch.tensor([0, 2])]
+    torch.full((2, 3), 1 + 2j)
+    torch.nn.functional.gelu(x, approximate="tanh")
+    torch.zeros(2, 3, 4, 5).contiguous(memory_format=torch.channels_last)
+    torch.clamp(x, min=float("-inf"))
+    torch.div(x, 3, rounding_mode="floor")
+    torch.rand(3).bernoulli_(0.5)
+    torch.view_as_complex(torch.randn(3, 2)).conj().resolve_conj()
+    x.sum().item()
+
+
+@pytest.fixture(scope="module")
+def capture(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("export") / "captured.opreplay"
+    program = Mlp()
+    with replayfmt.capture(path):
+        varied()
+        program.steps()
+    return path
+
+
+def calls(reader: CaptureReader) -> list[str]:
+    """Every op's signature with its numbers, and where its tensors are."""
+    found = []
+    for record in reader.records():
+        if record.kind is RecordKind.op:
+            found.append(f"{signature_of(record, reader, values=True)} {_memory(record.args)}")
+    return found
+
+
+def _memory(values: Any, known: dict[int, int] | None = None) -> list[Any]:
+    known = {} if known is None else known
+    found: list[Any] = []
+    for value in values:
+        if isinstance(value, list):
+            found.append(_memory(value, known))
+        elif hasattr(value, "storage"):
+            found.append((known.setdefault(value.storage, len(known)), value.offset, value.meta.flags & 3))
+    return found
+
+
+def export(path: Path, out: Path, **options: Any) -> Any:
+    with open_capture(path) as reader:
+        return export_replay_zip(reader, out, options.pop("wanted", Wanted()), **options)
+
+
+def test_it_imports_back_identically(capture: Path, tmp_path: Path) -> None:
+    exported = export(capture, tmp_path / "x.zip")
+    report = import_tracelens(tmp_path / "x.zip", tmp_path / "back.opreplay")
+    assert report.calls() == {"exact": exported.calls, "inferred": 0, "incomplete": 0}
+    with open_capture(capture) as before, open_capture(tmp_path / "back.opreplay") as after:
+        assert calls(before) == calls(after)
+
+
+def test_exporting_what_was_imported_gives_the_same_ir(capture: Path, tmp_path: Path) -> None:
+    export(capture, tmp_path / "x.zip")
+    import_tracelens(tmp_path / "x.zip", tmp_path / "back.opreplay")
+    export(tmp_path / "back.opreplay", tmp_path / "y.zip")
+    texts = [zipfile.ZipFile(tmp_path / name).read("event_replay_ir.json") for name in ("x.zip", "y.zip")]
+    assert _without_lengths(json.loads(texts[0])) == _without_lengths(json.loads(texts[1]))
+
+
+def _without_lengths(value: Any) -> Any:
+    """A storage is at least as long as its views; how long it was in the program is in the first IR."""
+    if isinstance(value, dict):
+        return {key: _without_lengths(each) for key, each in value.items() if key != "storage_bytes"}
+    return [_without_lengths(each) for each in value] if isinstance(value, list) else value
+
+
+def test_the_script_runs_where_this_library_is_not_installed(capture: Path, tmp_path: Path) -> None:
+    exported = export(capture, tmp_path / "x.zip", unique=True)
+    zipfile.ZipFile(tmp_path / "x.zip").extractall(tmp_path / "unpacked")
+    # -I leaves out the working directory and the environment; the name itself is blocked as well.
+    blocked = ("import sys, runpy; sys.modules['replayfmt'] = None; sys.argv = ['replay.py', '--min-time=0', '-v']; "
+               "runpy.run_path('replay.py', run_name='__main__')")
+    done = subprocess.run([sys.executable, "-I", "-c", blocked], cwd=tmp_path / "unpacked", capture_output=True,
+                          text=True, timeout=120, env={"PATH": "/usr/bin:/bin"})
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    entries = exported.entries
+    assert f"{entries} calls in the file, {entries} matched, {entries} attempted, {entries} successful, 0 failed" in (
+        done.stdout)
+    assert f"[{entries}/{entries}]" in done.stdout and " us in the workload" in done.stdout
+    assert "mat2 Tensor: Tensor(shape=" in done.stdout
+
+
+def test_the_script_fails_where_a_call_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from replayfmt.export.replay_script import main
+
+    item = {"arg_name": "self", "arg_type": "Tensor", "value": {"shape": [2], "dtype": "float", "strides": [1]}}
+    good = {"op_name": "aten::relu", "replay_ir": {"list_pos_args": [item], "list_kwargs": []}, "count": 3}
+    bad = {"op_name": "aten::mm", "replay_ir": {"list_pos_args": [item, item], "list_kwargs": []}}
+    path = tmp_path / "ir.json"
+    path.write_text(json.dumps([bad, good]))
+    assert main([str(path), "--device=cpu", "--min-time=0"]) == 1
+    assert "1 successful, 1 failed" in capsys.readouterr().out
+    assert main([str(path), "--device=cpu", "--min-time=0", "--op-filter=relu"]) == 0
+    assert "2 calls in the file, 1 matched, 1 attempted" in capsys.readouterr().out
+    assert main([str(path), "--device=cpu", "--min-time=0", "--stop-on-error", "--op-limit=1"]) == 1
+    assert "0 successful, 1 failed" in capsys.readouterr().out
+
+
+def test_unique_counts_calls_with_the_same_arguments(capture: Path, tmp_path: Path) -> None:
+    every, unique = (export(capture, tmp_path / f"{flag}.zip", unique=flag) for flag in (False, True))
+    assert every.entries == every.calls == unique.calls
+    assert unique.entries < every.entries
+    entries = json.loads(zipfile.ZipFile(tmp_path / "True.zip").read("event_replay_ir.json"))
+    assert sum(each["count"] for each in entries) == unique.calls
+
+
+def test_a_selection_is_exported_alone(capture: Path, tmp_path: Path) -> None:
+    exported = export(capture, tmp_path / "x.zip", wanted=Wanted(kernel="aten::addmm"))
+    assert exported.entries == 6
+    with pytest.raises(UsageError):
+        export(capture, tmp_path / "y.zip", wanted=Wanted(kernel="aten::nothing"))
+
+
+def test_what_the_ir_cannot_say_is_refused_with_all_of_it_listed(tmp_path: Path) -> None:
+    path = tmp_path / "sparse.opreplay"
+    with replayfmt.capture(path):
+        sparse = torch.eye(3).to_sparse()
+        torch.mm(sparse, torch.ones(3, 3))
+        torch.rand(3, generator=torch.Generator().manual_seed(1))
+        torch.ones(2) + 1
+    out = tmp_path / "x.zip"
+    with pytest.raises(ReplayRefused) as caught:
+        export(path, out)
+    findings = "\n".join(caught.value.findings)
+    assert "generator of its own" in findings and "composite" in findings
+    assert not out.exists()
+    exported = export(path, out, partial=True)
+    assert exported.left_out and exported.entries
+    readme = zipfile.ZipFile(out).read("README.md").decode()
+    assert "Left out" in readme and "generator of its own" in readme
+
+
+def test_an_existing_file_stays_without_force(capture: Path, tmp_path: Path) -> None:
+    out = tmp_path / "x.zip"
+    out.write_text("mine")
+    with pytest.raises(OutputExists):
+        export(capture, out)
+    assert out.read_text() == "mine"
+    assert export(capture, out, force=True).entries
+
+
+def test_names_cannot_become_markup() -> None:
+    assert escaped("a|b`c`\n# [x](y)") == "a\\|b\\`c\\`\\\\n\\# \\[x\\]\\(y\\)"
+
+
+def test_the_tool_exports_and_lists_what_it_leaves_out(capture: Path, tmp_path: Path) -> None:
+    out = tmp_path / "x.zip"
+    done = CliRunner().invoke(cli, [str(capture), str(out), "--format=replay-zip", "--unique", "--kernel=aten::mm"])
+    assert done.exit_code == 0, done.output
+    assert f"{out}: " in done.output and " calls" in done.output
+    assert set(zipfile.ZipFile(out).namelist()) == {"event_replay_ir.json", "replay.py", "README.md"}
