@@ -58,6 +58,7 @@ class Copier:
         self._generators: dict[int, int] = {}
         self._files: dict[int, int] = {}
         self._ranges: dict[int, int] = {}
+        self._embedded: dict[int, int] = {}                # payload of the writer → its length
         self._tensors: dict[tuple[int, int, int], int] = {}
         self._definitions: dict[int, tuple[int, int, int]] = {}
         self._next_storage = 1
@@ -106,11 +107,18 @@ class Copier:
         return self._generators[number]
 
     def range(self, number: int) -> int:
-        """A range of an external file, with whatever of it the capture embeds."""
+        """A range of an external file. Of what the capture embeds, only the bytes of the range come along."""
         if number not in self._ranges:
             given = self.reader.ranges[number]
             assert given is not None
-            payload = self.payload(given.payload) if given.payload else 0
+            file = self.reader.files[given.file]
+            assert file is not None
+            payload = 0
+            if given.payload:
+                payload = self.payload(given.payload)
+            elif file.payload:
+                whole = memoryview(self.reader.payload(file.payload))
+                payload = self.content(whole[given.offset : given.offset + given.bytes])
             self._ranges[number] = self.writer.range(replace(given, file=self._file(given.file), payload=payload))
         return self._ranges[number]
 
@@ -118,14 +126,24 @@ class Copier:
         if number not in self._files:
             file = self.reader.files[number]
             assert file is not None
-            payload = self.payload(file.payload) if file.payload else 0
-            file = replace(file, payload=payload)
+            file = replace(file, payload=0)
             self._files[number] = self.writer.file(file if self._redaction is None else self._redaction.file(file))
         return self._files[number]
 
     def payload(self, number: int) -> int:
         """A payload's content, copied."""
-        return self.writer.payload(self.reader.payload(number))
+        return self.content(self.reader.payload(number))
+
+    def content(self, data: bytes | memoryview) -> int:
+        """Bytes of a storage, embedded. The same content counts once."""
+        number = self.writer.payload(data)
+        self._embedded[number] = memoryview(data).nbytes
+        return number
+
+    @property
+    def embedded_bytes(self) -> int:
+        """Bytes of storages that the result has in itself."""
+        return sum(self._embedded.values())
 
     def recipe(self, number: int) -> int:
         recipe = self.reader.recipes[number]
@@ -156,7 +174,10 @@ class Copier:
         return known
 
     def _tensor(self, value: TensorValue) -> int:
-        storage = self.storages[value.storage] if value.storage else 0
+        storage = self.storages.get(value.storage, 0) if value.storage else 0
+        if value.storage and not storage:
+            raise InvalidCapture(f"{self.reader.path}: storage {value.storage} is used by a record that cannot be the "
+                                 "first to use it")
         key = (storage, value.offset, self._meta(value))
         number = self._tensors.get(key)
         if number is None:

@@ -59,7 +59,6 @@ class Materializer:
         self._storages: dict[int, torch.UntypedStorage] = {}    # of the op that runs next, only while it does
         self._record: Record | None = None
         self._states: dict[int, bytes] = {}                     # generators, as the result expects them
-        self._embedded: dict[int, int] = {}                     # payload of the result → bytes
         self.digest_count = 0
 
     # ------------------------------------------------------------------------------------------------ watching a replay
@@ -98,11 +97,6 @@ class Materializer:
         unsupported = self._schedule.kept_unsupported
         if self._digests and not facts.empty and (unsupported is None or unsupported > ordinal):
             self._digest(record, facts, results, args, values, written)
-
-    @property
-    def embedded_bytes(self) -> int:
-        """Bytes of content that the result has in itself; the same content counts once."""
-        return sum(self._embedded.values())
 
     def finish(self) -> None:
         """Write what comes after the last op."""
@@ -174,8 +168,7 @@ class Materializer:
         if isinstance(source, PayloadValue) and self._plan.reader.payload_info(source.id).raw_bytes == length:
             number = self._copier.payload(source.id)
         else:
-            number = self._copier.writer.payload(storage_bytes(storage))
-        self._embedded[number] = length
+            number = self._copier.content(storage_bytes(storage))
         return Content(StorageOrigin.payload, number, length)
 
     # ------------------------------------------------------------------------------------------------------- generators

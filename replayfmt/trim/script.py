@@ -17,7 +17,7 @@ from typing import Any, cast
 
 import torch
 
-from replayfmt.errors import OutputExists, ReplayMismatch, ReplayRefused, UsageError
+from replayfmt.errors import CaptureFailed, ReplayMismatch, ReplayRefused, UsageError
 from replayfmt.format.model import Record, TensorValue
 from replayfmt.format.reader import CaptureReader
 from replayfmt.pytorch.settings import read_settings
@@ -35,7 +35,7 @@ from .script_text import Body, BodyWriter
 from .script_values import ALWAYS_STATED
 from .selection import Kept, Wanted, resolve
 from .stripping import Absent
-from .trimming import Prediction, Verify, predict, refuse_unsupported
+from .trimming import Prediction, Verify, check_output, predict, refuse_unsupported, rename
 from .writing import Writing
 
 MOST_OPS = 2000      # of a script; beyond that nobody reads it
@@ -169,15 +169,17 @@ def _outputs(reader: CaptureReader, force: bool, *paths: str) -> Iterator[list[s
     if len({os.path.realpath(path) for path in (*paths, reader.path)}) <= len(paths):
         raise UsageError(f"{', '.join(paths)}: the capture, the script and its data have to be different files")
     for path in paths:
-        if os.path.lexists(path) and not force:
-            raise OutputExists(f"{path}: exists already; remove it, write elsewhere, or use --force")
+        check_output(path, force)
     partials = [f"{path}.partial" for path in paths]
     with ExitStack() as stack:
         for partial in partials:
             stack.callback(_remove, partial)
-        yield partials
+        try:
+            yield partials
+        except OSError as error:
+            raise CaptureFailed(f"{error.filename or paths[0]}: cannot be written: {error.strerror}") from error
         for partial, path in zip(partials, paths, strict=True):
-            os.replace(partial, path)
+            rename(partial, path)
 
 
 def _remove(path: str) -> None:

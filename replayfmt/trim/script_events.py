@@ -106,6 +106,9 @@ class Events:
     def payload(self, number: int) -> int:
         return self.writer.payload(self.reader.payload(number))
 
+    def content(self, data: bytes | memoryview) -> int:
+        return self.writer.payload(data)
+
     def bear(self, storage: int, length: int, origin: StorageOrigin, content: int = 0) -> int:
         self.storages[storage] = storage
         if origin in (StorageOrigin.payload, StorageOrigin.absent):

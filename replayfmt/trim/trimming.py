@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from replayfmt.errors import OutputExists, ReplayMismatch, ReplayRefused, UsageError
+from replayfmt.errors import CaptureFailed, InvalidCapture, OutputExists, ReplayMismatch, ReplayRefused, UsageError
 from replayfmt.format.codes import RecordKind
 from replayfmt.format.file_remap import FileRemaps
 from replayfmt.format.model import PayloadValue, RangeValue, RecipeValue, Session
@@ -86,7 +86,10 @@ def predict(reader: CaptureReader, kept: Kept, schedule: Schedule, *, content: b
         if action.absent or not content:
             continue
         if action.first and isinstance(action.source, RangeValue):
-            referenced += action.length
+            if _is_embedded(reader, action.source):
+                embedded["range", action.source.id] = action.length
+            else:
+                referenced += action.length
         elif action.first and isinstance(action.source, RecipeValue):
             synthesized += action.length
         else:
@@ -94,6 +97,12 @@ def predict(reader: CaptureReader, kept: Kept, schedule: Schedule, *, content: b
             embedded[("payload", same) if same is not None else place] = action.length
     return Prediction(kept.ops, reader.summary.records.get(RecordKind.op, 0), storages, sum(embedded.values()),
                       referenced, synthesized)
+
+
+def _is_embedded(reader: CaptureReader, source: RangeValue) -> bool:
+    given = reader.ranges[source.id]
+    file = reader.files[given.file] if given is not None else None
+    return bool(given is not None and given.payload) or bool(file is not None and file.payload)
 
 
 def strip_capture(reader: CaptureReader, out: str, wanted: Wanted, *, force: bool = False, words: tuple[str, ...] = (),
@@ -109,7 +118,7 @@ def strip_capture(reader: CaptureReader, out: str, wanted: Wanted, *, force: boo
         redaction = Redaction(reader.session, words)
         session = redaction.session
         if not wanted.everything:
-            session = replace(session, policies=_origin(reader.session, wanted, session.policies))
+            session = replace(session, policies=redaction.values(_origin(reader.session, wanted, session.policies)))
         settings = redaction.values(schedule.settings)
         session = replace(session, session_id=str(uuid.uuid4()), settings=settings,
                           policies={**session.policies, **POLICIES})
@@ -156,7 +165,7 @@ def trim_capture(plan: Plan, out: str, wanted: Wanted, check: Callable[[str], Pl
             writer.close(reader.summary.ended_ns or 0)
         if made_up:
             notes.append(f"content that is not in the capture was made up, so nothing is left to verify: {made_up}")
-        result = TrimResult(out, os.path.getsize(partial), copier.count, kept.ops, watcher.embedded_bytes,
+        result = TrimResult(out, os.path.getsize(partial), copier.count, kept.ops, copier.embedded_bytes,
                             watcher.digest_count, verification.text, notes=notes)
         result.checked = _check(partial, out, check, schedule, verify)
         return result
@@ -235,18 +244,33 @@ def _output(reader: CaptureReader, out: str, force: bool) -> Iterator[str]:
     """Where to write: `out`.partial, which gets its name once everything inside has succeeded, else it is removed."""
     if os.path.exists(out) and os.path.samefile(reader.path, out):
         raise UsageError(f"{out}: is the capture that is trimmed; name another file")
-    if os.path.lexists(out) and not force:
-        raise OutputExists(f"{out}: exists already; remove it, write elsewhere, or use --force")
+    check_output(out, force)
     partial = f"{out}.partial"
     if os.path.lexists(partial) and not force:
         raise OutputExists(f"{partial}: exists already, from a capture that is still being written or was never "
                            "closed; remove it, or use --force")
     try:
         yield partial
-        os.replace(partial, out)
+        rename(partial, out)
     finally:
         with suppress(FileNotFoundError):
             os.unlink(partial)
+
+
+def check_output(out: str, force: bool) -> None:
+    """Raise OutputExists or CaptureFailed where a file cannot get this name."""
+    if os.path.isdir(out):
+        raise CaptureFailed(f"{out}: is a directory; name a file to write to")
+    if os.path.lexists(out) and not force:
+        raise OutputExists(f"{out}: exists already; remove it, write elsewhere, or use --force")
+
+
+def rename(partial: str, out: str) -> None:
+    """Give a complete file its name. Raises CaptureFailed."""
+    try:
+        os.replace(partial, out)
+    except OSError as error:
+        raise CaptureFailed(f"{out}: cannot be written: {error.strerror}") from None
 
 
 @contextmanager
@@ -255,8 +279,10 @@ def _writer(partial: str, session: Session) -> Iterator[CaptureWriter]:
     writer = CaptureWriter(partial, session, force=True)
     try:
         yield writer
-    except BaseException:
+    except BaseException as error:
         writer.abandon()
         with suppress(FileNotFoundError):
             os.unlink(f"{partial}.partial")
+        if type(error) is ValueError:       # a rule of the format that what was read breaks
+            raise InvalidCapture(f"what the capture says cannot be written again: {error}") from error
         raise

@@ -13,16 +13,17 @@ import pytest
 import torch
 
 import replayfmt
-from replayfmt.errors import ReplayRefused
+from replayfmt.errors import InvalidCapture, ReplayRefused
 from replayfmt.format.check import check_capture
 from replayfmt.format.codes import OpStatus, RecordKind, StorageOrigin, ValueKind
 from replayfmt.format.columns import RecordColumns
-from replayfmt.format.model import Device, ExternalFile, FileRange, Kernel, Node, Session, Signature
+from replayfmt.format.model import Device, ExternalFile, FileRange, Kernel, Node, Record, Session, Signature
 from replayfmt.format.reader import open_capture
 from replayfmt.format.writer import CaptureWriter
 from replayfmt.replay.plan import Plan
 from replayfmt.trim.selection import Wanted
 from replayfmt.trim.trimming import TrimResult, strip_capture
+from tests.replay.rewriting import rewrite
 
 from .conftest import Captured
 
@@ -172,3 +173,30 @@ def test_stripping_works_where_torch_is_not_installed(captured: Captured, tmp_pa
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[0].startswith("keeps 1")
     check_capture(str(out))
+
+
+def test_a_capture_that_says_nonsense_is_one_error(captured: Captured, tmp_path: Path) -> None:
+    def program() -> None:
+        x = torch.ones(5)
+        x.untyped_storage().resize_(400)
+        x.add(1)
+
+    def negative(record: Record, ints: list[int], floats: list[float]) -> None:
+        if record.kind is RecordKind.storage_resize:
+            ints[1] = -7
+
+    path, odd, out = captured(program), tmp_path / "odd.opreplay", tmp_path / "out.opreplay"
+    rewrite(path, odd, change=negative)
+    with open_capture(odd) as reader:
+        place = next(record.ordinal for record in reader.records() if record.kind is RecordKind.storage_resize)
+    with pytest.raises(InvalidCapture, match="cannot be written again"):
+        strip(odd, out, ops=f"{place + 1}:")
+    assert not any(each.name.startswith("out") for each in tmp_path.iterdir())
+
+
+def test_a_selection_that_names_a_path_is_redacted_too(tmp_path: Path) -> None:
+    path, out = tmp_path / "in.opreplay", tmp_path / "out.opreplay"
+    write_odd_capture(path)
+    strip(path, out, scope="/home/alice/model")
+    with open_capture(out) as reader:
+        assert reader.session.policies["trimmed-selection"] == "--scope=(redacted)"

@@ -239,6 +239,50 @@ def test_external_files_and_recipes_stay_references_while_nothing_wrote_them(too
     assert code == 1 and "--replay-file-remap" in err
 
 
+@pytest.mark.parametrize("policy", ["capture-ranges", "capture-all"])
+def test_of_an_embedded_file_only_the_ranges_that_are_used_come_along(policy: str, tool: Tool, tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    weights = tmp_path / "weights.pt"
+    torch.save({"big": torch.randn(200, 100), "small": torch.randn(20, 10)}, weights)
+    path, out = tmp_path / "in.opreplay", tmp_path / "out.opreplay"
+    with replayfmt.capture(path, file_policy=policy):
+        state = torch.load(weights, mmap=True)
+        state["big"].sum()
+        with replayfmt.scope("kept"):
+            state["small"].sum()
+    weights.unlink()
+    code, text, err = tool("--scope=kept", path, out)
+    assert (code, err) == (0, "")
+    assert "800 bytes to embed at most" in text and text.splitlines()[-1].endswith(" 800 bytes of content")
+    assert out.stat().st_size < 20_000
+    compare(path, out)
+
+
+def test_places_that_cannot_be_written_are_named(captured: Captured, tool: Tool, tmp_path: Path) -> None:
+    path = captured(training)
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    for flags in (["--ops=0:9"], ["--payload=none"]):
+        for out in (folder, tmp_path / "nowhere" / "out.opreplay"):
+            code, _text, err = tool("--force", *flags, path, out)
+            assert code == 1 and str(out) in err
+    for script in (folder, tmp_path / "nowhere" / "a.py"):
+        code, _text, err = tool("--force", "--ops=0:9", f"--script={script}", path)
+        assert code == 1 and str(script) in err
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["capture.opreplay", "folder"]
+
+
+def test_scripts_from_the_command_line(captured: Captured, tool: Tool, tmp_path: Path) -> None:
+    path, script, data = captured(training), tmp_path / "a.py", tmp_path / "a.safetensors"
+    code, text, err = tool("--kernel=aten::addmm", f"--script={script}", path)
+    assert (code, err) == (0, "") and text.splitlines()[-1] == f"{script}: 2 ops, 4 inputs"
+    code, text, err = tool("--kernel=aten::addmm", f"--script={script}", f"--script-data={data}", path)
+    assert code == 1 and "--force" in err
+    code, text, err = tool("--kernel=aten::addmm", "--force", f"--script={script}", f"--script-data={data}", path)
+    assert (code, err) == (0, "")
+    assert [line.partition(":")[0] for line in text.splitlines()[2:]] == [str(data), str(script)]
+
+
 def test_the_result_can_be_dumped_with_the_ordinals_it_had(captured: Captured, tool: Tool, tmp_path: Path,
                                                            capsys: pytest.CaptureFixture[str],
                                                            monkeypatch: pytest.MonkeyPatch) -> None:
