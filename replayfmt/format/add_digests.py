@@ -29,7 +29,7 @@ from .record_frames import first_and_storages
 from .source import Source
 from .table_checks import TablesCheck
 from .tables_output import encode_tables
-from .verify import Progress, payload_bytes_before
+from .verify import PayloadLengths, Progress
 
 _COPY_BYTES = 4 << 20
 _HALF = 0xFFFFFFFFFFFFFFFF
@@ -141,6 +141,7 @@ class _Copy:
             contents = find_contents(source)
             self._output.write([source.read(0, HEADER_BYTES, "preamble")])
             self._frames = FrameOutput(self._output, preamble.minor)
+            self._lengths = PayloadLengths(contents)
             for position in range(len(contents.frames)):
                 self._copy(contents, position)
             self._frames.end(bytes(self._payload_rows))
@@ -152,8 +153,8 @@ class _Copy:
         if header.kind == FrameKind.payload:
             self._copy_payloads(int(contents.frames["offset"][position]), header, body)
         elif header.kind == FrameKind.tables:
-            self._frames.write(FrameKind.tables, self._with_digests(body, header, where, payload_bytes_before(
-                contents, position)), flags=header.flags)
+            self._frames.write(FrameKind.tables, self._with_digests(
+                body, header, where, self._lengths.before(position)), flags=header.flags)
         elif header.kind == FrameKind.records:
             _first, storages = first_and_storages(body, where)
             self._frames.write(FrameKind.records, body, count=header.count, storages=storages)

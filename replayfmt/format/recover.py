@@ -22,7 +22,7 @@ from .payload_input import PayloadInput
 from .source import Source
 from .summary import Tally
 from .tables_output import encode_tables
-from .verify import Progress, Verifier, kept, payload_bytes_before
+from .verify import PayloadLengths, Progress, Verifier, kept
 
 _COPY_BYTES = 4 << 20
 
@@ -85,12 +85,12 @@ class _Recovery:
 
     def _defined(self, contents: Contents) -> tuple[Contents, str]:
         """The contents before the first definitions that cannot be used."""
-        definitions = Definitions()
+        definitions, lengths = Definitions(), PayloadLengths(contents)
         for position in contents.of_kind(FrameKind.tables).tolist():
             try:
                 header, body, where = read_frame(self._source, contents.frames, position)
                 if not header.consolidated:
-                    definitions.add(body, header.minor, where, payload_bytes_before(contents, position))
+                    definitions.add(body, header.minor, where, lengths.before(position))
             except UnsupportedVersion:
                 raise
             except InvalidCapture as error:
@@ -104,10 +104,10 @@ class _Recovery:
             self._progress(count)
 
     def _finish(self, whole: Contents, output: Output) -> None:
-        definitions = Definitions()
+        definitions, lengths = Definitions(), PayloadLengths(whole)
         for position in whole.of_kind(FrameKind.tables).tolist():
             header, body, where = read_frame(self._source, whole.frames, position)
-            definitions.add(body, header.minor, where, payload_bytes_before(whole, position))
+            definitions.add(body, header.minor, where, lengths.before(position))
         frozen = Frozen(definitions, self._source.path)
         frames = FrameOutput(output, min(self._preamble.minor, MINOR_VERSION))
         frames.adopt(whole.frames.tobytes(), whole.records, self._tally.storages + 1)

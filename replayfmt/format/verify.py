@@ -36,7 +36,7 @@ class Verifier:
         self._frames = contents.frames
         self._progress = progress
         self._payloads = PayloadInput(source, contents.payloads)
-        self._contents = contents
+        self._lengths = PayloadLengths(contents)
         self._definitions, self._counts = self._read_definitions()
         self.definitions = Frozen(self._definitions, source.path)
         self._decoder = RecordFrameDecoder(self.definitions)
@@ -58,7 +58,7 @@ class Verifier:
             counts.append(definitions.counts)
             if row["kind"] == FrameKind.tables and not row["flags"] & FLAG_CONSOLIDATED:
                 header, body, where = read_frame(self._source, self._frames, position)
-                definitions.add(body, header.minor, where, payload_bytes_before(self._contents, position))
+                definitions.add(body, header.minor, where, self._lengths.before(position))
         return definitions, counts
 
     def verify_definitions(self) -> None:
@@ -147,7 +147,7 @@ class Verifier:
 
     def _verify_consolidated(self, position: int, header: FrameHeader, body: bytes, where: str) -> None:
         consolidated = Definitions()
-        consolidated.add(body, header.minor, where, payload_bytes_before(self._contents, position))
+        consolidated.add(body, header.minor, where, self._lengths.before(position))
         if self._counts[position] != self._definitions.counts or not consolidated.same_as(self._definitions):
             raise InvalidCapture(f"{where}: the consolidated definitions differ from those of the frames before it")
 
@@ -164,11 +164,17 @@ class Verifier:
         self.summary = stored
 
 
-def payload_bytes_before(contents: Contents, position: int) -> np.ndarray:
-    """The raw lengths of the payloads before a frame, in order of their ids."""
-    frames = contents.frames[:position]
-    count = int(frames["count"][frames["kind"] == FrameKind.payload].sum(dtype=np.int64))
-    return contents.payloads["raw_bytes"][:count]
+class PayloadLengths:
+    """The raw lengths of a capture's payloads."""
+
+    def __init__(self, contents: Contents) -> None:
+        frames = contents.frames
+        self._lengths = contents.payloads["raw_bytes"]
+        self._after = np.cumsum(np.where(frames["kind"] == FrameKind.payload, frames["count"], 0), dtype=np.int64)
+
+    def before(self, position: int) -> np.ndarray:
+        """Those of the payloads before a frame, in order of their ids."""
+        return self._lengths[:int(self._after[position - 1]) if position else 0]
 
 
 def kept(contents: Contents, whole: int) -> Contents:
