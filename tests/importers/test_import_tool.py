@@ -192,7 +192,7 @@ def test_portable_rewriting_puts_common_operators_in_the_place_of_a_devices_own(
 def test_a_large_trace_is_read_with_memory_for_a_part_of_it(tmp_path: Path) -> None:
     line = json.dumps(op("aten::mm", 10, 5, MM, external=1))
     path = tmp_path / "large.json.gz"
-    count = 80_000
+    count = 40_000
     with gzip.open(path, "wt", compresslevel=1) as file:
         file.write('{"traceEvents": [')
         for index in range(count):
@@ -211,11 +211,11 @@ def test_a_large_trace_is_read_with_memory_for_a_part_of_it(tmp_path: Path) -> N
     ops, kinds, grown_mib = map(int, done.stdout.split())
     text_mib = count * len(line) >> 20
     assert ops == count and kinds == 1
-    assert text_mib > 15 and grown_mib < text_mib
+    assert text_mib >= 8 and grown_mib < text_mib
 
 
 @pytest.mark.skipif(not SHARED.is_dir(), reason="the traces of other tools are not here")
-@pytest.mark.parametrize(("name", "least"), [("mi300_vllm_decode", 8), ("sglang_qwen3_8b_decode", 10)])
+@pytest.mark.parametrize(("name", "least"), [("sglang_qwen3_8b_decode", 10)])
 def test_other_peoples_calls_replay_on_the_host(name: str, least: int, tool: Tool, tmp_path: Path) -> None:
     out = tmp_path / "out.opreplay"
     assert tool(importer, SHARED / "kineto" / f"{name}.json.gz", "-o", out, "--unique")[0] == 0
