@@ -111,9 +111,9 @@ class Synthesis:
         if storages:
             parts.append(f"the content of {len(storages)} storage{'s' if len(storages) > 1 else ''} was synthesized")
         if self._unsaved_states:
-            states = "1 state" if self._unsaved_states == 1 else f"{self._unsaved_states} states"
-            parts.append(f"{states} of random generators, not in the capture, {'was' if states[:2] == '1 ' else 'were'} "
-                         "seeded")
+            one = self._unsaved_states == 1
+            states = "a state of a random generator" if one else f"{self._unsaved_states} states of random generators"
+            parts.append(f"{states}, not in the capture, {'was' if one else 'were'} seeded")
         return " and ".join(parts)
 
     def missing(self, storage: int, version: int) -> str | None:
