@@ -70,7 +70,8 @@ def cli(capture: str, out: str | None, ops: str | None, scope: str | None, kerne
         return
     assert out is not None
     if payload == "none":
-        _strip(capture, out, wanted, force)
+        _replays_nothing(flags, "--payload=none")
+        _strip(capture, out, wanted, force, flags)
         return
     if wanted.everything:
         raise UsageError("nothing is selected: give --ops, --scope, --kernel or --signature (or --payload=none, to "
@@ -78,9 +79,18 @@ def cli(capture: str, out: str | None, ops: str | None, scope: str | None, kerne
     _trim(capture, out, wanted, force, flags)
 
 
-def _strip(capture: str, out: str, wanted: Wanted, force: bool) -> None:
+def _replays_nothing(flags: ReplayFlags, why: str) -> None:
+    """Refuse flags that say how to replay where nothing is replayed."""
+    given = [name.removesuffix("s").replace("_", "-") for name, value in vars(flags).items()
+             if value and name != "allow_incomplete" and (name, value) != ("verify", "auto")]
+    if given:
+        raise UsageError(f"{why} replays nothing: leave --{', --'.join(given)} out")
+
+
+def _strip(capture: str, out: str, wanted: Wanted, force: bool, flags: ReplayFlags) -> None:
     with open_capture(capture) as reader:
-        _report(strip_capture(reader, out, wanted, force=force, words=_user(), on_prediction=_predicted))
+        _report(strip_capture(reader, out, wanted, force=force, allow_incomplete=flags.allow_incomplete, words=_user(),
+                              on_prediction=_predicted))
 
 
 def _user() -> tuple[str, ...]:
@@ -105,8 +115,10 @@ def _script(capture: str, out: str, data: str | None, wanted: Wanted, force: boo
     from replayfmt.trim.script import script_with_data, synthesized_script
 
     if data is None:
+        _replays_nothing(flags, "--script without --script-data")
         with open_capture(capture) as reader:
-            result = synthesized_script(reader, out, wanted, force=force, on_prediction=_predicted)
+            result = synthesized_script(reader, out, wanted, force=force, allow_incomplete=flags.allow_incomplete,
+                                        on_prediction=_predicted)
     else:
         with flags.plan(capture, keep_going=True) as plan:
             result = script_with_data(plan, out, data, wanted, verify=flags.verify, force=force,

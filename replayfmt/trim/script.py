@@ -35,7 +35,7 @@ from .script_text import Body, BodyWriter
 from .script_values import ALWAYS_STATED
 from .selection import Kept, Wanted, resolve
 from .stripping import Absent
-from .trimming import Prediction, Verify, check_output, predict, refuse_unsupported, rename
+from .trimming import Prediction, Verify, check_output, predict, refuse_incomplete, refuse_unsupported, rename
 from .writing import Writing
 
 MOST_OPS = 2000      # of a script; beyond that nobody reads it
@@ -54,9 +54,11 @@ class ScriptResult:
 
 
 def synthesized_script(reader: CaptureReader, out: str, wanted: Wanted, *, force: bool = False,
+                       allow_incomplete: bool = False,
                        on_prediction: Callable[[Prediction], None] = lambda prediction: None) -> ScriptResult:
     """Write a script that makes its inputs up. Raises UsageError, OutputExists, ReplayRefused for what no script can
     do."""
+    refuse_incomplete(reader, allow_incomplete)
     with _outputs(reader, force, out) as (partial,):
         kept = _resolved(reader, wanted)
         schedule = Planner(reader, kept, None).plan()

@@ -105,12 +105,15 @@ def _is_embedded(reader: CaptureReader, source: RangeValue) -> bool:
     return bool(given is not None and given.payload) or bool(file is not None and file.payload)
 
 
-def strip_capture(reader: CaptureReader, out: str, wanted: Wanted, *, force: bool = False, words: tuple[str, ...] = (),
+def strip_capture(reader: CaptureReader, out: str, wanted: Wanted, *, force: bool = False,
+                  allow_incomplete: bool = False, words: tuple[str, ...] = (),
                   on_prediction: Callable[[Prediction], None] = lambda prediction: None) -> TrimResult:
     """Write the metadata of a capture, or of a part of it, and nothing else. `words` are names to leave out of texts.
 
-    Raises UsageError, OutputExists, and what reading and writing raise.
+    Raises UsageError, OutputExists, ReplayRefused for an incomplete capture that is not allowed, and what reading and
+    writing raise.
     """
+    refuse_incomplete(reader, allow_incomplete)
     with _output(reader, out, force) as partial:
         kept = resolve(reader, wanted)
         schedule = plan_stripped(reader, kept)
@@ -191,6 +194,13 @@ def _check(partial: str, out: str, check: Callable[[str], Plan], schedule: Sched
                 f"{out}: was not written: its replay differs from the original's: {result.divergence}", *details,
                 "--verify=none writes it all the same"]))
         return result.verification.text
+
+
+def refuse_incomplete(reader: CaptureReader, allowed: bool) -> None:
+    """Raise ReplayRefused for a capture that was never closed: what is made of it would look complete."""
+    if not reader.complete and not allowed:
+        raise ReplayRefused(f"{reader.path}: the capture is incomplete ({reader.incomplete_reason}); "
+                            "--allow-incomplete takes what is there")
 
 
 def refuse_unsupported(reader: CaptureReader, kept: Kept, schedule: Schedule) -> None:

@@ -76,6 +76,7 @@ def test_it_says_what_it_needs_what_it_verified_and_what_it_wrote(captured: Capt
     (["--ops=0:5", "--script-data=x"], "--script-data is for --script"),
     (["--ops=0:5", "--script=a.py"], "name one output"),
     (["--ops=0:5", "--replay-kernel-substitution=all=x.py"], "--replay-kernel-substitution"),
+    (["--payload=none", "--device=cpu", "--verify=none"], "replays nothing: leave --device, --verify out"),
 ])
 def test_wrong_usage_names_what_is_wrong_and_writes_nothing(flags: list[str], said: str, captured: Captured, tool: Tool,
                                                             tmp_path: Path) -> None:
@@ -168,6 +169,10 @@ def test_an_incomplete_capture_needs_to_be_allowed(captured: Captured, tool: Too
     out = tmp_path / "out.opreplay"
     code, _text, err = tool("--ops=0:9", torn, out)
     assert code == 1 and "--allow-incomplete" in err
+    for given in (["--payload=none", torn, out], [f"--script={tmp_path / 'a.py'}", "--ops=0:9", torn]):
+        code, _text, err = tool(*given)
+        assert code == 1 and "--allow-incomplete takes what is there" in err
+    assert tool("--payload=none", "--allow-incomplete", torn, tmp_path / "stripped.opreplay")[0] == 0
     assert tool("--ops=0:9", "--allow-incomplete", torn, out)[0] == 0
     compare(torn, out, content=False)
 
