@@ -396,3 +396,14 @@ def test_kernels_on_an_accelerator_are_checked_there(captured: Captured) -> None
     assert check(path, "aten::mm", lambda a, b: torch.matmul(a, b)).ok
     assert "too far off" in rejected(path, "aten::mm", lambda a, b: torch.matmul(a, b) * 1.1).findings[0]
     assert "on cpu, the original's" in rejected(path, "aten::mm", lambda a, b: torch.matmul(a, b).cpu()).findings[0]
+
+
+def test_tensors_without_elements_or_memory_are_arguments_like_others(captured: Captured) -> None:
+    def program() -> None:
+        torch.cat([torch.empty(0), torch.ones(2)])
+        torch.ones(0, 3).neg()
+
+    path = captured(program)
+    assert check(path, "aten::cat", lambda tensors, dim=0: torch.cat(list(tensors), dim)).ok
+    assert check(path, "aten::neg", lambda x: x * -1).ok
+    assert "result 0 is float32[3, 0]" in rejected(path, "aten::neg", lambda x: x.t().neg()).findings[0]

@@ -138,3 +138,13 @@ def test_bytes_of_packed_numbers_agree_or_do_not() -> None:
 
 def test_nothing_is_apart_where_there_is_nothing() -> None:
     assert apart(torch.ones(0), torch.ones(0)) == Distance()
+
+
+@pytest.mark.parametrize("values", [[], [0.0], [1.0, 2.0], [math.nan], [math.inf, -math.inf], [math.nan, 0.0, 1.0]])
+@pytest.mark.parametrize("dtype", [*FLOATS, torch.complex64])
+def test_the_quick_way_for_equal_bits_finds_what_the_long_way_finds(dtype: torch.dtype, values: list[float],
+                                                                    monkeypatch: pytest.MonkeyPatch) -> None:
+    tensor = torch.tensor(values).to(dtype)
+    quick = apart(tensor, tensor)
+    monkeypatch.setattr("replayfmt.replay.substitution.distance._same_bits", lambda *_pair: False)
+    assert apart(tensor, tensor) == quick

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import torch
 
 from replayfmt.format.codes import TensorFlag
 from replayfmt.pytorch.composites import is_composite, put_together, take_apart
-from replayfmt.pytorch.memory import make_view, new_storage
+from replayfmt.pytorch.memory import host_view, make_view, new_storage
 
 
 class Clones:
@@ -61,8 +62,20 @@ def has_memory(tensor: torch.Tensor) -> bool:
 def copy_of(storage: torch.UntypedStorage) -> torch.UntypedStorage:
     """A storage of its own with the same bytes."""
     copy = new_storage(storage.nbytes(), storage.device)
-    bytes_of(copy).copy_(bytes_of(storage))
+    if not storage.nbytes():
+        return copy
+    if storage.device.type == "cpu":
+        host_view(copy)[:] = host_view(storage)     # the captured thread count is for the captured work
+    else:
+        bytes_of(copy).copy_(bytes_of(storage))
     return copy
+
+
+def same_bytes(one: torch.UntypedStorage, other: torch.UntypedStorage) -> bool:
+    """Whether two storages of one device and length hold the same."""
+    if one.device.type == "cpu":
+        return np.array_equal(np.frombuffer(host_view(one), np.uint8), np.frombuffer(host_view(other), np.uint8))
+    return bool(torch.equal(bytes_of(one), bytes_of(other)))
 
 
 def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from .clones import Clones, bytes_of, copy_of, has_memory, strided_parts
+from .clones import Clones, bytes_of, copy_of, has_memory, same_bytes, strided_parts
 from .distance import Distance, Tolerance, distance
 
 # Numbers that left the device are judged like a digest's statistics (verify.py).
@@ -197,9 +197,9 @@ def _arguments(sides: Sides, clones: Clones, pristine: Mapping[int, torch.Untype
                                     f"with {original.nbytes()}")
             continue
         judged = [each for each in here if _top(each[0]) in written]
-        if not judged and address in pristine and not _equal(original, pristine[address]):
+        if not judged and address in pristine and not same_bytes(original, pristine[address]):
             judged = here       # the original wrote it without a word
-        same = _equal(original, copy)
+        same = same_bytes(original, copy)
         if not judged:
             if not same:
                 judgement.faults.append(f"writes argument {named}, which the original does not write")
@@ -225,10 +225,6 @@ def _pairs(sides: Sides) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
 def _top(where: str) -> str:
     """The argument that a place in one belongs to: `tensors[3]` → `tensors`."""
     return where.partition("[")[0].partition(",")[0]
-
-
-def _equal(one: torch.UntypedStorage, other: torch.UntypedStorage) -> bool:
-    return bool(torch.equal(bytes_of(one), bytes_of(other)))
 
 
 def _equal_outside(original: torch.UntypedStorage, copy: torch.UntypedStorage,
