@@ -18,6 +18,7 @@ from replayfmt.pytorch.dtypes import TORCH_DTYPE
 from replayfmt.pytorch.settings import check_settings
 
 from .devices import DeviceMap
+from .memory import host_memory_bytes
 from .resolve import ResolvedKernel
 from .scan import Occurrences, Scan
 
@@ -40,6 +41,7 @@ class Findings:
         self._ops()
         self._tensors()
         self._settings()
+        self._memory()
 
     def _signatures(self, *kinds: RecordKind) -> Iterator[tuple[int, Signature]]:
         """The signatures of these kinds that occur."""
@@ -160,6 +162,16 @@ class Findings:
             self.sentences.append(f"this torch has no dtype {', '.join(sorted(dtypes))}")
         if layouts:
             self.sentences.append(f"tensors with the layout {', '.join(sorted(layouts))} cannot be rebuilt as such")
+
+    def _memory(self) -> None:
+        """What the storages alive at once need, where all of it is the host's memory: the system ends a process that
+        takes more than there is, without a word. (Accelerators report it.)"""
+        there, needed = host_memory_bytes(), self._scan.known_peak_bytes
+        if {target.type for target in self._devices.targets if target is not None} == {"cpu"} and (
+            there is not None and needed > there
+        ):
+            self.sentences.append(f"the capture says that {needed:,} bytes of tensors are alive at once; this machine "
+                                  f"has {there:,} bytes of memory, swap included")
 
     def _settings(self) -> None:
         self.sentences += check_settings(self._reader.session.settings)

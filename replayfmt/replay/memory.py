@@ -15,6 +15,7 @@ from .results import PeakMemory
 _STATUS = Path("/proc/self/status")
 _CLEAR = Path("/proc/self/clear_refs")
 _RESET_HIGH_WATER = "5"
+_GROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 
 
 class MemoryWatch:
@@ -50,6 +51,22 @@ class MemoryWatch:
         if peak is None or self._host_before is None:
             return PeakMemory("cpu", None, None, self._host_problem or "this system does not tell the high-water mark")
         return PeakMemory("cpu", peak, self._host_before, "resident set of the process")
+
+
+def host_memory_bytes() -> int | None:
+    """How much memory this process can have at most: the machine's with its swap, or what its control group allows.
+    None where the system does not tell."""
+    try:
+        fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+        total = sum(int(fields[name].split()[0]) * 1024 for name in ("MemTotal", "SwapTotal"))
+    except (OSError, KeyError, ValueError):
+        return None
+    for limit in _GROUP_LIMITS:
+        try:
+            total = min(total, int(limit.read_text()))
+        except (OSError, ValueError):       # not there, or "max"
+            continue
+    return total
 
 
 def _status_bytes(name: str) -> int | None:

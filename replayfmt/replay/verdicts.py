@@ -145,8 +145,14 @@ class KeepGoing:
         if not usable:
             self._abandon(step)
             return
-        with suppress(StopReplay):
-            self._call(step, on_scope)
+        try:
+            with suppress(StopReplay):
+                self._call(step, on_scope)
+        except ReplayFailed:
+            if not step.storages:
+                raise       # everything after it may depend on it
+            for storage in step.storages:
+                self._spoiled.setdefault(storage, step.ordinal)
 
     def _blame(self, step: Step, found: int) -> None:
         """Give divergences to the op they are about: named by the record, or else the last that wrote the memory."""

@@ -12,7 +12,7 @@ import numpy as np
 
 from replayfmt.format.codes import RecordKind
 from replayfmt.format.columns import RecordColumns
-from replayfmt.format.model import Device, Kernel, Recipe, Record, Session, Signature
+from replayfmt.format.model import Device, Kernel, Recipe, Record, Session, Signature, TensorMeta
 from replayfmt.format.reader import CaptureReader, open_capture
 from replayfmt.format.writer import CaptureWriter
 
@@ -26,6 +26,7 @@ def rewrite(source: Path, target: Path, *, change: Change | None = None,
             payload: Callable[[int, bytes], bytes] | None = None, kernel: Callable[[Kernel], Kernel] | None = None,
             device: Callable[[Device], Device] | None = None, signature: Callable[[Signature], Signature] | None = None,
             scope: Callable[[str], str] | None = None,
+            meta: Callable[[TensorMeta], TensorMeta] | None = None,
             session: dict[str, Any] | None = None, records: int | None = None, drop_results_of: int | None = None,
             storage_bytes: int | None = None, tensor_offset: int | None = None, close: bool = True,
             prepare: Callable[[CaptureReader, CaptureWriter], None] | None = None,
@@ -51,8 +52,9 @@ def rewrite(source: Path, target: Path, *, change: Change | None = None,
             writer.kernel(kernel(kind) if kernel else kind)
         for each_scope in reader.scopes[1:]:
             writer.scope(each_scope.parent, scope(each_scope.name) if scope else each_scope.name)
-        for meta in reader.metas[1:]:
-            writer.meta(meta)
+        for each_meta in reader.metas[1:]:
+            assert each_meta is not None
+            writer.meta(meta(each_meta) if meta else each_meta)
         for one in reader.signatures[1:]:
             assert one is not None
             writer.signature(signature(one) if signature else one)

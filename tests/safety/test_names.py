@@ -197,7 +197,8 @@ def test_every_operator_of_this_torch_that_takes_a_path_or_a_name_of_something_i
     "schema",
     ["aten::exp(" + "(" * 1_000_000, "aten::exp(" + "Future(" * 50_000 + "Tensor" + ")" * 50_000 + " self) -> Tensor",
      "aten::exp(Tensor" + "[]" * 500_000 + " self) -> Tensor", "aten::exp(Tensor self) -> " + "(" * 30_000,
-     "x" * 10_000_000, "", "aten::exp(__torch__.torch.classes.a.B self) -> Tensor", "\x00", "aten::exp)(Tensor self -> Tensor"],
+     "x" * 10_000_000, "", "aten::exp(__torch__.torch.classes.a.B self) -> Tensor", "\x00",
+     "aten::exp)(Tensor self -> Tensor"],
     ids=range(9),
 )
 def test_a_schema_cannot_end_the_process(tmp_path: Path, schema: str) -> None:
