@@ -18,10 +18,11 @@ import torch
 from replayfmt.errors import InvalidCapture
 from replayfmt.format.codes import Layout, TensorFlag
 from replayfmt.format.model import TensorMeta
-from replayfmt.pytorch.op_libraries import OpLibraries
+from replayfmt.pytorch.op_libraries import STRING_DEFAULTS, OpLibraries
 
 from .arguments import (
     NOTHING,
+    UNRECORDED,
     Binding,
     DeviceName,
     Form,
@@ -115,7 +116,7 @@ class _Writer:
 
     def __init__(self, capture: ImportedSession, report: ImportReport, operators: Operators) -> None:
         self._capture, self._report, self._operators = capture, report, operators
-        self._reader = Reader()
+        self._reader = Reader(STRING_DEFAULTS)
         self.placed = False
 
     def write(self, entry: Mapping[str, Any]) -> None:
@@ -125,6 +126,10 @@ class _Writer:
         count = given if isinstance(given, int) and not isinstance(given, bool) and given > 0 else 1
         own = entry.get(_OWN)
         call = _read(name, entry["replay_ir"])
+        if not own:
+            # TraceLens reads profiler traces, which drop strings: it writes an empty one.
+            call.recorded = [UNRECORDED if each.form is Form.text and not each.value else each
+                             for each in call.recorded]
         choice, binding = self._bind(call, own if isinstance(own, dict) else {})
         if choice.operator is None:
             self._unsupported(call, count, choice.reason, choice.detail)

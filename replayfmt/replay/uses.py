@@ -51,6 +51,8 @@ class FoundUse:
     """One use of a storage's content, with what it asks of what the op reads (None where that is not known)."""
 
     ordinal: int
+    op: str
+    overload: str
     argument: str
     position: int | None
     tensor: TensorInfo
@@ -58,6 +60,11 @@ class FoundUse:
     steps: tuple[Step, ...]
     followed: bool
     demand: Demand | None
+
+    @property
+    def label(self) -> str:
+        """As Use has it."""
+        return self.argument if self.position is None else f"{self.argument}[{self.position}]"
 
 
 @dataclass
@@ -77,7 +84,9 @@ class _Argument:
 class _Alike:
     """What is the same for all ops of a signature, shapes and numbers."""
 
-    arguments: list[_Argument]
+    op: str
+    overload: str
+    arguments: list[_Argument] = field(default_factory=list)
     results: dict[int, int] = field(default_factory=dict)       # index of a result that is a tensor → its slot
     named: dict[str, int] = field(default_factory=dict)         # name of an argument that is a tensor → its slot
 
@@ -158,7 +167,7 @@ class Uses:
             if not argument.read:
                 continue
             for way in ways:
-                self._note(way, key, argument, ordinal, tensor)
+                self._note(way, key, alike, argument, ordinal, tensor)
                 for passed in argument.passed:
                     target = alike.named.get(passed.written) if passed.result is None else alike.results.get(
                         passed.result)
@@ -168,7 +177,8 @@ class Uses:
         for target, (tensor, ways) in written.items():
             self._write(storages[target], tensor, ways)
 
-    def _note(self, way: Way, key: tuple[object, ...], argument: _Argument, ordinal: int, tensor: TensorInfo) -> None:
+    def _note(self, way: Way, key: tuple[object, ...], alike: _Alike, argument: _Argument, ordinal: int,
+              tensor: TensorInfo) -> None:
         known = self._found[way.origin]
         own = (key[:3], argument.slot, way.steps, way.followed)
         if own in known:
@@ -176,8 +186,8 @@ class Uses:
         view = tensor if tensor.storage == way.origin and not way.steps and way.followed else None
         if view is None and way.here is not None and _same_place(way.here, tensor):
             view = way.there
-        known[own] = FoundUse(ordinal, argument.name, argument.position, tensor, view, way.steps, way.followed,
-                              argument.demand)
+        known[own] = FoundUse(ordinal, alike.op, alike.overload, argument.name, argument.position, tensor, view,
+                              way.steps, way.followed, argument.demand)
 
     def _write(self, storage: int, tensor: TensorInfo, ways: set[Way]) -> None:
         """A storage has other content in the place of a tensor."""
@@ -199,7 +209,7 @@ class Uses:
         layout = self._scan.layout(signature)
         call = self._calls.call(ordinal)
         schema = self._schema(layout)
-        alike = _Alike([])
+        alike = _Alike(call.name, call.overload_name)
         for index, place in enumerate(layout.results):
             if place.node.kind is ValueKind.tensor:
                 alike.results[index] = place.tensor_slot
@@ -219,7 +229,8 @@ class Uses:
         argument = None if schema is None else next((each for each in schema.arguments if each.name == name), None)
         alias = None if argument is None else argument.alias_info
         base = base_name(call.name)
-        if alias is not None and not alias.is_write and tensor.storage in shared:
+        # Without results in the capture (imports of single calls) nothing can read the view either.
+        if alias is not None and not alias.is_write and (tensor.storage in shared or not call.results):
             return _Argument(name, position, slot, False, False, None, ())       # a view of it
         writes = alias is not None and alias.is_write
         if writes and ((argument is not None and argument.is_out) or (base in _OVERWRITTEN and name == "self")):
