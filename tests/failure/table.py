@@ -195,7 +195,10 @@ def _cuda_graph(folder: Path, patch: pytest.MonkeyPatch) -> tuple[Path, list[str
             torch.ones(3)
 
     patch.setattr(torch.cuda.graphs, "CUDAGraph", CUDAGraph)
-    return recorded(folder, CUDAGraph().replay), []
+    def program() -> None:
+        CUDAGraph().replay()
+
+    return recorded(folder, program), []
 
 
 def _overlapping() -> None:
