@@ -12,6 +12,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 from replayfmt.errors import InvalidCapture, UnsupportedVersion
@@ -24,6 +25,8 @@ OLDEST, NEWEST = (1, 0, 1), (1, 1, 1)
 _CUT_LIST_ITEMS = 4097
 _VERSION = re.compile(r"(\d+)\.(\d+)\.(\d+)(?:-.*)?\Z")
 _TENSOR_FIELDS = 6      # tensor id, storage id, offset, elements, bytes an element, device
+_INTEGER = frozenset({int})
+_wrapped = lru_cache(maxsize=4096)(wrapped)
 USER_SCOPE = 7          # at::RecordScope::USER_SCOPE: record_function and the profiler's own marks
 
 
@@ -141,7 +144,7 @@ def traced_tensor(value: object, sizes: object, strides: object, type_name: str)
     """A tensor out of its six numbers; None where they are no tensor's."""
     if not isinstance(value, list) or len(value) != _TENSOR_FIELDS or not isinstance(value[5], str):
         return None
-    if not all(isinstance(number, int) and not isinstance(number, bool) for number in value[:5]):
+    if not set(map(type, value[:5])) <= _INTEGER:
         return None
     shape = _integers(sizes)
     step = _integers(strides)
@@ -154,7 +157,7 @@ def traced_tensor(value: object, sizes: object, strides: object, type_name: str)
 
 
 def _integers(values: object) -> tuple[int, ...] | None:
-    if not isinstance(values, list) or not all(isinstance(each, int) and each >= 0 for each in values):
+    if not isinstance(values, list) or not set(map(type, values)) <= _INTEGER or (values and min(values) < 0):
         return None
     return tuple(values)
 
@@ -163,12 +166,14 @@ def tensors_of(values: Values) -> Iterator[tuple[int, TracedTensor]]:
     """Every tensor among inputs or outputs, with the position of the argument it is in."""
     for position in range(len(values)):
         kind = values.types[position] if position < len(values.types) else ""
+        if "Tensor" not in kind:
+            continue
         yield from ((position, each) for each in _tensors(
             values.values[position], _at(values.shapes, position), _at(values.strides, position), kind))
 
 
 def _tensors(value: object, sizes: object, strides: object, kind: str) -> Iterator[TracedTensor]:
-    head, inner = wrapped(kind)
+    head, inner = _wrapped(kind)
     if head == "Tensor":
         found = traced_tensor(value, sizes, strides, inner[0] if inner else "")
         if found is not None and found.defined:
@@ -199,7 +204,7 @@ def recorded_inputs(values: Values, reader: TensorReader) -> list[Recorded]:
 
 
 def _recorded(value: object, sizes: object, strides: object, kind: str, reader: TensorReader) -> Recorded:
-    head, inner = wrapped(kind)
+    head, inner = _wrapped(kind)
     shown = json.dumps(value)
     if head == "Tensor":
         tensor = traced_tensor(value, sizes, strides, inner[0] if inner else "")

@@ -53,7 +53,8 @@ def test_a_gpus_training_steps_are_refused_here_unless_they_are_rewritten(tmp_pa
 
     report = import_execution_trace(trace, tmp_path / "portable.opreplay", rewrite="portable")
     notes = "\n".join(report.notes)
-    for rewritten in ("aten::cudnn_convolution by aten::convolution", "aten::cudnn_batch_norm by aten::native_batch_norm",
+    for rewritten in ("aten::cudnn_convolution by aten::convolution",
+                      "aten::cudnn_batch_norm by aten::native_batch_norm",
                       "aten::cudnn_batch_norm_backward by aten::native_batch_norm_backward",
                       "c10d::allreduce_ by aten::alias"):
         assert f"rewritten: {rewritten}" in notes
@@ -71,7 +72,8 @@ def test_a_gpus_training_steps_are_refused_here_unless_they_are_rewritten(tmp_pa
 
 @shared
 def test_collectives_of_two_ranks_are_named_with_their_sizes_and_groups(tmp_path: Path) -> None:
-    report = import_execution_trace(FOLDER / "resnet_2gpu_et_v1.1.0.json.gz", tmp_path / "x.opreplay", rewrite="portable")
+    report = import_execution_trace(FOLDER / "resnet_2gpu_et_v1.1.0.json.gz", tmp_path / "x.opreplay",
+                                    rewrite="portable")
     assert any("1.1.0-chakra.0.0.4 has no strides" in note for note in report.notes)
     with open_capture(tmp_path / "x.opreplay") as reader:
         details = {str(record.argument("detail")) for record in reader.records()
@@ -95,7 +97,8 @@ def test_the_tools_flag_rewrites_and_says_so(tmp_path: Path) -> None:
     x, w, y = (Traced(number, 20 + number, sizes, device="cuda:0")
                for number, sizes in enumerate(([1, 2, 5, 5], [3, 2, 3, 3], [1, 3, 3, 3]), 1))
     trace.node("aten::cudnn_convolution", CUDNN, [x, w, [0, 0], [1, 1], [1, 1], 1, False, False, True], [y], parent=900)
-    trace.node("aten::convolution", CONVOLUTION, [x, w, None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1], [y], number=900)
+    trace.node("aten::convolution", CONVOLUTION, [x, w, None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1], [y],
+               number=900)
     path = trace.save(tmp_path / "trace.json")
     runner = CliRunner()
     plain = runner.invoke(cli, [str(path), "-o", str(tmp_path / "plain.opreplay")])
