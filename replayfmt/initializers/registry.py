@@ -19,7 +19,7 @@ from replayfmt.errors import UsageError
 
 from .demands import Role
 from .floats import FLOATS
-from .request import Request, Use
+from .request import Request
 from .roles import INTEGERS
 
 Content = torch.Tensor | Mapping[str, torch.Tensor]
@@ -65,16 +65,9 @@ class Initializer:
         """Whether it fills whole storages instead of tensors."""
         return self.op is None
 
-    def matches_use(self, use: Use) -> bool:
-        """Whether it is for the operator and argument of a use whose content it could fill."""
-        if self.op is None or use.view is None or use.steps or not use.followed:
-            return False
-        return self.names(use.call.name, use.call.overload_name, use.argument, use.label)
-
     def names(self, op: str, overload: str, argument: str, label: str) -> bool:
         """Whether it is for an operator's argument, given by name and by label (with its place in a list)."""
-        assert self.op is not None
-        if not (fnmatchcase(op, self.op) or fnmatchcase(f"{op}.{overload}", self.op)):
+        if self.op is None or not (fnmatchcase(op, self.op) or fnmatchcase(f"{op}.{overload}", self.op)):
             return False
         # A label is no pattern: its brackets are literal.
         return not self.arguments or any(text == label or fnmatchcase(argument, text) for text in self.arguments)

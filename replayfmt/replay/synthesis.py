@@ -163,9 +163,8 @@ class Synthesis:
         if not found:
             return f"{self._reader.storage(entrance.storage).bytes} bytes"
         first, tensor = found[0], found[0].tensor
-        label = first.argument if first.position is None else f"{first.argument}[{first.position}]"
         dtype = str(tensor.dtype).removeprefix("torch.")
-        return f"{dtype}{list(tensor.sizes)}, {label} of {self._uses.use(first).call.name}"
+        return f"{dtype}{list(tensor.sizes)}, {first.label} of {first.op}"
 
     def _choose_for(self, entrance: Entrance, found: list[FoundUse], demand: Demand | Conflict | None) -> None:
         """Find the first initializer that matches. Raises _Wrong where none does, or what it makes is no good."""
@@ -194,11 +193,11 @@ class Synthesis:
     def _match(self, initializer: Initializer, found: list[FoundUse], role: Role | None) -> Use | None:
         """The first use that an initializer for an operator is for."""
         for each in found:
-            if each.view is None or not initializer.matches_content(each.view.dtype, role):
+            if each.view is None or each.steps or not each.followed:
                 continue
-            use = self._uses.use(each)
-            if initializer.matches_use(use):
-                return use
+            if (initializer.names(each.op, each.overload, each.argument, each.label)
+                    and initializer.matches_content(each.view.dtype, role)):
+                return self._uses.use(each)
         return None
 
     def _dtype(self, entrance: Entrance, found: list[FoundUse], recipe: Recipe | None) -> torch.dtype | None:
@@ -241,14 +240,10 @@ class Synthesis:
     def _companions(self, initializer: Initializer, use: Use, version: int) -> Mapping[str, TensorInfo]:
         """The other arguments of a call that a joint initializer fills: they have no content, and no other one yet."""
         companions: dict[str, TensorInfo] = {}
-        for storage, wanted_version in self._wanted:
-            if wanted_version != version or (storage, version) in self._choices:
-                continue
-            for each in self._uses.of(storage):
-                if each.ordinal == use.call.ordinal and each.view is not None and not each.steps and each.followed:
-                    label = each.argument if each.position is None else f"{each.argument}[{each.position}]"
-                    if initializer.names(use.call.name, use.call.overload_name, each.argument, label):
-                        companions[label] = each.view
+        for storage, each in self._uses.direct_at(use.call.ordinal):
+            free = (storage, version) in self._wanted and (storage, version) not in self._choices
+            if free and each.view is not None and initializer.names(each.op, each.overload, each.argument, each.label):
+                companions[each.label] = each.view
         return companions
 
     def _all(self, found: list[FoundUse]) -> tuple[Use, ...]:
@@ -306,9 +301,8 @@ class Synthesis:
         if isinstance(demand, Conflict):
             why, example = demand.why, found[0]
         elif unknown is not None:
-            call = self._uses.use(unknown).call
             how = "" if unknown.followed and not unknown.steps else "what was computed from it is "
-            why, example = f"{how}an argument of {call.name} for which no safe value is known", unknown
+            why, example = f"{how}an argument of {unknown.op} for which no safe value is known", unknown
         elif dtype is None:
             why, example = "ops read it as different dtypes", found[0]
         else:
@@ -316,9 +310,8 @@ class Synthesis:
         direct = next((each for each in [example, *found] if each.view is not None), None)
         if direct is None:
             return f"{why}; give one with --replay-initializer=FILE.py that is for its dtype"
-        call = self._uses.use(direct).call
         return (f"{why}; write to FILE.py what it holds and add --replay-initializer=FILE.py: "
-                f"from replayfmt.initializers import register; @register({call.name!r}, argument={direct.argument!r}); "
+                f"from replayfmt.initializers import register; @register({direct.op!r}, argument={direct.argument!r}); "
                 "def content(request): return torch.zeros(request.tensor.sizes, dtype=request.tensor.dtype)")
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 
@@ -108,6 +109,19 @@ class Uses:
     def of(self, storage: int) -> list[FoundUse]:
         """The distinct uses of a storage's content, in capture order."""
         return list(self._found.get(storage, {}).values())
+
+    def direct_at(self, ordinal: int) -> list[tuple[int, FoundUse]]:
+        """The storages whose own content an op reads in a way that was not seen before, with that use."""
+        return self._direct.get(ordinal, [])
+
+    @cached_property
+    def _direct(self) -> dict[int, list[tuple[int, FoundUse]]]:
+        found: dict[int, list[tuple[int, FoundUse]]] = defaultdict(list)
+        for storage, uses in self._found.items():
+            for each in uses.values():
+                if each.followed and not each.steps:
+                    found[each.ordinal].append((storage, each))
+        return found
 
     def use(self, found: FoundUse) -> Use:
         """A use with everything about its op."""
