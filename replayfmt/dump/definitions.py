@@ -214,6 +214,8 @@ def _origin_facts(session: Session) -> list[tuple[str, str]]:
         ("captured", " by ".join(filter(None, (created(session), ", ".join(makers))))),
         ("machine", ", ".join(filter(None, machine))),
         ("command", " ".join(session.argv)),
+        ("policies", ", ".join(f"{name}={value}" for name, value in session.policies.items()
+                               if value is not None and value is not False)),
         ("rank", f"{session.rank} of {session.world_size}" if session.world_size > 1 else ""),
     ]
 
@@ -225,6 +227,8 @@ def _content_facts(reader: CaptureReader) -> list[tuple[str, str]]:
     records = [f"{counted(ops, 'op')} of {counted(len(reader.kernels) - 1, 'kernel')}"]
     records += [f"{count:,} {kind.name}" for kind, count in sorted(summary.records.items())
                 if count and kind != RecordKind.op]
+    if summary.annotated:
+        records.append(f"{summary.annotated:,} of them annotated")
     memory = [counted(summary.storages, "storage"), f"{counted(len(reader.payloads), 'payload')} of "
               f"{counted(summary.storage_payload_bytes, 'byte')}"]
     if summary.absent_storages:

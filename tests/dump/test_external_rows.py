@@ -293,6 +293,12 @@ def test_annotations_are_written_fast_and_without_loss() -> None:
         json.loads(encode_fast(value), parse_constant=pytest.fail)
 
 
+def test_text_names_the_policies_and_counts_annotated_records(every: Path) -> None:
+    shown = text(every)
+    assert re.search("^policies      payload=full, digests=live$", shown, re.MULTILINE)
+    assert re.search("^records .*, 3 of them annotated$", shown, re.MULTILINE)
+
+
 def test_what_tells_is_found_among_very_many_texts(tmp_path: Path) -> None:
     b = Builder(tmp_path / "a.opreplay", ANONYMOUS)
     cpu = b.writer.device(Device("cpu"))
