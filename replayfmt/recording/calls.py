@@ -16,6 +16,7 @@ from replayfmt.format.codes import OpStatus, RecordKind
 from replayfmt.format.model import Kernel, Signature
 
 from .arguments import Encoder, StructureEncoder, Use, Values, build_nodes
+from .autocast import autocast_of_program
 from .buffer import RecordBuffer, packer
 from .digesting import Digests
 from .kernels import KernelFacts
@@ -97,6 +98,8 @@ class Calls:
         self.site = None
         try:
             self._numeric.check(facts.name)
+            if not facts.own:
+                self._numeric.check_autocast(autocast_of_program())
             self._gather(call)
             if facts.random and facts.draws(args, kwargs):
                 call.generators = drawn_from(args, kwargs, self._devices(call))

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from .autocast import WithAutocast
+
 INTERNAL_NAMESPACES = ("aten", "prim", "prims", "quantized", "mkldnn", "mkl", "_quantized")
 
 
@@ -218,6 +220,7 @@ class KernelFacts:
         "namespace",
         "opaque_results",
         "overwrites_self",
+        "own",
         "own_kernels",
         "random",
         "reads_nothing",
@@ -231,10 +234,11 @@ class KernelFacts:
     def __init__(self, func: torch._ops.OpOverload) -> None:
         schema = func._schema
         self.func = func
-        self.call = func._op
         self.id = 0
         self.name = schema.name
         self.namespace, _, base = schema.name.partition("::")
+        self.own = self.namespace in INTERNAL_NAMESPACES
+        self.call = func._op if self.own else WithAutocast(func._op)
         quiet = _UNANNOTATED_WRITES.get(schema.name, ())
         self.arguments = tuple(
             Argument(a.name, a.name in quiet or (a.alias_info is not None and a.alias_info.is_write), a.kwarg_only)
@@ -257,7 +261,7 @@ class KernelFacts:
         self.random = (
             torch.Tag.nondeterministic_seeded in func.tags
             or base in _UNTAGGED_RANDOM
-            or self.namespace not in INTERNAL_NAMESPACES
+            or not self.own
             or any("Generator" in str(a.type) for a in schema.arguments)
         )
         # Attention draws only with dropout.

@@ -109,15 +109,23 @@ class NumericState:
         poll = self.poll_of(kernel)
         if self.unchanged() and (SMALLEST * HALF == 0.0) is self.flushes and (poll is None or poll.same()):
             return
-        now = read_settings()
+        self._state(read_settings())
+        self._take_guard()
+        for other in self._polls.values():
+            other.renew()
+
+    def check_autocast(self, now: dict[str, str]) -> None:
+        """Before a custom operator, whose own code may depend on it: the program's autocast. (To everything else, which
+        was cast before, it reads as off.)"""
+        self._state(now)
+
+    def _state(self, now: dict[str, Any]) -> None:
+        """Record what of some settings is not as the stream has it."""
         changes = {name: value for name, value in now.items() if self.known.get(name) != value}
         if changes:
             self.known.update(changes)
             self._records.global_state(changes)
             self.changed()
-        self._take_guard()
-        for other in self._polls.values():
-            other.renew()
 
 
 class Poll:

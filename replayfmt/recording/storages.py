@@ -154,6 +154,13 @@ class Storages:
             begin = storage.data_ptr()
             self._external[tracker.id] = (begin, begin + length)
             self.watch(tracker)
+        if device != _CPU and not storage.resizable():
+            self._records.unsupported(
+                "foreign_memory",
+                "",
+                f"{length} bytes on {device} that torch did not allocate (another process's, or another library's): "
+                "who else writes them is not seen",
+            )
         self._note_content(tracker, content)
         self.synchronize(tracker, storage)
         return tracker
