@@ -161,13 +161,18 @@ def describe(value: Any) -> str:
     return repr(value)
 
 
+def seconds(text: str) -> float:
+    return float(text.removesuffix("s"))
+
+
 def flags(given: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("file", nargs="?", default=str(Path(__file__).with_name("event_replay_ir.json")))
     parser.add_argument("--device", help="run everything there, such as cpu or cuda:1; default: where it was recorded")
     parser.add_argument("--op-filter", help="only operators whose name contains this")
     parser.add_argument("--op-limit", type=int, help="at most so many calls")
-    parser.add_argument("--min-time", type=float, default=0.02, help="seconds to measure each call for (default 0.02)")
+    parser.add_argument("--benchmark-min-time", type=seconds, default=0.02, metavar="TIME",
+                        help="measure each call for so long (default 0.02s)")
     parser.add_argument("--stop-on-error", action="store_true")
     parser.add_argument("-v", "--verbose", action="store_true", help="print arguments and results")
     return parser.parse_args(given)
@@ -196,7 +201,7 @@ def main(given: list[str] | None = None) -> int:
                     print(f"  {argument['arg_name']} {argument['arg_type']}: {describe(value)}")
             with torch.no_grad():
                 result = function(*positional, **keywords)
-                elapsed = measure(lambda f=function, a=positional, k=keywords: f(*a, **k), options.min_time)
+                elapsed = measure(lambda f=function, a=positional, k=keywords: f(*a, **k), options.benchmark_min_time)
         except Exception as error:
             failed += 1
             print(f"  failed: {type(error).__name__}: {error}".split("\n")[0])

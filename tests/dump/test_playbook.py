@@ -12,7 +12,7 @@ import pytest
 from opreplay_tools import playbook
 
 ROOT = Path(__file__).parents[2]
-TOOLS = ("capture", "run", "benchmark", "dump", "check", "trim", "import")
+TOOLS = ("capture", "run", "benchmark", "dump", "check", "trim", "import", "export")
 MODULES = {"import": "importer"}  # a tool whose name is a word of Python has another module
 WHOLE = (ROOT / "tools" / "playbook.md").read_text(encoding="utf-8")
 

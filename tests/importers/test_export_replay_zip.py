@@ -107,7 +107,8 @@ def test_the_script_runs_where_this_library_is_not_installed(capture: Path, tmp_
     exported = export(capture, tmp_path / "x.zip", unique=True)
     zipfile.ZipFile(tmp_path / "x.zip").extractall(tmp_path / "unpacked")
     # -I leaves out the working directory and the environment; the name itself is blocked as well.
-    blocked = ("import sys, runpy; sys.modules['replayfmt'] = None; sys.argv = ['replay.py', '--min-time=0', '-v']; "
+    blocked = ("import sys, runpy; sys.modules['replayfmt'] = None; "
+               "sys.argv = ['replay.py', '--benchmark-min-time=0s', '-v']; "
                "runpy.run_path('replay.py', run_name='__main__')")
     done = subprocess.run([sys.executable, "-I", "-c", blocked], cwd=tmp_path / "unpacked", capture_output=True,
                           text=True, timeout=120, env={"PATH": "/usr/bin:/bin"})
@@ -127,11 +128,11 @@ def test_the_script_fails_where_a_call_fails(tmp_path: Path, capsys: pytest.Capt
     bad = {"op_name": "aten::mm", "replay_ir": {"list_pos_args": [item, item], "list_kwargs": []}}
     path = tmp_path / "ir.json"
     path.write_text(json.dumps([bad, good]))
-    assert main([str(path), "--device=cpu", "--min-time=0"]) == 1
+    assert main([str(path), "--device=cpu", "--benchmark-min-time=0s"]) == 1
     assert "1 successful, 1 failed" in capsys.readouterr().out
-    assert main([str(path), "--device=cpu", "--min-time=0", "--op-filter=relu"]) == 0
+    assert main([str(path), "--device=cpu", "--benchmark-min-time=0s", "--op-filter=relu"]) == 0
     assert "2 calls in the file, 1 matched, 1 attempted" in capsys.readouterr().out
-    assert main([str(path), "--device=cpu", "--min-time=0", "--stop-on-error", "--op-limit=1"]) == 1
+    assert main([str(path), "--device=cpu", "--benchmark-min-time=0s", "--stop-on-error", "--op-limit=1"]) == 1
     assert "0 successful, 1 failed" in capsys.readouterr().out
 
 
