@@ -82,7 +82,6 @@ def make_compare_report(run: CompareRun, plan: Plan) -> CompareReport:
     context = {
         **plan_context(plan), "min_time": str(run.options.min_time), "warmup_iterations": run.options.warmup,
         "rounds": run.rounds, "confidence": CONFIDENCE, "verified": verified,
-        "substitution_check": plan.substitution.report.as_text(),
         "warnings": [*run_caveats(as_run, plan.reader, plan.devices), *_too_wide(run.rows)],
     }
     return CompareReport(context, [_comparison(row) for row in run.rows], run.rows)

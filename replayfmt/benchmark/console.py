@@ -26,6 +26,8 @@ def print_report(report: Report, console: Console | None = None) -> None:
     _line(console, f"run on    {', '.join(context['devices'])}; torch {context['torch_version']}, {threads} "
                    f"thread{'s' if threads != 1 else ''}; {context['num_cpus']} CPUs")
     _line(console, f"verified  {context['verified']}")
+    for text in context.get("substitution_check", ()):
+        _line(console, f"checked   {text.strip()}")
     console.print()
     console.print(_table(report.rows))
     console.print()

@@ -94,7 +94,15 @@ def plan_context(plan: Plan) -> dict[str, Any]:
         "torch_version": torch.__version__,
         "torch_num_threads": threads,
         "devices": [_device_name(device) for device in plan.devices],
+        **_substitution(plan),
     }
+
+
+def _substitution(plan: Plan) -> dict[str, Any]:
+    """What was found of substituted kernels when they were checked; nothing where there are none."""
+    substitution = getattr(plan, "substitution", None)
+    report = None if substitution is None else substitution.report
+    return {} if report is None else {"substitution_check": report.as_text()}
 
 
 def _context(run: Run, plan: Plan) -> dict[str, Any]:
