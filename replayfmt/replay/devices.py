@@ -132,8 +132,10 @@ def _requested(text: str) -> torch.device:
     return torch.device(device.type, index)
 
 
-def map_generators(captured: Sequence[Generator | None], devices: DeviceMap) -> tuple[torch.Generator | None, ...]:
-    """The generator that stands for each captured generator, by id; explicit ones are made here.
+def map_generators(captured: Sequence[Generator | None], devices: DeviceMap,
+                   elsewhere: bool = False) -> tuple[torch.Generator | None, ...]:
+    """The generator that stands for each captured generator, by id; explicit ones are made here. With `elsewhere` the
+    host's default one, which ops draw from that drew on another device, comes after them.
 
     Random numbers of a CPU capture are always drawn on the CPU. None where a generator's numbers cannot be drawn on
     the mapped device; a plan that needs one is refused.
@@ -141,7 +143,7 @@ def map_generators(captured: Sequence[Generator | None], devices: DeviceMap) -> 
     made: list[torch.Generator | None] = []
     for generator in captured:
         made.append(None if generator is None else _generator(generator, devices))
-    return tuple(made)
+    return (*made, torch.default_generator) if elsewhere else tuple(made)
 
 
 def _generator(generator: Generator, devices: DeviceMap) -> torch.Generator | None:

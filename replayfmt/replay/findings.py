@@ -26,13 +26,15 @@ _OPEN_KINDS = (ValueKind.opaque, ValueKind.process_group)
 
 
 class Findings:
-    """The findings of one plan. `refused` has the reason for every op signature that cannot be run, by id."""
+    """The findings of one plan. `refused` has the reason for every op signature that cannot be run, by id; `notes` are
+    what a user has to know of those that can."""
 
     def __init__(self, reader: CaptureReader, devices: DeviceMap, kernels: tuple[ResolvedKernel | str | None, ...],
                  scan: Scan) -> None:
         self._reader, self._devices, self._kernels, self._scan = reader, devices, kernels, scan
         self.refused: dict[int, str] = {}
         self.sentences: list[str] = []
+        self.notes: list[str] = []
 
     def collect(self, *, unsupported: bool = True) -> None:
         """Look at everything the scan saw; without `unsupported`, those records are somebody else's business."""
@@ -140,7 +142,10 @@ class Findings:
                 for device_type in strict:
                     if not resolved.runs_on(device_type):
                         unavailable[device_type].append(number)
-        if foreign_draws:
+        if foreign_draws and "import" in self._reader.session.policies:
+            # No content of an import is the program's, and nothing is compared: other random numbers are as good.
+            self.notes.append(f"{name} draws random numbers that the captured device would have drawn otherwise")
+        elif foreign_draws:
             self._refuse(foreign_draws, f"{name} draws random numbers that only the captured kind of device gives")
         for device_type, affected in unavailable.items():
             self._refuse(affected, f"{name} has no kernel for {device_type} in this torch")

@@ -131,8 +131,8 @@ class Plan:
             reasons = f"{count} reason{'s' if count > 1 else ''}"
             raise ReplayRefused(f"{reader.path}: cannot be replayed here, for {reasons}; nothing was run",
                                 self.findings)
-        generators = map_generators(reader.generators, self.device_map)
-        self._generators = generators
+        self._draw_notes = findings.notes
+        generators = self._generators = map_generators(reader.generators, self.device_map, bool(findings.notes))
         self._clock = RunClock()
         self.judge = Judge(self._clock, self.describe)
         self.judge.compares_scalars = not self.synthesis.reason
@@ -171,7 +171,7 @@ class Plan:
         """What a user has to know of how the capture is replayed."""
         threads = len(self.scan(checks=False).threads)
         serialized = (f"the work of {threads} threads is replayed by one, in capture order",) if threads > 1 else ()
-        return (*serialized, *self.files.notes, *self.synthesis.notes, *self.reader.warnings)
+        return (*serialized, *self._draw_notes, *self.files.notes, *self.synthesis.notes, *self.reader.warnings)
 
     def scan(self, *, checks: bool) -> Scan:
         """The first pass over the records, made once for replays that verify and once for those that do not."""
