@@ -26,6 +26,9 @@ _LONG = 20_000       # records; shorter replays show no progress
 @replay_options
 @click.option("--keep-going", is_flag=True,
               help="Run what can be run and give every op a verdict: ok, refused, failed, mismatched or skipped.")
+@click.option("--compare-kernels", is_flag=True,
+              help="Of an imported trace, on a CUDA device: run each op once more under the profiler and say MATCH or "
+                   "DIFFERENT of its device kernels and their grids. Implies --keep-going.")
 @click.option("--format", "form", type=click.Choice(["text", "jsonl"]), default="text", show_default=True,
               help="How the result is printed.")
 @click.option("--list-initializers", is_flag=True,
@@ -35,7 +38,7 @@ _LONG = 20_000       # records; shorter replays show no progress
 @click.argument("capture", metavar="CAPTURE", required=False)
 @click.pass_context
 def cli(context: click.Context, /, capture: str | None, list_initializers: bool, flags: ReplayFlags, keep_going: bool,
-        form: str, device_profiling_mode: str | None, device_profiling_output: str | None, force: bool) -> int:
+        compare_kernels: bool, form: str, device_profiling_mode: str | None, device_profiling_output: str | None, force: bool) -> int:
     """Replay CAPTURE without the program that made it, and verify the results.
 
     Exits with 0 if it ran and matched, 1 if it was refused, failed or did not match, 2 for wrong usage, 3 if CAPTURE is
@@ -49,6 +52,7 @@ def cli(context: click.Context, /, capture: str | None, list_initializers: bool,
         raise click.MissingParameter(ctx=context, param=next(each for each in context.command.params
                                                              if each.name == "capture"))
     profiling = profiling_request(device_profiling_mode, device_profiling_output, force)
+    keep_going = keep_going or compare_kernels
     with flags.plan(capture, keep_going=keep_going) as plan, profiled(profiling, plan):
         from replayfmt.replay.report import as_rows, as_text
 
@@ -62,6 +66,11 @@ def cli(context: click.Context, /, capture: str | None, list_initializers: bool,
                 click.echo(one_line(line))
             for finding in plan.findings:
                 click.echo(one_line(f"finding: {finding}"))
+        if compare_kernels:
+            from replayfmt.benchmark import device_kernels
+
+            for verdict in device_kernels.compare_kernels(plan):
+                click.echo(json.dumps(verdict.row()) if form == "jsonl" else one_line(str(verdict)))
         code = _judge(capture, result, bool(plan.findings))
     return code
 

@@ -13,13 +13,13 @@ from typing import Any
 
 import click
 import pytest
-
-import replayfmt
 from opreplay_tools.benchmark import cli as benchmark
 from opreplay_tools.command import run_tool
 from opreplay_tools.dump import cli as dump
 from opreplay_tools.importer import cli as importer
 from opreplay_tools.run import cli as run
+
+import replayfmt
 from replayfmt.errors import UsageError
 from replayfmt.importers import kineto
 from replayfmt.importers.portable import Portable
@@ -57,7 +57,8 @@ def test_a_trace_becomes_a_capture_that_replays(tool: Tool, source: Path, tmp_pa
     assert code == 0 and err == f"{out}: 4 calls\n"
     lines = printed.splitlines()
     assert lines[0] == "source        step.json (kineto)" and lines[1] == "exact         3 calls, 2 different"
-    assert "assumed       aten::gelu, 1 times: approximate='none': the trace drops strings; the schema's default" in lines
+    assumed = "assumed       aten::gelu, 1 times: approximate='none': the trace drops strings; the schema's default"
+    assert assumed in lines
     code, printed, _err = tool(run, out)
     assert code == 0 and "replayed: 4 ops of 3 kernels" in printed and "not verified: the content of" in printed
     code, printed, _err = tool(dump, out, "--jq", 'select(.kind=="op") | [.op, .duration_ns, .annotation.import]')
@@ -205,7 +206,8 @@ def test_a_large_trace_is_read_with_memory_for_a_part_of_it(tmp_path: Path) -> N
         from replayfmt.importers.json_stream import JsonStream
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         events = Events().read(JsonStream.open({str(path)!r}))
-        print(len(events.ops.start), len(events.kinds), (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) >> 10)
+        grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+        print(len(events.ops.start), len(events.kinds), grown >> 10)
     """)
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120)
     ops, kinds, grown_mib = map(int, done.stdout.split())

@@ -19,7 +19,8 @@ from replayfmt.importers import json_stream
 from replayfmt.importers.json_stream import JsonStream
 from replayfmt.importers.trace_files import TraceFile, archive_texts
 
-EVENTS = [{"ph": "X", "name": f"op {i}", "ts": i * 0.5, "args": {"n": [i, -i, 1e-5], "s": 'a"}]\\b{'}} for i in range(40)]
+EVENTS = [{"ph": "X", "name": f"op {i}", "ts": i * 0.5, "args": {"n": [i, -i, 1e-5], "s": 'a"}]\\b{'}}
+          for i in range(40)]
 WHOLE = {"schemaVersion": 1, "deviceProperties": [{"id": 0}], "traceEvents": EVENTS, "traceName": "x", "last": 12345678}
 
 
@@ -131,7 +132,8 @@ def test_an_entry_that_cannot_be_read_is_skipped_and_the_rest_goes_on(tmp_path: 
     assert stream.problem_counts["skipped"] == 2 and not stream.complete
 
 
-@pytest.mark.parametrize("data", [b"", b"   ", b"hello", b"OPREPLAY\x01", b"\x1f\x8b", b"\x1f\x8b\x08\x00garbage", b"PK\x03\x04"])
+@pytest.mark.parametrize("data", [b"", b"   ", b"hello", b"OPREPLAY\x01", b"\x1f\x8b", b"\x1f\x8b\x08\x00garbage",
+                                  b"PK\x03\x04"])
 def test_what_is_no_json_is_refused_in_one_sentence(data: bytes, tmp_path: Path) -> None:
     with pytest.raises(InvalidCapture, match="t.json"):
         read(data, tmp_path)

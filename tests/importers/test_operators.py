@@ -120,6 +120,6 @@ def test_op_library_flags_are_checked() -> None:
 
 
 def test_the_namespaces_of_common_libraries_are_known() -> None:
-    for namespace in ("vllm", "_C", "_C_cache_ops", "_moe_C", "_rocm_C", "aiter", "sgl_kernel", "flash_attn", "xformers",
-                      "torchvision", "fbgemm", "quantized"):
+    for namespace in ("vllm", "_C", "_C_cache_ops", "_moe_C", "_rocm_C", "aiter", "sgl_kernel", "flash_attn",
+                      "xformers", "torchvision", "fbgemm", "quantized"):
         assert OpLibraries().modules_for(namespace)

@@ -1,4 +1,4 @@
-"""Functions in the place of operators that nobody registered: imported by the recorded types, replayed where allowed."""
+"""Functions in the place of operators that nobody registered: imported by recorded types, replayed where allowed."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ def test_without_shapes_everything_is_named_and_nothing_guessed(tmp_path: Path, 
     assert "aten::addmm" in {str(each.argument("op")) for each in result.of("unsupported")}
 
 
-# For each trace: unique calls exact, inferred, incomplete at the default level; then device work in ns that records hold.
+# For each trace: how many different calls may be incomplete at the default level, and why.
 @shared
 @pytest.mark.parametrize(("name", "incomplete", "reasons"), [
     ("h100_bert_small_inference", 0, set()),

@@ -23,7 +23,7 @@ ALLOWED: dict[str, set[str]] = {
     "importers": {"errors", "format", "pytorch"},
     "initializers": {"errors", "format", "pytorch"},
     "replay": {"errors", "format", "pytorch", "initializers"},
-    "benchmark": {"errors", "format", "pytorch", "recording", "initializers", "replay"},
+    "benchmark": {"errors", "format", "pytorch", "recording", "importers", "initializers", "replay"},
     "trim": {"errors", "format", "dump", "pytorch", "recording", "initializers", "replay"},
     "export": {"errors", "format", "dump", "trim"},
     "api": {"errors", "format", "pytorch", "recording", "initializers", "replay", "benchmark", "dump"},
