@@ -71,7 +71,7 @@ def import_execution_trace(path: str | PathLike[str], out: str | PathLike[str], 
                 writer.inside(node)
                 continue
             scope = marks.enter(selection.path_of(position), node.thread)
-            writer.write(calls.step(node), scope)
+            writer.write(calls.step(node), scope, selection.wrappers_of(position))
         marks.enter((), 0)
     _finish(report, trace, selection)
     return report

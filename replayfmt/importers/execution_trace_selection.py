@@ -87,7 +87,8 @@ Path = tuple[tuple[int, str], ...]
 @dataclass
 class Selection:
     """`chosen` has the position of every node that is imported, in the order of the trace, `scopes` for each the marks
-    around it, outermost first (an index into `paths`, which have the position and the name of each mark). `dropped`
+    around it, outermost first (an index into `paths`, which have the position and the name of each mark). `within`
+    likewise tells the names of what is around it and is neither a mark nor an operator (into `wrapped`). `dropped`
     counts what did no work, by name, `wrappers` what only contains others. `inside` is 1 at the position of everything
     within a chosen node. `ordered`: the trace has the chosen nodes in
     the order in which they ran."""
@@ -95,6 +96,8 @@ class Selection:
     chosen: array = field(default_factory=lambda: array("q"))
     scopes: array = field(default_factory=lambda: array("q"))
     paths: list[Path] = field(default_factory=lambda: [()])
+    within: array = field(default_factory=lambda: array("q"))
+    wrapped: list[tuple[str, ...]] = field(default_factory=lambda: [()])
     dropped: Counter[str] = field(default_factory=Counter)
     wrappers: Counter[str] = field(default_factory=Counter)
     inside: bytearray = field(default_factory=bytearray)
@@ -103,6 +106,10 @@ class Selection:
     def path_of(self, position: int) -> Path:
         """The marks around a chosen node."""
         return self.paths[self.scopes[bisect_left(self.chosen, position)]]
+
+    def wrappers_of(self, position: int) -> tuple[str, ...]:
+        """The names of the wrappers around a chosen node, outermost first."""
+        return self.wrapped[self.within[bisect_left(self.chosen, position)]]
 
 
 class Skeleton:
@@ -154,6 +161,10 @@ class Skeleton:
         if key not in self._ways:
             self._ways[key] = gives_way(*key)
         return self._ways[key]
+
+    def _positions_differ(self, position: int) -> bool:
+        """Whether a node is not its own parent, as the trace's root is."""
+        return self._ids[position] != self._parents[position]
 
     def select(self, *, roots: bool = False) -> Selection:
         """Choose. With `roots`, the outermost operators. Raises InvalidCapture where parents form a circle."""
@@ -244,6 +255,7 @@ class _Walk:
         selection.chosen = array("q", sorted(self._found))
         latest: dict[int, int] = {}
         known: dict[Path, int] = {(): 0}
+        named: dict[tuple[str, ...], int] = {(): 0}
         carried: dict[int, Path] = {}
         main = min(filter(None, of._threads), default=0)
         for position in selection.chosen:
@@ -258,7 +270,24 @@ class _Walk:
                 known[path] = len(selection.paths)
                 selection.paths.append(path)
             selection.scopes.append(known[path])
+            wrappers = self._wrappers_of(position)
+            if wrappers not in named:
+                named[wrappers] = len(selection.wrapped)
+                selection.wrapped.append(wrappers)
+            selection.within.append(named[wrappers])
         return selection
+
+    def _wrappers_of(self, position: int) -> tuple[str, ...]:
+        of = self._of
+        names: list[str] = []
+        above = self._positions.get(of._parents[position])
+        # Wrappers have no circles: every node here was reached from a root.
+        while above is not None and of._positions_differ(above):
+            name = of._texts[of._names[above]]
+            if of._kinds[above] == Kind.container and not _ROOTS.match(name):
+                names.append(name)
+            above = self._positions.get(of._parents[above])
+        return tuple(reversed(names))
 
     def _path_of(self, position: int, *, on_main: bool) -> Path | None:
         """The marks around a node, outermost first; None where its thread does not tell."""

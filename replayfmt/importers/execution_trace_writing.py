@@ -42,14 +42,16 @@ class GraphWriter:
         self._tensors: OrderedDict[Any, Tensor] = OrderedDict()
         self._communication: dict[int, TraceNode] = {}
         self._told: list[str] = []
+        self._around: dict[str, Any] = {}
 
     def inside(self, node: TraceNode) -> None:
         """A node within a chosen one: the description of a collective comes before the operator that made it."""
         if node.name == "record_param_comms":
             self._communication[node.thread] = node
 
-    def write(self, step: Step, scope: int) -> None:
-        """The next chosen node, inside a scope."""
+    def write(self, step: Step, scope: int, within: tuple[str, ...] = ()) -> None:
+        """The next chosen node, inside a scope; `within` names what else is around it."""
+        self._around = {"within": list(within)} if within else {}
         moment = Moment(thread=step.node.thread, scope=scope)
         if step.kind is Kind.operator:
             self._operator(step, moment)
@@ -79,7 +81,7 @@ class GraphWriter:
             results = self._results(step)
             self._enter(step, moment)
             assumed += self._told
-            note: dict[str, Any] = {"import": "inferred" if assumed else "exact"}
+            note: dict[str, Any] = {"import": "inferred" if assumed else "exact", **self._around}
             kernel = choice.operator.kernel()
             rewritten = self._portable.rewrite(kernel, arguments, results) if self._portable is not None else None
             if isinstance(rewritten, Rewritten):
@@ -98,7 +100,8 @@ class GraphWriter:
         self._count(step, ordinal, assumed, choice.operator.overload, choice.operator.found)
 
     def _rewritten(self, rewritten: Rewritten, moment: Moment, assumed: list[str]) -> int:
-        note = {"import": "inferred", "assumed": assumed + [rewritten.note], "rewritten": rewritten.what}
+        note = {"import": "inferred", **self._around, "assumed": assumed + [rewritten.note],
+                "rewritten": rewritten.what}
         ordinals = [self._capture.op(kernel, arguments, results, moment, note)
                     for kernel, arguments, results in rewritten.calls]
         if rewritten.sentence not in self._report.notes:
@@ -196,7 +199,8 @@ class GraphWriter:
     def _unsupported(self, step: Step, moment: Moment, reason: str, detail: str,
                      more: Mapping[str, Any] | None = None) -> None:
         node = step.node
-        ordinal = self._capture.unsupported(reason, node.name, detail, moment, {"import": "incomplete", **(more or {})})
+        ordinal = self._capture.unsupported(reason, node.name, detail, moment, {
+            "import": "incomplete", **self._around, **(more or {})})
         shown = _signature(node)
         self._report.add((node.schema or node.name, shown, reason, detail), lambda: Entry(
             node.name, "", "incomplete", shown, reason=reason, detail=detail), ordinal)

@@ -178,3 +178,15 @@ def test_progress_counts_to_the_end_once(mlp: tuple[Path, Mlp], tmp_path: Path) 
     import_execution_trace(mlp[0], tmp_path / "p.opreplay", progress=lambda done, length: seen.append((done, length)))
     assert seen == sorted(seen)
     assert seen[-1] == (mlp[0].stat().st_size,) * 2
+
+
+def test_autograds_wrappers_are_noted_on_the_ops_inside_them(imported: CaptureReader) -> None:
+    around = {name: (record.annotation or {}).get("within", [])
+              for name, record in zip(names(imported), ops(imported), strict=True)}
+    assert around["aten::mm.default"][-1] == "AddmmBackward0"
+    assert around["aten::mm.default"][0].startswith("autograd::engine::evaluate_function")
+    assert around["aten::addmm.default"] == []
+
+
+def test_a_trace_without_times_has_none(imported: CaptureReader) -> None:
+    assert {record.duration_ns for record in imported.records()} == {None}
