@@ -329,6 +329,15 @@ class Core:
             if tracker is not None:
                 self.storages.mark_written_outside(tracker)
 
+    def watch(self, storage: torch.UntypedStorage) -> None:
+        """Others may write to a storage from now on. One that nobody knows is looked at when it enters."""
+        tracker = self.storages.known(storage)
+        if tracker is not None:
+            if tracker.state is not None and tracker.state.alias_of is not None:
+                tracker = tracker.state.alias_of
+            self.storages.watch(tracker)
+            self.storages.synchronize(tracker, storage)
+
     def host_read(self, method: str, tensor: torch.Tensor) -> None:
         """A value left the device for the host. Of storages that no captured op has touched nothing is recorded."""
         for plain in plain_parts(tensor):

@@ -23,6 +23,8 @@ from .patches import Patch, PatchSet
 # Tensor.__dlpack__ ends in torch._C, and torch.to_dlpack is the same function under its older name.
 _METHODS = ("tolist", "numpy", "__array__", "__dlpack__")
 _FUNCTIONS = (("torch", "to_dlpack"), ("torch.utils.dlpack", "to_dlpack"))
+# How a storage is moved to memory that other processes can have, `share_memory_` and multiprocessing alike.
+_SHARES = ("UntypedStorage._share_fd_cpu_", "UntypedStorage._share_filename_cpu_")
 
 
 class RecorderForReads(Protocol):
@@ -34,6 +36,10 @@ class RecorderForReads(Protocol):
 
     def host_read(self, method: str, tensor: torch.Tensor) -> None: ...
 
+    def watch(self, storage: torch.UntypedStorage) -> None:
+        """Others may write to a storage from now on."""
+        ...
+
 
 class HostReads:
     """The patches of one capture that see host reads."""
@@ -43,6 +49,7 @@ class HostReads:
         self._patches = PatchSet(
             [Patch("torch", f"Tensor.{name}", functools.partial(wraps, name)) for name in _METHODS]
             + [Patch(module, name, functools.partial(wraps, name)) for module, name in _FUNCTIONS]
+            + [Patch("torch.storage", name, functools.partial(_sharing, recorder)) for name in _SHARES]
         )
 
     @property
@@ -98,6 +105,17 @@ class _Read:
             _inside.depth = 0
         self._recorder.host_read(self._method, tensor)
         return values
+
+
+def _sharing(recorder: RecorderForReads, original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def share(storage: torch.UntypedStorage, *args: Any, **kwargs: Any) -> Any:
+        shared = original(storage, *args, **kwargs)
+        if recorder.recording():
+            recorder.watch(storage)
+        return shared
+
+    return share
 
 
 def _has_values(tensor: Any) -> bool:

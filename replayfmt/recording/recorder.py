@@ -276,6 +276,10 @@ class Recorder:
         """A value left the device for the host outside any op."""
         self._tell(lambda core: core.host_read(method, tensor))
 
+    def watch(self, storage: torch.UntypedStorage) -> None:
+        """Others may write to a storage from now on: its content is looked at before each use."""
+        self._tell(lambda core: core.watch(storage))
+
     def _tell(self, what: Callable[[Core], None]) -> None:
         core = self._core
         if core is not None and core.on:
