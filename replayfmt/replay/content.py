@@ -58,8 +58,12 @@ class Content:
                 self._restore(staged, known)
             return known
         storage = None
-        if not written and staged.device.type == "cpu" and staged.source.kind is ValueKind.range:
-            storage = self._files.mapped(staged.source.id)
+        if staged.device.type == "cpu" and staged.source.kind is ValueKind.range:
+            if not written:
+                storage = self._files.mapped(staged.source.id, in_place=staged.in_file)
+            if storage is None and staged.in_file:
+                storage = self._files.placed_alike(staged.source.id)
+                self._fill(staged, storage)
         if storage is None:
             storage = new_storage(staged.length_bytes, staged.device)
             self._fill(staged, storage)

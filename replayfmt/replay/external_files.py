@@ -19,7 +19,10 @@ from replayfmt.format.file_remap import FileRemaps
 from replayfmt.format.model import ExternalFile, FileRange
 from replayfmt.format.reader import CaptureReader
 
-# Ops expect elements at multiples of their size; what stands elsewhere in a file is read into memory of its own.
+# PyTorch's own memory begins at multiples of this. Kernels give other last bits at other places (gemv at 8 bytes past a
+# multiple of 16 does), so content is where it was under capture: as PyTorch places it, or as the file does.
+_ALIGNMENT = 64
+# Where the program used elements in place, in its map of the file, they are at least at multiples of this.
 _MAP_ALIGNMENT = 8
 
 
@@ -83,16 +86,31 @@ class ExternalFiles:
             return None
         return f"external file {self._file(captured.file).path} is not here as it was captured"
 
-    def mapped(self, number: int) -> torch.UntypedStorage | None:
+    def mapped(self, number: int, *, in_place: bool) -> torch.UntypedStorage | None:
         """A host storage that is a private map of a range by id: only pages that are touched are read, and writes stay
-        in memory. None where the range is in the capture, or where its bytes cannot be used in place."""
+        in memory. `in_place`: the program used it as a map too, so it may be where the file has it.
+
+        None where the range is in the capture, or where its bytes are not where they should be in memory.
+        """
         captured = self._range(number)
-        if self._payload(captured) is not None or captured.offset % _MAP_ALIGNMENT or not captured.bytes:
+        alignment = _MAP_ALIGNMENT if in_place else _ALIGNMENT
+        if self._payload(captured) is not None or captured.offset % alignment or not captured.bytes:
             return None
         try:
             view = self._open(captured).map(captured.offset, captured.bytes, copy_on_write=True)
         except ExternalFileProblem:
             return None         # too many maps, or no address space: reading finds what else may be wrong
+        return torch.frombuffer(view, dtype=torch.uint8).untyped_storage()
+
+    def placed_alike(self, number: int) -> torch.UntypedStorage:
+        """A host storage for a range by id, unfilled, that begins as far past a multiple of 64 as a map of it would."""
+        captured = self._range(number)
+        if not captured.bytes:
+            return torch.UntypedStorage(0)
+        memory = bytearray(captured.bytes + _ALIGNMENT)
+        begin = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
+        shift = (captured.offset - begin) % _ALIGNMENT
+        view = memoryview(memory)[shift : shift + captured.bytes]
         return torch.frombuffer(view, dtype=torch.uint8).untyped_storage()
 
     def read_into(self, number: int, buffer: memoryview, offset: int) -> None:

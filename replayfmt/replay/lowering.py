@@ -45,6 +45,9 @@ from .templates import DirectFunctions, Template, TemplateMaker
 from .verify import CheckDigest, Judge, Where
 from .windows import CodeCache, Staged, Window, WindowText
 
+# The reason of an import whose storage was a map of the file that its content is in.
+_MAPPED_FILE = "mapped_file"
+
 
 class Shapes(IntEnum):
     """Of which ops the dtypes and sizes of results are checked in a replay that does not verify."""
@@ -244,9 +247,9 @@ class Lowering:
         self._stage(storage, NOTHING)
         return -storage
 
-    def _stage(self, storage: int, source: Source) -> None:
+    def _stage(self, storage: int, source: Source, *, in_file: bool = False) -> None:
         born = self.reader.storage(storage)
-        self._staged.append(Staged(storage, source, born.bytes, self.context.devices.target(born.device)))
+        self._staged.append(Staged(storage, source, born.bytes, self.context.devices.target(born.device), in_file))
         self.variables.define(-storage, storage)
 
     def drop(self, keys: list[int]) -> list[str]:
@@ -302,7 +305,7 @@ class Lowering:
         version = ints[first + fields["version"].int_slot]
         if enters(version, self.reader.storage(storage)):
             if self.scan.last_use_of(storage) >= 0:
-                self._stage(storage, source)
+                self._stage(storage, source, in_file=fields["reason"].node.constant == _MAPPED_FILE)
             return
         if self.scan.last_use_of(storage) < 0:
             return

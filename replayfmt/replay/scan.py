@@ -251,6 +251,8 @@ class Scan:
             self._released.reach(top)[storages] = True
             return list(zip(rows.tolist(), storages.tolist(), strict=True))
         ordinals = rows + first
+        if kind is RecordKind.storage_resize:
+            self._written.reach(top)[storages] = True
         if kind is RecordKind.storage_import:
             versions = frame.ints[frame.int_first[rows] + _slot(layout, "version")].tolist()
             content = layout.arg("payload")

@@ -27,12 +27,13 @@ _HEADER_LINES = 2
 
 @dataclass(frozen=True)
 class Staged:
-    """A storage whose first content enters in a window."""
+    """A storage whose first content enters in a window. `in_file`: the program's memory was a map of the file."""
 
     storage: int
     source: Source
     length_bytes: int
     device: torch.device
+    in_file: bool = False
 
 
 @dataclass

@@ -51,10 +51,11 @@ def described(path: Path, validation: str, named: str | None = None) -> External
 
 
 def externalize(source: Path, target: Path, files: dict[Path, dict[int, int]], validation: str = "identity", *,
-                named: Callable[[Path], str] = str, embed: str = "") -> Path:
+                named: Callable[[Path], str] = str, embed: str = "", reason: str = "first_use") -> Path:
     """The capture with the payloads in `files` (path → offsets by payload id) referred to instead of embedded.
 
-    `named` gives the path that the capture says; `embed` is `ranges` or `all` to keep the bytes in it as well.
+    `named` gives the path that the capture says; `embed` is `ranges` or `all` to keep the bytes in it as well; `reason`
+    is that of first imports.
     """
     ranges: dict[int, int] = {}
 
@@ -69,8 +70,9 @@ def externalize(source: Path, target: Path, files: dict[Path, dict[int, int]], v
     def signature(one: Signature) -> Signature:
         if one.kind is not RecordKind.storage_import:
             return one
-        return replace(one, args=tuple(Node(ValueKind.range, node.name) if node.kind is ValueKind.payload else node
-                                       for node in one.args))
+        return replace(one, args=tuple(
+            Node(ValueKind.range, node.name) if node.kind is ValueKind.payload
+            else replace(node, constant=reason) if node.constant == "first_use" else node for node in one.args))
 
     def change(record: Record, ints: list[int], _floats: list[float]) -> None:
         if record.kind is RecordKind.storage_import:

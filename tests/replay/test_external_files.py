@@ -72,6 +72,21 @@ def test_what_nothing_writes_is_mapped_and_not_copied(source: Path, weights: Pat
     assert all("p" in line[1] for line in maps)         # private: what an op writes never reaches the file
 
 
+@pytest.mark.parametrize("reason", ["mapped_file", "first_use"])
+@pytest.mark.parametrize("written", [False, True])
+def test_content_is_placed_in_memory_as_it_was_under_capture(captured: Captured, weights: Path, reason: str,
+                                                             written: bool) -> None:
+    weight = torch.arange(512, dtype=torch.float32)
+    source = captured(lambda: weight.add_(1) if written else weight.sum(), "embedded")
+    files = {weights: content_file(source, weights, gap=8)}
+    capture = externalize(source, source.with_name(f"{reason}.opreplay"), files, reason=reason)
+    replays(capture)
+    with Plan(capture) as plan:
+        (staged,) = [each for window in plan.windows(checks=False)[0] for each in window.staged]
+        storages = [plan._content.stage(staged) for _ in range(2)]
+        assert {storage.data_ptr() % 64 for storage in storages} == {8 if reason == "mapped_file" else 0}
+
+
 def test_what_is_written_has_fresh_content_in_every_run_and_the_file_stays(captured: Captured, weights: Path) -> None:
     weight = torch.arange(512, dtype=torch.float32)
 
