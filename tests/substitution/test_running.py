@@ -189,6 +189,15 @@ def test_an_exception_in_a_file_names_its_line(captured: Captured, kernels: Kern
     assert f"scope execute): the replacement kernels.py:mm failed at {file}:5: ValueError: no such tile" in err
 
 
+@pytest.mark.parametrize("after", [0, 6])
+def test_a_replacement_cannot_end_the_process_as_if_all_were_well(captured: Captured, kernels: Kernels, tool: Tool,
+                                                                  after: int) -> None:
+    file = kernels(f"calls = []\ndef mm(self, mat2):\n    calls.append(1)\n    if len(calls) > {after}:\n"
+                   "        raise SystemExit(0)\n    return torch.matmul(self, mat2)")
+    code, out, err = tool("run", f"--replay-kernel-substitution=aten::mm={file}", captured(program))
+    assert (code, out) == (1, "") and f"kernels.py:mm failed at {file}:6: SystemExit: 0" in err
+
+
 def test_all_takes_every_function_that_has_an_operators_name(captured: Captured, kernels: Kernels, tool: Tool) -> None:
     path = captured(program)
     file = kernels("def mm(self, mat2): return torch.matmul(self, mat2)\n"

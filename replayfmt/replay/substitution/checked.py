@@ -177,7 +177,7 @@ class _CheckedCall:
             return self._call(*args, **kwargs)
         except OpReplayError:
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             check, site = self._check, self._site
             text = failure(check.reader, check.describe, site.ordinal, self._replacement, error)
             check.of(site, self._replacement).add(site.ordinal, Judgement([f"failed: {text}"]))

@@ -134,12 +134,6 @@ class Substitutions:
         return self.find(number, tuple(frame.tensor_meta[slots].tolist()), ordinal)
 
     @property
-    def kernels(self) -> set[int]:
-        """Ids of the kernels of which calls are substituted."""
-        return {*self._by_kernel, *(self._kernel_of[number] for number, _metas in self._by_key),
-                *(self._kernel_of[self._reader.record(ordinal).signature_id] for ordinal in self._by_ordinal)}
-
-    @property
     def reason(self) -> str:
         """Why results need not be those of the capture bit for bit."""
         what = [f"{kernel} by {', '.join(labels)}" for kernel, labels in self.replaced.items()]
