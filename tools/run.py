@@ -38,7 +38,8 @@ _LONG = 20_000       # records; shorter replays show no progress
 @click.argument("capture", metavar="CAPTURE", required=False)
 @click.pass_context
 def cli(context: click.Context, /, capture: str | None, list_initializers: bool, flags: ReplayFlags, keep_going: bool,
-        compare_kernels: bool, form: str, device_profiling_mode: str | None, device_profiling_output: str | None, force: bool) -> int:
+        compare_kernels: bool, form: str, device_profiling_mode: str | None, device_profiling_output: str | None,
+        force: bool) -> int:
     """Replay CAPTURE without the program that made it, and verify the results.
 
     Exits with 0 if it ran and matched, 1 if it was refused, failed or did not match, 2 for wrong usage, 3 if CAPTURE is
