@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import shutil
 import subprocess
@@ -311,3 +312,26 @@ def test_long_content_reaches_a_gpu_through_pinned_memory(captured: Captured, we
     capture = reference(captured(lambda: weight.view(torch.int32).bitwise_xor(3), "embedded"), weights)
     with Plan(capture, ["cuda"]) as plan:
         assert plan.execute(verify="bitwise").outcome == "ok"
+
+
+@pytest.mark.parametrize("tool", ["run", "benchmark"])
+def test_the_tools_take_remaps(source: Path, weights: Path, tool: str, capsys: pytest.CaptureFixture[str],
+                               monkeypatch: pytest.MonkeyPatch) -> None:
+    module = importlib.import_module(f"opreplay_tools.{tool}")
+    capture = reference(source, weights)
+    moved = weights.parent.rename(weights.parent.with_name("moved"))
+
+    def run(*args: str) -> tuple[object, str, str]:
+        monkeypatch.setattr(sys, "argv", [f"opreplay-{tool}", *args, str(capture)])
+        with pytest.raises(SystemExit) as left:
+            module.main()
+        return left.value.code, *capsys.readouterr()
+
+    few = ["--benchmark-min-time=1x"] if tool == "benchmark" else []
+    code, out, err = run(*few)
+    assert (code, out) == (1, "") and f"external file {weights} does not exist; {REMAP}=CAPTURED=REPLAY" in err
+    code, _out, err = run(*few, f"{REMAP}={weights.parent}={moved}")
+    assert code == 0, err
+    for wrong in ("nothing", f"/nowhere={moved}", f"={moved}"):
+        code, out, err = run(*few, f"{REMAP}={wrong}")
+        assert (code, out) == (2, "") and err.startswith(f"INVALID_ARGUMENT: {REMAP}={wrong}")
