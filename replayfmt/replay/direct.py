@@ -36,6 +36,10 @@ class _Arrived(Exception):
 class _Catch(TorchDispatchMode):
     """Keeps what arrives first, and ends the call."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False        # otherwise the first call imports all of torch._dynamo, which takes seconds
+
     def __init__(self) -> None:
         super().__init__()
         self.func: Any = None
