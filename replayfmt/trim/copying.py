@@ -32,6 +32,7 @@ from replayfmt.format.writer import CaptureWriter
 
 Values = tuple[Value, ...]
 
+_CONTENT = frozenset({ValueKind.payload, ValueKind.range, ValueKind.recipe})
 _FRAME_RECORDS = 16384
 _UNKNOWN_NS = 0xFFFFFFFFFFFFFFFF
 
@@ -39,14 +40,14 @@ _UNKNOWN_NS = 0xFFFFFFFFFFFFFFFF
 class Copier:
     """Writes records of `reader` to `writer`. With `redaction`, texts are rewritten on the way.
 
-    `rewrite_results` may give an op's signature and results another form; it depends on the signature alone.
+    `rewrite` may give a record's signature, arguments and results another form; it depends on the signature alone.
     """
 
     def __init__(self, reader: CaptureReader, writer: CaptureWriter, redaction: Redaction | None = None) -> None:
         self.reader = reader
         self.writer = writer
         self._redaction = redaction
-        self.rewrite_results: Callable[[Signature, Values], tuple[Signature, Values]] | None = None
+        self.rewrite: Callable[[Signature, Values, Values], tuple[Signature, Values, Values]] | None = None
         self.count = 0                                     # records written so far: the next one's ordinal
         self.storages: dict[int, int] = {}                 # storage of the reader → storage of the writer
         self._devices: dict[int, int] = {}
@@ -202,17 +203,38 @@ class Copier:
         """Write a record of the reader; every storage it names must be there. Returns its ordinal."""
         if record.kind is RecordKind.op and self._rows and self._timed is (record.duration_ns is None):
             self.flush()      # a frame's records are all timed, or none of them
-        signature, results = record.signature, record.results
-        if self.rewrite_results is not None:
-            signature, results = self.rewrite_results(signature, results)
+        signature, args, results = record.signature, record.args, record.results
+        if self.rewrite is not None:
+            signature, args, results = self.rewrite(signature, args, results)
+        if any(node.kind in _CONTENT for node in signature.nodes):
+            args, results = self._with_content(args), self._with_content(results)
         number = self._signatures.get(record.signature_id)
         if number is None:
             number = self._signatures[record.signature_id] = self.signature(signature)
         note = {**(record.annotation or {}), **(annotation or {})}
         if note and self._redaction is not None:
             note = self._redaction.values(note)
-        return self._add(number, record, (*record.args, *results),
+        return self._add(number, record, (*args, *results),
                          self.writer.annotation(note) if note else 0)
+
+    def _with_content(self, values: Values) -> Values:
+        """The values with the writer's ids of content."""
+        return tuple(self._own(value) for value in values)
+
+    def _own(self, value: Value) -> Value:
+        if isinstance(value, PayloadValue):
+            return PayloadValue(self.payload(value.id))
+        if isinstance(value, RangeValue):
+            return RangeValue(self.range(value.id))
+        if isinstance(value, RecipeValue):
+            return RecipeValue(self.recipe(value.id))
+        if isinstance(value, list):
+            return [self._own(each) for each in value]
+        if isinstance(value, tuple):
+            return tuple(self._own(each) for each in value)
+        if isinstance(value, CompositeValue):
+            return CompositeValue(value.form, self._with_content(value.parts))
+        return value
 
     def add(self, near: Record, kind: RecordKind, nodes: Sequence[Node], values: Sequence[Value] = (),
             scope: int | None = None) -> int:
@@ -257,7 +279,7 @@ class Copier:
         elif isinstance(value, GeneratorValue):
             ints.append(self.generator(value.id))
         elif isinstance(value, PayloadValue | RangeValue | RecipeValue):
-            ints.append(value.id)      # only in records that were made for the writer: its ids already
+            ints.append(value.id)      # the writer's already
 
     def flush(self) -> None:
         """Write what waits as a frame of records."""

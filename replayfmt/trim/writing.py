@@ -15,6 +15,7 @@ from replayfmt.format.model import (
     CompositeValue,
     GeneratorValue,
     Node,
+    OpaqueValue,
     PayloadValue,
     RangeValue,
     RecipeValue,
@@ -26,7 +27,7 @@ from replayfmt.format.model import (
 )
 from replayfmt.format.values import decode_record
 
-from .copying import Copier
+from .copying import Copier, Values
 from .schedule import Action, Begin, End, Enter, Release, Schedule, Settings
 from .selection import Kept
 
@@ -70,7 +71,7 @@ class Writing:
         self._annotate = annotate
         self._values = values
         if not values:
-            copier.rewrite_results = without_scalars
+            copier.rewrite = without_values
         self._next = 0                             # place in the kept ordinals
         self._lengths: dict[int, int] = {}         # bytes of each storage as the result knows them
         self._versions: dict[int, int] = {}
@@ -209,20 +210,28 @@ class Writing:
         ], [GeneratorValue(generator), *content])
 
 
-def without_scalars(signature: Signature, values: tuple[Value, ...]) -> tuple[Signature, tuple[Value, ...]]:
-    """An op's signature and results without the scalars it computed. Those inside a composite are its shape."""
-    if signature.kind is not RecordKind.op:
-        return signature, values
-    pairs = [_without(node, value) for node, value in zip(signature.results, values, strict=True)]
-    return replace(signature, results=tuple(node for node, _ in pairs)), tuple(value for _, value in pairs)
+def without_values(signature: Signature, args: Values, results: Values) -> tuple[Signature, Values, Values]:
+    """A record without the scalars that an op computed, and without content among its arguments. Scalars inside a
+    composite are its shape."""
+    given = [_without(node, value, is_result=False) for node, value in zip(signature.args, args, strict=True)]
+    taken = [_without(node, value, is_result=True) for node, value in zip(signature.results, results, strict=True)]
+    signature = replace(signature, args=tuple(node for node, _ in given), results=tuple(node for node, _ in taken))
+    return signature, tuple(value for _, value in given), tuple(value for _, value in taken)
 
 
-def _without(node: Node, value: Value) -> tuple[Node, Value]:
-    if node.kind in _SCALARS:
+def _without(node: Node, value: Value, *, is_result: bool) -> tuple[Node, Value]:
+    if is_result and node.kind in _SCALARS:
         return Node(ValueKind.none, node.name), None
-    if node.kind in (ValueKind.list, ValueKind.tuple) and isinstance(value, list | tuple):
-        pairs = [_without(child, each) for child, each in zip(node.children, value, strict=True)]
-        return replace(node, children=tuple(child for child, _ in pairs)), [each for _, each in pairs]
+    if node.kind in (ValueKind.payload, ValueKind.range, ValueKind.recipe):
+        return Node(ValueKind.opaque, node.name, "content that was left out"), OpaqueValue("")
+    if node.children and isinstance(value, list | tuple | CompositeValue):
+        composite = isinstance(value, CompositeValue)
+        parts = value.parts if isinstance(value, CompositeValue) else value
+        pairs = [_without(child, each, is_result=is_result and not composite)
+                 for child, each in zip(node.children, parts, strict=True)]
+        values = tuple(each for _, each in pairs)
+        inside = CompositeValue(value.form, values) if isinstance(value, CompositeValue) else values
+        return replace(node, children=tuple(child for child, _ in pairs)), inside
     return node, value
 
 

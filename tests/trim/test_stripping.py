@@ -27,6 +27,7 @@ from tests.replay.rewriting import rewrite
 
 from .conftest import Captured
 
+GOLDEN = Path(__file__).parents[1] / "golden"
 SECRET = 12345.6789
 
 
@@ -200,3 +201,21 @@ def test_a_selection_that_names_a_path_is_redacted_too(tmp_path: Path) -> None:
     strip(path, out, scope="/home/alice/model")
     with open_capture(out) as reader:
         assert reader.session.policies["trimmed-selection"] == "--scope=(redacted)"
+
+
+@pytest.mark.parametrize("name", ["everything-1.0", "everything-1.1", "recovered-1.0", "recovered-1.1", "step-1.0",
+                                  "reference-1.1"])
+def test_captures_of_every_version_with_records_of_every_kind_can_be_stripped(name: str, tmp_path: Path) -> None:
+    path, out = GOLDEN / f"{name}.opreplay", tmp_path / "out.opreplay"
+    with open_capture(path) as reader:
+        strip_capture(reader, str(out), Wanted(), allow_incomplete=True)
+        contents = [bytes(reader.payload(number)) for number in range(1, len(reader.payloads) + 1)]
+        kinds = dict(reader.summary.records)
+    check_capture(str(out))
+    found = list(bodies(out))
+    assert not any(content in body for content in contents if len(content) >= 8 for body in found)
+    with open_capture(out) as reader:
+        assert len(reader.payloads) == 0 and len(reader.files) == len(reader.ranges) == len(reader.recipes) == 1
+        same = (RecordKind.op, RecordKind.unsupported, RecordKind.host_read)
+        assert {kind: reader.summary.records.get(kind, 0) for kind in same} == {
+            kind: kinds.get(kind, 0) for kind in same}
