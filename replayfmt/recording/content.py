@@ -11,12 +11,26 @@ from typing import NamedTuple
 import torch
 
 from replayfmt.format.codes import StorageOrigin, ValueKind
+from replayfmt.format.model import FileIdentity
 from replayfmt.format.writer import CaptureWriter
 
 from .external_files import ExternalFiles, FoundRange
+from .file_mappings import FileMappings
+from .known_files import dtypes_in
 from .options import CaptureOptions
 from .recipes import is_synthesized, recipe
 from .storage_content import embed
+
+# What safetensors calls the dtypes whose content is left out where only integers are embedded.
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "C64": torch.complex64,
+}
 
 
 class Content(NamedTuple):
@@ -39,6 +53,8 @@ class Contents:
         self._policy = options.payload
         self._files = files
         self._recipes = 0
+        self._mappings = FileMappings()
+        self._dtypes: dict[tuple[str, FileIdentity], dict[tuple[int, int], str]] = {}
 
     @property
     def recorded(self) -> bool:
@@ -51,11 +67,14 @@ class Contents:
         Raises CaptureFailed where it cannot be written, or is in a file and must not be.
         """
         if not self.recorded:
-            return ABSENT
+            loaded = self._loaded_as(storage) if foreign and dtype is torch.uint8 else None
+            return ABSENT if loaded is None else self._recipe(storage, loaded, known=False)
         if self._files is not None:
             found = self._files.find(storage, storage.nbytes(), foreign)
             if found is not None:
                 return Content(StorageOrigin.external_file, ValueKind.range, found.range, found)
+        if self._policy == "integers" and foreign and dtype is torch.uint8:
+            dtype = self._loaded_as(storage) or dtype
         return self.again(storage, dtype)
 
     def again(self, storage: torch.UntypedStorage, dtype: torch.dtype | None) -> Content:
@@ -63,10 +82,27 @@ class Contents:
         if not self.recorded:
             return ABSENT
         if self._policy == "integers" and dtype is not None and is_synthesized(dtype):
-            self._recipes += 1
-            number = self._writer.recipe(recipe(storage, dtype, self._recipes))
-            return Content(StorageOrigin.initializer, ValueKind.recipe, number)
+            return self._recipe(storage, dtype)
         return Content(StorageOrigin.payload, ValueKind.payload, embed(self._writer, storage))
+
+    def _recipe(self, storage: torch.UntypedStorage, dtype: torch.dtype, known: bool = True) -> Content:
+        self._recipes += 1
+        number = self._writer.recipe(recipe(storage, dtype, self._recipes, known=known))
+        return Content(StorageOrigin.initializer, ValueKind.recipe, number)
+
+    def _loaded_as(self, storage: torch.UntypedStorage) -> torch.dtype | None:
+        """What a loader is about to make of bytes that are a tensor of a safetensors file. It looks at them as bytes
+        before it says that they are floats."""
+        if storage.device.type != "cpu":
+            return None
+        found = self._mappings.find(storage.data_ptr(), storage.nbytes())
+        if found is None:
+            return None
+        key = found.path, found.identity
+        if key not in self._dtypes:
+            self._dtypes[key] = dtypes_in(found.path)
+        name = self._dtypes[key].get((found.offset, found.bytes))
+        return None if name is None else _DTYPES.get(name)
 
     def keep(self, found: FoundRange, alive: Callable[[], object | None]) -> None:
         """`alive` gives something but None as long as the storage of a found range lives."""

@@ -173,18 +173,34 @@ def _ranges(path: str, length: int) -> tuple[str, tuple[tuple[int, int], ...] | 
 
 def _safetensors(path: str, length: int) -> tuple[tuple[int, int], ...] | None:
     """The tensors of a safetensors file. None where it only begins like one."""
+    tensors = _safetensors_tensors(path, length)
+    return None if tensors is None else tuple(place for place, _ in tensors)
+
+
+def dtypes_in(path: str) -> dict[tuple[int, int], str]:
+    """What a safetensors file calls the dtype of each of its ranges; nothing for any other file."""
+    try:
+        tensors = _safetensors_tensors(path, os.stat(path).st_size) if format_of(path) == "safetensors" else None
+    except OSError:
+        return {}
+    return dict(tensors or ())
+
+
+def _safetensors_tensors(path: str, length: int) -> list[tuple[tuple[int, int], str]] | None:
+    """Offset, length and dtype of each tensor."""
     with open(path, "rb") as file:
         header_bytes = int.from_bytes(file.read(8), "little")
         try:
             header = json.loads(file.read(header_bytes))
-            places = [tuple(entry["data_offsets"]) for name, entry in header.items() if name != "__metadata__"]
+            found = [(tuple(entry["data_offsets"]), str(entry["dtype"])) for name, entry in header.items()
+                     if name != "__metadata__"]
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             return None
     data = 8 + header_bytes
-    for place in places:
+    for place, _ in found:
         if len(place) != 2 or not all(type(x) is int for x in place) or not 0 <= place[0] <= place[1] <= length - data:
             return None
-    return tuple((data + begin, end - begin) for begin, end in places)
+    return [((data + begin, end - begin), dtype) for (begin, end), dtype in found]
 
 
 def _archive(path: str, length: int) -> tuple[tuple[int, int], ...] | None:

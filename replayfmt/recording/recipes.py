@@ -24,15 +24,18 @@ def is_synthesized(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point or dtype.is_complex
 
 
-def recipe(storage: torch.UntypedStorage, dtype: torch.dtype, number: int) -> Recipe:
-    """The recipe for a storage, the `number`th of the capture that needs one."""
+def recipe(storage: torch.UntypedStorage, dtype: torch.dtype, number: int, *, known: bool = True) -> Recipe:
+    """The recipe for a storage, the `number`th of the capture that needs one. `known`: with statistics."""
     elements = storage.nbytes() // dtype.itemsize
     seed = xxhash.xxh3_64_intdigest(f"recipe {number}".encode())
+    return Recipe(DTYPE_CODE[dtype], elements, seed, _known(storage, dtype, elements) if known else None)
+
+
+def _known(storage: torch.UntypedStorage, dtype: torch.dtype, elements: int) -> Statistics | None:
     try:
-        known = call_undispatched(_statistics, storage, dtype, elements)
+        return call_undispatched(_statistics, storage, dtype, elements)
     except (NotImplementedError, RuntimeError, TypeError):
-        known = None  # a dtype that this build cannot convert; the format knows what that means
-    return Recipe(DTYPE_CODE[dtype], elements, seed, known)
+        return None  # a dtype that this build cannot convert; the format knows what that means
 
 
 def _statistics(storage: torch.UntypedStorage, dtype: torch.dtype, elements: int) -> Statistics:

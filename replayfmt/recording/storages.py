@@ -112,9 +112,9 @@ class Storages:
 
     def _reveal(self, tracker: Tracker, state: State, params: MetaParams) -> None:
         """A storage whose content was left out as floats is about to be seen as something else. As integers its bytes
-        count, so they enter; as mere bytes, all of them, it is being copied."""
+        count, so they enter; as bytes it is loaded, copied or saved."""
         storage = tracker()
-        if is_synthesized(params.dtype) or params.sizes == (state.length,) or storage is None:
+        if is_synthesized(params.dtype) or params.dtype is torch.uint8 or storage is None:
             return
         self._enter_again(tracker, state, storage, "integer_use", params.dtype)
 
@@ -319,9 +319,10 @@ class Storages:
         self.settle(tracker)
 
     def _dtype(self, tracker: Tracker) -> torch.dtype | None:
-        """What a storage is used as: integers where any view of it is. None where it has none."""
+        """What a storage is used as: integers where any view of it is, bytes only where all are. None: by no view."""
         metas = [tracker.meta, tracker.meta2, *(meta for meta, _ in tracker.views or ())]
         dtypes = [self._metas.params[meta].dtype for meta in metas if meta]
+        dtypes = [dtype for dtype in dtypes if dtype is not torch.uint8] or dtypes
         return next((dtype for dtype in dtypes if not is_synthesized(dtype)), dtypes[0] if dtypes else None)
 
     def resized(self, tracker: Tracker, length: int) -> None:

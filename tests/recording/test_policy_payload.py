@@ -121,6 +121,47 @@ def test_a_copy_of_bytes_leaves_floats_out(capture: Capture) -> None:
     assert not payload_bytes(captured) and set(origins(captured)) == {"initializer"}
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64])
+def test_floats_that_a_loader_first_sees_as_bytes_are_left_out(
+    capture: Capture, tmp_path: Path, dtype: torch.dtype
+) -> None:
+    path = tmp_path / "w.safetensors"
+    save_file({"w": torch.randn(20, 20).to(dtype), "i": torch.arange(70), "b": torch.arange(99).to(torch.uint8)}, path)
+
+    def program() -> Any:
+        loaded = load_file(path)
+        return loaded["w"][loaded["i"][:3]] * loaded["b"][0]
+
+    captured = capture(program, payload="integers")
+    assert sorted(map(len, payload_bytes(captured))) == [99, 560]
+    (made,) = recipes(captured)
+    assert (made.dtype.name, made.elements) == (str(dtype).removeprefix("torch."), 400) and made.statistics is not None
+    bare = capture(program, payload="none")
+    assert not payload_bytes(bare) and sorted(origins(bare)) == ["absent", "absent", "initializer"]
+    (made,) = recipes(bare)
+    assert made.statistics is None and made.elements == 400
+
+
+def test_a_model_that_is_loaded_meanwhile_is_left_out(capture: Capture, tmp_path: Path) -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(
+        vocab_size=97, n_positions=32, n_embd=32, n_layer=2, n_head=2, bos_token_id=1, eos_token_id=1
+    )
+    GPT2LMHeadModel(config).save_pretrained(tmp_path / "model")
+    tokens = torch.arange(8)[None]
+
+    def program() -> Any:
+        return GPT2LMHeadModel.from_pretrained(tmp_path / "model")(tokens, labels=tokens).loss
+
+    captured = capture(program, payload="integers")
+    assert len(recipes(captured)) > 20
+    telling = [raw(tensor) for tensor in load_file(tmp_path / "model" / "model.safetensors").values() if tensor.std() > 0]
+    assert len(telling) > 5
+    assert not [content for content in payload_bytes(captured) if any(each[:32] in content for each in telling)]
+    assert captured.unsupported() == {}
+
+
 def test_with_integers_files_are_used_only_where_asked_for(capture: Capture, tmp_path: Path) -> None:
     path = tmp_path / "w.safetensors"
     save_file({"w": torch.randn(20, 20), "i": torch.arange(70)}, path)
