@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from os import PathLike, fspath
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from replayfmt.errors import UsageError
 from replayfmt.format.codes import RecordKind
 from replayfmt.format.model import Kernel, Record, Session, Summary
 from replayfmt.format.reader import CaptureReader, open_capture
+
+if TYPE_CHECKING:
+    from replayfmt.initializers import Initializer
 
 
 class Op:
@@ -33,14 +36,17 @@ class Op:
         """Path of the scope it ran in, "" outside any."""
         return self._reader.scope_path(self.record.scope)
 
-    def replay(self, device: str | None = None) -> Any:
+    def replay(self, device: str | None = None, *, file_remaps: Sequence[str] = (),
+               initializers: Sequence[Initializer] = ()) -> Any:
         """Run this op alone on the inputs it had, and return its results as the kernel gives them.
+
+        `file_remaps` say where external files are now (CAPTURED=REPLAY), `initializers` fill what was not captured.
 
         Raises ReplayRefused where its inputs cannot be rebuilt from the capture.
         """
         from replayfmt.replay.single import replay_op
 
-        return replay_op(self._reader, self.ordinal, device)
+        return replay_op(self._reader, self.ordinal, device, file_remaps, initializers)
 
     def __repr__(self) -> str:
         return f"<op {self.ordinal} {self.kernel.qualified_name}>"

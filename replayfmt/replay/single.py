@@ -6,25 +6,31 @@ written; otherwise the ops before it are replayed first.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from replayfmt.errors import ReplayFailed, ReplayRefused, UsageError
 from replayfmt.format.codes import RecordKind
 from replayfmt.format.reader import CaptureReader
+from replayfmt.initializers import Initializer
 
 from .plan import Plan
 from .sources import IMPORTED
 
 
-def replay_op(reader: CaptureReader, ordinal: int, device: str | None) -> Any:
+def replay_op(reader: CaptureReader, ordinal: int, device: str | None, file_remaps: Sequence[str] = (),
+              initializers: Sequence[Initializer] = ()) -> Any:
     """What the op at an ordinal returns, as its kernel gives it, replayed on `device` (default: the captured ones).
+
+    `file_remaps` and `initializers` are those of a Plan.
 
     Raises UsageError where there is no op at the ordinal, ReplayRefused where it or what it needs cannot be run here,
     ReplayFailed where it raises.
     """
     if not 0 <= ordinal < reader.record_count or reader.record(ordinal).kind is not RecordKind.op:
         raise UsageError(f"{reader.path}: there is no op at ordinal {ordinal}")
-    with Plan(reader, [] if device is None else [device], allow_incomplete=True, keep_going=True) as plan:
+    with Plan(reader, [] if device is None else [device], allow_incomplete=True, keep_going=True,
+              file_remaps=file_remaps, initializers=initializers) as plan:
         verdict, result = plan.run_single(ordinal, alone=_inputs_are_imports(plan, ordinal))
     if verdict.verdict == "ok":
         return result

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import replayfmt
 from replayfmt.errors import ReplayRefused, UsageError
 from replayfmt.format.codes import ValueKind
 from replayfmt.replay.plan import Plan
@@ -335,3 +336,17 @@ def test_the_tools_take_remaps(source: Path, weights: Path, tool: str, capsys: p
     for wrong in ("nothing", f"/nowhere={moved}", f"={moved}"):
         code, out, err = run(*few, f"{REMAP}={wrong}")
         assert (code, out) == (2, "") and err.startswith(f"INVALID_ARGUMENT: {REMAP}={wrong}")
+
+
+def test_one_op_alone_takes_its_content_from_the_file(source: Path, weights: Path) -> None:
+    capture = reference(source, weights)
+    weight = torch.arange(4096, dtype=torch.float32).reshape(64, 64).sin()
+    with replayfmt.open(capture) as opened:
+        first = next(iter(opened.ops.values()))
+        assert torch.equal(first.replay(), weight @ weight)
+    moved = weights.parent.rename(weights.parent.with_name("moved"))
+    with replayfmt.open(capture) as opened:
+        first = next(iter(opened.ops.values()))
+        with pytest.raises(ReplayRefused, match="not here as it was captured"):
+            first.replay()
+        assert torch.equal(first.replay(file_remaps=[f"{weights.parent}={moved}"]), weight @ weight)

@@ -370,3 +370,13 @@ def test_empty_contents_and_contents_nobody_reads_need_no_initializer(captured: 
     result, used = replayed(captured(lambda: (empty.clone(), torch.add(torch.ones(3).long(), 1, out=target)),
                                      payload="none"))
     assert result.outcome == "ok" and used.keys() <= {"unread"}
+
+
+def test_one_op_alone_takes_its_content_from_initializers(captured: Captured) -> None:
+    x = torch.randn(3)
+    path = captured(lambda: x.exp(), payload="none")
+    ones = Initializer("ones", lambda request: torch.zeros(request.tensor.sizes), op="aten::exp")
+    with replayfmt.open(path) as opened:
+        (op,) = opened.ops.values()
+        assert op.replay(initializers=[ones]).tolist() == [1.0, 1.0, 1.0]
+        assert torch.equal(op.replay(), op.replay())
