@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from replayfmt.format.codes import TensorFlag
 from replayfmt.pytorch.composites import is_composite, put_together, take_apart
 from replayfmt.pytorch.memory import host_view, make_view, new_storage
+
+from ..copies import copied, moved
 
 
 class Clones:
@@ -38,13 +39,9 @@ class Clones:
             return put_together(form, [self.of(part) for part in parts])
         if not has_memory(tensor):
             return tensor
-        flags = TensorFlag(0)
-        if tensor.is_conj():
-            flags |= TensorFlag.conj
-        if tensor.is_neg():
-            flags |= TensorFlag.neg
-        return make_view(self._storage(tensor.untyped_storage()), tensor.dtype, tensor.shape, tensor.stride(),
-                         int(tensor.storage_offset()), flags)
+        storage = tensor.untyped_storage()
+        (clone,) = moved([tensor], {storage._cdata: self._storage(storage)})
+        return clone
 
     def _storage(self, storage: torch.UntypedStorage) -> torch.UntypedStorage:
         copy = self.copies.get(storage._cdata)
@@ -61,13 +58,10 @@ def has_memory(tensor: torch.Tensor) -> bool:
 
 def copy_of(storage: torch.UntypedStorage) -> torch.UntypedStorage:
     """A storage of its own with the same bytes."""
+    if storage.device.type != "cpu" or not storage.nbytes():
+        return copied(storage)
     copy = new_storage(storage.nbytes(), storage.device)
-    if not storage.nbytes():
-        return copy
-    if storage.device.type == "cpu":
-        host_view(copy)[:] = host_view(storage)     # the captured thread count is for the captured work
-    else:
-        bytes_of(copy).copy_(bytes_of(storage))
+    host_view(copy)[:] = host_view(storage)     # not with torch: the captured thread count is for the captured work
     return copy
 
 
