@@ -10,8 +10,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+import torch
+
 from replayfmt.format.codes import ITEM_BYTES, DType, StorageOrigin
 from replayfmt.format.model import Recipe, Statistics
+from replayfmt.pytorch.dtypes import TORCH_DTYPE
 
 from .execution_trace_memory import Placed
 from .trace_files import archive_texts
@@ -22,6 +25,10 @@ _INTEGERS = frozenset({DType.uint8, DType.int8, DType.int16, DType.int32, DType.
 _UNSIGNED = frozenset({DType.uint8, DType.uint16, DType.uint32, DType.uint64})
 _LARGEST_CONSTANT = 64 << 20
 _RESOURCES = "_resources"
+
+
+# Arithmetic with a number that leaves the other operand as it is: by operator, without a trailing underscore.
+_NEUTRAL = {"aten::add": 0, "aten::sub": 0, "aten::mul": 1, "aten::div": 1, "aten::pow": 1}
 
 
 @dataclass(frozen=True)
@@ -65,6 +72,16 @@ class TracedContent:
         """A Triton kernel's source, by the name of its file."""
         data = self._files.get(name)
         return None if data is None else data.decode(errors="replace")
+
+    def number(self, operator: str, dtype: DType, storage: Storage) -> Found | None:
+        """A Python number's value, which no trace has: the one that changes nothing, where the operator has one."""
+        neutral = _NEUTRAL.get(operator.removesuffix("_"))
+        torch_dtype = TORCH_DTYPE.get(dtype)
+        if neutral is None or torch_dtype is None or storage.bytes < torch_dtype.itemsize:
+            return None
+        element = bytes(torch.tensor(neutral, dtype=torch_dtype).reshape(1).view(torch.uint8).tolist())
+        return Found(StorageOrigin.payload, element.ljust(storage.bytes, b"\0"),
+                     f"a Python number whose value is not in the trace; taken as {neutral}, which changes nothing")
 
     def find(self, node: int, number: int, placed: Placed, dtype: DType, storage: Storage,
              span: tuple[int, int] | None) -> Found | None:

@@ -122,10 +122,12 @@ class MemoryMap:
         if live is None and not tensor.elements:
             live = self._empty.get(address)
         strides = self._strides(tensor, live)
-        if live is not None and _like_number(tensor) and not (live.returned and tensor.id in live.tensors):
+        if live is not None and like_number(tensor) and not (
+                live.returned and tensor.id in live.tensors and tensor.type_name in live.types):
             live = None
-        if (live is not None and live.exact and tensor.id not in live.tensors
-                and (tensor.end(strides) > live.end or tensor.type_name not in live.types)):
+        if live is not None and live.exact and (
+                tensor.end(strides) > live.end or tensor.type_name not in live.types):
+            # A tensor's id is an address as well: that it was seen before on this memory proves nothing.
             self.replaced.append(tensor)
             live = None
         if live is None:
@@ -177,7 +179,7 @@ def _address(tensor: TracedTensor) -> Address:
     return tensor.device, tensor.storage
 
 
-def _like_number(tensor: TracedTensor) -> bool:
+def like_number(tensor: TracedTensor) -> bool:
     """Whether this may be a Python number that an operator was given as a tensor: each is a short allocation of its
     own, often where the one before was."""
     return tensor.device == "cpu" and not tensor.sizes and dtype_of(tensor.type_name) in NUMBERS

@@ -210,7 +210,11 @@ def _recorded(value: object, sizes: object, strides: object, kind: str, reader: 
         tensor = traced_tensor(value, sizes, strides, inner[0] if inner else "")
         if tensor is None:
             return Recorded(Form.truncated, shown=shown)
-        return NOTHING if not tensor.defined else Recorded(Form.tensor, tensor=reader.spec(tensor), shown=shown)
+        if not tensor.defined:
+            # Tensors without a storage (sparse, nested, of symbolic sizes) have a dtype all the same.
+            undefined = tensor.type_name.startswith("nullptr")
+            return NOTHING if undefined else Recorded(Form.truncated, shown=f"a tensor without a storage: {shown}")
+        return Recorded(Form.tensor, tensor=reader.spec(tensor), shown=shown)
     if isinstance(value, list):
         if len(value) >= _CUT_LIST_ITEMS:
             return Recorded(Form.truncated, shown=f"a list of which {len(value)} items are recorded")

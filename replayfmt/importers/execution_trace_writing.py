@@ -17,7 +17,7 @@ from replayfmt.format.model import TensorMeta
 from .arguments import DeviceName, TensorSpec
 from .execution_trace_calls import Calls, Step
 from .execution_trace_content import TracedContent
-from .execution_trace_memory import Placed
+from .execution_trace_memory import Placed, like_number
 from .execution_trace_nodes import TracedTensor, TraceNode, Values, tensors_of, traced_tensor
 from .execution_trace_selection import Kind
 from .portable import Portable
@@ -179,6 +179,9 @@ class GraphWriter:
     def _enter(self, step: Step, moment: Moment) -> None:
         """Give storages that nothing returned what content the trace has for them."""
         spans = step.node.ranges()
+        arguments = step.binding.arguments if step.binding is not None else ()
+        bound = {value.identity: value.dtype for _name, value in arguments
+                 if isinstance(value, TensorSpec) and value.dtype is not None}
         for number, (_position, tensor) in enumerate(tensors_of(step.node.inputs)):
             placed = step.given[tensor]
             storage = self._storages.get(placed.allocation)
@@ -189,9 +192,12 @@ class GraphWriter:
                 storage.reason = "what returned it was not imported"
                 continue
             found = self._content.find(step.node.id, number, placed, dtype, storage, spans.get(number))
+            certain = found is not None and found.origin is StorageOrigin.payload
+            if found is None and like_number(tensor):
+                found = self._content.number(step.node.name, bound.get(placed.allocation, dtype), storage)
             if found is not None:
                 storage.origin, storage.content = found.origin, found.content
-                if found.origin is StorageOrigin.initializer:
+                if not certain:
                     self._told.append(f"tensor {number} of the arguments: {found.told}")
 
     # ----------------------------------------------------------------------------------------------------- unsupported

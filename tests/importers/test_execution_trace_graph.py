@@ -313,3 +313,43 @@ def test_nodes_in_another_order_run_in_the_order_of_their_ids(tmp_path: Path) ->
     trace.node("aten::relu", RELU, [Traced(10, 20, [4])], [Traced(11, 21, [4])], number=940)
     found = graph(tmp_path, trace)
     assert found.tensors(0, results=True)[0].storage == found.tensors(1)[0].storage
+
+
+def test_a_python_number_of_unknown_value_changes_nothing_where_it_can(tmp_path: Path) -> None:
+    trace = Written()
+    x, number = Traced(10, 20, [3], kind="long int", item=8), Traced(30, 40, [], kind="long int", item=8)
+    for operator in ("aten::add_", "aten::mul_"):
+        schema = f"{operator}.Tensor(Tensor(a!) self, Tensor other{', *, Scalar alpha=1' * (operator == 'aten::add_')}"
+        trace.node(operator, f"{schema}) -> Tensor(a!)", [x, number, *([1] if operator == "aten::add_" else [])], [x])
+    found = graph(tmp_path, trace)
+    contents = []
+    with open_capture(tmp_path / "out.opreplay") as reader:
+        for place in (0, 1):
+            storage = found.storages[found.tensors(place)[1].storage - 1]
+            assert storage.origin is StorageOrigin.payload
+            contents.append(int.from_bytes(bytes(reader.payload(storage.payload)), "little"))
+    assert contents == [0, 1], "each number is an allocation of its own, though both had the same address"
+    assert "a Python number whose value is not in the trace" in json.dumps(found.records[1].annotation)
+
+
+def test_a_tensor_without_a_storage_is_not_taken_for_none(tmp_path: Path) -> None:
+    trace = Written()
+    sparse = Traced(10, 0, [2, 2], device="")
+    trace.node("aten::mm", MM, [sparse, Traced(11, 21, [2, 2])], [Traced(12, 22, [2, 2])])
+    undefined = Traced(13, 0, [], device="", kind="nullptr (uninitialized)")
+    trace.node("aten::linear", LINEAR, [Traced(11, 21, [2, 2]), Traced(11, 21, [2, 2]), undefined],
+               [Traced(14, 23, [2, 2])])
+    found = graph(tmp_path, trace)
+    assert found.names == ["import_incomplete: aten::mm", "aten::linear"]
+    assert "without a storage" in str(found.records[0].argument("detail"))
+    assert found.records[1].argument("bias") is None
+
+
+def test_an_address_of_a_tensor_that_was_seen_before_proves_nothing(tmp_path: Path) -> None:
+    trace = Written()
+    trace.node("aten::relu", RELU, [Traced(10, 20, [1])], [Traced(11, 21, [1])])
+    trace.node("aten::relu", RELU, [Traced(11, 21, [2], kind="double", item=8)], [Traced(12, 22, [2], kind="double",
+                                                                                         item=8)])
+    found = graph(tmp_path, trace)
+    assert found.tensors(1)[0].storage != found.tensors(0, results=True)[0].storage
+    assert found.storages[found.tensors(1)[0].storage - 1].bytes == 16
