@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from replayfmt.errors import InvalidCapture
+from replayfmt.errors import InvalidCapture, UnsupportedVersion
 from replayfmt.format.check import check_capture
-from replayfmt.format.codes import ITEM_BYTES, DType, RecordKind, StorageOrigin
+from replayfmt.format.codes import ITEM_BYTES, DType, FrameKind, RecordKind, StorageOrigin
 from replayfmt.format.model import (
     Device,
     ExternalFile,
@@ -27,10 +27,11 @@ from replayfmt.format.model import (
 )
 from replayfmt.format.reader import open_capture
 from replayfmt.format.recover import recover_capture
+from replayfmt.format.tables_output import encode_tables
 from replayfmt.format.writer import CaptureWriter
 
 from .reading import read_all, refused
-from .reseal import Tables, change_records, change_tables
+from .reseal import Frame, Tables, change, change_records, change_tables, tables_of
 from .samples import IMPORT_RANGE, IMPORT_RECIPE, SESSION, Records, marker
 
 NAN = float("nan")
@@ -358,3 +359,16 @@ def test_any_files_ranges_recipes_and_annotations_come_back(data: st.DataObject)
                 assert (first.annotation, second.annotation) == (note, None)
                 assert reader.storage(first.args[0].id).payload == first.args[1].id
             assert reader.summary == replace(reader.recount(), ended_ns=1)
+
+
+@pytest.mark.parametrize(("name", "value"), [("file_validation", 4), ("recipe_dtype", 47)])
+def test_codes_of_a_newer_minor_version_are_told_from_damage(capture: Path, name: str, value: int) -> None:
+    def edit(frame: Frame) -> Frame:
+        tables = tables_of(frame.body)
+        tables[1][name][0] = value
+        return replace(frame, header=replace(frame.header, minor=4), body=bytes(encode_tables(*tables)))
+
+    change(capture, FrameKind.tables, lambda frame: None, which=-1)
+    change(capture, FrameKind.tables, edit)
+    with pytest.raises(UnsupportedVersion, match=rf"{name} holds {value}, from format version 1\.4; this reader knows"):
+        open_capture(capture)
