@@ -164,6 +164,7 @@ class FileMappings:
 
     def __init__(self) -> None:
         self._lasting: list[tuple[Mapping, Callable[[], object | None]]] = []
+        self._ordinary = (0, 0)  # addresses where no file was mapped when it was looked up last
 
     @property
     def available(self) -> bool:
@@ -173,13 +174,20 @@ class FileMappings:
     def find(self, address: int, length: int) -> MappedRange | None:
         """The file whose untouched bytes are at [address, address + length), or None."""
         written = written_pages(address, 1)
-        if written is not None and written[0] and address % PAGE == 0:
-            return None  # ordinary memory: nothing more to look up
+        if written is not None and written[0]:
+            # A page of a file that is only partly in the range may have been written for its other part. Most are just
+            # ordinary memory, arrays of numpy say, for which looking at all mappings would take too long each time.
+            low, high = self._ordinary
+            if address % PAGE == 0 or (low <= address and address + length <= high):
+                return None
         mapping = self._known(address, length)
         if mapping is None:
             mappings = read_mappings()
             mapping = _joined([m for m in mappings if m.start < address + length and address < m.end], address, length)
-            if mapping is None or not _writes_show(mapping, mappings):
+            if mapping is None:
+                self._ordinary = _gap(mappings, address, length)
+                return None
+            if not _writes_show(mapping, mappings):
                 return None
         status = _file_behind(mapping)
         offset = mapping.offset + address - mapping.start
@@ -222,6 +230,13 @@ def _untouched(found: MappedRange) -> bool:
     mapping = found.mapping
     pieces = [m for m in read_mappings() if m.start < mapping.end and mapping.start < m.end]
     return all(private_copies(piece.start) is False for piece in pieces)
+
+
+def _gap(mappings: list[Mapping], address: int, length: int) -> tuple[int, int]:
+    """The addresses around a range up to the next files; nothing where a file is in the range."""
+    low = max((m.end for m in mappings if m.start < address + length), default=0)
+    high = min((m.start for m in mappings if m.end > address), default=1 << 64)
+    return (low, high) if low <= address and address + length <= high else (0, 0)
 
 
 def _joined(pieces: list[Mapping], address: int, length: int) -> Mapping | None:

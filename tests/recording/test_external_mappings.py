@@ -113,6 +113,34 @@ def test_ordinary_memory_is_no_file(path: Path) -> None:
     assert find(torch.from_numpy(np.zeros(LENGTH, np.uint8)).untyped_storage()) is None
 
 
+def test_small_arrays_in_ordinary_memory_are_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    mappings, looked = FileMappings(), []
+    original = read_mappings
+    monkeypatch.setattr(file_mappings, "read_mappings", lambda: looked.append(1) or original())
+    whole = np.ones(64 * PAGE, np.uint8)  # so that what is in it lies together
+    for batch in range(20):
+        assert mappings.find(whole[batch * PAGE + 100 :].ctypes.data, 200) is None
+    assert len(looked) == 1
+
+
+def test_a_file_that_is_mapped_where_ordinary_memory_was_is_found(path: Path) -> None:
+    mappings = FileMappings()
+    ordinary = mmap.mmap(-1, LENGTH)
+    ordinary[:] = bytes([1]) * LENGTH
+    view = (ctypes.c_char * LENGTH).from_buffer(ordinary)
+    address = ctypes.addressof(view)
+    assert mappings.find(address + 100, 200) is None
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    with open(path, "rb") as file:
+        flags = mmap.MAP_PRIVATE | 0x10  # MAP_FIXED: in its place
+        placed = libc.mmap(ctypes.c_void_p(address), ctypes.c_size_t(LENGTH), mmap.PROT_READ | mmap.PROT_WRITE, flags,
+                           file.fileno(), ctypes.c_long(0))
+    assert placed == address
+    found = mappings.find(address + 100, 200)
+    assert found is not None and found.offset == 100
+
+
 def test_a_read_only_shared_mapping_is_the_files(path: Path) -> None:
     array = np.memmap(path, np.uint8, "r")
     assert FileMappings().find(array.ctypes.data, LENGTH) is not None
