@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from replayfmt.dump.files import state
 from replayfmt.dump.json_text import encode, encode_fast
@@ -34,6 +36,7 @@ from replayfmt.format.model import (
 from replayfmt.format.reader import open_capture
 
 from .captures import HOSTILE, SESSION, STRIDED, Builder
+from .oracle import exact
 
 USERS = "/" + "Users"    # in two pieces: no file of the project names a home
 ANONYMOUS = Session(SESSION.session_id, "opreplay", "0.1.0")
@@ -312,3 +315,27 @@ def test_what_tells_is_found_among_very_many_texts(tmp_path: Path) -> None:
     with open_capture(path) as reader:
         said = [record.annotation["captured_ordinal"] for record in reader.records() if record.annotation]
     assert said == list(range(5000)) == [row["annotation"]["captured_ordinal"] for row in rows(path, "synchronize")]
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-(1 << 70), 1 << 70) | st.text(max_size=6) | st.sampled_from(HOSTILE)
+    | st.floats(allow_nan=False, allow_infinity=False),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3), max_leaves=8)
+
+
+@settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(notes=st.lists(st.dictionaries(st.text(max_size=5), JSON, max_size=3), min_size=1, max_size=5))
+def test_any_annotation_is_one_strict_row_and_one_line(
+        notes: list[dict[str, Any]], tmp_path_factory: pytest.TempPathFactory) -> None:
+    b = Builder(tmp_path_factory.mktemp("any") / "any.opreplay", ANONYMOUS)
+    cpu = b.writer.device(Device("cpu"))
+    for note in notes:
+        b.record(Signature(RecordKind.synchronize, (Node(V.device, "device", cpu),)),
+                 annotation=b.writer.annotation(note) if note else 0)
+    b.frame()
+    with open_capture(b.close()) as reader:
+        printed = "".join(jsonl_chunks(reader, Selection()))
+        lines = "".join(text_chunks(reader, Selection())).partition("\n\n")[2].split("\n")
+    assert printed.isascii() and all(line.isprintable() for line in lines) and len(lines) == len(notes) + 1
+    found = [json.loads(line, parse_constant=pytest.fail) for line in printed.splitlines()]
+    assert [row.get("annotation") for row in found if "ordinal" in row] == [exact(note) or None for note in notes]
