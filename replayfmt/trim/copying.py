@@ -6,7 +6,7 @@ when they are first used. Needs no torch; what content a storage gets is the cal
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -305,3 +305,13 @@ def _unsigned(values: Sequence[int]) -> Any:
     import numpy as np
 
     return np.array(values, np.uint64)
+
+
+def walk(values: Iterable[Value]) -> Iterator[Value]:
+    """The values and everything in them, in order."""
+    for value in values:
+        yield value
+        if isinstance(value, list | tuple):
+            yield from walk(value)
+        elif isinstance(value, CompositeValue):
+            yield from walk(value.parts)

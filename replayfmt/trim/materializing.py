@@ -12,7 +12,6 @@ import torch
 from replayfmt.format.codes import RecordKind, StorageOrigin, TensorFlag, ValueKind
 from replayfmt.format.digest import TensorDigest
 from replayfmt.format.model import (
-    CompositeValue,
     GeneratorValue,
     Node,
     PayloadValue,
@@ -29,7 +28,7 @@ from replayfmt.replay.facts import Layout, Place
 from replayfmt.replay.plan import Plan
 from replayfmt.replay.resolve import ResolvedKernel
 
-from .copying import Copier
+from .copying import Copier, walk
 from .defined import Defined
 from .schedule import Enter, Schedule
 from .selection import Kept
@@ -126,7 +125,7 @@ class Materializer:
 
     def _slots(self, values: tuple[Value, ...], record: Record) -> list[tuple[int, TensorValue]]:
         """The tensors of an op's arguments or results (or both, in that order), by slot."""
-        found = [value for top in values for value in _tensors(top)]
+        found = [value for value in walk(values) if isinstance(value, TensorValue)]
         first = self._layout(record).arg_tensors if values is record.results else 0
         return list(enumerate(found, first))
 
@@ -239,16 +238,6 @@ class Materializer:
         self._copier.add(record, RecordKind.digest, [*nodes, *digest.nodes()],
                          [value, self._writing.ops[record.ordinal], result, *head, *statistics, list(digest.sample)])
         self.digest_count += 1
-
-
-def _tensors(value: Value) -> list[TensorValue]:
-    if isinstance(value, TensorValue):
-        return [value]
-    if isinstance(value, list | tuple):
-        return [found for each in value for found in _tensors(each)]
-    if isinstance(value, CompositeValue):
-        return [found for each in value.parts for found in _tensors(each)]
-    return []
 
 
 def _length(tensor: torch.Tensor) -> int:

@@ -25,7 +25,7 @@ from replayfmt.replay.facts import Layout, effects_of
 from replayfmt.replay.plan import Plan
 from replayfmt.replay.resolve import resolve as resolve_kernel
 
-from .copying import Copier
+from .copying import Copier, walk
 from .materializing import Materializer
 from .safetensors import Array, write_safetensors
 from .schedule import Planner, Schedule
@@ -130,18 +130,10 @@ def _changes(reader: CaptureReader) -> Callable[[Record], set[int]]:
         if isinstance(resolved, str):
             raise ReplayRefused(f"{reader.path}: ordinal {record.ordinal}: {resolved}")
         effects = effects_of(Layout(record.signature), resolved)
-        ids = [each.id for each in _tensors((*record.args, *record.results))]
+        ids = [each.id for each in walk((*record.args, *record.results)) if isinstance(each, TensorValue)]
         return {slot for slot, result in effects.rebinds if ids[slot] != ids[result]} | set(effects.reshapes)
 
     return changes
-
-
-def _tensors(values: Any) -> Iterator[TensorValue]:
-    for value in values:
-        if isinstance(value, TensorValue):
-            yield value
-        elif isinstance(value, list | tuple):
-            yield from _tensors(value)
 
 
 def _settings(schedule: Schedule) -> dict[str, Any]:

@@ -26,6 +26,8 @@ from replayfmt.format.model import (
 )
 from replayfmt.format.reader import CaptureReader
 
+from .copying import walk
+
 
 @dataclass(frozen=True)
 class Op:
@@ -174,15 +176,3 @@ class Events:
                 device = self.reader.devices[value.meta.device]
                 if value.meta.flags & TensorFlag.zero or (device is not None and device.kind == "meta"):
                     raise ReplayRefused(f"{what} has a tensor without memory; a script cannot make it")
-
-
-def walk(values: Sequence[Value]) -> list[Value]:
-    """The values and everything in them."""
-    found: list[Value] = []
-    for value in values:
-        found.append(value)
-        if isinstance(value, list | tuple):
-            found += walk(value)
-        elif isinstance(value, CompositeValue):
-            found += walk(value.parts)
-    return found

@@ -11,7 +11,8 @@ from replayfmt.format.codes import ITEM_BYTES, DType, Layout, MemoryFormat, Tens
 from replayfmt.format.model import DeviceValue, GeneratorValue, Node, Record, StorageValue, TensorValue, Value
 from replayfmt.format.reader import CaptureReader
 
-from .script_events import Draw, Event, Events, Load, Op, Remark, Resize, Settings, walk
+from .copying import walk
+from .script_events import Draw, Event, Events, Load, Op, Remark, Resize, Settings
 from .script_values import argument, comment, device, dtype, enumeration, operator, scalar, setting
 
 # Tells which arguments (tensor slots) an op gives other metadata in place, so that it needs a view of its own for them.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,12 +9,9 @@ import numpy as np
 from replayfmt.dump.selection import Filter, Selection, parse_range
 from replayfmt.errors import UsageError
 from replayfmt.format.codes import RecordKind
-from replayfmt.format.reader import CaptureReader, RecordFrame
-from replayfmt.format.signature_text import matches, parse_signature
-from replayfmt.format.values import decode_record
-
-# Says of a frame's rows which ones a signature's text selects.
-SignatureFilter = Callable[[RecordFrame, np.ndarray], np.ndarray]
+from replayfmt.format.reader import CaptureReader
+from replayfmt.format.signature_groups import SignatureIndex
+from replayfmt.format.signature_text import parse_signature
 
 
 @dataclass(frozen=True)
@@ -68,7 +64,7 @@ def resolve(reader: CaptureReader, wanted: Wanted) -> Kept:
     if wanted.ops is not None and max(start, stop or 0) > count:
         raise UsageError(f"--ops={wanted.ops}: {reader.path} has {count} records, with ordinals from 0 to {count - 1}")
     chosen = Filter(reader, Selection(start, stop, wanted.scope, wanted.kernel))
-    signatures = _signature_filter(reader, wanted.signature)
+    alike = None if wanted.signature is None else _with_signature(reader, wanted.signature, start, stop)
     is_op = np.array([False, *(each is not None and each.kind is RecordKind.op for each in reader.signatures[1:])])
     parts, ops = [], 0
     for index, info in enumerate(reader.record_frames):
@@ -76,8 +72,8 @@ def resolve(reader: CaptureReader, wanted: Wanted) -> Kept:
             continue
         frame = reader.frame(index)
         rows = np.arange(frame.count)[chosen.indices(frame)]
-        if signatures is not None:
-            rows = rows[signatures(frame, rows)]
+        if alike is not None:
+            rows = rows[np.isin(rows + frame.first_ordinal, alike, assume_unique=True)]
         ops += int(np.count_nonzero(is_op[frame.signature[rows]]))
         parts.append(rows + frame.first_ordinal)
     if not ops:
@@ -86,17 +82,7 @@ def resolve(reader: CaptureReader, wanted: Wanted) -> Kept:
     return Kept(np.concatenate(parts).astype(np.int64), ops)
 
 
-def _signature_filter(reader: CaptureReader, text: str | None) -> SignatureFilter | None:
-    if text is None:
-        return None
-    parsed = parse_signature(text)
-
-    def select(frame: RecordFrame, rows: np.ndarray) -> np.ndarray:
-        chosen = np.zeros(len(rows), bool)
-        for place, row in enumerate(rows.tolist()):
-            signature = reader.signatures[int(frame.signature[row])]
-            if signature is not None and signature.kind is RecordKind.op:
-                chosen[place] = matches(parsed, decode_record(frame, row, reader.definitions), reader)
-        return chosen
-
-    return select
+def _with_signature(reader: CaptureReader, text: str, start: int, stop: int | None) -> np.ndarray:
+    """The ordinals of the ops of a signature, ascending."""
+    found = [ops.ordinals for ops in SignatureIndex(reader).matching(parse_signature(text), start, stop)]
+    return np.sort(np.concatenate(found)) if found else np.zeros(0, np.int64)

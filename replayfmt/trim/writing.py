@@ -6,7 +6,7 @@ at all. Needs no torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -27,7 +27,7 @@ from replayfmt.format.model import (
 )
 from replayfmt.format.values import decode_record
 
-from .copying import Copier, Values
+from .copying import Copier, Values, walk
 from .schedule import Action, Begin, End, Enter, Release, Schedule, Settings
 from .selection import Kept
 
@@ -235,16 +235,12 @@ def _without(node: Node, value: Value, *, is_result: bool) -> tuple[Node, Value]
     return node, value
 
 
-def _storages(values: Iterable[Value]) -> Iterable[int]:
-    for value in values:
+def _storages(values: Iterable[Value]) -> Iterator[int]:
+    for value in walk(values):
         if isinstance(value, TensorValue):
             yield value.storage
         elif isinstance(value, StorageValue):
             yield value.id
-        elif isinstance(value, list | tuple):
-            yield from _storages(value)
-        elif isinstance(value, CompositeValue):
-            yield from _storages(value.parts)
 
 
 def _constant(name: str, value: Any) -> Node:
