@@ -23,7 +23,7 @@ from replayfmt.pytorch.op_libraries import ALIASES, OpLibraries
 from .json_stream import JsonStream
 from .kineto_calls import Calls, Placement
 from .kineto_events import Events, OpKind
-from .kineto_tree import LEVELS, Facts, Level, Role, Selection, Tree, build, select
+from .kineto_tree import LEVELS, Facts, Level, Role, Selection, Tree, build, compact, select
 from .kineto_writing import Trace, write
 from .operators import Operators
 from .portable import Portable
@@ -120,11 +120,12 @@ def _count(report: ImportReport, events: Events, tree: Tree, selection: Selectio
     chosen[selection.chosen] = True
     called = np.isin(roles, [int(Role.operator), int(Role.unknown), int(Role.collective)])
     inside = called & ~chosen & (selection.stands_in >= 0)
-    around = np.zeros(len(roles), bool)
-    parents = tree.parent
-    for index in reversed(tree.order.tolist()):
-        if parents[index] >= 0 and (chosen[index] or around[index]):
-            around[parents[index]] = True
+    above = bytearray(len(roles))          # something inside was chosen
+    parents = compact(tree.parent)
+    for index in reversed(compact(tree.order)):
+        if parents[index] >= 0 and (above[index] or selection.stands_in[index] == index):
+            above[parents[index]] = True
+    around = np.frombuffer(above, bool)
     report.counts = {
         "events": len(roles), "operators": int(called.sum()), "taken": len(selection.chosen),
         "inside taken": int(inside.sum()), "around taken": int((called & ~chosen & around).sum()),

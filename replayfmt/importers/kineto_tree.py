@@ -7,6 +7,7 @@ operators so that every piece of work is among them once: no operator is chosen 
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -70,7 +71,7 @@ def build(events: Events, annotations: np.ndarray) -> Tree:
     tie = np.concatenate((_array(ops.external), np.full(launched, 1 << 62)))
     order = np.lexsort((tie, -duration, start, thread))
     parent, scope = np.full(count + launched, -1, np.int64), np.full(count + launched, -1, np.int64)
-    _nest(order.tolist(), start.tolist(), (start + duration).tolist(), thread.tolist(), annotations.tolist(), count,
+    _nest(compact(order), compact(start), compact(start + duration), compact(thread), annotations.tobytes(), count,
           parent, scope)
     tree = Tree(order[order < count], parent[:count], scope[:count], np.full(len(events.work.start), -1, np.int64),
                 np.full(len(events.work.start), -1, np.int64), parent[count:], scope[count:],
@@ -83,7 +84,14 @@ def _array(values: Sequence[int]) -> np.ndarray:
     return np.asarray(values, np.int64)
 
 
-def _nest(order: list[int], start: list[int], end: list[int], thread: list[int], annotations: list[bool], count: int,
+def compact(values: np.ndarray) -> array:
+    """The numbers of an array, quick to take one by one and eight bytes each."""
+    numbers = array("q")
+    numbers.frombytes(np.ascontiguousarray(values, np.int64).tobytes())
+    return numbers
+
+
+def _nest(order: array, start: array, end: array, thread: array, annotations: bytes, count: int,
           parent: np.ndarray, scope: np.ndarray) -> None:
     """Fill in the parents and scopes of events in order of their beginning, thread by thread."""
     current = -1
@@ -143,63 +151,60 @@ class Selection:
 
 def select(tree: Tree, kinds: Sequence[int], facts: Sequence[Facts], level: Level) -> Selection:
     """Choose events by `level`, which must not be `auto`. `kinds` gives each event's kind, `facts` what kinds are."""
-    count = len(tree.parent)
-    order, parents = tree.order.tolist(), tree.parent.tolist()
-    roles = [facts[kind].role for kind in kinds]
-    direct = np.zeros(count, bool)
+    order, parents = compact(tree.order), compact(tree.parent)
+    roles = bytes(facts[kind].role for kind in kinds)
+    direct = np.zeros(len(parents), bool)
     direct[tree.work_op[tree.work_op >= 0]] = True
-    collective = _outermost_collectives(order, parents, roles)
     if level == "root":
-        wanted = [role in (Role.operator, Role.unknown, Role.collective) for role in roles]
-        _add_stranded(wanted, direct.tolist(), order, parents)
+        wanted = bytearray(role in (Role.operator, Role.unknown, Role.collective) for role in roles)
+        _add_stranded(wanted, direct.tobytes(), order, parents)
     elif level == "launching":
-        wanted = _launching(order, parents, roles, direct.tolist())
+        wanted = _launching(order, parents, roles, direct)
     else:
-        wanted = _leaves(order, parents, roles, direct.tolist(), [facts[kind] for kind in kinds])
-    for index in collective:
+        wanted = _leaves(order, parents, direct.tobytes(), kinds, facts)
+    for index in _outermost_collectives(order, parents, roles):
         wanted[index] = True
-    chosen: list[int] = []
-    stands_in = [-1] * count
+    chosen = array("q")
+    stands_in = array("q", (-1,)) * len(parents)
     for index in order:
         parent = parents[index]
         around = stands_in[parent] if parent >= 0 else -1
         if around >= 0:
             stands_in[index] = around
-        elif wanted[index] and roles[index] is not Role.annotation:
+        elif wanted[index] and roles[index] != Role.annotation:
             stands_in[index] = index
             chosen.append(index)
     return Selection(np.asarray(chosen, np.int64), np.asarray(stands_in, np.int64))
 
 
-def _outermost_collectives(order: list[int], parents: list[int], roles: list[Role]) -> list[int]:
-    inside = [False] * len(parents)
+def _outermost_collectives(order: array, parents: array, roles: bytes) -> list[int]:
+    inside = bytearray(len(parents))
     found = []
     for index in order:
         parent = parents[index]
         within = parent >= 0 and inside[parent]
-        if roles[index] is Role.collective and not within:
+        if roles[index] == Role.collective and not within:
             found.append(index)
-        inside[index] = within or roles[index] is Role.collective
+        inside[index] = within or roles[index] == Role.collective
     return found
 
 
-def _launching(order: list[int], parents: list[int], roles: list[Role], direct: list[bool]) -> list[bool]:
+def _launching(order: array, parents: array, roles: bytes, direct: np.ndarray) -> bytearray:
     """The events that launched work themselves; what cannot be called hands over to the operator around it."""
-    around = [-1] * len(parents)                  # the nearest operator around, the event itself included
+    around = array("q", (-1,)) * len(parents)     # the nearest operator around, the event itself included
     for index in order:
         parent = parents[index]
         callable_ = roles[index] in (Role.operator, Role.collective)
         around[index] = index if callable_ else around[parent] if parent >= 0 else -1
-    wanted = [False] * len(parents)
-    for index, launched in enumerate(direct):
-        if launched:
-            wanted[around[index] if around[index] >= 0 else index] = True
+    wanted = bytearray(len(parents))
+    for index in np.flatnonzero(direct).tolist():
+        wanted[around[index] if around[index] >= 0 else index] = True
     return wanted
 
 
-def _add_stranded(wanted: list[bool], direct: list[bool], order: list[int], parents: list[int]) -> None:
+def _add_stranded(wanted: bytearray, direct: bytes, order: array, parents: array) -> None:
     """Work that no operator stands for is told by the event that launched it."""
-    inside = [False] * len(parents)
+    inside = bytearray(len(parents))
     for index in order:
         parent = parents[index]
         inside[index] = wanted[index] or (parent >= 0 and inside[parent])
@@ -207,20 +212,19 @@ def _add_stranded(wanted: list[bool], direct: list[bool], order: list[int], pare
             wanted[index] = inside[index] = True
 
 
-def _leaves(order: list[int], parents: list[int], roles: list[Role], direct: list[bool],
-            facts: list[Facts]) -> list[bool]:
+def _leaves(order: array, parents: array, direct: bytes, kinds: Sequence[int], facts: Sequence[Facts]) -> bytearray:
     """The operators that do work themselves: those with a kernel of their own, and composite ones that call nothing
     which does any."""
-    below = [False] * len(parents)        # something below stands for work
-    any_below = [False] * len(parents)    # something below can be called at all
-    wanted = [False] * len(parents)
+    below = bytearray(len(parents))        # something below stands for work
+    any_below = bytearray(len(parents))    # something below can be called at all
+    wanted = bytearray(len(parents))
     for index in reversed(order):
-        role, fact, parent = roles[index], facts[index], parents[index]
-        if role is Role.operator:
+        fact, parent = facts[kinds[index]], parents[index]
+        if fact.role is Role.operator:
             wanted[index] = direct[index] or not fact.composite or not below[index]
-        elif role is Role.unknown:
+        elif fact.role is Role.unknown:
             wanted[index] = direct[index] or not any_below[index]
-        elif role is Role.wrapper:
+        elif fact.role is Role.wrapper:
             wanted[index] = direct[index]
         if parent >= 0:
             below[parent] |= below[index] or (wanted[index] and fact.works)

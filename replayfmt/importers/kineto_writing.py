@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ from .arguments import DefaultGenerator, TensorSpec
 from .kineto_arguments import has_lists
 from .kineto_calls import Call, Calls, Hints, Placement
 from .kineto_events import Events, OpKind, WorkKind
-from .kineto_tree import Facts, Role, Selection, Tree
+from .kineto_tree import Facts, Role, Selection, Tree, compact
 from .portable import Portable
 from .report import Entry, ImportReport
 from .results import realize
@@ -25,6 +25,7 @@ from .rewriting import Rewritten
 from .synthesis import ImportedSession, Moment
 from .values import Tensor, plain_tensor
 
+_END, _BEGIN, _CALL, _STRAY = range(4)     # what happens at a moment, in this order
 _SHOWN_KERNELS = 256       # of one record; the rest is counted
 
 
@@ -50,11 +51,11 @@ class _Group:
     index: int
     call: Call
     placement: Placement
-    work: np.ndarray
-    count: int = 0
-    host_ns: int = 0
-    device_ns: int = 0
-    worked: bool = False
+    work: list[int]
+    count: int
+    host_ns: int
+    device_ns: int
+    worked: bool
 
 
 @dataclass
@@ -84,9 +85,8 @@ class _Writing:
         stands = trace.selection.stands_in
         self._work_of = np.where(self.tree.work_op >= 0, stands[np.maximum(self.tree.work_op, 0)], -1) if len(
             stands) else np.full(len(self.events.work.start), -1, np.int64)
-        self._by_op = np.argsort(self._work_of, kind="stable")
-        self._sorted = self._work_of[self._by_op]
-        self._inside: dict[int, list[int]] | None = None
+        by_op = np.argsort(self._work_of, kind="stable")
+        self._by_op, self._sorted = compact(by_op), compact(self._work_of[by_op])
         self._scopes = self._scope_ids()
         for device in trace.devices.values():
             session.device(str(device), device)
@@ -95,57 +95,72 @@ class _Writing:
     # ------------------------------------------------------------------------------------------------------------ order
 
     def write(self, on_record: Callable[[int, int], None] | None) -> None:
-        ops = self.events.ops
-        moments: list[tuple[int, int, int, Callable[[], None]]] = []
-        for group in self._groups():
-            moments.append((ops.start[group.index], 2, 0, partial(self._op, group)))
-        for stray in self._strays():
-            moments.append((stray.start, 2, 1, partial(self._stray, stray)))
-        if not self.trace.unique:
-            for index in self._scopes:
-                start, duration = ops.start[index], ops.duration[index]
-                moments.append((start, 1, -duration, partial(self._scope, index, begins=True)))
-                moments.append((start + duration, 0, -start, partial(self._scope, index, begins=False)))
-        moments.sort(key=lambda each: each[:3])
-        for done, (_start, _kind, _tie, record) in enumerate(moments):
-            record()
+        self._resolve_all()
+        groups = self._alike() if self.trace.unique else None
+        strays = self._strays()
+        starts, durations = (np.asarray(column, np.int64) for column in (self.events.ops.start,
+                                                                         self.events.ops.duration))
+        taken = self.trace.selection.chosen if groups is None else np.asarray(list(groups), np.int64)
+        marks = np.asarray(list(self._scopes) if groups is None else [], np.int64)
+        beginnings = np.asarray([stray.start for stray in strays], np.int64)
+        # At one moment inner scopes end before outer ones, all before others begin, and those before calls.
+        parts = ((_END, starts[marks] + durations[marks], -starts[marks], marks),
+                 (_BEGIN, starts[marks], -durations[marks], marks), (_CALL, starts[taken], taken * 0, taken),
+                 (_STRAY, beginnings, beginnings * 0, np.arange(len(strays))))
+        what = np.concatenate([np.full(len(index), code) for code, _time, _tie, index in parts])
+        time, tie, which = (np.concatenate([part[column] for part in parts]) for column in (1, 2, 3))
+        order = np.lexsort((tie, what, time))
+        for done, (code, index) in enumerate(zip(compact(what[order]), compact(which[order]), strict=True)):
+            if code == _CALL:
+                self._op(groups[index] if groups is not None else self._group(index))
+            elif code == _STRAY:
+                self._stray(strays[index])
+            else:
+                self._scope(index, begins=code == _BEGIN)
             if on_record is not None and not done % 1024:
-                on_record(done, len(moments))
+                on_record(done, len(order))
 
-    def _groups(self) -> list[_Group]:
-        """The chosen calls, resolved, with the work that each stands for."""
-        ops, kinds = self.events.ops, self.events.ops.kind
-        durations = np.asarray(self.events.work.duration, np.int64)
-        groups: list[_Group] = []
-        alike: dict[Any, _Group] = {}
-        chosen = self.trace.selection.chosen.tolist()
-        # Lists of tensors last: what their dtypes are is learned from the results of other calls.
-        for index in sorted(chosen, key=lambda each: has_lists(self.events.kinds[kinds[each]])):
-            work = self._work(index)
-            placement = self._placement(index, work)
-            call = self._resolve(index, placement, work)
-            group = alike.get((kinds[index], placement)) if self.trace.unique else None
-            if group is None:
-                group = _Group(index, call, placement, work)
-                groups.append(group)
-                if self.trace.unique:
-                    alike[kinds[index], placement] = group
-            group.count += 1
-            group.host_ns += ops.duration[index]
-            group.device_ns += int(durations[work].sum())
-            group.worked |= bool(len(work))
-        return groups
+    def _resolve_all(self) -> None:
+        """Resolve every kind of call once. Lists of tensors last: what their dtypes are is learned from the results of
+        other calls."""
+        chosen = self.trace.selection.chosen
+        lists = np.asarray([has_lists(kind) for kind in self.events.kinds], bool)
+        late = lists[np.asarray(self.events.ops.kind, np.int64)[chosen]]
+        for index in compact(np.concatenate((chosen[~late], chosen[late]))):
+            self._group(index)
 
-    def _work(self, index: int) -> np.ndarray:
-        first, end = np.searchsorted(self._sorted, [index, index + 1])
-        return np.sort(self._by_op[first:end])
+    def _group(self, index: int) -> _Group:
+        """One chosen call with the work that it stands for."""
+        work = self._work(index)
+        placement = self._placement(index, work)
+        device_ns = sum(self.events.work.duration[each] for each in work)
+        return _Group(index, self._resolve(index, placement, work), placement, work, 1,
+                      self.events.ops.duration[index], device_ns, bool(work))
+
+    def _alike(self) -> dict[int, _Group]:
+        """One for all calls that are alike, by the first one's index."""
+        alike: dict[tuple[int, Placement], _Group] = {}
+        for index in compact(self.trace.selection.chosen):
+            group = self._group(index)
+            known = alike.setdefault((self.events.ops.kind[index], group.placement), group)
+            if known is not group:
+                known.count += 1
+                known.host_ns += group.host_ns
+                known.device_ns += group.device_ns
+                known.worked |= group.worked
+        return {group.index: group for group in alike.values()}
+
+    def _work(self, index: int) -> list[int]:
+        """The device work that an event stands for, in the order of the trace."""
+        first = bisect_left(self._sorted, index)
+        return sorted(self._by_op[first : bisect_right(self._sorted, index, first)])
 
     # -------------------------------------------------------------------------------------------------------- resolving
 
-    def _placement(self, index: int, work: np.ndarray) -> Placement:
+    def _placement(self, index: int, work: list[int]) -> Placement:
         if not self.trace.devices:
             return Placement("cpu")
-        kinds = [self.events.work_kinds[self.events.work.kind[each]] for each in work.tolist()]
+        kinds = [self.events.work_kinds[self.events.work.kind[each]] for each in work]
         numbers = [kind.device for kind in kinds if kind.device in self.trace.devices]
         if not numbers:
             works = self.trace.facts[self.events.ops.kind[index]].works
@@ -154,7 +169,7 @@ class _Writing:
         return Placement(str(self.trace.devices[numbers[0]]), any("HtoD" in name for name in names),
                          any("DtoH" in name for name in names))
 
-    def _resolve(self, index: int, placement: Placement, work: np.ndarray) -> Call:
+    def _resolve(self, index: int, placement: Placement, work: list[int]) -> Call:
         number = self.events.ops.kind[index]
         known = self._resolved.get((number, placement))
         if known is not None:
@@ -168,8 +183,9 @@ class _Writing:
                         detail="a kernel that torch.compile generated" if triton else
                         "device work that no operator stands for was launched in it")
         else:
-            launched = [self.events.work_kinds[self.events.work.kind[each]] for each in work.tolist()]
-            call = self.trace.calls.resolve(kind, placement, Hints(self._called(index), launched))
+            launched = [self.events.work_kinds[self.events.work.kind[each]] for each in work]
+            called = self._called(index) if has_lists(kind) else []
+            call = self.trace.calls.resolve(kind, placement, Hints(called, launched))
             if len(self.trace.devices) and placement.device == "cpu" and call.operator is not None:
                 call = replace(call, assumed=(*call.assumed, "it ran on the host: it launched no device work"))
         self._resolved[number, placement] = call
@@ -177,12 +193,8 @@ class _Writing:
 
     def _called(self, index: int) -> list[OpKind]:
         """The kinds of what a chosen event called."""
-        if self._inside is None:
-            self._inside = defaultdict(list)
-            for inner, chosen in enumerate(self.trace.selection.stands_in.tolist()):
-                if chosen >= 0 and inner != chosen:
-                    self._inside[chosen].append(inner)
-        return [self.events.kinds[self.events.ops.kind[each]] for each in self._inside.get(index, ())]
+        inside = np.flatnonzero(self.trace.selection.stands_in == index).tolist()
+        return [self.events.kinds[self.events.ops.kind[each]] for each in inside if each != index]
 
     def _collective(self, index: int, kind: OpKind) -> Call:
         """What is known of a collective, from the event itself and those inside it."""
@@ -274,10 +286,10 @@ class _Writing:
             return [self._value(each, tensors) for each in value]
         return DefaultGenerator(self._default_device) if isinstance(value, DefaultGenerator) else value
 
-    def _work_annotation(self, work: np.ndarray) -> dict[str, Any]:
-        if not len(work):
+    def _work_annotation(self, work: list[int]) -> dict[str, Any]:
+        if not work:
             return {}
-        kinds = [self.events.work_kinds[self.events.work.kind[each]] for each in work.tolist()]
+        kinds = [self.events.work_kinds[self.events.work.kind[each]] for each in work]
         annotation: dict[str, Any] = {"device_kernels": [kind.row() for kind in kinds[:_SHOWN_KERNELS]]}
         if len(kinds) > _SHOWN_KERNELS:
             annotation["device_kernels_left_out"] = len(kinds) - _SHOWN_KERNELS
@@ -329,9 +341,8 @@ class _Writing:
         return list(launches.values())
 
     def _stray(self, stray: _Stray) -> None:
-        work = np.asarray(stray.work, np.int64)
         kinds = [self.events.work_kinds[self.events.work.kind[each]] for each in stray.work]
-        device_ns = int(np.asarray(self.events.work.duration, np.int64)[work].sum())
+        device_ns = sum(self.events.work.duration[each] for each in stray.work)
         graph = bool(self.events.launches.graph[stray.launch])
         name = "graph launch" if graph else _first_name(kinds)
         reason = "cuda_graph" if graph else "triton_launch" if name.startswith("triton_") else "outside_operator"
@@ -339,7 +350,7 @@ class _Writing:
                   "launched by no operator that the trace shows")
         moment = Moment(stray.start - self._base, None, self.events.launches.thread[stray.launch],
                         self._scope_ids_at(int(self.tree.launch_scope[stray.launch]), stray.start), device_ns)
-        annotation = {"import": "incomplete", **self._work_annotation(work)}
+        annotation = {"import": "incomplete", **self._work_annotation(stray.work)}
         ordinal = self.session.unsupported(reason, name, detail, moment, annotation)
         self.report.add((reason, name, len(kinds)), lambda: Entry(
             name, "", "incomplete", f"{len(kinds)} kernels" if graph else "", reason=reason, detail=detail),
@@ -350,8 +361,8 @@ class _Writing:
     def _scope_ids(self) -> dict[int, int]:
         """The scope id of each annotation."""
         ops = self.events.ops
-        annotations = [index for index in self.tree.order.tolist()
-                       if self.trace.facts[ops.kind[index]].role is Role.annotation]
+        scopes = np.asarray([fact.role is Role.annotation for fact in self.trace.facts], bool)
+        annotations = self.tree.order[scopes[np.asarray(ops.kind, np.int64)[self.tree.order]]].tolist()
         self._timeline = _Timeline(self.events, annotations)
         ids: dict[int, int] = {}
         for index in sorted(annotations, key=lambda each: (ops.start[each], -ops.duration[each])):
