@@ -27,6 +27,7 @@ from replayfmt.initializers.roles import is_integral
 from replayfmt.pytorch.dtypes import TORCH_DTYPE
 from replayfmt.pytorch.memory import make_view, new_storage, undispatched
 
+from .ranges import Range, Ranges
 from .resolve import ResolvedKernel
 from .scan import Scan
 from .sources import Entrance
@@ -79,6 +80,7 @@ class Synthesis:
         self._choices: dict[tuple[int, int], _Choice] = {}
         self._refused: dict[tuple[int, int], str] = {}
         self._notes: list[str] = []
+        self._constants: dict[int, Demand] = {}
         self.findings: list[str] = []
         self._unsaved_states = _unsaved_states(reader, scan)
         entrances = scan.entrances()
@@ -142,11 +144,12 @@ class Synthesis:
 
     def _choose(self, entrances: list[Entrance]) -> None:
         refusals: dict[tuple[str, str], list[tuple[int, int]]] = defaultdict(list)
+        self._find_constants(entrances)
         for entrance in entrances:
             if (entrance.storage, entrance.version) in self._choices:
                 continue        # filled together with another
             found = self._uses.of(entrance.storage)
-            demand = _demanded(found)
+            demand = self._demand(entrance.storage)
             try:
                 self._choose_for(entrance, found, demand)
             except _Wrong as wrong:
@@ -158,6 +161,29 @@ class Synthesis:
         for (subject, reason), places in refusals.items():
             self.findings.append(f"{_named([storage for storage, _first in places])} ({subject}, first at ordinal "
                                  f"{places[0][1]}): {reason}; or capture with payload=full (this is payload={policy})")
+
+    def _demand(self, storage: int) -> Demand | Conflict | None:
+        """What all uses of a storage ask together, None where one of them is not understood."""
+        return self._constants.get(storage) or _demanded(self._uses.of(storage))
+
+    def _find_constants(self, entrances: list[Entrance]) -> None:
+        """A number for integers from which indices are computed in ways that are not followed back: 1, else 0, where
+        going forward with it through all ops shows that it is good for every use."""
+        unsure: set[int] = set()
+        decided: dict[int, Range] = {}
+        for entrance in entrances:
+            found = self._uses.of(entrance.storage)
+            demand = _demanded(found)
+            if demand is None and _only_computed(found):
+                unsure.add(entrance.storage)
+            elif isinstance(demand, Demand) and demand.low is not None and demand.high is not None:
+                decided[entrance.storage] = Range(demand.low, demand.high)
+        for number in (1, 0) if unsure else ():
+            contents = decided | dict.fromkeys(unsure, Range(number, number))
+            if Ranges(self._reader, self._uses.calls, contents, self._uses.asking(unsure)).holds:
+                why = f"computed with, and {number} is good for every use"
+                self._constants = dict.fromkeys(unsure, Demand(Role.bounded, number, number, why=why))
+                return
 
     def _subject(self, entrance: Entrance, found: list[FoundUse]) -> str:
         if not found:
@@ -268,7 +294,7 @@ class Synthesis:
             other = self._wanted.get((info.storage, entrance.version))
             if other is None:
                 continue
-            own = demand if info.storage == entrance.storage else _demanded(self._uses.of(info.storage))
+            own = demand if info.storage == entrance.storage else self._demand(info.storage)
             if label in made:
                 _check(initializer, request, label, info, made[label], own)
             born = self._reader.storage(info.storage)
@@ -327,6 +353,12 @@ def _own_demand(found: FoundUse) -> Demand | None:
     if found.demand is None or (not found.followed and found.demand.role is not Role.number):
         return None
     return pull_back(found.demand, found.steps) if found.followed else found.demand
+
+
+def _only_computed(found: list[FoundUse]) -> bool:
+    """Whether all uses are understood for what an op reads, if not for the content that it was computed from."""
+    return all(is_integral(each.tensor.dtype) and each.demand is not None
+               and each.demand.role in (Role.number, Role.index, Role.bounded) for each in found)
 
 
 def _demanded(found: list[FoundUse]) -> Demand | Conflict | None:

@@ -7,15 +7,16 @@ wherever an op reads it. Ops that are alike (same signature, shapes and numbers)
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import torch
 
 from replayfmt.format.codes import RecordKind, ValueKind
 from replayfmt.format.reader import CaptureReader, RecordFrame
-from replayfmt.initializers.demands import Demand, Step
+from replayfmt.initializers.demands import Demand, Role, Step
 from replayfmt.initializers.flow import Passed, passed_on
 from replayfmt.initializers.request import Call, TensorInfo, Use
 from replayfmt.initializers.roles import base_name, demand_of, is_integral
@@ -31,6 +32,10 @@ _MOST_WAYS = 16
 # Ops that leave nothing of what a tensor held, given as its argument.
 _OVERWRITTEN = {"copy", "fill", "zero", "uniform", "normal", "random", "exponential", "geometric", "cauchy",
                 "log_normal", "bernoulli", "_foreach_copy", "_foreach_zero", "resize", "set"}
+
+
+# By an op's signature, metadata ids and integers: which of its tensor slots ask what.
+Asking = Mapping[tuple[int, tuple[int, ...], tuple[int, ...]], Sequence[tuple[int, Demand]]]
 
 
 @dataclass(frozen=True)
@@ -98,17 +103,26 @@ class Uses:
     def __init__(self, reader: CaptureReader, scan: Scan, kernels: tuple[ResolvedKernel | str | None, ...],
                  storages: Iterable[int]) -> None:
         self._reader, self._scan, self._kernels = reader, scan, kernels
-        self._calls = Calls(reader, kernels)
+        self.calls = Calls(reader, kernels)
         self._origins = frozenset(storages)
         self._ways: dict[int, set[Way]] = {storage: {Way(storage)} for storage in self._origins}
         self._alike: dict[tuple[object, ...], _Alike] = {}
-        self._found: dict[int, dict[tuple[object, ...], FoundUse]] = defaultdict(dict)
+        self._found: dict[int, dict[tuple[Any, int, tuple[Step, ...], bool], FoundUse]] = defaultdict(dict)
         if self._origins:
             self._walk()
 
     def of(self, storage: int) -> list[FoundUse]:
         """The distinct uses of a storage's content, in capture order."""
         return list(self._found.get(storage, {}).values())
+
+    def asking(self, storages: Iterable[int]) -> Asking:
+        """What ops ask of anything that was computed from the content of these storages."""
+        asking: dict[Any, dict[int, Demand]] = defaultdict(dict)
+        for storage in storages:
+            for (key, slot, _steps, _followed), each in self._found.get(storage, {}).items():
+                if each.demand is not None and each.demand.role is not Role.number:
+                    asking[key][slot] = each.demand
+        return {key: list(slots.items()) for key, slots in asking.items()}
 
     def direct_at(self, ordinal: int) -> list[tuple[int, FoundUse]]:
         """The storages whose own content an op reads in a way that was not seen before, with that use."""
@@ -125,7 +139,7 @@ class Uses:
 
     def use(self, found: FoundUse) -> Use:
         """A use with everything about its op."""
-        return Use(self._calls.call(found.ordinal), found.argument, found.position, found.tensor, found.view,
+        return Use(self.calls.call(found.ordinal), found.argument, found.position, found.tensor, found.view,
                    found.steps, found.followed)
 
     # --------------------------------------------------------------------------------------------------------- the walk
@@ -168,7 +182,7 @@ class Uses:
         def info(slot: int) -> TensorInfo:
             meta = self._reader.metas[metas[slot]]
             assert meta is not None
-            return self._calls.info(storages[slot], meta, int(frame.tensor_offset[slots[slot]]))
+            return self.calls.info(storages[slot], meta, int(frame.tensor_offset[slots[slot]]))
 
         written: dict[int, tuple[TensorInfo, set[Way]]] = {}
         for argument in alike.arguments:
@@ -207,7 +221,7 @@ class Uses:
         """A storage has other content in the place of a tensor."""
         before = self._ways.get(storage, set())
         length = self._reader.storage(storage).bytes if storage else 0
-        if _dense(tensor) and tensor.elements * tensor.dtype.itemsize == length and not tensor.offset:
+        if dense(tensor) and tensor.elements * tensor.dtype.itemsize == length and not tensor.offset:
             before = set()
         after = before | ways
         if len(after) > _MOST_WAYS:
@@ -221,7 +235,7 @@ class Uses:
 
     def _understand(self, signature: int, ordinal: int) -> _Alike:
         layout = self._scan.layout(signature)
-        call = self._calls.call(ordinal)
+        call = self.calls.call(ordinal)
         schema = self._schema(layout)
         alike = _Alike(call.name, call.overload_name)
         for index, place in enumerate(layout.results):
@@ -297,7 +311,7 @@ def _same_place(one: TensorInfo, other: TensorInfo) -> bool:
                                                                  other.strides)
 
 
-def _dense(tensor: TensorInfo) -> bool:
+def dense(tensor: TensorInfo) -> bool:
     """Whether a tensor's elements fill their memory without gaps, in whatever order of its dimensions."""
     expected = 1
     for size, stride in sorted(zip(tensor.sizes, tensor.strides, strict=True), key=lambda each: each[1]):
