@@ -7,7 +7,7 @@ code (kept between runs where the capture is not very long), puts fresh content 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import replace
 from functools import cached_property
 from os import PathLike
@@ -43,6 +43,7 @@ from .steps import ONE_RECORD, Steps
 from .substitution.distance import Tolerance
 from .substitution.session import SubstitutionSession
 from .substitution.sites import StandIn
+from .substitution.surroundings import python_dispatch
 from .substitution.table import Asked, load
 from .synthesis import Synthesis
 from .templates import DirectFunctions, TemplateMaker
@@ -61,6 +62,8 @@ class Plan:
     `capture` is a path, an open reader or a `replayfmt.open(...)` capture; a path is opened here and closed by `close`.
     `findings` are the reasons against a strict replay: empty, unless the plan was made with `keep_going`.
     """
+
+    context: Context
 
     def __init__(self, capture: str | PathLike[str] | CaptureReader | Any, devices: Sequence[str] = (),
                  allow_incomplete: bool = False, *, keep_going: bool = False, file_remaps: Sequence[str] = (),
@@ -89,7 +92,8 @@ class Plan:
             self._prepare(devices, allow_incomplete, keep_going, window, on_file_bytes,
                           Registry(initializers, initializer_options))
             self.substitution = SubstitutionSession(self, loaded, substitution_tolerance) if loaded else None
-            self._substitute()
+            if self.substitution is not None:
+                self.context = replace(self.context, stand_in=self.substitution.replace)
         except BaseException:
             self.close()
             raise
@@ -144,10 +148,6 @@ class Plan:
         self._kept: dict[tuple[bool, Shapes, StandIn | None], list[Window]] = {}
         self._shapes_checked = False
         self._differences: list[str] | None = None
-
-    def _substitute(self) -> None:
-        if self.substitution is not None:
-            self.context = replace(self.context, stand_in=self.substitution.replace)
 
     # ----------------------------------------------------------------------------------------------- what it is made of
 
@@ -248,10 +248,8 @@ class Plan:
 
     def run_with(self, stand_in: StandIn | None, on_progress: Callable[[int], None] | None = None, *,
                  on_scope: OnScope | None = None, timer: Timer | None = None, keep: bool = False) -> ReplayResult:
-        """An unverified run with something else in the place of kernels, None: with the captured ones alone.
-
-        With `keep` its code is kept for the next run with it.
-        """
+        """An unverified run with something else in the place of kernels (None: with the captured ones alone); with
+        `keep` its code is kept for the next run with it."""
         before, self.context = self.context, replace(self.context, stand_in=stand_in)
         try:
             return self._run("none", on_scope, self._keeps_going, timer, on_progress, False)
@@ -267,6 +265,8 @@ class Plan:
         times = ScopeTimes(self._clock, on_scope) if scope_times else None
         with ExitStack() as stack:
             stack.enter_context(surroundings(dict(self.reader.session.settings), self._generators))
+            if self.substitution is not None:
+                stack.enter_context(python_dispatch())
             verification = self._decide(verify)
             self.judge.reset(verification, bitwise=self._is_bitwise(verification), stop_at_first=not keep_going)
             self._clock.reset(self.devices, timer)
@@ -308,7 +308,8 @@ class Plan:
                 for generator, state in zip(generators, states, strict=True):
                     generator.set_state(state)
 
-        with surroundings(dict(self.reader.session.settings), self._generators):
+        with (surroundings(dict(self.reader.session.settings), self._generators),
+              nullcontext() if self.substitution is None else python_dispatch()):
             self.judge.reset(Verification("none", "none"), bitwise=False, stop_at_first=False)
             self._clock.reset(self.devices, None)
             return self._keep_going(self._machine(), False, None, undrawn)

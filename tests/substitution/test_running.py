@@ -324,3 +324,25 @@ def test_a_file_can_import_what_lies_beside_it(captured: Captured, kernels: Kern
     file = kernels("import opreplay_beside\ndef mm(self, mat2): return opreplay_beside.product(self, mat2)")
     with Plan(captured(program), substitutions=[f"aten::mm={file}"]) as plan:
         assert plan.execute().outcome == "ok"
+
+
+def test_a_compiled_function_can_be_a_replacement(captured: Captured, kernels: Kernels, tool: Tool) -> None:
+    """torch.compile makes fake tensors, which a replay's own surroundings have no room for."""
+    file = kernels('@torch.compile(backend="eager")\n'
+                   'def mm(self, mat2): return self.double().matmul(mat2.double()).float()')
+    path = captured(program)
+    code, out, err = tool("run", f"--replay-kernel-substitution=aten::mm={file}", path)
+    assert (code, err) == (0, "") and "each checked against the original kernel" in out
+    flag = f"--replay-kernel-substitution=aten::mm={file}"
+    code, out, _err = tool("benchmark", "--per-op", "--op-filter=aten::mm", "--benchmark-min-time=1x", flag, path)
+    assert code == 0 and "attempted 2 = 2 successful + 0 failed" in out
+
+
+def test_a_capture_without_content_can_be_substituted_too(captured: Captured) -> None:
+    weight = torch.randn(6, 4)
+    path = captured(lambda: torch.mm(torch.ones(4, 6), weight), payload="none", digests="none")
+    with Plan(path, substitutions=[Substitution("aten::mm", lambda a, b: torch.matmul(a, b))]) as plan:
+        assert plan.execute(verify="auto").outcome == "ok"
+    with (Plan(path, substitutions=[Substitution("aten::mm", lambda a, b: torch.matmul(a, b) * 1.1)]) as plan,
+          pytest.raises(SubstitutionRejected)):
+        plan.execute(verify="auto")
