@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -339,3 +340,18 @@ def test_any_annotation_is_one_strict_row_and_one_line(
     assert printed.isascii() and all(line.isprintable() for line in lines) and len(lines) == len(notes) + 1
     found = [json.loads(line, parse_constant=pytest.fail) for line in printed.splitlines()]
     assert [row.get("annotation") for row in found if "ordinal" in row] == [exact(note) or None for note in notes]
+
+
+def test_a_dump_opens_no_file_that_a_capture_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = tmp_path / "model.bin"
+    place.write_bytes(bytes(100))
+    path = _with_files(tmp_path / "a.opreplay", (ExternalFile(str(place), 100, digest=DIGEST), [(0, 10, None)]))
+    opened: list[object] = []
+
+    def watch(event: str, arguments: tuple[object, ...]) -> None:
+        if event == "open":
+            opened.append(arguments[0])
+
+    sys.addaudithook(watch)    # stays for the process, and only counts
+    assert rows(path, "external_file")[0]["state"] == "unverified" and "unverified" in text(path)
+    assert str(path) in opened and str(place) not in opened
