@@ -271,3 +271,18 @@ def test_a_signature_keeps_the_calls_that_are_alike(captured: Captured, tmp_path
     trim(path, out, signature=text, ops=f"{len(texts) // 2}:", force=True)
     with open_capture(out) as reader:
         assert 1 <= len(ops(reader)) < 3, "of both selections, what both select"
+
+
+def test_storages_that_died_among_what_is_left_out_die_in_the_result_too(captured: Captured, tmp_path: Path) -> None:
+    def program() -> None:
+        for _ in range(200):
+            x = torch.ones(1000).add(1)
+            x.mul(2)
+
+    path, out = captured(program), tmp_path / "out.opreplay"
+    trim(path, out, kernel="aten::mul")
+    compare(path, out, content=False)
+    with open_capture(out) as reader:
+        released = [record.ordinal for record in reader.records() if record.kind is RecordKind.storage_release]
+        assert len(released) > 300 and min(released) < reader.record_count // 2
+        assert reader.storage_count == 400

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from replayfmt.format.check import check_capture
 from replayfmt.format.codes import RecordKind, StorageOrigin
 from replayfmt.format.digest import TensorDigest
 from replayfmt.format.model import CompositeValue, Record, TensorValue, Value
@@ -15,13 +16,18 @@ from replayfmt.pytorch.digests import digest_tensor
 from replayfmt.pytorch.memory import storage_bytes
 from replayfmt.replay.plan import Plan
 from replayfmt.trim.selection import Wanted
-from replayfmt.trim.trimming import TrimResult, trim_capture
+from replayfmt.trim.trimming import Prediction, TrimResult, trim_capture
 
 
 def trim(path: Path, out: Path, *, verify: str = "auto", force: bool = False, **wanted: str) -> TrimResult:
-    """What the tool does."""
+    """What the tool does; what it predicts holds."""
+    predictions: list[Prediction] = []
     with Plan(path, keep_going=True) as plan:
-        return trim_capture(plan, str(out), Wanted(**wanted), Plan, verify=verify, force=force)  # type: ignore[arg-type]
+        result = trim_capture(plan, str(out), Wanted(**wanted), Plan, verify=verify,  # type: ignore[arg-type]
+                              force=force, on_prediction=predictions.append)
+    assert result.embedded_bytes <= predictions[0].embedded_bytes
+    assert result.ops == predictions[0].ops
+    return result
 
 
 class Inputs:
@@ -69,6 +75,7 @@ def shape_of(value: Value) -> Any:
 def compare(original: Path, trimmed: Path, *, content: bool = True) -> int:
     """Assert that the trimmed capture verifies bit for bit, and that each of its ops has the arguments and the input
     bytes that it had in the original. Returns how many ops there are."""
+    check_capture(str(trimmed))
     with Plan(trimmed) as plan:
         for verify in ("auto" if plan.verification("auto").mode == "none" else "bitwise", "none"):
             result = plan.execute(verify=verify)  # type: ignore[arg-type]
