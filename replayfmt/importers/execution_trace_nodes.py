@@ -9,6 +9,7 @@ ranges of integer tensors where the program asked for them.
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from replayfmt.errors import InvalidCapture, UnsupportedVersion
 
 from .arguments import NOTHING, Form, Recorded, TensorSpec, of_list
 from .types import dtype_of, wrapped
+from .values import contiguous
 
 OLDEST, NEWEST = (1, 0, 1), (1, 1, 1)
 # The observer stops after this many items of a list, one more than its limit.
@@ -26,6 +28,7 @@ _CUT_LIST_ITEMS = 4097
 _VERSION = re.compile(r"(\d+)\.(\d+)\.(\d+)(?:-.*)?\Z")
 _TENSOR_FIELDS = 6      # tensor id, storage id, offset, elements, bytes an element, device
 _INTEGER = frozenset({int})
+_LIMIT = 1 << 60
 _wrapped = lru_cache(maxsize=4096)(wrapped)
 USER_SCOPE = 7          # at::RecordScope::USER_SCOPE: record_function and the profiler's own marks
 
@@ -91,25 +94,33 @@ def node_of(row: Any) -> TraceNode:
         if "attrs" in row:
             attributes = {each["name"]: each["value"] for each in row["attrs"]}
             return TraceNode(
-                int(row["id"]), str(row["name"]), int(row["ctrl_deps"]), int(attributes.get("tid", 0)),
-                int(attributes.get("scope", 0)), str(attributes.get("op_schema", "")), _grouped(row["inputs"]),
+                _number(row["id"]), str(row["name"]), _number(row["ctrl_deps"]), _number(attributes.get("tid", 0)),
+                _number(attributes.get("scope", 0)), str(attributes.get("op_schema", "")), _grouped(row["inputs"]),
                 _grouped(row["outputs"]), str(attributes.get("kernel_backend", "")),
                 str(attributes.get("kernel_file", "")), attributes)
         return TraceNode(
-            int(row["id"]), str(row["name"]), int(row["parent"]), int(row["tid"]), int(row["scope"]),
+            _number(row["id"]), str(row["name"]), _number(row["parent"]), _number(row["tid"]), _number(row["scope"]),
             str(row.get("op_schema", "")), _flat(row, "input", "inputs"), _flat(row, "output", "outputs"))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ValueError(f"{type(error).__name__}: {error}: {json.dumps(row)[:80]}") from None
 
 
+def _number(value: Any) -> int:
+    """An id. Raises ValueError where it is none."""
+    if type(value) is not int or not 0 <= value < _LIMIT:
+        raise ValueError(f"{value!r:.40} is no id")
+    return value
+
+
 def _grouped(group: Mapping[str, Any]) -> Values:
     strides = group.get("strides")
-    return Values(list(group["values"]), list(group["shapes"]), list(group["types"]),
+    return Values(list(group["values"]), list(group["shapes"]), [str(each) for each in group["types"]],
                   None if strides is None else list(strides))
 
 
 def _flat(row: Mapping[str, Any], prefix: str, values: str) -> Values:
-    return Values(list(row[values]), list(row[f"{prefix}_shapes"]), list(row[f"{prefix}_types"]), None)
+    types = [str(each) for each in row[f"{prefix}_types"]]
+    return Values(list(row[values]), list(row[f"{prefix}_shapes"]), types, None)
 
 
 @dataclass(frozen=True)
@@ -144,7 +155,7 @@ def traced_tensor(value: object, sizes: object, strides: object, type_name: str)
     """A tensor out of its six numbers; None where they are no tensor's."""
     if not isinstance(value, list) or len(value) != _TENSOR_FIELDS or not isinstance(value[5], str):
         return None
-    if not set(map(type, value[:5])) <= _INTEGER:
+    if not set(map(type, value[:5])) <= _INTEGER or min(value[:5]) < 0 or max(value[:5]) >= _LIMIT:
         return None
     shape = _integers(sizes)
     step = _integers(strides)
@@ -153,7 +164,10 @@ def traced_tensor(value: object, sizes: object, strides: object, type_name: str)
     if step is not None and len(step) != len(shape):
         step = None
     number, storage, offset, elements, item_bytes, device = value
-    return TracedTensor(number, storage, offset, elements, item_bytes, device, shape, step, type_name)
+    tensor = TracedTensor(number, storage, offset, elements, item_bytes, device, shape, step, type_name)
+    if device and elements != math.prod(shape):
+        return None
+    return tensor if tensor.end(contiguous(shape) if step is None else step) < _LIMIT else None
 
 
 def _integers(values: object) -> tuple[int, ...] | None:

@@ -38,6 +38,7 @@ class Kind(IntEnum):
 # Operators that choose a backend and do nothing else: what they called was chosen by the traced machine.
 _SWITCHES = frozenset({"aten::convolution", "aten::_convolution", "aten::convolution_overrideable"})
 _COLLECTIVE_NAMESPACES = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional"})
+_OPERATOR = re.compile(r"\w+::\w+(\.\w+)?\Z", re.ASCII)
 _ROOTS = re.compile(r"\[pytorch\|profiler\|execution_(graph|trace)\|(thread|process)\]\Z")
 # Wrappers of PyTorch itself that may call no operator, and then did nothing.
 _IDLE = re.compile(r"(autograd::engine::evaluate_function: |torch::autograd::|torch::distributed::|"
@@ -57,6 +58,8 @@ def gives_way(name: str, overload: str) -> bool:
     if name in _SWITCHES:
         return True
     full = f"{name}.{overload}" if overload else name
+    if not _OPERATOR.match(full):
+        return False
     try:
         return bool(torch._C._dispatch_has_kernel_for_dispatch_key(full, "CompositeImplicitAutograd"))
     except RuntimeError:
@@ -183,7 +186,7 @@ class Skeleton:
 
 
 def _integer(value: object) -> int:
-    return value if isinstance(value, int) else 0
+    return value if isinstance(value, int) and 0 <= value < 1 << 60 else 0
 
 
 class _Walk:
