@@ -102,6 +102,26 @@ def test_an_op_that_fails_ends_the_run_with_its_ordinal_and_name(tools: Tools, t
     assert failed["reason"] == "RuntimeError: the machine it needs is gone"
 
 
+def test_an_op_that_raised_when_it_was_captured_has_to_raise_again(tools: Tools, tmp_path: Path, drifting: Drifting
+                                                                   ) -> None:
+    def program() -> torch.Tensor:
+        drifting.fails = True
+        with pytest.raises(RuntimeError):
+            drifting.shift(torch.ones(3))
+        return torch.ones(2).exp()
+
+    path = recorded(tmp_path, program)
+    assert tools("dump", path, "--jq", 'select(.kind=="op") | .status').out.split().count('"raised"') == 1
+    assert tools("run", path).code == 0
+    assert json.loads(tools("run", "--keep-going", "--format=jsonl", path).out.splitlines()[0])["verdicts"]["ok"] == 4
+    drifting.fails = False
+    done = tools("run", path)
+    assert done.code == 1 and "it raised an exception when it was captured, and now it does not" in done.err
+    head, *verdicts = map(json.loads, tools("run", "--keep-going", "--format=jsonl", path).out.splitlines())
+    assert head["verdicts"] == {"ok": 3, "refused": 0, "failed": 0, "mismatched": 1, "skipped": 0}
+    assert sum(head["verdicts"].values()) == len(verdicts) == head["ops"] == 4
+
+
 def test_bitwise_where_there_is_nothing_to_compare_is_refused_and_auto_says_so(tools: Tools, tmp_path: Path) -> None:
     path = recorded(tmp_path, lambda: torch.ones(3).exp(), digests="none")
     for name, flags in (("run", []), ("benchmark", ["--benchmark-min-time=1x"])):

@@ -296,16 +296,23 @@ def test_names_cannot_steer_the_terminal(tmp_path: Path, tools: Tools) -> None:
                      for node in signature.args)
         return replace(signature, args=args)
 
+    runs = rewrite(source, tmp_path / "runs.opreplay", signature=change, scope=lambda _name: hostile)
     path = rewrite(source, tmp_path / "hostile.opreplay", signature=change, scope=lambda _name: hostile,
                    kernel=lambda kernel: replace(kernel, name=f"aten::{hostile}") if kernel.name == "aten::exp"
                    else kernel)
     commands: list[tuple[Any, ...]] = [
         ("run", path), ("run", "--keep-going", path), ("run", "--keep-going", "--format=jsonl", path),
-        ("benchmark", path), ("dump", path), ("dump", "--summary", path), ("check", path), ("trim", "--ops=0:1", path,
-                                                                                          tmp_path / "o.opreplay"),
+        ("benchmark", path), ("dump", path), ("dump", "--summary", path), ("dump", "--signatures", path),
+        ("check", path), ("trim", "--ops=0:1", path, tmp_path / "none.opreplay"),
     ]
-    for command in commands:
+    fine: list[tuple[Any, ...]] = [
+        ("run", runs), ("run", "--format=jsonl", runs), ("benchmark", "--benchmark-min-time=1x", runs),
+        ("benchmark", "--benchmark-min-time=1x", f"--replay-scope={hostile}", runs),
+        ("benchmark", "--per-op", "--benchmark-min-time=1x", "--verbose", runs),
+        ("trim", "--ops=0:3", runs, tmp_path / "trimmed.opreplay"),
+    ]
+    for command in (*commands, *fine):
         done = tools(*command)
+        assert done.code == 0 or command not in fine, (command, done)
         for text in (done.out, done.err):
-            assert not [line for line in text.splitlines() if not line.isprintable()], (command, text)
-            assert "\r" not in text
+            assert not [line for line in text.split("\n") if not line.isprintable()], (command, text)
