@@ -17,6 +17,7 @@ from replayfmt.format.reader import CaptureReader
 from replayfmt.format.redaction import has_path, has_stack, users_in
 
 _AT_ONCE = 1024
+_SHOWN_NAME = 40
 _MARKS = ("/", "\\", "~", ".py", ".c", ".h", 'File "')   # every path and every place in a program has one of them
 _NUMBERS = (ValueKind.bool, ValueKind.int, ValueKind.float, ValueKind.complex)
 
@@ -114,7 +115,7 @@ class _Nodes:
 
 def statement(found: Contained) -> tuple[str, str]:
     """What the capture contains and what it does not, as two lists for people."""
-    names = found.user_names
+    names = [name if len(name) <= _SHOWN_NAME else name[:_SHOWN_NAME] + "…" for name in found.user_names]
     facts = [
         (found.content_bytes, _bytes(found.content_bytes), "content"),
         (found.digests, f"{_counted(found.digests, 'digest')} of content, with up to 64 elements each", "digests"),

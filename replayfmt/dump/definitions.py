@@ -25,6 +25,11 @@ from .values import CHUNK_CHARACTERS, scope_path
 
 Row = dict[str, Any]
 
+SHOWN_FILES = 10
+SHOWN_LINE = 1000    # characters; no statement of what a capture contains is as long
+# What the text says of an external file, by where its content is.
+_WHERE = {"external": "", "inline": ", embedded", "ranges": ", what is used of it is embedded", "unknown": ", not used"}
+
 
 def file_row(reader: CaptureReader) -> Row:
     """What kind of file this is, and whether all of it is there."""
@@ -193,7 +198,7 @@ def counted(number: int, noun: str) -> str:
 def summary_text(reader: CaptureReader) -> str:
     """The summary as aligned lines, with an empty line after it."""
     facts = [*_file_facts(reader), *_origin_facts(reader.session), *_content_facts(reader)]
-    return "".join(f"{name:<14}{printable(value, 400)}\n" for name, value in facts if value) + "\n"
+    return "".join(f"{name:<14}{printable(value, SHOWN_LINE)}\n" for name, value in facts if value) + "\n"
 
 
 def _file_facts(reader: CaptureReader) -> list[tuple[str, str]]:
@@ -267,7 +272,3 @@ def _file_facts_outside(reader: CaptureReader) -> list[tuple[str, str]]:
     if needs.files > SHOWN_FILES:
         shown.append(("files", f"{needs.files - SHOWN_FILES:,} more"))
     return shown
-
-
-SHOWN_FILES = 10
-_WHERE = {"external": "", "inline": ", embedded", "ranges": ", what is used of it is embedded", "unknown": ", not used"}

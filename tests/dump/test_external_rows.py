@@ -14,6 +14,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from replayfmt.dump.contained import Contained, statement
+from replayfmt.dump.definitions import SHOWN_LINE
 from replayfmt.dump.files import state
 from replayfmt.dump.json_text import encode, encode_fast
 from replayfmt.dump.selection import Selection
@@ -277,6 +279,14 @@ def test_each_thing_is_found_where_it_is_whatever_the_policies_say(tmp_path: Pat
                  "command line", "2 texts with stack information"):
         assert part in shown[1]
     assert not re.search("^lacks ", text(path), re.MULTILINE)
+
+
+def test_the_statement_is_never_cut_whatever_a_capture_says(tmp_path: Path) -> None:
+    most = 10**15
+    found = Contained(*[most] * 10, True, tuple(f"{number}" * 500 for number in range(9)), True, True)
+    has, lacks = statement(found)
+    assert len(has) < SHOWN_LINE and has.endswith("command line, 1,000,000,000,000,000 texts with stack information")
+    assert lacks == "" and len(statement(Contained(*[0] * 10, False, (), False, False))[1]) < SHOWN_LINE
 
 
 def test_a_host_read_without_its_value_is_no_digest(tmp_path: Path, every: Path) -> None:
