@@ -118,7 +118,7 @@ class _Maker:
             case ValueKind.dtype | ValueKind.layout | ValueKind.memory_format:
                 code = {ValueKind.dtype: DType, ValueKind.layout: Layout, ValueKind.memory_format: MemoryFormat}
                 return Word(code[node.kind](int(node.constant or 0)).name)
-        return Word(TYPES.get(node.kind, node.kind.name))
+        return Word(TYPES[node.kind])
 
     def _items(self, form: str, node: Node, values: Sequence[object]) -> Items:
         return Items(form, runs_of(self.value(child, value)

@@ -13,7 +13,8 @@ KERNEL = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(?:\.[A-Za-z0-9_]+)*::[A-Za-z0-9_]+\
 # Properties of a tensor's memory that are written behind it, and the words for values that a signature leaves open.
 NOTED_FLAGS = (TensorFlag.conj, TensorFlag.neg, TensorFlag.zero)
 TYPES = {ValueKind.int: "int", ValueKind.float: "float", ValueKind.complex: "complex",
-         ValueKind.storage: "storage", ValueKind.generator: "generator"}
+         **{kind: kind.name for kind in (ValueKind.storage, ValueKind.generator, ValueKind.payload, ValueKind.range,
+                                         ValueKind.recipe)}}
 WORD = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
 
 

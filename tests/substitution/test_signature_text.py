@@ -33,6 +33,7 @@ from replayfmt.format.signature_values import (
     runs_of,
 )
 
+GOLDEN = Path(__file__).parents[1] / "golden"
 NAMES = st.from_regex(r"[A-Za-z_][A-Za-z0-9_]{0,6}", fullmatch=True)
 DEVICES = st.one_of(NAMES, st.builds("{}:{}".format, NAMES, st.integers(0, 99)), st.text(min_size=1, max_size=4))
 SIZES = st.lists(st.integers(0, 2**40), max_size=4).map(tuple)
@@ -205,6 +206,18 @@ def test_the_signatures_module_needs_no_torch(tmp_path: Path) -> None:
             "print(parse_signature('aten::mm.default(float32[2,3], *)'))")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, check=True)
     assert done.stdout == "aten::mm.default(float32[2,3], *)\n"
+
+
+@pytest.mark.parametrize("path", sorted(GOLDEN.glob("*.opreplay")), ids=lambda path: path.stem)
+def test_every_op_of_a_golden_capture_has_a_signature_that_finds_it(path: Path) -> None:
+    """Among them are values of every kind that the format has."""
+    with open_capture(path) as reader:
+        for record in reader.records():
+            if record.kind is RecordKind.op:
+                for values in (False, True):
+                    signature = signature_of(record, reader, values=values)
+                    assert parse_signature(str(signature)) == signature
+                    assert matches(signature, record, reader)
 
 
 def test_groups_count_the_calls_of_each_signature_and_name_the_first(tmp_path: Path) -> None:
