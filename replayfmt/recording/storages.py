@@ -148,6 +148,8 @@ class Storages:
                 return alias
         content = self._contents.first(storage, dtype, external)
         tracker = self._bear(storage, length, device, content.origin, content.id, True)
+        if reason == "first_use" and content.found is not None and content.found.mapped is not None:
+            reason = "mapped_file"      # its place in memory is the file's, which decides last bits of some kernels
         self._records.storage_import(tracker.id, content, 0, reason)
         tracker.imports = 1
         if external:

@@ -39,14 +39,11 @@ from .operations import (
 )
 from .resolve import ResolvedKernel
 from .scan import Scan, enters
-from .sources import NOTHING, Source
+from .sources import MAPPED_FILE, NOTHING, Source
 from .substitution.sites import StandIn
 from .templates import DirectFunctions, Template, TemplateMaker
 from .verify import CheckDigest, Judge, Where
 from .windows import CodeCache, Staged, Window, WindowText
-
-# The reason of an import whose storage was a map of the file that its content is in.
-_MAPPED_FILE = "mapped_file"
 
 
 class Shapes(IntEnum):
@@ -305,7 +302,7 @@ class Lowering:
         version = ints[first + fields["version"].int_slot]
         if enters(version, self.reader.storage(storage)):
             if self.scan.last_use_of(storage) >= 0:
-                self._stage(storage, source, in_file=fields["reason"].node.constant == _MAPPED_FILE)
+                self._stage(storage, source, in_file=fields["reason"].node.constant == MAPPED_FILE)
             return
         if self.scan.last_use_of(storage) < 0:
             return

@@ -11,6 +11,10 @@ from replayfmt.format.model import PayloadValue, RangeValue, RecipeValue, Value
 IMPORTED = (StorageOrigin.payload, StorageOrigin.absent, StorageOrigin.external_file, StorageOrigin.initializer)
 
 
+# The reason of a first import whose storage was a map of the file that its content is in.
+MAPPED_FILE = "mapped_file"
+
+
 class Source(NamedTuple):
     """`kind` is payload, range, recipe, or none where the capture has nothing; `id` is the id of that kind."""
 

@@ -33,6 +33,8 @@ from .open_scopes import OpenScopes
 from .selection import Kept
 
 Source = PayloadValue | RangeValue | RecipeValue | None
+# The reason of a first import whose storage was a map of the file that its content is in.
+MAPPED_FILE = "mapped_file"
 
 
 @dataclass(frozen=True)
@@ -156,6 +158,7 @@ class Planner:
         self._open = OpenScopes(reader.scopes)
         self._there: set[int] = set()               # storages of the result
         self._stale: dict[int, str] = {}            # of these, those whose bytes are others by now, and why
+        self._mapped: set[int] = set()              # storages that were maps of the file that their content is in
         self._source: dict[int, Source] = {}        # storages whose present bytes the capture itself has
         self._absent: set[int] = set()              # storages whose content is not in the capture
         self._length: dict[int, int] = {}           # as the capture last said
@@ -248,6 +251,8 @@ class Planner:
         if record.kind is RecordKind.storage_import:
             self._changed(storage, values["reason"])
             self._source[storage] = values["payload"]
+            if values["reason"] == MAPPED_FILE:
+                self._mapped.add(storage)
             if values["payload"] is None:
                 self._absent.add(storage)
         elif record.kind is RecordKind.storage_resize:
@@ -314,7 +319,8 @@ class Planner:
         for storage in frame.arguments(row, shape):
             first = storage not in self._there
             if first or storage in self._stale:
-                reason = "first_use" if first else self._stale.pop(storage)
+                as_mapped = storage in self._mapped and isinstance(self._source.get(storage), RangeValue)
+                reason = (MAPPED_FILE if as_mapped else "first_use") if first else self._stale.pop(storage)
                 length = self._length.get(storage)
                 if length is None:
                     length = max(self._reader.storage(storage).bytes, self._reach.get(storage, 0))

@@ -73,7 +73,7 @@ def test_mapped_checkpoints_are_referred_to(
     assert not any(raw(weights["up"])[:64] in content for content in payload_bytes(captured))
     assert captured.unsupported() == {}
     first = captured.records(RecordKind.storage_import)[0]
-    assert (first.argument("payload").id, first.argument("reason")) == (1, "first_use")
+    assert (first.argument("payload").id, first.argument("reason")) == (1, "mapped_file")
 
 
 def test_what_was_written_in_memory_is_embedded(capture: Capture, saved: Path) -> None:
@@ -148,7 +148,7 @@ def test_a_write_from_outside_enters_again_with_its_bytes(capture: Capture, save
 
     captured = capture(program, digests="ops")
     imports = [(r.argument("version"), r.argument("reason")) for r in captured.records(RecordKind.storage_import)]
-    assert imports == [(0, "first_use"), (0, "first_use"), (1, "outside_write")]
+    assert imports == [(0, "mapped_file"), (0, "mapped_file"), (1, "outside_write")]
     assert payload_bytes(captured) == [raw(loaded["up"])]
 
 

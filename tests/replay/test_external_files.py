@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import replayfmt
 from replayfmt.errors import ReplayRefused, UsageError
@@ -350,3 +351,14 @@ def test_one_op_alone_takes_its_content_from_the_file(source: Path, weights: Pat
         with pytest.raises(ReplayRefused, match="not here as it was captured"):
             first.replay()
         assert torch.equal(first.replay(file_remaps=[f"{weights.parent}={moved}"]), weight @ weight)
+
+
+@pytest.mark.parametrize("name", ["a", "aaaa", "aaaaaaa"])       # data begins at 8 past a multiple of 64, and elsewhere
+def test_a_mapped_checkpoint_gives_the_same_bits_wherever_its_data_begins(captured: Captured, tmp_path: Path,
+                                                                          name: str) -> None:
+    save_file({name: torch.randn(64, 77), "vector": torch.randn(77)}, tmp_path / "model.safetensors")
+    loaded = load_file(tmp_path / "model.safetensors")
+    capture = captured(lambda: (loaded[name] @ loaded["vector"], torch.dot(loaded[name][0], loaded["vector"])))
+    with replayfmt.open(capture) as opened:
+        assert len(opened.reader.files) == 2
+    replays(capture)
