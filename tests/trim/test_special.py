@@ -153,3 +153,11 @@ def test_only_bytes_that_every_replay_gives_are_digested() -> None:
     defined.born(2, 32, written=True, opaque=True)
     assert not defined.covers(2, whole)
     assert region_of(whole[2:].view(2, 3).t()).strides == (4, 12)
+
+
+def test_progress_counts_up_to_the_end_of_what_is_kept(captured: Captured, tmp_path: Path) -> None:
+    path, seen = captured(lambda: [torch.ones(3).add(1) for _ in range(20)]), []
+    with Plan(path, keep_going=True) as plan:
+        trim_capture(plan, str(tmp_path / "out.opreplay"), Wanted(ops="5:21"), Plan,
+                     on_progress=lambda done, total: seen.append((done, total)))
+    assert seen == sorted(seen) and seen[-1] == (21, 21)

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from replay.rewriting import rewrite
 
 import replayfmt
 from replayfmt.errors import InvalidCapture, ReplayRefused
@@ -23,7 +24,6 @@ from replayfmt.format.writer import CaptureWriter
 from replayfmt.replay.plan import Plan
 from replayfmt.trim.selection import Wanted
 from replayfmt.trim.trimming import TrimResult, strip_capture
-from tests.replay.rewriting import rewrite
 
 from .conftest import Captured
 

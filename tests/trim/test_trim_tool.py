@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 from opreplay_tools import trim as trim_tool
+from replay.rewriting import rewrite
 
 import replayfmt
 from replayfmt.format.codes import RecordKind, StorageOrigin
 from replayfmt.format.model import Record
 from replayfmt.format.reader import open_capture
 from replayfmt.replay.plan import Plan
-from tests.replay.rewriting import rewrite
 
 from .conftest import Captured
 from .trimmed import compare, ops
