@@ -18,7 +18,7 @@ from replayfmt.pytorch.schemas import parse_schema
 
 from .arguments import UNRECORDED, Binding, Reader, Recorded, TensorSpec
 from .execution_trace_memory import NUMBERS, Allocations, MemoryMap, Placed
-from .execution_trace_nodes import TensorReader, TracedTensor, TraceNode, recorded_inputs, rounded, tensors_of
+from .execution_trace_nodes import TensorReader, TracedTensor, TraceNode, recorded_inputs, rounded
 from .execution_trace_selection import Kind, kind_of, operator_name
 from .operators import Choice, Operators
 from .results import Results, Same, infer
@@ -72,7 +72,7 @@ class Calls:
 
     def step(self, node: TraceNode) -> Step:
         """The next chosen node."""
-        given = self.memory.take(tensor for _position, tensor in tensors_of(node.inputs))
+        given = self.memory.take(tensor for _position, tensor in node.inputs.tensors)
         step = Step(node, kind_of(node), {each.tensor: each for each in given})
         step.assumed += [f"the {list(tensor.sizes)} tensor at the address of one of another kind is a new allocation, "
                          f"which {BY} does not show" for tensor in self.memory.replaced]
@@ -81,7 +81,7 @@ class Calls:
             self._bind(step)
             if node.outputs.strides is None:
                 strides = self._strides(step)
-        outputs = [tensor for _position, tensor in tensors_of(node.outputs)]
+        outputs = [tensor for _position, tensor in node.outputs.tensors]
         returned = self.memory.give(list(zip(outputs, strides or [None] * len(outputs), strict=True)), given,
                                     known=not node.schema.startswith("aten::set_"))
         step.returned = {each.tensor: each for each in returned}
@@ -89,7 +89,7 @@ class Calls:
 
     def inside(self, node: TraceNode) -> None:
         """A node within a chosen one: memory that it allocates has no other owner any more."""
-        self.memory.forget(tensor for _position, tensor in tensors_of(node.outputs))
+        self.memory.forget(tensor for _position, tensor in node.outputs.tensors)
 
     # ------------------------------------------------------------------------------------------------------- arguments
 
@@ -153,7 +153,7 @@ class Calls:
         if step.choice is None or step.choice.operator is None or step.binding is None or step.binding.missing:
             return None
         returned = self.inferred.of(step.choice.operator.schema, step.binding.arguments)
-        outputs = [tensor for _position, tensor in tensors_of(step.node.outputs)]
+        outputs = [tensor for _position, tensor in step.node.outputs.tensors]
         if returned is None or len(returned) != len(outputs):
             return None
         return [spec.strides if spec.sizes == tensor.sizes else None
@@ -164,7 +164,7 @@ class Calls:
         trace they look like tensors that do. Where that matters, the recorded result tells."""
         binding, choice = step.binding, step.choice
         assert binding is not None and choice is not None and choice.operator is not None
-        outputs = [dtype_of(tensor.type_name) for _position, tensor in tensors_of(step.node.outputs)]
+        outputs = [dtype_of(tensor.type_name) for _position, tensor in step.node.outputs.tensors]
         candidates = [position for position, (_name, value) in enumerate(binding.arguments)
                       if isinstance(value, TensorSpec) and value.sizes == () and value.device == "cpu"
                       and value.dtype in NUMBERS and not self._made(value)]

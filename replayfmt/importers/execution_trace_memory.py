@@ -47,16 +47,18 @@ class _Live:
 
 
 class Allocations:
-    """All allocations of a trace. By number, from 1: `bytes` at least needed, whether an operator `made` them."""
+    """All allocations of a trace. By number, from 1: `bytes` at least needed, whether an operator `made` them, which
+    step uses them `last`."""
 
     def __init__(self) -> None:
-        self.bytes, self.made = array("q", [0]), array("b", [0])
+        self.bytes, self.made, self.last = array("q", [0]), array("b", [0]), array("q", [0])
         self.devices: list[str] = [""]
 
     def new(self, device: str, made: bool) -> int:
         """The number of a new allocation."""
         self.bytes.append(0)
         self.made.append(made)
+        self.last.append(0)
         self.devices.append(device)
         return len(self.made) - 1
 
@@ -73,12 +75,14 @@ class MemoryMap:
         self._live: dict[Address, _Live] = {}
         self._empty: dict[Address, _Live] = {}
         self.replaced: list[TracedTensor] = []
+        self.steps = 0
 
     # ------------------------------------------------------------------------------------------------------------ steps
 
     def take(self, inputs: Iterable[TracedTensor]) -> list[Placed]:
         """What an operator is given."""
         self.replaced = []
+        self.steps += 1
         return [self._given(tensor) for tensor in inputs]
 
     def give(self, outputs: Sequence[tuple[TracedTensor, tuple[int, ...] | None]], given: Sequence[Placed],
@@ -172,6 +176,7 @@ class MemoryMap:
         live.types.add(tensor.type_name)
         if not self._again:
             self.allocations.bytes[live.number] = max(self.allocations.bytes[live.number], end)
+            self.allocations.last[live.number] = self.steps
         return Placed(tensor, strides, live.number)
 
 

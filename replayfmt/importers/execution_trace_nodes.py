@@ -13,7 +13,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 from replayfmt.errors import InvalidCapture, UnsupportedVersion
@@ -56,6 +56,17 @@ class Values:
 
     def __len__(self) -> int:
         return len(self.values)
+
+    @cached_property
+    def tensors(self) -> list[tuple[int, TracedTensor]]:
+        """Every tensor, those in lists too, with the position of the argument it is in."""
+        found: list[tuple[int, TracedTensor]] = []
+        for position in range(len(self.values)):
+            kind = self.types[position] if position < len(self.types) else ""
+            if "Tensor" in kind:
+                found += ((position, each) for each in _tensors(
+                    self.values[position], _at(self.shapes, position), _at(self.strides, position), kind))
+        return found
 
 
 @dataclass(frozen=True)
@@ -174,16 +185,6 @@ def _integers(values: object) -> tuple[int, ...] | None:
     if not isinstance(values, list) or not set(map(type, values)) <= _INTEGER or (values and min(values) < 0):
         return None
     return tuple(values)
-
-
-def tensors_of(values: Values) -> Iterator[tuple[int, TracedTensor]]:
-    """Every tensor among inputs or outputs, with the position of the argument it is in."""
-    for position in range(len(values)):
-        kind = values.types[position] if position < len(values.types) else ""
-        if "Tensor" not in kind:
-            continue
-        yield from ((position, each) for each in _tensors(
-            values.values[position], _at(values.shapes, position), _at(values.strides, position), kind))
 
 
 def _tensors(value: object, sizes: object, strides: object, kind: str) -> Iterator[TracedTensor]:

@@ -20,7 +20,7 @@ import torch
 
 from replayfmt.errors import InvalidCapture
 
-from .execution_trace_nodes import USER_SCOPE, TraceNode, tensors_of
+from .execution_trace_nodes import USER_SCOPE, TraceNode
 
 
 class Kind(IntEnum):
@@ -79,7 +79,7 @@ def kind_of(node: TraceNode) -> Kind:
         return Kind.container
     if node.scope == USER_SCOPE:
         return Kind.mark
-    if not _IDLE.match(node.name) and any(True for _each in tensors_of(node.inputs)):
+    if not _IDLE.match(node.name) and node.inputs.tensors:
         return Kind.hidden
     return Kind.container
 
@@ -144,10 +144,10 @@ class Skeleton:
         transparent = kind is Kind.operator and self._gives_way(node.schema)
         self._transparent.append(transparent)
         if kind in (Kind.operator, Kind.collective):
-            returned = [tensor.storage for _position, tensor in tensors_of(node.outputs) if tensor.elements]
+            returned = [tensor.storage for _position, tensor in node.outputs.tensors if tensor.elements]
             self._out.extend(returned)
             if transparent:
-                given = {tensor.storage for _position, tensor in tensors_of(node.inputs)}
+                given = {tensor.storage for _position, tensor in node.inputs.tensors}
                 self._made.extend(storage for storage in returned if storage not in given)
         self._made_first.append(len(self._made))
         self._out_first.append(len(self._out))

@@ -18,7 +18,7 @@ from .arguments import DeviceName, TensorSpec
 from .execution_trace_calls import Calls, Step
 from .execution_trace_content import TracedContent
 from .execution_trace_memory import Placed, like_number
-from .execution_trace_nodes import TracedTensor, TraceNode, Values, tensors_of, traced_tensor
+from .execution_trace_nodes import TracedTensor, TraceNode, Values, traced_tensor
 from .execution_trace_selection import Kind
 from .portable import Portable
 from .report import Entry, ImportReport
@@ -27,7 +27,7 @@ from .synthesis import ImportedSession, Moment
 from .types import dtype_of, wrapped
 from .values import Storage, Tensor
 
-_KEPT_TENSORS = 100_000
+_KEPT_TENSORS = 10_000
 _NO_OPERATOR = "no operator stands for it; whatever it launched left no trace"
 
 
@@ -61,6 +61,10 @@ class GraphWriter:
             self._triton(step, moment)
         else:
             self._unsupported(step, moment, "unknown_work", _NO_OPERATOR)
+        memory = self._calls.memory
+        for placed in (*step.given.values(), *step.returned.values()):
+            if memory.allocations.last[placed.allocation] <= memory.steps:
+                self._storages.pop(placed.allocation, None)
 
     # ------------------------------------------------------------------------------------------------------- operators
 
@@ -182,7 +186,7 @@ class GraphWriter:
         arguments = step.binding.arguments if step.binding is not None else ()
         bound = {value.identity: value.dtype for _name, value in arguments
                  if isinstance(value, TensorSpec) and value.dtype is not None}
-        for number, (_position, tensor) in enumerate(tensors_of(step.node.inputs)):
+        for number, (_position, tensor) in enumerate(step.node.inputs.tensors):
             placed = step.given[tensor]
             storage = self._storages.get(placed.allocation)
             dtype = dtype_of(tensor.type_name)
@@ -271,7 +275,7 @@ def _at(values: Any, index: int) -> Any:
 def _signature(node: TraceNode) -> str:
     """A node's arguments for people: `float[512,1024], [1, 1], 0.1`."""
     by_position: dict[int, list[TracedTensor]] = {}
-    for position, tensor in tensors_of(node.inputs):
+    for position, tensor in node.inputs.tensors:
         by_position.setdefault(position, []).append(tensor)
     return ", ".join(_argument(node.inputs, position, by_position.get(position))
                      for position in range(len(node.inputs)))
