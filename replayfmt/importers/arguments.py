@@ -96,6 +96,8 @@ UNRECORDED = Recorded(Form.unrecorded, shown="")
 HIDDEN_NUMBER = Recorded(Form.hidden, value="a number", shown="a number")
 HIDDEN_LIST = Recorded(Form.hidden, value="a list of numbers", shown="a list of numbers")
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*([eE][+-]?\d+)?|\.\d+([eE][+-]?\d+)?)f?\Z")
+_LONGEST_NUMBER = 100       # characters
+_DEEPEST = 8                # lists inside lists
 _COMPLEX = re.compile(r"\(\s*([^,()]+),\s*([^,()]+)\)\Z|(.+?)([+-][^+-]+(?:[eE][+-]\d+)?)j\Z")
 _WORDS: dict[str, Any] = {
     "true": True, "false": False, "inf": float("inf"), "-inf": float("-inf"), "nan": float("nan"),
@@ -106,6 +108,8 @@ _WORDS: dict[str, Any] = {
 def number(text: str) -> bool | int | float | complex | None:
     """A number as C++ or Python prints it; None where it is none. Integers stay integers."""
     text = text.strip()
+    if len(text) > _LONGEST_NUMBER:
+        return None
     word = _WORDS.get(text.lower())
     if word is not None:
         return word
@@ -121,15 +125,16 @@ def number(text: str) -> bool | int | float | complex | None:
     return None
 
 
-def parse(text: str) -> Recorded:
-    """A value out of its text: `[1, 2]`, `0.5`, `False`, `None`; anything else is text."""
+def parse(text: str, depth: int = 0) -> Recorded:
+    """A value out of its text: `[1, 2]`, `0.5`, `False`, `None`; anything else is text. `depth`: how many lists are
+    around it."""
     stripped = text.strip()
     if stripped in ("None", "<None>", "null"):
         return NOTHING
     if "..." in stripped and stripped.rstrip("]) ,").endswith("..."):
         return Recorded(Form.truncated, shown=stripped)
-    if stripped[:1] == "[" and stripped[-1:] == "]":
-        return of_list([parse(part) for part in _elements(stripped[1:-1])], stripped)
+    if stripped[:1] == "[" and stripped[-1:] == "]" and depth < _DEEPEST:
+        return of_list([parse(part, depth + 1) for part in _elements(stripped[1:-1])], stripped)
     value = number(stripped)
     if value is not None:
         return Recorded(Form.number, value, shown=stripped)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from os import PathLike
 from typing import Literal
 
-from replayfmt.errors import UsageError
+from replayfmt.errors import OutputExists, UsageError
 from replayfmt.pytorch.op_libraries import OpLibraries
 
 from .report import ImportReport
@@ -35,6 +36,8 @@ def import_trace(path: str | PathLike[str], out: str | PathLike[str], *, kind: T
         raise UsageError(f"kind={kind!r}: expected auto or one of {', '.join(KINDS)}")
     if level not in LEVELS:
         raise UsageError(f"level={level!r}: expected one of {', '.join(LEVELS)}")
+    if os.path.lexists(out) and not force:      # before a large trace is read in vain
+        raise OutputExists(f"{os.fspath(out)}: exists already; remove it, write elsewhere, or use --force (force=True)")
     libraries = libraries or OpLibraries()
     found = sniff(path) if kind == "auto" else kind
     if found == "kineto":

@@ -180,7 +180,7 @@ class JsonStream:
                     continue
                 self._place = end
                 return True, value
-            except json.JSONDecodeError:
+            except ValueError:      # no JSON, or a number of thousands of digits
                 extent = self._extent()
                 if extent is not None:
                     break
@@ -235,7 +235,7 @@ class JsonStream:
             text = repaired
             try:
                 value = self._decoder.decode(text)
-            except (json.JSONDecodeError, RecursionError):
+            except (ValueError, RecursionError):
                 continue
             self._note(kind, f"an entry with a {kind} was read as if it were right", offset)
             self._place = end

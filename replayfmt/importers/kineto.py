@@ -22,7 +22,7 @@ from replayfmt.pytorch.op_libraries import ALIASES, OpLibraries
 
 from .json_stream import JsonStream
 from .kineto_calls import Calls, Placement
-from .kineto_events import Events, OpKind
+from .kineto_events import Events, OpKind, integer
 from .kineto_tree import LEVELS, Facts, Level, Role, Selection, Tree, build, compact, select
 from .kineto_writing import Trace, write
 from .operators import Operators
@@ -31,6 +31,8 @@ from .report import ImportReport
 from .synthesis import ImportedSession, imported_session
 from .trace_files import Progress, TraceFile
 
+_MOST_RANKS = 1 << 24
+_MOST_DEVICES = 1 << 16
 _OPERATOR_NAME = re.compile(r"[A-Za-z_]\w*::[A-Za-z_]\w*(\.\w+)?\Z")
 _COLLECTIVE = ("c10d::", "_c10d_functional::", "c10d_functional::", "nccl:", "gloo:", "rccl:", "mpi:", "ucc:")
 # Operators that only allocate, look at metadata, or name what is there.
@@ -147,11 +149,11 @@ def _session_fields(events: Events, level: Level, options: KinetoOptions) -> dic
     distributed = distributed if isinstance(distributed, dict) else {}
     libraries = {name: value for name, value in metadata.items()
                  if name.endswith("_version") and isinstance(value, str | int | float)}
-    rank, world = distributed.get("rank", 0), distributed.get("world_size", 1)
+    rank, world = integer(distributed.get("rank")), integer(distributed.get("world_size"))
     version = metadata.get("torch_version", metadata.get("pytorch_version"))
     return {
-        "rank": rank if isinstance(rank, int) and rank >= 0 else 0,
-        "world_size": world if isinstance(world, int) and world >= 1 else 1,
+        "rank": rank if 0 <= rank < _MOST_RANKS else 0,
+        "world_size": world if 1 <= world <= _MOST_RANKS else 1,
         "libraries": libraries,
         "torch_version": version if isinstance(version, str) else None,
         "policies": {"results": "inferred", "import_level": level, "import_unique": options.unique,
@@ -161,13 +163,14 @@ def _session_fields(events: Events, level: Level, options: KinetoOptions) -> dic
 
 def devices(events: Events, report: ImportReport) -> Mapping[int, Device]:
     """The accelerators of the trace by the number its events give them; what is said of each, as far as known."""
-    raw = sorted({kind.device for kind in events.work_kinds if kind.device >= 0})
+    raw = sorted({kind.device for kind in events.work_kinds if 0 <= kind.device < _MOST_DEVICES})
     listed = events.metadata.get("deviceProperties")
-    properties = {each["id"]: each for each in listed if isinstance(each, dict) and isinstance(each.get("id"), int)
-                  } if isinstance(listed, list) else {}
+    properties = {integer(each.get("id")): each for each in (listed if isinstance(listed, list) else ())
+                  if isinstance(each, dict) and 0 <= integer(each.get("id")) < _MOST_DEVICES}
     numbers = {number: number for number in raw}
-    if len(raw) == 1 and len(events.memory_devices) == 1 and raw[0] not in events.memory_devices:
-        numbers[raw[0]] = next(iter(events.memory_devices))
+    allocated = {number for number in events.memory_devices if 0 <= number < _MOST_DEVICES}
+    if len(raw) == 1 and len(allocated) == 1 and raw[0] not in allocated:
+        numbers[raw[0]] = next(iter(allocated))
         report.notes.append(f"device {raw[0]} of the kernels is device {numbers[raw[0]]} of the allocations")
     elif len(raw) == 1 and len(properties) == 1 and raw[0] not in properties:
         numbers[raw[0]] = next(iter(properties))

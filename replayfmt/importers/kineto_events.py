@@ -147,7 +147,7 @@ class Events:
     def _op(self, event: dict[str, Any], annotation: bool) -> None:
         arguments = event.get("args") or {}
         name = str(event["name"])
-        start, duration = nanoseconds(event["ts"]), nanoseconds(event.get("dur", 0))
+        start, duration = nanoseconds(event["ts"]), max(0, nanoseconds(event.get("dur", 0)))
         given = {each: arguments.get(each, arguments.get(_OLD_FIELDS[each])) for each in RECORDED_FIELDS}
         recorded = given if any(value is not None for value in given.values()) else None
         about = {each: arguments[each] for each in COLLECTIVE_FIELDS if each in arguments}
@@ -169,15 +169,15 @@ class Events:
         correlation = integer(arguments.get("correlation"))
         if correlation < 0:
             return
-        start, thread = nanoseconds(event["ts"]), self._thread(event)
+        start, thread, name = nanoseconds(event["ts"]), self._thread(event), str(event["name"])
         self.launches.start.append(start)
         self.launches.thread.append(thread)
         self.launches.correlation.append(correlation)
-        self.launches.graph.append("graphlaunch" in str(event["name"]).lower())
+        self.launches.graph.append("graphlaunch" in name.lower())
 
     def _work(self, event: dict[str, Any], category: str) -> None:
         arguments = event.get("args") or {}
-        start, duration = nanoseconds(event["ts"]), nanoseconds(event.get("dur", 0))
+        start, duration = nanoseconds(event["ts"]), max(0, nanoseconds(event.get("dur", 0)))
         kind = WorkKind(str(event["name"]), category.lower(), _triple(arguments.get("grid")),
                         _triple(arguments.get("block")), integer(arguments.get("stream")),
                         integer(arguments.get("device")))

@@ -98,8 +98,8 @@ class _Writing:
         self._resolve_all()
         groups = self._alike() if self.trace.unique else None
         strays = self._strays()
-        starts, durations = (np.asarray(column, np.int64) for column in (self.events.ops.start,
-                                                                         self.events.ops.duration))
+        starts = np.asarray(self.events.ops.start, np.int64)
+        durations = np.maximum(np.asarray(self.events.ops.duration, np.int64), 1)      # a scope begins before it ends
         taken = self.trace.selection.chosen if groups is None else np.asarray(list(groups), np.int64)
         marks = np.asarray(list(self._scopes) if groups is None else [], np.int64)
         beginnings = np.asarray([stray.start for stray in strays], np.int64)
@@ -389,7 +389,7 @@ class _Writing:
     def _scope(self, index: int, *, begins: bool) -> None:
         ops = self.events.ops
         name = self.events.kinds[ops.kind[index]].name
-        start = ops.start[index] + (0 if begins else ops.duration[index])
+        start = ops.start[index] + (0 if begins else max(1, ops.duration[index]))
         moment = Moment(start - self._base, None, ops.thread[index], self._scopes[index])
         if begins:
             iteration = parse_iteration(name)
@@ -413,7 +413,7 @@ class _Timeline:
         edges: list[tuple[int, int, int, int]] = []
         for index in annotations:
             if ops.thread[index] == self._thread:
-                start, duration = ops.start[index], ops.duration[index]
+                start, duration = ops.start[index], max(1, ops.duration[index])    # it begins before it ends
                 edges += [(start, 1, -duration, index), (start + duration, 0, -start, index)]
         edges.sort()
         self._times: list[int] = []

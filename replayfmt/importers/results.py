@@ -19,6 +19,8 @@ from replayfmt.pytorch.dtypes import DTYPE_CODE, TORCH_DTYPE, TORCH_LAYOUT, TORC
 from .arguments import DefaultGenerator, DeviceName, TensorSpec
 from .values import Storage, Tensor, bytes_needed, contiguous
 
+_MOST_RESULTS = 100_000
+
 
 @dataclass(frozen=True)
 class Same:
@@ -57,6 +59,8 @@ def infer(schema: torch.FunctionSchema, arguments: Sequence[tuple[str, Any]]) ->
         overload = getattr(getattr(getattr(torch.ops, namespace), base), name)
     except AttributeError:
         return Results(None, f"torch.ops has no {schema.name}.{name}")
+    if _is_endless(schema, arguments):
+        return Results(None, f"it may return more than {_MOST_RESULTS} tensors")
     tensors: list[torch.Tensor] = []
     try:
         positional, keywords = _arguments(schema, arguments, tensors)
@@ -70,6 +74,13 @@ def infer(schema: torch.FunctionSchema, arguments: Sequence[tuple[str, Any]]) ->
         return Results(tuple(_described(value, tensors, storages) for value in values))
     except TypeError as error:
         return Results(None, str(error))
+
+
+def _is_endless(schema: torch.FunctionSchema, arguments: Sequence[tuple[str, Any]]) -> bool:
+    """Whether an operator that returns a list may return very many tensors: a trace may say any size."""
+    lists = any(isinstance(each.type, torch._C.ListType) for each in schema.returns)
+    return lists and any(isinstance(value, TensorSpec) and max(value.sizes or (0,), default=0) > _MOST_RESULTS
+                         for _name, value in arguments)
 
 
 def _arguments(schema: torch.FunctionSchema, arguments: Sequence[tuple[str, Any]],
