@@ -40,8 +40,9 @@ def replay_options(function: Callable[..., Any]) -> Callable[..., Any]:
                      help="Replay what there is of a capture that was never closed."),
         click.option("--allow-import", "allow_imports", multiple=True, metavar="NAME",
                      help="Import the module NAME for the custom operators that it registers, or let the known "
-                          "library of the operator namespace NAME be imported. Nothing is imported because a capture "
-                          "names it. Repeatable."),
+                          "library of the operator namespace NAME be imported. NAMESPACE=MODULE also lets the capture "
+                          "call functions that MODULE defines, under operator names of NAMESPACE. Nothing is imported "
+                          "because a capture names it. Repeatable."),
         click.option("--op-library", "op_libraries", multiple=True, metavar="NAMESPACE=MODULE",
                      help="Import MODULE where an operator of NAMESPACE is needed, also for its plain functions that a "
                           "trace shows as operators. Repeatable."),

@@ -146,13 +146,13 @@ class OpLibraries:
     def callable(self, namespace: str, name: str) -> Callable[..., Any] | None:
         """A function that a library of a namespace has under an operator's name, where nothing is registered.
 
-        Only what the user named is looked into, PyTorch's own modules are not, and only for functions that the library
-        itself defines: what it imported from elsewhere is not its operators.
+        Only a module that the user named for this very namespace is looked into: leave to import a library is leave to
+        call its operators, not any function it has (many can write files). And only functions that the library itself
+        defines: what it imported from elsewhere is not its operators.
         """
         for module in self.load(namespace).modules:
             package = module.__name__.partition(".")[0]
-            named = module.__name__ in self._registered.get(namespace, ()) or bool(
-                self._allowed & {namespace, module.__name__, package})
+            named = module.__name__ in self._registered.get(namespace, ())
             value = getattr(module, name, None)
             origin = str(getattr(value, "__module__", ""))
             if named and callable(value) and not inspect.isclass(value) and origin.partition(".")[0] == package:

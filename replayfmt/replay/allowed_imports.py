@@ -20,18 +20,27 @@ class AllowedImports:
     """The user's allow-list for one plan. Every module on it is imported at once, before kernels are resolved.
 
     A name is a module (`torchvision`, `mylib.ops`), or the namespace of a library that is known (`_moe_C`: vllm's).
+    `NAMESPACE=MODULE` also lets a capture call functions that the module itself defines, where no operator of that
+    namespace is registered: a capture imported from a trace may have such calls.
     `problems` has a sentence for each that could not be imported.
     """
 
     def __init__(self, names: Iterable[str] = ()) -> None:
         """Raises UsageError for a name that is none."""
         allowed = tuple(dict.fromkeys(names))
+        modules: list[str] = []
+        registered: dict[str, tuple[str, ...]] = {}
         for name in allowed:
-            if not all(part.isidentifier() for part in name.split(".")):
-                raise UsageError(f"{FLAG}={name}: expected the name of a module, such as torchvision or mylib.ops")
-        self._libraries = OpLibraries(allowed)
+            namespace, pair, module = name.rpartition("=")
+            if not all(part.isidentifier() for part in module.split(".")) or bool(pair) is not namespace.isidentifier():
+                raise UsageError(f"{FLAG}={name}: expected the name of a module, such as torchvision or mylib.ops, or "
+                                 "NAMESPACE=MODULE")
+            modules.append(module)
+            if pair:
+                registered[namespace] = (*registered.get(namespace, ()), module)
+        self._libraries = OpLibraries(modules, registered)
         self.problems: list[str] = []
-        for name in allowed:
+        for name in modules:
             self._import(name)
 
     def _import(self, name: str) -> None:

@@ -18,7 +18,7 @@ from replayfmt.format.model import Kernel
 from replayfmt.pytorch import plain_callables
 from replayfmt.pytorch.schemas import parse_schema
 
-from .allowed_imports import AllowedImports
+from .allowed_imports import FLAG, AllowedImports
 
 # Namespaces whose operators are PyTorch's own: they read no autocast state below the dispatch level of a capture.
 OWN_NAMESPACES = frozenset(
@@ -123,8 +123,8 @@ def _by_types(kernel: Kernel, imports: AllowedImports) -> ResolvedKernel | str:
     namespace, _separator, base = kernel.name.partition("::")
     function = imports.callable(namespace, base)
     if function is None:
-        return (f"{kernel.name} is a function without a schema that no library named for {namespace!r} has here; "
-                f"{imports.advice(namespace)}")
+        return (f"{kernel.name} is a function without a schema, and no library was named for {namespace!r} that has "
+                f"it: {FLAG}={namespace}=MODULE lets the capture call the functions that MODULE defines")
     try:
         return ResolvedKernel(plain_callables.as_operator(kernel.schema, function), False, False)
     except (RuntimeError, ValueError) as error:

@@ -260,7 +260,7 @@ def test_nothing_is_imported_because_a_capture_names_it(tmp_path: Path, monkeypa
             Plan(path)
         assert advice in refused.value.findings[0]
     assert not (tmp_path / "sprung").exists()
-    for wrong in ("", "a b", "x;y", "-m", "a..b", "os.path:join"):
+    for wrong in ("", "a b", "x;y", "-m", "a..b", "os.path:join", "=a", "a=", "a.b=c"):
         with pytest.raises(UsageError, match="--allow-import="):
             Plan(source, allow_imports=[wrong])
 
@@ -316,3 +316,25 @@ def test_names_cannot_steer_the_terminal(tmp_path: Path, tools: Tools) -> None:
         assert done.code == 0 or command not in fine, (command, done)
         for text in (done.out, done.err):
             assert not [line for line in text.split("\n") if not line.isprintable()], (command, text)
+
+
+def test_leave_to_import_a_library_is_no_leave_to_call_its_functions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+                                                                     ) -> None:
+    """A module may have functions that write files; only naming it for the very namespace lets a capture call them."""
+    (tmp_path / "callable_trap.py").write_text(
+        f"def save(x):\n    open({str(tmp_path / 'sprung')!r}, 'w').write('written')\n    return x\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    source = recorded(tmp_path, lambda: torch.ones(3).exp())
+    path = rewrite(source, tmp_path / "hostile.opreplay", kernel=lambda kernel: replace(
+        kernel, name="callable_trap::save", overload="callable",
+        schema="callable_trap::save.callable(Tensor x) -> Any") if kernel.name == "aten::exp" else kernel,
+        signature=lambda one: replace(one, args=(replace(one.args[0], name="x"),))
+        if one.kind is RecordKind.op and len(one.args) == 1 else one)
+    for allowed in ([], ["callable_trap"], ["another=callable_trap"]):
+        with pytest.raises(ReplayRefused) as refused:
+            Plan(path, allow_imports=allowed)
+        assert "--allow-import=callable_trap=MODULE" in refused.value.findings[0]
+    assert not (tmp_path / "sprung").exists()
+    with Plan(path, allow_imports=["callable_trap=callable_trap"]) as plan:
+        plan.execute()
+    assert (tmp_path / "sprung").exists()
