@@ -223,6 +223,8 @@ class _Writing:
             annotation["results"] = f"not known: {call.results.unknown}"
         if assumed:
             annotation["assumed"] = assumed
+        if call.operator is None and call.signature:
+            annotation["arguments"] = call.signature
         ordinal = None
         reason, detail = call.reason, call.detail
         if call.operator is not None:

@@ -23,7 +23,8 @@ EVENTS = [annotation("ProfilerStep#1", 0, 1000), *LAUNCHED,
           op("c10d::allreduce_", 170, 3, [("TensorList", [[4]], [[1]], "")]),
           launch(9, 180, name="cudaGraphLaunch"), kernel(9, 190, 4)]
 STRANGE: list[Any] = [None, True, -1, 2**31, 2**63, 10**30, 1e300, float("nan"), float("inf"), "", "x", "[1,2",
-                      "[[[[[[[[[[[[", "9" * 5000, [], [[]], [2**62] * 3, [2**63], {}, {"a": 1}, "TensorList", "c10::complex<", "\ud800",
+                      "[[[[[[[[[[[[", "9" * 5000,
+                      [], [[]], [2**62] * 3, [2**63], {}, {"a": 1}, "TensorList", "c10::complex<", "\ud800",
                       "1e400", "(1,2)", "..."]
 
 

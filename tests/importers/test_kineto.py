@@ -188,6 +188,7 @@ def test_an_operator_of_an_absent_library_is_unsupported_and_says_how_to_get_it(
     events = [op("vllm::rocm_unquantized_gemm", 10, 50, MM), launch(1, 20), kernel(1, 100, 5)]
     record, = imported(events).of("unsupported")
     assert record.argument("reason") == "no_schema" and "--allow-import vllm" in str(record.argument("detail"))
+    assert record.annotation["arguments"] == "float32[4,8], float32[8,3]"
     row = next(row for row in imported(events).report.rows() if row["kind"] == "op")
     assert row["status"] == "incomplete" and row["reason"] == "no_schema" and row["device_ns"] == 5000
 
