@@ -36,6 +36,8 @@ def import_trace(path: str | PathLike[str], out: str | PathLike[str], *, kind: T
         raise UsageError(f"kind={kind!r}: expected auto or one of {', '.join(KINDS)}")
     if level not in LEVELS:
         raise UsageError(f"level={level!r}: expected one of {', '.join(LEVELS)}")
+    if os.path.exists(out) and os.path.exists(path) and os.path.samefile(out, path):
+        raise UsageError(f"{os.fspath(out)}: the capture would take the trace's place; name another file")
     if os.path.lexists(out) and not force:      # before a large trace is read in vain
         raise OutputExists(f"{os.fspath(out)}: exists already; remove it, write elsewhere, or use --force (force=True)")
     libraries = libraries or OpLibraries()

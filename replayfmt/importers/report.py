@@ -102,6 +102,12 @@ class ImportReport:
         yield f"source        {self.source} ({self.kind})"
         for status in STATUSES:
             yield f"{status:<13} {calls[status]} calls, {unique[status]} different"
+        found: Counter[str] = Counter()
+        for entry in self.entries.values():
+            if entry.status != "incomplete" and entry.found:
+                found[entry.found] += entry.calls
+        for where, count in found.most_common():
+            yield f"found         {count} calls through {where}"
         for name, count in self.counts.items():
             yield f"{name:<13} {count}"
         for note in self.notes:

@@ -59,6 +59,7 @@ def test_a_trace_becomes_a_capture_that_replays(tool: Tool, source: Path, tmp_pa
     assert lines[0] == "source        step.json (kineto)" and lines[1] == "exact         3 calls, 2 different"
     assumed = "assumed       aten::gelu, 1 times: approximate='none': the trace drops strings; the schema's default"
     assert assumed in lines
+    assert "found         4 calls through the JIT registry" in lines
     code, printed, _err = tool(run, out)
     assert code == 0 and "replayed: 4 ops of 3 kernels" in printed and "not verified: the content of" in printed
     code, printed, _err = tool(dump, out, "--jq", 'select(.kind=="op") | [.op, .duration_ns, .annotation.import]')
@@ -104,6 +105,22 @@ def test_an_existing_capture_is_kept_without_force(tool: Tool, source: Path, tmp
     code, _printed, err = tool(importer, source, "-o", out)
     assert code == 1 and "--force" in err and out.read_text() == "mine"
     assert tool(importer, source, "-o", out, "--force")[0] == 0
+
+
+def test_the_trace_itself_is_never_replaced(tool: Tool, source: Path) -> None:
+    before = source.read_bytes()
+    code, _printed, err = tool(importer, source, "-o", source, "--force")
+    assert code == 2 and "the trace's place" in err and source.read_bytes() == before
+
+
+def test_progress_is_shown_on_a_terminal_alone(tool: Tool, source: Path, tmp_path: Path,
+                                               monkeypatch: pytest.MonkeyPatch) -> None:
+    _code, _printed, err = tool(importer, source, "-o", tmp_path / "a.opreplay")
+    assert "reading" not in err
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    _code, _printed, err = tool(importer, source, "-o", tmp_path / "b.opreplay")
+    assert "reading" in err
 
 
 def test_a_damaged_trace_is_imported_as_far_as_it_goes_and_says_where_it_ended(tool: Tool, tmp_path: Path) -> None:
