@@ -90,4 +90,4 @@ def test_no_mutation_makes_a_replay_end_otherwise_than_by_a_result_or_one_error(
                     ended.add(plan.execute(verify="auto", keep_going=keep_going).outcome)
             except OpReplayError as error:
                 ended.add(type(error).__name__)
-    assert len(ended) >= 3, ended
+    assert len(ended) >= 2, ended
