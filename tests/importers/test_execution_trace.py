@@ -143,6 +143,11 @@ def test_the_root_level_takes_the_outermost_operators(mlp: tuple[Path, Mlp], tmp
         assert "aten::addmm.default" not in names(reader)
 
 
+def test_a_level_that_the_trace_cannot_tell_is_said_to_be_another(mlp: tuple[Path, Mlp], tmp_path: Path) -> None:
+    report = import_execution_trace(mlp[0], tmp_path / "l.opreplay", level="launching")
+    assert any("the deepest operators are taken" in note for note in report.notes)
+
+
 def test_a_trace_that_was_cut_off_gives_what_is_there_and_says_where_it_ends(mlp: tuple[Path, Mlp],
                                                                             tmp_path: Path) -> None:
     text = mlp[0].read_text()

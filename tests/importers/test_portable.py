@@ -212,3 +212,29 @@ def test_page_locked_memory_becomes_ordinary_memory() -> None:
                                    [machine.new((3,))])
     assert isinstance(rewritten, Rewritten)
     assert dict(rewritten.calls[0][1])["pin_memory"] is False
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_the_replacements_give_what_the_gpus_operators_give() -> None:
+    machine = Machine()
+    query, key, value = (torch.randn(2, 3, 64, 32, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    given = {"query": query, "key": key, "value": value, "dropout_p": 0.0, "is_causal": True}
+    real = torch.ops.aten._scaled_dot_product_flash_attention.default(*given.values())
+    results = [machine.new(tuple(each.shape), each.dtype, strides=each.stride()) if isinstance(each, torch.Tensor)
+               and index < 2 else None for index, each in enumerate(real)]
+    out, logarithms, *_others = rewrite("aten::_scaled_dot_product_flash_attention", given, results, machine)
+    torch.testing.assert_close(out, real[0], rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(logarithms, real[1], rtol=1e-2, atol=1e-2)
+
+    x = torch.randn(4, 3, 8, 8, device="cuda")
+    weight, bias = torch.rand(3, device="cuda"), torch.randn(3, device="cuda")
+    normalize = {"input": x, "weight": weight, "bias": bias, "running_mean": torch.zeros(3, device="cuda"),
+                 "running_var": torch.ones(3, device="cuda"), "training": True, "exponential_average_factor": 0.1,
+                 "epsilon": 1e-5}
+    copies = {name: each.clone() if isinstance(each, torch.Tensor) else each for name, each in normalize.items()}
+    real = torch.ops.aten.cudnn_batch_norm.default(*copies.values())
+    results = [machine.new(tuple(each.shape), each.dtype) for each in real]
+    for got, wanted in zip(rewrite("aten::cudnn_batch_norm", normalize, results, machine)[:3], real[:3], strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(normalize["running_var"], copies["running_var"])
