@@ -52,8 +52,8 @@ def import_execution_trace(path: str | PathLike[str], out: str | PathLike[str], 
     report = ImportReport(Path(trace.path).name, KIND)
     selection = trace.select(roots=level == "root")
     if level not in ("deepest", "leaf", "root"):
-        report.notes.append(f"level {level}: an execution trace does not show what launched work; the deepest operators "
-                            "are taken")
+        report.notes.append(f"level {level}: an execution trace does not show what launched work; the deepest "
+                            "operators are taken")
     operators = Operators(libraries)
     first = Calls(operators, {})
     for node, _position, chosen in trace.nodes(selection, 1):
