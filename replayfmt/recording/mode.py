@@ -23,6 +23,7 @@ from torch._C import (
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .calls import dispatches_itself
+from .collectives import describe_collective
 from .core import Core
 from .higher_order import run_higher_order
 from .kernels import Action, KernelFacts
@@ -167,9 +168,8 @@ class RecordingMode(TorchDispatchMode):
         if facts.action is Action.decompose:
             return self.run_inside(facts.func.decompose, args, kwargs)
         if facts.action is Action.collective:
-            return self._run_unsupported(
-                facts, args, kwargs, Unrepresentable("collective", "collectives are not replayed yet")
-            )
+            problem = Unrepresentable("collective", describe_collective((*args, *kwargs.values())))
+            return self._run_unsupported(facts, args, kwargs, problem)
         result = facts.func(*args, **kwargs)
         with core.lock:
             if facts.action is Action.scope_enter:

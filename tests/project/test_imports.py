@@ -30,8 +30,9 @@ ALLOWED: dict[str, set[str]] = {
 }
 WITHOUT_TORCH = ("replayfmt/errors.py", "replayfmt/format", "replayfmt/dump", "tools/__init__.py", "tools/command.py",
                  "tools/playbook.py", "tools/dump.py", "tools/check.py",
-                 *(f"replayfmt/trim/{name}.py" for name in ("selection", "schedule", "open_scopes", "copying", "writing",
-                                                            "stripping", "safetensors")))
+                 *(f"replayfmt/trim/{name}.py"
+                   for name in ("selection", "schedule", "open_scopes", "copying", "writing", "stripping",
+                                "safetensors")))
 TOP_LEVEL = {"__init__", "api"}  # the package's own face: may use every part
 
 
