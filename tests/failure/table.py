@@ -281,8 +281,9 @@ REFUSED = (
     unsupported("triton_launch", ".*fused_kernel", _triton_launch, "was launched"),
     unsupported("cuda_graph", "CUDAGraph.replay", _cuda_graph),
     unsupported("overlapping_storages", "", of(_overlapping)),
-    unsupported("collective", "c10d::allreduce_", _collective, r"of 1 rank \(0\), this is rank 0 of it; collectives "
-                r"are not replayed yet: it would take all of its ranks, launched together \(torchrun --nproc-per-node=1\)"),
+    unsupported("collective", "c10d::allreduce_", _collective,
+                r"of 1 rank \(0\), this is rank 0 of it; collectives are not replayed yet: it would take all of "
+                r"its ranks, launched together \(torchrun --nproc-per-node=1\)"),
     Row("content is not in the capture and nothing can stand for it",
         _content_of_unknown_role,
         (r"storage \d+.*failure_integers::twice.*--replay-initializer",),
