@@ -175,7 +175,7 @@ class _Walk:
             measured.ordinal, measured.verdict = op.ordinal, "ok"
             try:
                 self._time(op, measured)
-            except Exception as error:
+            except (Exception, SystemExit, GeneratorExit) as error:
                 # Whatever an op raises is its verdict, and the replay goes on.
                 verdict = measured.verdict = "failed"
                 reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"

@@ -185,7 +185,7 @@ class Machine:
             return window.function(inputs, on_scope)
         except (StopReplay, OpReplayError):
             raise
-        except (Exception, SystemExit) as error:      # an op that ends the process has not been replayed
+        except (Exception, SystemExit, GeneratorExit) as error:      # an op that ends the process has not been replayed
             ordinal = _failing_ordinal(window, error)
             if self._reader.record(ordinal).kind in (RecordKind.scope_begin, RecordKind.scope_end):
                 raise       # the caller's callback

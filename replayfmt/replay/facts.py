@@ -7,12 +7,14 @@ each column for itself, arguments before results.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 
-from replayfmt.format.codes import ValueKind
+from replayfmt.format.codes import StorageOrigin, ValueKind
 from replayfmt.format.model import SLOTS, Node, Signature
+from replayfmt.format.reader import CaptureReader
 from replayfmt.pytorch.schemas import parse_schema
 
 from .resolve import ResolvedKernel
@@ -159,3 +161,9 @@ def _annotated(layout: Layout, schema: torch.FunctionSchema, in_place_view: bool
             reshapes.append(each.tensor_slot)
     return Effects(tuple(writes), tuple(rebinds), tuple(reshapes), tuple(unsure))
 
+
+def leaves_unwritten(reader: CaptureReader, arguments: Iterable[int], results: Iterable[int]) -> bool:
+    """Whether an op leaves the memory it returns unwritten (the empty family), by the storages of its arguments and
+    results. What it returns on memory that is there already was written, by it or by others."""
+    new = {storage for storage in results if storage} - set(arguments)
+    return bool(new) and all(reader.storage(storage).origin is StorageOrigin.uninitialized for storage in new)

@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from typing import Any
 
-from replayfmt.format.codes import StorageOrigin
-
+from .facts import leaves_unwritten
 from .lowering import Lowering
 from .operations import CustomOperator, DrawOnHost, MustRaise, TakeApart, storage_of
 from .structure import Expected, ExpectResults
@@ -151,13 +150,13 @@ class OpLine:
         """This call, for what may take its place."""
         walk, frame, template = self.walk, self.walk.frame, self.template
         arguments = self.first + template.layout.arg_tensors
-        origins = {walk.reader.storage(storage).origin for storage in frame.storages[arguments:self.end] if storage}
+        taken, given = frame.storages[self.first:arguments], frame.storages[arguments:self.end]
         autocast = self._autocast()
         return Site(
             self.ordinal, template.signature_id, tuple(frame.metas[self.first:arguments]), template.kernel_id,
             template.kernel, template.layout, template.effects, call,
             (lambda function: function) if template.kernel.own else lambda function: CustomOperator(function, autocast),
-            origins != {StorageOrigin.uninitialized},
+            not leaves_unwritten(walk.reader, taken, given),
         )
 
     def _protect(self) -> dict[int, str]:

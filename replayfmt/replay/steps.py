@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from replayfmt.format.codes import RecordKind, StorageOrigin
+from replayfmt.format.codes import RecordKind
 from replayfmt.format.model import CompositeValue, StorageValue, TensorValue, Value
 
 from .cuts import WindowSize
+from .facts import leaves_unwritten
 from .lowering import Context, Lowering
 from .op_lowering import lower_op, lower_result
 from .scan import Scan
@@ -88,10 +89,10 @@ class Steps:
         effects = walk.scan.effects(signature)
         written = [first + slot for slot in effects.writes]
         results = frozenset(frame.storages[middle:end])
-        origins = {walk.reader.storage(storage).origin for storage in results if storage}
+        taken = frozenset(frame.storages[first:middle])
         self._touched = Touched(
-            signature, frozenset(frame.storages[first:middle]), frozenset(frame.storages[slot] for slot in written),
-            results, frozenset(frame.keys[slot] for slot in written), origins != {StorageOrigin.uninitialized},
+            signature, taken, frozenset(frame.storages[slot] for slot in written),
+            results, frozenset(frame.keys[slot] for slot in written), not leaves_unwritten(walk.reader, taken, results),
         )
         if ordinal == self._result_of:
             lower_result(walk, row, ordinal)

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import Any
 
+import torch
+
 from replayfmt.errors import ReplayFailed
 from replayfmt.format.codes import RecordKind
 from replayfmt.format.reader import CaptureReader
@@ -111,7 +113,8 @@ class KeepGoing:
 
     def _call(self, step: Step, on_scope: OnScope | None) -> None:
         inputs = self._machine.take(step.window)
-        if self._on_op is not None and step.op is not None:
+        usable = all(isinstance(value, torch.Tensor | torch.UntypedStorage) for value in inputs)
+        if self._on_op is not None and step.op is not None and usable:      # else the call itself says what is wrong
             self._on_op(IsolatedOp(step, step.op, inputs))
         self._clock.resume()
         try:

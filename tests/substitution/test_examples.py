@@ -42,7 +42,7 @@ def test_the_fused_kernel_passes_and_is_verified(folder: Path, tool: Tool) -> No
 @pytest.mark.parametrize(("name", "said"), [
     ("rms_norm", "elements are too far off"),
     ("in_place", "writes argument x, which the original does not write"),
-    ("one_buffer", "returns the same memory from two calls, so that the second overwrites the first"),
+    ("one_buffer", "returns the same memory from two calls, so that one overwrites the other"),
 ])
 def test_each_wrong_kernel_is_caught(folder: Path, tool: Tool, name: str, said: str) -> None:
     flag = f"--replay-kernel-substitution=demo::rms_norm={folder / 'wrong_rms_norm.py'}:{name}"

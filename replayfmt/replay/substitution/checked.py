@@ -7,6 +7,7 @@ capture, wherever a replacement before it went wrong.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,6 +26,8 @@ from .sites import Site
 from .table import Substitutions
 
 _MOST_FAULTS = 5
+_MOST_KEPT = 16
+_MOST_KEPT_BYTES = 256 << 20
 
 
 @dataclass
@@ -101,6 +104,7 @@ class Check:
         self.checks: dict[tuple[str, str], SignatureCheck] = {}
         unique = dict.fromkeys((*generators, *_default_generators()))
         self.generators = [generator for generator in unique if generator is not None]
+        self.returned = _Returned()
         self._table = table
 
     def call(self, site: Site) -> tuple[Hashable | None, Callable[..., Any]] | None:
@@ -152,12 +156,15 @@ class _CheckedCall:
         returned = site.original(*args, **kwargs)
         after = self._states()
         self._restore(before)
-        settings = None if found.calls else read_settings()
+        settings = read_settings()
         try:
             replaced = self._run(copied_args, copied_kwargs)
             drawn = self._states()
-            same_memory = second is not None and _shares_new_memory(
-                replaced, self._run(*second), [*clones.copies.values(), *again.copies.values()])
+            given = [*clones.copies.values(), *again.copies.values()]
+            mine = _new_memory(replaced, given)
+            twice = () if second is None else _new_memory(self._run(*second), given)
+            same_memory = check.returned.again(mine) or bool({each._cdata for each in mine}
+                                                             & {each._cdata for each in twice})
         finally:
             self._restore(after)
         sides = Sides(self._by_name(args, kwargs), self._by_name(copied_args, copied_kwargs), returned, replaced)
@@ -166,9 +173,8 @@ class _CheckedCall:
         if any(not torch.equal(one, other) for one, other in zip(after, drawn, strict=True)):
             judgement.faults.append("leaves a random generator in another state than the original")
         if same_memory:
-            judgement.faults.append("returns the same memory from two calls, so that the second overwrites the first")
-        if settings is not None:
-            self._settings(settings, judgement)
+            judgement.faults.append("returns the same memory from two calls, so that one overwrites the other")
+        self._settings(settings, judgement)
         found.add(site.ordinal, judgement)
         return returned
 
@@ -177,7 +183,7 @@ class _CheckedCall:
             return self._call(*args, **kwargs)
         except OpReplayError:
             raise
-        except (Exception, SystemExit) as error:
+        except (Exception, SystemExit, GeneratorExit) as error:
             check, site = self._check, self._site
             text = failure(check.reader, check.describe, site.ordinal, self._replacement, error)
             check.of(site, self._replacement).add(site.ordinal, Judgement([f"failed: {text}"]))
@@ -208,13 +214,29 @@ def _names(site: Site, slots: Sequence[int]) -> list[str]:
     return [each.node.name for each in site.layout.args if set(each.tensors) & set(slots)]
 
 
-def _shares_new_memory(first: Any, second: Any, arguments: list[torch.UntypedStorage]) -> bool:
-    """Whether what two calls returned is on the same memory, that of their arguments aside."""
+def _new_memory(returned: Any, arguments: list[torch.UntypedStorage]) -> list[torch.UntypedStorage]:
+    """The storages that a call returned tensors on, those of its arguments aside."""
     known = {storage._cdata for storage in arguments}
-    one, other = ({value.untyped_storage()._cdata for _where, value in strided_parts(returned, "")
-                   if isinstance(value, torch.Tensor) and has_memory(value) and value.numel()}
-                  for returned in (first, second))
-    return bool((one & other) - known)
+    found = (value.untyped_storage() for _where, value in strided_parts(returned, "")
+             if isinstance(value, torch.Tensor) and has_memory(value) and value.numel())
+    return [storage for storage in found if storage._cdata not in known]
+
+
+class _Returned:
+    """What replacements returned lately, kept alive: memory that they get anew cannot be among it."""
+
+    def __init__(self) -> None:
+        self._kept: deque[list[torch.UntypedStorage]] = deque()
+        self._bytes = 0
+
+    def again(self, storages: list[torch.UntypedStorage]) -> bool:
+        """Whether any of these was returned by a call before; keeps them."""
+        known = {each._cdata for kept in self._kept for each in kept}
+        self._kept.append(storages)
+        self._bytes += sum(each.nbytes() for each in storages)
+        while len(self._kept) > _MOST_KEPT or (self._bytes > _MOST_KEPT_BYTES and len(self._kept) > 1):
+            self._bytes -= sum(each.nbytes() for each in self._kept.popleft())
+        return any(each._cdata in known for each in storages)
 
 
 def failure(reader: CaptureReader, describe: Callable[[int], tuple[str, str]], ordinal: int, replacement: Replacement,

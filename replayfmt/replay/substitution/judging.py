@@ -155,7 +155,7 @@ def _facts(tensor: torch.Tensor) -> tuple[Any, ...]:
     sizes, strides = tuple(tensor.shape), tensor.stride()
     telling = () if 0 in sizes else tuple(stride for size, stride in zip(sizes, strides, strict=True) if size != 1)
     return (tensor.dtype, sizes, telling, int(tensor.storage_offset()), tensor.device, tensor.layout, tensor.is_conj(),
-            tensor.is_neg(), tensor._is_zerotensor())
+            tensor.is_neg(), tensor._is_zerotensor(), tensor.requires_grad)
 
 
 def described(value: Any) -> str:
@@ -166,7 +166,8 @@ def described(value: Any) -> str:
         if value.layout is not torch.strided:
             return f"{text} of layout {str(value.layout).removeprefix('torch.')}"
         offset = int(value.storage_offset())
-        flags = "".join(f", {flag}" for flag, is_set in (("conj", value.is_conj()), ("neg", value.is_neg())) if is_set)
+        flags = "".join(f", {flag}" for flag, is_set in (("conj", value.is_conj()), ("neg", value.is_neg()),
+                                                   ("requires grad", value.requires_grad)) if is_set)
         return (f"{text} with strides {list(value.stride())}" + (f" at offset {offset}" if offset else "")
                 + f" on {value.device}{flags}")
     if isinstance(value, list | tuple):
