@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
@@ -43,7 +43,16 @@ _IDLE = frozenset({
     "aten::record_stream", "aten::is_same_size", "aten::_has_compatible_shallow_copy_type", "aten::is_pinned",
     "aten::sym_size", "aten::size", "aten::stride", "aten::output_nr", "aten::_version", "aten::requires_grad_",
     "aten::can_cast", "aten::numel", "aten::dim",
+    # In place, and still no more than another view on the same memory.
+    "aten::as_strided_", "aten::detach_", "aten::transpose_", "aten::t_", "aten::squeeze_", "aten::unsqueeze_",
+    "aten::swapaxes_", "aten::swapdims_",
 })
+# Composites for the dispatcher that compute outside of the operators they call, whatever those do.
+_COMPUTING = frozenset({"aten::mkldnn_convolution", "aten::convolution_backward"})
+# Operators that only fill or copy memory: beside what they prepare, the work of a convolution is its own.
+_MOVES = frozenset({"aten::copy_", "aten::clone", "aten::contiguous", "aten::_to_copy", "aten::fill_", "aten::zero_",
+                    "aten::zeros", "aten::zeros_like", "aten::to"})
+_MOST_NAMED = 8
 
 
 @dataclass(frozen=True)
@@ -111,10 +120,11 @@ def _facts(kind: OpKind, operators: Operators) -> Facts:
     if not candidates:
         return Facts(Role.unknown if operators.attribute(name) is None else Role.operator)
     idle = name in _IDLE or all(each.only_views for each in candidates)
-    return Facts(Role.operator, all(each.composite for each in candidates), not idle)
+    composite = name not in _COMPUTING and all(each.composite for each in candidates)
+    return Facts(Role.operator, composite, not idle, name in _MOVES, "convolution" in name)
 
 
-def _count(report: ImportReport, events: Events, tree: Tree, selection: Selection, facts: list[Facts],
+def _count(report: ImportReport, events: Events, tree: Tree, selection: Selection, facts: Sequence[Facts],
            level: Level) -> None:
     """Say what of the trace does not become records, and why."""
     roles = np.asarray([facts[kind].role for kind in events.ops.kind], np.int64)
@@ -140,7 +150,31 @@ def _count(report: ImportReport, events: Events, tree: Tree, selection: Selectio
         "root": "the outermost operators stand for the work",
         "auto": "",
     }[level])
+    if level == "leaf":
+        report.notes += _untaken(events, tree, facts, around, inside | chosen)
     report.notes.append("tensor contents are in no trace: a replay makes them up, and says how")
+
+
+def _untaken(events: Events, tree: Tree, facts: Sequence[Facts], around: np.ndarray, taken: np.ndarray) -> list[str]:
+    """A note naming composites whose callees were taken though most of the time was spent outside of those."""
+    durations = np.asarray(events.ops.duration, np.int64)
+    nested = tree.parent >= 0
+    inner = np.bincount(tree.parent[nested], weights=durations[nested], minlength=len(durations))
+    kinds = np.asarray(events.ops.kind, np.int64)
+    operators = np.asarray([fact.role is Role.operator for fact in facts], bool)
+    times: dict[str, tuple[int, int]] = {}
+    for index in np.flatnonzero(around & ~taken & operators[kinds]).tolist():
+        name = events.kinds[kinds[index]].name
+        total, own = times.get(name, (0, 0))
+        times[name] = total + int(durations[index]), own + int(durations[index]) - int(inner[index])
+    named = sorted((name for name, (total, own) in times.items() if own * 2 > total), key=lambda name: -times[name][1])
+    if not named:
+        return []
+    shown = ", ".join(f"{name} ({times[name][1] / 1000:.1f} of {times[name][0] / 1000:.1f} us)"
+                      for name in named[:_MOST_NAMED])
+    more = f", and {len(named) - _MOST_NAMED} more" if len(named) > _MOST_NAMED else ""
+    return ["what these operators called was taken in their place, but more than half of their host time passed "
+            f"outside of it, in overhead or in work of their own; level root takes them: {shown}{more}"]
 
 
 def _session_fields(events: Events, level: Level, options: KinetoOptions) -> dict[str, Any]:

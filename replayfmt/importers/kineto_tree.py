@@ -34,11 +34,14 @@ class Role(IntEnum):
 @dataclass(frozen=True)
 class Facts:
     """What the selection has to know of an event's kind. `composite`: its kernel only calls other operators; `works`:
-    it does more than to allocate or to make views."""
+    it does more than to allocate or to make views. `moves`: it only fills or copies memory. `computes`: it may compute
+    outside of the operators that it calls; where those only move memory, it does."""
 
     role: Role
     composite: bool = False
     works: bool = True
+    moves: bool = False
+    computes: bool = False
 
 
 @dataclass
@@ -214,19 +217,21 @@ def _add_stranded(wanted: bytearray, direct: bytes, order: array, parents: array
 
 def _leaves(order: array, parents: array, direct: bytes, kinds: Sequence[int], facts: Sequence[Facts]) -> bytearray:
     """The operators that do work themselves: those with a kernel of their own, and composite ones that call nothing
-    which does any."""
+    which does any, or where they may compute themselves, nothing that does more than to move memory."""
     below = bytearray(len(parents))        # something below stands for work
+    computed = bytearray(len(parents))     # something below stands for work that is more than moving memory
     any_below = bytearray(len(parents))    # something below can be called at all
     wanted = bytearray(len(parents))
     for index in reversed(order):
         fact, parent = facts[kinds[index]], parents[index]
         if fact.role is Role.operator:
-            wanted[index] = direct[index] or not fact.composite or not below[index]
+            wanted[index] = direct[index] or not fact.composite or not (computed if fact.computes else below)[index]
         elif fact.role is Role.unknown:
             wanted[index] = direct[index] or not any_below[index]
         elif fact.role is Role.wrapper:
             wanted[index] = direct[index]
         if parent >= 0:
             below[parent] |= below[index] or (wanted[index] and fact.works)
+            computed[parent] |= computed[index] or (wanted[index] and fact.works and not fact.moves)
             any_below[parent] |= any_below[index] or wanted[index]
     return wanted

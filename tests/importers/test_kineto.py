@@ -308,3 +308,12 @@ def test_events_may_be_the_outermost_array(imported: Import, tmp_path: Path) -> 
     path = tmp_path / "array.json"
     path.write_text(json.dumps(LINEAR))
     assert imported(path).ops == ["aten::t.default", "aten::addmm.default"]
+
+
+def test_a_composite_that_spent_its_time_itself_is_named_in_a_note(imported: Import) -> None:
+    events = [op("aten::clone", 12, 90, [tensor("float", 4, 3), scalar("0")]),
+              op("aten::copy_", 20, 10, [tensor("float", 4, 3), tensor("float", 4, 3), scalar("False")])]
+    result = imported(events)
+    assert result.ops == ["aten::copy_.default"]
+    assert any("aten::clone (80.0 of 90.0 us)" in note for note in result.report.notes), result.report.notes
+    assert not any("aten::linear" in note for note in imported(LINEAR).report.notes)

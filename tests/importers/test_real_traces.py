@@ -127,3 +127,20 @@ def test_the_steps_of_serving_engines_are_scopes(imported: Import) -> None:
                                                                               for path in paths)
     iterations = [each.annotation["iteration"] for each in result.of("scope_begin") if each.annotation]
     assert iterations and iterations[0]["phase"] == "decode"
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_a_convolution_on_the_cpu_is_taken_and_not_what_it_allocates(transposed: bool, tmp_path: Path,
+                                                                     imported: Import) -> None:
+    data = torch.randn(2, 3, 8, 8).requires_grad_()
+    weight = torch.randn(3, 2, 2, 2).requires_grad_() if transposed else torch.randn(4, 3, 3, 3).requires_grad_()
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler:
+        result = torch.conv_transpose2d(data, weight) if transposed else torch.conv2d(data, weight)
+        result.sum().backward()
+    path = tmp_path / "trace.json"
+    profiler.export_chrome_trace(str(path))
+    ops = imported(path).ops
+    forward = [name for name in ops if "conv" in name and "backward" not in name]
+    assert len(forward) == 1, ops
+    assert [name for name in ops if "backward" in name] == ["aten::convolution_backward.default"], ops
+    assert not [name for name in ops if name.startswith(("aten::resize_", "aten::as_strided_"))], ops
