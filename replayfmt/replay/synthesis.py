@@ -406,7 +406,8 @@ def _check(initializer: Initializer, request: Request, label: str, info: TensorI
         raise _Wrong(f"{name} gave {content.dtype}{list(content.shape)}, expected {info.dtype}{list(info.sizes)}")
     if not isinstance(demand, Demand) or not is_integral(content.dtype) or not content.numel():
         return
-    low, high = int(content.min()), int(content.max())
+    values = content.numpy(force=True)      # torch has no min for uint16, uint32 and uint64
+    low, high = int(values.min()), int(values.max())
     if (demand.low is not None and low < demand.low) or (demand.high is not None and high > demand.high):
         raise _Wrong(f"{name} gave values from {low} to {high}, but it is {demand.why}: expected {demand.low} to "
                      f"{demand.high}")

@@ -380,3 +380,12 @@ def test_one_op_alone_takes_its_content_from_initializers(captured: Captured) ->
         (op,) = opened.ops.values()
         assert op.replay(initializers=[ones]).tolist() == [1.0, 1.0, 1.0]
         assert torch.equal(op.replay(), op.replay())
+
+
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.uint32, torch.uint64], ids=str)
+def test_ranges_of_unsigned_integers_are_checked(captured: Captured, dtype: torch.dtype) -> None:
+    rows = torch.tensor([1, 2, 3]).to(dtype)
+    path = captured(lambda: torch.arange(6.0)[rows.to(torch.int64)], payload="none")
+    replayed(path)
+    made = content_of(path)
+    assert [(each.dtype, max(each.tolist()) < 6) for each in made.values()] == [(dtype, True)]
