@@ -20,7 +20,7 @@ from replayfmt.format.model import Device, Generator, Kernel, Node, Recipe, Sess
 from replayfmt.format.writer import CaptureWriter
 from replayfmt.pytorch.environment import session_fields
 
-from .values import NodeMaker, Slots, Storage, Tensor
+from .values import NodeMaker, Slots, Storage, Tensor, possible_bytes
 
 PRODUCER = "opreplay-import"
 _FRAME_RECORDS = 16_384
@@ -128,12 +128,15 @@ class ImportedSession:
 
         `results` are values likewise, one for each that the operator returns; None: they are not known, then none are
         recorded. A storage whose origin is not `op` is brought in before the first record that uses it; one that first
-        appears among the results is born there.
+        appears among the results is born there. Raises ValueError for what a record cannot hold.
         """
         slots = Slots()
         args = tuple(self._nodes.node(value, slots, name) for name, value in arguments)
         taken = len(slots.tensors)
         returned = tuple(self._nodes.node(value, slots) for value in results or ())
+        for tensor in slots.tensors:
+            if tensor.storage is not None:
+                possible_bytes(tensor.storage.bytes)
         metas = [self._writer.meta(tensor.meta) for tensor in slots.tensors]
         number = self._writer.kernel(kernel)
         signature = self._signature((number, args, returned), lambda: Signature(

@@ -61,7 +61,8 @@ def contiguous(sizes: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def bytes_needed(dtype: DType, sizes: tuple[int, ...], strides: tuple[int, ...], offset: int = 0) -> int:
-    """How long a storage must be for a view. Raises ValueError for strides that reach below its beginning."""
+    """How long a storage must be for a view. Raises ValueError for strides that reach below its beginning, and for
+    more bytes than a storage can have."""
     if any(size < 0 for size in sizes) or offset < 0 or any(stride < 0 for stride in strides):
         raise ValueError(f"sizes {list(sizes)}, strides {list(strides)} and offset {offset}: expected none below zero")
     if len(sizes) != len(strides):
@@ -69,7 +70,14 @@ def bytes_needed(dtype: DType, sizes: tuple[int, ...], strides: tuple[int, ...],
     if 0 in sizes:
         return 0
     last = offset + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
-    return (last + 1) * ITEM_BYTES[dtype]
+    return possible_bytes((last + 1) * ITEM_BYTES[dtype])
+
+
+def possible_bytes(length: int) -> int:
+    """A storage's length, where it is one. Raises ValueError for one that no memory has."""
+    if length > _MOST:
+        raise ValueError(f"a storage of {length} bytes: expected no more than 2^63-1, the most that there can be")
+    return length
 
 
 def plain_tensor(dtype: DType, sizes: tuple[int, ...], strides: tuple[int, ...] | None, device: int, offset: int = 0,

@@ -80,6 +80,13 @@ def test_a_list_of_results_without_end_is_not_computed(imported: Import) -> None
     assert "more than 100000 tensors" in record.annotation["results"]
 
 
+def test_tensors_larger_than_any_memory_are_incomplete_with_the_reason(imported: Import) -> None:
+    for sizes in ([10**6] * 4, [1 << 61], [10**30]):
+        result = imported([op("aten::relu", 10, 5, [tensor("float", *sizes)])])
+        assert not result.ops and result.of("unsupported") and result.report.calls()["incomplete"] == 1
+        assert any("2^63-1" in line for line in result.report.lines())
+
+
 def test_an_existing_file_is_told_before_the_trace_is_read(tmp_path: Path) -> None:
     (tmp_path / "out.opreplay").touch()
     with pytest.raises(OutputExists, match="exists already"):
