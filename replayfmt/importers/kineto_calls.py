@@ -7,11 +7,14 @@ what is put in their place is noted for each call.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
 from replayfmt.format.codes import ITEM_BYTES, DType
+from replayfmt.pytorch.dtypes import TORCH_DTYPE
 from replayfmt.pytorch.op_libraries import STRING_DEFAULTS
 
 from .arguments import DeviceName, Form, Reader, Recorded, TensorSpec
@@ -31,9 +34,17 @@ from .kineto_events import OpKind, WorkKind
 from .operators import Operator, Operators
 from .report import Status
 from .results import Results, infer, shapes
+from .schema_types import schema_type
 
 _COPIES = ("aten::copy_", "aten::_to_copy", "aten::to")
-_WRAPPED = (DType.float64, DType.int64, DType.bool, DType.complex128)
+# Operators that Python gives numbers in the place of tensors, which count less when the result's dtype is chosen.
+_PROMOTING = frozenset(f"aten::{name}{ending}" for ending in ("", "_") for name in (
+    "add", "sub", "rsub", "mul", "div", "true_divide", "floor_divide", "divide", "multiply", "subtract", "pow",
+    "remainder", "fmod", "eq", "ne", "lt", "le", "gt", "ge", "maximum", "minimum", "where", "atan2", "copysign",
+    "bitwise_and", "bitwise_or", "bitwise_xor", "logical_and", "logical_or", "logical_xor", "float_power", "xlogy",
+    "addcmul", "addcdiv", "lerp", "clamp", "masked_fill", "heaviside", "hypot", "nextafter", "logaddexp", "fmax",
+    "fmin", "__and__", "__or__", "__xor__", "__lshift__", "__rshift__", "bitwise_left_shift", "bitwise_right_shift"))
+_NUMBERS: dict[DType, Any] = {DType.float64: 1.5, DType.int64: 1, DType.bool: True, DType.complex128: 1j}
 
 
 @dataclass(frozen=True)
@@ -112,7 +123,8 @@ class Calls:
             return Call(kind.name, None, reason="import_incomplete", detail="; ".join(binding.missing),
                         signature=shown)
         assumed = [*choice.assumed, *read.assumed, *binding.assumed]
-        bound = place(choice.operator.name, binding.arguments, placement, assumed)
+        required = {each.name for each in choice.operator.schema.arguments if not schema_type(each).optional}
+        bound = place(choice.operator.name, binding.arguments, placement, assumed, required)
         key = f"{choice.operator.schema}|{bound!r}"
         if key not in self._results:
             self._results[key] = infer(choice.operator.schema, bound)
@@ -203,16 +215,17 @@ def _only(dtypes: set[DType]) -> DType:
 
 
 def place(operator: str, arguments: Sequence[tuple[str, Any]], placement: Placement,
-          assumed: list[str]) -> list[tuple[str, Any]]:
-    """Arguments with their devices filled in; what the trace does not say is added to `assumed`."""
+          assumed: list[str], required: Collection[str] = ()) -> list[tuple[str, Any]]:
+    """Arguments with their devices filled in; what the trace does not say is added to `assumed`. `required` names the
+    arguments that must not be None."""
     specs = [spec for _name, value in arguments for spec in _specs(value)]
-    dimensions = any(spec.sizes for spec in specs)
+    beside = [spec.dtype for spec in specs if spec.sizes and spec.dtype is not None] if len(specs) > 1 else []
     placed: list[tuple[str, Any]] = []
     for position, (name, value) in enumerate(arguments):
         if isinstance(value, DeviceName) and value.name is None:
-            value = _device(operator, placement, bool(specs), assumed)
+            value = _device(operator, placement, bool(specs) and name not in required, assumed)
         elif isinstance(value, TensorSpec | list):
-            value = _placed(operator, value, position, placement, dimensions and len(specs) > 1, assumed)
+            value = _placed(operator, value, position, placement, beside, assumed)
         placed.append((name, value))
     return placed
 
@@ -223,22 +236,22 @@ def _specs(value: Any) -> list[TensorSpec]:
     return [spec for each in value for spec in _specs(each)] if isinstance(value, list) else []
 
 
-def _device(operator: str, placement: Placement, has_tensors: bool, assumed: list[str]) -> DeviceName | None:
+def _device(operator: str, placement: Placement, by_tensors: bool, assumed: list[str]) -> DeviceName | None:
     if operator in _COPIES and (placement.upload or placement.download):
         name = "cpu" if placement.download else placement.device
         assumed.append(f"device={name}: the trace does not record devices; its copy went there")
         return DeviceName(name)
-    if has_tensors:
+    if by_tensors:
         assumed.append("device=None: the trace does not record devices; that of the other tensors is used")
         return None
     assumed.append(f"device={placement.device}: the trace does not record devices; it is where the call's work ran")
     return DeviceName(placement.device)
 
 
-def _placed(operator: str, value: Any, position: int, placement: Placement, beside_others: bool,
+def _placed(operator: str, value: Any, position: int, placement: Placement, beside: Sequence[DType],
             assumed: list[str]) -> Any:
     if isinstance(value, list):
-        return [_placed(operator, each, position, placement, beside_others, assumed) for each in value]
+        return [_placed(operator, each, position, placement, beside, assumed) for each in value]
     if not isinstance(value, TensorSpec):
         return value
     device = placement.device
@@ -246,7 +259,22 @@ def _placed(operator: str, value: Any, position: int, placement: Placement, besi
         source = position == (1 if operator == "aten::copy_" else 0)
         if (source and placement.upload) or (operator == "aten::copy_" and position == 0 and placement.download):
             device = "cpu"
-    elif beside_others and value.sizes == () and value.dtype in _WRAPPED and device != "cpu":
+    elif beside and value.sizes == () and value.dtype in _NUMBERS and device != "cpu":
         assumed.append(f"a {value.dtype.name} without dimensions is in host memory: Python numbers are passed that way")
         device = "cpu"
+    elif beside and value.sizes == () and value.dtype in _NUMBERS and operator in _PROMOTING:
+        assumed.append(_taken_for_a_tensor(value.dtype, beside))
     return replace(value, device=device)
+
+
+def _taken_for_a_tensor(dtype: DType, beside: Sequence[DType]) -> str:
+    """What is assumed of a tensor without dimensions in host memory. `beside`: the dtypes of those with dimensions."""
+    told = (f"a {dtype.name} without dimensions is taken for a tensor: Python numbers are passed that way, too, and "
+            "the trace does not tell which")
+    first = next((each for each in beside if each is not DType.bool), beside[0])     # not a condition
+    other = torch.empty(1, dtype=TORCH_DTYPE[first], device="meta")
+    as_tensor = torch.result_type(other, torch.empty((), dtype=TORCH_DTYPE[dtype], device="meta"))
+    as_number = torch.result_type(other, _NUMBERS[dtype])
+    if as_tensor is as_number:
+        return told
+    return f"{told}; beside {first.name} a tensor makes it compute in {as_tensor}, a number in {as_number}"

@@ -317,3 +317,27 @@ def test_a_composite_that_spent_its_time_itself_is_named_in_a_note(imported: Imp
     assert result.ops == ["aten::copy_.default"]
     assert any("aten::clone (80.0 of 90.0 us)" in note for note in result.report.notes), result.report.notes
     assert not any("aten::linear" in note for note in imported(LINEAR).report.notes)
+
+
+@pytest.mark.parametrize(("arguments", "overload", "status"), [
+    ([scalar("4"), scalar("False"), scalar("False"), NONE], "dtype", "exact"),
+    ([NONE, scalar("4"), scalar("False"), scalar("False"), NONE], "device", "inferred")])
+def test_a_conversions_device_is_never_none_where_one_is_required(arguments: list[tuple[Any, ...]], overload: str,
+                                                                  status: str, imported: Import) -> None:
+    result = imported([op("aten::to", 10, 5, [tensor("long int", 3), *arguments])], level="root")
+    record = result.of("op")[0]
+    assert result.ops == [f"aten::to.{overload}"] and record.annotation["import"] == status
+    if overload == "device":
+        assert record.argument("device") is not None
+        assert "device=cpu" in record.annotation["assumed"][0]
+
+
+@pytest.mark.parametrize(("other", "result_types"), [("long int", "torch.float64, a number in torch.float32"),
+                                                     ("float", "")])
+def test_on_the_host_a_number_may_be_a_python_number(other: str, result_types: str, imported: Import) -> None:
+    events = [op("aten::add", 10, 10, [tensor(other, 3), ("double", [], [], ""), scalar("1")])]
+    annotation = imported(events).of("op")[0].annotation
+    assert annotation["import"] == "inferred"
+    assert "Python numbers" in annotation["assumed"][0] and annotation["assumed"][0].endswith(result_types or "which")
+    events = [op("aten::add", 10, 10, [tensor(other, 3), tensor(other, 3), scalar("1")])]
+    assert imported(events).of("op")[0].annotation["import"] == "exact"
