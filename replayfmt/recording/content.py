@@ -29,6 +29,10 @@ _DTYPES = {
     "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "F4": torch.float4_e2m1fn_x2,
     "C64": torch.complex64,
 }
 
@@ -74,7 +78,10 @@ class Contents:
             if found is not None:
                 return Content(StorageOrigin.external_file, ValueKind.range, found.range, found)
         if self._policy == "integers" and foreign and dtype is torch.uint8:
-            dtype = self._loaded_as(storage) or dtype
+            loaded = self._loaded_as(storage)
+            if loaded is None and self._is_of_lost_file(storage):
+                return ABSENT  # these bytes may be floats, and nothing tells any more
+            dtype = loaded or dtype
         return self.again(storage, dtype)
 
     def again(self, storage: torch.UntypedStorage, dtype: torch.dtype | None) -> Content:
@@ -103,6 +110,13 @@ class Contents:
             self._dtypes[key] = dtypes_in(found.path)
         name = self._dtypes[key].get((found.offset, found.bytes))
         return None if name is None else _DTYPES.get(name)
+
+    def _is_of_lost_file(self, storage: torch.UntypedStorage) -> bool:
+        """Whether it is mapped from a file that was removed, replaced or written since, so that its header is gone."""
+        if storage.device.type != "cpu" or not storage.nbytes():
+            return False
+        address, length = storage.data_ptr(), storage.nbytes()
+        return self._mappings.find(address, length) is None and self._mappings.is_file(address, length)
 
     def keep(self, found: FoundRange, alive: Callable[[], object | None]) -> None:
         """`alive` gives something but None as long as the storage of a found range lives."""

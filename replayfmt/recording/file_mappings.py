@@ -198,6 +198,12 @@ class FileMappings:
             return None
         return found if _is_current(found, status) else None
 
+    def is_file(self, address: int, length: int) -> bool:
+        """Whether any of [address, address + length) is mapped from a file, whatever became of it. Memory that
+        processes share has files of its own kind, which do not count."""
+        return any(not mapping.path.startswith(("/dev/", "/memfd:")) for mapping in read_mappings()
+                   if mapping.start < address + length and address < mapping.end)
+
     def keep(self, found: MappedRange, alive: Callable[[], object | None]) -> None:
         """`alive` gives something but None for as long as the memory of a range stays mapped."""
         self._lasting = [pair for pair in self._lasting if pair[1]() is not None]

@@ -192,3 +192,28 @@ def test_without_payloads_only_metadata_is_recorded(capture: Capture, tmp_path: 
     assert states and all(record.argument("payload") is None for record in states)
     policies = captured.reader.session.policies
     assert policies["redact"] is True and policies["digests"] == "none"
+
+
+@pytest.mark.parametrize("name", ["float8_e8m0fnu", "float8_e4m3fnuz", "float8_e5m2fnuz"])
+def test_floats_of_every_width_stay_out_where_safetensors_are_loaded_inside(tmp_path: Path, capture: Capture,
+                                                                            name: str) -> None:
+    secret = torch.frombuffer(bytearray(b"SeCrEt42" * 100), dtype=torch.uint8)
+    save_file({"w": secret.view(getattr(torch, name))}, tmp_path / "m.safetensors")
+    captured = capture(lambda: load_file(tmp_path / "m.safetensors")["w"].float(), payload="integers")
+    assert payload_bytes(captured) == []
+
+
+def test_bytes_of_a_file_that_is_gone_stay_out_because_they_may_be_floats(tmp_path: Path, capture: Capture) -> None:
+    from safetensors import safe_open
+
+    path = tmp_path / "m.safetensors"
+    save_file({"w": torch.frombuffer(bytearray(b"SeCrEt42" * 100), dtype=torch.uint8).view(torch.float32)}, path)
+
+    def program() -> Any:
+        with safe_open(path, "pt") as file:
+            path.unlink()
+            return file.get_tensor("w").sum()
+
+    captured = capture(program, payload="integers")
+    assert payload_bytes(captured) == []
+    assert "absent" in origins(captured)
