@@ -7,6 +7,7 @@ out how long each allocation is.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -26,6 +27,15 @@ from .types import dtype_of
 from .values import contiguous
 
 BY = "the execution trace"
+# Operators that allocate and write nothing.
+_BLANK = frozenset({"aten::empty", "aten::empty_like", "aten::empty_permuted", "aten::empty_strided", "aten::new_empty",
+                    "aten::new_empty_strided"})
+# In-place operators that change how a tensor lies on its memory, not what is there.
+_GEOMETRY = frozenset({"as_strided_", "detach_", "requires_grad_", "resize_", "resize_as_", "set_", "squeeze_",
+                       "swapaxes_", "swapdims_", "t_", "transpose_", "unsqueeze_"})
+# In-place operators that do not read what they write.
+_OVERWRITES = re.compile("(_foreach_)?(copy|fill|zero)_|"
+                         "(bernoulli|cauchy|exponential|geometric|log_normal|normal|random|uniform)_")
 
 
 @dataclass
@@ -72,6 +82,7 @@ class Calls:
 
     def step(self, node: TraceNode) -> Step:
         """The next chosen node."""
+        self.memory.access(*self._effects(node))
         given = self.memory.take(tensor for _position, tensor in node.inputs.tensors)
         step = Step(node, kind_of(node), {each.tensor: each for each in given})
         step.assumed += [f"the {list(tensor.sizes)} tensor at the address of one of another kind is a new allocation, "
@@ -83,13 +94,39 @@ class Calls:
                 strides = self._strides(step)
         outputs = [tensor for _position, tensor in node.outputs.tensors]
         returned = self.memory.give(list(zip(outputs, strides or [None] * len(outputs), strict=True)), given,
-                                    known=not node.schema.startswith("aten::set_"))
+                                    known=not node.schema.startswith("aten::set_"),
+                                    blank=operator_name(node.schema)[0] in _BLANK)
         step.returned = {each.tensor: each for each in returned}
         return step
 
     def inside(self, node: TraceNode) -> None:
         """A node within a chosen one: memory that it allocates has no other owner any more."""
         self.memory.forget(tensor for _position, tensor in node.outputs.tensors)
+
+    def _effects(self, node: TraceNode) -> tuple[list[TracedTensor], list[TracedTensor]]:
+        """The tensors whose content a node reads, and those that it writes: all, where it does not tell."""
+        given = node.inputs.tensors
+        everything = [tensor for _position, tensor in given]
+        if kind_of(node) is not Kind.operator:
+            return [], everything
+        schema = self._choose(node.schema)[1]
+        if schema is None:
+            return [], everything
+        name = schema.name.partition("::")[2]
+        if name in _GEOMETRY or name.endswith("_like") or name.startswith("new_"):
+            return [], []
+        in_place = name.endswith("_") and not _OVERWRITES.fullmatch(name)
+        returned = {(tensor.device, tensor.storage) for _position, tensor in node.outputs.tensors}
+        read, written = [], []
+        for position, tensor in given:
+            argument = schema.arguments[position] if position < len(schema.arguments) else None
+            if argument is None or (argument.alias_info is not None and argument.alias_info.is_write):
+                written.append(tensor)
+                if in_place and position == 0:
+                    read.append(tensor)
+            elif (tensor.device, tensor.storage) not in returned or in_place:
+                read.append(tensor)     # what returns its argument's memory is a view
+        return read, written
 
     # ------------------------------------------------------------------------------------------------------- arguments
 

@@ -36,7 +36,7 @@ class Placed:
 @dataclass
 class _Live:
     """The allocation that an address stands for now. `exact`: an operator made it, just as long as what it returned;
-    `returned`: an operator returned it, or wrote to it."""
+    `returned`: an operator returned it, or wrote to it; `blank`: none has written to it since it was allocated."""
 
     number: int
     exact: bool
@@ -44,6 +44,7 @@ class _Live:
     tensors: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
     types: set[str] = field(default_factory=set)
     returned: bool = False
+    blank: bool = False
 
 
 class Allocations:
@@ -65,7 +66,8 @@ class Allocations:
 
 class MemoryMap:
     """Follows addresses through a trace. `replaced` tells of the last step which tensors were taken for others' memory
-    that the trace does not show being allocated."""
+    that the trace does not show being allocated. `unseen` are the allocations whose content something wrote that is not
+    in the trace."""
 
     def __init__(self, allocations: Allocations | None = None) -> None:
         """With the `allocations` of an earlier pass over the same nodes, their numbers and lengths are used."""
@@ -75,9 +77,24 @@ class MemoryMap:
         self._live: dict[Address, _Live] = {}
         self._empty: dict[Address, _Live] = {}
         self.replaced: list[TracedTensor] = []
+        self.unseen: set[int] = set()
         self.steps = 0
 
     # ------------------------------------------------------------------------------------------------------------ steps
+
+    def access(self, read: Iterable[TracedTensor], written: Iterable[TracedTensor]) -> None:
+        """What an operator is about to read and write. Memory that was allocated, and is read before anything wrote to
+        it, got its content unseen (`torch.tensor` fills it so): from here on it is an allocation that nothing made."""
+        for tensor in read:
+            live = self._live.get(_address(tensor))
+            if live is not None and live.blank:
+                new = self._live[_address(tensor)] = self._new(tensor.device, made=False)
+                new.tensors, new.types, new.returned = live.tensors, live.types, True
+                self.unseen.add(new.number)
+        for tensor in written:
+            live = self._live.get(_address(tensor))
+            if live is not None:
+                live.blank = False
 
     def take(self, inputs: Iterable[TracedTensor]) -> list[Placed]:
         """What an operator is given."""
@@ -86,10 +103,11 @@ class MemoryMap:
         return [self._given(tensor) for tensor in inputs]
 
     def give(self, outputs: Sequence[tuple[TracedTensor, tuple[int, ...] | None]], given: Sequence[Placed],
-             *, known: bool = True) -> list[Placed]:
+             *, known: bool = True, blank: bool = False) -> list[Placed]:
         """What an operator returns, each with its strides (None: those of the trace, or contiguous).
 
-        `known` is False for operators that return memory of others without being given it (`set_` of a storage).
+        `known` is False for operators that return memory of others without being given it (`set_` of a storage),
+        `blank` True for those that leave what they allocate as it is.
         """
         old = {_address(each.tensor) for each in given if each.tensor.elements}
         old_empty = {_address(each.tensor) for each in given if not each.tensor.elements}
@@ -107,6 +125,7 @@ class MemoryMap:
                 live = self._live[address]
             else:
                 live = fresh[address] = self._live[address] = self._new(tensor.device, made=True)
+                live.blank = blank
                 self._empty.pop(address, None)
             live.returned = True
             placed.append(self._note(live, tensor, steps))

@@ -197,7 +197,11 @@ class GraphWriter:
                 continue
             found = self._content.find(step.node.id, number, placed, dtype, storage, spans.get(number))
             certain = found is not None and found.origin is StorageOrigin.payload
-            if found is None and like_number(tensor):
+            unseen = placed.allocation in self._calls.memory.unseen
+            if found is None and unseen:
+                self._told.append(f"the content of tensor {number} of the arguments was written unseen; made up at "
+                                  "replay")
+            elif found is None and like_number(tensor):
                 found = self._content.number(step.node.name, bound.get(placed.allocation, dtype), storage)
             if found is not None:
                 storage.origin, storage.content = found.origin, found.content
