@@ -104,8 +104,8 @@ class JsonStream:
             yield from self._members(arrays)
         else:
             shown = self._text[self._place : self._place + 16]
-            what = f"begins with {shown!r}" if shown else self._file.broken or "is empty"
-            raise InvalidCapture(f"{self._file.path}: no JSON: it {what}; expected an object or an array")
+            what = f"it begins with {shown!r}" if shown else self._file.broken or "it is empty"
+            raise InvalidCapture(f"{self._file.path}: no JSON: {what}; expected an object or an array")
         if self._file.broken:
             self._note("cut off", f"the file is damaged here: {self._file.broken}", self.offset)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zipfile
+from itertools import islice
 from os import PathLike
 from typing import Literal, get_args
 
@@ -31,5 +32,9 @@ def sniff(path: str | PathLike[str]) -> TraceKind:
                 return "tracelens"
             if seen >= _READ:
                 break
+    with JsonStream.open(path) as stream:       # an empty list has no entries that tell
+        if any(entry == ("traceEvents", []) for entry in islice(stream.entries(()), _READ)):
+            raise InvalidCapture(f"{path}: the trace has no operator events: its traceEvents are empty; profile with "
+                                 "activities=[ProfilerActivity.CPU, ...] while operators run")
     raise InvalidCapture(f"{path}: no trace that is known: expected a PyTorch profiler trace (traceEvents), a PyTorch "
                          "execution trace (nodes), or TraceLens replay IR (op_name and replay_ir)")

@@ -23,6 +23,15 @@ Progress = Callable[[int, int], None]     # bytes of the file read so far, and i
 _CUT = (EOFError, zlib.error, gzip.BadGzipFile, tarfile.TarError, zipfile.BadZipFile, OSError)
 
 
+def _damage(error: BaseException) -> str:
+    """What is wrong with a file that could be opened, but not read to its end, as a clause."""
+    if isinstance(error, EOFError):
+        return f"the compressed data is cut off: {error}"
+    if isinstance(error, gzip.BadGzipFile | zlib.error):
+        return f"the gzip data is damaged: {error}"
+    return f"{type(error).__name__}: {error}"
+
+
 class TraceFile:
     """The JSON of a trace file as a byte stream. `read` gives b"" at the end; `broken` says why it ended early."""
 
@@ -100,7 +109,7 @@ class TraceFile:
         try:
             data: bytes = self._stream.read(size)
         except _CUT as error:
-            self.broken = f"{type(error).__name__}: {error}"
+            self.broken = _damage(error)
             data = self._rest()
         self.bytes_given += len(data)
         if self._progress is not None:

@@ -17,6 +17,7 @@ import pytest
 from replayfmt.errors import CaptureNotFound, InvalidCapture
 from replayfmt.importers import json_stream
 from replayfmt.importers.json_stream import JsonStream
+from replayfmt.importers.sniffing import sniff
 from replayfmt.importers.trace_files import TraceFile, archive_texts
 
 EVENTS = [{"ph": "X", "name": f"op {i}", "ts": i * 0.5, "args": {"n": [i, -i, 1e-5], "s": 'a"}]\\b{'}}
@@ -137,6 +138,23 @@ def test_an_entry_that_cannot_be_read_is_skipped_and_the_rest_goes_on(tmp_path: 
 def test_what_is_no_json_is_refused_in_one_sentence(data: bytes, tmp_path: Path) -> None:
     with pytest.raises(InvalidCapture, match="t.json"):
         read(data, tmp_path)
+
+
+def test_a_checksum_that_does_not_fit_is_told_in_words(tmp_path: Path) -> None:
+    packed = bytearray(gzip.compress(b'{"traceEvents": []}'))
+    packed[-6] ^= 255
+    with pytest.raises(InvalidCapture, match=r"no JSON: the gzip data is damaged: CRC check failed"):
+        read(bytes(packed), tmp_path, "t.json.gz")
+
+
+def test_a_trace_without_events_is_told_from_a_file_of_another_kind(tmp_path: Path) -> None:
+    path = tmp_path / "t.json"
+    path.write_text('{"schemaVersion": 1, "traceEvents": []}')
+    with pytest.raises(InvalidCapture, match="the trace has no operator events"):
+        sniff(path)
+    path.write_text('{"schemaVersion": 1}')
+    with pytest.raises(InvalidCapture, match="no trace that is known"):
+        sniff(path)
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
