@@ -175,7 +175,8 @@ def random_numbers() -> Any:
     torch.default_generator.manual_seed(5)
     drawn += [torch.rand(3), torch.nn.init.trunc_normal_(torch.empty(4)), torch.multinomial(torch.ones(4), 2)]
     generator.manual_seed(9)
-    return drawn, torch.rand(2, generator=generator)
+    # The generator lives on: another one at the address of a dead one would go under the dead one's id.
+    return drawn, torch.rand(2, generator=generator), generator
 
 
 def settings() -> Any:
