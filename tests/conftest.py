@@ -1,7 +1,17 @@
 """What every test needs of the process it runs in."""
 
+import os
 import signal
+
+from hypothesis import HealthCheck, settings
 
 # A shell without job control starts background jobs with SIGINT ignored, and so would be every program started here.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# The examples of a test are the same in every run, and no duration fails it: neither chance nor a busy machine can.
+# HYPOTHESIS_PROFILE=random looks for new ones; what it finds belongs into a test, as an @example or one of its own.
+settings.register_profile("repeatable", deadline=None, database=None, derandomize=True,
+                          suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("random", settings.get_profile("repeatable"), derandomize=False)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))

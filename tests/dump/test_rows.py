@@ -10,7 +10,7 @@ from typing import Any
 
 import jsonschema
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from replayfmt.dump import values
@@ -331,7 +331,7 @@ NODES = st.recursive(LEAVES, lambda children: st.one_of(
 ), max_leaves=12)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60)
 @given(data=st.data(), args=st.lists(NODES, max_size=5), results=st.lists(NODES, max_size=2))
 def test_rows_of_any_signature_and_any_values_equal_the_slow_way(
         data: st.DataObject, args: list[Node], results: list[Node], tmp_path_factory: pytest.TempPathFactory) -> None:

@@ -13,7 +13,7 @@ import flatbuffers
 import numpy as np
 import pytest
 import zstandard
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from replayfmt.errors import InvalidCapture, OpReplayError, UnsupportedVersion
@@ -386,8 +386,7 @@ def seeds(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[bytes, list[Fr
     return [split((folder / name).read_bytes()) for name in ("everything", "small")]
 
 
-@settings(max_examples=500, deadline=None, derandomize=True, database=None,
-          suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
+@settings(max_examples=500)
 @given(which=st.integers(0, 1), mutations=st.lists(_mutation, min_size=1, max_size=4), index=st.booleans())
 @example(which=0, mutations=[(0, 0, 4, (1 << 32) - 1)], index=True)
 def test_no_mutation_behind_valid_checks_escapes_as_anything_but_one_error(

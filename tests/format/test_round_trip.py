@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from xxhash import xxh3_128_intdigest
 
@@ -289,7 +289,7 @@ signatures = st.tuples(st.lists(nodes, max_size=4), st.lists(nodes, max_size=2))
 ints64 = st.integers(-(1 << 63), (1 << 63) - 1)
 
 
-@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=60)
 @given(st.data())
 def test_any_records_come_back(data: st.DataObject) -> None:
     with tempfile.TemporaryDirectory() as folder:

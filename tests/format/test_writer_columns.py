@@ -128,7 +128,7 @@ def test_definitions_that_do_not_fit_one_frame_stay_in_many(tmp_path: Path, monk
             assert [reader.strings[number][:9] for number in strings[:2]] == ["string 0 ", "string 1 "]
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=300)
 @given(st.lists(st.one_of(
     st.integers(1, 40), st.integers(1, 10**6), st.integers((1 << 60) - 50, 1 << 60)), max_size=60))
 def test_distinct_tensors_are_found_as_numpy_finds_them(values: list[int]) -> None:

@@ -30,7 +30,7 @@ def held(storage: torch.UntypedStorage, begin: int, end: int) -> bytes:
     return bytes(memory(storage.data_ptr() + begin, end - begin))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(writes=st.lists(st.tuples(places, st.integers(0, 255)), max_size=4), ends=st.tuples(places, places))
 def test_a_range_is_the_files_only_if_its_bytes_are(
     path: Path, writes: list[tuple[int, int]], ends: tuple[int, int]
@@ -48,7 +48,6 @@ def test_a_range_is_the_files_only_if_its_bytes_are(
         assert found is not None  # nobody wrote near it
 
 
-@settings(max_examples=100, deadline=None)
 @given(
     before=st.lists(places, max_size=3), later=st.tuples(places, st.integers(1, 255)), ends=st.tuples(places, places)
 )

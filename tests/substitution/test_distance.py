@@ -7,7 +7,7 @@ import struct
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from replayfmt.replay.substitution.distance import Distance, Tolerance, distance, largest_ulp
@@ -43,7 +43,6 @@ def test_the_distance_of_the_largest_doubles_does_not_overflow() -> None:
     assert largest_ulp(most, -most) == 2 * bits > 2**63
 
 
-@settings(deadline=None)
 @given(st.floats(allow_nan=False, allow_infinity=False), st.floats(allow_nan=False, allow_infinity=False))
 def test_units_in_the_last_place_are_counted_as_the_numbers_between(one: float, other: float) -> None:
     def place(value: float) -> int:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import replayfmt
@@ -71,7 +71,6 @@ SIGNATURES = st.builds(
     st.lists(st.tuples(ARGUMENT_NAMES, VALUES), max_size=4).map(tuple))
 
 
-@settings(deadline=None)
 @given(SIGNATURES)
 def test_whatever_is_printed_is_read_back_to_the_same_and_holds_no_equals_sign(signature: SignatureText) -> None:
     text = str(signature)
@@ -79,7 +78,6 @@ def test_whatever_is_printed_is_read_back_to_the_same_and_holds_no_equals_sign(s
     assert "=" not in text and text.isascii() and text.isprintable()
 
 
-@settings(deadline=None)
 @given(st.text(alphabet="aten::m.() [],float32x*@\"\\{}1-:", max_size=40))
 def test_whatever_is_written_is_a_signature_or_a_usage_error_that_names_a_place(text: str) -> None:
     try:

@@ -77,7 +77,7 @@ def run(steps: list[tuple[str, int, int, int]]) -> None:
                 torch.add(a.reshape(-1), 1, out=torch.empty(0))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(steps=st.lists(st.tuples(st.sampled_from(STEPS), st.integers(0, 9), st.integers(0, 9), st.integers(0, 5)),
                       min_size=3, max_size=14),
        cut=st.tuples(st.floats(0, 1), st.floats(0, 1)))
@@ -97,7 +97,7 @@ def test_any_range_of_any_program_replays_from_the_inputs_it_had(steps: list[tup
             assert compare(path, out, content=not any(name == "resize" for name, *_ in steps)) == kept
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(steps=st.lists(st.tuples(st.sampled_from(STEPS), st.integers(0, 9), st.integers(0, 9), st.integers(0, 5)),
                       min_size=4, max_size=14),
        kernel=st.sampled_from(["aten::*_", "aten::mul*", "aten::view", "aten::*l*", "aten::fill_", "aten::sum"]))
