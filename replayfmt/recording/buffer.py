@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import itertools
 import threading
-import time
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -34,11 +33,12 @@ from replayfmt.format.columns import RecordColumns
 from replayfmt.format.uninterrupted import Uninterrupted
 from replayfmt.format.writer import CaptureWriter
 
+from .in_flight import wait_for_rows
+
 HEAD_WORDS = 4  # signature, context, start, duration
 FROM_SITE = 1 << 32
 RELEASES = 1 << 33
 _FRAME_WORDS = 1 << 20  # a frame is also cut when that many words wait
-_PATIENCE_S = 0.05  # for a thread that was suspended in the middle of an op's record
 
 pack_birth = Struct("<5q").pack  # storage id, bytes, device id, origin, payload id
 pack_definition = Struct("<4q").pack  # tensor id, storage id, offset, meta id
@@ -156,7 +156,7 @@ class RecordBuffer:
 
     def _flush_frame(self) -> int:
         """Write one frame; how many rows it took."""
-        deadline = time.monotonic() + _PATIENCE_S
+        making = True
         count = min(len(self.rows), self.chunk_records)
         while True:
             batch = Batch(self.rows[:count], self.sites, self._slots, self._entering)
@@ -169,10 +169,11 @@ class RecordBuffer:
             # An exception from a signal handler may have ended it there for good: then nobody else has that id.
             if newest < self._first_storage + in_turn:
                 break
-            if time.monotonic() > deadline:
+            if not making:
                 births, in_turn = _fill_gaps(births, self._first_storage, newest)
                 break
-            time.sleep(0.0005)
+            wait_for_rows()
+            making = False
             count = len(self.rows)
         del self.rows[:count]
         definitions = self._known

@@ -33,6 +33,7 @@ from .digesting import Digests
 from .external_files import ExternalFiles
 from .hooks import hook_policies
 from .implicit_scope import ImplicitScope
+from .in_flight import wait_for_rows
 from .kernels import KernelFacts, tensors_in
 from .numeric_state import NumericState
 from .options import CaptureOptions
@@ -45,7 +46,6 @@ from .storages import RELEASE_BATCH, Storages
 from .tensor_metas import TensorMetas
 from .trackers import Tracker
 
-_ROW_S = 0.001  # longer than a thread takes to make one row of the fast path, unless it is suspended in between
 _BEHIND = 4  # frames' worth of records that may wait for the flusher
 
 
@@ -141,7 +141,7 @@ class Core:
             self.ended.append(True)
             self.threads.append(0)  # from now on the fast path takes the lock, too, and finds that it is late
         # An op whose record is being made without the lock gets it in; one that still runs is not part of the capture.
-        time.sleep(_ROW_S)
+        wait_for_rows()
         with self.lock:
             try:
                 self.stop()

@@ -7,7 +7,6 @@ end, in order, also where exceptions pass or the capture ends inside.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from threading import get_ident
@@ -16,6 +15,7 @@ from typing import Any
 from replayfmt.errors import UsageError
 
 from .buffer import RecordBuffer
+from .in_flight import wait_for_rows
 from .records import Records
 
 
@@ -72,8 +72,7 @@ class Scopes:
             if ident == self._main or self._others:
                 return context
             self._others.append(ident)
-        # From now on ops are recorded under the lock; one that is being recorded without it is done by then.
-        time.sleep(0.001)
+        wait_for_rows()  # from now on ops are recorded under the lock
         return context
 
     def _scope_of(self, ident: int) -> int:

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from types import CodeType
 from typing import Any
 
+from .in_flight import sections
+
 MISS = object()
 
 # Kinds of arguments. ZERO is a float that is zero, whose sign counts; TENSORS a list of tensors and Nones.
@@ -97,15 +99,24 @@ class Factory:
         if maker is None:
             code = _compiled.get(shape)
             if code is None:
-                code = _compiled[shape] = compile(_source(shape), "<opreplay fast path>", "exec")
+                source, unlocked = _source(shape)
+                code = _compiled[shape] = compile(source, "<opreplay fast path>", "exec")
+                sections[_inner(_inner(code))] = unlocked
             namespace = self._globals
             exec(code, namespace)
             maker = self._makers[shape] = namespace.pop("make")
         return maker(*(own[name] for name in _own(shape)))
 
 
-def _source(shape: Shape) -> str:
-    """The code of a shape: a function `make` of what a site has of its own."""
+def _inner(code: CodeType) -> CodeType:
+    """The one function that code defines."""
+    (inner,) = (constant for constant in code.co_consts if isinstance(constant, CodeType))
+    return inner
+
+
+def _source(shape: Shape) -> tuple[str, frozenset[int]]:
+    """The code of a shape: a function `make` of what a site has of its own. With it the lines that make a row without
+    the lock."""
     recognized = _recognize(shape)
     finish = "return finish(facts, args, kwargs, r, start, end)"
     accepted = _accept(shape, finish)
@@ -128,10 +139,13 @@ def _source(shape: Shape) -> str:
     ]
     lines += [f"            {line}" for line in accepted]
     # With several threads the settings, the ids and the row of one op must come in one piece.
-    lines += ["            if threads:", "                with lock:", "                    if ended: return r"]
+    lines += ["            if threads:"]
+    asking = len(lines)
+    lines += ["                with lock:", "                    if ended: return r"]
     lines += ["                    same_settings(facts.name)"]
     lines += [f"                    {line}" for line in recorded]
     lines += ["                return r"]
+    unlocked = frozenset((asking, *range(len(lines) + 1, len(lines) + 1 + len(recorded))))
     lines += [f"            {line}" for line in recorded]
     lines += [
         "            return r",
@@ -143,7 +157,7 @@ def _source(shape: Shape) -> str:
         "            raise",
         "    return run",
     ]
-    return "\n".join(lines)
+    return "\n".join(lines), unlocked
 
 
 def _own(shape: Shape) -> list[str]:

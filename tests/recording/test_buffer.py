@@ -57,8 +57,7 @@ def test_spans_are_runs_of_consecutive_numbers() -> None:
     assert module._spans(np.zeros(0, np.int64), np.zeros(0, np.int64)).tolist() == []
 
 
-def test_an_id_that_an_interrupted_op_took_is_filled(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(module, "_PATIENCE_S", 0.01)
+def test_an_id_that_an_interrupted_op_took_is_filled(tmp_path: Path) -> None:
     path = tmp_path / "x.opreplay"
     with replayfmt.capture(path) as recorder:
         kept = [work(3)]
