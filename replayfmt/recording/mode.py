@@ -235,7 +235,8 @@ def _fast_path(mode: RecordingMode) -> Callable[..., Any]:
         if metas.negative:
             core.fast = False
         made = calls.site
-        if made is None:
+        # It may be another operator's: of the last part of a composite, or of another thread's call.
+        if made is None or made.func_id != number:
             following = sites.following(number)
         else:
             if sites.state is state:

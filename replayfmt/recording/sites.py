@@ -81,12 +81,13 @@ _SIMPLE = {
 
 
 class Site:
-    """One kind of call: what runs it, what followed it, which settings it depends on. `plain` is `run` without bindings
-    (see bindings.py), for while a TorchFunctionMode is active."""
+    """One kind of call: the id of its operator, what runs it, what followed it, which settings it depends on. `plain`
+    is `run` without bindings (see bindings.py), for while a TorchFunctionMode is active."""
 
-    __slots__ = ("following", "plain", "polls", "run")
+    __slots__ = ("following", "func_id", "plain", "polls", "run")
 
-    def __init__(self, plain: Run, polls: Poll | None) -> None:
+    def __init__(self, func_id: int, plain: Run, polls: Poll | None) -> None:
+        self.func_id = func_id
         self.run = self.plain = plain
         self.polls = polls
         self.following: Following = {}
@@ -219,7 +220,7 @@ class Sites:
             _results_follow(facts),
         )
         own = self._own(signature, call, results, shape)
-        site = Site(self._factory.make(shape, own), core.numeric.poll_of(facts.name))
+        site = Site(id(facts.func), self._factory.make(shape, own), core.numeric.poll_of(facts.name))
         self._try_binding(site, facts, shape, own)
         return site
 

@@ -88,6 +88,8 @@ def noisy(x: torch.Tensor) -> torch.Tensor:
 _library = torch.library.Library("recording_tests_library", "DEF")
 _library.define("describe(Tensor x, str text) -> Tensor")
 _library.impl("describe", lambda x, text: x.sin() * len(text), "CPU")
+_library.define("bell(Tensor x) -> Tensor")
+_library.impl("bell", lambda x: x.sin().exp(), "CompositeImplicitAutograd")
 
 
 class Exponential(torch.autograd.Function):
@@ -146,3 +148,23 @@ def test_what_is_only_traced_is_not_recorded(capture: Capture) -> None:
         return torch.ones(3)
 
     assert capture(program).ops() == ["aten::ones.default"]
+
+
+@torch.inference_mode()
+def test_a_composite_is_not_taken_for_the_last_of_its_parts(capture: Capture) -> None:
+    """`bell(x)` ends in `exp` of a tensor like x."""
+    x = torch.randn(3)
+
+    def program() -> list[torch.Tensor]:
+        results = []
+        for _ in range(5):
+            x.cos()
+            results.append(torch.ops.recording_tests_library.bell(x))
+        attended = [torch.nn.functional.scaled_dot_product_attention(*[torch.ones(1, 2, 4, 8)] * 3) for _ in range(4)]
+        return results + attended
+
+    expected = program()
+    captured = capture(program)
+    assert all(map(torch.equal, captured.returned, expected))
+    assert captured.ops().count("aten::exp.default") == 5
+    captured.replays()
