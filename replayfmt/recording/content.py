@@ -19,7 +19,7 @@ from .file_mappings import FileMappings
 from .known_files import dtypes_in
 from .options import CaptureOptions
 from .recipes import is_synthesized, recipe
-from .storage_content import embed
+from .storage_content import embed, is_readable
 
 # What safetensors calls the dtypes whose content is left out where only integers are embedded.
 _DTYPES = {
@@ -47,6 +47,7 @@ class Content(NamedTuple):
 
 
 ABSENT = Content(StorageOrigin.absent, ValueKind.none, 0)
+UNREADABLE = ABSENT._replace()     # it should be recorded, and cannot be read
 
 
 class Contents:
@@ -85,9 +86,11 @@ class Contents:
         return self.again(storage, dtype)
 
     def again(self, storage: torch.UntypedStorage, dtype: torch.dtype | None) -> Content:
-        """After it was written from outside. Raises CaptureFailed."""
+        """After it was written from outside. UNREADABLE where its memory cannot be read. Raises CaptureFailed."""
         if not self.recorded:
             return ABSENT
+        if not is_readable(storage):
+            return UNREADABLE
         if self._policy == "integers" and dtype is not None and is_synthesized(dtype):
             return self._recipe(storage, dtype)
         return Content(StorageOrigin.payload, ValueKind.payload, embed(self._writer, storage))

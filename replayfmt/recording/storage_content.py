@@ -1,6 +1,14 @@
-"""A storage's bytes as the recorder needs them of a running program: embedded, or as a hash to compare with."""
+"""A storage's bytes as the recorder needs them of a running program: embedded, or as a hash to compare with.
+
+Memory of a file that was made shorter meanwhile ends the process that touches it. The program may know better than to
+do so, and recording must not: the system is asked first, where it can be (Linux 5.14).
+"""
 
 from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
 
 import torch
 import xxhash
@@ -8,9 +16,24 @@ import xxhash
 from replayfmt.format.writer import CaptureWriter
 from replayfmt.pytorch.memory import call_undispatched, storage_bytes
 
+_POPULATE_READ = 22     # Linux's MADV_POPULATE_READ: bring pages into memory as reading does, or say that it cannot be
+_UNREADABLE = -1
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def is_readable(storage: torch.UntypedStorage) -> bool:
+    """Whether all its bytes can be read. Reads them in; True where the system does not tell."""
+    length = storage.nbytes()
+    if storage.device.type != "cpu" or not length:
+        return True
+    begin = storage.data_ptr()
+    first = begin - begin % mmap.PAGESIZE
+    failed = _libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(begin + length - first), _POPULATE_READ)
+    return not failed or ctypes.get_errno() != errno.EFAULT
+
 
 def content_hash(storage: torch.UntypedStorage) -> int:
-    """The XXH3-128 of all its bytes."""
+    """The XXH3-128 of all its bytes; one that nothing has where they cannot be read."""
     return call_undispatched(_hash, storage)
 
 
@@ -30,7 +53,7 @@ def _is_monotonous(storage: torch.UntypedStorage) -> bool:
 
 
 def _hash(storage: torch.UntypedStorage) -> int:
-    return xxhash.xxh3_128_intdigest(storage_bytes(storage))
+    return xxhash.xxh3_128_intdigest(storage_bytes(storage)) if is_readable(storage) else _UNREADABLE
 
 
 def _embed(writer: CaptureWriter, storage: torch.UntypedStorage) -> int:

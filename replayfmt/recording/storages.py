@@ -17,7 +17,7 @@ import torch
 from replayfmt.format.codes import StorageOrigin
 
 from .buffer import RecordBuffer, pack_birth, pack_definition
-from .content import Content, Contents
+from .content import UNREADABLE, Content, Contents
 from .coverage import Coverage, Region
 from .recipes import is_synthesized
 from .records import Records, Unrepresentable
@@ -169,6 +169,11 @@ class Storages:
 
     def _note_content(self, tracker: Tracker, content: Content) -> None:
         """What there is to remember of content that entered."""
+        if content is UNREADABLE:
+            self.state(tracker).opaque, self.state(tracker).mapped = True, None
+            self._records.unsupported(
+                "foreign_memory", "", f"storage {tracker.id} is memory that cannot be read: its file was made shorter"
+            )
         synthesized = content.origin is StorageOrigin.initializer
         if synthesized or tracker.state is not None:
             self.state(tracker).synthesized = synthesized

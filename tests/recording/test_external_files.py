@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import mmap
 import os
+import subprocess
+import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +20,7 @@ from safetensors.torch import load_file, save_file
 import replayfmt
 from replayfmt.format.codes import RecordKind
 from replayfmt.recording import pages
+from replayfmt.recording.storage_content import is_readable
 
 from .conftest import Capture, Captured
 from .external import origins, payload_bytes, range_bytes, ranges
@@ -185,6 +190,43 @@ def test_a_file_that_was_replaced_or_removed_meanwhile_does_too(capture: Capture
     said = captured.records(RecordKind.unsupported)[0].argument("detail")
     assert ("cannot be found any more" if gone else "was replaced") in said
     assert len(captured.records(RecordKind.storage_import)) == 2  # the program's memory is what it was
+
+
+_TRUNCATING = """
+import os, sys, torch, replayfmt
+from pathlib import Path
+path = Path(sys.argv[1])
+path.write_bytes(bytes(1 << 16))
+numbers = torch.from_file(str(path), shared=False, size=1 << 14)
+with replayfmt.capture(sys.argv[2], **eval(sys.argv[3])):
+    numbers[:8].sum()
+    numbers.add_(1)
+    os.truncate(path, 1 << 13)
+    numbers[:8].sum()           # the file still has these
+    path.unlink()
+    print(numbers[:8].sum().item())
+"""
+
+
+@pytest.mark.parametrize("options", ["{}", "{'payload': 'integers'}", "{'audit': True}", "{'digests': 'ops'}"])
+def test_recording_does_not_touch_memory_that_a_shorter_file_took_away(tmp_path: Path, options: str) -> None:
+    if not is_readable_told():
+        pytest.skip("the system does not tell what can be read")
+    path = tmp_path / "short.opreplay"
+    done = subprocess.run([sys.executable, "-c", _TRUNCATING, str(tmp_path / "numbers.bin"), str(path), options],
+                          capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout) == (0, "8.0\n"), done.stderr
+    assert Captured(path, None).unsupported()["foreign_memory"] == 1
+
+
+def is_readable_told() -> bool:
+    """Whether this system says that the memory of a file that was made shorter cannot be read."""
+    with tempfile.TemporaryFile() as file:
+        file.truncate(1 << 16)
+        memory = mmap.mmap(file.fileno(), 1 << 16, access=mmap.ACCESS_COPY)
+        storage = torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
+        os.ftruncate(file.fileno(), 0)
+        return not is_readable(storage)
 
 
 def test_gigabytes_are_neither_read_nor_copied(tmp_path: Path) -> None:
