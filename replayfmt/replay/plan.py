@@ -1,41 +1,31 @@
-"""A capture prepared once for a group of devices: everything checked that can be, then run as often as wanted.
+"""A capture prepared once for a group of devices, then run as often as wanted.
 
-Making a plan reads the records once and refuses with every finding at once. Running it lowers the records to windows of
-code (kept between runs where the capture is not very long), puts fresh content in place and reissues the ops.
+Making a plan refuses with every finding at once. Running it lowers the records to windows of code (kept between runs
+where the capture is not very long), puts fresh content in place and reissues the ops.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import replace
-from functools import cached_property
 from os import PathLike
 from typing import Any
 
-import torch
-
 from replayfmt.errors import ReplayFailed, ReplayRefused, UsageError
-from replayfmt.format.reader import CaptureReader, open_capture
+from replayfmt.format.reader import CaptureReader
 from replayfmt.initializers import Initializer, Registry
 from replayfmt.pytorch.settings import apply_settings
 
-from .allowed_imports import AllowedImports
 from .content import Content
 from .cuts import WindowSize
-from .devices import map_devices, map_generators
 from .execute import Machine, OnScope, RunClock, Timer, surroundings
-from .external_files import ExternalFiles
-from .facts import Effects, Layout, effects_of, effects_of_missing
-from .findings import Findings
 from .isolated import IsolatedOp
-from .known import KnownContent
 from .lowering import Context, Lowering, Shapes
 from .memory import MemoryWatch
 from .nondeterminism import find_nondeterministic
 from .op_lowering import lower_op
-from .overview import Work, count_work, describe
-from .resolve import ResolvedKernel, resolve
+from .preparation import Preparation
 from .results import VERIFY_MODES, Divergence, OpVerdict, PeakMemory, ReplayResult, Verification, VerifyMode
 from .scan import Scan
 from .scope_times import ScopeTimes
@@ -44,8 +34,7 @@ from .substitution.distance import Tolerance
 from .substitution.session import SubstitutionSession
 from .substitution.sites import StandIn
 from .substitution.surroundings import python_dispatch
-from .substitution.table import Asked, load
-from .synthesis import Synthesis
+from .substitution.table import Asked
 from .templates import DirectFunctions, TemplateMaker
 from .verdicts import KeepGoing
 from .verify import Judge, StopReplay, decide, environment_differences
@@ -56,14 +45,12 @@ from .windows import CodeCache, Window
 _KEPT_RECORDS = 250_000
 
 
-class Plan:
+class Plan(Preparation):
     """A capture that is ready to run on `devices`.
 
     `capture` is a path, an open reader or a `replayfmt.open(...)` capture; a path is opened here and closed by `close`.
     `findings` are the reasons against a strict replay: empty, unless the plan was made with `keep_going`.
     """
-
-    context: Context
 
     def __init__(self, capture: str | PathLike[str] | CaptureReader | Any, devices: Sequence[str] = (),
                  allow_incomplete: bool = False, *, keep_going: bool = False, file_remaps: Sequence[str] = (),
@@ -82,116 +69,30 @@ class Plan:
 
         Raises ReplayRefused with `findings`, UsageError for wrong devices and remaps, and what opening a file raises.
         """
-        self._owned: CaptureReader | None = None
-        self.reader = self._opened(capture)
-        try:
-            self.files = ExternalFiles(self.reader, file_remaps)
-            self._imports = AllowedImports(allow_imports)
-            # Before kernels are resolved: a replacement's file may import the library of what it replaces.
-            loaded = load(substitutions)
-            self._prepare(devices, allow_incomplete, keep_going, window, on_file_bytes,
-                          Registry(initializers, initializer_options))
-            self.substitution = SubstitutionSession(self, loaded, substitution_tolerance) if loaded else None
-            if self.substitution is not None:
-                self.context = replace(self.context, stand_in=self.substitution.replace)
-        except BaseException:
-            self.close()
-            raise
-
-    def _opened(self, capture: Any) -> CaptureReader:
-        if isinstance(capture, str | PathLike):
-            self._owned = open_capture(capture)
-            return self._owned
-        reader = getattr(capture, "reader", capture)
-        if not isinstance(reader, CaptureReader):
-            raise UsageError(f"a plan is made of a path or an open capture, not of {type(capture).__name__}")
-        return reader
-
-    def _prepare(self, devices: Sequence[str], allow_incomplete: bool, keep_going: bool, window: WindowSize,
-                 on_file_bytes: Callable[[int, int], None] | None, registry: Registry) -> None:
-        reader = self.reader
-        self._window = window
+        super().__init__(capture, devices, Registry(initializers, initializer_options),
+                         allow_incomplete=allow_incomplete, keep_going=keep_going, file_remaps=file_remaps,
+                         on_file_bytes=on_file_bytes, allow_imports=allow_imports, substitutions=substitutions,
+                         window=window)
         self._keeps_going = keep_going
-        self.device_map, sentences = map_devices(reader.devices, devices)
-        if not reader.complete and not allow_incomplete:
-            sentences.insert(0, f"the capture is incomplete ({reader.incomplete_reason}); --allow-incomplete replays "
-                                "what is there")
-        self.kernels: tuple[ResolvedKernel | str | None, ...] = tuple(
-            None if kernel is None else resolve(kernel, reader.session.torch_version, self._imports)
-            for kernel in reader.kernels
-        )
-        self._effects: dict[int, Effects] = {}
-        self._scans: dict[bool, Scan] = {}
-        findings = Findings(reader, self.device_map, self.kernels, self.scan(checks=False))
-        findings.collect()
-        self._file_findings = self.files.validate(on_file_bytes)
-        self.synthesis = Synthesis(reader, self.scan(checks=False), self.kernels, registry,
-                                   KnownContent(reader, self.scan(checks=False), self.files))
-        self.findings = (*sentences, *self._imports.problems, *findings.sentences, *self._file_findings,
-                         *self.synthesis.findings)
-        self.refused = findings.refused
-        if sentences or (self.findings and not keep_going):
-            count = len(self.findings)
-            reasons = f"{count} reason{'s' if count > 1 else ''}"
-            raise ReplayRefused(f"{reader.path}: cannot be replayed here, for {reasons}; nothing was run",
-                                self.findings)
-        self._draw_notes = findings.notes
-        generators = self._generators = map_generators(reader.generators, self.device_map, bool(findings.notes))
         self._clock = RunClock()
         self.judge = Judge(self._clock, self.describe)
         self.judge.compares_scalars = not self.synthesis.reason
+        self._content = Content(self.reader, self.scan(checks=False), self.files, self.synthesis)
         usable = tuple(None if isinstance(kernel, str) else kernel for kernel in self.kernels)
-        self._content = Content(reader, self.scan(checks=False), self.files, self.synthesis)
-        self.context = Context(reader, self.device_map, generators, usable,
-                               TemplateMaker(self.device_map, generators), self._clock, self.judge, CodeCache(),
+        self.context = Context(self.reader, self.device_map, self.generators, usable,
+                               TemplateMaker(self.device_map, self.generators), self._clock, self.judge, CodeCache(),
                                self.refused, DirectFunctions(), self._content.load, self.device_map.host_goes_to)
         self._kept: dict[tuple[bool, Shapes, StandIn | None], list[Window]] = {}
         self._shapes_checked = False
         self._differences: list[str] | None = None
-
-    # ----------------------------------------------------------------------------------------------- what it is made of
-
-    @property
-    def generators(self) -> tuple[torch.Generator | None, ...]:
-        """What stands for each captured generator, by id; None where its numbers cannot be drawn here."""
-        return self._generators
-
-    @property
-    def devices(self) -> list[torch.device]:
-        """The devices that take part, accelerators first."""
-        return self.device_map.in_use()
-
-    @property
-    def scopes(self) -> tuple[str, ...]:
-        """Path of every scope of the capture, in order of first entry."""
-        return tuple(self.reader.scope_path(scope) for scope in range(1, len(self.reader.scopes)))
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """What a user has to know of how the capture is replayed."""
-        threads = len(self.scan(checks=False).threads)
-        serialized = (f"the work of {threads} threads is replayed by one, in capture order",) if threads > 1 else ()
-        return (*serialized, *self._draw_notes, *self.files.notes, *self.synthesis.notes, *self.reader.warnings)
-
-    def scan(self, *, checks: bool) -> Scan:
-        """The first pass over the records, made once for replays that verify and once for those that do not."""
-        if checks not in self._scans:
-            self._scans[checks] = Scan(self.reader, self.effects, checks=checks, window=self._window)
-        return self._scans[checks]
-
-    def effects(self, signature_id: int, layout: Layout) -> Effects:
-        """What an op of this signature does to its arguments."""
-        if signature_id not in self._effects:
-            resolved, captured = self.kernels[layout.signature.kernel], self.reader.kernels[layout.signature.kernel]
-            assert captured is not None
-            self._effects[signature_id] = (
-                effects_of(layout, resolved) if isinstance(resolved, ResolvedKernel)
-                else effects_of_missing(layout, captured.schema))
-        return self._effects[signature_id]
-
-    def describe(self, ordinal: int) -> tuple[str, str]:
-        """What the record at an ordinal is, and the path of its scope."""
-        return describe(self.reader, ordinal)
+        self.substitution: SubstitutionSession | None = None
+        if self.replacements:
+            try:
+                self.substitution = SubstitutionSession(self, self.replacements, substitution_tolerance)
+            except BaseException:
+                self.close()
+                raise
+            self.context = replace(self.context, stand_in=self.substitution.replace)
 
     def windows(self, *, checks: bool, shapes: Shapes = Shapes.unchecked) -> tuple[Iterable[Window], bool]:
         """The windows, and whether all of them are prepared already."""
@@ -210,11 +111,6 @@ class Plan:
             self._differences = environment_differences(self.reader.session, self.device_map)
         stand_in = self.context.stand_in
         return self._differences if stand_in is None else [stand_in.reason, *self._differences]
-
-    @cached_property
-    def work(self) -> Work:
-        """How much there is to do, and to compare."""
-        return count_work(self.reader, self.scan(checks=False))
 
     # ---------------------------------------------------------------------------------------------------------- running
 
@@ -264,7 +160,7 @@ class Plan:
         self.files.check()
         times = ScopeTimes(self._clock, on_scope) if scope_times else None
         with ExitStack() as stack:
-            stack.enter_context(surroundings(dict(self.reader.session.settings), self._generators))
+            stack.enter_context(self._surroundings())
             if self.substitution is not None:
                 stack.enter_context(python_dispatch())
             verification = self._decide(verify)
@@ -298,7 +194,7 @@ class Plan:
             raise UsageError("examine needs a plan made with keep_going=True")
         if self.substitution is not None:
             self.substitution.check()
-        generators = [generator for generator in dict.fromkeys(self._generators) if generator is not None]
+        generators = [generator for generator in dict.fromkeys(self.generators) if generator is not None]
 
         def undrawn(op: IsolatedOp) -> None:
             states = [generator.get_state() for generator in generators]
@@ -308,22 +204,16 @@ class Plan:
                 for generator, state in zip(generators, states, strict=True):
                     generator.set_state(state)
 
-        with (surroundings(dict(self.reader.session.settings), self._generators),
-              nullcontext() if self.substitution is None else python_dispatch()):
+        with self._surroundings(), nullcontext() if self.substitution is None else python_dispatch():
             self.judge.reset(Verification("none", "none"), bitwise=False, stop_at_first=False)
             self._clock.reset(self.devices, None)
             return self._keep_going(self._machine(), False, None, undrawn)
 
     def verification(self, verify: VerifyMode) -> Verification:
         """What verifying comes to here. Raises ReplayRefused where `bitwise` has nothing to compare."""
-        with surroundings(dict(self.reader.session.settings), self._generators):
+        with self._surroundings():
             self.differences()
             return self._decide(verify)
-
-    def writes(self, signature_id: int) -> tuple[int, ...]:
-        """The tensor slots that an op of this signature may write, announced or not."""
-        effects = self.effects(signature_id, self.scan(checks=False).layout(signature_id))
-        return effects.writes + effects.unsure
 
     def watch(self, watcher: Watcher, stop: int, verify: VerifyMode = "auto", *,
               on_progress: Callable[[int], None] | None = None) -> tuple[Verification, Divergence | None]:
@@ -333,15 +223,14 @@ class Plan:
         part, ReplayFailed where an op fails.
         """
         with ExitStack() as stack:
-            stack.enter_context(surroundings(dict(self.reader.session.settings), self._generators))
+            stack.enter_context(self._surroundings())
             verification = self._decide(verify)
             checks = verification.mode != "none"
-            scan = Scan(self.reader, self.effects, checks=checks, window=self._window, stop=stop)
-            findings = Findings(self.reader, self.device_map, self.kernels, scan)
-            findings.collect(unsupported=False)
-            if findings.sentences or self._file_findings or self.synthesis.findings:
+            scan = Scan(self.reader, self.effects, checks=checks, window=self.window, stop=stop)
+            findings = self.findings_before(scan)
+            if findings:
                 raise ReplayRefused(f"{self.reader.path}: what comes before ordinal {stop} cannot be replayed here",
-                                    (*findings.sentences, *self._file_findings, *self.synthesis.findings))
+                                    findings)
             self.files.check()
             self.judge.reset(verification, bitwise=self._is_bitwise(verification), stop_at_first=True)
             self._clock.reset(self.devices, None)
@@ -350,6 +239,9 @@ class Plan:
             with suppress(StopReplay):
                 self._machine().run(lowered, None, on_progress, prepared=False)
         return verification, self.judge.found[0] if self.judge.found else None
+
+    def _surroundings(self) -> AbstractContextManager[None]:
+        return surroundings(dict(self.reader.session.settings), self.generators)
 
     def _machine(self) -> Machine:
         return Machine(self.reader, self._content, self._clock, self.judge, self.describe, self.context.stand_in)
@@ -373,21 +265,17 @@ class Plan:
         machine = self._machine()
         try:
             with suppress(ReplayFailed, StopReplay):
-                return find_nondeterministic(Steps(self.context, scan, compare=False), machine, self._generators)
+                return find_nondeterministic(Steps(self.context, scan, compare=False), machine, self.generators)
         finally:
             machine.values.clear()
         return ()
-
-    def scan_up_to(self, ordinal: int) -> Scan:
-        """A scan of what comes before an ordinal."""
-        return Scan(self.reader, self.effects, checks=False, window=ONE_RECORD, stop=ordinal)
 
     def run_single(self, ordinal: int, *, alone: bool) -> tuple[OpVerdict, Any]:
         """Run one op, after the ops before it unless `alone`; its verdict, and what it returned."""
         scan = Scan(self.reader, self.effects, checks=False, window=ONE_RECORD, stop=ordinal + 1,
                     only=ordinal if alone else None)
         steps = Steps(self.context, scan, compare=False, result_of=ordinal, alone=alone)
-        with surroundings(dict(self.reader.session.settings), self._generators):
+        with self._surroundings():
             self.judge.reset(Verification("none", "none"), bitwise=False, stop_at_first=False)
             self._clock.reset(self.devices, None)
             machine = self._machine()
@@ -436,12 +324,8 @@ class Plan:
 
     def close(self) -> None:
         """Let go of the storages kept between runs, and of the file if the plan opened it."""
-        if hasattr(self, "_content"):
-            self._content.release()
-        if hasattr(self, "files"):
-            self.files.close()
-        if self._owned is not None:
-            self._owned.close()
+        self._content.release()
+        super().close()
 
     def __enter__(self) -> Plan:
         return self

@@ -1,0 +1,153 @@
+"""What comes before running a capture: it is opened, and everything is checked that can be without running an op.
+
+Kernels are resolved, devices mapped, files found and the records read once; every reason against a replay is collected.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from functools import cached_property
+from os import PathLike
+from typing import Any
+
+import torch
+
+from replayfmt.errors import ReplayRefused, UsageError
+from replayfmt.format.reader import CaptureReader, open_capture
+from replayfmt.initializers import Registry
+
+from .allowed_imports import AllowedImports
+from .cuts import WindowSize
+from .devices import map_devices, map_generators
+from .external_files import ExternalFiles
+from .facts import Effects, Layout, effects_of, effects_of_missing
+from .findings import Findings
+from .known import KnownContent
+from .overview import Work, count_work, describe
+from .resolve import ResolvedKernel, resolve
+from .scan import Scan
+from .steps import ONE_RECORD
+from .substitution.table import Asked, load
+from .synthesis import Synthesis
+
+
+class Preparation:
+    """A capture checked for a group of devices. Owns what it opened until `close`."""
+
+    def __init__(self, capture: Any, devices: Sequence[str], registry: Registry, *,
+                 allow_incomplete: bool, keep_going: bool, file_remaps: Sequence[str],
+                 on_file_bytes: Callable[[int, int], None] | None, allow_imports: Iterable[str], substitutions: Asked,
+                 window: WindowSize) -> None:
+        """See `Plan`."""
+        with ExitStack() as opened:
+            self.reader = _opened(capture, opened)
+            self.files = ExternalFiles(self.reader, file_remaps)
+            opened.callback(self.files.close)
+            self._imports = AllowedImports(allow_imports)
+            # Before kernels are resolved: a replacement's file may import the library of what it replaces.
+            self.replacements = load(substitutions)
+            self.window = window
+            self._prepare(devices, allow_incomplete, keep_going, on_file_bytes, registry)
+            self._opened = opened.pop_all()
+
+    def _prepare(self, devices: Sequence[str], allow_incomplete: bool, keep_going: bool,
+                 on_file_bytes: Callable[[int, int], None] | None, registry: Registry) -> None:
+        reader = self.reader
+        self.device_map, sentences = map_devices(reader.devices, devices)
+        if not reader.complete and not allow_incomplete:
+            sentences.insert(0, f"the capture is incomplete ({reader.incomplete_reason}); --allow-incomplete replays "
+                                "what is there")
+        self.kernels: tuple[ResolvedKernel | str | None, ...] = tuple(
+            None if kernel is None else resolve(kernel, reader.session.torch_version, self._imports)
+            for kernel in reader.kernels
+        )
+        self._effects: dict[int, Effects] = {}
+        self._scans: dict[bool, Scan] = {}
+        scan = self.scan(checks=False)
+        findings = Findings(reader, self.device_map, self.kernels, scan)
+        findings.collect()
+        self._file_findings = self.files.validate(on_file_bytes)
+        self.synthesis = Synthesis(reader, scan, self.kernels, registry, KnownContent(reader, scan, self.files))
+        self.findings = (*sentences, *self._imports.problems, *findings.sentences, *self._file_findings,
+                         *self.synthesis.findings)
+        self.refused = findings.refused
+        if sentences or (self.findings and not keep_going):
+            count = len(self.findings)
+            reasons = f"{count} reason{'s' if count > 1 else ''}"
+            raise ReplayRefused(f"{reader.path}: cannot be replayed here, for {reasons}; nothing was run",
+                                self.findings)
+        self._draw_notes = findings.notes
+        self.generators: tuple[torch.Generator | None, ...] = map_generators(
+            reader.generators, self.device_map, bool(findings.notes))
+        """What stands for each captured generator, by id; None where its numbers cannot be drawn here."""
+
+    @property
+    def devices(self) -> list[torch.device]:
+        """The devices that take part, accelerators first."""
+        return self.device_map.in_use()
+
+    @property
+    def scopes(self) -> tuple[str, ...]:
+        """Path of every scope of the capture, in order of first entry."""
+        return tuple(self.reader.scope_path(scope) for scope in range(1, len(self.reader.scopes)))
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a user has to know of how the capture is replayed."""
+        threads = len(self.scan(checks=False).threads)
+        serialized = (f"the work of {threads} threads is replayed by one, in capture order",) if threads > 1 else ()
+        return (*serialized, *self._draw_notes, *self.files.notes, *self.synthesis.notes, *self.reader.warnings)
+
+    def scan(self, *, checks: bool) -> Scan:
+        """The first pass over the records, made once for replays that verify and once for those that do not."""
+        if checks not in self._scans:
+            self._scans[checks] = Scan(self.reader, self.effects, checks=checks, window=self.window)
+        return self._scans[checks]
+
+    def effects(self, signature_id: int, layout: Layout) -> Effects:
+        """What an op of this signature does to its arguments."""
+        if signature_id not in self._effects:
+            resolved, captured = self.kernels[layout.signature.kernel], self.reader.kernels[layout.signature.kernel]
+            assert captured is not None
+            self._effects[signature_id] = (
+                effects_of(layout, resolved) if isinstance(resolved, ResolvedKernel)
+                else effects_of_missing(layout, captured.schema))
+        return self._effects[signature_id]
+
+    def describe(self, ordinal: int) -> tuple[str, str]:
+        """What the record at an ordinal is, and the path of its scope."""
+        return describe(self.reader, ordinal)
+
+    @cached_property
+    def work(self) -> Work:
+        """How much there is to do, and to compare."""
+        return count_work(self.reader, self.scan(checks=False))
+
+    def writes(self, signature_id: int) -> tuple[int, ...]:
+        """The tensor slots that an op of this signature may write, announced or not."""
+        effects = self.effects(signature_id, self.scan(checks=False).layout(signature_id))
+        return effects.writes + effects.unsure
+
+    def scan_up_to(self, ordinal: int) -> Scan:
+        """A scan of what comes before an ordinal."""
+        return Scan(self.reader, self.effects, checks=False, window=ONE_RECORD, stop=ordinal)
+
+    def findings_before(self, scan: Scan) -> tuple[str, ...]:
+        """The reasons against replaying what a scan of the first records covers."""
+        findings = Findings(self.reader, self.device_map, self.kernels, scan)
+        findings.collect(unsupported=False)
+        return (*findings.sentences, *self._file_findings, *self.synthesis.findings)
+
+    def close(self) -> None:
+        """Let go of the external files, and of the capture if it was opened here."""
+        self._opened.close()
+
+
+def _opened(capture: Any, opened: ExitStack) -> CaptureReader:
+    if isinstance(capture, str | PathLike):
+        return opened.enter_context(open_capture(capture))
+    reader = getattr(capture, "reader", capture)
+    if not isinstance(reader, CaptureReader):
+        raise UsageError(f"a plan is made of a path or an open capture, not of {type(capture).__name__}")
+    return reader
