@@ -61,6 +61,8 @@ class FileRemaps:
     def _find(self, path: str) -> _Remap | None:
         parts = _components(path)
         for remap in self._remaps:
+            if not remap.captured and path.startswith("/"):
+                continue        # `.` is where relative paths begin, and no other
             if parts[:len(remap.captured)] == remap.captured and ".." not in parts[len(remap.captured):]:
                 return remap
         return None

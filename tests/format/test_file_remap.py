@@ -27,6 +27,8 @@ from replayfmt.format.file_remap import FileRemaps
     (["models=/data"], "models/model.bin", "/data/model.bin"),
     (["models=/data"], "./models//model.bin", "/data/model.bin"),
     (["models=/data"], "/models/model.bin", "/models/model.bin"),
+    ([".=/data"], "models/model.bin", "/data/models/model.bin"),
+    (["./=/data"], "/models/model.bin", "/models/model.bin"),
     (["/mnt/a=/data=new"], "/mnt/a/x", "/data=new/x"),
     (["/mnt/größe=/データ"], "/mnt/größe/x y", "/データ/x y"),
     (["/mnt/a=relative"], "/mnt/a/x", "relative/x"),
