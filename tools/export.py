@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-
 import click
 
 from replayfmt.export.replay_zip import Exported, export_replay_zip
@@ -13,8 +9,7 @@ from replayfmt.format.reader import open_capture
 from replayfmt.trim.selection import Wanted
 
 from .command import one_line, run_tool, tool
-
-_LONG = 20_000       # records; shorter exports show no progress
+from .progress import record_bar
 
 
 @tool("opreplay-export")
@@ -40,7 +35,7 @@ def cli(capture: str, out: str, form: str, ops: str | None, scope: str | None, k
     listed. Exits with 0 if OUT was written, 1 if it was refused or could not be written, 2 for wrong usage, 3 if
     CAPTURE is missing, unreadable or no valid capture.
     """
-    with open_capture(capture) as reader, _progress(reader.record_count) as on_record:
+    with open_capture(capture) as reader, record_bar("exporting", reader.record_count) as on_record:
         exported = export_replay_zip(reader, out, Wanted(ops, scope, kernel, signature), unique=unique, partial=partial,
                                      force=force, on_record=on_record)
     _report(out, exported)
@@ -51,21 +46,6 @@ def _report(out: str, exported: Exported) -> None:
         click.echo(one_line(f"left out  {reason}: {count} calls"))
     calls = exported.calls - sum(exported.left_out.values())
     click.echo(one_line(f"{out}: {exported.entries:,} entries for {calls:,} calls"))
-
-
-@contextmanager
-def _progress(records: int) -> Iterator[Callable[[int, int], None] | None]:
-    """A progress bar on stderr for long exports on a terminal; None otherwise."""
-    if records < _LONG or not sys.stderr.isatty():
-        yield None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (TextColumn("exporting"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("exporting", total=records)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
 def main() -> None:
