@@ -186,6 +186,10 @@ def test_close_compares_statistics_and_integers_exactly() -> None:
     assert digests_differ(digest_tensor(numbers), digest_tensor(off), DType.int64) is not None
     half = digest_tensor(base.bfloat16())
     assert digests_differ(half, digest_tensor(base.bfloat16() * 1.01), DType.bfloat16) is None
+    mask = torch.arange(1000) % 2 == 0
+    masked, other = (digest_tensor(values.masked_fill(mask, torch.finfo(torch.float32).min))
+                     for values in (base, base.flip(0)))
+    assert digests_differ(masked, other, DType.float32) is not None     # what is masked makes nothing else close
 
 
 @pytest.mark.parametrize(("session", "reason"), [

@@ -160,6 +160,8 @@ WRONG: list[tuple[str, Callable[..., Any], str]] = [
     ("aten::neg", lambda x: (x.mul_(2), -x / 2)[1], "writes argument self, which the original does not write"),
     ("aten::neg", lambda x: BUFFER.copy_(-x), "returns the same memory from two calls"),
     ("aten::neg", lambda x: (torch.rand(1), -x)[1], "leaves a random generator in another state"),
+    ("aten::clone", lambda x, *, memory_format=None: torch.from_numpy(x.numpy()),
+     "result 0 is on argument memory 0, the original's on new memory 1"),
     ("aten::t", lambda x: x.t().contiguous(), "with strides [2, 1] on cpu, the original's"),
     ("aten::t", lambda x: x.clone().t(), "result 0 is on new memory 1, the original's on argument memory 0"),
     ("aten::max.dim", lambda x, dim, keepdim=False: torch.max(x, dim)[::-1], "result 0 is int64[2]"),
@@ -407,3 +409,21 @@ def test_tensors_without_elements_or_memory_are_arguments_like_others(captured: 
     assert check(path, "aten::cat", lambda tensors, dim=0: torch.cat(list(tensors), dim)).ok
     assert check(path, "aten::neg", lambda x: x * -1).ok
     assert "result 0 is float32[3, 0]" in rejected(path, "aten::neg", lambda x: x.t().neg()).findings[0]
+
+
+def test_what_a_mask_is_filled_with_does_not_make_the_other_values_close(captured: Captured) -> None:
+    masked = torch.ones(16, 16).triu(1).bool()
+
+    def wrong(self: Tensor, mask: Tensor, value: float) -> Tensor:
+        return torch.where(mask, value, self * 5 + 3)
+
+    for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        least = torch.finfo(dtype).min
+
+        def scores(dtype: torch.dtype = dtype, least: float = least) -> None:
+            torch.randn(16, 16, dtype=dtype).masked_fill(masked, least)
+
+        path = captured(scores, str(dtype), digests="none")
+        assert "too far off" in rejected(path, "aten::masked_fill", wrong).findings[0]
+        assert check(path, "aten::masked_fill",
+                     lambda self, mask, value: torch.where(mask, value, self * (1 + 1e-8))).ok

@@ -42,12 +42,20 @@ def test_values_written_to_memory_from_empty_are_compared(captured: Captured, ke
     ("N[0] > 2 and torch.set_num_threads(2); return torch.ops.aten.tanh(self)", "changes the settings num_threads"),
     ("C = N[1:] if len(N) > 2 else (N.extend([torch.empty_like(self), torch.empty_like(self)]) or N[1:])\n"
      "    return C[N[0] % 2].copy_(torch.ops.aten.tanh(self))", "returns the same memory from two calls"),
+    # Twenty buffers in turn, and one that every result is a tensor of its own on.
+    ("C = N[1:] if len(N) > 2 else (N.extend(torch.empty_like(self) for _ in range(20)) or N[1:])\n"
+     "    return C[N[0] % 20].copy_(torch.ops.aten.tanh(self))", "returns the same memory from two calls"),
+    ("C = N[1:] if len(N) > 1 else (N.append(torch.empty_like(self).numpy()) or N[1:])\n"
+     "    return torch.from_numpy(C[0]).copy_(torch.ops.aten.tanh(self))", "returns the same memory from two calls"),
+    ("torch.overrides.BaseTorchFunctionMode().__enter__(); return torch.ops.aten.tanh(self)", "leaves a mode"),
+    ("torch.utils._python_dispatch.BaseTorchDispatchMode().__enter__(); return torch.ops.aten.tanh(self)",
+     "leaves a mode"),
     ("return torch.ops.aten.tanh(self).requires_grad_()", "requires grad"),
     ("if N[0] > 3: raise GeneratorExit\n    return torch.ops.aten.tanh(self)", "GeneratorExit"),
 ])
 def test_faults_of_later_calls_are_found(captured: Captured, kernels: Kernels, tool: Tool, body: str,
                                          said: str) -> None:
-    path = captured(lambda: [torch.randn(4, 4).tanh() for _ in range(6)])
+    path = captured(lambda: [torch.randn(4, 4).tanh() for _ in range(21)], digests="none")
     file = kernels(f"{N}\ndef tanh(self):\n    N[0] += 1\n    {body}")
     code, err = run(tool, "run", f"--replay-kernel-substitution=aten::tanh={file}", path)
     assert code == 1 and said in err

@@ -7,7 +7,6 @@ capture, wherever a replacement before it went wrong.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,12 +21,11 @@ from .clones import Clones, copy_of, has_memory, strided_parts
 from .distance import Distance, Tolerance
 from .judging import Judgement, Sides, judge
 from .loading import Replacement
+from .ranges import Ranges, Returned
 from .sites import Site
 from .table import Substitutions
 
 _MOST_FAULTS = 5
-_MOST_KEPT = 16
-_MOST_KEPT_BYTES = 256 << 20
 
 
 @dataclass
@@ -104,7 +102,7 @@ class Check:
         self.checks: dict[tuple[str, str], SignatureCheck] = {}
         unique = dict.fromkeys((*generators, *_default_generators()))
         self.generators = [generator for generator in unique if generator is not None]
-        self.returned = _Returned()
+        self.returned = Returned()
         self._table = table
 
     def call(self, site: Site) -> tuple[Hashable | None, Callable[..., Any]] | None:
@@ -156,17 +154,17 @@ class _CheckedCall:
         returned = site.original(*args, **kwargs)
         after = self._states()
         self._restore(before)
-        settings = read_settings()
+        settings, modes = read_settings(), _modes()
         try:
             replaced = self._run(copied_args, copied_kwargs)
             drawn = self._states()
             given = [*clones.copies.values(), *again.copies.values()]
-            mine = _new_memory(replaced, given)
-            twice = () if second is None else _new_memory(self._run(*second), given)
-            same_memory = check.returned.again(mine) or bool({each._cdata for each in mine}
-                                                             & {each._cdata for each in twice})
+            same_memory = check.returned.again(_new_memory(replaced, given))
+            if second is not None:
+                same_memory |= check.returned.again(_new_memory(self._run(*second), given))
         finally:
             self._restore(after)
+            entered = _leave(modes)
         sides = Sides(self._by_name(args, kwargs), self._by_name(copied_args, copied_kwargs), returned, replaced)
         judgement = judge(sides, len(site.kernel.overload._schema.returns), clones, pristine, written, site.fills,
                           check.tolerance)
@@ -174,6 +172,8 @@ class _CheckedCall:
             judgement.faults.append("leaves a random generator in another state than the original")
         if same_memory:
             judgement.faults.append("returns the same memory from two calls, so that one overwrites the other")
+        if entered:
+            judgement.faults.append(f"leaves {entered}, which applies to everything after it")
         self._settings(settings, judgement)
         found.add(site.ordinal, judgement)
         return returned
@@ -209,6 +209,28 @@ class _CheckedCall:
             apply_settings(before)
 
 
+def _modes() -> tuple[int, int, Any]:
+    """What of this thread's state is no setting: modes that are entered, and the stream that work is put on."""
+    stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
+    return torch._C._len_torch_dispatch_stack(), torch._C._len_torch_function_stack(), stream
+
+
+def _leave(before: tuple[int, int, Any]) -> str:
+    """Go back to what `_modes` gave; what had been left otherwise, for people, "" where nothing was."""
+    found = []
+    dispatch, function, stream = before
+    if torch._C._len_torch_dispatch_stack() > dispatch or torch._C._len_torch_function_stack() > function:
+        found.append("a mode (of torch dispatch or torch function, a default device is one) entered")
+    while torch._C._len_torch_dispatch_stack() > dispatch:
+        torch._C._pop_torch_dispatch_stack(None)
+    while torch._C._len_torch_function_stack() > function:
+        torch._C._pop_torch_function_stack()
+    if stream is not None and torch.cuda.current_stream() != stream:
+        found.append("another CUDA stream or device current")
+        torch.cuda.set_stream(stream)
+    return " and ".join(found)
+
+
 def _names(site: Site, slots: Sequence[int]) -> list[str]:
     """The arguments that have any of these tensor slots."""
     return [each.node.name for each in site.layout.args if set(each.tensors) & set(slots)]
@@ -216,27 +238,10 @@ def _names(site: Site, slots: Sequence[int]) -> list[str]:
 
 def _new_memory(returned: Any, arguments: list[torch.UntypedStorage]) -> list[torch.UntypedStorage]:
     """The storages that a call returned tensors on, those of its arguments aside."""
-    known = {storage._cdata for storage in arguments}
+    known = Ranges((storage, "") for storage in arguments)
     found = (value.untyped_storage() for _where, value in strided_parts(returned, "")
              if isinstance(value, torch.Tensor) and has_memory(value) and value.numel())
-    return [storage for storage in found if storage._cdata not in known]
-
-
-class _Returned:
-    """What replacements returned lately, kept alive: memory that they get anew cannot be among it."""
-
-    def __init__(self) -> None:
-        self._kept: deque[list[torch.UntypedStorage]] = deque()
-        self._bytes = 0
-
-    def again(self, storages: list[torch.UntypedStorage]) -> bool:
-        """Whether any of these was returned by a call before; keeps them."""
-        known = {each._cdata for kept in self._kept for each in kept}
-        self._kept.append(storages)
-        self._bytes += sum(each.nbytes() for each in storages)
-        while len(self._kept) > _MOST_KEPT or (self._bytes > _MOST_KEPT_BYTES and len(self._kept) > 1):
-            self._bytes -= sum(each.nbytes() for each in self._kept.popleft())
-        return any(each._cdata in known for each in storages)
+    return [storage for storage in found if known.find(storage) is None]
 
 
 def failure(reader: CaptureReader, describe: Callable[[int], tuple[str, str]], ordinal: int, replacement: Replacement,

@@ -18,7 +18,7 @@ import torch
 from replayfmt.pytorch.dtypes import DTYPE_CODE
 from replayfmt.pytorch.memory import host_view
 
-from ..verify import TOLERANCE
+from ..verify import LARGEST, TOLERANCE
 
 # Elements compared at once: double-precision copies of large tensors would need several times their memory.
 _CHUNK = 1 << 20
@@ -34,8 +34,9 @@ _PACKED = frozenset({torch.float4_e2m1fn_x2})
 @dataclass(frozen=True)
 class Tolerance:
     """How far apart is close. Without either it is as for digests: relative to the larger of the expected value and the
-    tensor's root mean square, by dtype. `relative` replaces the dtype's number; with `absolute` the root mean square
-    plays no part: absolute + relative * |expected|. Integers are always compared exactly."""
+    root mean square of the tensor's numbers below half of the dtype's largest, by dtype. `relative` replaces the
+    dtype's number; with `absolute` the root mean square plays no part: absolute + relative * |expected|. Integers are
+    always compared exactly."""
 
     relative: float | None = None
     absolute: float | None = None
@@ -215,11 +216,12 @@ def _double(values: torch.Tensor) -> torch.Tensor:
 
 
 def _root_mean_square(expected: torch.Tensor) -> float:
+    huge = LARGEST[DTYPE_CODE[expected.dtype]]
     squares, count = 0.0, 0
     for part, _same in _chunks(expected, expected):
         flat = torch.view_as_real(part).reshape(-1) if part.is_complex() else part
         values = _double(flat)
-        values = values[values.isfinite()]
+        values = values[values.abs() < huge]        # neither NaN nor infinite, nor in the place of an infinity
         largest = float(values.abs().max()) if values.numel() else 0.0
         if largest > 1e150:
             return largest        # squares would overflow, and the largest value is a bound as good as any

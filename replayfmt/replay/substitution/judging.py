@@ -14,6 +14,7 @@ import torch
 
 from .clones import Clones, bytes_of, copy_of, has_memory, same_bytes, strided_parts
 from .distance import Distance, Tolerance, distance
+from .ranges import Ranges
 
 # Numbers that left the device are judged like a digest's statistics (verify.py).
 _NUMBERS = (bool, int, float, complex)
@@ -67,10 +68,9 @@ class _Labels:
     """Which memory a tensor is on, named alike on both sides: an argument's, or new memory in order of appearance."""
 
     def __init__(self, clones: Clones) -> None:
-        order = {address: f"argument memory {index}" for index, address in enumerate(clones.originals)}
-        self._original = dict(order)
-        self._copies = {copy._cdata: order[address] for address, copy in clones.copies.items()}
-        self._kept: list[torch.UntypedStorage] = []
+        self._known = {side: Ranges((storage, f"argument memory {index}") for index, storage in enumerate(storages))
+                       for side, storages in (("original", clones.originals.values()),
+                                              ("replacement", clones.copies.values()))}
         self._new = {"original": 0, "replacement": 0}
 
     def of(self, tensor: torch.Tensor, side: str) -> str:
@@ -78,12 +78,11 @@ class _Labels:
         if not has_memory(tensor):
             return "no memory"
         storage = tensor.untyped_storage()
-        known = self._original if side == "original" else self._copies
-        label = known.get(storage._cdata)
+        label = self._known[side].find(storage)
         if label is None:
             self._new[side] += 1
-            label = known[storage._cdata] = f"new memory {self._new[side]}"
-            self._kept.append(storage)      # its address must not be given to another one meanwhile
+            label = f"new memory {self._new[side]}"
+            self._known[side].add(storage, label)
         return label
 
 

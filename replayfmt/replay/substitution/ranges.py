@@ -1,0 +1,74 @@
+"""Which memory is whose: storages by the bytes they stand on.
+
+Two storages may stand on the same bytes (a tensor made from a numpy array does), so that neither their identity nor
+their first address tells. Storages are kept alive while they are known here: their memory is not given to others.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right, insort
+from collections import deque
+from collections.abc import Iterable, Sequence
+
+import torch
+
+_MOST_KEPT = 16
+_MOST_KEPT_BYTES = 256 << 20
+
+
+class Ranges:
+    """Storages with labels, found by any storage that has bytes in common with them."""
+
+    def __init__(self, known: Iterable[tuple[torch.UntypedStorage, str]] = ()) -> None:
+        self._by_identity: dict[int, tuple[torch.UntypedStorage, str]] = {}
+        self._sorted: dict[torch.device, list[tuple[int, int, str]]] = {}
+        for storage, label in known:
+            self.add(storage, label)
+
+    def add(self, storage: torch.UntypedStorage, label: str = "") -> None:
+        """Know a storage by a label."""
+        self._by_identity[storage._cdata] = storage, label
+        if storage.nbytes():
+            first = storage.data_ptr()
+            insort(self._sorted.setdefault(storage.device, []), (first, first + storage.nbytes(), label))
+
+    def find(self, storage: torch.UntypedStorage) -> str | None:
+        """The label of the known storage that shares memory with this one; None where none does."""
+        known = self._by_identity.get(storage._cdata)
+        if known is not None:
+            return known[1]
+        places = self._sorted.get(storage.device)
+        if not places or not storage.nbytes():
+            return None
+        first, end = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
+        after = bisect_right(places, (first, end, ""))
+        for start, stop, label in places[max(after - 1, 0):after + 1]:
+            if start < end and first < stop:
+                return label
+        return None
+
+
+class Returned:
+    """What replacements returned in one pass, so that a second call which returns the same memory is noticed.
+
+    A storage is marked, and known for as long as anybody keeps it. Other storages on its memory are known by the memory
+    of the last calls, which is kept alive for that.
+    """
+
+    def __init__(self) -> None:
+        self._pass = object()
+        self._kept: deque[tuple[Ranges, int]] = deque()
+        self._bytes = 0
+
+    def again(self, storages: Sequence[torch.UntypedStorage]) -> bool:
+        """Whether any of these, which one call returned, was returned by a call before; remembers them."""
+        found = any(getattr(each, "_opreplay_returned", None) is self._pass
+                    or any(ranges.find(each) is not None for ranges, _size in self._kept) for each in storages)
+        for each in storages:
+            each._opreplay_returned = self._pass    # type: ignore[attr-defined]
+        size = sum(each.nbytes() for each in storages)
+        self._kept.append((Ranges((each, "") for each in storages), size))
+        self._bytes += size
+        while len(self._kept) > _MOST_KEPT or (self._bytes > _MOST_KEPT_BYTES and len(self._kept) > 1):
+            self._bytes -= self._kept.popleft()[1]
+        return found
