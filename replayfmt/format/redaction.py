@@ -93,11 +93,6 @@ class Redaction:
         return replace(file, path=self.text(name) or REDACTED)
 
 
-def redacted_session(session: Session, words: Iterable[str] = ()) -> Session:
-    """The session without what tells of the machine and its user. See `Redaction`."""
-    return Redaction(session, words).session
-
-
 def has_path(text: str) -> bool:
     """Whether a text contains an absolute path that `Redaction.text` would replace."""
     return _PATH.search(text) is not None

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
@@ -408,12 +408,6 @@ def _tensor(recorded: Recorded) -> tuple[Bound, str]:
     if spec.dtype is None:
         return None, f"a tensor of sizes {list(spec.sizes)} whose dtype is not recorded"
     return spec, ""
-
-
-def with_tensor(recorded: Recorded, **changes: Any) -> Recorded:
-    """The same argument with some of its tensor's fields replaced."""
-    assert recorded.tensor is not None
-    return replace(recorded, tensor=replace(recorded.tensor, **changes))
 
 
 def _short(text: str) -> str:

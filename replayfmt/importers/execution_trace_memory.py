@@ -166,12 +166,6 @@ class MemoryMap:
             return known[1]
         return contiguous(tensor.sizes)
 
-    def knows(self, tensor: TracedTensor) -> bool:
-        """Whether an operator before gave this tensor its strides."""
-        live = self._live.get(_address(tensor))
-        known = live.tensors.get(tensor.id) if live is not None else None
-        return known is not None and known[0] == tensor.sizes
-
     def _returned_empty(self, tensor: TracedTensor, alias: bool) -> _Live:
         address = _address(tensor)
         if alias and address in self._live:

@@ -327,11 +327,6 @@ def scope(name: str) -> Iterator[None]:
             core.scope_left(core.scopes.end(entered))
 
 
-def active_recorder() -> Recorder | None:
-    """The recorder whose capture is in progress, if any."""
-    return _active
-
-
 def _set_inactive(recorder: Recorder) -> None:
     global _active
     if _active is recorder:

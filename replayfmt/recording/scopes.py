@@ -51,15 +51,10 @@ class Scopes:
         self.recorded = False
         self._main = get_ident()
         self._stacks: dict[int, list[Open]] = {self._main: []}
-        self._bases: dict[int, int] = {self._main: 0}
         self._threads: dict[int, int] = {self._main: 0}
         self._known: dict[tuple[int, int], int] = {}
         self.contexts = Contexts(self._register)
         self._refresh(self._main)
-
-    @property
-    def thread_count(self) -> int:
-        return len(self._threads)
 
     def current(self) -> int:
         """The context id of the calling thread."""

@@ -98,7 +98,6 @@ class Lowering:
         self._hoisted_on: set[int] = set()
         self._dropped: list[int] = []
         self._consumed: set[int] = set()
-        self._operations = 0
         self._templates: dict[int, Template | None] = {}
         self._kinds = [0, *(int(signature.kind) for signature in self.reader.signatures[1:] if signature is not None)]
 
@@ -129,7 +128,6 @@ class Lowering:
                 kind = self._kinds[signature]
                 if kind == RecordKind.op:
                     op(self, row, ordinal)
-                    self._operations += 1
                 else:
                     handler = others.get(kind)
                     if handler is not None:
@@ -145,13 +143,11 @@ class Lowering:
         text = self.text
         outputs = [key for key, name in self.names.items() if name[0] == "v"]
         function = text.function(self.context.cache, [self.names[key] for key in outputs])
-        window = Window(first, end - first, self._operations, function, text.inputs,
-                        [key in self._consumed for key in text.inputs], outputs, self._staged, self._hoisted,
-                        self._dropped, text.line_ordinals, text.returns_result)
+        window = Window(first, end - first, function, text.inputs, [key in self._consumed for key in text.inputs],
+                        outputs, self._staged, self._hoisted, self._dropped, text.line_ordinals, text.returns_result)
         self.text, self.names = WindowText(), {}
         self._staged, self._hoisted, self._dropped, self._consumed = [], [], [], set()
         self._hoisted_on.clear()
-        self._operations = 0
         return window
 
     def _let_go_of_storage(self, storage: int) -> None:

@@ -43,12 +43,11 @@ class Window:
     Variables are known by key: a tensor key, or minus the id of a storage for the storage itself. `inputs` are taken
     from what the windows before left, those in `consumed` are not needed after; `staged` enter before the call, and
     `hoisted` are views (key, key of the base, view) made before it; `dropped` are no longer needed once those are made.
-    `line_ordinals` gives the record of each line, `operations` counts ops.
+    `line_ordinals` gives the record of each line.
     """
 
     first_ordinal: int
     count: int
-    operations: int
     function: Callable[..., list[Any]]
     inputs: list[int]
     consumed: list[bool]

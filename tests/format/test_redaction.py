@@ -6,7 +6,7 @@ import pytest
 
 from replayfmt.format.codes import OpStatus, RecordKind, ValueKind
 from replayfmt.format.model import ExternalFile, Node, Session, Signature
-from replayfmt.format.redaction import REDACTED, Redaction, redacted_session
+from replayfmt.format.redaction import REDACTED, Redaction
 
 HOME = "/".join(("", "home", "alice"))       # no path of a machine stands in any file of the project
 SESSION = Session(
@@ -17,7 +17,7 @@ SESSION = Session(
 
 
 def test_a_redacted_session_says_nothing_of_host_user_paths_and_command_line() -> None:
-    session = redacted_session(SESSION)
+    session = Redaction(SESSION).session
     everything = repr(session)
     for secret in ("alice", "greybox", "s3cret", "train.py", "/opt", "/project"):
         assert secret not in everything
