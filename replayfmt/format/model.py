@@ -170,6 +170,17 @@ class Node:
     constant: int | str | None = None
     children: tuple[Node, ...] = ()
 
+    @classmethod
+    def scalar(cls, name: str, value: bool | int | float | str | None) -> Node:
+        """The node of a plain value. That of an int or a float takes a slot."""
+        if value is None:
+            return cls(ValueKind.none, name)
+        if isinstance(value, bool):
+            return cls(ValueKind.bool, name, int(value))
+        if isinstance(value, str):
+            return cls(ValueKind.string, name, value)
+        return cls(ValueKind.int if isinstance(value, int) else ValueKind.float, name)
+
     def walk(self) -> Iterator[Node]:
         """This node and everything below it, in pre-order."""
         yield self

@@ -9,6 +9,7 @@ checked to be identifiers. Types and defaults stay text.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -122,47 +123,44 @@ def _default(part: str) -> tuple[str, str | None]:
 def split_top_level(text: str) -> list[str]:
     """The parts between commas that are in no brackets and no quotes; none for empty text."""
     parts: list[str] = []
-    depth, start, quote = 0, 0, ""
-    position = 0
-    while position < len(text):
-        character = text[position]
-        if quote:
-            if character == "\\":
-                position += 1
-            elif character == quote:
-                quote = ""
-        elif character in "\"'":
-            quote = character
-        elif character in _OPENING:
+    depth, start = 0, 0
+    for position, character in _unquoted(text):
+        if character in _OPENING:
             depth += 1
         elif character in _CLOSING:
             depth -= 1
         elif character == "," and not depth:
             parts.append(text[start:position].strip())
             start = position + 1
-        position += 1
     last = text[start:].strip()
     return [*parts, last] if parts or last else []
 
 
 def _closing(text: str) -> int:
     """Where the bracket that was open before `text` is closed."""
-    depth, quote = 1, ""
-    position = 0
-    while position < len(text):
-        character = text[position]
-        if quote:
-            if character == "\\":
-                position += 1
-            elif character == quote:
-                quote = ""
-        elif character in "\"'":
-            quote = character
-        elif character in _OPENING:
+    depth = 1
+    for position, character in _unquoted(text):
+        if character in _OPENING:
             depth += 1
         elif character in _CLOSING:
             depth -= 1
             if not depth:
                 return position
-        position += 1
     raise ValueError(f"{text[:80]!r} has a bracket that is never closed")
+
+
+def _unquoted(text: str) -> Iterator[tuple[int, str]]:
+    """The characters that are not in quotes, with their positions."""
+    quote, escaped = "", False
+    for position, character in enumerate(text):
+        if not quote:
+            if character in "\"'":
+                quote = character
+            else:
+                yield position, character
+        elif escaped:
+            escaped = False
+        elif character == "\\":
+            escaped = True
+        elif character == quote:
+            quote = ""

@@ -25,19 +25,6 @@ _DISTINCT_DETAILS = (
 )
 
 
-def constant_node(name: str, value: bool | int | float | str | None) -> Node:
-    """A node for a scalar; ints and floats take a slot."""
-    if value is None:
-        return Node(ValueKind.none, name)
-    if isinstance(value, bool):
-        return Node(ValueKind.bool, name, int(value))
-    if isinstance(value, int):
-        return Node(ValueKind.int, name)
-    if isinstance(value, float):
-        return Node(ValueKind.float, name)
-    return Node(ValueKind.string, name, value)
-
-
 class Unrepresentable(Exception):
     """A value that a capture cannot hold. `reason` is that of the unsupported record."""
 
@@ -145,7 +132,7 @@ class Records:
         )
 
     def global_state(self, changes: dict[str, bool | int | float | str | None]) -> None:
-        nodes = tuple(constant_node(name, value) for name, value in changes.items())
+        nodes = tuple(Node.scalar(name, value) for name, value in changes.items())
         words = [v for v in changes.values() if isinstance(v, int) and not isinstance(v, bool)]
         floats = [v for v in changes.values() if isinstance(v, float)]
         self._constant((RecordKind.global_state, nodes), lambda: nodes, words, floats)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Protocol
 
 from replayfmt.format.codes import RecordKind, StorageOrigin, ValueKind
 from replayfmt.format.model import (
@@ -169,7 +169,7 @@ class Writing:
             case Release(storage):
                 add(near, RecordKind.storage_release, [Node(ValueKind.storage, "storage")], [StorageValue(storage)])
             case Settings(changes):
-                add(near, RecordKind.global_state, [_constant(name, value) for name, value in changes.items()],
+                add(near, RecordKind.global_state, [Node.scalar(name, value) for name, value in changes.items()],
                     [value for value in changes.values() if type(value) in (int, float)])
             case Enter():
                 self._enter(action, near)
@@ -241,16 +241,3 @@ def _storages(values: Iterable[Value]) -> Iterator[int]:
             yield value.storage
         elif isinstance(value, StorageValue):
             yield value.id
-
-
-def _constant(name: str, value: Any) -> Node:
-    """The node of a setting's value; ints and floats take a slot."""
-    if value is None:
-        return Node(ValueKind.none, name)
-    if isinstance(value, bool):
-        return Node(ValueKind.bool, name, int(value))
-    if isinstance(value, int):
-        return Node(ValueKind.int, name)
-    if isinstance(value, float):
-        return Node(ValueKind.float, name)
-    return Node(ValueKind.string, name, value)
