@@ -124,8 +124,9 @@ class Plan(Preparation):
         holds the time spent in each scope. With `keep_going` (the plan has to be made with it too) every op gets a
         verdict instead of the first failure ending the run.
 
-        Raises ReplayFailed where an op fails, ReplayRefused where `bitwise` has nothing to compare, and the first time
-        SubstitutionRejected where a substituted kernel is wrong.
+        Raises ReplayFailed where an op fails, ReplayRefused where `bitwise` has nothing to compare, and
+        SubstitutionRejected where a substituted kernel is wrong: every call is judged before the first run, and again
+        after each that verifies.
         """
         if verify not in VERIFY_MODES:
             raise UsageError(f"verify={verify!r}: expected one of {', '.join(VERIFY_MODES)}")
@@ -140,7 +141,10 @@ class Plan(Preparation):
             result = self._run("auto", None, False, None, on_progress, False)
             if result.divergence is not None:
                 return result
-        return self._run(verify, on_scope, keep_going, timer, on_progress, scope_times)
+        result = self._run(verify, on_scope, keep_going, timer, on_progress, scope_times)
+        if self.substitution is not None and verify != "none" and result.divergence is None:
+            self.substitution.check(on_progress, again=True)      # digests only sample what kernels do by now
+        return result
 
     def run_with(self, stand_in: StandIn | None, on_progress: Callable[[int], None] | None = None, *,
                  on_scope: OnScope | None = None, timer: Timer | None = None, keep: bool = False) -> ReplayResult:

@@ -76,3 +76,22 @@ def test_a_replacement_that_turns_bad_while_ops_are_measured_fails_there(capture
     code, _err = run(tool, "benchmark", "--per-op", "--benchmark-min-time=3x", "--verify=none",
                      f"--replay-kernel-substitution=aten::tanh={file}", path)
     assert code == 1
+
+
+@pytest.mark.parametrize(("args", "right"), [
+    (["run"], 4),                                               # checked: 3 calls, one of them for the memory
+    (["benchmark", "--benchmark-min-time=3x", "--benchmark-warmup=0"], 12),
+    (["benchmark", "--compare", "--benchmark-min-time=3x", "--benchmark-warmup=0"], 12),
+])
+def test_one_element_that_turns_wrong_after_the_check_is_found_though_no_digest_shows_it(
+        captured: Captured, kernels: Kernels, tool: Tool, args: list[str], right: int) -> None:
+    def program() -> torch.Tensor:
+        x = torch.randn(40, 40)
+        return x.tanh() + x.mul(2).tanh()
+
+    path = captured(program)
+    file = kernels(f"{N}\ndef tanh(self):\n    N[0] += 1\n    result = torch.ops.aten.tanh(self)\n"
+                   f"    if N[0] > {right}: result[3, 5] *= 0.9\n    return result")
+    code, err = run(tool, *args, f"--replay-kernel-substitution=aten::tanh={file}", path)
+    assert code == 1 and "though they did at first" in err
+    assert "1 of 1600 elements are too far off" in err or "2 of 3200 elements are too far off" in err

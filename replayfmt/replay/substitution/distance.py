@@ -73,13 +73,20 @@ class Distance:
     largest_ulp: int | None = None
 
     def with_(self, other: Distance) -> Distance:
-        """Both together."""
-        return Distance(
-            self.elements + other.elements, self.different + other.different, self.not_finite + other.not_finite,
-            self.beyond + other.beyond, _larger(self.largest_absolute, other.largest_absolute),
-            _larger(self.largest_relative, other.largest_relative),
-            None if (ulp := _larger(self.largest_ulp, other.largest_ulp)) is None else int(ulp),
-        )
+        """Of other elements too."""
+        return self._farther(other, self.elements + other.elements, self.different + other.different,
+                             self.not_finite + other.not_finite, self.beyond + other.beyond)
+
+    def or_(self, other: Distance) -> Distance:
+        """Of the same elements, compared once more."""
+        return self._farther(other, max(self.elements, other.elements), max(self.different, other.different),
+                             max(self.not_finite, other.not_finite), max(self.beyond, other.beyond))
+
+    def _farther(self, other: Distance, elements: int, different: int, not_finite: int, beyond: int) -> Distance:
+        ulp = _larger(self.largest_ulp, other.largest_ulp)
+        return Distance(elements, different, not_finite, beyond,
+                        _larger(self.largest_absolute, other.largest_absolute),
+                        _larger(self.largest_relative, other.largest_relative), None if ulp is None else int(ulp))
 
 
 def _larger(one: float | int | None, other: float | int | None) -> float | int | None:

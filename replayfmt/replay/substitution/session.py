@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from replayfmt.errors import ReplayMismatch, SubstitutionRejected
@@ -32,6 +32,12 @@ class SubstitutionReport:
     def findings(self) -> tuple[str, ...]:
         """What is wrong, a full sentence each."""
         return tuple(sentence for check in self.checks for sentence in check.sentences())
+
+    def with_(self, later: SubstitutionReport) -> SubstitutionReport:
+        """This report with what a later pass over the same calls found farther apart."""
+        found = {(each.signature, each.replacement): each.distance for each in later.checks}
+        return SubstitutionReport(tuple(
+            replace(each, distance=each.distance.or_(found[each.signature, each.replacement])) for each in self.checks))
 
     def as_text(self) -> list[str]:
         """For people: a line for each signature."""
@@ -78,24 +84,32 @@ class SubstitutionSession:
         self.report: SubstitutionReport | None = None
         self._plan, self._tolerance = plan, tolerance
 
-    def check(self, on_progress: Callable[[int], None] | None = None) -> SubstitutionReport:
-        """Run both kernels of every substituted call, once in the life of a plan.
+    def check(self, on_progress: Callable[[int], None] | None = None, *, again: bool = False) -> SubstitutionReport:
+        """Run both kernels of every substituted call: once in the life of a plan, and once more with `again`.
 
         Raises SubstitutionRejected where a replacement is wrong, ReplayFailed where one raises, ReplayMismatch where
         the original kernels do not even give the captured scalars.
         """
-        plan = self._plan
         if self.report is None:
-            check = Check(plan.reader, self.table, plan.generators, plan.describe, self._tolerance)
-            result = plan.run_with(check, on_progress)
-            self.report = SubstitutionReport(tuple(sorted(check.checks.values(), key=lambda each: each.first)))
-            if result.divergence is not None and self.report.ok:
-                self.report = None
-                raise ReplayMismatch(f"{plan.reader.path}: no replacement could be judged, because the original "
-                                     f"kernels differ from the capture themselves: {result.divergence}")
+            self.report = self._run(on_progress)
+        elif again and self.report.ok:
+            found = self._run(on_progress)
+            self.report = self.report.with_(found) if found.ok else found
+        else:
+            again = False
         if not self.report.ok:
             wrong = sum(not check.ok for check in self.report.checks)
             raise SubstitutionRejected(
-                f"{plan.reader.path}: the replacements of {_counted(wrong, 'signature')} do not do what the original "
-                "kernels do; nothing was timed", self.report)
+                f"{self._plan.reader.path}: the replacements of {_counted(wrong, 'signature')} do not do what the "
+                f"original kernels do{', though they did at first' if again else '; nothing was timed'}", self.report)
         return self.report
+
+    def _run(self, on_progress: Callable[[int], None] | None) -> SubstitutionReport:
+        plan = self._plan
+        check = Check(plan.reader, self.table, plan.generators, plan.describe, self._tolerance)
+        result = plan.run_with(check, on_progress)
+        report = SubstitutionReport(tuple(sorted(check.checks.values(), key=lambda each: each.first)))
+        if result.divergence is not None and report.ok:
+            raise ReplayMismatch(f"{plan.reader.path}: no replacement could be judged, because the original kernels "
+                                 f"differ from the capture themselves: {result.divergence}")
+        return report
