@@ -9,7 +9,7 @@ from replayfmt.recording.children import AfterFork, ChildrenSeen
 from .running import Captured, capture, plain
 
 LOADING = '''
-import multiprocessing, os, signal, sys, time
+import multiprocessing, os, signal, sys, time, warnings
 import torch
 from torch.utils.data import DataLoader, Dataset
 
@@ -25,11 +25,12 @@ def in_child(queue):
     torch.ones(3).erfinv()
     queue.put("child done")
 
-def sleeping():
-    print("ready", flush=True)
-    time.sleep(60)
+def sleeping(queue):
+    queue.put("ready")
+    time.sleep(600)
 
 if __name__ == "__main__":
+    warnings.simplefilter("ignore")  # PyTorch warns of more workers than processors, where there is only one
     torch.set_num_threads(1)
     total = torch.zeros(3)
     stacks = set()
@@ -43,9 +44,9 @@ if __name__ == "__main__":
         process = context.Process(target=in_child, args=(queue,))
         process.start()
         print(queue.get(), process.join(), process.exitcode)
-    process = multiprocessing.get_context("fork").Process(target=sleeping)
+    process = multiprocessing.get_context("fork").Process(target=sleeping, args=(queue,))
     process.start()
-    time.sleep(0.5)
+    print(queue.get())
     process.terminate()
     print(process.join(), process.exitcode, signal.getsignal(signal.SIGTERM) == signal.SIG_DFL)
     pid = os.fork()

@@ -16,7 +16,7 @@ sys.exit(Program(target, tuple(arguments), module).run())
 
 SCRIPT = '''
 """A docstring."""
-import __main__, atexit, inspect, multiprocessing, os, pickle, sys, threading, time
+import __main__, atexit, inspect, multiprocessing, os, pickle, sys, threading
 
 class Picklable:
     def __eq__(self, other):
@@ -31,7 +31,7 @@ def child(queue):
     queue.put((__name__, sys.argv, type(Picklable()).__module__))
 
 def later():
-    time.sleep(0.2)
+    threading.main_thread().join()
     print("thread done")
 
 def main(what):

@@ -27,11 +27,11 @@ with torch.no_grad():
     model.weight.copy_(weights["w"])
     secret = torch.frombuffer(bytearray(b"ATTACK AT DAWN!!" * 64), dtype=torch.float32)
     numbers = torch.frombuffer(bytearray(b"RETREAT AT DUSK!" * 64), dtype=torch.int64)
-    tag = torch.tensor([1234567.0625])
+    tag = torch.tensor([1234567.0625, 7654321.125])
 label = f"loading {os.path.abspath(sys.argv[1])} on {platform.node()} of {getpass.getuser()}"
 with torch.profiler.record_function(label):
     y = model(torch.ones(1, 4)) + secret[:4] + weights["w"][0]
-print((y.sum() + tag).item() > 0, (numbers * 2).sum().item())
+print((y.sum() + tag)[0].item() > 0, (numbers * 2).sum().item())
 numbers.tolist()
 torch.manual_seed(918273645)
 torch.randn(3)
@@ -100,7 +100,7 @@ def test_a_capture_without_payloads_holds_no_byte_of_content(folder):
     values = {
         "floats": b"ATTACK AT DAWN!!", "integers": b"RETREAT AT DUSK!", "state": state[:64],
         "weights": torch.full((2,), 0.7853982).numpy().tobytes(),
-        "scalar": torch.tensor(1234567.0625).numpy().tobytes(),
+        "tag": torch.tensor([1234567.0625, 7654321.125]).numpy().tobytes(),
         "double": torch.tensor(1234567.0625, dtype=torch.float64).numpy().tobytes(),
         "sum": torch.frombuffer(bytearray(b"RETREAT AT DUSK!" * 64), dtype=torch.int64).mul(2).sum().numpy().tobytes(),
     }

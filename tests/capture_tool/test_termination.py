@@ -33,20 +33,20 @@ while True:
     "waiting for a thread": '''
 def work():
     global x
+    x = x @ x / 1000
+    print('ready', flush=True)
     while True:
         x = x @ x / 1000
 thread = threading.Thread(target=work, daemon=False)
 thread.start()
-time.sleep(0.2)
-print('ready', flush=True)
 thread.join()
 ''',
     "at the end": '''
 x @ x
 def last():
-    time.sleep(0.1)
+    threading.main_thread().join()
     print('ready', flush=True)
-    time.sleep(60)
+    time.sleep(600)
 threading.Thread(target=last).start()
 ''',
 }
@@ -78,7 +78,7 @@ with replayfmt.capture("second.opreplay"):
     pid = os.fork()
     if pid == 0:
         os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(60)
+        time.sleep(600)
     print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
     print("ready", flush=True)
     while True:
@@ -101,7 +101,7 @@ def handler(number, frame):
     sys.exit(5)
 previous = signal.signal(signal.SIGTERM, handler)
 print('ready', flush=True)
-time.sleep(60)
+time.sleep(600)
 ''')
     process = started(tmp_path, "-o", "own.opreplay", "own.py")
     process.send_signal(signal.SIGTERM)
@@ -140,11 +140,15 @@ finally:
 
 def test_a_killed_capture_leaves_a_partial_file_that_check_explains_and_recovers(tmp_path):
     (tmp_path / "killed.py").write_text(HEAD + '''
+from replayfmt.format.reader import open_capture
 for _ in range(50):
     x = x @ x / 1000
-time.sleep(1.5)  # longer than what is buffered may wait
+def written():
+    return sum(record.kind.name == "op" for record in open_capture("k.opreplay.partial").records())
+while written() < 101:  # what is buffered gets into the file by itself
+    time.sleep(0.05)
 print('ready', flush=True)
-time.sleep(60)
+time.sleep(600)
 ''')
     process = started(tmp_path, "-o", "k.opreplay", "killed.py")
     process.kill()

@@ -240,7 +240,7 @@ def test_gigabytes_are_neither_read_nor_copied(tmp_path: Path) -> None:
         for row in range(4):
             weights[row * 1000 : row * 1000 + 10].sum()
     sizes = pages.mapping_sizes(storage.data_ptr())
-    assert sizes is not None and sizes["Rss"] < 1 << 20 and sizes["Anonymous"] == 0
+    assert sizes is not None and sizes["Rss"] < 64 << 20 and sizes["Anonymous"] == 0
     assert (tmp_path / "step.opreplay").stat().st_size < 1 << 20
     assert origins(Captured(tmp_path / "step.opreplay", None)) == ["external_file"]
 
