@@ -12,7 +12,7 @@ import click
 
 from replayfmt.errors import UsageError
 
-from .command import run_tool, tool
+from .command import reader_may_leave, run_tool, tool
 from .compare import refuse_with_compare, run_compare
 from .per_op import PerOpFlags, per_op_options, run_per_op
 from .profiling_flags import profiled, profiling_options, profiling_request
@@ -63,16 +63,18 @@ def cli(context: click.Context, /, capture: str, flags: ReplayFlags,
     from replayfmt.benchmark.min_time import parse_min_time
 
     min_time = parse_min_time(benchmark_min_time)
-    profiling = profiling_request(device_profiling_mode, device_profiling_output, force)
+    profiling = profiling_request(device_profiling_mode, device_profiling_output, force, capture)
     if benchmark_out and profiling and os.path.realpath(benchmark_out) == os.path.realpath(profiling.output):
         raise UsageError(f"{_OUT} and --device-profiling-output are the same file: {benchmark_out}")
     per_op = PerOpFlags.of(context, flags.verify)
     if compare:
         refuse_with_compare(context, flags, per_op is not None)
     from replayfmt.benchmark.measure import Options
-    from replayfmt.benchmark.output import output_file
+    from replayfmt.benchmark.output import output_file, refuse_input
 
     options = Options(min_time, benchmark_repetitions, benchmark_warmup, flags.verify, replay_scope)
+    if benchmark_out is not None:
+        refuse_input(_OUT, benchmark_out, capture)
     with ExitStack() as stack:
         out = stack.enter_context(output_file(_OUT, benchmark_out, force)) if benchmark_out is not None else None
         plan = stack.enter_context(flags.plan(capture, keep_going=per_op is not None))
@@ -86,9 +88,10 @@ def cli(context: click.Context, /, capture: str, flags: ReplayFlags,
             return 0
         stack.enter_context(profiled(profiling, plan))
         report = _measure(plan, options)
-        _show(report, benchmark_format)
         if out is not None:
             out.write(report.json())
+        with reader_may_leave():
+            _show(report, benchmark_format)
     return 0
 
 

@@ -18,7 +18,7 @@ from replayfmt.format.check import CheckReport, check_capture
 from replayfmt.format.file_remap import FileRemaps
 from replayfmt.format.recover import recover_capture
 
-from .command import one_line, run_tool, tool
+from .command import one_line, reader_may_leave, run_tool, tool
 
 
 @dataclass
@@ -111,7 +111,8 @@ def cli(file: str, output: str | None, out: str | None, adding: bool, remaps: tu
             with _progress_bar("checking", file, 1) as bar:
                 check_capture(file, report, bar.advance)
         finally:
-            _print_report(report)
+            with reader_may_leave():
+                _print_report(report)
         click.echo("valid")
         return
     with _progress_bar("recovering", file, 3) as bar:

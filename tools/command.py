@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from io import BufferedWriter, FileIO, TextIOWrapper
+from typing import Any, TextIO
 
 import click
 
@@ -43,9 +45,10 @@ def tool(name: str) -> Callable[[Callable[..., Any]], click.Command]:
 
 def report(error: OpReplayError) -> None:
     """Print an error as the tools do: `STATUS: message` on stderr, then its findings, one a line."""
-    click.echo(f"{error.status}: {one_line(str(error))}", err=True)
-    for finding in getattr(error, "findings", ()):
-        click.echo(f"  {one_line(finding)}", err=True)
+    with _said_if_possible():
+        click.echo(f"{error.status}: {one_line(str(error))}", err=True)
+        for finding in getattr(error, "findings", ()):
+            click.echo(f"  {one_line(finding)}", err=True)
 
 
 def one_line(text: str) -> str:
@@ -53,13 +56,64 @@ def one_line(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
-def discard_output() -> None:
-    """Let what is still buffered for stdout go nowhere: it cannot be written, and Python would complain at exit."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+class OutputFailed(OpReplayError):
+    """Stdout cannot be written: the disk it goes to is full, for instance."""
 
 
-def run_tool(command: click.Command) -> None:
-    """Run a tool and leave the process with its exit code. The commands return their exit code, None for 0."""
+class _Output(FileIO):
+    """What is behind stdout. An OSError alone would not say that it is about the output."""
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data)
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            raise OutputFailed(f"the output could not be written: {error.strerror}") from error
+
+
+def _own_streams() -> None:
+    """Streams whose failures are told apart; a stand-in for one that the process was started without (`>&-`)."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 - for as long as the process
+    if sys.stdout is sys.__stdout__:
+        before = sys.stdout
+        sys.stdout = TextIOWrapper(BufferedWriter(_Output(before.fileno(), "w", closefd=False)), before.encoding,
+                                   before.errors, line_buffering=before.line_buffering)
+
+
+@contextmanager
+def reader_may_leave() -> Iterator[None]:
+    """Around printing a result that is there: where its reader goes away (`| head`), the rest goes nowhere and the tool
+    goes on. What it exits with, and the files it writes, do not depend on who reads."""
+    try:
+        yield
+    except BrokenPipeError:
+        _discard(sys.stdout)
+
+
+def _discard(stream: TextIO) -> None:
+    """Let what is still buffered go nowhere: it cannot be written, and Python would complain at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+@contextmanager
+def _said_if_possible() -> Iterator[None]:
+    """Around messages on stderr. Where that cannot be written there is nobody to tell; the exit code still tells."""
+    try:
+        yield
+    except OSError:
+        _discard(sys.stderr)
+
+
+def run_tool(command: click.Command, *, own_streams: bool = True) -> None:
+    """Run a tool and leave the process with its exit code. The commands return their exit code, None for 0.
+
+    `own_streams`: stdout and stderr are the tool's, and not those of a program that it runs.
+    """
+    if own_streams:
+        _own_streams()
     try:
         # Not command.main(), which turns a closed pipe into exit code 1.
         with command.make_context(command.name, sys.argv[1:]) as context:
@@ -68,15 +122,18 @@ def run_tool(command: click.Command) -> None:
     except click.exceptions.Exit as leaving:
         code = leaving.exit_code
     except click.ClickException as error:
-        error.show()
+        with _said_if_possible():
+            error.show()
         code = error.exit_code
     except (click.Abort, KeyboardInterrupt):
         code = 130
     except BrokenPipeError:
         # The reader of our output went away (`| head`): that ends the tool, and is no error of ours.
-        discard_output()
+        _discard(sys.stdout)
         code = 0
     except OpReplayError as error:
+        if isinstance(error, OutputFailed):
+            _discard(sys.stdout)
         report(error)
         code = error.exit_code
     sys.exit(code or 0)

@@ -37,6 +37,8 @@ def run_compare(plan: Plan, options: Options, form: str, progress: Progress | No
     from replayfmt.benchmark.compare_report import make_compare_report
 
     report = make_compare_report(measure_both(plan, options, progress=progress), plan)
+    if write is not None:
+        write(report.json())
     if form == "console":
         for line in report.lines():
             click.echo(line)
@@ -44,5 +46,3 @@ def run_compare(plan: Plan, options: Options, form: str, progress: Progress | No
         click.echo(report.json() if form == "json" else report.csv(), nl=False)
     for warning in report.context["warnings"]:
         click.echo(f"WARNING: {warning}", err=form != "console")
-    if write is not None:
-        write(report.json())

@@ -12,10 +12,10 @@ from replayfmt.dump.selection import Selection, parse_range
 from replayfmt.dump.signatures import signature_lines, signature_text_lines
 from replayfmt.dump.skeleton import kernel_skeleton as kernel_skeleton_text
 from replayfmt.dump.stream import jsonl_chunks, text_chunks
-from replayfmt.errors import OpReplayError, UsageError
+from replayfmt.errors import UsageError
 from replayfmt.format.reader import open_capture
 
-from .command import discard_output, run_tool, tool
+from .command import run_tool, tool
 
 
 @tool("opreplay-dump")
@@ -46,6 +46,8 @@ def cli(capture: str, form: str | None, query: str | None, ops: str | None, scop
         raise UsageError(f"--kernel-skeleton={kernel_skeleton} prints a Python file; it goes with no other flag")
     if summary and signatures:
         raise UsageError("--summary and --signatures print different things; give one of them")
+    if summary and (ops, scope, kernel) != (None,) * 3:
+        raise UsageError("--summary is about the whole capture: leave --ops, --scope and --kernel out")
     program = None if query is None else Query(query)
     start, stop = (0, None) if ops is None else parse_range(ops)
     selection = Selection(start, stop, scope, kernel)
@@ -69,17 +71,11 @@ def cli(capture: str, form: str | None, query: str | None, ops: str | None, scop
 
 
 def write(chunks: Iterable[str]) -> None:
-    """Print chunks of whole lines, in UTF-8 whatever the locale. Raises OpReplayError where that fails."""
+    """Print chunks of whole lines, in UTF-8 whatever the locale."""
     output = sys.stdout.buffer
     for chunk in chunks:
-        try:
-            output.write(chunk.encode("utf-8", "backslashreplace"))
-            output.flush()
-        except BrokenPipeError:
-            raise
-        except OSError as error:
-            discard_output()
-            raise OpReplayError(f"the output could not be written: {error.strerror}") from None
+        output.write(chunk.encode("utf-8", "backslashreplace"))
+        output.flush()
 
 
 def main() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -10,9 +11,12 @@ import click
 
 from replayfmt.errors import UsageError
 
+from .command import reader_may_leave
+
 if TYPE_CHECKING:
     from replayfmt.benchmark.measure import Progress
     from replayfmt.benchmark.per_op import OpOptions, PerOpRun
+    from replayfmt.benchmark.report import Report
     from replayfmt.replay.plan import Plan
 
 _DEFAULT_MIN_TIME = "0.05s"
@@ -78,15 +82,27 @@ def run_per_op(plan: Plan, flags: PerOpFlags, form: str, progress: Progress | No
                write: Callable[[str], None] | None) -> int:
     """Measure and print; `write` gets the JSON for --benchmark-out. The exit code: 1 where one failed or none ran."""
     from replayfmt.benchmark.per_op import MeasuredOp, measure_ops
-    from replayfmt.benchmark.per_op_report import describe, make_op_report, progress_line, table_lines
+    from replayfmt.benchmark.per_op_report import describe, make_op_report, progress_line
 
     def show(op: MeasuredOp, place: int, of: int) -> None:
-        click.echo(progress_line(op, place, of), err=form != "console")
-        for line in describe(op, plan.reader) if flags.verbose else ():
-            click.echo(line, err=form != "console")
+        # Whoever wants a file gets it, whether or not somebody watches it being made.
+        with reader_may_leave() if write is not None else nullcontext():
+            click.echo(progress_line(op, place, of), err=form != "console")
+            for line in describe(op, plan.reader) if flags.verbose else ():
+                click.echo(line, err=form != "console")
 
     run = measure_ops(plan, flags.options, progress=progress or _unseen, on_measured=show)
     report = make_op_report(run, plan)
+    if write is not None:
+        write(report.json())
+    with reader_may_leave():
+        _show(report, form)
+    return _code(run)
+
+
+def _show(report: Report, form: str) -> None:
+    from replayfmt.benchmark.per_op_report import table_lines
+
     if form == "console":
         click.echo()
         for line in table_lines(report):
@@ -95,9 +111,6 @@ def run_per_op(plan: Plan, flags: PerOpFlags, form: str, progress: Progress | No
         click.echo(report.json() if form == "json" else report.csv(), nl=False)
     for warning in report.context["warnings"]:
         click.echo(f"WARNING: {warning}", err=form != "console")
-    if write is not None:
-        write(report.json())
-    return _code(run)
 
 
 def _code(run: PerOpRun) -> int:

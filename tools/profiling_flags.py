@@ -69,10 +69,11 @@ def profiled(request: ProfilingRequest | None, plan: Any) -> Iterator[None]:
     request.profile(plan)
 
 
-def profiling_request(mode: str | None, output: str | None, force: bool) -> ProfilingRequest | None:
+def profiling_request(mode: str | None, output: str | None, force: bool, capture: str) -> ProfilingRequest | None:
     """What the flags ask for, None where they are not given.
 
-    Raises UsageError for one flag without the other and for unknown families, OutputExists for an existing output.
+    Raises UsageError for one flag without the other, for unknown families and an output that cannot be, OutputExists
+    for an existing one.
     """
     if mode is None and output is None:
         return None
@@ -81,9 +82,11 @@ def profiling_request(mode: str | None, output: str | None, force: bool) -> Prof
                          "host-ops,shapes")
     if output is None:
         raise UsageError(f"--device-profiling-mode={mode}: give --device-profiling-output=FILE with it")
-    from replayfmt.benchmark.output import refuse_existing
+    from replayfmt.benchmark.output import output_file, refuse_input
     from replayfmt.benchmark.profiling import OUTPUT_FLAG, parse_families
 
     families = parse_families(mode)
-    refuse_existing(OUTPUT_FLAG, output, force)
+    refuse_input(OUTPUT_FLAG, output, capture)
+    with output_file(OUTPUT_FLAG, output, force):
+        pass        # it can be written; it is made at the end, and nothing is there until then
     return ProfilingRequest(families, output, force)

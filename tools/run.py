@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import click
 
 from replayfmt.errors import ReplayMismatch
 
-from .command import one_line, report, run_tool, tool
+from .command import one_line, reader_may_leave, report, run_tool, tool
 from .profiling_flags import profiled, profiling_options, profiling_request
+from .progress import record_bar
 from .replay_flags import ReplayFlags, replay_options, shown_if_rejected
 
 if TYPE_CHECKING:
     from replayfmt.replay.results import ReplayResult
-
-_LONG = 20_000       # records; shorter replays show no progress
 
 
 @tool("opreplay-run")
@@ -52,26 +48,30 @@ def cli(context: click.Context, /, capture: str | None, list_initializers: bool,
     if capture is None:
         raise click.MissingParameter(ctx=context, param=next(each for each in context.command.params
                                                              if each.name == "capture"))
-    profiling = profiling_request(device_profiling_mode, device_profiling_output, force)
+    profiling = profiling_request(device_profiling_mode, device_profiling_output, force, capture)
     keep_going = keep_going or compare_kernels
     with flags.plan(capture, keep_going=keep_going) as plan, profiled(profiling, plan):
         from replayfmt.replay.report import as_rows, as_text
 
-        with _progress(plan.reader.record_count) as on_progress, shown_if_rejected(form == "jsonl"):
-            result = plan.execute(verify=flags.verify, keep_going=keep_going, on_progress=on_progress, scope_times=True)
-        if form == "jsonl":
-            for row in as_rows(plan, result):
-                click.echo(json.dumps(row))
-        else:
-            for line in as_text(plan, result):
-                click.echo(one_line(line))
-            for finding in plan.findings:
-                click.echo(one_line(f"finding: {finding}"))
         if compare_kernels:
             from replayfmt.benchmark import device_kernels
 
-            for verdict in device_kernels.compare_kernels(plan):
-                click.echo(json.dumps(verdict.row()) if form == "jsonl" else one_line(str(verdict)))
+            device_kernels.check_device(plan)
+            device_kernels.check_kernels(plan)
+        with record_bar("replaying", plan.reader.record_count) as on_progress, shown_if_rejected(form == "jsonl"):
+            result = plan.execute(verify=flags.verify, keep_going=keep_going, on_progress=on_progress, scope_times=True)
+        with reader_may_leave():
+            if form == "jsonl":
+                for row in as_rows(plan, result):
+                    click.echo(json.dumps(row))
+            else:
+                for line in as_text(plan, result):
+                    click.echo(one_line(line))
+                for finding in plan.findings:
+                    click.echo(one_line(f"finding: {finding}"))
+            if compare_kernels:
+                for verdict in device_kernels.compare_kernels(plan):
+                    click.echo(json.dumps(verdict.row()) if form == "jsonl" else one_line(str(verdict)))
         code = _judge(capture, result, bool(plan.findings))
     return code
 
@@ -83,21 +83,6 @@ def _judge(capture: str, result: ReplayResult, findings: bool) -> int:
         differs = f"{capture}: the replay differs from the capture: {result.divergence}"
         report(ReplayMismatch("\n  ".join([differs, *details])))
     return 0 if result.outcome == "ok" and not findings else 1
-
-
-@contextmanager
-def _progress(records: int) -> Iterator[Callable[[int], None] | None]:
-    """A progress bar on stderr for long replays on a terminal; None otherwise."""
-    if records < _LONG or not sys.stderr.isatty():
-        yield None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (TextColumn("replaying"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("replaying", total=records)
-        yield lambda done: bar.update(task, completed=done)
 
 
 def main() -> None:

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import getpass
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -16,13 +13,12 @@ from replayfmt.format.reader import open_capture
 from replayfmt.trim.selection import Wanted
 from replayfmt.trim.trimming import Prediction, TrimResult, strip_capture, trim_capture, used_remaps
 
-from .command import one_line, run_tool, tool
+from .command import one_line, reader_may_leave, run_tool, tool
+from .progress import record_bar
 from .replay_flags import ReplayFlags, replay_options
 
 if TYPE_CHECKING:
     from replayfmt.replay.plan import Plan
-
-_LONG = 20_000       # records; shorter replays show no progress
 
 
 @tool("opreplay-trim")
@@ -106,7 +102,7 @@ def _trim(capture: str, out: str, wanted: Wanted, force: bool, flags: ReplayFlag
             remaps = used_remaps(reader, flags.replay_file_remap)
         return replace(flags, replay_file_remap=remaps).plan(path)
 
-    with flags.plan(capture, keep_going=True) as plan, _progress(plan.reader.record_count) as on_progress:
+    with flags.plan(capture, keep_going=True) as plan, record_bar("replaying", plan.reader.record_count) as on_progress:
         _report(trim_capture(plan, out, wanted, check, verify=flags.verify, force=force, on_prediction=_predicted,
                              on_progress=on_progress))
 
@@ -129,7 +125,8 @@ def _script(capture: str, out: str, data: str | None, wanted: Wanted, force: boo
 
 
 def _predicted(prediction: Prediction) -> None:
-    click.echo(prediction.text)
+    with reader_may_leave():      # what is predicted is still to be done
+        click.echo(prediction.text)
 
 
 def _report(result: TrimResult) -> None:
@@ -141,21 +138,6 @@ def _report(result: TrimResult) -> None:
         click.echo(one_line(f"note      {note}"))
     click.echo(one_line(f"{result.path}: {result.bytes:,} bytes, {result.ops:,} ops in {result.records:,} records, "
                         f"{result.embedded_bytes:,} bytes of content"))
-
-
-@contextmanager
-def _progress(records: int) -> Iterator[Callable[[int, int], None] | None]:
-    """A progress bar on stderr for long replays on a terminal; None otherwise."""
-    if records < _LONG or not sys.stderr.isatty():
-        yield None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (TextColumn("replaying"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("replaying", total=records)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
 def main() -> None:

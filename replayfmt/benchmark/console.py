@@ -20,6 +20,13 @@ def print_report(report: Report, console: Console | None = None) -> None:
     console = console or Console(highlight=False)
     if not console.is_terminal:
         console.width = _UNLIMITED
+    with console.capture() as printed:      # rich would make the exit code of a pipe that is closed
+        _print(report, console)
+    console.file.write(printed.get())
+    console.file.flush()
+
+
+def _print(report: Report, console: Console) -> None:
     context = report.context
     _line(console, f"capture   {context['capture']} (session {context['capture_session']})")
     threads = context["torch_num_threads"]

@@ -87,21 +87,31 @@ def judge(captured: Iterable[Launched], replayed: Iterable[Launched]) -> KernelV
     return "MATCH" if Counter(captured) == Counter(replayed) else "DIFFERENT"
 
 
-def compare_kernels(plan: Plan, tracing: Tracing | None = None) -> list[KernelVerdict]:
-    """A verdict for each op of which the capture names device kernels, in capture order.
+def check_device(plan: Plan) -> None:
+    """Raises UsageError where a plan uses no device whose kernels could be compared."""
+    if not any(device.type == "cuda" for device in plan.devices):
+        raise UsageError(f"{FLAG}: the replay uses {', '.join(map(str, plan.devices)) or 'no device'} and no CUDA "
+                         "device; expected one, such as --device=cuda:0")
 
-    The plan has to be made with keep_going. Raises UsageError where it uses no CUDA device, or where the capture says
-    nothing of device kernels.
-    """
-    if tracing is None:
-        if not any(device.type == "cuda" for device in plan.devices):
-            raise UsageError(f"{FLAG}: the replay uses {', '.join(map(str, plan.devices)) or 'no device'} and no CUDA "
-                             "device; expected one, such as --device=cuda:0")
-        tracing = traced
-    captured = {ordinal: kernels for ordinal, kernels in _captured(plan)}
+
+def check_kernels(plan: Plan) -> dict[int, tuple[Launched, ...]]:
+    """The device kernels that the capture names, by the ordinal of their op. Raises UsageError where it names none."""
+    captured = dict(_captured(plan))
     if not captured:
         raise UsageError(f"{FLAG}: {plan.reader.path} says nothing of the device kernels of its ops; imported profiler "
                          "traces with device work do")
+    return captured
+
+
+def compare_kernels(plan: Plan, tracing: Tracing | None = None) -> list[KernelVerdict]:
+    """A verdict for each op of which the capture names device kernels, in capture order.
+
+    The plan has to be made with keep_going. Raises UsageError where there is nothing to compare.
+    """
+    if tracing is None:
+        check_device(plan)
+        tracing = traced
+    captured = check_kernels(plan)
     failed: dict[int, str] = {}
 
     def run(op: IsolatedOp) -> None:

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from replayfmt.errors import UsageError
 
 MOST_ITERATIONS = 1_000_000_000      # Google Benchmark's own limit
-_ITERATIONS = re.compile(r"\s*\+?(\d+)x")
-_SECONDS = re.compile(r"\s*\+?((?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)s?")
+_ITERATIONS = re.compile(r"\s*\+?0*(\d{1,10})x", re.ASCII)
+_SECONDS = re.compile(r"\s*\+?((?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)s?", re.ASCII)
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ opened under a temporary name beside its final one, and renamed to it once it is
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,7 +26,10 @@ class OutputFile:
     def commit(self) -> None:
         """Give the finished file its final name. Raises OutputExists where one has appeared since, without force."""
         refuse_existing(self._flag, self._path, self._force)
-        os.replace(self.partial, self._path)
+        try:
+            os.replace(self.partial, self._path)
+        except OSError as error:
+            raise OpReplayError(f"{self._flag}={self._path}: cannot be written: {error.strerror}") from error
         self.committed = True
 
     def write(self, text: str) -> None:
@@ -62,9 +66,18 @@ def output_file(flag: str, path: str | os.PathLike[str], force: bool) -> Iterato
             partial.unlink(missing_ok=True)
 
 
+def refuse_input(flag: str, path: str | os.PathLike[str], capture: str | os.PathLike[str]) -> None:
+    """Raises UsageError where a result would take the place of the capture that it is about."""
+    if os.path.exists(path) and os.path.exists(capture) and os.path.samefile(path, capture):
+        raise UsageError(f"{flag}={os.fspath(path)}: is the capture; name another file")
+
+
 def refuse_existing(flag: str, path: str | os.PathLike[str], force: bool) -> None:
-    """Raises OutputExists for an existing file without `force`, UsageError for a directory."""
-    if os.path.isdir(path):
-        raise UsageError(f"{flag}={os.fspath(path)}: is a directory, expected a file name")
+    """Raises OutputExists for an existing file without `force`, UsageError for what can be no result file at all."""
+    if not os.path.basename(path) or os.path.isdir(path):
+        raise UsageError(f"{flag}={os.fspath(path)}: is {'a directory' if path else 'empty'}, expected a file name")
+    if os.path.exists(path) and not stat.S_ISREG(os.stat(path).st_mode):
+        # The finished file takes the place of what is there: /dev/null itself would be gone.
+        raise UsageError(f"{flag}={os.fspath(path)}: is a device or a pipe, expected the name of a regular file")
     if not force and os.path.lexists(path):
         raise OutputExists(f"{flag}={os.fspath(path)}: the file exists; --force overwrites it")

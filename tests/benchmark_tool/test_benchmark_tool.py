@@ -176,6 +176,17 @@ def test_a_result_that_cannot_be_written_is_found_out_before_anything_runs(bench
     assert "cannot be created" in bench(captured, f"--benchmark-out={tmp_path}/missing/out.json").err and executed == []
 
 
+def test_the_capture_itself_is_never_the_result(bench, captured, tmp_path, executed):
+    path = tmp_path / "copy.opreplay"
+    path.write_bytes(captured.read_bytes())
+    (tmp_path / "link").hardlink_to(path)
+    for flags in (["--benchmark-out={}"], ["--device-profiling-mode=host-ops", "--device-profiling-output={}"]):
+        for name in ("copy.opreplay", "link"):
+            done = bench(path, *(flag.format(tmp_path / name) for flag in flags), "--force")
+            assert done.code == 2 and "is the capture; name another file" in done.err and executed == []
+    assert path.read_bytes() == captured.read_bytes()
+
+
 def test_the_console_is_the_default_and_csv_and_json_are_alone_on_stdout(bench, captured):
     assert "Real mean" in bench(captured).out and bench(captured).err == ""
     assert bench(captured, "--benchmark-format=csv").out.startswith("name,iterations,")
@@ -230,6 +241,8 @@ def test_run_writes_the_same_kind_of_trace(tool, captured, tmp_path):
     (["--device-profiling-mode=nothing", "--device-profiling-output=trace.json"], 2),
     (["--device-profiling-mode=device-kernels", "--device-profiling-output=trace.json"], 2),
     (["--device-profiling-mode=host-ops", "--device-profiling-output=there.json"], 1),
+    (["--device-profiling-mode=host-ops", "--device-profiling-output=nowhere/trace.json"], 2),
+    (["--device-profiling-mode=host-ops", "--device-profiling-output="], 2),
     (["--device-profiling-mode=host-ops", "--device-profiling-output=same.json", "--benchmark-out=same.json"], 2),
 ])
 def test_a_trace_that_cannot_be_is_refused_early(bench, captured, tmp_path, monkeypatch, executed, flags, code):
@@ -317,3 +330,18 @@ def test_the_console_script_runs_and_ends_quietly_when_its_reader_goes_away(capt
                           timeout=120)
     assert (done.returncode, done.stdout) == (0, "{")
     assert "Traceback" not in done.stderr and "BrokenPipe" not in done.stderr
+
+
+@pytest.mark.parametrize("flags", [[], ["--per-op", "--op-filter=aten::mm*"]])
+def test_the_results_are_in_their_file_whether_or_not_somebody_reads_the_table(captured, tmp_path, flags):
+    out, trace = tmp_path / "out.json", tmp_path / "trace.json"
+    if not flags:
+        flags = ["--device-profiling-mode=host-ops", f"--device-profiling-output={trace}"]
+    command = [Path(sys.executable).with_name("opreplay-benchmark"), captured, "--benchmark-min-time=2x",
+               f"--benchmark-out={out}", *flags]
+    tool = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    tool.stdout.close()
+    said = tool.stderr.read()
+    tool.stderr.close()
+    assert tool.wait(120) == 0 and "Traceback" not in said
+    assert json.loads(out.read_text())["benchmarks"] and trace.exists() == ("--per-op" not in flags)

@@ -46,6 +46,33 @@ def test_a_place_where_no_file_can_be_is_a_usage_error(tmp_path, name, words):
         pass
 
 
+@pytest.mark.parametrize("path", ["", "missing/", "/"])
+def test_a_name_without_a_file_name_is_a_usage_error(path):
+    words = "--out=.*: is (empty|a directory), expected a file name"
+    with pytest.raises(UsageError, match=words), output_file("--out", path, force=True):
+        pass
+
+
+def test_a_device_or_a_pipe_is_never_replaced_by_a_file(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to("pipe")
+    for path in (tmp_path / "pipe", tmp_path / "link", os.devnull):
+        for force in (False, True):
+            with pytest.raises(UsageError, match="is a device or a pipe"), output_file("--out", path, force):
+                pass
+    assert sorted(os.listdir(tmp_path)) == ["link", "pipe"]
+
+
+def test_a_directory_that_takes_the_files_place_meanwhile_is_one_clear_error(tmp_path):
+    with pytest.raises(UsageError, match="is a directory"), output_file("--out", tmp_path / "a", force=True) as file:
+        (tmp_path / "a").mkdir()
+        file.write("x")
+    words = "cannot be written: No such file"
+    with pytest.raises(OpReplayError, match=words), output_file("--out", tmp_path / "b", force=True) as file:
+        file.partial.unlink()
+        file.commit()
+
+
 def test_a_full_disk_is_one_clear_error():
     if not os.path.exists("/dev/full"):
         pytest.skip("needs /dev/full")

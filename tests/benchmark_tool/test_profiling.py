@@ -135,19 +135,19 @@ def test_device_kernels_without_a_cuda_device_in_the_replay_is_a_usage_error(tmp
 
 def test_a_mode_needs_an_output_and_an_output_a_mode():
     with pytest.raises(UsageError, match="give --device-profiling-output=FILE with it"):
-        profiling_request("host-ops", None, False)
+        profiling_request("host-ops", None, False, "a.opreplay")
     with pytest.raises(UsageError, match="give --device-profiling-mode=LIST with it"):
-        profiling_request(None, "trace.json", False)
-    assert profiling_request(None, None, True) is None
+        profiling_request(None, "trace.json", False, "a.opreplay")
+    assert profiling_request(None, None, True, "a.opreplay") is None
 
 
 def test_a_request_is_checked_before_anything_runs(tmp_path):
     (tmp_path / "old.json").write_text("")
     with pytest.raises(OutputExists):
-        profiling_request("host-ops", str(tmp_path / "old.json"), False)
+        profiling_request("host-ops", str(tmp_path / "old.json"), False, "a.opreplay")
     with pytest.raises(UsageError):
-        profiling_request("host-opps", str(tmp_path / "new.json"), False)
-    request = profiling_request("device-kernels", str(tmp_path / "new.json"), False)
+        profiling_request("host-opps", str(tmp_path / "new.json"), False, "a.opreplay")
+    request = profiling_request("device-kernels", str(tmp_path / "new.json"), False, "a.opreplay")
     with pytest.raises(UsageError, match="not available"):
         request.check(SmallPlan())
 

@@ -46,7 +46,8 @@ def test_selections_reach_the_records(run: Run, plain: Path) -> None:
 
 
 @pytest.mark.parametrize("arguments", [
-    ["--ops=1"], ["--ops=9:1"], ["--ops=x:y"], ["--jq", ".["], ["--format=xml"], ["--no-such-flag"], ["--ops"]])
+    ["--ops=1"], ["--ops=9:1"], ["--ops=x:y"], ["--jq", ".["], ["--format=xml"], ["--no-such-flag"], ["--ops"],
+    ["--summary", "--ops=1:2"], ["--summary", "--scope=execute"], ["--summary", "--kernel=aten::mm"]])
 def test_wrong_usage_is_exit_code_2(run: Run, plain: Path, arguments: list[str]) -> None:
     for ran in (run(*arguments, plain), run(*arguments[:1], *arguments[1:], "missing.opreplay")):
         assert (ran.code, ran.output) == (2, "") and "Traceback" not in ran.error

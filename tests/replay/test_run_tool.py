@@ -82,6 +82,13 @@ def test_a_mismatch_exits_with_1_and_names_the_first_divergence(captured: Captur
     code, out, _err = tool("--format=jsonl", str(path))
     assert code == 1 and json.loads(out)["divergence"]["op"] == "aten::mul.Tensor"
     assert tool("--verify=none", str(path))[0] == 0
+    command = Path(sys.executable).with_name("opreplay-run")
+    run = subprocess.Popen([command, path], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert run.stdout is not None and run.stderr is not None
+    run.stdout.close()          # whoever reads the summary: it did not match
+    assert run.stderr.read().startswith("DATA_LOSS: ")
+    run.stderr.close()
+    assert run.wait(120) == 1
 
 
 def test_a_refusal_exits_with_1_and_lists_every_finding(captured: Captured, tool: Any) -> None:
