@@ -168,3 +168,18 @@ def test_a_composite_is_not_taken_for_the_last_of_its_parts(capture: Capture) ->
     assert all(map(torch.equal, captured.returned, expected))
     assert captured.ops().count("aten::exp.default") == 5
     captured.replays()
+
+
+def test_nested_tensors_come_where_plain_ones_did(capture: Capture) -> None:
+    """What the fast path compares plain tensors with cannot be asked about nested ones."""
+    plain, nested = torch.randn(4, 4), torch.nested.nested_tensor([torch.ones(2), -torch.ones(3)])
+
+    def program() -> list[torch.Tensor]:
+        for _ in range(4):
+            torch.relu(plain)
+        return [*torch.relu(nested).unbind(), torch.relu(plain)]
+
+    captured = capture(program)
+    assert [result.sum().item() for result in captured.returned[:2]] == [2, 0]
+    assert captured.ops().count("aten::relu.default") == 6
+    captured.replays()
