@@ -10,12 +10,13 @@ import gzip
 import json
 from collections.abc import Sequence
 from os import PathLike, fspath
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function, supported_activities
 
-from replayfmt.errors import ReplayFailed, UsageError
+from replayfmt.errors import OpReplayError, ReplayFailed, UsageError
 from replayfmt.replay.plan import Plan
 
 from .output import output_file
@@ -71,10 +72,36 @@ def profile_replay(plan: Plan, families: Sequence[str], output: str | PathLike[s
             annotations.close()
             session.stop()
             if session.profiler is not None:
-                session.profiler.export_chrome_trace(fspath(file.partial))
-                if not {"host-ops", "shapes"} & set(families):
-                    _drop_events(fspath(file.partial), _HOST_OPS)
+                _export(session.profiler, file.partial, fspath(output), families)
                 file.commit()
+
+
+def _export(profiler: profile, partial: Path, output: str, families: Sequence[str]) -> None:
+    """Write the trace to `partial`. Raises OpReplayError where it does not arrive whole."""
+    left_by_torch = partial.with_name(f"{partial.name}.tmp")      # where it fails to write
+    try:
+        profiler.export_chrome_trace(fspath(partial))
+        if not _is_whole(partial):
+            raise OpReplayError(f"{OUTPUT_FLAG}={output}: torch could not write the whole trace; is the disk full?")
+        if not {"host-ops", "shapes"} & set(families):
+            _drop_events(fspath(partial), _HOST_OPS)
+    except OSError as error:
+        raise OpReplayError(f"{OUTPUT_FLAG}={output}: cannot be written: {error.strerror}") from error
+    finally:
+        left_by_torch.unlink(missing_ok=True)
+
+
+def _is_whole(trace: Path) -> bool:
+    """Whether a trace ends as JSON does. torch says on stderr alone that it could not write one."""
+    end = b""
+    with _opened(fspath(trace), "rb") as file:
+        while part := file.read(1 << 20):
+            end = (end + part)[-64:]
+    return end.rstrip().endswith(b"}")
+
+
+def _opened(path: str, mode: str) -> Any:
+    return gzip.open(path, mode) if path.endswith(".gz") else open(path, mode)  # noqa: SIM115 - the caller closes it
 
 
 class _Session:
@@ -135,9 +162,9 @@ class _Annotations:
 
 def _drop_events(path: str, categories: frozenset[str]) -> None:
     """Rewrite a trace without the events of some categories."""
-    opened: Any = gzip.open if path.endswith(".gz") else open
-    with opened(path, "rt", encoding="utf-8") as file:
+    with _opened(path, "rb") as file:
         trace = json.load(file)
     trace["traceEvents"] = [event for event in trace["traceEvents"] if event.get("cat") not in categories]
-    with opened(path, "wt", encoding="utf-8") as file:
-        json.dump(trace, file)
+    with _opened(path, "wb") as file:
+        for part in json.JSONEncoder().iterencode(trace):
+            file.write(part.encode())

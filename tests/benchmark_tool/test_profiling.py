@@ -1,7 +1,9 @@
 """The torch.profiler trace of one replay: what each family puts into it, and that it is always written."""
 
+import errno
 import gzip
 import json
+import os
 from types import SimpleNamespace
 
 import pytest
@@ -9,7 +11,7 @@ import torch
 from opreplay_tools.profiling_flags import profiling_request
 
 from replayfmt.benchmark.profiling import check_families, parse_families, profile_replay
-from replayfmt.errors import OutputExists, ReplayFailed, UsageError
+from replayfmt.errors import OpReplayError, OutputExists, ReplayFailed, UsageError
 
 
 class SmallPlan:
@@ -102,6 +104,30 @@ def test_the_trace_is_closed_and_written_when_the_replay_fails(tmp_path):
     events = json.loads(path.read_text())["traceEvents"]
     assert annotations(events) >= {"execute", "execute/step"} and any(event["name"] == "aten::mm" for event in events)
     profile_replay(SmallPlan(), ("host-ops",), tmp_path / "next.json")      # the profiler was stopped
+
+
+@pytest.mark.parametrize("name", ["trace.json", "trace.json.gz"])
+def test_a_trace_that_torch_could_not_write_whole_is_an_error_and_no_file(tmp_path, monkeypatch, name):
+    def export(_profiler, path):            # what torch does on a full disk: it says so on stderr and goes on
+        (tmp_path / f"{os.path.basename(path)}.tmp").write_text("left over")
+        with (gzip.open(path, "wt") if path.endswith(".gz") else open(path, "w")) as file:
+            file.write('{"traceEvents": [{"na')
+
+    monkeypatch.setattr(torch.profiler.profile, "export_chrome_trace", export)
+    for families in ("host-ops", "memory"):
+        with pytest.raises(OpReplayError, match="could not write the whole trace; is the disk full"):
+            profile_replay(SmallPlan(), [families], tmp_path / name)
+        assert os.listdir(tmp_path) == []
+
+
+def test_a_trace_that_cannot_be_written_is_one_error_and_no_file(tmp_path, monkeypatch):
+    def export(_profiler, _path):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(torch.profiler.profile, "export_chrome_trace", export)
+    with pytest.raises(OpReplayError, match="--device-profiling-output=.*: cannot be written: No space left"):
+        profile_replay(SmallPlan(), ["host-ops"], tmp_path / "trace.json")
+    assert os.listdir(tmp_path) == []
 
 
 def test_an_existing_trace_is_refused_without_force(tmp_path):
