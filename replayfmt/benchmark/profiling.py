@@ -101,7 +101,7 @@ def _is_whole(trace: Path) -> bool:
 
 
 def _opened(path: str, mode: str) -> Any:
-    return gzip.open(path, mode) if path.endswith(".gz") else open(path, mode)  # noqa: SIM115 - the caller closes it
+    return gzip.open(path, mode) if path.endswith(".gz") else open(path, mode)
 
 
 class _Session:
