@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from replayfmt.format.codes import DType
+from replayfmt.format.codes import DType, TensorFlag
 
 from .schema_types import SchemaType, schema_type
 from .types import dtype_of, layout, layout_of, memory_format, memory_format_of, scalar_type
@@ -37,7 +37,7 @@ class Form(Enum):
 @dataclass(frozen=True)
 class TensorSpec:
     """What a trace says of a tensor. None: not said. `identity` names its storage where the trace knows it, `offset` is
-    in elements, `device` a name such as `cuda:0`."""
+    in elements, `device` a name such as `cuda:0`. `lacks` says why no such tensor can be made."""
 
     dtype: DType | None
     sizes: tuple[int, ...] | None
@@ -46,6 +46,8 @@ class TensorSpec:
     offset: int = 0
     identity: Hashable = None
     number: bool = False       # a Python number that was passed as a tensor without dimensions
+    flags: TensorFlag = TensorFlag(0)      # conjugated or negated views
+    lacks: str = ""
 
 
 @dataclass(frozen=True)
@@ -403,8 +405,8 @@ def _decode_scalar(base: str, recorded: Recorded) -> Any:
 def _tensor(recorded: Recorded) -> tuple[Bound, str]:
     spec = recorded.tensor
     assert spec is not None
-    if spec.sizes is None:
-        return None, "a tensor whose sizes are not recorded"
+    if spec.lacks or spec.sizes is None:
+        return None, spec.lacks or "a tensor whose sizes are not recorded"
     if spec.dtype is None:
         return None, f"a tensor of sizes {list(spec.sizes)} whose dtype is not recorded"
     return spec, ""

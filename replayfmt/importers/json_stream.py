@@ -13,7 +13,7 @@ import codecs
 import json
 import re
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Generator, Iterator
 from dataclasses import dataclass
 from os import PathLike
 from typing import Any
@@ -88,7 +88,8 @@ class JsonStream:
 
     def entries(self, arrays: Collection[str]) -> Iterator[tuple[str, Any]]:
         """(key, value) of the members of the outermost object; (key, element) for each element of the members named in
-        `arrays`; ("", element) for each element of an outermost array.
+        `arrays`; ("", element) for each element of an outermost array. Documents that follow each other in one file
+        are read as one.
 
         Raises InvalidCapture where the file does not begin as JSON does.
         """
@@ -96,45 +97,54 @@ class JsonStream:
         if first == "\ufeff":
             self._place += 1
             first = self._peek()
-        if first == "[":
-            self._place += 1
-            yield from (("", element) for element in self._elements())
-        elif first == "{":
-            self._place += 1
-            yield from self._members(arrays)
-        else:
+        if first not in ("[", "{"):
             shown = self._text[self._place : self._place + 16]
             what = f"it begins with {shown!r}" if shown else self._file.broken or "it is empty"
             raise InvalidCapture(f"{self._file.path}: no JSON: {what}; expected an object or an array")
+        while first in ("[", "{"):
+            self._place += 1
+            if first == "[":
+                yield from (("", element) for element in self._elements())
+            elif not (yield from self._members(arrays)):
+                break
+            first = self._peek()
+            if first in ("[", "{"):
+                self._note("another document", "another JSON document begins here; it is read as a part of this trace",
+                           self.offset)
+            elif first:
+                self._note("skipped", f"the file goes on after its JSON; {self._shown()} and what follows was not read",
+                           self.offset)
         if self._file.broken:
             self._note("cut off", f"the file is damaged here: {self._file.broken}", self.offset)
 
-    def _members(self, arrays: Collection[str]) -> Iterator[tuple[str, Any]]:
+    def _members(self, arrays: Collection[str]) -> Generator[tuple[str, Any], None, bool]:
+        """Gives members; returns whether the object's end was reached."""
         while True:
             character = self._separated("}")
             if character in ("", "}"):
                 self._place += 1 if character else 0
-                return
+                return bool(character)
             if character != '"':
                 self._note("not JSON", f"expected a member's name, got {self._shown()}", self.offset)
-                return
+                return False
             found, key = self._value()
             if not found or not isinstance(key, str):
-                return
+                return False
             if self._peek() != ":":
                 self._note("cut off" if not self._peek() else "not JSON", f"nothing follows {key!r}", self.offset)
-                return
+                return False
             self._place += 1
             if key in arrays and self._peek() == "[":
                 self._place += 1
                 yield from ((key, element) for element in self._elements())
-                if self._ended and self._place >= len(self._text):
-                    return
+                if "cut off" in self.problem_counts:
+                    return False
                 continue
             found, value = self._value()
-            if not found:
-                return
-            yield key, value
+            if found:
+                yield key, value
+            elif self._ended and self._place >= len(self._text):
+                return False
 
     def _elements(self) -> Iterator[Any]:
         while True:

@@ -7,7 +7,6 @@ synthesizes; nothing connects one call's results with another's inputs.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
@@ -22,10 +21,10 @@ from replayfmt.pytorch.op_libraries import ALIASES, OpLibraries
 
 from .json_stream import JsonStream
 from .kineto_calls import Calls, Placement
-from .kineto_events import Events, OpKind, integer
+from .kineto_events import OPERATOR_NAME, Events, OpKind, integer
 from .kineto_tree import LEVELS, Facts, Level, Role, Selection, Tree, build, compact, select
 from .kineto_writing import Trace, write
-from .operators import Operators
+from .operators import Operators, without_overload
 from .portable import Portable
 from .report import ImportReport
 from .synthesis import ImportedSession, imported_session
@@ -33,7 +32,6 @@ from .trace_files import Progress, TraceFile
 
 _MOST_RANKS = 1 << 24
 _MOST_DEVICES = 1 << 16
-_OPERATOR_NAME = re.compile(r"[A-Za-z_]\w*::[A-Za-z_]\w*(\.\w+)?\Z")
 _COLLECTIVE = ("c10d::", "_c10d_functional::", "c10d_functional::", "nccl:", "gloo:", "rccl:", "mpi:", "ucc:")
 # Operators that only allocate, look at metadata, or name what is there.
 _IDLE = frozenset({
@@ -78,22 +76,24 @@ def import_kineto(path: str | PathLike[str], out: str | PathLike[str], *, librar
         raise UsageError(f"level={options.level!r}: expected one of {', '.join(LEVELS)}")
     with JsonStream(TraceFile(path, progress=progress)) as stream:
         events = Events().read(stream)
-        problems = _problems(stream, events)
     if not events.ops.start and not events.work.start:
+        problems = _problems(stream, events)
         raise InvalidCapture(f"{path}: no profiler trace: it has no operators and no device work"
                              + (f" ({problems[0]})" if problems else ""))
     operators = Operators(libraries)
     facts = [_facts(kind, operators) for kind in events.kinds]
     annotations = np.asarray([facts[kind].role is Role.annotation for kind in events.ops.kind], bool)
-    tree = build(events, annotations)
+    detached = np.asarray([facts[kind].role is Role.collective and events.kinds[kind].annotation
+                           for kind in events.ops.kind], bool)
+    tree = build(events, annotations, detached)
     level: Level = options.level
     if level == "auto":
         level = "launching" if len(events.work.start) else "leaf"
     selection = select(tree, events.ops.kind, facts, level)
-    report = ImportReport(Path(path).name, "kineto", problems=problems)
+    report = ImportReport(Path(path).name, "kineto", problems=_problems(stream, events))
     _count(report, events, tree, selection, facts, level)
     trace = Trace(events, tree, selection, facts, Calls(operators, events.kinds), devices(events, report),
-                  options.unique, Portable() if options.rewrite == "portable" else None)
+                  options.unique, Portable() if options.rewrite == "portable" else None, level)
     session = imported_session("kineto", Path(path).name, **_session_fields(events, level, options))
     with ImportedSession(out, session, force=force) as writing:
         write(trace, writing, report, on_record)
@@ -103,22 +103,21 @@ def import_kineto(path: str | PathLike[str], out: str | PathLike[str], *, librar
 def _problems(stream: JsonStream, events: Events) -> list[str]:
     problems = [str(problem) for problem in stream.problems]
     problems += [f"{kind}: {count} times in all" for kind, count in stream.problem_counts.items() if count > 1]
-    if events.unreadable:
-        problems.append(f"{events.unreadable} events without the fields that events have were left out")
-    return problems
+    return [*problems, *events.problem_lines()]
 
 
 def _facts(kind: OpKind, operators: Operators) -> Facts:
-    name = ALIASES.get(kind.name, kind.name) if "::" in kind.name else kind.name
+    name = ALIASES.get(without_overload(kind.name), kind.name) if "::" in kind.name else kind.name
     if kind.annotation and not name.startswith("nccl:"):
         return Facts(Role.annotation)
     if name == "record_param_comms" or name.startswith(_COLLECTIVE):
         return Facts(Role.collective)
-    if not _OPERATOR_NAME.match(name) or name.startswith("torch::autograd::"):
+    if not OPERATOR_NAME.match(name) or name.startswith("torch::autograd::"):
         return Facts(Role.wrapper)
     candidates = [each for each in operators.candidates(name)[0] if each.dispatched]
     if not candidates:
         return Facts(Role.unknown if operators.attribute(name) is None else Role.operator)
+    name = without_overload(name)
     idle = name in _IDLE or all(each.only_views for each in candidates)
     composite = name not in _COMPUTING and all(each.composite for each in candidates)
     return Facts(Role.operator, composite, not idle, name in _MOVES, "convolution" in name)
@@ -143,7 +142,11 @@ def _count(report: ImportReport, events: Events, tree: Tree, selection: Selectio
         "inside taken": int(inside.sum()), "around taken": int((called & ~chosen & around).sum()),
         "no work": int((called & ~chosen & ~inside & ~around).sum()), "wrappers": int((roles == Role.wrapper).sum()),
         "annotations": int((roles == Role.annotation).sum()), "device work": len(events.work.start),
+        "other events": events.others.total(),
     }
+    if events.others:
+        report.notes.append("other events are no calls: " + ", ".join(
+            f"{count} {category}" for category, count in events.others.most_common()))
     report.notes.append(f"level {level}: " + {
         "launching": "operators that launched device work stand for it; those that launched none are left out",
         "leaf": "the deepest operators that do work themselves stand for it",
@@ -219,7 +222,7 @@ def devices(events: Events, report: ImportReport) -> Mapping[int, Device]:
             if isinstance(about.get(key), int):
                 fingerprint[name] = about[key]
         text = json.dumps(fingerprint) if fingerprint else ""
-        found[number] = Device("cuda", index, str(about.get("name", "")), text)
+        found[number] = Device(events.device_type, index, str(about.get("name", "")), text)
     return found
 
 

@@ -8,8 +8,10 @@ gigabytes is read in a tenth of its size.
 from __future__ import annotations
 
 import json
+import re
 from array import array
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +26,16 @@ LAUNCH_CATEGORIES = frozenset({
 })
 DEVICE_CATEGORIES = frozenset({"kernel", "gpu_memcpy", "gpu_memset", "Kernel", "Memcpy", "Memset", "concurrent_kernel",
                                "mtia_ccp_events", "privateuse1_kernel"})
+# What else profilers write, none of it a call: stacks, flows, counters, the device's view of annotations.
+OTHER_CATEGORIES = frozenset({
+    "python_function", "gpu_user_annotation", "Trace", "overhead", "cuda_sync", "cpu_instant_event", "ac2g", "fwdbwd",
+    "async", "async_cpu_to_gpu", "external_correlation", "cuda_profiler_range", "gpu_pm_counter", "collective_comm",
+    "mtia_insight", "mtia_counters", "glow_runtime", "ProfilerStep", "Python", "PythonFunction",
+})
+_READ_CATEGORIES = OPERATOR_CATEGORIES | ANNOTATION_CATEGORIES | LAUNCH_CATEGORIES | DEVICE_CATEGORIES
+OPERATOR_NAME = re.compile(r"[A-Za-z_]\w*::[A-Za-z_]\w*(\.\w+)?\Z")
+# What the runtime that launched work calls its devices; CUDA and HIP are both `cuda` to PyTorch.
+_DEVICE_TYPES = {"xpu": "xpu", "mtia": "mtia", "privateuse1": "privateuseone"}
 RECORDED_FIELDS = ("Input Dims", "Input type", "Input Strides", "Concrete Inputs")
 _OLD_FIELDS = {"Input Dims": "Input dims", "Input type": "Input types", "Input Strides": "Input strides",
                "Concrete Inputs": "Concrete inputs"}
@@ -34,6 +46,7 @@ COLLECTIVE_FIELDS = ("Collective name", "dtype", "In msg nelems", "Out msg nelem
 
 
 _LATEST = 1 << 62
+_NO_FIELDS = "without the fields that events have were left out"
 
 
 def _q() -> array:
@@ -63,7 +76,7 @@ class Launches:
 
 @dataclass
 class DeviceWork:
-    """What ran on a device: kernels, copies, fills. `kind` indexes `work`; -1: no such id."""
+    """What ran on a device: kernels, copies, fills. `kind` indexes `work`; -1: no such id, or no duration."""
 
     start: array = field(default_factory=_q)
     duration: array = field(default_factory=_q)
@@ -102,7 +115,8 @@ class WorkKind:
 
 
 class Events:
-    """Everything of a trace that the import needs."""
+    """Everything of a trace that the import needs. `problems` counts what was wrong with events, `others` those that
+    are no calls, by category."""
 
     def __init__(self) -> None:
         self.ops, self.launches, self.work = Ops(), Launches(), DeviceWork()
@@ -111,7 +125,10 @@ class Events:
         self.threads: list[tuple[str, str]] = []
         self.metadata: dict[str, Any] = {}
         self.memory_devices: set[int] = set()
-        self.unreadable = 0
+        self.device_type = "cuda"
+        self.problems: Counter[str] = Counter()
+        self.others: Counter[str] = Counter()
+        self._begun: dict[tuple[str, str], list[dict[str, Any]]] = {}
         self._kind_ids: dict[Any, int] = {}
         self._work_ids: dict[Any, int] = {}
         self._thread_ids: dict[tuple[str, str], int] = {}
@@ -123,31 +140,81 @@ class Events:
                 self._event(value)
             else:
                 self.metadata[key] = value
+        for events in self._begun.values():
+            self.problems["begin (ph B) and never end; they were left out"] += len(events)
         return self
+
+    def problem_lines(self) -> Iterator[str]:
+        """What was wrong with events, as sentences."""
+        return (f"{count} events {what}" for what, count in self.problems.items() if count)
 
     def _event(self, event: Any) -> None:
         if not isinstance(event, dict):
-            self.unreadable += 1
+            self.problems[_NO_FIELDS] += 1
             return
-        if event.get("ph") != "X":
-            if event.get("name") == "[memory]":
-                self._memory(event.get("args"))
-            return
-        category = event.get("cat")
         try:
-            if category in OPERATOR_CATEGORIES or category in ANNOTATION_CATEGORIES:
-                self._op(event, category in ANNOTATION_CATEGORIES)
-            elif category in LAUNCH_CATEGORIES:
-                self._launch(event)
-            elif category in DEVICE_CATEGORIES:
-                self._work(event, str(category))
+            phase, category = event.get("ph"), event.get("cat")
+            if phase in ("B", "E"):
+                event = self._paired(event)
+                phase = "X" if event else ""
+                category = (event or {}).get("cat")
+            if phase == "X" and event is not None:
+                self._span(event, category)
+            elif phase and category in _READ_CATEGORIES:
+                self.problems[f"are of category {category} and phase {str(phase)!r}, which is not read"] += 1
+            elif isinstance(phase, str) and phase:
+                self.others[str(category or f"phase {phase}")] += 1
+                if event is not None and event.get("name") == "[memory]":
+                    self._memory(event.get("args"))
+            elif phase is None:
+                # Exporters end lists with an empty entry, so as not to care for the last comma.
+                self.problems[_NO_FIELDS] += bool(event)
         except (AttributeError, KeyError, TypeError, ValueError, OverflowError):
-            self.unreadable += 1
+            self.problems[_NO_FIELDS] += 1
 
-    def _op(self, event: dict[str, Any], annotation: bool) -> None:
+    def _span(self, event: dict[str, Any], category: Any) -> None:
+        """An event with a beginning and a duration."""
+        if category is None:
+            named = OPERATOR_NAME.match(str(event["name"])) is not None
+            self.problems["have no category; those named like operators are taken for operators, the others left out"
+                          ] += 1
+            category = "cpu_op" if named else ""
+        if category in OPERATOR_CATEGORIES or category in ANNOTATION_CATEGORIES:
+            duration = nanoseconds(event["dur"]) if event.get("dur") is not None else -1
+            if duration >= 0 or category in ANNOTATION_CATEGORIES:
+                self._op(event, category in ANNOTATION_CATEGORIES, max(0, duration))
+            if duration < 0:
+                done = "taken as moments" if category in ANNOTATION_CATEGORIES else "left out"
+                self.problems[f"of category {category} have no duration, or one below zero; they were {done}"] += 1
+        elif category in LAUNCH_CATEGORIES:
+            self.device_type = _DEVICE_TYPES.get(category.partition("_")[0], self.device_type)
+            self._launch(event)
+        elif category in DEVICE_CATEGORIES:
+            self._work(event, str(category))
+        elif isinstance(category, str) and category in OTHER_CATEGORIES:
+            self.others[category] += 1
+        elif category != "":
+            self.problems[f"are of category {str(category)[:60]!r}, which is not known; they were left out"] += 1
+
+    def _paired(self, event: dict[str, Any]) -> dict[str, Any] | None:
+        """The span that an end event (ph E) completes; None for one that begins."""
+        begun = self._begun.setdefault((str(event.get("pid")), str(event.get("tid"))), [])
+        if event["ph"] == "B":
+            nanoseconds(event["ts"])
+            begun.append(event)
+            return None
+        if not begun:
+            self.problems["end (ph E) and never begin; they were left out"] += 1
+            return None
+        first = begun.pop()
+        arguments = {**(first.get("args") or {}), **(event.get("args") or {})}
+        duration = (nanoseconds(event["ts"]) - nanoseconds(first["ts"])) / 1000
+        return {**first, "ph": "X", "dur": duration, "args": arguments}
+
+    def _op(self, event: dict[str, Any], annotation: bool, duration: int) -> None:
         arguments = event.get("args") or {}
         name = str(event["name"])
-        start, duration = nanoseconds(event["ts"]), max(0, nanoseconds(event.get("dur", 0)))
+        start = nanoseconds(event["ts"])
         given = {each: arguments.get(each, arguments.get(_OLD_FIELDS[each])) for each in RECORDED_FIELDS}
         recorded = given if any(value is not None for value in given.values()) else None
         about = {each: arguments[each] for each in COLLECTIVE_FIELDS if each in arguments}
@@ -177,7 +244,10 @@ class Events:
 
     def _work(self, event: dict[str, Any], category: str) -> None:
         arguments = event.get("args") or {}
-        start, duration = nanoseconds(event["ts"]), max(0, nanoseconds(event.get("dur", 0)))
+        start = nanoseconds(event["ts"])
+        duration = nanoseconds(event["dur"]) if event.get("dur") is not None else -1
+        if duration < 0:
+            self.problems[f"of category {category} have no duration, or one below zero; it is not known"] += 1
         kind = WorkKind(str(event["name"]), category.lower(), _triple(arguments.get("grid")),
                         _triple(arguments.get("block")), integer(arguments.get("stream")),
                         integer(arguments.get("device")))
@@ -186,7 +256,7 @@ class Events:
             number = self._work_ids[kind] = len(self.work_kinds)
             self.work_kinds.append(kind)
         self.work.start.append(start)
-        self.work.duration.append(duration)
+        self.work.duration.append(max(-1, duration))
         self.work.correlation.append(integer(arguments.get("correlation")))
         self.work.external.append(integer(arguments.get("External id", arguments.get("external id"))))
         self.work.kind.append(number)
@@ -206,8 +276,11 @@ class Events:
 
 
 def nanoseconds(microseconds: Any) -> int:
-    """A time in whole nanoseconds. Raises ValueError and TypeError for what is none."""
-    time = round(float(microseconds) * 1000)
+    """A time in whole nanoseconds. Raises ValueError, OverflowError and TypeError for what is none."""
+    if isinstance(microseconds, str):
+        microseconds = float(microseconds)
+    whole = int(microseconds)       # apart: since 1970 there are more nanoseconds than a double holds
+    time = whole * 1000 + round((microseconds - whole) * 1000)
     if not -_LATEST < time < _LATEST:
         raise ValueError(f"{microseconds} is no time")
     return time

@@ -63,8 +63,9 @@ class Tree:
     by_graph: np.ndarray
 
 
-def build(events: Events, annotations: np.ndarray) -> Tree:
-    """The tree of a trace. `annotations` is a mask over the operator events."""
+def build(events: Events, annotations: np.ndarray, detached: np.ndarray | None = None) -> Tree:
+    """The tree of a trace. `annotations` and `detached` are masks over the operator events; detached ones may end later
+    than what they began in, such as collectives that nobody waits for. What is odd is added to `events.problems`."""
     ops, launches = events.ops, events.launches
     count, launched = len(ops.start), len(launches.start)
     start = np.concatenate((_array(ops.start), _array(launches.start)))
@@ -73,9 +74,13 @@ def build(events: Events, annotations: np.ndarray) -> Tree:
     # Two events that begin and end together: the profiler counts external ids up as operators begin.
     tie = np.concatenate((_array(ops.external), np.full(launched, 1 << 62)))
     order = np.lexsort((tie, -duration, start, thread))
-    parent, scope = np.full(count + launched, -1, np.int64), np.full(count + launched, -1, np.int64)
-    _nest(compact(order), compact(start), compact(start + duration), compact(thread), annotations.tobytes(), count,
-          parent, scope)
+    detached = np.zeros(count, bool) if detached is None else detached
+    nesting = _Nesting(compact(start), compact(start + duration), compact(thread), compact(tie), count,
+                       annotations.tobytes(), detached.tobytes())
+    nesting.fill(compact(order))
+    events.problems[_CROSSING] += nesting.crossing
+    events.problems[_MOMENTS] += nesting.moments
+    parent, scope = np.asarray(nesting.parent, np.int64), np.asarray(nesting.scope, np.int64)
     tree = Tree(order[order < count], parent[:count], scope[:count], np.full(len(events.work.start), -1, np.int64),
                 np.full(len(events.work.start), -1, np.int64), parent[count:], scope[count:],
                 np.zeros(len(events.work.start), bool))
@@ -94,53 +99,117 @@ def compact(values: np.ndarray) -> array:
     return numbers
 
 
-def _nest(order: array, start: array, end: array, thread: array, annotations: bytes, count: int,
-          parent: np.ndarray, scope: np.ndarray) -> None:
-    """Fill in the parents and scopes of events in order of their beginning, thread by thread."""
-    current = -1
-    stack: list[tuple[int, int, int]] = []        # (end, innermost operator, innermost annotation)
-    for index in order:
-        if thread[index] != current:
-            current = thread[index]
-            stack = []
-        begin = start[index]
-        while stack and stack[-1][0] <= begin:
-            stack.pop()
-        operator, annotation = (stack[-1][1], stack[-1][2]) if stack else (-1, -1)
-        parent[index], scope[index] = operator, annotation
-        if index >= count:
-            continue
-        if annotations[index]:
-            annotation = index
-        else:
-            operator = index
-        stack.append((end[index], operator, annotation))
+_CROSSING = "begin inside another one of their thread and end after it; they are taken for calls beside it"
+_MOMENTS = ("of no length share their moment with another one of no length; which of them called which is not known, "
+            "and they are taken for calls beside each other")
+_ROUNDING_NS = 1000     # clocks of whole microseconds, and microseconds since 1970 in a double
+_DEEPEST = 512          # callers looked at for one that ends late enough
+
+
+class _Nesting:
+    """Finds out which events were going on as another one began: its caller and its scope.
+
+    `crossing` counts events that overlap another one partly, `moments` those that are too short for the trace's clock.
+    """
+
+    def __init__(self, start: array, end: array, thread: array, ids: array, count: int, annotations: bytes,
+                 detached: bytes) -> None:
+        self._start, self._end, self._thread, self._ids, self._count = start, end, thread, ids, count
+        self._annotations, self._detached = annotations, detached
+        self.parent, self.scope = array("q", (-1,)) * len(start), array("q", (-1,)) * len(start)
+        self.crossing = self.moments = 0
+
+    def fill(self, order: array) -> None:
+        """Go through events in order of their beginning, thread by thread."""
+        current = last = -1
+        stack: list[tuple[int, int, int, int]] = []     # (end, event, innermost operator, innermost annotation)
+        for index in order:
+            if self._thread[index] != current:
+                current, last, stack = self._thread[index], -1, []
+            begin, end = self._start[index], self._end[index]
+            while stack and stack[-1][0] <= begin:
+                stack.pop()
+            operator = annotation = -1
+            around = self._around(stack, index)
+            if around is not None:
+                operator, annotation = around[2], around[3]
+                end = min(end, around[0])       # what a clock's rounding makes it last longer
+            self.parent[index], self.scope[index] = operator, annotation
+            if index >= self._count:
+                continue
+            if begin == end:
+                self.moments += last == begin
+                last = begin
+            if self._annotations[index]:
+                annotation = index
+            else:
+                operator = index
+            stack.append((end, index, operator, annotation))
+
+    def _around(self, stack: list[tuple[int, int, int, int]], index: int) -> tuple[int, int, int, int] | None:
+        """The innermost of the events that are going on which this one is inside of."""
+        begin, end = self._start[index], self._end[index]
+        late = index < self._count and self._detached[index]
+        crossing, found = False, None
+        for each in stack[: -_DEEPEST - 1 : -1]:
+            if each[0] <= begin:
+                continue
+            if begin == end == self._start[each[1]] and 0 <= self._ids[index] < self._ids[each[1]]:
+                continue        # over before that one began
+            if late or each[0] + _ROUNDING_NS >= end:
+                found = each
+                break
+            crossing = True
+        self.crossing += crossing
+        return found
 
 
 def _attribute(events: Events, tree: Tree, annotations: np.ndarray) -> None:
     """Find the event that launched each piece of device work."""
     work, launches = events.work, events.launches
     correlation, external = _array(work.correlation), _array(work.external)
-    if len(launches.correlation):
-        keys = _array(launches.correlation)
-        by_key = np.argsort(keys, kind="stable")
-        sorted_keys = keys[by_key]
-        place = np.searchsorted(sorted_keys, correlation)
-        inside = place < len(sorted_keys)
-        found = np.zeros(len(correlation), bool)
-        found[inside] = (sorted_keys[place[inside]] == correlation[inside]) & (correlation[inside] >= 0)
-        tree.work_launch[found] = by_key[place[found]]
-        tree.by_graph[found] = np.asarray(launches.graph, bool)[tree.work_launch[found]]
-        tree.work_op[found] = tree.launch_op[tree.work_launch[found]]
-    missing = (tree.work_op < 0) & (external >= 0) & ~tree.by_graph
-    if missing.any() and len(events.ops.external):
-        ids = _array(events.ops.external)
-        ids = np.where(annotations, -1, ids)
-        by_id = np.argsort(ids, kind="stable")
-        place = np.minimum(np.searchsorted(ids[by_id], external), len(ids) - 1)
-        found = missing & (ids[by_id][place] == external)
-        tree.work_op[found] = by_id[place[found]]
+    found, launch, shared = _latest(_array(launches.correlation), _array(launches.start), tree.launch_op, correlation,
+                                    _array(work.start))
+    events.problems[_SHARED.format("correlation id", "launches")] += shared
+    tree.work_launch[found] = launch[found]
+    tree.by_graph[found] = np.asarray(launches.graph, bool)[launch[found]]
+    tree.work_op[found] = tree.launch_op[launch[found]]
+    missing = np.where((tree.work_op < 0) & ~tree.by_graph, external, -1)
+    ids = np.where(annotations, -1, _array(events.ops.external))
+    found, op, shared = _latest(ids, _array(events.ops.start), np.arange(len(ids)), missing, _array(work.start))
+    events.problems[_SHARED.format("external id", "operators")] += shared
+    tree.work_op[found] = op[found]
     tree.work_op[tree.by_graph] = -1
+
+
+_SHARED = "of device work have a {} that several {} have; each is taken for the last of these that began before it"
+
+
+def _latest(ids: np.ndarray, starts: np.ndarray, meaning: np.ndarray, wanted: np.ndarray,
+            before: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:
+    """Of the holders of each wanted id (-1: none is wanted) the last one that started before a time, or else the first.
+
+    Returns a mask of what was found, the holders' indices, and for how many several with different meanings compete.
+    """
+    by_id = np.argsort(ids, kind="stable")
+    held = ids[by_id]
+    begins = np.flatnonzero(np.concatenate(([True], held[1:] != held[:-1]))) if len(held) else held
+    group = np.searchsorted(held[begins], wanted)
+    found = (wanted >= 0) & (group < len(begins))
+    found[found] = held[begins[group[found]]] == wanted[found]
+    if not found.any():
+        return found, np.full(len(wanted), -1, np.int64), 0
+    differ = np.minimum.reduceat(meaning[by_id], begins) != np.maximum.reduceat(meaning[by_id], begins)
+    # Holders and those who want one in one order, by id and time: the last holder before each is the one.
+    keys, times = np.concatenate((ids, wanted[found])), np.concatenate((starts, before[found]))
+    order = np.lexsort((np.arange(len(keys)) >= len(ids), times, keys))
+    holders = order < len(ids)
+    last = np.maximum.accumulate(np.where(holders, np.arange(len(order)), -1))
+    following = np.minimum.accumulate(np.where(holders, np.arange(len(order)), len(order))[::-1])[::-1]
+    for_want = np.where((last >= 0) & (keys[order[last]] == keys[order]), last, np.minimum(following, len(order) - 1))
+    chosen = np.full(len(wanted), -1, np.int64)
+    chosen[np.flatnonzero(found)[order[~holders] - len(ids)]] = order[for_want[~holders]]
+    return found, chosen, int(differ[group[found]].sum())
 
 
 @dataclass

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -14,10 +13,12 @@ from replayfmt.format.model import Device
 from replayfmt.pytorch.iterations import parse_iteration
 
 from .arguments import DefaultGenerator, TensorSpec
-from .kineto_arguments import has_lists
+from .kineto_arguments import has_lists, read_arguments, signature_text
 from .kineto_calls import Call, Calls, Hints, Placement
-from .kineto_events import Events, OpKind, WorkKind
-from .kineto_tree import Facts, Role, Selection, Tree, compact
+from .kineto_events import Events, OpKind
+from .kineto_scopes import Scopes
+from .kineto_strays import Stray, compiled_regions, unclaimed_work
+from .kineto_tree import Facts, Level, Role, Selection, Tree, compact
 from .portable import Portable
 from .report import Entry, ImportReport
 from .results import realize
@@ -42,6 +43,7 @@ class Trace:
     devices: Mapping[int, Device]
     unique: bool
     portable: Portable | None
+    level: Level
 
 
 @dataclass
@@ -54,17 +56,7 @@ class _Group:
     work: list[int]
     count: int
     host_ns: int
-    device_ns: int
-    worked: bool
-
-
-@dataclass
-class _Stray:
-    """Device work that no operator stands for, by its launch."""
-
-    start: int
-    launch: int
-    work: list[int] = field(default_factory=list)
+    device_ns: int | None      # None: no device work, or its time is not known
 
 
 def write(trace: Trace, session: ImportedSession, report: ImportReport,
@@ -78,16 +70,15 @@ class _Writing:
         self.trace, self.session, self.report = trace, session, report
         self.events, self.tree = trace.events, trace.tree
         self._resolved: dict[Any, Call] = {}
-        self._paths: dict[tuple[int, str], int] = {}
-        starts = [np.asarray(column, np.int64) for column in (self.events.ops.start, self.events.work.start,
-                                                              self.events.launches.start) if len(column)]
-        self._base = int(min(column.min() for column in starts))
+        starts = [np.asarray(column, np.int64) for column in (self.events.ops.start, self.events.launches.start)
+                  if len(column)]
+        self._base = int(min((column.min() for column in starts), default=0))
         stands = trace.selection.stands_in
         self._work_of = np.where(self.tree.work_op >= 0, stands[np.maximum(self.tree.work_op, 0)], -1) if len(
             stands) else np.full(len(self.events.work.start), -1, np.int64)
         by_op = np.argsort(self._work_of, kind="stable")
         self._by_op, self._sorted = compact(by_op), compact(self._work_of[by_op])
-        self._scopes = self._scope_ids()
+        self._scopes = Scopes(self.events, self.tree, trace.facts, session)
         for device in trace.devices.values():
             session.device(str(device), device)
         self._default_device = str(next(iter(trace.devices.values()))) if trace.devices else "cpu"
@@ -97,11 +88,13 @@ class _Writing:
     def write(self, on_record: Callable[[int, int], None] | None) -> None:
         self._resolve_all()
         groups = self._alike() if self.trace.unique else None
-        strays = self._strays()
+        strays = [*unclaimed_work(self.events, self.tree, self._work_of, self.report)]
+        if self.trace.level != "launching":
+            strays += compiled_regions(self.events, self.tree)
         starts = np.asarray(self.events.ops.start, np.int64)
         durations = np.maximum(np.asarray(self.events.ops.duration, np.int64), 1)      # a scope begins before it ends
         taken = self.trace.selection.chosen if groups is None else np.asarray(list(groups), np.int64)
-        marks = np.asarray(list(self._scopes) if groups is None else [], np.int64)
+        marks = np.asarray(self._scopes.annotations if groups is None else [], np.int64)
         beginnings = np.asarray([stray.start for stray in strays], np.int64)
         # At one moment inner scopes end before outer ones, all before others begin, and those before calls.
         parts = ((_END, starts[marks] + durations[marks], -starts[marks], marks),
@@ -133,9 +126,9 @@ class _Writing:
         """One chosen call with the work that it stands for."""
         work = self._work(index)
         placement = self._placement(index, work)
-        device_ns = sum(self.events.work.duration[each] for each in work)
+        device_ns = self._device_ns(work)
         return _Group(index, self._resolve(index, placement, work), placement, work, 1,
-                      self.events.ops.duration[index], device_ns, bool(work))
+                      self.events.ops.duration[index], device_ns)
 
     def _alike(self) -> dict[int, _Group]:
         """One for all calls that are alike, by the first one's index."""
@@ -146,9 +139,14 @@ class _Writing:
             if known is not group:
                 known.count += 1
                 known.host_ns += group.host_ns
-                known.device_ns += group.device_ns
-                known.worked |= group.worked
+                both = known.device_ns is not None and group.device_ns is not None
+                known.device_ns = (known.device_ns or 0) + (group.device_ns or 0) if both else None
         return {group.index: group for group in alike.values()}
+
+    def _device_ns(self, work: Sequence[int]) -> int | None:
+        """How long pieces of device work took in all; None where there are none, or one's time is not known."""
+        times = [self.events.work.duration[each] for each in work]
+        return sum(times) if times and min(times) >= 0 else None
 
     def _work(self, index: int) -> list[int]:
         """The device work that an event stands for, in the order of the trace."""
@@ -202,7 +200,10 @@ class _Writing:
         for each in self._called(index):
             about = {**(each.collective or {}), **about}
         texts = [f"{name}: {value}" for name, value in about.items() if value not in ("", None)]
-        return Call(kind.name, None, reason="collective", detail="; ".join(texts) or "nothing is recorded about it")
+        taken = signature_text(read_arguments(kind).arguments)
+        texts += [f"arguments: {taken}"] if taken else []
+        return Call(kind.name, None, reason="collective", detail="; ".join(texts) or "nothing is recorded about it",
+                    signature=taken)
 
     # ---------------------------------------------------------------------------------------------------------- records
 
@@ -210,7 +211,8 @@ class _Writing:
         index, call = group.index, group.call
         ops = self.events.ops
         moment = Moment(ops.start[index] - self._base, group.host_ns // group.count, ops.thread[index],
-                        self._scope_of(index), group.device_ns // group.count if group.worked else None)
+                        self._scopes.at(int(self.tree.scope[index]), ops.start[index]),
+                        None if group.device_ns is None else group.device_ns // group.count)
         annotation: dict[str, Any] = {"import": call.status}
         assumed = list(call.assumed)
         annotation |= self._work_annotation(group.work)
@@ -321,72 +323,20 @@ class _Writing:
                          operator.found if operator else "", call.assumed, reason, detail)
 
         self.report.add((self.events.ops.kind[group.index], group.placement, reason), entry, ordinal, group.count,
-                        group.host_ns, group.device_ns if group.worked else None)
+                        group.host_ns, group.device_ns)
 
     # ----------------------------------------------------------------------------------------------------------- strays
 
-    def _strays(self) -> list[_Stray]:
-        """Launches whose work belongs to no operator; work without a launch is counted in the report."""
-        launches: dict[int, _Stray] = {}
-        lost = 0
-        for each in np.flatnonzero(self._work_of < 0).tolist():
-            launch = int(self.tree.work_launch[each])
-            if launch < 0:
-                lost += 1
-                continue
-            if launch not in launches:
-                launches[launch] = _Stray(self.events.launches.start[launch], launch)
-            launches[launch].work.append(each)
-        if lost:
-            self.report.notes.append(f"{lost} pieces of device work were launched before the trace began, or by what "
-                                     "it does not show; they are not in the capture")
-        return list(launches.values())
-
-    def _stray(self, stray: _Stray) -> None:
-        kinds = [self.events.work_kinds[self.events.work.kind[each]] for each in stray.work]
-        device_ns = sum(self.events.work.duration[each] for each in stray.work)
-        graph = bool(self.events.launches.graph[stray.launch])
-        name = "graph launch" if graph else _first_name(kinds)
-        reason = "cuda_graph" if graph else "triton_launch" if name.startswith("triton_") else "outside_operator"
-        detail = (f"{len(kinds)} kernels and copies of one graph" if graph else
-                  "launched by no operator that the trace shows")
-        moment = Moment(stray.start - self._base, None, self.events.launches.thread[stray.launch],
-                        self._scope_ids_at(int(self.tree.launch_scope[stray.launch]), stray.start), device_ns)
+    def _stray(self, stray: Stray) -> None:
+        moment = Moment(stray.start - self._base, stray.duration, stray.thread,
+                        self._scopes.at(stray.scope, stray.start), self._device_ns(stray.work))
         annotation = {"import": "incomplete", **self._work_annotation(stray.work)}
-        ordinal = self.session.unsupported(reason, name, detail, moment, annotation)
-        self.report.add((reason, name, len(kinds)), lambda: Entry(
-            name, "", "incomplete", f"{len(kinds)} kernels" if graph else "", reason=reason, detail=detail),
-            ordinal, 1, None, device_ns)
+        ordinal = self.session.unsupported(stray.reason, stray.name, stray.detail, moment, annotation)
+        self.report.add((stray.reason, stray.name, stray.detail), lambda: Entry(
+            stray.name, "", "incomplete", stray.shown, reason=stray.reason, detail=stray.detail),
+            ordinal, 1, stray.duration, moment.device_duration_ns)
 
     # ----------------------------------------------------------------------------------------------------------- scopes
-
-    def _scope_ids(self) -> dict[int, int]:
-        """The scope id of each annotation."""
-        ops = self.events.ops
-        scopes = np.asarray([fact.role is Role.annotation for fact in self.trace.facts], bool)
-        annotations = self.tree.order[scopes[np.asarray(ops.kind, np.int64)[self.tree.order]]].tolist()
-        self._timeline = _Timeline(self.events, annotations)
-        ids: dict[int, int] = {}
-        for index in sorted(annotations, key=lambda each: (ops.start[each], -ops.duration[each])):
-            around = int(self.tree.scope[index])
-            if around < 0:
-                around = self._timeline.at(ops.start[index], ops.thread[index])
-            parent = ids.get(around, 0)
-            ids[index] = self._path(parent, self.events.kinds[ops.kind[index]].name)
-        return ids
-
-    def _path(self, parent: int, name: str) -> int:
-        if (parent, name) not in self._paths:
-            self._paths[parent, name] = self.session.scope(parent, name)
-        return self._paths[parent, name]
-
-    def _scope_of(self, index: int) -> int:
-        return self._scope_ids_at(int(self.tree.scope[index]), self.events.ops.start[index])
-
-    def _scope_ids_at(self, around: int, start: int) -> int:
-        if around < 0:
-            around = self._timeline.at(start, -1)
-        return self._scopes.get(around, 0)
 
     def _scope(self, index: int, *, begins: bool) -> None:
         ops = self.events.ops
@@ -400,49 +350,7 @@ class _Writing:
             self.session.scope_end(name, moment)
 
 
-class _Timeline:
-    """The main thread's annotations by time: what work of other threads, such as the backward pass, belongs to.
-
-    The main thread is the one whose annotations last longest.
-    """
-
-    def __init__(self, events: Events, annotations: Sequence[int]) -> None:
-        ops = events.ops
-        total: dict[int, int] = defaultdict(int)
-        for index in annotations:
-            total[ops.thread[index]] += ops.duration[index]
-        self._thread = max(total, key=lambda thread: total[thread]) if total else -1
-        edges: list[tuple[int, int, int, int]] = []
-        for index in annotations:
-            if ops.thread[index] == self._thread:
-                start, duration = ops.start[index], max(1, ops.duration[index])    # it begins before it ends
-                edges += [(start, 1, -duration, index), (start + duration, 0, -start, index)]
-        edges.sort()
-        self._times: list[int] = []
-        self._innermost: list[int] = []
-        stack: list[int] = []
-        for time, begins, _tie, index in edges:
-            if begins:
-                stack.append(index)
-            else:
-                stack.remove(index)
-            self._times.append(time)
-            self._innermost.append(stack[-1] if stack else -1)
-        self._array = np.asarray(self._times, np.int64)
-
-    def at(self, time: int, thread: int) -> int:
-        """The innermost annotation of the main thread around a time, -1: none. The main thread itself needs none."""
-        if thread == self._thread or not self._times:
-            return -1
-        place = int(np.searchsorted(self._array, time, side="right")) - 1
-        return self._innermost[place] if place >= 0 else -1
-
-
 def _tensors(values: Any) -> list[Tensor]:
     if isinstance(values, Tensor):
         return [values]
     return [tensor for each in values for tensor in _tensors(each)] if isinstance(values, list | tuple) else []
-
-
-def _first_name(kinds: Sequence[WorkKind]) -> str:
-    return kinds[0].name if kinds else "device work"

@@ -89,6 +89,11 @@ def dispatched(name: str, overload: str) -> bool:
     return True
 
 
+def without_overload(name: str) -> str:
+    """`aten::add` of `aten::add.Tensor`."""
+    return name.partition(".")[0]
+
+
 class Operators:
     """Looks operators up, each name once."""
 
@@ -102,11 +107,17 @@ class Operators:
         return bool(self.candidates(name)[0])
 
     def candidates(self, name: str) -> tuple[list[Operator], str]:
-        """Every overload of a name, those that the dispatcher knows first; where there are none, why not."""
+        """Every overload of a name, those that the dispatcher knows first; where there are none, why not. A name with
+        an overload (`aten::add.Tensor`, as the profiler's `capture_overload_names` prints it) has that one."""
+        name, _dot, overload = name.partition(".")
         name = ALIASES.get(name, name)
         if name not in self._known:
             self._known[name] = self._find(name)
-        return self._known[name]
+        found, why = self._known[name]
+        if overload and found:
+            found = [each for each in found if each.overload == overload]
+            why = "" if found else f"{name} has no overload {overload!r} here"
+        return found, why
 
     def _find(self, name: str) -> tuple[list[Operator], str]:
         namespace, separator, base = name.partition("::")
@@ -127,6 +138,7 @@ class Operators:
     def attribute(self, name: str) -> Callable[..., Any] | None:
         """The function of an operator's name in a module that the user named for its namespace; nothing is registered
         under that name."""
+        name = without_overload(name)
         namespace, _separator, base = ALIASES.get(name, name).partition("::")
         return self._libraries.callable(namespace, base) if base.isidentifier() else None
 
@@ -148,7 +160,7 @@ class Operators:
             what = _shown(given[kinds.index("")])
             return Choice(None, "import_incomplete", f"{name} has no schema, and its argument {what} no type")
         named = list(zip(parameter_names(function, len(given)), kinds, strict=True))
-        text = schema_text(ALIASES.get(name, name), named)
+        text = schema_text(ALIASES.get(without_overload(name), without_overload(name)), named)
         where = f"{function.__module__}.{getattr(function, '__qualname__', name)}"
         rest = len(recorded) - len(given)
         left = f"; {rest} arguments are left to its defaults" if rest else ""
@@ -181,7 +193,8 @@ class Operators:
         if len(chosen) > 1:
             names = ", ".join(each.overload for each in chosen)
             assumed = (f"overload {chosen[0].overload}: the recorded types fit {names} equally well",)
-        alias = () if name in (chosen[0].name,) else (f"{name} is {chosen[0].name}, by the table of aliases",)
+        alias = () if without_overload(name) == chosen[0].name else (
+            f"{name} is {chosen[0].name}, by the table of aliases",)
         return Choice(chosen[0], assumed=(*alias, *assumed))
 
     def by_schema(self, text: str) -> Choice:

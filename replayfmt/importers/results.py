@@ -6,6 +6,7 @@ else. Where that fails (the shape depends on the content, or the operator has no
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -63,8 +64,9 @@ def infer(schema: torch.FunctionSchema, arguments: Sequence[tuple[str, Any]]) ->
         return Results(None, f"it may return more than {_MOST_RESULTS} tensors")
     tensors: list[torch.Tensor] = []
     try:
-        positional, keywords = _arguments(schema, arguments, tensors)
-        with torch.no_grad():
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")     # what an operator warns of is for who calls it, not for who asks
+            positional, keywords = _arguments(schema, arguments, tensors)
             returned = overload(*positional, **keywords)
     except Exception as error:   # any operator may fail in any way without content
         return Results(None, f"{type(error).__name__}: {error}".partition("\n")[0][:200])
@@ -115,6 +117,10 @@ def _on_meta(value: Any, tensors: list[torch.Tensor]) -> Any:
         length = bytes_needed(value.dtype, value.sizes, strides, value.offset) // ITEM_BYTES[value.dtype]
         base = torch.empty(length, dtype=dtype, device="meta")
         tensor = base.as_strided(value.sizes, strides, value.offset if length else 0)
+        if value.flags & TensorFlag.conj:
+            torch._C._set_conj(tensor, True)
+        if value.flags & TensorFlag.neg:
+            torch._C._set_neg(tensor, True)
         tensors.append(tensor)
         return tensor
     if isinstance(value, list):
