@@ -8,6 +8,7 @@ is used only where exactly the captured overload arrived, with exactly the argum
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -90,8 +91,10 @@ def _arrives(candidate: Callable[..., Any], overload: OpOverload, text: str, val
         torch._C._AutoDispatchBelowAutograd(),
         torch._C._SetExcludeDispatchKeyGuard(keys.Python, False),
         torch._C._SetExcludeDispatchKeyGuard(keys.PythonTLSSnapshot, False),
+        warnings.catch_warnings(),
         catch,
     ):
+        warnings.simplefilter("ignore")     # of a form of call that is tried here and may not be used
         try:
             eval(call, {"f": candidate, **names})
         except _Arrived:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -44,3 +46,11 @@ def test_finding_a_function_runs_nothing_and_draws_nothing() -> None:
     state = torch.get_rng_state()
     assert direct_function(aten.normal_.default, "%s(%s, %s, %s)", [None, 0.0, 1.0], [0]) == methods.normal_
     assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_finding_a_function_warns_of_nothing() -> None:
+    # PyTorch warns of `add_(Number, Tensor)` once in a process: this needs a fresh one.
+    program = ("import torch; from replayfmt.replay.direct import direct_function; "
+               "direct_function(torch.ops.aten.add_.Tensor, '%s(%s, %s, %s)', [None, 1, 1], [0])")
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120)
+    assert "deprecated" not in done.stderr, done.stderr
