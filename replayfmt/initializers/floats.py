@@ -13,12 +13,14 @@ from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from enum import Enum
 from itertools import islice
 
 import numpy as np
 import torch
 
 from replayfmt.format.model import Recipe, Statistics
+from replayfmt.pytorch.dtypes import TORCH_DTYPE
 
 # What floats are where nothing is known of them: normal, small enough that deep stacks of layers stay finite.
 DEFAULT_MEAN = 0.0
@@ -31,9 +33,13 @@ FLOATS = frozenset({
 
 _CHUNK = 1 << 20
 _THREADS = 8
+_TAIL = 3.0           # a normal law with this many deviations to both ends loses nothing of note by ending there
 # Above this ratio of deviation to mean, values of one sign are log-normal: a normal law would have the other sign too.
 _SKEWED = 0.4
-_TAIL = 3.0           # and they reach further than this many deviations
+_MOST = 1e100         # and below this one
+_LOST = 0.02          # the share of a law that may lie beyond the ends
+_ROUNDING = 1e-6      # what sums of very many elements may be off by
+_FEW = 4096           # so many elements miss their law's mean and deviation by chance alone
 _COMPLEX_PART = {torch.complex32: torch.float16, torch.complex64: torch.float32, torch.complex128: torch.float64}
 
 
@@ -51,23 +57,65 @@ def contradiction(recipe: Recipe) -> str | None:
             return "its statistics do not describe finite elements, and there are some"
         if known.min == known.max == 0:
             return "its statistics say that all finite elements are zero, and count fewer zeros"
+        largest = max(abs(known.min), abs(known.max))
+        slack = _ROUNDING * largest
+        if not known.min - slack <= known.mean <= known.max + slack:
+            return "the mean in its statistics does not lie between the smallest and the largest element"
+        if known.std > known.max / 2 - known.min / 2 + slack:
+            return "no elements between the smallest and the largest in its statistics have their deviation"
+        dtype = TORCH_DTYPE.get(recipe.dtype)
+        if dtype in FLOATS and largest > torch.finfo(dtype).max:
+            return f"its statistics have elements that {dtype} cannot have"
     return None
+
+
+class _Shape(Enum):
+    """The family of laws that finite elements which are not zero are drawn by."""
+
+    normal = 0
+    log_normal = 1
+    uniform = 2         # between both ends
+    beta = 3            # between both ends
+    two_values = 4      # the ends
 
 
 @dataclass(frozen=True)
 class _Law:
     """How finite elements that are not zero are drawn. `low` and `high` bound them, neither is zero."""
 
+    shape: _Shape
     mean: float
     std: float
     low: float
     high: float
     least: float          # the smallest magnitude
-    skewed: bool
 
     def draw(self, random: np.random.Generator, out: np.ndarray) -> None:
+        """Fill `out`."""
+        if self.shape in (_Shape.normal, _Shape.log_normal):
+            self._draw_unbounded(random, out)
+        else:
+            share, certainty = _place(self.mean, self.std, self.low, self.high)
+            if self.shape is _Shape.uniform:
+                random.random(out=out, dtype=out.dtype.type)
+            elif self.shape is _Shape.beta:
+                out[:] = random.beta(share * certainty, (1 - share) * certainty, size=out.size)
+            else:
+                out[:] = random.permutation(out.size) < round(share * out.size)
+            out[:] = self.low * (1 - out) + self.high * out     # their difference may be out of range
+        if self.shape is not _Shape.two_values and 1 < len(out) < _FEW:
+            self._correct(out)
+        for end, beyond in ((self.low, out < self.low), (self.high, out > self.high)):
+            if beyond.any():
+                out[beyond] = 2 * end - out[beyond]        # reflected, so that the ends do not gather all of the tail
+        np.clip(out, self.low, self.high, out=out)
+        tiny = np.abs(out) < self.least
+        if tiny.any():
+            out[tiny] = self._nearest_to_zero()
+
+    def _draw_unbounded(self, random: np.random.Generator, out: np.ndarray) -> None:
         random.standard_normal(out=out, dtype=out.dtype.type)
-        if self.skewed:
+        if self.shape is _Shape.log_normal:
             spread = math.log1p((self.std / self.mean) ** 2)
             out *= math.sqrt(spread)
             out += math.log(abs(self.mean)) - spread / 2
@@ -77,13 +125,15 @@ class _Law:
         else:
             out *= self.std
             out += self.mean
-        for end, beyond in ((self.low, out < self.low), (self.high, out > self.high)):
-            if beyond.any():
-                out[beyond] = 2 * end - out[beyond]        # reflected, so that the ends do not gather all of the tail
-        np.clip(out, self.low, self.high, out=out)
-        tiny = np.abs(out) < self.least
-        if tiny.any():
-            out[tiny] = self._nearest_to_zero()
+
+    def _correct(self, out: np.ndarray) -> None:
+        """Move and stretch what was drawn to this mean and deviation: a few elements miss them by chance."""
+        with np.errstate(over="ignore", invalid="ignore"):
+            center, spread = out.mean(), float(out.std())
+        if 0 < spread < math.inf:
+            out -= center
+            out *= self.std / spread
+            out += self.mean
 
     def _nearest_to_zero(self) -> float:
         if self.low > 0:
@@ -91,6 +141,33 @@ class _Law:
         if self.high < 0:
             return self.high
         return self.least if self.high >= self.least else -self.least
+
+
+def _shape(mean: float, std: float, low: float, high: float) -> _Shape:
+    """The family that has this mean and deviation and keeps them between its ends."""
+    if not std or not 0 < high - low < math.inf or min(mean - low, high - mean) > _TAIL * std:
+        return _Shape.normal
+    near, far = sorted((abs(low), abs(high)))
+    if near and (low > 0) == (high > 0) and _SKEWED * abs(mean) < std < _MOST * abs(mean):
+        spread = math.log1p((std / mean) ** 2)
+        center, width = math.log(abs(mean)) - spread / 2, math.sqrt(2 * spread)
+        # How much of the law is beyond the near end, and how much of its second moment is beyond the far one.
+        before = math.erfc((center - math.log(near)) / width) / 2
+        after = math.erfc((math.log(far) - center - 2 * spread) / width) / 2
+        if before < _LOST and after < _LOST:
+            return _Shape.log_normal
+    share, certainty = _place(mean, std, low, high)
+    if certainty < _LOST:
+        return _Shape.two_values
+    return _Shape.uniform if abs(share - 0.5) < _LOST and abs(certainty - 2) < 5 * _LOST else _Shape.beta
+
+
+def _place(mean: float, std: float, low: float, high: float) -> tuple[float, float]:
+    """Where the mean is on the way from one end to the other, and the sum of a beta law's parameters: the greater, the
+    nearer all is to the mean. Nothing between its ends can have less than 0, where only the ends occur."""
+    span = high - low
+    share = (mean - low) / span
+    return share, share * (1 - share) * (span / std) ** 2 - 1
 
 
 @dataclass(frozen=True)
@@ -135,6 +212,11 @@ class _Maker:
                  carrier: type[np.floating]) -> None:
         self._width = width
         self._elements, self._seed, self._statistics, self._carrier = elements, seed, statistics, carrier
+        special = () if statistics is None else (statistics.zeros, statistics.nans, statistics.positive_infinities,
+                                                 statistics.negative_infinities)
+        self._special: tuple[int, ...] = special or (0, 0, 0, 0)
+        self._ends = [] if statistics is None else [
+            value for value in (statistics.min, statistics.max) if value and math.isfinite(value)]
         self._law = self._choose_law(dtype)
         self._chunks = list(self._divide())
 
@@ -154,29 +236,34 @@ class _Maker:
 
     def _choose_law(self, dtype: torch.dtype) -> _Law:
         info = torch.finfo(dtype)
-        # Float32's own subnormals are slow on many machines; those of the short formats are ordinary numbers in it.
-        least = info.smallest_normal * (info.eps if info.bits < 16 or dtype is torch.float16 else 1.0)
         known = self._statistics
-        special = () if known is None else (known.nans, known.positive_infinities, known.negative_infinities)
-        finite = self._elements - sum(special)
-        if known is None or finite <= known.zeros:
+        least = info.smallest_normal
+        # Float32's own subnormals are slow on many machines; those of the short formats are ordinary numbers in it.
+        if info.bits < 16 or dtype is torch.float16 or (known is not None and max(-known.min, known.max) < least):
+            least *= info.eps
+        count = 0 if known is None else self._elements - sum(self._special)
+        if known is None or not count:
             low = least if dtype is torch.float8_e8m0fnu else info.min
-            return _Law(DEFAULT_MEAN, DEFAULT_STD, low, info.max, least, False)
-        share = 1 - known.zeros / finite
-        mean = known.mean / share
-        std = math.sqrt(max(0.0, (known.std**2 + known.mean**2) / share - mean**2))
+            return _Law(_Shape.normal, DEFAULT_MEAN, DEFAULT_STD, low, info.max, least)
         low = max(known.min, info.min) or least
         high = min(known.max, info.max) or -least
-        one_sign = (low > 0 and mean > 0) or (high < 0 and mean < 0)
-        far = max(abs(low), abs(high)) > abs(mean) + _TAIL * std
-        return _Law(mean, std, low, high, least, one_sign and far and std > _SKEWED * abs(mean))
+        # What remains of the sums of elements and of squares, once the zeros and the ends are in their places.
+        ends = self._ends[:count]
+        left = count - len(ends)
+        if not left:
+            return _Law(_Shape.normal, known.mean, 0.0, low, high, least)
+        finite = count + known.zeros
+        mean = known.mean + (known.zeros * known.mean + sum(known.mean - end for end in ends)) / left
+        mean = min(max(mean, low), high)
+        unit = max(abs(low), abs(high))         # squares may be out of range
+        others = known.zeros * (known.mean / unit) ** 2 + sum(((end - known.mean) / unit) ** 2 for end in ends)
+        squares = finite * (known.std / unit) ** 2 - others
+        std = unit * math.sqrt(max(0.0, squares / left - ((mean - known.mean) / unit) ** 2))
+        return _Law(_shape(mean, std, low, high), mean, std, low, high, least)
 
     def _divide(self) -> Iterator[_Chunk]:
         """The chunks, with special elements spread evenly over them; the ends go where there is room first."""
-        known = self._statistics
-        left = [0, 0, 0, 0] if known is None else [known.zeros, known.nans, known.positive_infinities,
-                                                   known.negative_infinities]
-        ends = [] if known is None else [value for value in (known.min, known.max) if value and math.isfinite(value)]
+        left, ends = list(self._special), self._ends
         total = sum(left)
         for index, first in enumerate(range(0, self._elements, _CHUNK)):
             length = min(_CHUNK, self._elements - first)
