@@ -11,6 +11,7 @@ import errno
 import mmap
 import os
 import stat
+import time
 from typing import Self
 
 from ..errors import ExternalFileProblem
@@ -21,6 +22,8 @@ _REMAP = "--replay-file-remap=CAPTURED=REPLAY says where it is now"
 
 # Digests of this process: a file's status (device, inode, length, modification and change time) names its content.
 _digests: dict[tuple[int, int, int, int, int], str] = {}
+# The clock of a file system ticks: what changes again within a tick keeps its times. No tick is as long as this.
+_TICK_NS = 2_000_000_000
 
 
 def _status(fd: int) -> tuple[int, int, int, int, int]:
@@ -76,8 +79,9 @@ class OpenedFile:
         self._opened = _status(self._fd)
 
     def digest(self, progress: Progress | None = None) -> str:
-        """The file digest, read once in this process for as long as the file does not change. Raises
-        ExternalFileProblem where it cannot be read or changes meanwhile."""
+        """The file digest, read once in this process for as long as the file does not change; again each time where
+        it was changed so lately that its times would not show it. Raises ExternalFileProblem where it cannot be read
+        or changes meanwhile."""
         known = _digests.get(self._opened)
         if known is None:
             try:
@@ -86,7 +90,8 @@ class OpenedFile:
                 raise ExternalFileProblem(f"external file {self.path}: {error}") from None
             if _status(self._fd) != self._opened:
                 raise ExternalFileProblem(f"external file {self.path} changed while it was read")
-            _digests[self._opened] = known
+            if time.time_ns() - self._opened[4] > _TICK_NS:
+                _digests[self._opened] = known
         return known
 
     def problem(self, file: ExternalFile, remapped: bool, progress: Progress | None = None) -> str | None:

@@ -134,7 +134,7 @@ def test_a_progress_bar_is_shown_on_a_terminal_and_nowhere_else(
 
 
 def test_a_reader_that_goes_away_ends_the_check_quietly(capture: Path) -> None:
-    code = f"{sys.executable} -c 'from opreplay_tools.check import main; main()' {capture} | true"
+    code = f"'{sys.executable}' -c 'from opreplay_tools.check import main; main()' '{capture}' | true"
     ran = subprocess.run(["bash", "-c", code], capture_output=True, text=True, timeout=60)
     assert ran.stderr == ""
 

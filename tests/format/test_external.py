@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import time
 from pathlib import Path
 
 import pytest
@@ -79,11 +80,25 @@ def test_one_changed_byte_of_the_same_length_fails_both(path: Path) -> None:
     data = bytearray(CONTENT)
     data[777] ^= 1
     path.write_bytes(data)
+    os.utime(path, ns=(0, 7))   # where the clock of the file system has not ticked meanwhile, too
     assert "its time of last modification differs" in str(validate(by_identity, str(path), False))
     problem = str(validate(by_digest, str(path), False))
     assert f"has other content than the captured one: its digest is {digest_file(path)}, expected" in problem
 
 
+@pytest.fixture()
+def remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Digests are remembered although the files of a test are as young as they are."""
+    monkeypatch.setattr(external, "_TICK_NS", -(1 << 62))
+
+
+def _until_the_clock_ticks(path: Path, since: os.stat_result) -> None:
+    """Touch the file until its change time is another one than before, with the time of modification it had."""
+    while path.stat().st_ctime_ns == since.st_ctime_ns:
+        os.utime(path, ns=(since.st_atime_ns, since.st_mtime_ns))
+
+
+@pytest.mark.usefixtures("remembered")
 def test_one_changed_byte_is_found_by_digest_though_the_time_was_set_back(path: Path) -> None:
     _by_identity, by_digest = _both(path)
     assert validate(by_digest, str(path), False) is None   # its digest is remembered now
@@ -91,6 +106,19 @@ def test_one_changed_byte_is_found_by_digest_though_the_time_was_set_back(path: 
     with path.open("r+b") as file:
         file.write(b"\xff")
     os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    _until_the_clock_ticks(path, status)
+    assert "has other content" in str(validate(by_digest, str(path), False))
+
+
+def test_one_changed_byte_is_found_by_digest_though_no_time_shows_it(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The clock of the file system stands still."""
+    by_digest, status, now = _captured(path, digest=True), external._status, time.time_ns()
+    monkeypatch.setattr(external, "_status", lambda fd: (*status(fd)[:3], now, now))
+    assert validate(by_digest, str(path), False) is None
+    with path.open("r+b") as file:
+        file.write(b"\xff")
     assert "has other content" in str(validate(by_digest, str(path), False))
 
 
@@ -151,6 +179,7 @@ def test_permission_denied_is_said(path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert "cannot be read: permission denied" in str(validate(file, str(path), False))
 
 
+@pytest.mark.usefixtures("remembered")
 def test_a_digest_is_read_once_for_a_file_that_stays_the_same(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = _captured(path, digest=True)
     read: list[int] = []
@@ -158,8 +187,9 @@ def test_a_digest_is_read_once_for_a_file_that_stays_the_same(path: Path, monkey
     assert sum(read) == len(CONTENT)
     monkeypatch.setattr(external, "digest_file", None)
     assert validate(file, str(path), False) is None
-    link = path.with_name("hard link")
+    status, link = path.stat(), path.with_name("hard link")
     os.link(path, link)   # which changes the inode's change time: read again, to be sure
+    _until_the_clock_ticks(link, status)
     with pytest.raises(TypeError):
         validate(file, str(link), False)
 

@@ -165,7 +165,7 @@ def test_a_file_that_was_modified_meanwhile_makes_the_capture_unsupported(captur
         with open(saved, "r+b") as file:
             file.seek(-4, os.SEEK_END)
             file.write(b"\0\0\0\0")
-        os.utime(saved)
+        os.utime(saved, ns=(1, 1))
         return first
 
     captured = capture(program)

@@ -146,6 +146,7 @@ def test_a_file_that_changed_while_it_was_captured_is_refused(capture: Capture, 
     def program() -> Any:
         first = forward(loaded)
         save_file({"up": torch.eye(40), "down": torch.eye(40)}, saved)
+        os.utime(saved, ns=(1, 1))
         return first
 
     captured = capture(program, digests="ops")

@@ -180,6 +180,7 @@ def test_a_digest_is_taken_once_for_each_file(
     capture: Capture, saved: Path, weights: Weights, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read: list[Any] = []
+    monkeypatch.setattr(external, "_TICK_NS", -(1 << 62))  # files are as young as the test
     monkeypatch.setattr(external, "digest_file", lambda *args: read.append(args) or digest_file(*args))
     loaded = load_file(saved)
     for _ in range(2):

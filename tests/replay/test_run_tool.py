@@ -168,7 +168,7 @@ def test_the_playbook_is_printed(tool: Any) -> None:
 
 def test_the_installed_command_works_and_a_closed_pipe_ends_it_quietly(captured: Captured) -> None:
     path = captured(training)
-    command = f"{Path(sys.executable).with_name('opreplay-run')} --format=jsonl {path} | head -c 1 >/dev/null"
+    command = f"'{Path(sys.executable).with_name('opreplay-run')}' --format=jsonl '{path}' | head -c 1 >/dev/null"
     done = subprocess.run(["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True, timeout=120)
     assert done.stderr == ""
     assert done.returncode in (0, 141)
