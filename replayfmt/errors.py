@@ -84,9 +84,10 @@ class ReplayFailed(OpReplayError):
 
 
 class ReplayMismatch(OpReplayError):
-    """The replay ran, and a result differs from the captured one."""
+    """The replay ran, and a result differs from the captured one. `findings` say what may explain it."""
 
     status = "DATA_LOSS"
+    findings: tuple[str, ...] = ()
 
 
 class SubstitutionRejected(ReplayMismatch):

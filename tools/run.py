@@ -79,9 +79,9 @@ def cli(context: click.Context, /, capture: str | None, list_initializers: bool,
 def _judge(capture: str, result: ReplayResult, findings: bool) -> int:
     """Say on stderr what did not match; the exit code."""
     if result.divergence is not None:
-        details = [f"ops that differ from themselves when run twice: {text}" for text in result.nondeterministic]
-        differs = f"{capture}: the replay differs from the capture: {result.divergence}"
-        report(ReplayMismatch("\n  ".join([differs, *details])))
+        mismatch = ReplayMismatch(f"{capture}: the replay differs from the capture: {result.divergence}")
+        mismatch.findings = tuple(f"differs from itself when run twice: {text}" for text in result.nondeterministic)
+        report(mismatch)
     return 0 if result.outcome == "ok" and not findings else 1
 
 

@@ -23,7 +23,7 @@ def as_text(plan: Plan, result: ReplayResult) -> list[str]:
                                                  if result.ops else ""),
     ]
     lines += [f"  {path}: {seconds(spent)}" for path, spent in result.scope_ns.items() if "/" not in path]
-    lines += _verification(result.verification)
+    lines += _verification(result.verification, result.divergence is None)
     if plan.substitution is not None and plan.substitution.report is not None:
         lines += plan.substitution.report.as_text()
     for each in result.memory:
@@ -40,12 +40,13 @@ def as_text(plan: Plan, result: ReplayResult) -> list[str]:
     return lines
 
 
-def _verification(verification: Verification) -> list[str]:
+def _verification(verification: Verification, same: bool) -> list[str]:
     if verification.mode == "none":
         lines = [f"not verified: {reason}" for reason in verification.reasons]
         compared = verification.scalars or verification.structures
         return [*lines, f"  compared: {verification.compared}"] if compared else lines
-    return [f"verified: {verification.mode}", *(f"  why: {reason}" for reason in verification.reasons),
+    found = "verified" if same else "differs"
+    return [f"{found}: {verification.mode}", *(f"  why: {reason}" for reason in verification.reasons),
             f"  compared: {verification.compared}"]
 
 

@@ -167,6 +167,29 @@ def test_ops_that_differ_from_themselves_are_named_beside_a_mismatch(captured: C
     assert "replaytest::unsteady.default): 4 of 4 elements differ, by at most 1" in result.nondeterministic[0]
 
 
+def test_a_run_that_differs_does_not_say_verified(
+    captured: Captured, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from opreplay_tools import run
+
+    calls = iter(range(100))
+
+    @torch.library.custom_op("replaytest::counting", mutates_args=())
+    def counting(x: torch.Tensor) -> torch.Tensor:
+        return x + next(calls)
+
+    path = captured(lambda: counting(torch.zeros(4)))
+    monkeypatch.setattr("sys.argv", ["opreplay-run", str(path)])
+    with pytest.raises(SystemExit) as leaving:
+        run.main()
+    out, err = capsys.readouterr()
+    assert leaving.value.code == 1
+    assert "differs: bitwise" in out and "verified" not in out
+    first, second = err.splitlines()
+    assert first.startswith(f"DATA_LOSS: {path}: the replay differs from the capture: ordinal ")
+    assert second.startswith("  differs from itself when run twice: ordinal ")
+
+
 def test_close_compares_statistics_and_integers_exactly() -> None:
     from replayfmt.format.codes import DType
     from replayfmt.pytorch.digests import digest_tensor
