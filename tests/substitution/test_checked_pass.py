@@ -145,6 +145,17 @@ def behaviours() -> None:
     x.clone().unsqueeze_(0)
 
 
+class Wrapper(torch.Tensor):
+    """A tensor without memory of its own."""
+
+    def __new__(cls, tensor: Tensor) -> Any:
+        return torch.Tensor._make_wrapper_subclass(cls, tensor.shape, dtype=tensor.dtype)
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise AssertionError("nobody has to call it")
+
+
 BUFFER = torch.zeros(2, 3)
 WRONG: list[tuple[str, Callable[..., Any], str]] = [
     ("aten::neg", lambda x: (-x, -x), "result 0 is a tuple of 2, the original's float32[2, 3]"),
@@ -155,6 +166,7 @@ WRONG: list[tuple[str, Callable[..., Any], str]] = [
     ("aten::neg", lambda x: (-x).t().contiguous().t(), "with strides [1, 2] on cpu, the original's float32[2, 3]"),
     ("aten::neg", lambda x: torch.cat([x, -x])[2:], "at offset 6 on cpu, the original's"),
     ("aten::neg", lambda x: torch.empty(2, 3, device="meta"), "on meta, the original's"),
+    ("aten::neg", Wrapper, "result 0 is a Wrapper, the original's float32[2, 3]"),
     ("aten::neg", lambda x: x.neg_(), "result 0 is on argument memory 0, the original's on new memory 1"),
     ("aten::neg", lambda x: x, "result 0 is on argument memory 0"),
     ("aten::neg", lambda x: (x.mul_(2), -x / 2)[1], "writes argument self, which the original does not write"),

@@ -78,8 +78,11 @@ def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
 
 
 def strided_parts(value: Any, place: str) -> Iterator[tuple[str, Any]]:
-    """A value's tensors and numbers with where each is in it; composites as their parts."""
-    if isinstance(value, torch.Tensor) and is_composite(value):
+    """A value's tensors and numbers with where each is in it; composites as their parts, tensors that do their dispatch
+    themselves (they need not have memory) as their class."""
+    if isinstance(value, torch.Tensor) and type(value).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        yield place, type(value)
+    elif isinstance(value, torch.Tensor) and is_composite(value):
         form, parts = take_apart(value)
         yield place, form
         for index, part in enumerate(parts):

@@ -171,6 +171,8 @@ def described(value: Any) -> str:
                 + f" on {value.device}{flags}")
     if isinstance(value, list | tuple):
         return f"a {type(value).__name__} of {len(value)}"
+    if isinstance(value, type):
+        return f"a {value.__name__}"
     if value is None or isinstance(value, (*_NUMBERS, str)):
         return repr(value)
     return f"a {type(value).__name__}"

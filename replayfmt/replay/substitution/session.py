@@ -100,8 +100,9 @@ class SubstitutionSession:
         if not self.report.ok:
             wrong = sum(not check.ok for check in self.report.checks)
             raise SubstitutionRejected(
-                f"{self._plan.reader.path}: the replacements of {_counted(wrong, 'signature')} do not do what the "
-                f"original kernels do{', though they did at first' if again else '; nothing was timed'}", self.report)
+                f"{self._plan.reader.path}: the replacements of {_counted(wrong, 'signature')} "
+                + ("no longer do what the original kernels do, though they did at first" if again else
+                   "do not do what the original kernels do; nothing was timed"), self.report)
         return self.report
 
     def _run(self, on_progress: Callable[[int], None] | None) -> SubstitutionReport:
