@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import takewhile
 from os import PathLike, fspath
 from pathlib import Path
@@ -81,7 +81,7 @@ def import_execution_trace(path: str | PathLike[str], out: str | PathLike[str], 
 
 
 def _finish(report: ImportReport, trace: _Trace, selection: Selection) -> None:
-    report.problems += trace.problems
+    report.problems += trace.problems + selection.problems
     report.counts["nodes"] = trace.nodes_read
     if selection.dropped:
         report.notes.append(f"no work, left out: {_most(selection.dropped)}")
@@ -171,7 +171,7 @@ class _Trace:
         if selection.ordered:
             yield from found
         else:
-            yield from _by_id(found)
+            yield from _by_id(found, selection.before)
 
     def _wanted(self, selection: Selection, number: int) -> Iterator[tuple[TraceNode, int, bool]]:
         chosen = iter(selection.chosen)
@@ -189,14 +189,20 @@ class _Trace:
                 yield node_of(row), position, False
 
 
-def _by_id(found: Iterator[tuple[TraceNode, int, bool]]) -> Iterator[tuple[TraceNode, int, bool]]:
-    """The chosen nodes by id, each after those inside of it."""
+def _by_id(found: Iterator[tuple[TraceNode, int, bool]],
+           before: Mapping[int, int]) -> Iterator[tuple[TraceNode, int, bool]]:
+    """The chosen nodes by id, each after those inside of it, and after those that ran before it."""
     groups: list[list[tuple[TraceNode, int, bool]]] = [[]]
     for each in found:
         groups[-1].append(each)
         if each[2]:
             groups.append([])
-    for group in sorted(groups[:-1], key=lambda group: group[-1][0].id):
+
+    def moment(group: list[tuple[TraceNode, int, bool]]) -> tuple[int, bool]:
+        node, position, _chosen = group[-1]
+        return before.get(position, node.id), position not in before
+
+    for group in sorted(groups[:-1], key=moment):
         yield from group
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from replayfmt.format.codes import DType
+from replayfmt.format.codes import DType, TensorFlag
 from replayfmt.pytorch.schemas import parse_schema
 
 from .arguments import UNRECORDED, Binding, Reader, Recorded, TensorSpec
@@ -27,9 +27,12 @@ from .types import dtype_of
 from .values import contiguous
 
 BY = "the execution trace"
+# Operators that return a view which stands for other values than those in memory, or again for those.
+_TURNS = {"aten::_conj": TensorFlag.conj, "aten::_neg_view": TensorFlag.neg}
 # Operators that allocate and write nothing.
 _BLANK = frozenset({"aten::empty", "aten::empty_like", "aten::empty_permuted", "aten::empty_strided", "aten::new_empty",
                     "aten::new_empty_strided"})
+_RESIZES = frozenset({"aten::resize_", "aten::resize_as_"})
 # In-place operators that change how a tensor lies on its memory, not what is there.
 _GEOMETRY = frozenset({"as_strided_", "detach_", "requires_grad_", "resize_", "resize_as_", "set_", "squeeze_",
                        "swapaxes_", "swapdims_", "t_", "transpose_", "unsqueeze_"})
@@ -61,7 +64,8 @@ class _OnAllocations(TensorReader):
     def spec(self, tensor: TracedTensor) -> TensorSpec:
         spec = super().spec(tensor)
         where = self._placed.get(tensor)
-        return spec if where is None else replace(spec, strides=where.strides, identity=where.allocation)
+        return spec if where is None else replace(spec, strides=where.strides, identity=where.allocation,
+                                                     flags=where.flags)
 
 
 class Calls:
@@ -87,6 +91,8 @@ class Calls:
         step = Step(node, kind_of(node), {each.tensor: each for each in given})
         step.assumed += [f"the {list(tensor.sizes)} tensor at the address of one of another kind is a new allocation, "
                          f"which {BY} does not show" for tensor in self.memory.replaced]
+        step.assumed += [f"the {list(each.tensor.sizes)} tensor taken as {_shown_flags(each.flags)}: {BY} does not say "
+                         "which of the views of its memory it is" for each in given if each.doubtful]
         strides: Sequence[tuple[int, ...] | None] | None = None
         if step.kind is Kind.operator and (self._full or node.inputs.strides is None):
             self._bind(step)
@@ -95,7 +101,8 @@ class Calls:
         outputs = [tensor for _position, tensor in node.outputs.tensors]
         returned = self.memory.give(list(zip(outputs, strides or [None] * len(outputs), strict=True)), given,
                                     known=not node.schema.startswith("aten::set_"),
-                                    blank=operator_name(node.schema)[0] in _BLANK)
+                                    blank=_allocates_only(node),
+                                    turned=_TURNS.get(node.name, TensorFlag(0)))
         step.returned = {each.tensor: each for each in returned}
         return step
 
@@ -244,7 +251,7 @@ class Inferred:
 
 def _key(value: Any) -> Any:
     if isinstance(value, TensorSpec):
-        return value.dtype, value.sizes, value.strides, value.offset
+        return value.dtype, value.sizes, value.strides, value.offset, value.flags
     if isinstance(value, list):
         return tuple(_key(each) for each in value)
     return type(value).__name__, repr(value)
@@ -281,6 +288,19 @@ def _by_name(traced: torch.FunctionSchema, here: torch.FunctionSchema,
     known = [position for position, name in enumerate(names) if name in by_name]
     last = max(known, default=-1)
     return [by_name.get(name, UNRECORDED) for name in names[: last + 1]], unknown
+
+
+def _allocates_only(node: TraceNode) -> bool:
+    """Whether an operator writes nothing to what it allocates. What `resize_` keeps of older content counts as
+    written."""
+    name = operator_name(node.schema)[0]
+    given = node.inputs.tensors
+    return name in _BLANK or (name in _RESIZES and bool(given) and not given[0][1].elements)
+
+
+def _shown_flags(flags: TensorFlag) -> str:
+    named = [word for flag, word in ((TensorFlag.conj, "conjugated"), (TensorFlag.neg, "negated")) if flags & flag]
+    return " and ".join(named) or "neither conjugated nor negated"
 
 
 def _specs(binding: Binding | None) -> list[tuple[str, TensorSpec]]:

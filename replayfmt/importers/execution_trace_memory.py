@@ -13,30 +13,35 @@ from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from replayfmt.format.codes import DType
+from replayfmt.format.codes import DType, TensorFlag
 
 from .execution_trace_nodes import TracedTensor
 from .types import dtype_of
 from .values import contiguous
 
 Address = tuple[str, int]
+_NO_FLAGS = TensorFlag(0)
 # What Python numbers become where an operator takes tensors.
 NUMBERS = frozenset({DType.float64, DType.int64, DType.complex128, DType.bool})
 
 
 @dataclass(frozen=True)
 class Placed:
-    """A tensor, its strides, and the number of its allocation, from 1."""
+    """A tensor, its strides, and the number of its allocation, from 1. `flags` tell whether it is a conjugated or
+    negated view; `doubtful`: there are such views of this memory, and no trace says which of them a tensor is."""
 
     tensor: TracedTensor
     strides: tuple[int, ...]
     allocation: int
+    flags: TensorFlag = _NO_FLAGS
+    doubtful: bool = False
 
 
 @dataclass
 class _Live:
     """The allocation that an address stands for now. `exact`: an operator made it, just as long as what it returned;
-    `returned`: an operator returned it, or wrote to it; `blank`: none has written to it since it was allocated."""
+    `returned`: an operator returned it, or wrote to it; `blank`: none has written to it since it was allocated. `flags`
+    are those of tensors by id, `flagged` whether any ever had one."""
 
     number: int
     exact: bool
@@ -45,6 +50,8 @@ class _Live:
     types: set[str] = field(default_factory=set)
     returned: bool = False
     blank: bool = False
+    flags: dict[int, TensorFlag] = field(default_factory=dict)
+    flagged: bool = False
 
 
 class Allocations:
@@ -90,6 +97,7 @@ class MemoryMap:
             if live is not None and live.blank:
                 new = self._live[_address(tensor)] = self._new(tensor.device, made=False)
                 new.tensors, new.types, new.returned = live.tensors, live.types, True
+                new.flags, new.flagged = live.flags, live.flagged
                 self.unseen.add(new.number)
         for tensor in written:
             live = self._live.get(_address(tensor))
@@ -103,14 +111,17 @@ class MemoryMap:
         return [self._given(tensor) for tensor in inputs]
 
     def give(self, outputs: Sequence[tuple[TracedTensor, tuple[int, ...] | None]], given: Sequence[Placed],
-             *, known: bool = True, blank: bool = False) -> list[Placed]:
+             *, known: bool = True, blank: bool = False, turned: TensorFlag = _NO_FLAGS) -> list[Placed]:
         """What an operator returns, each with its strides (None: those of the trace, or contiguous).
 
         `known` is False for operators that return memory of others without being given it (`set_` of a storage),
-        `blank` True for those that leave what they allocate as it is.
+        `blank` True for those that leave what they allocate as it is. Views have the flags of what they are views of,
+        `turned` for `_conj` and `_neg_view`.
         """
         old = {_address(each.tensor) for each in given if each.tensor.elements}
         old_empty = {_address(each.tensor) for each in given if not each.tensor.elements}
+        flags = {_address(each.tensor): each.flags for each in reversed(given)}
+        flags_by_id = {(_address(each.tensor), each.tensor.id): each.flags for each in given}
         fresh: dict[Address, _Live] = {}
         placed = []
         for tensor, strides in outputs:
@@ -128,6 +139,8 @@ class MemoryMap:
                 live.blank = blank
                 self._empty.pop(address, None)
             live.returned = True
+            viewed = flags_by_id.get((address, tensor.id), flags.get(address, _NO_FLAGS))
+            live.flags[tensor.id] = _NO_FLAGS if address in fresh else viewed ^ turned
             placed.append(self._note(live, tensor, steps))
         return placed
 
@@ -187,10 +200,12 @@ class MemoryMap:
         live.end = max(live.end, end)
         live.tensors[tensor.id] = (tensor.sizes, strides)
         live.types.add(tensor.type_name)
+        flags = live.flags.get(tensor.id, _NO_FLAGS)
+        live.flagged |= bool(flags)
         if not self._again:
             self.allocations.bytes[live.number] = max(self.allocations.bytes[live.number], end)
             self.allocations.last[live.number] = self.steps
-        return Placed(tensor, strides, live.number)
+        return Placed(tensor, strides, live.number, flags, live.flagged)
 
 
 def _address(tensor: TracedTensor) -> Address:

@@ -12,7 +12,7 @@ import re
 from array import array
 from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
 
@@ -20,7 +20,7 @@ import torch
 
 from replayfmt.errors import InvalidCapture
 
-from .execution_trace_nodes import USER_SCOPE, TraceNode
+from .execution_trace_nodes import USER_SCOPE, TracedTensor, TraceNode
 
 
 class Kind(IntEnum):
@@ -84,6 +84,7 @@ def kind_of(node: TraceNode) -> Kind:
     return Kind.container
 
 
+_WORK = frozenset({Kind.operator, Kind.collective, Kind.triton})
 Path = tuple[tuple[int, str], ...]
 
 
@@ -93,8 +94,9 @@ class Selection:
     around it, outermost first (an index into `paths`, which have the position and the name of each mark). `within`
     likewise tells the names of what is around it and is neither a mark nor an operator (into `wrapped`). `dropped`
     counts what did no work, by name, `wrappers` what only contains others. `inside` is 1 at the position of everything
-    within a chosen node. `ordered`: the trace has the chosen nodes in
-    the order in which they ran."""
+    within a chosen node. `before` names for some chosen nodes the id of the one that they ran before, whatever their
+    own says. `ordered`: the trace has the chosen nodes in the order in which they ran. `problems` are sentences on what is
+    wrong with the trace."""
 
     chosen: array = field(default_factory=lambda: array("q"))
     scopes: array = field(default_factory=lambda: array("q"))
@@ -104,7 +106,9 @@ class Selection:
     dropped: Counter[str] = field(default_factory=Counter)
     wrappers: Counter[str] = field(default_factory=Counter)
     inside: bytearray = field(default_factory=bytearray)
+    before: dict[int, int] = field(default_factory=dict)
     ordered: bool = True
+    problems: list[str] = field(default_factory=list)
 
     def path_of(self, position: int) -> Path:
         """The marks around a chosen node."""
@@ -113,6 +117,45 @@ class Selection:
     def wrappers_of(self, position: int) -> tuple[str, ...]:
         """The names of the wrappers around a chosen node, outermost first."""
         return self.wrapped[self.within[bisect_left(self.chosen, position)]]
+
+
+class KeptCopies:
+    """Copies that autograd makes of a tensor before an in-place operator changes it, and that the backward pass reads.
+
+    They are children of the operator and no part of what it does. A copy that nothing outside takes is the operator's
+    own business.
+    """
+
+    def __init__(self) -> None:
+        self._under: dict[int, list[tuple[int, TracedTensor, TracedTensor]]] = {}
+        self._waiting: dict[tuple[str, int], tuple[int, int, TracedTensor]] = {}
+        self._kept: dict[int, list[int]] = defaultdict(list)
+
+    def add(self, position: int, node: TraceNode) -> None:
+        """The next node of the trace: children come before their parent."""
+        given = [tensor for _position, tensor in node.inputs.tensors]
+        if self._waiting:
+            taken = {(each.device, each.storage) for each in given}
+            for each in given:
+                found = self._waiting.get((each.device, each.storage))
+                if found is not None and (found[2].sizes, found[2].type_name) == (each.sizes, each.type_name):
+                    del self._waiting[each.device, each.storage]
+                    self._kept[found[0]].append(found[1])
+            for _position, tensor in node.outputs.tensors:
+                if (tensor.device, tensor.storage) not in taken:
+                    self._waiting.pop((tensor.device, tensor.storage), None)    # another allocation by now
+        returned = [tensor for _position, tensor in node.outputs.tensors]
+        if node.name == "aten::clone" and given and returned:
+            self._under.setdefault(node.parent, []).append((position, given[0], returned[0]))
+        copies = self._under.pop(node.id, None)
+        if copies and given and operator_name(node.schema)[0].endswith("_"):
+            for copy, source, made in copies:
+                if (source.storage, source.sizes) == (given[0].storage, given[0].sizes):
+                    self._waiting[made.device, made.storage] = node.id, copy, made
+
+    def of(self, operator: int) -> list[int]:
+        """The positions of the copies that belong before an operator, by its id."""
+        return self._kept.get(operator, [])
 
 
 class Skeleton:
@@ -128,6 +171,7 @@ class Skeleton:
         self._texts: list[str] = []
         self._ways: dict[tuple[str, str], bool] = {}
         self._transparent = array("b")
+        self._kept = KeptCopies()
 
     def __len__(self) -> int:
         return len(self._ids)
@@ -135,6 +179,7 @@ class Skeleton:
     def add(self, node: TraceNode) -> None:
         """The next node of the trace."""
         kind = kind_of(node)
+        self._kept.add(len(self._ids), node)
         self._ids.append(node.id)
         self._parents.append(node.parent)
         self._threads.append(node.thread)
@@ -165,6 +210,20 @@ class Skeleton:
             self._ways[key] = gives_way(*key)
         return self._ways[key]
 
+    def _damage(self, positions: Mapping[int, int]) -> Iterator[str]:
+        """Sentences on nodes that cannot be what the trace says."""
+        again = len(self._ids) - len(positions)
+        if again:
+            yield f"nodes with the id of another node: {again}; children of that id are taken for the last one's"
+        parents = [(number, parent) for number, parent, kind in zip(self._ids, self._parents, self._kinds, strict=True)
+                   if kind in _WORK]
+        own = sum(number == parent for number, parent in parents)
+        if own:
+            yield f"operators that are their own parents: {own}; taken for outermost ones"
+        lost = sum(parent not in positions for _number, parent in parents)
+        if lost:
+            yield f"operators whose parents are not in the trace: {lost}; taken for outermost ones"
+
     def _positions_differ(self, position: int) -> bool:
         """Whether a node is not its own parent, as the trace's root is."""
         return self._ids[position] != self._parents[position]
@@ -178,6 +237,7 @@ class Skeleton:
             above = positions.get(parent)
             (tops if above is None or above == position else children[above]).append(position)
         walk = _Walk(self, children, positions, roots)
+        walk.problems += self._damage(positions)
         walk.visit(tops)
         if walk.seen != len(self._ids):
             raise InvalidCapture(f"{self._path}: {len(self._ids) - walk.seen} nodes of the execution trace are their "
@@ -198,6 +258,7 @@ class _Walk:
         self.seen = 0
         self._found: list[int] = []
         self._selection = Selection(inside=bytearray(len(skeleton)))
+        self.problems = self._selection.problems
 
     def visit(self, tops: Iterable[int]) -> None:
         of = self._of
@@ -243,10 +304,13 @@ class _Walk:
         for each in self._below(position):
             self.seen += 1
             self._selection.inside[each] = 1
+        for copy in self._of._kept.of(self._of._ids[position]):
+            self._selection.inside[copy] = 0
+            self._selection.before[copy] = self._of._ids[position]
+            self._found.append(copy)
 
     def _operators_below(self, position: int) -> bool:
-        work = (Kind.operator, Kind.collective, Kind.triton)
-        return any(Kind(self._of._kinds[each]) in work for each in self._below(position))
+        return any(self._of._kinds[each] in _WORK for each in self._below(position))
 
     def _returned_below(self, position: int) -> set[int]:
         of = self._of
@@ -262,8 +326,8 @@ class _Walk:
         carried: dict[int, Path] = {}
         main = min(filter(None, of._threads), default=0)
         for position in selection.chosen:
-            thread, number = of._threads[position], of._ids[position]
-            selection.ordered &= number > latest.get(thread, 0)
+            thread, number = of._threads[position], selection.before.get(position, of._ids[position])
+            selection.ordered &= number >= latest.get(thread, 0)
             latest[thread] = number
             path = self._path_of(position, on_main=thread == main)
             # A thread of autograd's engine is inside of what the thread that it works for does, until it works for

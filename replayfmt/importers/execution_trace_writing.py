@@ -133,15 +133,15 @@ class GraphWriter:
     def _tensor(self, spec: TensorSpec) -> Tensor:
         if spec.dtype is None or spec.sizes is None or spec.strides is None:
             raise ValueError(f"a tensor of sizes {spec.sizes} whose dtype or strides are not recorded")
-        return self._view(spec.identity, spec.dtype, spec.sizes, spec.strides, spec.offset)
+        return self._view(spec.identity, spec.dtype, spec.sizes, spec.strides, spec.offset, spec.flags)
 
     def _view(self, allocation: Any, dtype: DType, sizes: tuple[int, ...], strides: tuple[int, ...],
-              offset: int) -> Tensor:
-        key = (allocation, dtype, sizes, strides, offset)
+              offset: int, flags: TensorFlag) -> Tensor:
+        key = (allocation, dtype, sizes, strides, offset, flags)
         tensor = self._tensors.get(key)
         if tensor is None:
             device = self._capture.device(self._calls.allocations.devices[allocation])
-            meta = TensorMeta(dtype, Layout.strided, device, sizes, strides, TensorFlag(0))
+            meta = TensorMeta(dtype, Layout.strided, device, sizes, strides, flags)
             tensor = self._tensors[key] = Tensor(self._storage(allocation, device), meta, offset)
             if len(self._tensors) > _KEPT_TENSORS:
                 self._tensors.popitem(last=False)
@@ -172,7 +172,8 @@ class GraphWriter:
             dtype = dtype_of(placed.tensor.type_name)
             if dtype is None:
                 raise ValueError(f"a result of the unknown type {placed.tensor.type_name!r}")
-            return self._view(placed.allocation, dtype, placed.tensor.sizes, placed.strides, placed.tensor.offset)
+            return self._view(placed.allocation, dtype, placed.tensor.sizes, placed.strides, placed.tensor.offset,
+                              placed.flags)
         if head == "GenericList" and isinstance(value, list) and any(name.startswith("Tensor") for name in inner):
             return [self._result(step, each, _at(sizes, index), _at(strides, index), _at(inner, index) or "")
                     for index, each in enumerate(value)]
@@ -236,7 +237,8 @@ class GraphWriter:
         dtype = dtype_of(placed.tensor.type_name)
         if dtype is None:
             raise ValueError(f"a tensor of the unknown type {placed.tensor.type_name!r}")
-        return self._view(placed.allocation, dtype, placed.tensor.sizes, placed.strides, placed.tensor.offset)
+        return self._view(placed.allocation, dtype, placed.tensor.sizes, placed.strides, placed.tensor.offset,
+                          placed.flags)
 
     def _triton(self, step: Step, moment: Moment) -> None:
         node = step.node

@@ -1,0 +1,140 @@
+"""Execution traces of programs that make all of their inputs themselves: a replay computes what they did."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import replayfmt
+from replayfmt.format.codes import RecordKind, StorageOrigin
+from replayfmt.format.reader import open_capture
+from replayfmt.importers.execution_trace import import_execution_trace
+from replayfmt.replay.plan import Plan
+
+from .observed import RELU, Traced, Written, observe
+
+
+def made(*sizes: int, start: int = 1) -> torch.Tensor:
+    """Content that comes from operators alone, none of which takes a Python number as a tensor."""
+    elements = torch.Size(sizes).numel()
+    return torch.arange(start, start + elements, dtype=torch.float32).sin().view(sizes)
+
+
+def complex_made(*sizes: int) -> torch.Tensor:
+    return torch.complex(made(*sizes), made(*sizes, start=50))
+
+
+def imported(tmp_path: Path, run: Callable[[], Any]) -> tuple[Path, Any]:
+    returned: list[Any] = []
+    path = observe(tmp_path / "trace.json", lambda: returned.append(run()))
+    import_execution_trace(path, tmp_path / "out.opreplay", force=True)
+    return tmp_path / "out.opreplay", returned[0]
+
+
+def last_result(path: Path) -> torch.Tensor:
+    """What the last op of a capture returns in a replay."""
+    with replayfmt.open(path) as capture:
+        return capture.ops[max(capture.ops)].replay()
+
+
+def activations_in_place() -> torch.Tensor:
+    """Autograd keeps copies of what these change, and the backward pass reads them."""
+    x, weight = made(4, 4), made(4, 4, start=30).requires_grad_()
+    hidden = nn.functional.silu(x @ weight, inplace=True)
+    nn.functional.hardswish(hidden @ weight, inplace=True).mul_(weight).sum().backward()
+    assert weight.grad is not None
+    return weight.grad.clone()
+
+
+def conjugates() -> torch.Tensor:
+    x = complex_made(3, 3)
+    product = x.conj() * x.conj()
+    return torch.view_as_real(torch.mm(x.mH, x) + product.conj().resolve_conj() + x.conj().imag).clone()
+
+
+def conjugates_in_the_backward_pass() -> torch.Tensor:
+    x, y = complex_made(3).requires_grad_(), complex_made(3)
+    torch.view_as_real(x * y * x.conj()).sum().backward()
+    assert x.grad is not None
+    return torch.view_as_real(x.grad).clone()
+
+
+def memory_that_grows_under_its_views() -> torch.Tensor:
+    x = torch.ones(4)
+    view = x[:2]
+    x.resize_(64).fill_(3)
+    return view.exp()
+
+
+@pytest.mark.parametrize("run", [activations_in_place, conjugates, conjugates_in_the_backward_pass,
+                                 memory_that_grows_under_its_views])
+def test_a_replay_computes_what_the_program_computed(tmp_path: Path, run: Callable[[], torch.Tensor]) -> None:
+    path, expected = imported(tmp_path, run)
+    with open_capture(path) as reader:
+        origins = [reader.storage(number).origin for number in range(1, reader.storage_count + 1)]
+    assert StorageOrigin.absent not in origins, "everything comes from an operator of the trace"
+    assert torch.equal(last_result(path), expected)
+
+
+def test_a_copy_that_only_the_operator_itself_uses_is_not_taken_from_it(tmp_path: Path) -> None:
+    clone = "aten::clone(Tensor self, *, MemoryFormat? memory_format=None) -> Tensor"
+    silu = "aten::silu_(Tensor(a!) self) -> Tensor(a!)"
+    names = {}
+    for used in (True, False):
+        trace = Written()
+        x, copied = Traced(10, 20, [4]), Traced(11, 21, [4])
+        trace.node("aten::clone", clone, [x, None], [copied], number=901, parent=900)
+        trace.node("aten::silu_", silu, [x], [x], number=900)
+        trace.node("aten::relu", RELU, [Traced(12, 21, [4]) if used else x], [Traced(13, 22, [4])], number=902)
+        import_execution_trace(trace.save(tmp_path / "t.json"), tmp_path / "o.opreplay", force=True)
+        with open_capture(tmp_path / "o.opreplay") as reader:
+            names[used] = [reader.kernels[each.signature.kernel].name for each in reader.records()
+                           if each.kind is RecordKind.op]
+    assert names == {True: ["aten::clone", "aten::silu_", "aten::relu"], False: ["aten::silu_", "aten::relu"]}
+
+
+def test_which_view_of_conjugated_memory_a_tensor_is_is_an_assumption(tmp_path: Path) -> None:
+    path, _result = imported(tmp_path, conjugates)
+    with open_capture(path) as reader:
+        told = [str((each.annotation or {}).get("assumed", "")) for each in reader.records()
+                if each.kind is RecordKind.op]
+    assert told[0] == ""
+    assert any("taken as conjugated" in text for text in told)
+    assert any("taken as neither conjugated nor negated" in text for text in told)
+
+
+def test_memory_from_resizing_is_blank_until_something_writes_to_it(tmp_path: Path) -> None:
+    def run() -> None:
+        index = torch.empty(0, dtype=torch.int64).resize_(3)
+        index.numpy()[:] = [0, 2, 1]
+        nn.functional.embedding(index, made(3, 2))
+
+    path, _result = imported(tmp_path, run)
+    with Plan(path) as plan:
+        assert plan.execute(verify="none").outcome == "ok"
+        assert [each.op.partition(".")[0] for each in plan.synthesis.initialized] == ["aten::embedding"]
+
+
+@pytest.mark.parametrize(("change", "problem"), [
+    (lambda nodes: nodes[1].update(ctrl_deps=nodes[1]["id"]), "operators that are their own parents: 1"),
+    (lambda nodes: nodes[1].update(id=nodes[2]["id"]), "nodes with the id of another node: 1"),
+    (lambda nodes: nodes[1].update(ctrl_deps=999_999), "operators whose parents are not in the trace: 1"),
+], ids=["its own parent", "an id again", "a lost parent"])
+def test_nodes_that_cannot_be_what_they_say_are_named_among_the_problems(
+        tmp_path: Path, change: Callable[[list[dict[str, Any]]], None], problem: str) -> None:
+    trace = Written()
+    for number in range(3):
+        trace.node("aten::relu", RELU, [Traced(10 + number, 20 + number, [4])], [Traced(11 + number, 21 + number, [4])])
+    path = trace.save(tmp_path / "whole.json")
+    assert import_execution_trace(path, tmp_path / "whole.opreplay").problems == []
+    damaged = copy.deepcopy(json.loads(path.read_text()))
+    change(damaged["nodes"])
+    path.write_text(json.dumps(damaged))
+    assert any(problem in each for each in import_execution_trace(path, tmp_path / "damaged.opreplay").problems)
