@@ -95,8 +95,8 @@ class Selection:
     likewise tells the names of what is around it and is neither a mark nor an operator (into `wrapped`). `dropped`
     counts what did no work, by name, `wrappers` what only contains others. `inside` is 1 at the position of everything
     within a chosen node. `before` names for some chosen nodes the id of the one that they ran before, whatever their
-    own says. `ordered`: the trace has the chosen nodes in the order in which they ran. `problems` are sentences on what is
-    wrong with the trace."""
+    own says. `ordered`: the trace has the chosen nodes in the order in which they ran. `problems` are sentences on what
+    is wrong with the trace."""
 
     chosen: array = field(default_factory=lambda: array("q"))
     scopes: array = field(default_factory=lambda: array("q"))
