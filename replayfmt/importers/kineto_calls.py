@@ -219,13 +219,12 @@ def place(operator: str, arguments: Sequence[tuple[str, Any]], placement: Placem
     """Arguments with their devices filled in; what the trace does not say is added to `assumed`. `required` names the
     arguments that must not be None."""
     specs = [spec for _name, value in arguments for spec in _specs(value)]
-    beside = [spec.dtype for spec in specs if spec.sizes and spec.dtype is not None] if len(specs) > 1 else []
     placed: list[tuple[str, Any]] = []
     for position, (name, value) in enumerate(arguments):
         if isinstance(value, DeviceName) and value.name is None:
             value = _device(operator, placement, bool(specs) and name not in required, assumed)
         elif isinstance(value, TensorSpec | list):
-            value = _placed(operator, value, position, placement, beside, assumed)
+            value = _placed(operator, value, position, placement, specs, assumed)
         placed.append((name, value))
     return placed
 
@@ -248,10 +247,10 @@ def _device(operator: str, placement: Placement, by_tensors: bool, assumed: list
     return DeviceName(placement.device)
 
 
-def _placed(operator: str, value: Any, position: int, placement: Placement, beside: Sequence[DType],
+def _placed(operator: str, value: Any, position: int, placement: Placement, specs: Sequence[TensorSpec],
             assumed: list[str]) -> Any:
     if isinstance(value, list):
-        return [_placed(operator, each, position, placement, beside, assumed) for each in value]
+        return [_placed(operator, each, position, placement, specs, assumed) for each in value]
     if not isinstance(value, TensorSpec):
         return value
     device = placement.device
@@ -259,22 +258,34 @@ def _placed(operator: str, value: Any, position: int, placement: Placement, besi
         source = position == (1 if operator == "aten::copy_" else 0)
         if (source and placement.upload) or (operator == "aten::copy_" and position == 0 and placement.download):
             device = "cpu"
-    elif beside and value.sizes == () and value.dtype in _NUMBERS and device != "cpu":
-        assumed.append(f"a {value.dtype.name} without dimensions is in host memory: Python numbers are passed that way")
-        device = "cpu"
-    elif beside and value.sizes == () and value.dtype in _NUMBERS and operator in _PROMOTING:
-        assumed.append(_taken_for_a_tensor(value.dtype, beside))
+    elif value.sizes == () and value.dtype in _NUMBERS:
+        beside = _beside(value, specs)
+        if device != "cpu" and any(each.sizes or each.dtype is not value.dtype for each in beside):
+            assumed.append(f"a {value.dtype.name} without dimensions is in host memory: Python numbers are passed that "
+                           "way")
+            device = "cpu"
+        elif beside and operator in _PROMOTING:
+            assumed.append(_taken_for_a_tensor(value.dtype, beside))
     return replace(value, device=device)
 
 
-def _taken_for_a_tensor(dtype: DType, beside: Sequence[DType]) -> str:
-    """What is assumed of a tensor without dimensions in host memory. `beside`: the dtypes of those with dimensions."""
+def _beside(value: TensorSpec, specs: Sequence[TensorSpec]) -> list[TensorSpec]:
+    """The tensors beside one without dimensions that may be a Python number: those that have some, or else those before
+    it, because a call of nothing but numbers there is not."""
+    known = [each for each in specs if each.dtype is not None]
+    return [each for each in known if each.sizes] or known[: next(
+        (place for place, each in enumerate(known) if each is value), 0)]
+
+
+def _taken_for_a_tensor(dtype: DType, beside: Sequence[TensorSpec]) -> str:
+    """What is assumed of a tensor without dimensions that may be a number."""
     told = (f"a {dtype.name} without dimensions is taken for a tensor: Python numbers are passed that way, too, and "
             "the trace does not tell which")
-    first = next((each for each in beside if each is not DType.bool), beside[0])     # not a condition
-    other = torch.empty(1, dtype=TORCH_DTYPE[first], device="meta")
+    first = next((each for each in beside if each.dtype is not DType.bool), beside[0])     # not a condition
+    assert first.dtype is not None
+    other = torch.empty(1 if first.sizes else (), dtype=TORCH_DTYPE[first.dtype], device="meta")
     as_tensor = torch.result_type(other, torch.empty((), dtype=TORCH_DTYPE[dtype], device="meta"))
     as_number = torch.result_type(other, _NUMBERS[dtype])
     if as_tensor is as_number:
         return told
-    return f"{told}; beside {first.name} a tensor makes it compute in {as_tensor}, a number in {as_number}"
+    return f"{told}; beside {first.dtype.name} a tensor makes it compute in {as_tensor}, a number in {as_number}"

@@ -341,3 +341,16 @@ def test_on_the_host_a_number_may_be_a_python_number(other: str, result_types: s
     assert "Python numbers" in annotation["assumed"][0] and annotation["assumed"][0].endswith(result_types or "which")
     events = [op("aten::add", 10, 10, [tensor(other, 3), tensor(other, 3), scalar("1")])]
     assert imported(events).of("op")[0].annotation["import"] == "exact"
+
+
+def test_beside_a_tensor_without_dimensions_a_number_may_be_one_too(imported: Import) -> None:
+    def assumed(first: str, second: str, *device: dict[str, Any]) -> list[str]:
+        record, = imported([op("aten::mul", 10, 10, [(first, [], [], ""), (second, [], [], "")]), *device]).of("op")
+        return record.annotation.get("assumed", [])
+
+    on_device = launch(1, 12), kernel(1, 100, 5)
+    assert "a tensor makes it compute in torch.float64, a number in torch.float32" in assumed("float", "double")[0]
+    assert len(assumed("double", "double")) == len(assumed("long int", "double")) == 1
+    assert assumed("double", "float") == [], "no number is passed as a float32"
+    assert "host memory" in assumed("float", "double", *on_device)[0]
+    assert "taken for a tensor" in assumed("long int", "long int", *on_device)[0]
