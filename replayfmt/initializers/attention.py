@@ -19,14 +19,19 @@ from .request import Request, TensorInfo
 TABLES = ("block_tables", "block_table", "page_table", "block_table_tensor")
 LENGTHS = ("seq_lens", "context_lens", "seqused_k", "cache_seqlens", "seqlens_k", "seq_lens_k", "kv_seq_lens")
 QUERY_STARTS = ("query_start_loc", "cu_seqlens_q", "cu_query_lens", "cu_seqlen_q", "qo_indptr", "cum_seq_q")
-KEY_STARTS = ("cu_seqlens_k", "cu_seqlen_k", "cum_seq_k", "cu_seq_lens")
+KEY_STARTS = ("cu_seqlens_k", "cu_seqlen_k", "cum_seq_k", "cu_seq_lens", "cu_seqlens_k_new")
 PAGE_STARTS = ("paged_kv_indptr", "kv_indptr")
 PAGES = ("paged_kv_indices", "kv_indices", "kv_page_indices")
 LAST_PAGES = ("paged_kv_last_page_len", "kv_last_page_len", "kv_last_page_lens")
-QUERIES = ("query", "q")
-CACHES = ("key_cache", "k_cache", "kv_cache", "paged_kv_cache", "k", "key")
+QUERIES = ("query", "q", "q_nope")
+_KEY_CACHES = ("key_cache", "k_cache", "kcache", "paged_k_cache", "k_buffer")
+_JOINT_CACHES = ("kv_cache", "paged_kv_cache", "kv_c_and_k_pe_cache", "ckv_cache")   # of keys and values
+CACHES = (*_KEY_CACHES, *_JOINT_CACHES)
+_KEYS = ("k", "key")            # the cache where there is no other, else the new tokens
+_NEW_KEYS = ("k", "k_new")
 _LONGEST = ("max_seq_len", "max_context_len", "max_seqlen_k", "max_seq_len_k", "max_kv_len")
 _BLOCK_SIZES = ("block_size", "page_size")
+_LAYOUTS = ("layout", "kv_layout", "kv_layout_code")
 _ALL = (*TABLES, *LENGTHS, *QUERY_STARTS, *KEY_STARTS, *PAGE_STARTS, *PAGES, *LAST_PAGES)
 
 
@@ -39,21 +44,29 @@ def _number(request: Request, names: Iterable[str]) -> int | None:
     return next((number for name in names if (number := request.call.integer(name)) is not None), None)
 
 
-def cache_shape(request: Request) -> tuple[int, int] | None:
+def cache_shape(request: Request, names: Iterable[str] = (*CACHES, *_KEYS)) -> tuple[int, int] | None:
     """How many blocks the cache of a call has, and how many tokens a block; None where it is no paged cache.
 
-    Layouts: (blocks, block, heads, size) of flash attention, (blocks, heads, size / x, block, x) and, with 2 for keys
-    and values second, (blocks, 2, block, heads, size). Where the call gives the block size, that counts.
+    Layouts: (blocks, block, heads, size) of flash attention; (slots, heads, size) of single tokens; (blocks, heads,
+    size / x, block, x) of paged attention's keys; (blocks, block, size) of latents; with 2 for keys and values first or
+    second where one tensor holds both. Heads come before tokens where the call says so (HND). Where it gives the block
+    size, that counts.
     """
-    cache = _first(request, CACHES)
+    name = next((name for name in names if request.call.tensor(name) is not None), None)
+    cache = None if name is None else request.call.tensor(name)
     if cache is None or len(cache.sizes) < 3 or not cache.elements:
         return None
-    given = _number(request, _BLOCK_SIZES)
+    given, sizes, joint = _number(request, _BLOCK_SIZES), cache.sizes, name in _JOINT_CACHES
+    if joint and len(sizes) == 5 and sizes[0] == 2 != sizes[1]:
+        sizes = sizes[1:]
     if given is not None:
-        return (cache.sizes[0], given) if given > 0 else None
-    if len(cache.sizes) == 5:
-        return cache.sizes[0], cache.sizes[2] if cache.sizes[1] == 2 else cache.sizes[3]
-    return cache.sizes[0], cache.sizes[1] if len(cache.sizes) == 4 else 1
+        return (sizes[0], given) if given > 0 else None
+    if len(sizes) == 3:
+        return sizes[0], sizes[1] if joint else 1
+    if len(sizes) == 5 and not joint:
+        return sizes[0], sizes[3]
+    heads_first = any(request.call.arguments.get(each) in (1, "HND") for each in _LAYOUTS)
+    return sizes[0], sizes[len(sizes) - (2 if heads_first else 3)]
 
 
 def _sequences(request: Request) -> int | None:
@@ -108,6 +121,9 @@ def _fill(request: Request) -> Mapping[str, torch.Tensor]:
         request.note(f"{request.call.name}: the sequences need {int(needed.sum())} blocks and the cache has {blocks}, "
                      "so some blocks are read by several sequences")
     starts = np.concatenate(([0], np.cumsum(needed)))
+    # A kernel that appends the new tokens itself is told how long contexts were before.
+    before = _first(request, CACHES if request.call.tensor("k_new") is None else _KEYS) is not None
+    appended = batch.query_lengths if before and _first(request, _NEW_KEYS) is not None else 0
     made: dict[str, torch.Tensor] = {}
     for label, info in request.wanted.items():
         values = np.zeros(info.sizes, np.int64)
@@ -115,7 +131,7 @@ def _fill(request: Request) -> Mapping[str, torch.Tensor]:
             for row, count in enumerate(needed):
                 values[row, :count] = order[(starts[row] + np.arange(count)) % blocks]
         elif label in LENGTHS:
-            values[:] = batch.key_lengths
+            values[:] = batch.key_lengths - appended
         elif label in QUERY_STARTS:
             values[1:] = np.cumsum(batch.query_lengths)
         elif label in KEY_STARTS:

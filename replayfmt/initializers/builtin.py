@@ -15,6 +15,7 @@ from .demands import Role
 from .experts import EXPERT_IDS, OPTION, SORTED_EXPERTS, parse_routing
 from .floats import DEFAULT_MEAN, DEFAULT_STD, FLOATS, synthesize
 from .integers import fill_integers
+from .packed import PACKED_ATTENTION
 from .ragged import RAGGED
 from .registry import Initializer
 from .request import Request
@@ -99,9 +100,10 @@ def check_option(name: str, value: str) -> None:
 
 BUILT_IN: tuple[Initializer, ...] = (
     PAGED_ATTENTION,
+    PACKED_ATTENTION,
     SLOT_MAPPING,
     CACHE_INDICES,
-    POSITIONS,
+    *POSITIONS,
     SORTED_EXPERTS,
     EXPERT_IDS,
     *RAGGED,

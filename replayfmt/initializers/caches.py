@@ -10,25 +10,17 @@ from .batches import batch_for, iteration_of
 from .registry import Initializer
 from .request import Request, TensorInfo
 
-_SLOTS = ("slot_mapping", "out_cache_loc", "cache_loc")
-_TOKENS = ("key", "k", "kv_c", "kv", "value", "v")
+_SLOTS = ("slot_mapping", "out_cache_loc", "cache_loc", "kv_cache_loc")
 
 
-def _slots(request: Request) -> int | None:
-    """How many slots the cache of a call has: blocks times the tokens of a block."""
-    shape = cache_shape(request)
-    if shape is not None and (request.call.integer("block_size") or _block_is_known(request)):
-        return shape[0] * shape[1]
-    flat = next((info for name in CACHES if (info := request.call.tensor(name)) is not None and len(info.sizes) >= 2),
+def _slots(request: Request) -> tuple[int, int] | None:
+    """How many blocks the cache of a call has, and how many slots a block."""
+    shape = cache_shape(request, CACHES)
+    if shape is not None:
+        return shape
+    flat = next((info for name in CACHES if (info := request.call.tensor(name)) is not None and len(info.sizes) == 2),
                 None)
-    return None if flat is None else flat.sizes[0]
-
-
-def _block_is_known(request: Request) -> bool:
-    """Whether the cache has a dimension for the tokens of a block."""
-    cache = next((info for name in CACHES if (info := request.call.tensor(name)) is not None), None)
-    latent = request.call.tensor("kv_c") is not None or request.call.tensor("k_pe") is not None
-    return cache is not None and (len(cache.sizes) >= 4 or (latent and len(cache.sizes) == 3))
+    return None if flat is None else (flat.sizes[0], 1)
 
 
 def _slot_mapping(request: Request) -> torch.Tensor:
@@ -36,9 +28,7 @@ def _slot_mapping(request: Request) -> torch.Tensor:
     info, slots = request.tensor, _slots(request)
     assert slots is not None      # _has_slots was asked first
     random = np.random.Generator(np.random.SFC64(np.random.SeedSequence([request.seed])))
-    shape = cache_shape(request)
-    block = shape[1] if shape is not None and shape[0] * shape[1] == slots else 1
-    blocks, tokens = slots // block, info.elements
+    (blocks, block), tokens = slots, info.elements
     order = random.permutation(blocks)
     if tokens <= blocks:
         request.note(f"{request.call.name}: each of {tokens} tokens goes to a block of its own, as in decoding")
@@ -52,7 +42,7 @@ def _slot_mapping(request: Request) -> torch.Tensor:
 
 def _has_slots(request: Request) -> bool:
     info, slots = request.tensor, _slots(request)
-    return info.dtype in (torch.int32, torch.int64) and slots is not None and info.elements <= slots
+    return info.dtype in (torch.int32, torch.int64) and slots is not None and info.elements <= slots[0] * slots[1]
 
 
 def _positions(request: Request) -> torch.Tensor:
@@ -97,6 +87,7 @@ SLOT_MAPPING = Initializer(
 CACHE_INDICES = Initializer(
     "cache indices", _slot_mapping, op="*store_cache*", arguments=("indices",), accepts=_has_slots,
     description="different slots of the key-value cache")
-POSITIONS = Initializer(
-    "positions", _positions, op="*rotary*", arguments=("positions", "position_ids"), accepts=_has_table,
-    description="positions of a step's tokens, within the table of angles")
+POSITIONS = tuple(
+    Initializer(f"positions {number}", _positions, op=pattern, arguments=("positions", "position_ids", "pos_ids"),
+                accepts=_has_table, description="positions of a step's tokens, within the table of angles")
+    for number, pattern in enumerate(("*rotary*", "*rope*"), 1))

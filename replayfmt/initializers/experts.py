@@ -24,9 +24,11 @@ DEFAULT_EXPONENT = 1.2
 _IDS = ("topk_ids", "topk_indices", "expert_indices", "selected_experts")
 _SORTED = ("sorted_token_ids", "sorted_ids", "sorted_token_ids_ptr")
 _EXPERTS = ("expert_ids", "experts_ids", "sorted_expert_ids", "expert_ids_ptr")
-_VALID = ("num_tokens_post_pad", "num_tokens_post_padded", "num_valid_ids", "num_tokens_post_pad_ptr")
+_VALID = ("num_tokens_post_pad", "num_tokens_post_padded", "num_valid_ids", "num_tokens_post_pad_ptr",
+          "num_tokens_past_padded")
 _WEIGHTS = ("w1", "w13", "gate", "b_qweight", "b_q_weight", "w13_weight", "B", "w", "b")
 _TOKENS = ("hidden_states", "input", "A", "a", "x")
+_AITER_SHIFT = 24
 _ROUTING = re.compile(r"uniform|zipf(?::([0-9]*\.?[0-9]+))?\Z")
 
 
@@ -74,7 +76,7 @@ def _random(request: Request) -> np.random.Generator:
 
 def _experts(request: Request) -> int | None:
     """How many experts there are: as an argument, or the first dimension of their weights."""
-    for name in ("num_experts", "num_expert", "n_experts", "global_num_experts", "expert_num"):
+    for name in ("num_experts", "num_expert", "n_experts", "n_expert", "global_num_experts", "expert_num"):
         number = request.call.integer(name)
         if number is not None and number > 0:
             return number
@@ -82,7 +84,8 @@ def _experts(request: Request) -> int | None:
         info = request.call.tensor(name)
         if info is not None and len(info.sizes) >= 3:
             return info.sizes[0]
-    return None
+    scores = request.call.tensor("gating_output")
+    return scores.sizes[1] if scores is not None and len(scores.sizes) == 2 else None
 
 
 def _fill_ids(request: Request) -> torch.Tensor:
@@ -140,7 +143,11 @@ def _sorting(request: Request) -> _Sorting | None:
 
 
 def _sorted(request: Request, sizes: _Sorting) -> tuple[np.ndarray, np.ndarray] | None:
-    """Sorted pair ids padded to whole blocks, and the expert of each block; None where they have no place."""
+    """Sorted pair ids padded to whole blocks, and the expert of each block; None where they have no place.
+
+    A pair's id is its place among the tokens' experts; AITER's kernels want the token, with the place among its experts
+    in the upper eight bits.
+    """
     ids = draw(sizes.tokens, sizes.experts, sizes.each, _routing(request), _random(request)).reshape(-1)
     padding = len(ids)                                       # the number that is no pair
     order, counts = np.argsort(ids, kind="stable"), np.bincount(ids, minlength=sizes.experts)
@@ -148,11 +155,14 @@ def _sorted(request: Request, sizes: _Sorting) -> tuple[np.ndarray, np.ndarray] 
     total = int(blocks.sum()) * sizes.block
     if total > sizes.slots or int(blocks.sum()) > sizes.blocks:
         return None
+    if request.call.name.startswith("aiter::"):
+        padding = sizes.each << _AITER_SHIFT | sizes.tokens
+        order = order % sizes.each << _AITER_SHIFT | order // sizes.each
     slots = np.full(sizes.slots, padding, np.int64)
     begins = np.concatenate(([0], np.cumsum(blocks[:-1]))) * sizes.block
     taken = np.concatenate(([0], np.cumsum(counts[:-1])))
     slots[np.repeat(begins - taken, counts) + np.arange(len(ids))] = order
-    return slots[:], np.repeat(np.arange(sizes.experts), blocks)
+    return slots, np.repeat(np.arange(sizes.experts), blocks)
 
 
 def _fill_sorted(request: Request) -> Mapping[str, torch.Tensor]:

@@ -34,29 +34,44 @@ def row_lengths(rows: int, total: int, longest: int | None, random: np.random.Ge
     return lengths
 
 
+def _level(request: Request) -> int:
+    """How deep the rows lie that these offsets delimit: in a list, the rows of one are the values of the one before."""
+    _, bracket, number = request.label.partition("[")
+    return int(number.rstrip("]")) if bracket else 0
+
+
 def _longest(request: Request) -> int | None:
     """The longest row that the result has place for."""
     given = request.call.arguments.get("max_lengths", request.call.arguments.get("max_sequence_length"))
-    if isinstance(given, tuple) and len(given) == 1 and isinstance(given[0], int):
-        return given[0]
+    if isinstance(given, tuple):
+        level = _level(request)
+        given = given[level] if level < len(given) else None
     return given if isinstance(given, int) and not isinstance(given, bool) else None
 
 
+def _total(request: Request) -> int | None:
+    """How many values, or rows of the next level, the rows have together."""
+    below = request.call.tensor(request.label.partition("[")[0], _level(request) + 1)
+    if below is not None:
+        return below.elements - 1
+    values = _values(request)
+    return None if values is None else values.sizes[0]
+
+
 def _lengths(request: Request) -> np.ndarray | None:
-    values, info = _values(request), request.tensor
-    if values is None or len(info.sizes) != 1 or info.dtype not in (torch.int32, torch.int64):
+    total, info = _total(request), request.tensor
+    if total is None or total < 0 or len(info.sizes) != 1 or info.dtype not in (torch.int32, torch.int64):
         return None
     random = np.random.Generator(np.random.SFC64(np.random.SeedSequence([request.seed])))
-    return row_lengths(info.elements - 1, values.sizes[0], _longest(request), random)
+    return row_lengths(info.elements - 1, total, _longest(request), random)
 
 
 def _fill(request: Request) -> torch.Tensor:
     lengths = _lengths(request)
     assert lengths is not None
-    values = _values(request)
-    assert values is not None
-    request.note(f"{request.call.name}: {len(lengths)} rows of {lengths.min(initial=values.sizes[0])} to "
-                 f"{lengths.max(initial=0)} values, {values.sizes[0]} together")
+    total = int(lengths.sum())
+    request.note(f"{request.call.name}: {len(lengths)} rows of {lengths.min(initial=total)} to "
+                 f"{lengths.max(initial=0)} values, {total} together")
     return torch.from_numpy(np.concatenate(([0], np.cumsum(lengths)))).to(request.tensor.dtype)
 
 
