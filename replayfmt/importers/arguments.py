@@ -95,6 +95,7 @@ class Binding:
 
 NOTHING = Recorded(Form.nothing, shown="None")
 UNRECORDED = Recorded(Form.unrecorded, shown="")
+NO_NUMBERS = Recorded(Form.unrecorded, value="no numbers", shown="")    # where lists of numbers would be recorded
 HIDDEN_NUMBER = Recorded(Form.hidden, value="a number", shown="a number")
 HIDDEN_LIST = Recorded(Form.hidden, value="a list of numbers", shown="a list of numbers")
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*([eE][+-]?\d+)?|\.\d+([eE][+-]?\d+)?)f?\Z")
@@ -190,6 +191,8 @@ def fits(kind: SchemaType, recorded: Recorded) -> int | None:
     if form is Form.unrecorded:
         if kind.optional:
             return 3
+        if recorded.value and kind.base in ("int", "float", "number", "bool", "complex"):
+            return None
         # Undefined tensors and values of kinds that the profiler does not record; it records all plain numbers.
         return 1 if kind.depth or kind.base not in ("int", "float", "number", "bool", "complex") else None
     if form is Form.hidden:

@@ -16,6 +16,7 @@ from replayfmt.format.codes import DType
 from .arguments import (
     HIDDEN_LIST,
     HIDDEN_NUMBER,
+    NO_NUMBERS,
     NOTHING,
     UNRECORDED,
     Form,
@@ -106,7 +107,7 @@ def _argument(kind: Any, dims: Any, strides: Any, concrete: Any, has_values: boo
         return HIDDEN_LIST if name == "ScalarList" else HIDDEN_NUMBER
     if _is_sizes(dims) and dims:
         return of_tensor(_spec(None, dims, strides, read), name)
-    return UNRECORDED
+    return NO_NUMBERS if has_values and not name else UNRECORDED
 
 
 def _empty(name: str) -> Recorded:

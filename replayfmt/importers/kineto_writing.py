@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -27,6 +28,8 @@ from .synthesis import ImportedSession, Moment
 from .values import Tensor, plain_tensor
 
 _END, _BEGIN, _CALL, _STRAY = range(4)     # what happens at a moment, in this order
+# As CUDA's and newer ROCm builds, older ROCm builds, and XPU builds name copies.
+_UPLOAD, _DOWNLOAD = re.compile("HtoD|HostToDevice|[HM]2D"), re.compile("DtoH|DeviceToHost|D2[HM]")
 _SHOWN_KERNELS = 256       # of one record; the rest is counted
 
 
@@ -164,8 +167,8 @@ class _Writing:
             works = self.trace.facts[self.events.ops.kind[index]].works
             return Placement("cpu" if works else self._default_device)
         names = [kind.name for kind in kinds if "memcpy" in kind.category]
-        return Placement(str(self.trace.devices[numbers[0]]), any("HtoD" in name for name in names),
-                         any("DtoH" in name for name in names))
+        return Placement(str(self.trace.devices[numbers[0]]), any(_UPLOAD.search(name) for name in names),
+                         any(_DOWNLOAD.search(name) for name in names))
 
     def _resolve(self, index: int, placement: Placement, work: list[int]) -> Call:
         number = self.events.ops.kind[index]

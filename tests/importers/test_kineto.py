@@ -88,12 +88,13 @@ def test_rocm_names_are_known(imported: Import) -> None:
     assert result.reader.session.libraries["hip_runtime_version"] == 60443483
 
 
-def test_copies_between_host_and_device_have_their_tensors_there(imported: Import) -> None:
+@pytest.mark.parametrize(("up", "down"), [
+    ("Memcpy HtoD (Pageable -> Device)", "Memcpy DtoH (Device -> Pageable)"),
+    ("CopyHostToDevice", "CopyDeviceToHost"), ("zeCommandListAppendMemoryCopy(M2D)", "Memcpy D2M")])
+def test_copies_between_host_and_device_have_their_tensors_there(up: str, down: str, imported: Import) -> None:
     copy = [tensor("float", 4), tensor("float", 4), scalar("False")]
-    events = [op("aten::copy_", 10, 10, copy), launch(1, 12), kernel(1, 100, 5, "Memcpy HtoD (Pageable -> Device)",
-                                                                     category="gpu_memcpy"),
-              op("aten::copy_", 30, 10, copy), launch(2, 32), kernel(2, 120, 5, "Memcpy DtoH (Device -> Pageable)",
-                                                                     category="gpu_memcpy")]
+    events = [op("aten::copy_", 10, 10, copy), launch(1, 12), kernel(1, 100, 5, up, category="gpu_memcpy"),
+              op("aten::copy_", 30, 10, copy), launch(2, 32), kernel(2, 120, 5, down, category="gpu_memcpy")]
     result = imported(events)
     devices = [[str(result.reader.devices[record.argument(name).meta.device]) for name in ("self", "src")]
                for record in result.of("op")]
@@ -354,3 +355,12 @@ def test_beside_a_tensor_without_dimensions_a_number_may_be_one_too(imported: Im
     assert assumed("double", "float") == [], "no number is passed as a float32"
     assert "host memory" in assumed("float", "double", *on_device)[0]
     assert "taken for a tensor" in assumed("long int", "long int", *on_device)[0]
+
+
+def test_an_argument_that_the_trace_has_no_numbers_of_is_no_list_of_numbers(imported: Import) -> None:
+    # conv1d(padding="same"): with the values of numbers recorded, what is not there is the string.
+    inputs = [tensor("float", 1, 4, 5), tensor("float", 1, 4, 3), NONE, numbers("[2]"), NONE, numbers("[1]"),
+              scalar("1")]
+    result = imported([op("aten::conv1d", 10, 5, inputs)], level="root")
+    assert result.ops == ["aten::conv1d.padding"]
+    assert "drops strings" in result.of("op")[0].annotation["assumed"][0]
