@@ -64,8 +64,9 @@ def import_execution_trace(path: str | PathLike[str], out: str | PathLike[str], 
     calls = Calls(operators, {}, first.allocations, first.inferred)
     session = imported_session(KIND, report.source, world_size=trace.world_size, policies={
         "schema": trace.schema, "traced": trace.time, "rewrite": rewrite})
+    content = TracedContent(trace.path)
     with ImportedSession(out, session, force=force) as capture:
-        writer = GraphWriter(capture, report, calls, TracedContent(trace.path),
+        writer = GraphWriter(capture, report, calls, content,
                              Portable() if rewrite in REWRITES else None, trace.groups)
         marks = _Marks(capture)
         for node, position, chosen in trace.nodes(selection, 2):
@@ -76,13 +77,15 @@ def import_execution_trace(path: str | PathLike[str], out: str | PathLike[str], 
             scope = marks.enter(selection.path_of(position), node.thread)
             writer.write(calls.step(node), scope, selection.wrappers_of(position))
         marks.enter((), 0)
+    report.problems += trace.problems + selection.problems + content.problems
     _finish(report, trace, selection)
     return report
 
 
 def _finish(report: ImportReport, trace: _Trace, selection: Selection) -> None:
-    report.problems += trace.problems + selection.problems
     report.counts["nodes"] = trace.nodes_read
+    if trace.member:
+        report.notes.append(f"of the archive, {trace.member} was read, its first JSON file")
     if selection.dropped:
         report.notes.append(f"no work, left out: {_most(selection.dropped)}")
     if trace.version < (1, 1, 1):
@@ -103,6 +106,7 @@ class _Trace:
     def __init__(self, path: str, progress: Progress | None) -> None:
         self.path = path
         self._progress = progress
+        self.member = ""
         self.schema = ""
         self.time: str | None = None
         self.version = (0, 0, 0)
@@ -114,6 +118,7 @@ class _Trace:
 
     def _rows(self, number: int) -> Iterator[tuple[str, Any]]:
         with JsonStream.open(self.path, self._share(number)) as stream:
+            self.member = stream.member
             yield from stream.entries({"nodes"})
             if number == 0:
                 self.problems = [*(str(problem) for problem in stream.problems), *self.problems]

@@ -41,17 +41,22 @@ class Found:
 
 
 class TracedContent:
-    """The resources of one trace: `sources` by file name, saved tensors by node and number."""
+    """The resources of one trace: Triton sources by file name, saved tensors by node and number. `problems` are
+    sentences on resources that could not be read."""
 
     def __init__(self, path: str) -> None:
         self._path = path
+        self.problems: list[str] = []
 
     @cached_property
     def _files(self) -> dict[str, bytes]:
         def wanted(name: str) -> bool:
             return _RESOURCES in name and (name.endswith(".py") or name.endswith(".dat"))
 
-        found = {Path(name).name: data for name, data in archive_texts(self._path, wanted).items()}
+        members, damage = archive_texts(self._path, wanted)
+        if damage:
+            self.problems.append(f"resources of the trace may be missing: {damage}")
+        found = {Path(name).name: data for name, data in members.items()}
         folder = self._folder()
         if folder is not None:
             for each in sorted(folder.iterdir()):

@@ -71,6 +71,11 @@ class JsonStream:
         return self._before + len(self._text[: self._place].encode("utf-8", "surrogateescape"))
 
     @property
+    def member(self) -> str:
+        """Which of an archive's files this is, "" for a file that is no archive."""
+        return self._file.member
+
+    @property
     def complete(self) -> bool:
         """Whether the file was read to its proper end: nothing cut off, nothing skipped."""
         return not any(kind in self.problem_counts for kind in ("cut off", "skipped", "not JSON"))

@@ -36,5 +36,6 @@ def sniff(path: str | PathLike[str]) -> TraceKind:
         if any(entry == ("traceEvents", []) for entry in islice(stream.entries(()), _READ)):
             raise InvalidCapture(f"{path}: the trace has no operator events: its traceEvents are empty; profile with "
                                  "activities=[ProfilerActivity.CPU, ...] while operators run")
-    raise InvalidCapture(f"{path}: no trace that is known: expected a PyTorch profiler trace (traceEvents), a PyTorch "
-                         "execution trace (nodes), or TraceLens replay IR (op_name and replay_ir)")
+        member = f": {stream.member}, the archive's first JSON file, is" if stream.member else ":"
+    raise InvalidCapture(f"{path}{member} no trace that is known: expected a PyTorch profiler trace (traceEvents), a "
+                         "PyTorch execution trace (nodes), or TraceLens replay IR (op_name and replay_ir)")

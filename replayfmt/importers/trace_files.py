@@ -45,6 +45,7 @@ class TraceFile:
         self.member = ""
         self.broken = ""
         self.bytes_given = 0
+        self._start, self._left = 0, -1     # where a tar member begins in the stream, and what is left of it
         self._progress = progress
         wanted = wanted or (lambda name: name.endswith(".json"))
         try:
@@ -90,27 +91,35 @@ class TraceFile:
         raise InvalidCapture(f"{self.path}: the archive has no trace in it; it has {archive.namelist()[:8]}")
 
     def _tar_member(self, plain: IO[bytes], wanted: Callable[[str], bool]) -> IO[bytes]:
-        archive = tarfile.open(fileobj=plain, mode="r|")  # noqa: SIM115 - a stream over ours
+        """The stream itself, at the member's begin: tarfile gives nothing of a block that is cut off."""
+        archive = tarfile.open(fileobj=plain, mode="r:")  # noqa: SIM115 - a stream over ours
         names = []
         for member in archive:
             names.append(member.name)
             # Hidden files (`._name`) are what macOS adds for its own.
-            if member.isfile() and wanted(member.name) and not Path(member.name).name.startswith("."):
-                stream = archive.extractfile(member)
-                if stream is not None:
-                    self.member = member.name
-                    return stream
+            if (member.isfile() and not member.issparse() and wanted(member.name)
+                    and not Path(member.name).name.startswith(".")):
+                self.member, self._start, self._left = member.name, member.offset_data, member.size
+                plain.seek(self._start)
+                return plain
         raise InvalidCapture(f"{self.path}: the archive has no trace in it; it has {names[:8]}")
 
     def read(self, size: int) -> bytes:
         """The next bytes, b"" at the end. Damage ends the stream and is told in `broken`."""
         if self.broken:
             return b""
+        if self._left >= 0:
+            size = min(size, self._left)
         try:
             data: bytes = self._stream.read(size)
         except _CUT as error:
             self.broken = _damage(error)
             data = self._rest()
+        if self._left > 0 and not data and not self.broken:
+            self.broken = f"the archive is cut off: {self._left} bytes of {self.member} are missing"
+        if self._left >= 0:
+            data = data[: self._left]
+            self._left -= len(data)
         self.bytes_given += len(data)
         if self._progress is not None:
             self._progress(min(self._raw.tell(), self.length), self.length)
@@ -118,11 +127,11 @@ class TraceFile:
 
     def _rest(self) -> bytes:
         """What could be decompressed before the damage, and was not given yet."""
-        if self.member or not isinstance(self._stream, gzip.GzipFile):
+        if not isinstance(self._stream, gzip.GzipFile):
             return b""
         self._raw.seek(0)
         decompressor = zlib.decompressobj(wbits=31)
-        skip, pieces = self.bytes_given, io.BytesIO()
+        skip, pieces = self._start + self.bytes_given, io.BytesIO()
         while block := self._raw.read(1 << 20):
             try:
                 data = decompressor.decompress(block)
@@ -143,9 +152,11 @@ class TraceFile:
         self.close()
 
 
-def archive_texts(path: str | PathLike[str], wanted: Callable[[str], bool], limit: int = 64 << 20) -> dict[str, bytes]:
+def archive_texts(path: str | PathLike[str], wanted: Callable[[str], bool],
+                  limit: int = 64 << 20) -> tuple[dict[str, bytes], str]:
     """The contents of an archive's members that are wanted by name (an execution trace's Triton sources, for instance),
-    up to `limit` bytes in all. Empty for a file that is no archive. Raises what TraceFile raises."""
+    up to `limit` bytes in all, and what is wrong with the archive, "" where nothing is. Nothing for a file that is no
+    archive. Raises CaptureNotFound."""
     found: dict[str, bytes] = {}
     left = limit
     try:
@@ -165,5 +176,5 @@ def archive_texts(path: str | PathLike[str], wanted: Callable[[str], bool], limi
     except FileNotFoundError as error:
         raise CaptureNotFound(f"{os.fspath(path)}: no such file; expected a trace file") from error
     except _CUT as error:
-        raise InvalidCapture(f"{os.fspath(path)}: cannot be unpacked: {type(error).__name__}: {error}") from error
-    return found
+        return found, _damage(error)
+    return found, ""

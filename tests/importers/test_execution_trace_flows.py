@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gzip
+import io
 import json
+import tarfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,9 +16,11 @@ import torch
 from torch import nn
 
 import replayfmt
+from replayfmt.errors import InvalidCapture
 from replayfmt.format.codes import RecordKind, StorageOrigin
 from replayfmt.format.reader import open_capture
 from replayfmt.importers.execution_trace import import_execution_trace
+from replayfmt.importers.sniffing import sniff
 from replayfmt.replay.plan import Plan
 
 from .observed import RELU, Traced, Written, observe
@@ -138,3 +143,53 @@ def test_nodes_that_cannot_be_what_they_say_are_named_among_the_problems(
     change(damaged["nodes"])
     path.write_text(json.dumps(damaged))
     assert any(problem in each for each in import_execution_trace(path, tmp_path / "damaged.opreplay").problems)
+
+
+def packed(path: Path, members: dict[str, bytes]) -> Path:
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as tar:
+        for name, data in members.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            tar.addfile(info, io.BytesIO(data))
+    data = buffer.getvalue()
+    path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
+    return path
+
+
+def chain(tmp_path: Path, length: int) -> bytes:
+    """A trace of so many calls, each of what the one before returned."""
+    trace = Written()
+    for number in range(length):
+        trace.node("aten::relu", RELU, [Traced(10 + number, 20 + number, [4])], [Traced(11 + number, 21 + number, [4])])
+    return trace.save(tmp_path / "chain.json").read_bytes()
+
+
+@pytest.mark.parametrize("name", ["t.tar", "t.tar.gz"])
+def test_an_archive_that_was_cut_off_within_the_trace_gives_what_is_there(tmp_path: Path, name: str) -> None:
+    path = packed(tmp_path / name, {"source.py": b"#", "t.json": chain(tmp_path, 200)})
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    report = import_execution_trace(path, tmp_path / "out.opreplay")
+    assert 0 < report.calls()["exact"] < 200
+    assert any("cut off" in problem for problem in report.problems)
+
+
+def test_an_archive_that_was_cut_off_after_the_trace_lacks_resources_and_says_so(tmp_path: Path) -> None:
+    trace = Written()
+    trace.node("triton_poi_fused_0", "", [Traced(10, 20, [16], device="cuda:0"), 16, "grid(16,)"], [],
+               kernel_backend="triton", kernel_file="kernel.py")
+    trace.save(tmp_path / "t.json")
+    path = packed(tmp_path / "t.tar", {"t.json": (tmp_path / "t.json").read_bytes(),
+                                       "t_resources/kernel.py": b"#" * 9000})
+    path.write_bytes(path.read_bytes()[: -11_000])
+    report = import_execution_trace(path, tmp_path / "out.opreplay")
+    assert any("resources of the trace may be missing" in problem for problem in report.problems)
+    assert report.calls()["incomplete"] == 1
+
+
+def test_which_file_of_an_archive_was_read_is_said(tmp_path: Path) -> None:
+    data = chain(tmp_path, 3)
+    path = packed(tmp_path / "two.tar.gz", {"a.json": data, "b.json": data})
+    assert any("a.json was read" in note for note in import_execution_trace(path, tmp_path / "out.opreplay").notes)
+    with pytest.raises(InvalidCapture, match=r"other\.json, the archive's first JSON file"):
+        sniff(packed(tmp_path / "other.tar", {"other.json": b'{"x": 1}', "t.json": data}))

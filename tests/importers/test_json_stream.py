@@ -62,7 +62,8 @@ def test_gzip_tar_and_zip_are_unpacked_by_content(tmp_path: Path) -> None:
             info.size = len(data)
             tar.addfile(info, io.BytesIO(data))
     assert read(packed.getvalue(), tmp_path)[0] == EVENTS
-    assert archive_texts(tmp_path / "t.json", lambda name: name.endswith(".py")) == {"dir/kernel.py": b"code"}
+    assert archive_texts(tmp_path / "t.json", lambda name: name.endswith(".py")) == (
+        {"dir/kernel.py": b"code"}, "")
     zipped = io.BytesIO()
     with zipfile.ZipFile(zipped, "w") as archive:
         archive.writestr("README", "no")
