@@ -27,10 +27,19 @@ def test_a_filter_is_applied_to_each_row_and_may_give_any_number_of_results() ->
     assert ask("{b, a: .a}", '{"a":"é","b":null}\n') == ['{"b":null,"a":"é"}']
 
 
-def test_numbers_look_as_jq_prints_them() -> None:
-    results = ask("nan, infinite, -infinite, [1e300, 100, 0.1], {a: 1e17}, 123456789012345678", "1")
-    assert results == ["null", "1.7976931348623157e+308", "-1.7976931348623157e+308", "[1e+300,100,0.1]", '{"a":1e+17}',
-                       "1.2345678901234568e+17"]
+def test_numbers_are_printed_by_jq_itself_without_loss() -> None:
+    results = ask("nan, infinite, -infinite, [1e300, 100, 0.1]", "1")
+    assert results[:3] == ["null", "1.7976931348623157e+308", "-1.7976931348623157e+308"]
+    assert json.loads(results[3]) == [1e300, 100, 0.1]
+    assert ask(".a, .b", '{"a":-0.0,"b":9007199254740991}\n') == ["-0.0", "9007199254740991"]
+    assert ask("[.[]]", '[-0.0,0.0,1.5,"x\\u0001\\ud83d\\ude00"]') == ['[-0.0,0.0,1.5,"x\\u0001\U0001f600"]']
+
+
+def test_a_filter_may_be_written_in_every_way_that_jq_takes() -> None:
+    for text, expected in (("1, 2", ["1", "2"]), (". as $x | $x, 3 # comment", ["7", "3"]), ("def f: 1;", ["7"]),
+                           ("def f: 1; # nothing else", ["7"]), ("def f: 1; f", ["1"]), ("try error(\"x\") catch .", ['"x"']),
+                           ("label $out | 5, break $out, 6", ["5"]), ("reduce (1, 2) as $i (.; . + $i)", ["10"])):
+        assert ask(text, "7") == expected, text
 
 
 @pytest.mark.parametrize("text", [".[", "nothing_of_this_name", "", "1 +", "$x", 'include "a"; .'])
@@ -59,6 +68,6 @@ def test_output_equals_that_of_the_jq_command(every: Path, text: str) -> None:
         rows = "".join(jsonl_chunks(reader, Selection()))
     theirs = subprocess.run(["jq", "-c", text], input=rows, capture_output=True, text=True, check=True).stdout
     ours = "".join(Query(text).apply([rows]))
-    # By value: the binding does not tell -0 from 0, and versions of jq differ in whether 1.0 stays 1.0.
+    # By value: versions of jq differ in whether 1.0 stays 1.0.
     assert [json.loads(line) for line in ours[:-1].split("\n")] == [
         json.loads(line) for line in theirs[:-1].split("\n")]
