@@ -8,8 +8,7 @@ from collections.abc import Iterable, Iterator
 from replayfmt.errors import OpReplayError, UsageError
 
 # jq itself prints the results: as Python objects they would have lost the sign of -0 and the digits of long integers.
-# The second form is for filters that are definitions alone, which to jq mean `.`.
-_PRINTED = ("\n| tojson", "\n. | tojson")
+_PRINTED = "\n| tojson"
 
 
 class FilterFailed(OpReplayError):
@@ -30,10 +29,7 @@ class Query:
             jq.compile(text)
         except ValueError as error:
             raise UsageError(f"--jq: {message(error)}") from None
-        try:
-            self._program = jq.compile(text + _PRINTED[0])
-        except ValueError:
-            self._program = jq.compile(text + _PRINTED[1])
+        self._program = jq.compile(text + _PRINTED)
 
     def apply(self, chunks: Iterable[str]) -> Iterator[str]:
         """Chunks of rows as chunks of results, a line each. Raises FilterFailed at the first row that it fails on."""
