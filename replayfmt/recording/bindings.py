@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._C import _pop_torch_dispatch_stack, _push_on_torch_dispatch_stack
+from torch._C import _len_torch_dispatch_stack, _pop_torch_dispatch_stack, _push_on_torch_dispatch_stack
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .kernels import KernelFacts
@@ -92,9 +92,9 @@ def call_watched(
 
     Raises what the operator raises.
     """
-    watch = _Watch(facts, args, kwargs)
-    _push_on_torch_dispatch_stack(watch)
+    watch, depth = _Watch(facts, args, kwargs), _len_torch_dispatch_stack()
     try:
+        _push_on_torch_dispatch_stack(watch)
         result = binding(*args, **kwargs)
     except Exception:
         if watch.passed and watch.result is None:
@@ -103,7 +103,14 @@ def call_watched(
     else:
         watched = watch.passed
     finally:
-        _pop_torch_dispatch_stack(None)
+        # A signal handler may raise after any call, the one that puts the mode there or takes it off among them.
+        try:
+            if _len_torch_dispatch_stack() > depth:
+                _pop_torch_dispatch_stack(None)
+        except BaseException:
+            if _len_torch_dispatch_stack() > depth:
+                _pop_torch_dispatch_stack(None)
+            raise
     if watched:
         return result, True
     if watch.passed:

@@ -84,6 +84,18 @@ class SiteTables:
         device: int,
     ) -> int:
         """The number of a new site. `device` is that of new storages."""
+        with Uninterrupted():  # all columns, or none
+            return self._add(signature, tensors, ints, floats, made, device)
+
+    def _add(
+        self,
+        signature: int,
+        tensors: int,
+        ints: Sequence[int],
+        floats: Sequence[float],
+        made: Sequence[MadeView],
+        device: int,
+    ) -> int:
         self.signature.append(signature)
         self.tensors.append(tensors)
         self.device.append(device)
@@ -121,23 +133,22 @@ class RecordBuffer:
         self._first_storage = 1
         self._slots = tuple(array("q", [0]) for _ in range(3))  # by signature id: tensors, ints, floats
         self._entering = array("q", [0])  # by signature id: whether its records let a storage's content enter
-        self._threads, self._scopes = array("q"), array("q")  # by context id
+        self._contexts = array("q")  # by context id: thread, scope
         self._births = np.zeros((0, 5), np.int64)  # that came out of turn
         self._known = np.zeros((0, 4), np.int64)  # definitions of live tensors, by id
 
     def note_signature(self, number: int, tensors: int, ints: int, floats: int, enters: bool) -> None:
         """How many slots records of a new signature have; `enters`: the first int is a storage whose content enters."""
-        for column, count in zip((*self._slots, self._entering), (tensors, ints, floats, int(enters)), strict=True):
-            while len(column) <= number:
-                column.append(0)
-            column[number] = count
+        with Uninterrupted():  # all columns, or none
+            for column, count in zip((*self._slots, self._entering), (tensors, ints, floats, int(enters)), strict=True):
+                column.extend([0] * (number + 1 - len(column)))
+                column[number] = count
 
     def context(self, thread: int, scope: int) -> int:
         """A context id for a thread and the scope it is in."""
         with self.lock:
-            self._threads.append(thread)
-            self._scopes.append(scope)
-            return len(self._threads) - 1
+            self._contexts.extend((thread, scope))  # in one step, which no signal handler interrupts
+            return len(self._contexts) // 2 - 1
 
     def append(self, row: bytes, records: int = 1) -> None:
         """Add a row of the complete path. The caller holds the lock."""
@@ -181,11 +192,12 @@ class RecordBuffer:
             self._known = definitions[~np.isin(definitions[:, 1], batch.released)]
         first, self._first_storage, self._births = self._first_storage, self._first_storage + in_turn, births[in_turn:]
         births = births[:in_turn]
+        threads, scopes = np.frombuffer(self._contexts, np.int64).reshape(-1, 2)[batch.context].T
         self.writer.records(
             RecordColumns(
                 signature=batch.signature,
-                scope=np.frombuffer(self._scopes, np.int64)[batch.context],
-                thread=np.frombuffer(self._threads, np.int64)[batch.context],
+                scope=scopes,
+                thread=threads,
                 start_ns=batch.start_ns,
                 duration_ns=batch.duration_ns,
                 tensors=batch.tensors,

@@ -182,11 +182,19 @@ class RecordingMode(TorchDispatchMode):
 
     def run_inside(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call something whose operators are to be recorded, from within a call that is not."""
-        _push_on_torch_dispatch_stack(self)
+        depth = _len_torch_dispatch_stack()
         try:
+            _push_on_torch_dispatch_stack(self)
             return function(*args, **kwargs)
         finally:
-            _pop_torch_dispatch_stack(None)
+            # A signal handler may raise after any call, the one that puts the mode there or takes it off among them.
+            try:
+                if _len_torch_dispatch_stack() > depth:
+                    _pop_torch_dispatch_stack(None)
+            except BaseException:
+                if _len_torch_dispatch_stack() > depth:
+                    _pop_torch_dispatch_stack(None)
+                raise
 
     def _run_unsupported(
         self, facts: KernelFacts, args: tuple[Any, ...], kwargs: dict[str, Any], problem: Unrepresentable

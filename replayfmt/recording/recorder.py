@@ -257,12 +257,16 @@ class Recorder:
         if mode is None or mode not in stack:
             yield
             return
-        place = stack.index(mode)
-        _remove_mode_at(place)
         try:
+            _remove_mode_at(stack.index(mode))
             yield
         finally:
-            _insert_mode_at(place, mode)
+            # A signal handler may raise in the middle: then once more.
+            try:
+                _set_modes(stack)
+            except BaseException:
+                _set_modes(stack)
+                raise
 
     def unsupported(self, reason: str, op: str, detail: str) -> None:
         """Record work that cannot be reproduced."""
@@ -343,11 +347,12 @@ def _remove_mode_at(place: int) -> None:
         _push_on_torch_dispatch_stack(mode)
 
 
-def _insert_mode_at(place: int, mode: Any) -> None:
-    above = [_pop_torch_dispatch_stack(None) for _ in range(_len_torch_dispatch_stack() - place)]
-    _push_on_torch_dispatch_stack(mode)
-    for other in reversed(above):
-        _push_on_torch_dispatch_stack(other)
+def _set_modes(modes: list[Any]) -> None:
+    """Make these the thread's modes."""
+    while _len_torch_dispatch_stack():
+        _pop_torch_dispatch_stack(None)
+    for mode in modes:
+        _push_on_torch_dispatch_stack(mode)
 
 
 def _remove_finished_modes() -> None:

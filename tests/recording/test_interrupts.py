@@ -1,41 +1,73 @@
-"""Interrupts (Ctrl-C and the like) wherever they strike: the program may go on, and the capture stays true."""
+"""Interrupts (Ctrl-C and the like) wherever they strike: the program may go on, and the capture stays true.
+
+Python runs signal handlers after calls, at the begin of functions and where loops go back. A tracer raises there what a
+handler would raise: at one such place after the other, in place of signals that would strike somewhere by chance.
+"""
 
 from __future__ import annotations
 
-import random
+import dis
+import functools
 import signal
-import time
+import sys
 from collections.abc import Callable, Iterator
+from types import CodeType, FrameType
 from typing import Any
 
 import pytest
 import torch
 
+import replayfmt
+
 from .conftest import Capture
 
-_STRIKES = 300
+_CALLS = {"CALL", "CALL_FUNCTION_EX", "CALL_KW", "JUMP_BACKWARD"}
+_STRIDE = 23  # every place would take minutes
 
 
 class Struck(BaseException):
     """What the handler raises."""
 
 
+def _handler(*_: Any) -> None:
+    """Stands for the program's: the recorder puts handlers off where it must not be interrupted."""
+
+
+@functools.cache
+def _after_calls(code: CodeType) -> frozenset[int]:
+    instructions = list(dis.get_instructions(code))
+    pairs = zip(instructions, instructions[1:], strict=False)
+    return frozenset(following.offset for before, following in pairs if before.opname in _CALLS)
+
+
 class Striking:
-    """A handler that raises, once each time it is armed: the program arms it inside of its `try`."""
+    """A tracer that raises at a place, counted from 1, or at the first one after it where handlers are not put off."""
 
-    def __init__(self, seed: int) -> None:
-        self.armed = False
-        self._randomness = random.Random(seed)
+    def __init__(self, place: int) -> None:
+        self.left = place
+        self.struck = False
 
-    def __call__(self, *_: Any) -> None:
-        if self.armed:
-            self.armed = False
-            raise Struck
+    def __call__(self, frame: FrameType, event: str, _argument: Any) -> Any:
+        if frame.f_code.co_filename == __file__:
+            return None
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        if event == "call" or (event == "opcode" and frame.f_lasti in _after_calls(frame.f_code)):
+            self.left -= 1
+            if self.left <= 0 and signal.getsignal(signal.SIGALRM) is _handler:
+                self.struck = True
+                sys.settrace(None)
+                raise Struck
+        return self
 
-    def arm(self) -> None:
-        """Strikes within milliseconds. `armed` is False afterwards, also where the exception got lost in a callback."""
-        self.armed = True
-        signal.setitimer(signal.ITIMER_REAL, self._randomness.uniform(3e-4, 3e-3))
+
+@pytest.fixture
+def handled() -> Iterator[None]:
+    """A program with a signal handler, run without a tracer."""
+    before, tracer = signal.signal(signal.SIGALRM, _handler), sys.gettrace()
+    sys.settrace(None)
+    yield
+    signal.signal(signal.SIGALRM, before)
+    sys.settrace(tracer)
 
 
 def dispatch_state() -> tuple[Any, ...]:
@@ -45,51 +77,52 @@ def dispatch_state() -> tuple[Any, ...]:
             torch._C._dispatch_tls_local_exclude_set().raw_repr())
 
 
-@pytest.fixture
-def striking(request: pytest.FixtureRequest) -> Iterator[Callable[[int], Striking]]:
-    """Installs a handler for a seed; afterwards everything is as it was."""
-    before, grad = signal.getsignal(signal.SIGALRM), torch.is_grad_enabled()
-
-    def install(seed: int) -> Striking:
-        handler = Striking(seed)
-        signal.signal(signal.SIGALRM, handler)
-        return handler
-
-    yield install
-    signal.setitimer(signal.ITIMER_REAL, 0)
-    signal.signal(signal.SIGALRM, before)
-    torch.set_grad_enabled(grad)
+def writing(x: torch.Tensor, y: torch.Tensor) -> None:
+    for _ in range(4):  # the complete path twice, the one that looks for a binding, the fast one
+        x.add_(1)
+        y.mul_(2)
+        (y * 0.5).view(1, -1)
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_an_interrupt_at_any_moment_leaves_a_capture_that_replays(
-    capture: Capture, striking: Callable[[int], Striking], seed: int
+def drawing_and_reading(x: torch.Tensor, y: torch.Tensor) -> None:
+    torch.rand(y.numel())
+    y.tolist()
+    x.add_(y.sum().item())
+    for _ in range(3):
+        y.cos_()
+
+
+def scopes(x: torch.Tensor, y: torch.Tensor) -> None:
+    with replayfmt.scope("a"):
+        x.add_(1)
+        (torch.arange(y.numel()) * 1.0).softmax(0)
+
+
+@pytest.mark.usefixtures("handled")
+@pytest.mark.parametrize("work", [writing, drawing_and_reading, scopes], ids=lambda work: work.__name__)
+def test_an_interrupt_at_any_place_leaves_a_capture_that_replays(
+    capture: Capture, work: Callable[[torch.Tensor, torch.Tensor], None]
 ) -> None:
-    strike = striking(seed)
-    caught, states = 0, set()
+    strikes = 0
 
     def program() -> Any:
-        nonlocal caught
-        x, y = torch.zeros(4), torch.ones(4)
-        step, deadline = 0, time.monotonic() + 60
-        expected = dispatch_state()
-        while caught < _STRIKES and time.monotonic() < deadline:
+        nonlocal strikes
+        x, place, expected = torch.zeros(3), 1, dispatch_state()
+        while True:
+            y = torch.ones(4 + strikes)  # what no op has seen takes the way of a first call
+            striking = Striking(place)
             try:
-                strike.arm()
-                while strike.armed:
-                    x.add_(y)
-                    (x * 0.5).view(2, 2)
-                    if step % 7 == 0:
-                        y = y.cos_()
-                        torch.rand(2)
-                        x.tolist()
-                    step += 1
+                sys.settrace(striking)
+                work(x, y)
             except Struck:
-                caught += 1
-            states.add(dispatch_state() == expected)
-        return x * 1, y * 1
+                pass
+            finally:
+                sys.settrace(None)
+            if not striking.struck:  # the work is over before that place
+                return x * 1
+            assert dispatch_state() == expected, place
+            strikes, place = strikes + 1, place + _STRIDE
 
     captured = capture(program, chunk_records=4096)
-    assert caught == _STRIKES
-    assert states == {True}
+    assert strikes > 20
     captured.replays()
