@@ -9,8 +9,6 @@ import click
 
 from replayfmt.dump.query import Query
 from replayfmt.dump.selection import Selection, parse_range
-from replayfmt.dump.signatures import signature_lines, signature_text_lines
-from replayfmt.dump.skeleton import kernel_skeleton as kernel_skeleton_text
 from replayfmt.dump.stream import jsonl_chunks, text_chunks
 from replayfmt.errors import UsageError
 from replayfmt.format.reader import open_capture
@@ -54,18 +52,21 @@ def cli(capture: str, form: str | None, query: str | None, ops: str | None, scop
     reader = open_capture(capture)
     try:
         if kernel_skeleton is not None:
-            write([kernel_skeleton_text(reader, kernel_skeleton)])
-        elif signatures and program is None and form != "jsonl":
-            write(signature_text_lines(reader, selection))
-        elif program is not None:
-            rows = signature_lines(reader, selection) if signatures else jsonl_chunks(reader, selection, summary)
-            write(program.apply(rows))
+            # Here, as below: what imports cost is a good part of what a short dump costs.
+            from replayfmt.dump.skeleton import kernel_skeleton as skeleton
+
+            write([skeleton(reader, kernel_skeleton)])
         elif signatures:
-            write(signature_lines(reader, selection))
-        elif form == "jsonl":
-            write(jsonl_chunks(reader, selection, summary))
+            from replayfmt.dump.signatures import signature_lines, signature_text_lines
+
+            if program is not None:
+                write(program.apply(signature_lines(reader, selection)))
+            else:
+                write((signature_lines if form == "jsonl" else signature_text_lines)(reader, selection))
+        elif program is not None:
+            write(program.apply(jsonl_chunks(reader, selection, summary)))
         else:
-            write(text_chunks(reader, selection, summary))
+            write((jsonl_chunks if form == "jsonl" else text_chunks)(reader, selection, summary))
     finally:
         reader.close()
 

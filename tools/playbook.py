@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from importlib.resources import files
 
 
 def text(tool: str) -> str:
     """The part of the playbook that `tool --agents-md` prints: all of it for opreplay-run, otherwise its section."""
+    from importlib.resources import files  # costs more than the rest of most tools' start
+
     whole = files(__package__).joinpath("playbook.md").read_text(encoding="utf-8")
     if tool == "opreplay-run":
         return whole
