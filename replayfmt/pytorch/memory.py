@@ -25,10 +25,12 @@ _AUTOCAST_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU) | tor
 
 @contextmanager
 def undispatched() -> Iterator[None]:
-    """Run torch calls as the recorder's and replayer's own: unseen by the program's modes, autograd and autocast."""
+    """Run torch calls as the recorder's and replayer's own: unseen by the program's modes, transforms (torch.func),
+    autograd and autocast."""
     with (
         torch._C.DisableTorchFunction(),
         torch._C._DisableTorchDispatch(),
+        torch._C._DisableFuncTorch(),
         torch._C._AutoDispatchBelowAutograd(),
         torch._C._ExcludeDispatchKeyGuard(_AUTOCAST_KEYS),
     ):
@@ -42,6 +44,7 @@ def call_undispatched(function: Callable[_P, _T], *args: _P.args, **kwargs: _P.k
     with (
         torch._C.DisableTorchFunction(),
         torch._C._DisableTorchDispatch(),
+        torch._C._DisableFuncTorch(),
         torch._C._AutoDispatchBelowAutograd(),
         torch._C._ExcludeDispatchKeyGuard(_AUTOCAST_KEYS),
     ):

@@ -217,3 +217,32 @@ def test_backward_in_another_thread_is_recorded(capture: Capture) -> None:
     captured = capture(program, digests="ops")
     assert "aten::mul.Tensor" in captured.ops()[3:]
     captured.replays()
+
+
+def test_scopes_end_inside_functions_that_are_transformed(capture: Capture) -> None:
+    """Digests are taken there: with the recorder's own calls, which are not to be transformed."""
+    from torch.func import functionalize, grad, jvp, vmap
+
+    def energy(x: torch.Tensor) -> torch.Tensor:
+        with replayfmt.scope("inner"):
+            y = (x * 2 + torch.rand(3)).sin().sum()
+        return y * 2
+
+    x, batch = torch.randn(3), torch.randn(2, 3)
+    captured = capture(lambda: [
+        grad(energy)(x), vmap(energy, randomness="different")(batch), jvp(energy, (x,), (x,)), functionalize(energy)(x)
+    ])
+    assert len(captured.records(RecordKind.scope_end)) == 4
+    captured.replays()
+
+
+def test_a_capture_inside_a_transformed_function_is_complete(capture: Capture) -> None:
+    captured = []
+
+    def energy(x: torch.Tensor) -> torch.Tensor:
+        captured.append(capture(lambda: (x * 2).sin().sum()))
+        return captured[-1].returned
+
+    torch.func.grad(energy)(torch.randn(3))
+    assert captured[0].ops() == ["aten::mul.Tensor", "aten::sin.default", "aten::sum.default"]
+    captured[0].replays()
