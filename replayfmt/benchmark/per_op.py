@@ -62,7 +62,7 @@ class MeasuredOp:
     ordinal: int | None = None
     calls: int = 0
     times: Statistics | None = None
-    cpu_ns: float | None = None      # a call's, of the whole process
+    cpu_ns: float | None = None      # a call's on average, of the whole process
     host_ns: float | None = None     # a call's, where `times` are the device's
 
     @property
@@ -194,23 +194,22 @@ class _Walk:
         op.restore()
         first, _cpu, _host = self._sample(op, 1)
         block = 1 if op.writes else int(max(1.0, min(_SAMPLE_NS / max(first, 1.0), 10_000)))
-        if goal.iterations is not None:
-            block = min(block, goal.iterations)
         real: list[float] = []
         cpu: list[float] = []
         host: list[float] = []
         calls, timed, began = 0, 0.0, self._clock.real()
         while not self._enough(calls, len(real), timed, self._clock.real() - began):
             op.restore()
-            times = self._sample(op, block)
-            calls += block
-            timed += times[0] * block
+            now = block if goal.iterations is None else min(block, goal.iterations - calls)
+            times = self._sample(op, now)
+            calls += now
+            timed += times[0] * now
             for column, value in zip((real, cpu, host), times, strict=True):
                 if value is not None:
                     column.append(value)
         measured.calls, measured.times = calls, summarize(real)
-        measured.cpu_ns = float(np.median(cpu))
-        measured.host_ns = float(np.median(host)) if host else None
+        measured.cpu_ns = float(np.mean(cpu))
+        measured.host_ns = float(np.mean(host)) if host else None
 
     def _enough(self, calls: int, samples: int, timed_ns: float, waited_ns: float) -> bool:
         goal = self._options.min_time

@@ -1,6 +1,7 @@
 """--per-op: every op on its own, its verdict, its part of the workload, and totals that add up."""
 
 import json
+from itertools import count
 
 import pytest
 import torch
@@ -50,6 +51,15 @@ def test_each_distinct_op_is_one_row_with_its_count(captured):
     assert {op.verdict for op in run.ops} == {"ok"}
     assert run.successful == len(run.ops) == run.chosen.total == run.chosen.matched
     assert sum(op.group.count for op in run.ops) == len(replayfmt.open(captured).ops)
+
+
+def test_exactly_as_many_calls_are_timed_as_were_asked_for(captured):
+    ticks = count(0, 5_000)         # a sample of 20,000 ns would hold 4 calls
+    clock = Clock(real=lambda: next(ticks), cpu=lambda: 0)
+    with Plan(captured, keep_going=True) as plan:
+        options = OpOptions(min_time=MinTime(iterations=7), verify="none", pattern="aten::tanh")
+        run = measure_ops(plan, options, clock=clock, progress=quiet)
+    assert [(op.calls, op.times.count) for op in run.ops] == [(7, 2)]
 
 
 def test_every_op_can_be_measured_by_itself(captured):
@@ -166,6 +176,10 @@ def test_an_op_that_fails_is_named_counted_and_ends_with_code_1(broken, tool):
     assert verdicts["aten::sin.default"] == "ok"
     row = next(row for row in report["benchmarks"] if row["verdict"] == "failed")
     assert row["error_occurred"] and row["error_message"] == "failed: RuntimeError: no luck"
+    for row in report["benchmarks"]:      # Google's compare.py takes rows with these keys for numbers, and only those
+        measured = row["verdict"] == "ok"
+        assert ("real_time" in row) == ("cpu_time" in row) == measured
+        assert not measured or row["real_time"] > 0 and row["cpu_time"] >= 0
     context = report["context"]
     assert context["failed"] == 1 and list(context["refused"].values()) == [1]
     assert context["attempted"] + sum(context["refused"].values()) == context["selected"]
