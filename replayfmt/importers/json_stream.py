@@ -25,6 +25,7 @@ from .trace_files import Progress, TraceFile
 _CHUNK_BYTES = 1 << 20
 _LONGEST_ENTRY = 256 << 20         # characters; what is longer is taken for damage
 _SHOWN_PROBLEMS = 20
+_DOUBLE_DIGITS = 16                # with the point, 15 digits: those that a double always holds
 _STRUCTURE = re.compile(r'"(?:[^"\\]|\\.)*"|["{}\[\]]', re.DOTALL)
 _NEXT_ENTRY = re.compile(r'[\]}"\w,]\s*\{\s*"(?:ph|name|cat|id|op_name)"\s*:')
 _TRAILING_COMMA = re.compile(r'("(?:[^"\\]|\\.)*")|,(?=\s*[}\]])', re.DOTALL)
@@ -45,12 +46,27 @@ class Problem:
         return f"byte {self.offset}: {self.text}"
 
 
-class JsonStream:
-    """One pass over a trace file. `problems` has the first ones of each kind, `problem_counts` how many there were."""
+class LongFloat(float):
+    """A number of more digits than a double holds; `text` has them all."""
 
-    def __init__(self, file: TraceFile) -> None:
+    text: str
+
+
+def _float(text: str) -> float:
+    if len(text) <= _DOUBLE_DIGITS:
+        return float(text)
+    number = LongFloat(text)
+    number.text = text
+    return number
+
+
+class JsonStream:
+    """One pass over a trace file. `problems` has the first ones of each kind, `problem_counts` how many there were.
+    With `exact`, numbers of too many digits for a double are LongFloats."""
+
+    def __init__(self, file: TraceFile, *, exact: bool = False) -> None:
         self._file = file
-        self._decoder = json.JSONDecoder(strict=False)
+        self._decoder = json.JSONDecoder(strict=False, parse_float=_float if exact else None)
         self._utf8 = codecs.getincrementaldecoder("utf-8")("surrogateescape")
         self._text = ""
         self._place = 0

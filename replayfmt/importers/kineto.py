@@ -74,7 +74,7 @@ def import_kineto(path: str | PathLike[str], out: str | PathLike[str], *, librar
     """
     if options.level not in LEVELS:
         raise UsageError(f"level={options.level!r}: expected one of {', '.join(LEVELS)}")
-    with JsonStream(TraceFile(path, progress=progress)) as stream:
+    with JsonStream(TraceFile(path, progress=progress), exact=True) as stream:
         events = Events().read(stream)
     if not events.ops.start and not events.work.start:
         problems = _problems(stream, events)
@@ -85,7 +85,9 @@ def import_kineto(path: str | PathLike[str], out: str | PathLike[str], *, librar
     annotations = np.asarray([facts[kind].role is Role.annotation for kind in events.ops.kind], bool)
     detached = np.asarray([facts[kind].role is Role.collective and events.kinds[kind].annotation
                            for kind in events.ops.kind], bool)
-    tree = build(events, annotations, detached)
+    calling = np.asarray([facts[kind].composite or facts[kind].role in (Role.wrapper, Role.unknown)
+                          for kind in events.ops.kind], bool)
+    tree = build(events, annotations, detached, calling)
     level: Level = options.level
     if level == "auto":
         level = "launching" if len(events.work.start) else "leaf"

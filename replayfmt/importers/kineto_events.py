@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from .json_stream import JsonStream
+from .json_stream import JsonStream, LongFloat
 
 # Categories by what they are. The first names are those of today, the capitalized ones of PyTorch before 1.12.
 OPERATOR_CATEGORIES = frozenset({"cpu_op", "Operator", "operator"})
@@ -46,6 +46,7 @@ COLLECTIVE_FIELDS = ("Collective name", "dtype", "In msg nelems", "Out msg nelem
 
 
 _LATEST = 1 << 62
+_DECIMAL = re.compile(r"(-?\d{1,19})(\.\d+)?\Z")
 _NO_FIELDS = "without the fields that events have were left out"
 
 
@@ -277,10 +278,16 @@ class Events:
 
 def nanoseconds(microseconds: Any) -> int:
     """A time in whole nanoseconds. Raises ValueError, OverflowError and TypeError for what is none."""
-    if isinstance(microseconds, str):
-        microseconds = float(microseconds)
-    whole = int(microseconds)       # apart: since 1970 there are more nanoseconds than a double holds
-    time = whole * 1000 + round((microseconds - whole) * 1000)
+    text = microseconds.text if isinstance(microseconds, LongFloat) else microseconds
+    if isinstance(text, str):
+        exact = _DECIMAL.match(text)        # since 1970 there are more nanoseconds than a double holds
+        if exact:
+            microseconds, fraction = int(exact[1]), round(float(exact[2] or 0) * 1000)
+            time = microseconds * 1000 + (-fraction if text.startswith("-") else fraction)
+        else:
+            time = round(float(text) * 1000)
+    else:
+        time = microseconds * 1000 if isinstance(microseconds, int) else round(microseconds * 1000)
     if not -_LATEST < time < _LATEST:
         raise ValueError(f"{microseconds} is no time")
     return time

@@ -63,20 +63,22 @@ class Tree:
     by_graph: np.ndarray
 
 
-def build(events: Events, annotations: np.ndarray, detached: np.ndarray | None = None) -> Tree:
-    """The tree of a trace. `annotations` and `detached` are masks over the operator events; detached ones may end later
-    than what they began in, such as collectives that nobody waits for. What is odd is added to `events.problems`."""
+def build(events: Events, annotations: np.ndarray, detached: np.ndarray | None = None,
+          calling: np.ndarray | None = None) -> Tree:
+    """The tree of a trace. `annotations`, `detached` and `calling` are masks over the operator events: detached ones
+    may end later than what they began in, such as collectives that nobody waits for; calling ones do their work by
+    calls. What is odd is added to `events.problems`."""
     ops, launches = events.ops, events.launches
     count, launched = len(ops.start), len(launches.start)
     start = np.concatenate((_array(ops.start), _array(launches.start)))
     duration = np.concatenate((_array(ops.duration), np.zeros(launched, np.int64)))
     thread = np.concatenate((_array(ops.thread), _array(launches.thread)))
-    # Two events that begin and end together: the profiler counts external ids up as operators begin.
+    # What begins at one moment: the profiler counts external ids up as operators begin.
     tie = np.concatenate((_array(ops.external), np.full(launched, 1 << 62)))
-    order = np.lexsort((tie, -duration, start, thread))
-    detached = np.zeros(count, bool) if detached is None else detached
-    nesting = _Nesting(compact(start), compact(start + duration), compact(thread), compact(tie), count,
-                       annotations.tobytes(), detached.tobytes())
+    order = np.lexsort((-duration, tie, start, thread))
+    none = np.zeros(count, bool)
+    masks = [(none if mask is None else mask).tobytes() for mask in (annotations, detached, calling)]
+    nesting = _Nesting(compact(start), compact(start + duration), compact(thread), count, *masks)
     nesting.fill(compact(order))
     events.problems[_CROSSING] += nesting.crossing
     events.problems[_MOMENTS] += nesting.moments
@@ -100,8 +102,8 @@ def compact(values: np.ndarray) -> array:
 
 
 _CROSSING = "begin inside another one of their thread and end after it; they are taken for calls beside it"
-_MOMENTS = ("of no length share their moment with another one of no length; which of them called which is not known, "
-            "and they are taken for calls beside each other")
+_MOMENTS = ("of no length are at the moment that an operator ends which does its work by calls; they are taken for "
+            "calls of it")
 _ROUNDING_NS = 1000     # clocks of whole microseconds, and microseconds since 1970 in a double
 _DEEPEST = 512          # callers looked at for one that ends late enough
 
@@ -109,25 +111,27 @@ _DEEPEST = 512          # callers looked at for one that ends late enough
 class _Nesting:
     """Finds out which events were going on as another one began: its caller and its scope.
 
-    `crossing` counts events that overlap another one partly, `moments` those that are too short for the trace's clock.
+    `crossing` counts events that overlap another one partly, `moments` those that are too short for the trace's clock:
+    where it counts whole microseconds, operators end with calls that seem to take no time.
     """
 
-    def __init__(self, start: array, end: array, thread: array, ids: array, count: int, annotations: bytes,
-                 detached: bytes) -> None:
-        self._start, self._end, self._thread, self._ids, self._count = start, end, thread, ids, count
-        self._annotations, self._detached = annotations, detached
+    def __init__(self, start: array, end: array, thread: array, count: int, annotations: bytes, detached: bytes,
+                 calling: bytes) -> None:
+        self._start, self._end, self._thread, self._count = start, end, thread, count
+        self._annotations, self._detached, self._calling = annotations, detached, calling
         self.parent, self.scope = array("q", (-1,)) * len(start), array("q", (-1,)) * len(start)
         self.crossing = self.moments = 0
 
     def fill(self, order: array) -> None:
         """Go through events in order of their beginning, thread by thread."""
-        current = last = -1
+        current = -1
         stack: list[tuple[int, int, int, int]] = []     # (end, event, innermost operator, innermost annotation)
         for index in order:
             if self._thread[index] != current:
-                current, last, stack = self._thread[index], -1, []
+                current, stack = self._thread[index], []
             begin, end = self._start[index], self._end[index]
-            while stack and stack[-1][0] <= begin:
+            moment = begin == end and index < self._count
+            while stack and stack[-1][0] <= begin and not (moment and stack[-1][0] == begin):
                 stack.pop()
             operator = annotation = -1
             around = self._around(stack, index)
@@ -137,9 +141,7 @@ class _Nesting:
             self.parent[index], self.scope[index] = operator, annotation
             if index >= self._count:
                 continue
-            if begin == end:
-                self.moments += last == begin
-                last = begin
+            self.moments += moment and around is not None and around[0] == begin
             if self._annotations[index]:
                 annotation = index
             else:
@@ -149,13 +151,12 @@ class _Nesting:
     def _around(self, stack: list[tuple[int, int, int, int]], index: int) -> tuple[int, int, int, int] | None:
         """The innermost of the events that are going on which this one is inside of."""
         begin, end = self._start[index], self._end[index]
+        moment = begin == end and index < self._count
         late = index < self._count and self._detached[index]
         crossing, found = False, None
         for each in stack[: -_DEEPEST - 1 : -1]:
-            if each[0] <= begin:
+            if each[0] <= begin and not (moment and each[0] == begin and self._calling[each[1]]):
                 continue
-            if begin == end == self._start[each[1]] and 0 <= self._ids[index] < self._ids[each[1]]:
-                continue        # over before that one began
             if late or each[0] + _ROUNDING_NS >= end:
                 found = each
                 break

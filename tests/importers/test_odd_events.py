@@ -76,6 +76,19 @@ def test_kernels_at_time_zero_do_not_shift_the_clock(imported: Import) -> None:
     assert [record.start_ns for record in result.of("op")] == [0, 100_000]
 
 
+@pytest.mark.parametrize("quote", ["", '"'])
+def test_times_of_more_digits_than_a_double_has_are_exact(quote: str, imported: Import, tmp_path: Path) -> None:
+    events = [op("aten::mm", 1, 2, MM), op("aten::relu", 3, 4, RELU)]
+    text = json.dumps(events)
+    for short, long in (('"ts": 1,', f'"ts": {quote}1699999999999999.001{quote},'),
+                        ('"ts": 3,', f'"ts": {quote}1700000000000001.123{quote},')):
+        assert short in text
+        text = text.replace(short, long)
+    path = tmp_path / "t.json"
+    path.write_text(text)
+    assert [record.start_ns for record in imported(path).of("op")] == [0, 2_122]
+
+
 def test_documents_that_follow_each_other_are_read_as_one_and_told(imported: Import, tmp_path: Path) -> None:
     path = tmp_path / "two.json"
     one = json.dumps({"traceEvents": [op("aten::mm", 10, 5, MM)]})
@@ -199,9 +212,17 @@ def test_what_ends_later_by_a_clocks_rounding_is_inside(imported: Import) -> Non
 def test_an_instant_before_an_event_of_the_same_moment_is_not_inside_it(imported: Import) -> None:
     events = [op("aten::relu", 10, 0, RELU, external=1), op("aten::mm", 10, 20, MM, external=2),
               op("aten::relu", 10, 0, RELU, external=3)]
-    assert imported(events).ops == ["aten::mm.default", "aten::relu.default"]
-    result = imported([op("aten::relu", 10, 0, RELU, external=1), op("aten::relu", 10, 0, RELU, external=2)])
-    assert len(result.ops) == 2 and told(result, "1 events of no length", "calls beside each other")
+    assert imported(events).ops == ["aten::relu.default", "aten::mm.default"]
+
+
+def test_a_clock_of_whole_microseconds_does_not_double_what_short_calls_called(imported: Import) -> None:
+    # aten::zeros, 10.2 to 11.9, calls zero_ at 11.1 for half a microsecond, which ends with fill_.
+    sizes = [("ScalarList", [], [], "[3]"), scalar("6"), scalar("0"), NONE, scalar("False")]
+    events = [op("aten::zeros", 10, 1, sizes, external=1), op("aten::empty", 10, 0, [*sizes, NONE], external=2),
+              op("aten::zero_", 11, 0, [tensor("float", 3)], external=3), op("aten::relu", 11, 2, RELU, external=4)]
+    result = imported(events)
+    assert result.ops == ["aten::empty.memory_format", "aten::zero_.default", "aten::relu.default"]
+    assert told(result, "1 events of no length", "taken for calls of it")
 
 
 def test_a_collective_that_outlasts_its_call_is_one_record(imported: Import) -> None:
