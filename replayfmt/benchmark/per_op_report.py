@@ -1,7 +1,7 @@
 """Measured ops as rows of Google Benchmark's JSON and CSV, and as text.
 
 Each distinct op is one row; `verdict`, `count`, `captured_us`, `estimated_us` (count times the median) and `share` are
-counters of ours. An op without times has none of those keys, but `error_occurred` and its reason, as Google Benchmark has.
+counters of ours. An op without times has none of those keys, but `error_occurred` and its reason.
 """
 
 from __future__ import annotations
