@@ -7,10 +7,9 @@ members named `opreplay`, which other readers pass over. What cannot be said at 
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
-from replayfmt.format.codes import DType, Layout, MemoryFormat, TensorFlag
+from replayfmt.format.codes import DType, Layout, MemoryFormat, OpStatus, TensorFlag
 from replayfmt.format.model import (
     DeviceValue,
     GeneratorValue,
@@ -58,6 +57,8 @@ class EntryMaker:
         """The entry of an op. Raises Inexpressible."""
         kernel = self._reader.kernels[record.signature.kernel]
         assert kernel is not None
+        if record.signature.status is OpStatus.raised:
+            raise Inexpressible("it raised an exception when it was captured, which the IR has no form for")
         try:
             schema = parse_operator_schema(kernel.schema)
         except ValueError as error:
@@ -92,7 +93,7 @@ class EntryMaker:
         if isinstance(value, float):
             return value, None
         if isinstance(value, complex):
-            return _complex_text(value), None
+            return str(value), None     # as Python's complex() reads it
         if isinstance(value, TensorValue):
             return self._tensor(value, memory)
         if isinstance(value, DeviceValue):
@@ -146,10 +147,3 @@ class _Memory:
 
 def _type_text(schema: OperatorSchema, place: int) -> str:
     return schema.arguments[place].type.text
-
-
-def _complex_text(value: complex) -> str:
-    """As Python's complex() reads it."""
-    if not (math.isfinite(value.real) and math.isfinite(value.imag)):
-        raise Inexpressible("an argument is a complex number that is not finite")
-    return str(value)

@@ -30,12 +30,13 @@ for _name in ("Float8_e5m2", "Float8_e4m3fn", "Float8_e5m2fnuz", "Float8_e4m3fnu
 for _bits in (16, 32, 64):
     DTYPES[f"uint{_bits}_t"] = getattr(torch, f"uint{_bits}")
 # The numbers that PyTorch gives these enumerations, as traces store them.
-SCALAR_TYPES = [
-    torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.float32, torch.float64,
-    torch.complex32, torch.complex64, torch.complex128, torch.bool, torch.qint8, torch.quint8, torch.qint32,
-    torch.bfloat16, torch.quint4x2, torch.quint2x4, None, None, None, None, None, torch.float8_e5m2,
-    torch.float8_e4m3fn, torch.float8_e5m2fnuz, torch.float8_e4m3fnuz, torch.uint16, torch.uint32, torch.uint64,
-]
+_SCALAR_NAMES = (
+    "uint8 int8 int16 int32 int64 float16 float32 float64 complex32 complex64 complex128 bool qint8 quint8 qint32 "
+    "bfloat16 quint4x2 quint2x4 bits1x8 bits2x4 bits4x2 bits8 bits16 float8_e5m2 float8_e4m3fn float8_e5m2fnuz "
+    "float8_e4m3fnuz uint16 uint32 uint64 uint1 uint2 uint3 uint4 uint5 uint6 uint7 int1 int2 int3 int4 int5 int6 int7 "
+    "float8_e8m0fnu float4_e2m1fn_x2"
+)
+SCALAR_TYPES = _SCALAR_NAMES.split()
 _LAYOUT_NAMES = "strided sparse_coo sparse_csr _mkldnn sparse_csc sparse_bsr sparse_bsc jagged"
 LAYOUTS = [getattr(torch, _layout) for _layout in _LAYOUT_NAMES.split()]
 MEMORY_FORMATS = [torch.contiguous_format, torch.preserve_format, torch.channels_last, torch.channels_last_3d]
@@ -51,6 +52,8 @@ class Inputs:
     def value(self, kind: str, value: Any, more: Any) -> Any:
         """An argument from its type, its value and what stands beside it."""
         base = kind.split("(")[0].rstrip("?")
+        if base.endswith("]") and isinstance(value, list) and not kind.startswith("Tensor"):
+            return [self.value(base[: base.rindex("[")], each, None) for each in value]
         if isinstance(value, dict) and "shape" in value:
             return self.tensor(value, more or {})
         if kind.startswith("Tensor") and isinstance(value, list):
@@ -63,7 +66,7 @@ class Inputs:
             return torch.device(self.device or value)
         if isinstance(value, int) and not isinstance(value, bool):
             if base == "ScalarType":
-                return SCALAR_TYPES[value]
+                return getattr(torch, SCALAR_TYPES[value])
             if base == "Layout":
                 return LAYOUTS[value]
             if base == "MemoryFormat":

@@ -36,6 +36,9 @@ def varied() -> None:
     x.to(torch.bfloat16).to(torch.float64)
     x[:, torch.tensor([0, 2])]
     torch.full((2, 3), 1 + 2j)
+    torch.full((2,), complex(float("inf"), float("nan")))
+    torch._foreach_mul([torch.full((2,), 1j)], [complex(0, -0.0)])
+    x.to(torch.float8_e8m0fnu)
     torch.nn.functional.gelu(x, approximate="tanh")
     torch.zeros(2, 3, 4, 5).contiguous(memory_format=torch.channels_last)
     torch.clamp(x, min=float("-inf"))
@@ -168,6 +171,17 @@ def test_what_the_ir_cannot_say_is_refused_with_all_of_it_listed(tmp_path: Path)
     assert exported.left_out and exported.entries
     readme = zipfile.ZipFile(out).read("README.md").decode()
     assert "Left out" in readme and "generator of its own" in readme
+
+
+def test_a_call_that_raised_is_no_call_to_repeat(tmp_path: Path) -> None:
+    with replayfmt.capture(tmp_path / "c.opreplay"):
+        torch.zeros(3)
+        with pytest.raises(RuntimeError):
+            torch.mm(torch.zeros(2, 3), torch.zeros(2, 3))
+    with pytest.raises(ReplayRefused) as caught:
+        export(tmp_path / "c.opreplay", tmp_path / "x.zip")
+    assert [finding for finding in caught.value.findings if "aten::mm.default: it raised" in finding]
+    assert export(tmp_path / "c.opreplay", tmp_path / "x.zip", partial=True).entries == 3
 
 
 def test_an_existing_file_stays_without_force(capture: Path, tmp_path: Path) -> None:
