@@ -17,12 +17,17 @@ from .model import ExternalFile, Node, Session, Signature
 
 REDACTED = "(redacted)"
 _OPAQUE = "a string that was redacted"
-_SHORTEST_WORD = 3      # shorter names would be found inside everything
+_SHORTEST_WORD = 2      # letters stand alone in many texts
 # What everybody is called says nothing, and may well be a word of a message.
 _COMMON_WORDS = frozenset({"root", "user", "home", "localhost", "ubuntu", "admin", "none", "main"})
 _START = r"(?:/|~[\w.-]*[/\\]|[A-Za-z]:[/\\]|\\\\)"
-# A path begins where no word or path goes on. Inside quotes it may hold blanks, elsewhere it ends at the first.
-_PATH = re.compile(rf"(?P<quote>['\"]){_START}.*?(?P=quote)|(?<![\w./\\~]){_START}[^\s'\",;:()\[\]<>{{}}|]+")
+# A path begins where no word or path goes on. Inside quotes it ends with them. Elsewhere it goes on after a blank as
+# long as a separator follows before the next path: directories may have blanks in their names, and what is no part of
+# the path goes with it.
+_END = r"\s'\",;:()\[\]<>{}|"
+_WORD = rf"[ \t]+(?!{_START})[^{_END}/\\]+"
+_PATH = re.compile(rf"(?P<quote>['\"]){_START}.*?(?P=quote)"
+                   rf"|(?<![\w./\\~]){_START}[^{_END}]+(?:(?:{_WORD})+[/\\][^{_END}]*)*")
 _HOME = re.compile(r"(?:/home|/Users|[A-Za-z]:\\Users)[/\\]([^/\\]+)")
 _USER = re.compile(r"(?:/home|/Users|[A-Za-z]:\\Users)[/\\]([^/\\\s'\",;:]+)")
 _STACK = re.compile(r"""File "[^"]*", line \d+|\w\.(?:py|pyx|cpp|cc|cu|h)(?::\d+|\(\d+\))""")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from replayfmt.format.codes import OpStatus, RecordKind, ValueKind
@@ -30,6 +32,9 @@ def test_a_redacted_session_says_nothing_of_host_user_paths_and_command_line() -
     ("File '/data/my files/x.py', line 3", f"File {REDACTED}, line 3"),
     (r"C:\Users\bob\x.py failed", f"{REDACTED} failed"),
     ("see ~/notes and ~alice/notes", f"see {REDACTED} and {REDACTED}"),
+    ("read /data/Alice B Smith/my models/x.bin, then", f"read {REDACTED}, then"),
+    (r"D:\my data\x y\z.bin", REDACTED),
+    ("of /data/x and more words", f"of {REDACTED} and more words"),
     ("from file:///data/x", f"from file:{REDACTED}"),
     ("run by alice on greybox", f"run by {REDACTED} on {REDACTED}"),
 ])
@@ -42,6 +47,12 @@ def test_paths_and_names_are_left_out_of_texts(text: str, left: str) -> None:
 ])
 def test_what_is_no_path_stays(text: str) -> None:
     assert Redaction(SESSION).text(text) == text
+
+
+def test_short_names_are_left_out_where_they_are_words() -> None:
+    session = replace(SESSION, host="vm")
+    assert Redaction(session).text("tcp://vm:29500 vm0 kvm") == f"tcp:{REDACTED}:29500 vm0 kvm"
+    assert Redaction(session).text("host=vm:29500") == f"host={REDACTED}:29500"
 
 
 def test_words_of_the_caller_are_left_out_unless_they_are_common() -> None:
