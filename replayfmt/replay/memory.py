@@ -50,7 +50,8 @@ class MemoryWatch:
         peak = _status_bytes("VmHWM") if not self._host_problem else None
         if peak is None or self._host_before is None:
             return PeakMemory("cpu", None, None, self._host_problem or "this system does not tell the high-water mark")
-        return PeakMemory("cpu", peak, self._host_before, "resident set of the process")
+        # Linux counts a process's pages only roughly, and the mark in another way than what is resident now.
+        return PeakMemory("cpu", max(peak, self._host_before), self._host_before, "resident set of the process")
 
 
 def host_memory_bytes() -> int | None:

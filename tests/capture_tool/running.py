@@ -23,13 +23,13 @@ def environment(**changes):
 def capture(folder, *arguments, stdin="", **variables):
     """Run opreplay-capture in `folder`. The completed process, with text output."""
     return subprocess.run([CAPTURE, *map(str, arguments)], cwd=folder, env=environment(**variables), input=stdin,
-                          capture_output=True, text=True, timeout=120)
+                          capture_output=True, text=True, timeout=600)
 
 
 def plain(folder, *arguments, stdin="", **variables):
     """Run python itself."""
     return subprocess.run([sys.executable, *map(str, arguments)], cwd=folder, env=environment(**variables), input=stdin,
-                          capture_output=True, text=True, timeout=120)
+                          capture_output=True, text=True, timeout=600)
 
 
 def started(folder, *arguments, **variables):

@@ -182,7 +182,7 @@ def test_a_capture_that_cannot_be_written_leaves_the_program_running_and_exits_w
 
     for code, expected in ((0, 1), (4, 4)):
         done = subprocess.run([CAPTURE, "-o", f"big{code}.opreplay", "big.py", str(code)], cwd=tmp_path, text=True,
-                              env=environment(), capture_output=True, preexec_fn=limit, timeout=120)
+                              env=environment(), capture_output=True, preexec_fn=limit, timeout=600)
         assert (done.returncode, done.stdout) == (expected, "done\n"), done.stderr
         assert "File too large" in done.stderr
         assert "Traceback" not in done.stderr

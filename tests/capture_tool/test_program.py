@@ -95,7 +95,7 @@ def both(folder, *command):
     outcomes = []
     for runner in ((), (str(folder / "runner.py"),)):
         done = subprocess.run([sys.executable, *runner, *command], cwd=folder, input="input", capture_output=True,
-                              text=True, timeout=60)
+                              text=True, timeout=600)
         outcomes.append((done.returncode, done.stdout.splitlines(), done.stderr.splitlines()))
     return outcomes
 

@@ -57,7 +57,7 @@ def test_sigterm_closes_the_capture_and_exits_with_143(tmp_path, where):
     (tmp_path / "endless.py").write_text(HEAD + PROGRAMS[where] + "\n")
     process = started(tmp_path, "-o", "t.opreplay", "endless.py")
     process.send_signal(signal.SIGTERM)
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=600)
     assert process.returncode == 143, errors
     assert errors.startswith("opreplay-capture: t.opreplay: ") and len(errors.splitlines()) == 1
     captured = Captured(tmp_path / "t.opreplay")
@@ -88,7 +88,7 @@ with replayfmt.capture("second.opreplay"):
                                stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert [process.stdout.readline() for _ in range(2)] == ["-15\n", "ready\n"]
     process.send_signal(signal.SIGTERM)
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=600)
     assert (process.returncode, errors) == (143, "")
     assert all(Captured(tmp_path / f"{name}.opreplay").complete for name in ("first", "second"))
 
@@ -105,7 +105,7 @@ time.sleep(600)
 ''')
     process = started(tmp_path, "-o", "own.opreplay", "own.py")
     process.send_signal(signal.SIGTERM)
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=600)
     assert (process.returncode, output) == (5, "mine 15 True\n")
     assert Captured(tmp_path / "own.opreplay").complete
 
@@ -132,7 +132,7 @@ finally:
 ''')
     process = started(tmp_path, "-o", "i.opreplay", "interrupted.py")
     process.send_signal(signal.SIGINT)
-    output, errors = process.communicate(timeout=60)
+    output, errors = process.communicate(timeout=600)
     assert (process.returncode, output) == (130, "cleaned up\n"), errors
     assert errors.startswith("Traceback (most recent call last):\n") and "\nKeyboardInterrupt\n" in errors
     assert Captured(tmp_path / "i.opreplay").complete
@@ -152,7 +152,7 @@ time.sleep(600)
 ''')
     process = started(tmp_path, "-o", "k.opreplay", "killed.py")
     process.kill()
-    process.communicate(timeout=60)
+    process.communicate(timeout=600)
     assert process.returncode == -signal.SIGKILL
     assert os.listdir(tmp_path).count("k.opreplay") == 0
     partial = tmp_path / "k.opreplay.partial"

@@ -75,7 +75,7 @@ def test_an_unreadable_file_is_not_found(tmp_path: Path) -> None:
     for parent in tmp_path.parents:
         if parent.stat().st_mode & 0o005 != 0o005 and os.getuid() == 0 and parent != parent.parent:
             parent.chmod(parent.stat().st_mode | 0o005)
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600)
     assert "secret.opreplay: permission denied; expected a capture file" in result.stdout, result.stderr
 
 

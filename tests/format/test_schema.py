@@ -109,7 +109,7 @@ def _flatc() -> str | None:
     flatc = shutil.which("flatc")
     if flatc is None:
         return None
-    version = subprocess.run([flatc, "--version"], capture_output=True, text=True, check=True, timeout=60).stdout
+    version = subprocess.run([flatc, "--version"], capture_output=True, text=True, check=True, timeout=600).stdout
     return flatc if version.split()[-1] == PINNED_FLATC else None
 
 
@@ -117,7 +117,7 @@ def _flatc() -> str | None:
 def test_the_committed_bindings_are_what_flatc_generates(tmp_path: Path) -> None:
     flatc = _flatc()
     assert flatc is not None
-    subprocess.run([flatc, "--python", "-o", str(tmp_path), str(SCHEMA)], check=True, timeout=60)
+    subprocess.run([flatc, "--python", "-o", str(tmp_path), str(SCHEMA)], check=True, timeout=600)
     made, committed = tmp_path / "replayfmt" / "format" / "generated", ROOT / "replayfmt" / "format" / "generated"
     names = sorted(path.name for path in made.glob("*.py"))
     assert names == sorted(path.name for path in committed.glob("*.py"))

@@ -104,7 +104,7 @@ for package in (replayfmt.format, replayfmt.dump):
 for tool in ("command", "dump", "check"):
     importlib.import_module("opreplay_tools." + tool)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
 
 

@@ -1,7 +1,10 @@
-"""What the tools do where their output cannot be written: the exit code and the files do not depend on who reads."""
+"""What the tools do where their output cannot be written: the exit code and the files do not depend on who reads, and
+nothing but a regular file is ever replaced."""
 
 from __future__ import annotations
 
+import os
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -41,7 +44,7 @@ def toy(tmp_path: Path) -> Path:
 
 
 def _shell(command: str) -> tuple[int, str]:
-    done = subprocess.run(["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True, timeout=120)
+    done = subprocess.run(["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True, timeout=600)
     assert "Traceback" not in done.stderr, done.stderr
     return done.returncode, done.stderr
 
@@ -73,7 +76,7 @@ def _left_alone(command: list[str]) -> tuple[int, str]:
     tool.stdout.close()
     said = tool.stderr.read()
     tool.stderr.close()
-    return tool.wait(120), said
+    return tool.wait(600), said
 
 
 def test_a_reader_that_goes_away_ends_a_tool_with_0_and_where_a_result_is_there_with_the_results_code(
@@ -88,7 +91,7 @@ def test_an_error_whose_reader_has_gone_away_still_has_its_exit_code(toy: Path) 
         tool = subprocess.Popen([sys.executable, str(toy), argument], stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
         assert tool.stdout is not None
         tool.stdout.close()
-        assert tool.wait(120) == code
+        assert tool.wait(600) == code
 
 
 def test_an_invalid_capture_is_invalid_whoever_reads(tmp_path: Path) -> None:
@@ -97,3 +100,24 @@ def test_an_invalid_capture_is_invalid_whoever_reads(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-1])
     code, said = _left_alone([str(Path(sys.executable).with_name("opreplay-check")), str(path)])
     assert code == 3 and said.startswith("DATA_LOSS: ")
+
+
+@pytest.mark.parametrize("command", [
+    "opreplay-capture --force -o pipe program.py",
+    "opreplay-check --recover pipe --force a.opreplay",
+    "opreplay-trim --payload=none --force a.opreplay pipe",
+    "opreplay-trim --ops=0:1 --script=pipe --force a.opreplay",
+    "opreplay-export --force a.opreplay pipe",
+    "opreplay-import --force -o pipe trace.json",
+    "opreplay-import --force -o b.opreplay --report=pipe trace.json",
+])
+def test_a_device_or_a_pipe_is_never_replaced_by_a_file_not_even_with_force(tmp_path: Path, command: str) -> None:
+    CaptureWriter(tmp_path / "a.opreplay", Session("00112233-4455-6677-8899-aabbccddeeff", "test", "0")).close(0)
+    (tmp_path / "program.py").write_text("import torch\ntorch.ones(1) + 1\n")
+    (tmp_path / "trace.json").write_text('{"traceEvents": [], "schemaVersion": 1}')
+    os.mkfifo(tmp_path / "pipe")
+    name, *arguments = command.split()
+    done = subprocess.run([Path(sys.executable).with_name(name), *arguments], cwd=tmp_path, capture_output=True,
+                          text=True, timeout=120)
+    assert "pipe: is a device or a pipe; name a file to write to" in done.stderr and done.returncode == 1, done
+    assert stat.S_ISFIFO((tmp_path / "pipe").lstat().st_mode)

@@ -19,7 +19,7 @@ TOOLS = ("capture", "run", "benchmark", "dump", "check")
 def run(*command: str | Path, cwd: Path, **environment: str) -> str:
     """Run a command, without anything that would lead Python back into the tree. Returns what it printed."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
-    done = subprocess.run([str(part) for part in command], cwd=cwd, env={**kept, **environment}, text=True, timeout=300,
+    done = subprocess.run([str(part) for part in command], cwd=cwd, env={**kept, **environment}, text=True, timeout=600,
                           stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
     assert done.returncode == 0, f"{command}: exit code {done.returncode}\n{done.stdout}"
     return done.stdout

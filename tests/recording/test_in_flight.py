@@ -45,12 +45,12 @@ def record_with(path: Path, meanwhile: Callable[[Recorder], Any], monkeypatch: p
 
     def hold(*args: Any) -> Any:
         held.set()
-        assert go_on.wait(60)
+        assert go_on.wait(600)
         seen.append(in_flight.making_rows())
         return track(*args)
 
     def work() -> None:
-        assert held.wait(60)
+        assert held.wait(600)
         try:
             meanwhile(recorder)
         finally:

@@ -31,7 +31,7 @@ class Held:
     def _run(self, x: torch.Tensor) -> torch.Tensor:
         if self.holds:
             self.entered.set()
-            assert self.released.wait(60)
+            assert self.released.wait(600)
         return torch.empty_like(x)
 
     def close(self) -> None:
@@ -77,7 +77,7 @@ def test_an_op_that_returns_after_the_close_is_not_recorded(
         assert made[0].tolist()
 
     thread = in_thread(work)
-    assert held.entered.wait(60)
+    assert held.entered.wait(600)
     recorder.close()
     held.released.set()
     thread.join()
@@ -117,7 +117,7 @@ def test_an_op_that_waits_for_the_lock_while_the_capture_is_closed_just_runs(
     with core.lock:
         monkeypatch.setattr(core.calls, "facts", look)
         thread = in_thread(lambda: made.append(x + 1))
-        assert seen.wait(60)
+        assert seen.wait(600)
         time.sleep(0.05)  # the thread has found recording on, and waits for the lock
         core.finish()
     thread.join()

@@ -140,7 +140,7 @@ def test_threads_are_recorded_with_their_own_scopes(capture: Capture) -> None:
 
         def work(number: int) -> None:
             with replayfmt.scope(f"thread {number}"):
-                together.wait(60)
+                together.wait(600)
                 made.append(torch.full((3,), float(number)) * 2)
 
         with replayfmt.scope("main"):

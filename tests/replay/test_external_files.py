@@ -240,7 +240,7 @@ def test_a_file_that_may_not_be_read_is_refused(source: Path, weights: Path) -> 
     for directory in weights.parents:       # the file's own permissions are to be what is in the way
         if not directory.stat().st_mode & 1:
             directory.chmod(directory.stat().st_mode | 0o111)
-    done = subprocess.run([sys.executable, "-c", script, str(weights)], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", script, str(weights)], capture_output=True, text=True, timeout=600)
     assert "permission denied" in done.stdout, done.stderr
     weights.chmod(0o600)
     replays(capture)

@@ -15,6 +15,7 @@ from replayfmt.errors import ReplayFailed, ReplayRefused
 from replayfmt.format.codes import RecordKind
 from replayfmt.replay.cuts import WindowSize
 from replayfmt.replay.execute import Machine
+from replayfmt.replay.memory import MemoryWatch
 from replayfmt.replay.plan import Plan
 
 from .conftest import Captured
@@ -160,6 +161,14 @@ def test_peak_memory_is_reported_or_the_reason_why_not(captured: Captured, monke
         monkeypatch.setattr("replayfmt.replay.memory._CLEAR", tmp_path / "nowhere" / "clear_refs")
         (peak,) = plan.execute().memory
         assert peak.peak_bytes is None and "cannot be reset" in peak.note
+
+
+def test_a_peak_is_never_below_what_there_was_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("replayfmt.replay.memory._status_bytes", {"VmRSS": 5000, "VmHWM": 4000}.get)
+    watch = MemoryWatch([torch.device("cpu")])
+    watch.start()
+    (peak,) = watch.read()
+    assert peak.peak_bytes in (5000, None)        # None where the mark cannot be reset
 
 
 def test_a_storage_that_no_machine_could_hold_is_one_clear_error(captured: Captured, tmp_path: Path) -> None:

@@ -191,7 +191,7 @@ def test_a_replay_writes_starts_connects_and_imports_nothing(tmp_path: Path) -> 
     script = tmp_path / "watched.py"
     script.write_text(WATCHED)
     paths = [good, *hostile, refers(tmp_path, described(content, "digest"))]
-    done = subprocess.run([sys.executable, script, *paths], cwd=tmp_path, capture_output=True, text=True, timeout=200,
+    done = subprocess.run([sys.executable, script, *paths], cwd=tmp_path, capture_output=True, text=True, timeout=600,
                           env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.splitlines()[-1] == "nothing was touched"

@@ -52,6 +52,6 @@ def test_a_script_of_work_on_the_gpu_gives_what_was_captured(captured: Captured,
     path, script = captured(training), tmp_path / "script.py"
     with Plan(path, keep_going=True) as plan:
         script_with_data(plan, str(script), str(tmp_path / "data.safetensors"), Wanted(scope="step 1"))
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=300)
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "as captured" in done.stdout and "CAPTURED" not in done.stdout

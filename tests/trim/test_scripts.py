@@ -52,7 +52,7 @@ def run(script: Path) -> dict[str, str]:
     guard = ("import sys, runpy\n"
              "sys.modules.update(replayfmt=None, safetensors=None, transformers=None, opreplay_tools=None)\n"
              f"sys.argv = [{str(script)!r}]\nrunpy.run_path({str(script)!r}, run_name='__main__')")
-    done = subprocess.run([sys.executable, "-c", guard], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", guard], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     return results(done.stdout)
 
