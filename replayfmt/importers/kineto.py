@@ -7,6 +7,7 @@ synthesizes; nothing connects one call's results with another's inputs.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
@@ -157,6 +158,12 @@ def _count(report: ImportReport, events: Events, tree: Tree, selection: Selectio
     }[level])
     if level == "leaf":
         report.notes += _untaken(events, tree, facts, around, inside | chosen)
+        away = around & ~chosen & ~inside & (roles == Role.unknown)
+        names = Counter(events.kinds[events.ops.kind[index]].name for index in np.flatnonzero(away).tolist())
+        if names:
+            report.notes.append("what these unknown operators called was taken in their place; whether they computed "
+                                "anything beside that is not known: " + ", ".join(
+                                    f"{name} ({count} times)" for name, count in names.most_common()))
     report.notes.append("tensor contents are in no trace: a replay makes them up, and says how")
 
 

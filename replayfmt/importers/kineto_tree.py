@@ -290,18 +290,16 @@ def _leaves(order: array, parents: array, direct: bytes, kinds: Sequence[int], f
     which does any, or where they may compute themselves, nothing that does more than to move memory."""
     below = bytearray(len(parents))        # something below stands for work
     computed = bytearray(len(parents))     # something below stands for work that is more than moving memory
-    any_below = bytearray(len(parents))    # something below can be called at all
     wanted = bytearray(len(parents))
     for index in reversed(order):
         fact, parent = facts[kinds[index]], parents[index]
         if fact.role is Role.operator:
             wanted[index] = direct[index] or not fact.composite or not (computed if fact.computes else below)[index]
         elif fact.role is Role.unknown:
-            wanted[index] = direct[index] or not any_below[index]
+            wanted[index] = direct[index] or not computed[index]    # what only allocates may compute itself
         elif fact.role is Role.wrapper:
             wanted[index] = direct[index]
         if parent >= 0:
             below[parent] |= below[index] or (wanted[index] and fact.works)
             computed[parent] |= computed[index] or (wanted[index] and fact.works and not fact.moves)
-            any_below[parent] |= any_below[index] or wanted[index]
     return wanted

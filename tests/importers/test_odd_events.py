@@ -165,6 +165,16 @@ def test_what_torch_compile_generated_for_the_host_is_a_record_of_its_own(import
     assert not imported([region, graph, *LAUNCHED]).of("unsupported")
 
 
+def test_an_unknown_operator_that_only_allocates_stands_for_its_own_work(imported: Import) -> None:
+    sizes = [("ScalarList", [], [], "[3]"), scalar("6"), scalar("0"), NONE, scalar("False"), NONE]
+    events = [op("mylib::fused", 10, 90, RELU), op("aten::empty", 12, 3, sizes)]
+    result = imported(events)
+    assert not result.ops and [each.argument("op") for each in result.of("unsupported")] == ["mylib::fused"]
+    result = imported([*events, op("aten::mm", 20, 30, MM)])
+    assert result.ops == ["aten::empty.memory_format", "aten::mm.default"] and not result.of("unsupported")
+    assert any("unknown operators" in note and "mylib::fused (1 times)" in note for note in result.report.notes)
+
+
 def test_a_collective_says_its_sizes_also_where_its_name_is_all_else(imported: Import) -> None:
     record, = imported([op("c10d::allreduce_", 10, 100, [("TensorList", [[72]], [[1]], ""), NONE])]).of("unsupported")
     assert "[?[72]]" in str(record.argument("detail"))
