@@ -107,7 +107,7 @@ def groups(capture: Path) -> Iterator[tuple[str, list[int], int, int]]:
                 continue
             key = str(signature_of(record, reader, values=True))
             group = found.setdefault(key, [reader.kernels[record.signature.kernel].qualified_name, [], 0, 0])
-            count = int((record.annotation or {}).get("count", 1))
+            count = record.calls
             group[1].append(record.ordinal)
             group[2] += count
             group[3] += count * (record.device_duration_ns or 0)

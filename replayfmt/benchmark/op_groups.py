@@ -24,7 +24,7 @@ class OpGroup:
     """Ops with one signature. `count` is how often the workload did them: an imported record may stand for many.
 
     `device_ns` and `host_ns` are totals over the captured calls whose time is known, which `device_calls` and
-    `host_calls` count.
+    `host_calls` count; a record that stands for many has their mean.
     """
 
     signature: str
@@ -37,15 +37,15 @@ class OpGroup:
     host_calls: int = 0
 
     def add(self, record: Record) -> None:
-        """Count one more op."""
-        calls = int((record.annotation or {}).get("count", 1))
+        """Count one more op. Raises InvalidCapture where the record does not say how many calls it stands for."""
+        calls = record.calls
         self.count += calls
         if record.device_duration_ns is not None:
-            self.device_ns += record.device_duration_ns
-            self.device_calls += 1
+            self.device_ns += record.device_duration_ns * calls
+            self.device_calls += calls
         if record.duration_ns is not None:
-            self.host_ns += record.duration_ns
-            self.host_calls += 1
+            self.host_ns += record.duration_ns * calls
+            self.host_calls += calls
 
     @property
     def captured_ns(self) -> float | None:

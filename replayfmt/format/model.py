@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from replayfmt.errors import InvalidCapture
+
 from .codes import DType, KernelKind, Layout, MemoryFormat, OpStatus, RecordKind, StorageOrigin, TensorFlag, ValueKind
 
 
@@ -319,6 +321,18 @@ class Record:
     @property
     def kind(self) -> RecordKind:
         return self.signature.kind
+
+    @property
+    def calls(self) -> int:
+        """How many calls of the program this record stands for: an import may keep one of many that were the same.
+
+        Raises InvalidCapture where the annotation has no such number.
+        """
+        count = (self.annotation or {}).get("count", 1)
+        if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+            raise InvalidCapture(f"ordinal {self.ordinal}: its annotation has count={count!r:.40}; expected a whole "
+                                 "number above 0")
+        return count
 
     def argument(self, name: str) -> Value:
         """The top-level argument of that name. Raises KeyError where the record has none."""

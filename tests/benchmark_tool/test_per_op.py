@@ -12,6 +12,11 @@ from replayfmt.benchmark.min_time import MinTime
 from replayfmt.benchmark.op_groups import choose
 from replayfmt.benchmark.per_op import OpOptions, measure_ops
 from replayfmt.benchmark.stopwatch import Clock
+from replayfmt.format.codes import DType
+from replayfmt.format.model import Kernel
+from replayfmt.format.reader import open_capture
+from replayfmt.importers.synthesis import ImportedSession, Moment, imported_session
+from replayfmt.importers.values import plain_tensor
 from replayfmt.replay.plan import Plan
 
 FEW = MinTime(iterations=3)
@@ -220,3 +225,26 @@ def test_the_result_of_one_op_comes_back_in_python(captured):
         ordinal = next(number for number, op in capture.ops.items() if op.kernel.name == "aten::tanh")
         result = capture.ops[ordinal].replay()
     assert isinstance(result, torch.Tensor) and result.shape == (8, 48) and bool((result.abs() <= 1).all())
+
+
+def made_of(path, *annotations):
+    """A capture of the same call once for each annotation; call number n took n microseconds, from 1."""
+    with ImportedSession(path, imported_session("test", "made")) as session:
+        device = session.device("cpu")
+        for number, annotation in enumerate(annotations, 1):
+            given = plain_tensor(DType.float32, (4,), None, device)
+            session.op(Kernel("aten::relu", "default", "aten::relu(Tensor self) -> Tensor"), [("self", given)], None,
+                       Moment(duration_ns=number * 1000), annotation)
+    return path
+
+
+def test_the_captured_time_of_a_record_counts_for_each_call_that_it_stands_for(tmp_path):
+    with open_capture(made_of(tmp_path / "c.opreplay", {"count": 3}, {})) as reader:
+        group, = choose(reader, pattern=None, limit=None, every=False, progress=lambda *_seen: None).groups
+    assert (group.count, group.captured_ns) == (4, (3 * 1000 + 2000) / 4)
+
+
+@pytest.mark.parametrize("count", ["x", 0, -5, None, 1.5, [1], True])
+def test_a_record_that_stands_for_no_number_of_calls_is_one_clear_error(tmp_path, tool, count):
+    assert tool(main, "--per-op", made_of(tmp_path / "c.opreplay", {"count": count})) == 3
+    assert f"ordinal 1: its annotation has count={count!r}" in tool.err
