@@ -9,6 +9,11 @@ from hypothesis import HealthCheck, settings
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# What is shown on a terminal depends on these, and tests bring terminals of their own.
+os.environ["TERM"] = "xterm"
+for name in ("FORCE_COLOR", "NO_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE", "COLUMNS", "LINES"):
+    os.environ.pop(name, None)
+
 # The examples of a test are the same in every run, and no duration fails it: neither chance nor a busy machine can.
 # HYPOTHESIS_PROFILE=random looks for new ones; what it finds belongs into a test, as an @example or one of its own.
 settings.register_profile("repeatable", deadline=None, database=None, derandomize=True,
