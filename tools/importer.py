@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from replayfmt.errors import CaptureFailed, OutputExists
+from replayfmt.errors import CaptureFailed
+from replayfmt.format.output import check_place
 
 from .command import run_tool, tool
 
@@ -54,8 +54,8 @@ def cli(trace: str, output: str, kind: str, level: str, unique: bool, rewrite: s
     or zip. Exits with 0 once the capture is written, also where some calls could not be completed: they are unsupported
     records, listed in the report.
     """
-    if report_file is not None and os.path.exists(report_file) and not force:
-        raise OutputExists(f"{report_file} exists already; give --report another name, or --force")
+    if report_file is not None:
+        check_place(report_file, force)
     with _progress() as (on_bytes, on_record):
         report = _import(trace, output, kind, level, unique, rewrite, op_libraries, allowed, force, on_bytes, on_record)
     if report_file is not None:

@@ -17,9 +17,10 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from replayfmt.errors import CaptureFailed, OutputExists, ReplayRefused
+from replayfmt.errors import CaptureFailed, ReplayRefused
 from replayfmt.format.codes import RecordKind
 from replayfmt.format.model import Record
+from replayfmt.format.output import check_place
 from replayfmt.format.reader import CaptureReader
 from replayfmt.trim.selection import Wanted, resolve
 
@@ -51,8 +52,7 @@ def export_replay_zip(reader: CaptureReader, out: str | os.PathLike[str], wanted
     Raises UsageError where nothing is selected, ReplayRefused with a finding for each reason, OutputExists, and
     CaptureFailed where the file cannot be written.
     """
-    if os.path.lexists(out) and not force:
-        raise OutputExists(f"{os.fspath(out)} exists already; give another name, or --force")
+    check_place(out, force)
     exported = Exported()
     entries = _entries(reader, wanted, unique, exported, on_record)
     if exported.left_out and not partial:

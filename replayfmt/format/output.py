@@ -8,12 +8,27 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 from collections.abc import Sequence
 from contextlib import suppress
 
 from ..errors import CaptureFailed, OutputExists
 
 _VECTORS = 1000  # below every system's IOV_MAX
+
+
+def check_place(path: str | os.PathLike[str], force: bool) -> None:
+    """Raise now what would keep a finished file from getting this name: CaptureFailed, or OutputExists without `force`.
+
+    Only a regular file is ever replaced: with /dev/null in its place, a system does not go on for long.
+    """
+    name = os.fspath(path)
+    if os.path.isdir(name):
+        raise CaptureFailed(f"{name}: is a directory; name a file to write to")
+    if os.path.exists(name) and not stat.S_ISREG(os.stat(name).st_mode):
+        raise CaptureFailed(f"{name}: is a device or a pipe; name a file to write to")
+    if os.path.lexists(name) and not force:
+        raise OutputExists(f"{name}: exists already; remove it, write elsewhere, or use --force (force=True)")
 
 
 class Output:
@@ -33,10 +48,7 @@ class Output:
         self._fd = -1
         self._finished = False
         self._process = os.getpid()
-        if os.path.isdir(self.path):
-            raise CaptureFailed(f"{self.path}: is a directory; name a file to write the capture to")
-        if os.path.lexists(self.path) and not force:
-            raise OutputExists(f"{self.path}: exists already; remove it, write elsewhere, or use --force (force=True)")
+        check_place(self.path, force)
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         try:
             if (force or doing) and os.path.lexists(self.partial):

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from os import PathLike
 from typing import Literal
 
-from replayfmt.errors import OutputExists, UsageError
+from replayfmt.errors import UsageError
+from replayfmt.format.output import check_place
 from replayfmt.pytorch.op_libraries import OpLibraries
 
 from .report import ImportReport
@@ -38,8 +39,7 @@ def import_trace(path: str | PathLike[str], out: str | PathLike[str], *, kind: T
         raise UsageError(f"level={level!r}: expected one of {', '.join(LEVELS)}")
     if os.path.exists(out) and os.path.exists(path) and os.path.samefile(out, path):
         raise UsageError(f"{os.fspath(out)}: the capture would take the trace's place; name another file")
-    if os.path.lexists(out) and not force:      # before a large trace is read in vain
-        raise OutputExists(f"{os.fspath(out)}: exists already; remove it, write elsewhere, or use --force (force=True)")
+    check_place(out, force)      # before a large trace is read in vain
     libraries = libraries or OpLibraries()
     found = sniff(path) if kind == "auto" else kind
     if found == "kineto":

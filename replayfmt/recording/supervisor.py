@@ -17,8 +17,9 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from replayfmt.errors import CaptureFailed, OpReplayError, OutputExists, UsageError
+from replayfmt.errors import CaptureFailed, OpReplayError, UsageError
 from replayfmt.format.codes import RecordKind
+from replayfmt.format.output import check_place
 
 from .children import AfterFork, ChildrenSeen
 from .import_watch import Watch
@@ -50,11 +51,8 @@ def output_path(template: str, environment: dict[str, str], pid: int) -> str:
 def check_output(path: str, force: bool) -> None:
     """Raise now what would keep the capture from being written later: OutputExists, CaptureFailed."""
     folder = os.path.dirname(path) or "."
-    if os.path.isdir(path):
-        raise CaptureFailed(f"{path}: is a directory; name a file to write the capture to")
-    for name in (path, f"{path}.partial"):
-        if os.path.lexists(name) and not force:
-            raise OutputExists(f"{name}: exists already; remove it, write elsewhere, or use --force")
+    check_place(path, force)
+    check_place(f"{path}.partial", force)
     if not os.path.isdir(folder):
         raise CaptureFailed(f"{path}: there is no directory {folder}; create it first")
     if not os.access(folder, os.W_OK | os.X_OK):

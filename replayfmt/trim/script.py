@@ -19,6 +19,7 @@ import torch
 
 from replayfmt.errors import CaptureFailed, ReplayMismatch, ReplayRefused, UsageError
 from replayfmt.format.model import Record, TensorValue
+from replayfmt.format.output import check_place
 from replayfmt.format.reader import CaptureReader
 from replayfmt.pytorch.settings import read_settings
 from replayfmt.replay.facts import Layout, effects_of
@@ -35,7 +36,7 @@ from .script_text import Body, BodyWriter
 from .script_values import ALWAYS_STATED
 from .selection import Kept, Wanted, resolve
 from .stripping import Absent
-from .trimming import Prediction, Verify, check_output, predict, refuse_incomplete, refuse_unsupported, rename
+from .trimming import Prediction, Verify, predict, refuse_incomplete, refuse_unsupported, rename
 from .writing import Writing
 
 MOST_OPS = 2000      # of a script; beyond that nobody reads it
@@ -163,7 +164,7 @@ def _outputs(reader: CaptureReader, force: bool, *paths: str) -> Iterator[list[s
     if len({os.path.realpath(path) for path in (*paths, reader.path)}) <= len(paths):
         raise UsageError(f"{', '.join(paths)}: the capture, the script and its data have to be different files")
     for path in paths:
-        check_output(path, force)
+        check_place(path, force)
     partials = [f"{path}.partial" for path in paths]
     with ExitStack() as stack:
         for partial in partials:

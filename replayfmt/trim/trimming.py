@@ -17,6 +17,7 @@ from replayfmt.errors import CaptureFailed, InvalidCapture, OutputExists, Replay
 from replayfmt.format.codes import RecordKind
 from replayfmt.format.file_remap import FileRemaps
 from replayfmt.format.model import PayloadValue, RangeValue, RecipeValue, Session
+from replayfmt.format.output import check_place
 from replayfmt.format.policies import (
     TRIMMED_ELSEWHERE,
     TRIMMED_FROM,
@@ -254,7 +255,7 @@ def _output(reader: CaptureReader, out: str, force: bool) -> Iterator[str]:
     """Where to write: `out`.partial, which gets its name once everything inside has succeeded, else it is removed."""
     if os.path.exists(out) and os.path.samefile(reader.path, out):
         raise UsageError(f"{out}: is the capture that is trimmed; name another file")
-    check_output(out, force)
+    check_place(out, force)
     partial = f"{out}.partial"
     if os.path.lexists(partial) and not force:
         raise OutputExists(f"{partial}: exists already, from a capture that is still being written or was never "
@@ -265,14 +266,6 @@ def _output(reader: CaptureReader, out: str, force: bool) -> Iterator[str]:
     finally:
         with suppress(FileNotFoundError):
             os.unlink(partial)
-
-
-def check_output(out: str, force: bool) -> None:
-    """Raise OutputExists or CaptureFailed where a file cannot get this name."""
-    if os.path.isdir(out):
-        raise CaptureFailed(f"{out}: is a directory; name a file to write to")
-    if os.path.lexists(out) and not force:
-        raise OutputExists(f"{out}: exists already; remove it, write elsewhere, or use --force")
 
 
 def rename(partial: str, out: str) -> None:
