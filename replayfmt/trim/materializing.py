@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from replayfmt.format.codes import RecordKind, StorageOrigin, TensorFlag, ValueKind
+from replayfmt.format.codes import OpStatus, RecordKind, StorageOrigin, TensorFlag, ValueKind
 from replayfmt.format.digest import TensorDigest
 from replayfmt.format.model import (
     GeneratorValue,
@@ -164,7 +164,9 @@ class Materializer:
         if refers and isinstance(action.source, RecipeValue):
             return Content(StorageOrigin.initializer, self._copier.recipe(action.source.id), length)
         source = action.source
-        if isinstance(source, PayloadValue) and self._plan.reader.payload_info(source.id).raw_bytes == length:
+        if action.unread and length == action.length:
+            number = self._copier.content(memoryview(bytes(length)))    # takes no room, and shows no memory of before
+        elif isinstance(source, PayloadValue) and self._plan.reader.payload_info(source.id).raw_bytes == length:
             number = self._copier.payload(source.id)
         else:
             number = self._copier.content(storage_bytes(storage))
@@ -238,6 +240,19 @@ class Materializer:
         self._copier.add(record, RecordKind.digest, [*nodes, *digest.nodes()],
                          [value, self._writing.ops[record.ordinal], result, *head, *statistics, list(digest.sample)])
         self.digest_count += 1
+
+
+def overwrites(plan: Plan, signature_id: int) -> tuple[int, ...]:
+    """The tensor slots that ops of a signature write, every element, without reading them."""
+    layout = plan.scan(checks=False).layout(signature_id)
+    resolved = plan.kernels[layout.signature.kernel]
+    if layout.signature.status is not OpStatus.ok or not isinstance(resolved, ResolvedKernel):
+        return ()
+    if not KernelFacts(resolved.overload).overwrites_self:
+        return ()
+    name = resolved.overload._schema.arguments[0].name
+    return tuple(slot for place in layout.args for slot in place.tensors
+                 if place.node.name == name and place.node.kind is ValueKind.tensor)
 
 
 def _length(tensor: torch.Tensor) -> int:

@@ -7,6 +7,7 @@ what is left out produced or changed it, and storages that died. Needs no torch;
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -41,7 +42,7 @@ MAPPED_FILE = "mapped_file"
 class Enter:
     """Content enters. `first`: the storage comes into the result with it. `source` is where the capture itself has
     the very bytes, None where they are to be computed, or where they are `absent`: in no capture. `length` is what is
-    known of their number."""
+    known of their number. `unread`: the op that is next writes every byte of it and reads none."""
 
     storage: int
     first: bool
@@ -49,6 +50,7 @@ class Enter:
     source: Source
     length: int
     absent: bool = False
+    unread: bool = False
 
 
 @dataclass(frozen=True)
@@ -99,9 +101,11 @@ class Schedule:
 
 class Shape:
     """Where the records of one signature keep what matters here. `written` are slots of tensors they may write; with
-    `writes_storages` so may be storages that are arguments themselves."""
+    `writes_storages` so may be storages that are arguments themselves. `overwritten` are those written without being
+    read."""
 
-    def __init__(self, signature: Signature, written: tuple[int, ...], writes_storages: bool) -> None:
+    def __init__(self, signature: Signature, written: tuple[int, ...], overwritten: tuple[int, ...],
+                 writes_storages: bool) -> None:
         self.kind = signature.kind
         self.arg_tensors = sum(node.kind is ValueKind.tensor for top in signature.args for node in top.walk())
         self.storages: list[int] = []
@@ -111,7 +115,7 @@ class Shape:
                 if node.kind is ValueKind.storage:
                     self.storages.append(slot)
                 slot += SLOTS.get(node.kind, (0, 0, 0))[1]
-        self.written = written
+        self.written, self.overwritten = written, overwritten
         self.written_storages = self.storages if writes_storages else []
         op = self.kind is RecordKind.op
         self.passive = (op and not written and not self.written_storages) or self.kind in (
@@ -148,12 +152,15 @@ class _Frame:
 
 class Planner:
     """Makes a schedule. `writes` gives the tensor slots an op of a signature may write; None: nothing is computed, so
-    that it does not matter (metadata alone)."""
+    that it does not matter (metadata alone). `overwrites` gives those that it writes, every element, and does not
+    read."""
 
-    def __init__(self, reader: CaptureReader, kept: Kept, writes: Callable[[int], tuple[int, ...]] | None) -> None:
+    def __init__(self, reader: CaptureReader, kept: Kept, writes: Callable[[int], tuple[int, ...]] | None,
+                 overwrites: Callable[[int], tuple[int, ...]] = lambda _signature: ()) -> None:
         self._reader = reader
         self._kept = kept
         self._writes = writes
+        self._overwrites = overwrites
         self._shapes: dict[int, Shape] = {}
         self._open = OpenScopes(reader.scopes)
         self._there: set[int] = set()               # storages of the result
@@ -206,11 +213,12 @@ class Planner:
     def _shape(self, number: int) -> Shape:
         signature = self._reader.signatures[number]
         assert signature is not None
-        written = self._writes(number) if self._writes is not None and signature.kind is RecordKind.op else ()
+        op = signature.kind is RecordKind.op
+        written = self._writes(number) if self._writes is not None and op else ()
         kernel = self._reader.kernels[signature.kernel] if signature.kernel else None
         # PyTorch's own operators (set_) share a storage they are given; what others do with it nobody knows.
         own = kernel is None or kernel.name.startswith("aten::")
-        shape = self._shapes[number] = Shape(signature, written, not own)
+        shape = self._shapes[number] = Shape(signature, written, self._overwrites(number) if op else (), not own)
         return shape
 
     def _record(self, frame: _Frame, row: int) -> Record:
@@ -324,13 +332,26 @@ class Planner:
                 length = self._length.get(storage)
                 if length is None:
                     length = max(self._reader.storage(storage).bytes, self._reach.get(storage, 0))
+                unread = first and self._is_overwritten(frame, row, shape, storage, length)
                 actions.append(Enter(storage, first, reason, self._source.get(storage), length,
-                                     storage in self._absent))
+                                     storage in self._absent, unread))
                 self._there.add(storage)
         for storage in frame.written(row, shape):
             self._source.pop(storage, None)
         self._there.update(frame.storages[frame.tensor_first[row] + shape.arg_tensors : frame.tensor_first[row + 1]])
         self._there.discard(0)
+
+    def _is_overwritten(self, frame: _Frame, row: int, shape: Shape, storage: int, length: int) -> bool:
+        """Whether an op writes every byte of a storage, through one tensor, and reads none."""
+        first = frame.tensor_first[row]
+        slots = [slot for slot in range(shape.arg_tensors) if frame.storages[first + slot] == storage]
+        if len(slots) != 1 or slots[0] not in shape.overwritten:
+            return False
+        tensor = int(frame.frame.tensor_slots[first + slots[0]])
+        meta = self._reader.metas[int(frame.frame.tensor_meta[tensor])]
+        if meta is None or not _is_dense(meta) or int(frame.frame.tensor_offset[tensor]):
+            return False
+        return math.prod(meta.sizes) * ITEM_BYTES[meta.dtype] == length
 
     def _comparison(self, record: Record) -> None:
         """A digest or host read is kept where the result computes what it compares."""
@@ -352,6 +373,17 @@ def _extent(meta: TensorMeta | None) -> tuple[int, int]:
         return 0, 0
     span = sum((size - 1) * stride for size, stride in zip(meta.sizes, meta.strides, strict=True))
     return min(span + 1, MAX_LENGTH), ITEM_BYTES[meta.dtype]
+
+
+def _is_dense(meta: TensorMeta) -> bool:
+    """Whether a tensor's elements are next to each other, each once, in any order of its dimensions."""
+    expected = 1
+    for stride, size in sorted((stride, size) for stride, size in zip(meta.strides, meta.sizes, strict=True)
+                               if size != 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
 
 
 def _same(one: Value, other: Value) -> bool:

@@ -144,12 +144,12 @@ def trim_capture(plan: Plan, out: str, wanted: Wanted, check: Callable[[str], Pl
     Raises UsageError, OutputExists, ReplayRefused where the part before cannot be replayed here, ReplayMismatch where
     a replay does not give what was captured, ReplayFailed, and what reading and writing raise.
     """
-    from .materializing import Materializer
+    from .materializing import Materializer, overwrites
 
     reader = plan.reader
     with _output(reader, out, force) as partial:
         kept = resolve(reader, wanted)
-        schedule = Planner(reader, kept, plan.writes).plan()
+        schedule = Planner(reader, kept, plan.writes, lambda number: overwrites(plan, number)).plan()
         on_prediction(predict(reader, kept, schedule))
         refuse_unsupported(reader, kept, schedule)
         verification = plan.verification(verify)
