@@ -34,6 +34,8 @@ _SCALARS = frozenset({"Scalar", "ScalarList", "Int", "Double", "Bool", "Float"})
 _ELEMENT = re.compile(r"\b(?:c10|at)::(BFloat16|Half|Float8_\w+)\b|"
                       r"\b(double|float|long|unsigned char|signed char|bool)\b")
 _QUANTIZED = frozenset({DType.qint8, DType.quint8, DType.qint32, DType.quint4x2, DType.quint2x4})
+_COMPLEX = frozenset({DType.complex32, DType.complex64, DType.complex128})
+_PLAIN_COMPLEX = "complex tensors are taken for not conjugated: the trace does not tell"
 _OPAQUE = re.compile(r"OpaqueType<(\d+)u?>")
 Geometry = tuple[tuple[int, ...], tuple[int, ...] | None]
 
@@ -96,6 +98,8 @@ def _argument(kind: Any, dims: Any, strides: Any, concrete: Any, has_values: boo
             lacks = "a quantized tensor, whose scale is not recorded"
         elif strides == [] and dims and _is_sizes(dims):        # the profiler has strides for all strided ones
             lacks = "a tensor without strides: sparse, or not strided otherwise"
+        if dtype in _COMPLEX and _PLAIN_COMPLEX not in read.assumed:
+            read.assumed.append(_PLAIN_COMPLEX)
         if lacks:
             return of_tensor(TensorSpec(dtype, tuple(dims) if _is_sizes(dims) else None, lacks=lacks), name)
         return of_tensor(_spec(dtype or (dtype_of(inner[0]) if inner else None), dims, strides, read), name)

@@ -147,6 +147,12 @@ def test_tensors_without_strides_beside_others_are_not_taken_for_strided_ones(im
     assert record.argument("reason") == "import_incomplete" and "without strides" in str(record.argument("detail"))
 
 
+def test_whether_complex_tensors_are_conjugated_is_an_assumption(imported: Import) -> None:
+    record, = imported([op("aten::relu_", 10, 5, RELU), op("aten::abs", 20, 5, [tensor("c10::complex<float>", 3)])]
+                       ).of("op")[1:]
+    assert record.annotation["assumed"] == ["complex tensors are taken for not conjugated: the trace does not tell"]
+
+
 def test_quantized_tensors_have_no_scale_in_a_trace(imported: Import) -> None:
     record, = imported([op("aten::dequantize", 10, 5, [tensor("c10::qint8", 5, 6)])]).of("unsupported")
     assert record.argument("reason") == "import_incomplete" and "scale" in str(record.argument("detail"))
