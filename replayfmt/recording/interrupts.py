@@ -1,0 +1,37 @@
+"""Exceptions that are not the recorder's although they were raised in it: what a signal handler of the program raises.
+
+Python runs handlers between any two steps of the main thread. One that raises (a timeout with SIGALRM, say) may strike
+while the recorder is at work, and what it raises belongs to the program.
+"""
+
+from __future__ import annotations
+
+from inspect import CO_VARARGS
+from types import FrameType
+from typing import Any
+
+
+def is_interrupt(error: BaseException | None) -> bool:
+    """Whether an exception that reached the recorder came from a signal handler, or is none that a mistake raises
+    (KeyboardInterrupt, SystemExit). Call it where the exception is caught."""
+    if error is None or not isinstance(error, Exception):
+        return error is not None
+    entry = error.__traceback__ and error.__traceback__.tb_next  # the first one is of who caught it
+    while entry is not None:
+        if any(map(_is_frame, _arguments(entry.tb_frame))):
+            return True
+        entry = entry.tb_next
+    return False
+
+
+def _arguments(frame: FrameType) -> list[Any]:
+    """The values of a function's parameters, as they are now; of those like *args, all in one tuple."""
+    code = frame.f_code
+    count = code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & CO_VARARGS)
+    values = frame.f_locals
+    return [values[name] for name in code.co_varnames[:count] if name in values]
+
+
+def _is_frame(value: Any) -> bool:
+    """Only signal handlers and tracers are called with the frame that they interrupt."""
+    return type(value) is FrameType or (type(value) is tuple and any(type(item) is FrameType for item in value))
