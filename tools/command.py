@@ -79,8 +79,10 @@ def _own_streams() -> None:
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 - for as long as the process
     if sys.stdout is sys.__stdout__:
         before = sys.stdout
+        # What an encoding cannot say is escaped: names come from anywhere.
+        errors = "backslashreplace" if before.errors == "strict" else before.errors
         sys.stdout = TextIOWrapper(BufferedWriter(_Output(before.fileno(), "w", closefd=False)), before.encoding,
-                                   before.errors, line_buffering=before.line_buffering)
+                                   errors, line_buffering=before.line_buffering)
 
 
 @contextmanager

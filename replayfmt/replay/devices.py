@@ -122,14 +122,12 @@ def _requested(text: str) -> torch.device:
         raise UsageError(f"--device={text}: not a device; expected cpu, cuda, cuda:0, ...") from None
     if device.type == "meta":
         raise UsageError("--device=meta: the meta device holds no data, nothing can be replayed on it")
-    if device.type == "cpu":
-        return torch.device("cpu")
     count = _count(device.type)
     index = device.index or 0
     if index >= count:
         available = ", ".join(["cpu", *(f"cuda:{number}" for number in range(_count("cuda")))])
         raise UsageError(f"--device={text}: this machine has {count} {device.type} device(s); available: {available}")
-    return torch.device(device.type, index)
+    return torch.device("cpu") if device.type == "cpu" else torch.device(device.type, index)
 
 
 def map_generators(captured: Sequence[Generator | None], devices: DeviceMap,

@@ -69,6 +69,16 @@ def test_without_stdout_or_stderr_a_tool_does_its_work_and_exits_as_ever(toy: Pa
         assert _shell(f"{python} --no-such-flag {nowhere}")[0] == 2
 
 
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_what_the_encoding_of_stdout_cannot_say_is_escaped(toy: Path, encoding: str) -> None:
+    toy.write_text(_TOOL.replace('"word " * 100_000', 'chr(0x2026)', 1).replace('click.echo("word " * 100_000)',
+                                                                              "sys.stdout.write(chr(0x2026))"))
+    for argument in ("", "--whole"):        # by Python's own stream, and by click's
+        done = subprocess.run([sys.executable, toy, *argument.split()], env={**os.environ, "PYTHONIOENCODING": encoding},
+                              capture_output=True, timeout=120)
+        assert (done.returncode, done.stderr) == (1, b"") and done.stdout.strip() in (b"\\u2026", b"?", b"\xe2\x80\xa6")
+
+
 def _left_alone(command: list[str]) -> tuple[int, str]:
     """Run with a stdout whose reader has gone away before anything is written; the exit code and stderr."""
     tool = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

@@ -115,6 +115,7 @@ def test_an_op_that_fails_is_one_line_with_its_ordinal_and_name(captured: Captur
 
 @pytest.mark.parametrize(("args", "said"), [
     (["--device=warp"], "INVALID_ARGUMENT: --device=warp"),
+    (["--device=cpu:7"], "INVALID_ARGUMENT: --device=cpu:7: this machine has 1 cpu device(s)"),
     (["--verify=maybe"], "Invalid value for '--verify'"),
     (["--format=xml"], "Invalid value for '--format'"),
     (["--substitute"], "No such option"),
