@@ -73,9 +73,9 @@ def test_without_stdout_or_stderr_a_tool_does_its_work_and_exits_as_ever(toy: Pa
 def test_what_the_encoding_of_stdout_cannot_say_is_escaped(toy: Path, encoding: str) -> None:
     toy.write_text(_TOOL.replace('"word " * 100_000', 'chr(0x2026)', 1).replace('click.echo("word " * 100_000)',
                                                                               "sys.stdout.write(chr(0x2026))"))
+    spoken = {**os.environ, "PYTHONIOENCODING": encoding}
     for argument in ("", "--whole"):        # by Python's own stream, and by click's
-        done = subprocess.run([sys.executable, toy, *argument.split()], env={**os.environ, "PYTHONIOENCODING": encoding},
-                              capture_output=True, timeout=120)
+        done = subprocess.run([sys.executable, toy, *argument.split()], env=spoken, capture_output=True, timeout=120)
         assert (done.returncode, done.stderr) == (1, b"") and done.stdout.strip() in (b"\\u2026", b"?", b"\xe2\x80\xa6")
 
 
