@@ -201,6 +201,21 @@ def _cuda_graph(folder: Path, patch: pytest.MonkeyPatch) -> tuple[Path, list[str
     return recorded(folder, program), []
 
 
+def _mode_beneath() -> None:
+    """A mode that comes between the recorder and the kernels, and does as it likes with what is called."""
+    from torch.utils import _python_dispatch as dispatch
+
+    class Negating(dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return -func(*args, **(kwargs or {}))
+
+    x = torch.ones(3)
+    recorder = dispatch._get_current_dispatch_mode()
+    assert recorder is not None
+    with dispatch._disable_current_modes(), Negating(), recorder:
+        x.exp()
+
+
 def _overlapping() -> None:
     import numpy as np
 
@@ -280,6 +295,7 @@ REFUSED = (
     unsupported("compiled_region", "torch.compile", of(_compiled), "--compiled=eager"),
     unsupported("triton_launch", ".*fused_kernel", _triton_launch, "was launched"),
     unsupported("cuda_graph", "CUDAGraph.replay", _cuda_graph),
+    unsupported("host_call", "aten::exp", of(_mode_beneath), "another dispatch mode lies beneath the recorder"),
     unsupported("overlapping_storages", "", of(_overlapping)),
     unsupported("collective", "c10d::allreduce_", _collective,
                 r"of 1 rank \(0\), this is rank 0 of it; collectives are not replayed yet: it would take all of "
