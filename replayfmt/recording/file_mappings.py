@@ -200,8 +200,8 @@ class FileMappings:
 
     def is_file(self, address: int, length: int) -> bool:
         """Whether any of [address, address + length) is mapped from a file, whatever became of it. Memory that
-        processes share has files of its own kind, which do not count."""
-        return any(not mapping.path.startswith(("/dev/", "/memfd:")) for mapping in read_mappings()
+        processes share has files of its own kind, which do not count; files that somebody keeps there do."""
+        return any(not (mapping.shared and mapping.path.startswith(("/dev/", "/memfd:"))) for mapping in read_mappings()
                    if mapping.start < address + length and address < mapping.end)
 
     def keep(self, found: MappedRange, alive: Callable[[], object | None]) -> None:

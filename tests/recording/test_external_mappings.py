@@ -162,16 +162,19 @@ def test_a_shared_mapping_is_the_files_until_it_is_written(path: Path) -> None:
     assert find(mapped(path)) is None
 
 
-def test_shared_memory_is_no_file_to_refer_to() -> None:
-    if not os.path.isdir("/dev/shm"):
-        pytest.skip("no shared memory file system")
+@pytest.mark.skipif(not os.access("/dev/shm", os.W_OK), reason="no shared memory file system")
+def test_shared_memory_is_no_file_to_refer_to_but_a_file_that_is_kept_there_is_one() -> None:
     name = f"/dev/shm/opreplay-test-{os.getpid()}"
     try:
         with open(name, "wb") as file:
             file.truncate(LENGTH)
-        assert find(mapped(name, shared=True)) is None
+        shared = mapped(name, shared=True)
+        assert find(shared) is None
+        private = mapped(name)
     finally:
         os.unlink(name)
+    assert not FileMappings().is_file(shared.data_ptr(), LENGTH)
+    assert FileMappings().is_file(private.data_ptr(), LENGTH)
 
 
 def test_the_fingerprint_follows_the_content(path: Path) -> None:
