@@ -91,14 +91,12 @@ class _Writing:
     def write(self, on_record: Callable[[int, int], None] | None) -> None:
         self._resolve_all()
         groups = self._alike() if self.trace.unique else None
-        strays = [*unclaimed_work(self.events, self.tree, self._work_of, self.report)]
-        if self.trace.level != "launching":
-            strays += compiled_regions(self.events, self.tree)
+        strays = self._strays()
         starts = np.asarray(self.events.ops.start, np.int64)
         durations = np.maximum(np.asarray(self.events.ops.duration, np.int64), 1)      # a scope begins before it ends
         taken = self.trace.selection.chosen if groups is None else np.asarray(list(groups), np.int64)
         marks = np.asarray(self._scopes.annotations if groups is None else [], np.int64)
-        beginnings = np.asarray([stray.start for stray in strays], np.int64)
+        beginnings = np.asarray([alike[0].start for alike in strays], np.int64)
         # At one moment inner scopes end before outer ones, all before others begin, and those before calls.
         parts = ((_END, starts[marks] + durations[marks], -starts[marks], marks),
                  (_BEGIN, starts[marks], -durations[marks], marks), (_CALL, starts[taken], taken * 0, taken),
@@ -142,8 +140,7 @@ class _Writing:
             if known is not group:
                 known.count += 1
                 known.host_ns += group.host_ns
-                both = known.device_ns is not None and group.device_ns is not None
-                known.device_ns = (known.device_ns or 0) + (group.device_ns or 0) if both else None
+                known.device_ns = _total([known.device_ns, group.device_ns])
         return {group.index: group for group in alike.values()}
 
     def _device_ns(self, work: Sequence[int]) -> int | None:
@@ -330,14 +327,31 @@ class _Writing:
 
     # ----------------------------------------------------------------------------------------------------------- strays
 
-    def _stray(self, stray: Stray) -> None:
-        moment = Moment(stray.start - self._base, stray.duration, stray.thread,
-                        self._scopes.at(stray.scope, stray.start), self._device_ns(stray.work))
-        annotation = {"import": "incomplete", **self._work_annotation(stray.work)}
-        ordinal = self.session.unsupported(stray.reason, stray.name, stray.detail, moment, annotation)
-        self.report.add((stray.reason, stray.name, stray.detail), lambda: Entry(
-            stray.name, "", "incomplete", stray.shown, reason=stray.reason, detail=stray.detail),
-            ordinal, 1, stray.duration, moment.device_duration_ns)
+    def _strays(self) -> list[list[Stray]]:
+        """Work that no operator stands for; with `unique` those that are alike together."""
+        strays = [*unclaimed_work(self.events, self.tree, self._work_of, self.report)]
+        if self.trace.level != "launching":
+            strays += compiled_regions(self.events, self.tree)
+        if not self.trace.unique:
+            return [[each] for each in strays]
+        alike: dict[tuple[str, str, str], list[Stray]] = {}
+        for each in sorted(strays, key=lambda each: each.start):
+            alike.setdefault((each.reason, each.name, each.detail), []).append(each)
+        return list(alike.values())
+
+    def _stray(self, alike: list[Stray]) -> None:
+        first, count = alike[0], len(alike)
+        host_ns = _total([each.duration for each in alike])
+        device_ns = _total([self._device_ns(each.work) for each in alike])
+        moment = Moment(first.start - self._base, None if host_ns is None else host_ns // count, first.thread,
+                        self._scopes.at(first.scope, first.start), None if device_ns is None else device_ns // count)
+        annotation = {"import": "incomplete", **self._work_annotation(first.work)}
+        if self.trace.unique:
+            annotation["count"] = count
+        ordinal = self.session.unsupported(first.reason, first.name, first.detail, moment, annotation)
+        self.report.add((first.reason, first.name, first.detail), lambda: Entry(
+            first.name, "", "incomplete", first.shown, reason=first.reason, detail=first.detail),
+            ordinal, count, host_ns, device_ns)
 
     # ----------------------------------------------------------------------------------------------------------- scopes
 
@@ -351,6 +365,11 @@ class _Writing:
             self.session.scope_begin(name, moment, {"iteration": iteration.row()} if iteration else None)
         else:
             self.session.scope_end(name, moment)
+
+
+def _total(times: Sequence[int | None]) -> int | None:
+    known = [each for each in times if each is not None]
+    return sum(known) if len(known) == len(times) else None
 
 
 def _tensors(values: Any) -> list[Tensor]:

@@ -171,6 +171,17 @@ def test_what_torch_compile_generated_for_the_host_is_a_record_of_its_own(import
     assert not imported([region, graph, *LAUNCHED]).of("unsupported")
 
 
+def test_unique_keeps_one_of_the_work_that_no_operator_stands_for(imported: Import) -> None:
+    events = [*LAUNCHED]
+    for each in range(3):
+        events += [launch(200 + each, 300 + each), kernel(200 + each, 400 + each, 3 + each, "my_kernel")]
+    record, = imported(events, unique=True).of("unsupported")
+    assert record.annotation["count"] == 3 and record.device_duration_ns == 4_000
+    result = imported(events)
+    assert len(result.of("unsupported")) == 3 and "count" not in result.of("unsupported")[0].annotation
+    assert result.report.calls()["incomplete"] == 3
+
+
 def test_an_unknown_operator_that_only_allocates_stands_for_its_own_work(imported: Import) -> None:
     sizes = [("ScalarList", [], [], "[3]"), scalar("6"), scalar("0"), NONE, scalar("False"), NONE]
     events = [op("mylib::fused", 10, 90, RELU), op("aten::empty", 12, 3, sizes)]
