@@ -178,15 +178,23 @@ class Calls:
 
     def _say_strides(self, step: Step) -> None:
         """Older traces have no strides: say where those of the arguments come from."""
-        telling = [(name, spec) for name, spec in _specs(step.binding) if _strides_tell(spec)]
-        if telling:
-            guessed = sorted({name for name, spec in telling
-                              if not self._made(spec) and spec.strides == contiguous(spec.sizes or ())})
-            if guessed:
-                step.assumed.append(f"strides of {', '.join(guessed)}: {BY} has none; contiguous")
-            if len(guessed) < len({name for name, _spec in telling}):
-                step.assumed.append(f"strides of tensors that operators before this one returned: {BY} has none; "
-                                    "computed by running the operators without data")
+        known: dict[Any, bool] = {
+            (each.allocation, each.tensor.sizes, each.strides, each.tensor.offset): each.strides_known
+            for each in step.given.values()}
+        names: dict[str, set[str]] = {}
+        for name, spec in _specs(step.binding):
+            if _strides_tell(spec):
+                computed = known.get((spec.identity, spec.sizes, spec.strides, spec.offset), False)
+                plain = spec.strides == contiguous(spec.sizes or ())
+                names.setdefault("computed" if computed else "contiguous" if plain else "alike", set()).add(name)
+        if "contiguous" in names:
+            step.assumed.append(f"strides of {', '.join(sorted(names['contiguous']))}: {BY} has none; contiguous")
+        if "alike" in names:
+            step.assumed.append(f"strides of {', '.join(sorted(names['alike']))}: {BY} has none; those of another "
+                                "tensor of these sizes on the same memory")
+        if "computed" in names:
+            step.assumed.append(f"strides of tensors that operators before this one returned: {BY} has none; "
+                                "computed by running the operators without data")
 
     def _made(self, spec: TensorSpec) -> bool:
         """Whether an operator before returned the memory that a tensor is on."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from replayfmt.format.codes import DType, TensorFlag
 
@@ -28,13 +29,24 @@ NUMBERS = frozenset({DType.float64, DType.int64, DType.complex128, DType.bool})
 @dataclass(frozen=True)
 class Placed:
     """A tensor, its strides, and the number of its allocation, from 1. `flags` tell whether it is a conjugated or
-    negated view; `doubtful`: there are such views of this memory, and no trace says which of them a tensor is."""
+    negated view; `doubtful`: there are such views of this memory, and no trace says which of them a tensor is.
+    `strides_known`: the strides are those of the trace, or of what an operator returned."""
 
     tensor: TracedTensor
     strides: tuple[int, ...]
     allocation: int
     flags: TensorFlag = _NO_FLAGS
     doubtful: bool = False
+    strides_known: bool = True
+
+
+class _Seen(NamedTuple):
+    """How a tensor lies on its memory, and whether that is known or guessed."""
+
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+    known: bool
 
 
 @dataclass
@@ -46,7 +58,7 @@ class _Live:
     number: int
     exact: bool
     end: int
-    tensors: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
+    tensors: dict[int, _Seen] = field(default_factory=dict)
     types: set[str] = field(default_factory=set)
     returned: bool = False
     blank: bool = False
@@ -126,8 +138,9 @@ class MemoryMap:
         placed = []
         for tensor, strides in outputs:
             address = _address(tensor)
-            steps = strides or tensor.strides
-            steps = contiguous(tensor.sizes) if steps is None or len(steps) != len(tensor.sizes) else steps
+            steps = tensor.strides if strides is None else strides
+            computed = steps is not None and len(steps) == len(tensor.sizes)
+            steps = steps if steps is not None and computed else contiguous(tensor.sizes)
             if not tensor.elements:
                 live = self._returned_empty(tensor, address in old or address in old_empty)
             elif address in fresh:
@@ -141,7 +154,7 @@ class MemoryMap:
             live.returned = True
             viewed = flags_by_id.get((address, tensor.id), flags.get(address, _NO_FLAGS))
             live.flags[tensor.id] = _NO_FLAGS if address in fresh else viewed ^ turned
-            placed.append(self._note(live, tensor, steps))
+            placed.append(self._note(live, tensor, steps, known=computed))
         return placed
 
     def forget(self, tensors: Iterable[TracedTensor]) -> None:
@@ -157,7 +170,7 @@ class MemoryMap:
         live = self._live.get(address)
         if live is None and not tensor.elements:
             live = self._empty.get(address)
-        strides = self._strides(tensor, live)
+        strides, computed = self._strides(tensor, live)
         if live is not None and like_number(tensor) and not (
                 live.returned and tensor.id in live.tensors and tensor.type_name in live.types):
             live = None
@@ -169,15 +182,21 @@ class MemoryMap:
         if live is None:
             live = self._new(tensor.device, made=False)
             (self._live if tensor.elements else self._empty)[address] = live
-        return self._note(live, tensor, strides)
+        return self._note(live, tensor, strides, known=computed)
 
-    def _strides(self, tensor: TracedTensor, live: _Live | None) -> tuple[int, ...]:
+    def _strides(self, tensor: TracedTensor, live: _Live | None) -> tuple[tuple[int, ...], bool]:
+        """Strides, and whether they are known. A tensor that is new on its memory (autograd keeps others than those
+        that it was given) lies there as the last one of its sizes did."""
         if tensor.strides is not None:
-            return tensor.strides
-        known = live.tensors.get(tensor.id) if live is not None else None
-        if known is not None and known[0] == tensor.sizes:
-            return known[1]
-        return contiguous(tensor.sizes)
+            return tensor.strides, True
+        tensors = live.tensors if live is not None else {}
+        seen = tensors.get(tensor.id)
+        if seen is not None and seen.sizes == tensor.sizes:
+            return seen.strides, seen.known
+        alike = (each for each in reversed(tensors.values())
+                 if (each.sizes, each.offset) == (tensor.sizes, tensor.offset))
+        last = next(alike, None)
+        return (contiguous(tensor.sizes) if last is None else last.strides), False
 
     def _returned_empty(self, tensor: TracedTensor, alias: bool) -> _Live:
         address = _address(tensor)
@@ -195,17 +214,18 @@ class MemoryMap:
             return _Live(number, made, 0)
         return _Live(self.allocations.new(device, made), made, 0)
 
-    def _note(self, live: _Live, tensor: TracedTensor, strides: tuple[int, ...]) -> Placed:
+    def _note(self, live: _Live, tensor: TracedTensor, strides: tuple[int, ...], *, known: bool) -> Placed:
         end = tensor.end(strides)
         live.end = max(live.end, end)
-        live.tensors[tensor.id] = (tensor.sizes, strides)
+        live.tensors.pop(tensor.id, None)       # the last one is at the end
+        live.tensors[tensor.id] = _Seen(tensor.sizes, strides, tensor.offset, known)
         live.types.add(tensor.type_name)
         flags = live.flags.get(tensor.id, _NO_FLAGS)
         live.flagged |= bool(flags)
         if not self._again:
             self.allocations.bytes[live.number] = max(self.allocations.bytes[live.number], end)
             self.allocations.last[live.number] = self.steps
-        return Placed(tensor, strides, live.number, flags, live.flagged)
+        return Placed(tensor, strides, live.number, flags, live.flagged, known)
 
 
 def _address(tensor: TracedTensor) -> Address:

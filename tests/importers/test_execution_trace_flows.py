@@ -23,7 +23,7 @@ from replayfmt.importers.execution_trace import import_execution_trace
 from replayfmt.importers.sniffing import sniff
 from replayfmt.replay.plan import Plan
 
-from .observed import RELU, Traced, Written, observe
+from .observed import MM, RELU, Traced, Written, as_schema, observe
 
 
 def made(*sizes: int, start: int = 1) -> torch.Tensor:
@@ -193,3 +193,22 @@ def test_which_file_of_an_archive_was_read_is_said(tmp_path: Path) -> None:
     assert any("a.json was read" in note for note in import_execution_trace(path, tmp_path / "out.opreplay").notes)
     with pytest.raises(InvalidCapture, match=r"other\.json, the archive's first JSON file"):
         sniff(packed(tmp_path / "other.tar", {"other.json": b'{"x": 1}', "t.json": data}))
+
+
+def test_a_tensor_of_unknown_strides_lies_as_the_last_of_its_sizes_did(tmp_path: Path) -> None:
+    """Autograd keeps other tensors than those that operators were given; before schema 1.1.1 only sizes tell."""
+    trace = Written()
+    x, y = Traced(10, 20, [2, 3]), Traced(14, 23, [2, 4])
+    w, wt, kept = Traced(11, 21, [4, 3]), Traced(12, 21, [3, 4], strides=[1, 3]), Traced(13, 21, [3, 4], strides=[1, 3])
+    trace.node("aten::relu", RELU, [Traced(15, 24, [4, 3])], [w])
+    trace.node("aten::t", "aten::t(Tensor(a) self) -> Tensor(a)", [w], [wt])
+    trace.node("aten::mm", MM, [x, kept], [y])
+    path = trace.save(tmp_path / "now.json")
+    path.write_text(json.dumps(as_schema(json.loads(path.read_text()), "1.0.3-chakra.0.0.4")))
+    import_execution_trace(path, tmp_path / "out.opreplay")
+    with open_capture(tmp_path / "out.opreplay") as reader:
+        last = [each for each in reader.records() if each.kind is RecordKind.op][-1]
+    assert last.argument("mat2").meta.strides == (1, 3)
+    told = (last.annotation or {})["assumed"]
+    assert [text.partition(":")[0] for text in told] == ["strides of self", "strides of mat2"]
+    assert "another tensor of these sizes" in told[1]
