@@ -24,6 +24,7 @@ _DETAILED = re.compile(r"execute_(\d+)_context_(\d+)\(([^()]*)\)(?:_generation_(
 _SHORT = re.compile(r"execute_context_(\d+)\((\d+)\)_generation_(\d+)\((\d+)\)\Z")
 _OLDEST = re.compile(r"execute_new_(\d+)_cached_(\d+)\Z")
 _SGLANG = re.compile(r"step\[(\w+)((?:\s+\w+=\d+)*)\s*\]\Z")
+_ENDLESS = re.compile(r"\d{19}")      # no batch has as many of anything
 _SUMS = re.compile(r"(sqsq|sqsk|sksk|sq|sk)(\d+)")
 _SGLANG_PHASES: dict[str, Phase] = {"DECODE": "decode", "EXTEND": "prefill", "PREFILL": "prefill", "MIXED": "mixed",
                                     "IDLE": "idle", "TARGET_VERIFY": "decode", "DRAFT_EXTEND": "prefill"}
@@ -62,6 +63,8 @@ class Iteration:
 
 def parse_iteration(name: str) -> Iteration | None:
     """What an annotation says of a step; None where it is no step of a serving engine."""
+    if _ENDLESS.search(name):
+        return None
     found = _DETAILED.match(name)
     if found:
         prefill, decode = _sums(found[2], found[3]), _sums(found[4] or "0", found[5] or "")

@@ -41,6 +41,7 @@ def test_sglangs_steps(name: str, phase: str, prefill: Requests, decode: Request
     assert (found.prefill, found.decode) == (prefill, decode) and found.text == name
 
 
-@pytest.mark.parametrize("name", ["ProfilerStep#3", "execute", "step", "step[WALK bs=2]", "execute_x_context_y(z)", ""])
+@pytest.mark.parametrize("name", ["ProfilerStep#3", "execute", "step", "step[WALK bs=2]", "execute_x_context_y(z)", "",
+                                  f"execute_new_{'9' * 5000}_cached_1", f"step[DECODE bs={'9' * 20}]"])
 def test_other_annotations_are_no_steps(name: str) -> None:
     assert parse_iteration(name) is None
