@@ -78,12 +78,9 @@ def _entries(reader: CaptureReader, wanted: Wanted, unique: bool, exported: Expo
         if on_record is not None and not done % 1024:
             on_record(done, len(kept.ordinals))
         record = reader.record(ordinal)
-        if record.kind is RecordKind.op:
-            count = int((record.annotation or {}).get("count", 1))
-        elif record.kind in (RecordKind.unsupported, RecordKind.collective):
-            count = 1
-        else:
+        if record.kind not in (RecordKind.op, RecordKind.unsupported, RecordKind.collective):
             continue
+        count = record.calls
         exported.calls += count
         try:
             entry = _entry(maker, record, count)
