@@ -242,6 +242,7 @@ class Plan(Preparation):
             lowered = Lowering(context, scan, compare=checks).windows(lower_watched(watcher))
             with suppress(StopReplay):
                 self._machine().run(lowered, None, on_progress, prepared=False)
+            self.files.check()
         return verification, self.judge.found[0] if self.judge.found else None
 
     def _surroundings(self) -> AbstractContextManager[None]:
@@ -262,7 +263,7 @@ class Plan(Preparation):
 
     def _nondeterministic(self, divergence: Divergence) -> tuple[str, ...]:
         """Ops up to a divergence that differ from themselves."""
-        stop = (divergence.ordinal if divergence.found_at is None else divergence.found_at) + 1
+        stop = divergence.seen_at + 1
         scan = Scan(self.reader, self.effects, checks=True, window=ONE_RECORD, stop=stop)
         self.judge.reset(Verification("none", "none"), bitwise=False, stop_at_first=False)
         apply_settings(self.reader.session.settings)        # the run before may have stopped after changes
@@ -286,6 +287,7 @@ class Plan(Preparation):
             runner = KeepGoing(self.reader, machine, self._clock, self.judge, self.refused)
             runner.run(steps, None)
             machine.values.clear()
+            self.files.check()
         return runner.verdict(ordinal), runner.result
 
     def _is_bitwise(self, verification: Verification) -> bool:

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 import replayfmt
 from replayfmt.errors import ReplayRefused, UsageError
-from replayfmt.format.codes import ValueKind
+from replayfmt.format.codes import RecordKind, ValueKind
 from replayfmt.replay.plan import Plan
 
 from .conftest import Captured
@@ -184,6 +184,33 @@ def test_a_file_that_changes_between_plan_and_run_is_noticed(source: Path, weigh
         with pytest.raises(ReplayRefused) as caught:
             plan.execute()
     assert expected in caught.value.findings[0] and str(weights) in caught.value.findings[0]
+
+
+class _Modifier:
+    """Watches every op, and modifies a file before the first one that it sees."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def watches(self, _ordinal: int) -> bool:
+        return True
+
+    def before(self, _ordinal: int, _storages: object) -> None:
+        os.utime(self.path)
+
+    def after(self, _ordinal: int, _results: object, _args: object) -> None:
+        pass
+
+
+def test_a_file_that_changes_while_ops_run_is_noticed(source: Path, weights: Path) -> None:
+    path = reference(source, weights, "digest")
+    with Plan(path) as plan, pytest.raises(ReplayRefused, match="not what they were"):
+        plan.watch(_Modifier(weights), plan.reader.record_count)
+    with Plan(path) as plan:
+        ordinal = next(record.ordinal for record in plan.reader.records() if record.kind is RecordKind.op)
+        os.utime(weights)
+        with pytest.raises(ReplayRefused, match="not what they were"):
+            plan.run_single(ordinal, alone=True)
 
 
 def test_symbolic_links_are_followed(source: Path, weights: Path, tmp_path: Path) -> None:
