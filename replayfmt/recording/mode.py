@@ -102,10 +102,9 @@ class RecordingMode(TorchDispatchMode):
                     call = core.calls.before(facts, args, kwargs)
         except Unrepresentable as problem:
             return self._run_unsupported(facts, args, kwargs, problem)
-        except Exception as error:
-            core.fail(error)
-            return facts.call(*args, **kwargs)
-        except BaseException:
+        except BaseException as error:
+            if core.failed(error):
+                return facts.call(*args, **kwargs)
             core.interrupted(args, kwargs, None)
             raise
         if call is None:
@@ -211,12 +210,13 @@ def _fast_path(mode: RecordingMode) -> Callable[..., Any]:
     complete, candidates = mode.dispatch, core.sites.candidates
     depth, functions, pump, dead = _len_torch_dispatch_stack, _len_torch_function_stack, core.pump, core.storages.dead
     following: Following = {}
+    after_site, after_other = following, None      # what followed the last site, the last operator without one
     no_keywords: dict[str, Any] = {}
 
     def dispatch(
         _mode: RecordingMode, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] = no_keywords
     ) -> Any:
-        nonlocal following
+        nonlocal following, after_site, after_other
         if (types and types not in _PLAIN) or not core.fast or depth():
             return complete(func, types, args, kwargs)
         number = id(func)
@@ -245,7 +245,9 @@ def _fast_path(mode: RecordingMode) -> Callable[..., Any]:
         made = calls.site
         # It may be another operator's: of the last part of a composite, or of another thread's call.
         if made is None or made.func_id != number:
-            following = sites.following(number)
+            if before is not after_other:
+                after_site = before
+            following = after_other = sites.following(after_site, number)
         else:
             if sites.state is state:
                 before[number] = made

@@ -32,6 +32,7 @@ from replayfmt.format.codes import ValueKind
 from .arguments import Use, Values
 from .bindings import binding_of, call_watched
 from .buffer import FROM_SITE, MadeView, packer
+from .interrupts import is_interrupt
 from .kernels import KernelFacts
 from .numeric_state import Poll
 from .templates import (
@@ -62,8 +63,9 @@ TensorGuards: Any = getattr(torch._C._dynamo.guards, "TensorGuards", None)
 Run = Callable[[tuple[Any, ...], dict[str, Any]], Any]
 Following = dict[int, "Site"]
 
-_CANDIDATES = 6  # sites of one operator that are tried where the guess was wrong
+_CANDIDATES = 16  # sites of one operator that are tried where the guess was wrong
 _LIMIT = 20_000  # sites of a capture
+_AFTER_OTHERS = 4096  # places of operators without a site that are told apart; those met later only by the operator
 _TENSORS = 400  # arguments of a call that has a site
 _SIMPLE = {
     ValueKind.none,
@@ -99,7 +101,7 @@ class _State:
     def __init__(self) -> None:
         self.made: dict[tuple[Any, ...], Site | None] = {}
         self.candidates: dict[int, list[Site]] = {}
-        self.after_other: dict[int, Following] = {}
+        self.after_other: dict[tuple[int, int], Following] = {}
 
 
 class Sites:
@@ -133,8 +135,9 @@ class Sites:
                 "view": core.view,
                 "finish": core.late,
                 "raised": core.late_raised,
+                "interrupt": is_interrupt,
                 "interrupted": core.interrupted,
-                "failed": core.fail,
+                "failed": core.failed,
                 "same_settings": core.numeric.check,
             }
         )
@@ -147,9 +150,13 @@ class Sites:
     def candidates(self, func_id: int) -> list[Site]:
         return self.state.candidates.get(func_id, [])
 
-    def following(self, func_id: int) -> Following:
-        """What followed an operator that has no site."""
-        return self.state.after_other.setdefault(func_id, {})
+    def following(self, last: Following, func_id: int) -> Following:
+        """What followed an operator that has no site, where `last` is what followed the last site before it."""
+        known = self.state.after_other
+        key = (id(last), func_id)
+        if key not in known and len(known) >= _AFTER_OTHERS:
+            key = (0, func_id)
+        return known.setdefault(key, {})
 
     def learn(self, signature: int, call: Call, results: Values, result: Any) -> Site | None:
         """A call took the complete path. Gives its site, made where this is the second call of its kind."""
