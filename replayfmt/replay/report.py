@@ -16,14 +16,20 @@ def as_text(plan: Plan, result: ReplayResult) -> list[str]:
     """The summary, line by line."""
     devices = ", ".join(map(str, plan.devices)) or "no device"
     scopes = f" in {result.scopes} scopes" if result.scopes else ""
+    captured = f"{result.ops} ops of {result.kernels} kernels{scopes}"
+    ran = _ran(result)
+    if ran is None:
+        assert result.divergence is not None
+        captured = f"up to ordinal {result.divergence.seen_at}, where it differs, of {captured}"
+    elif ran < result.ops:
+        captured = f"{ran} of {captured}"
     lines = [
         plan.reader.path,
-        f"replayed: {result.ops} ops of {result.kernels} kernels{scopes}, on {devices}",
-        f"time: {seconds(result.elapsed_ns)}" + (f", {result.elapsed_ns / result.ops / 1000:.2f} us an op"
-                                                 if result.ops else ""),
+        f"replayed: {captured}, on {devices}",
+        f"time: {seconds(result.elapsed_ns)}" + (f", {result.elapsed_ns / ran / 1000:.2f} us an op" if ran else ""),
     ]
     lines += [f"  {path}: {seconds(spent)}" for path, spent in result.scope_ns.items() if "/" not in path]
-    lines += _verification(result.verification, result.divergence is None)
+    lines += _verification(result.verification, result.divergence is None, ran == result.ops)
     if plan.substitution is not None and plan.substitution.report is not None:
         lines += plan.substitution.report.as_text()
     for each in result.memory:
@@ -40,12 +46,20 @@ def as_text(plan: Plan, result: ReplayResult) -> list[str]:
     return lines
 
 
-def _verification(verification: Verification, same: bool) -> list[str]:
+def _ran(result: ReplayResult) -> int | None:
+    """How many ops ran; None where that was not counted: the replay ended where it first differed."""
+    if result.verdicts is not None:
+        totals = result.totals()
+        return totals["ok"] + totals["mismatched"]
+    return result.ops if result.divergence is None else None
+
+
+def _verification(verification: Verification, same: bool, whole: bool) -> list[str]:
     if verification.mode == "none":
         lines = [f"not verified: {reason}" for reason in verification.reasons]
         compared = verification.scalars or verification.structures
         return [*lines, f"  compared: {verification.compared}"] if compared else lines
-    found = "verified" if same else "differs"
+    found = "differs" if not same else "verified" if whole else "verified, what ran of it"
     return [f"{found}: {verification.mode}", *(f"  why: {reason}" for reason in verification.reasons),
             f"  compared: {verification.compared}"]
 

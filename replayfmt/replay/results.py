@@ -36,6 +36,11 @@ class Divergence:
     distance: str | None = None
     found_at: int | None = None
 
+    @property
+    def seen_at(self) -> int:
+        """The ordinal of the record at which the difference showed."""
+        return self.ordinal if self.found_at is None else self.found_at
+
     def __str__(self) -> str:
         place = f"ordinal {self.ordinal} ({self.what})"
         if self.result is not None:

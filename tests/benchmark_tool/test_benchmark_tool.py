@@ -120,6 +120,14 @@ def differs(value: torch.Tensor) -> torch.Tensor:
     return value + _counter[0]
 
 
+def test_ops_that_do_not_match_are_not_said_to_be_verified(tool, tmp_path):
+    path = tmp_path / "differs.opreplay"
+    with replayfmt.capture(path, digests="ops"):
+        differs(torch.ones(3))
+    assert tool(benchmark.main, path, "--per-op", "--benchmark-min-time=1x") == 1
+    assert "verified  differs: " in tool.out
+
+
 def test_a_replay_that_does_not_match_gives_exit_code_1_and_no_results(bench, tmp_path):
     path, out = tmp_path / "differs.opreplay", tmp_path / "out.json"
     with replayfmt.capture(path), replayfmt.scope("execute"):

@@ -177,6 +177,7 @@ def test_the_tool_lists_verdicts_and_exits_with_1(captured: Captured, capsys: py
     code, out = run(str(path))
     assert code == 1
     assert "verdicts: 2 ok, 1 refused, 0 failed, 0 mismatched, 1 skipped" in out
+    assert "replayed: 2 of 4 ops of 4 kernels, on cpu" in out
     assert "csr.default): refused: the content of storage" in out and "has no content in the capture" in out
     code, out = run("--format=jsonl", str(path))
     rows = [json.loads(line) for line in out.splitlines()]

@@ -79,6 +79,8 @@ def test_a_mismatch_exits_with_1_and_names_the_first_divergence(captured: Captur
     assert code == 1
     assert err.startswith(f"DATA_LOSS: {path}: the replay differs from the capture: ordinal ")
     assert "(aten::mul.Tensor), result 0" in err
+    assert "replayed: up to ordinal 3, where it differs, of 2 ops of 2 kernels, on cpu" in out
+    assert "us an op" not in out, "how many ops that took is not known"
     code, out, _err = tool("--format=jsonl", str(path))
     assert code == 1 and json.loads(out)["divergence"]["op"] == "aten::mul.Tensor"
     assert tool("--verify=none", str(path))[0] == 0
