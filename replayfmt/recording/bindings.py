@@ -17,6 +17,7 @@ import torch
 from torch._C import _len_torch_dispatch_stack, _pop_torch_dispatch_stack, _push_on_torch_dispatch_stack
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from .interrupts import is_interrupt
 from .kernels import KernelFacts
 
 _SPECIAL = ("detach", "alias", "lift_fresh", "set_")   # their bindings do more than the operator, or there is none
@@ -96,9 +97,9 @@ def call_watched(
     try:
         _push_on_torch_dispatch_stack(watch)
         result = binding(*args, **kwargs)
-    except Exception:
-        if watch.passed and watch.result is None:
-            raise               # the operator's own
+    except Exception as error:
+        if (watch.passed and watch.result is None) or is_interrupt(error):
+            raise               # the operator's own, or the program's
         watched = False
     else:
         watched = watch.passed

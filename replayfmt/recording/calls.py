@@ -19,6 +19,7 @@ from .arguments import Encoder, StructureEncoder, Use, Values, build_nodes
 from .autocast import autocast_of_program
 from .buffer import RecordBuffer, packer
 from .digesting import Digests
+from .interrupts import is_interrupt
 from .kernels import KernelFacts
 from .numeric_state import NumericState
 from .randomness import Generators, drawn_from
@@ -191,8 +192,8 @@ class Calls:
 
     def raised(self, call: Call, started: int, ended: int) -> None:
         """The op raised: it has no results. Call while the exception is being handled."""
-        if not isinstance(sys.exception(), Exception):
-            # An interrupt (Ctrl-C, exit), not the op's own doing: no replay would raise. What it wrote enters again.
+        if is_interrupt(sys.exception()):
+            # Ctrl-C, exit, a timeout: not the op's own doing, and no replay would raise. What it wrote enters again.
             for use in call.values.uses:
                 self._storages.mark_written_outside(use.tracker)
             return

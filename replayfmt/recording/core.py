@@ -34,6 +34,7 @@ from .external_files import ExternalFiles
 from .hooks import hook_policies
 from .implicit_scope import ImplicitScope
 from .in_flight import wait_for_rows
+from .interrupts import is_interrupt
 from .kernels import KernelFacts, tensors_in
 from .numeric_state import NumericState
 from .options import CaptureOptions
@@ -151,11 +152,20 @@ class Core:
                 self.buffer.flush()
                 self.writer.close(time.perf_counter_ns() - self.started)
             except Exception as error:
-                self.fail(error)
+                if not self.failed(error):
+                    raise
             finally:
                 self.closed = True
                 self.buffer.rows.clear()
                 self.storages.forget_all()
+
+    def failed(self, error: BaseException) -> bool:
+        """Whether what reached the recorder is an error of its own, which ends the recording. Where it is not, a signal
+        handler of the program raised it, and it has to pass on."""
+        if is_interrupt(error):
+            return False
+        self.fail(error)
+        return True
 
     def fail(self, error: BaseException) -> None:
         """Recording cannot go on."""
@@ -199,7 +209,8 @@ class Core:
                 except Unrepresentable as problem:
                     self.unsupported_op(facts, args, kwargs, problem)
                 except Exception as error:
-                    self.fail(error)
+                    if not self.failed(error):
+                        raise
                 else:
                     self.returned(call, result, started, ended)
         return result
@@ -217,7 +228,8 @@ class Core:
         except Unrepresentable as problem:
             self.unsupported_op(call.facts, call.args, call.kwargs, problem)
         except Exception as error:
-            self.fail(error)
+            if not self.failed(error):
+                raise
 
     def unsupported_op(
         self, facts: KernelFacts, args: tuple[Any, ...], kwargs: dict[str, Any], problem: Unrepresentable
@@ -251,7 +263,8 @@ class Core:
                 if self.on:
                     self.calls.raised(call, started, ended)
         except Exception as error:
-            self.fail(error)
+            if not self.failed(error):
+                raise
 
     def late_raised(self, facts: KernelFacts, args: Any, kwargs: Any, started: int, ended: int) -> None:
         """An op of the fast path raised."""
@@ -260,7 +273,8 @@ class Core:
                 if self.on:
                     self.calls.raised(self.calls.before(facts, args, kwargs), started, ended)
         except Exception as error:
-            self.fail(error)
+            if not self.failed(error):
+                raise
 
     # ------------------------------------------------------------------------------------------------------- buffering
 
@@ -286,7 +300,8 @@ class Core:
                     self.storages.drain()
                     self.buffer.flush()
                 except Exception as error:
-                    self.fail(error)
+                    if not self.failed(error):
+                        raise
 
     # ----------------------------------------------------------------------------------------------------------- scopes
 
@@ -304,7 +319,8 @@ class Core:
                     # Begun before recording was on, so it is recorded as the innermost open scope.
                     self.resume()
             except Exception as error:
-                self.fail(error)
+                if not self.failed(error):
+                    raise
                 return Open(name, 0, user, token)
             return scope
 
@@ -318,7 +334,8 @@ class Core:
             if any(scope.name == self.options.stop_scope for scope in left):
                 self.stop()
         except Exception as error:
-            self.fail(error)
+            if not self.failed(error):
+                raise
 
     # ------------------------------------------------------------------------------------------------ what others tell
 

@@ -294,7 +294,8 @@ class Recorder:
                     except Unrepresentable as problem:
                         core.records.unsupported(problem.reason, "", problem.detail)
                     except Exception as error:
-                        core.fail(error)
+                        if not core.failed(error):
+                            raise
 
 
 @contextmanager

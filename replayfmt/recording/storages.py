@@ -147,10 +147,14 @@ class Storages:
             if alias is not None:
                 return alias
         content = self._contents.first(storage, dtype, external)
-        tracker = self._bear(storage, length, device, content.origin, content.id, True)
         if reason == "first_use" and content.found is not None and content.found.mapped is not None:
             reason = "mapped_file"      # its place in memory is the file's, which decides last bits of some kernels
-        self._records.storage_import(tracker.id, content, 0, reason)
+        try:
+            tracker = self._bear(storage, length, device, content.origin, content.id, True)
+            self._records.storage_import(tracker.id, content, 0, reason)
+        except BaseException:
+            self._disown(storage)  # an interrupt: without its import the storage is not known, and enters as another
+            raise
         tracker.imports = 1
         if external:
             begin = storage.data_ptr()
@@ -259,6 +263,12 @@ class Storages:
         """A storage whose origin was not recorded: it enters at its next use, if it has one."""
         tracker = self.known(storage)
         if tracker is not None and not tracker.imports and tracker.state is None:
+            delattr(storage, ATTRIBUTE)
+            self.live.pop(tracker.id, None)
+
+    def _disown(self, storage: torch.UntypedStorage) -> None:
+        tracker = self.known(storage)
+        if tracker is not None:
             delattr(storage, ATTRIBUTE)
             self.live.pop(tracker.id, None)
 

@@ -89,7 +89,7 @@ class Factory:
 
     def __init__(self, shared: dict[str, Any]) -> None:
         """`shared`: clock, begin, contexts, ident, rows, threads, ended, lock, next_storage, next_tensor, Tracker,
-        tell_death, live, enter, view, finish, raised, failed, interrupted, same_settings."""
+        tell_death, live, enter, view, finish, raised, failed, interrupt, interrupted, same_settings."""
         self._globals = {"__name__": __name__, "MISS": MISS, **shared}
         self._makers: dict[Shape, Callable[..., Any]] = {}
 
@@ -126,7 +126,9 @@ def _source(shape: Shape) -> tuple[str, frozenset[int]]:
     lines += ["    def run(args, kwargs):", "        try:"]
     lines += [f"            {line}" for line in recognized]
     # Nothing has run yet, so whatever goes wrong here (a full disk, too) is met again and handled on the complete path.
-    lines += ["        except Exception: return MISS"]
+    lines += ["        except BaseException as error:"]
+    lines += ["            if not interrupt(error): return MISS", "            interrupted(args, kwargs, None)"]
+    lines += ["            raise"]
     lines += [
         "        start = clock()",
         f"        try: r = {call}",
@@ -149,10 +151,8 @@ def _source(shape: Shape) -> tuple[str, frozenset[int]]:
     lines += [f"            {line}" for line in recorded]
     lines += [
         "            return r",
-        "        except Exception as error:",
-        "            failed(error)",
-        "            return r",
-        "        except BaseException:",
+        "        except BaseException as error:",
+        "            if failed(error): return r",
         "            interrupted(args, kwargs, r)",
         "            raise",
         "    return run",

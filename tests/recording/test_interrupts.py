@@ -18,6 +18,8 @@ import pytest
 import torch
 
 import replayfmt
+from replayfmt.format.codes import RecordKind
+from replayfmt.recording.records import Records
 
 from .conftest import Capture
 
@@ -26,7 +28,11 @@ _STRIDE = 23  # every place would take minutes
 
 
 class Struck(BaseException):
-    """What the handler raises."""
+    """What a handler raises that wants out: an interrupt, say."""
+
+
+class TimedOut(Exception):
+    """What a handler raises that somebody may handle."""
 
 
 def _handler(*_: Any) -> None:
@@ -43,8 +49,9 @@ def _after_calls(code: CodeType) -> frozenset[int]:
 class Striking:
     """A tracer that raises at a place, counted from 1, or at the first one after it where handlers are not put off."""
 
-    def __init__(self, place: int) -> None:
+    def __init__(self, place: int, error: type[BaseException]) -> None:
         self.left = place
+        self.error = error
         self.struck = False
 
     def __call__(self, frame: FrameType, event: str, _argument: Any) -> Any:
@@ -56,7 +63,7 @@ class Striking:
             if self.left <= 0 and signal.getsignal(signal.SIGALRM) is _handler:
                 self.struck = True
                 sys.settrace(None)
-                raise Struck
+                raise self.error
         return self
 
 
@@ -99,9 +106,10 @@ def scopes(x: torch.Tensor, y: torch.Tensor) -> None:
 
 
 @pytest.mark.usefixtures("handled")
+@pytest.mark.parametrize("error", [Struck, TimedOut], ids=lambda error: error.__name__)
 @pytest.mark.parametrize("work", [writing, drawing_and_reading, scopes], ids=lambda work: work.__name__)
-def test_an_interrupt_at_any_place_leaves_a_capture_that_replays(
-    capture: Capture, work: Callable[[torch.Tensor, torch.Tensor], None]
+def test_an_interrupt_at_any_place_reaches_the_program_and_leaves_a_capture_that_replays(
+    capture: Capture, work: Callable[[torch.Tensor, torch.Tensor], None], error: type[BaseException]
 ) -> None:
     strikes = 0
 
@@ -110,14 +118,15 @@ def test_an_interrupt_at_any_place_leaves_a_capture_that_replays(
         x, place, expected = torch.zeros(3), 1, dispatch_state()
         while True:
             y = torch.ones(4 + strikes)  # what no op has seen takes the way of a first call
-            striking = Striking(place)
+            striking, caught = Striking(place, error), False
             try:
                 sys.settrace(striking)
                 work(x, y)
-            except Struck:
-                pass
+            except error:
+                caught = True
             finally:
                 sys.settrace(None)
+            assert caught is striking.struck, place
             if not striking.struck:  # the work is over before that place
                 return x * 1
             assert dispatch_state() == expected, place
@@ -125,4 +134,28 @@ def test_an_interrupt_at_any_place_leaves_a_capture_that_replays(
 
     captured = capture(program, chunk_records=4096)
     assert strikes > 20
+    captured.replays()
+
+
+def test_an_interrupt_while_content_enters_leaves_a_capture_that_replays(
+    capture: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The storage has its id by then, and its import is not recorded."""
+    x, record, interrupted = torch.ones(3), Records.storage_import, []
+
+    def interrupting(self: Records, *args: Any) -> None:
+        if not interrupted:
+            interrupted.append(True)
+            raise Struck
+        record(self, *args)
+
+    monkeypatch.setattr(Records, "storage_import", interrupting)
+
+    def program() -> torch.Tensor:
+        with pytest.raises(Struck):
+            x.mul(2)
+        return x.mul(3)
+
+    captured = capture(program)
+    assert len(captured.records(RecordKind.storage_import)) == 1
     captured.replays()
