@@ -33,7 +33,6 @@ from .arguments import Use, Values
 from .bindings import binding_of, call_watched
 from .buffer import FROM_SITE, MadeView, packer
 from .interrupts import is_interrupt
-from .interrupts import is_interrupt
 from .kernels import KernelFacts
 from .numeric_state import Poll
 from .templates import (
