@@ -28,16 +28,17 @@ def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     (tmp_path / f"{name}.py").write_text(textwrap.dedent("""
         import torch
         library = torch.library.Library("importer_tests", "FRAGMENT")
-        if not hasattr(torch.ops.importer_tests, "twice"):
-            library.define("twice(Tensor x) -> Tensor")
-            library.impl("twice", lambda x: x * 2, "CompositeExplicitAutograd")
+        library.define("twice(Tensor x) -> Tensor")
+        library.impl("twice", lambda x: x * 2, "CompositeExplicitAutograd")
         def thrice(x):
             return x * 3
         not_callable = 3
     """))
     monkeypatch.syspath_prepend(str(tmp_path))
     yield name
-    sys.modules.pop(name, None)
+    module = sys.modules.pop(name, None)
+    if module is not None:
+        module.library._destroy()  # at once, not when somebody collects it: the next test may want to be without it
 
 
 def test_a_registered_operator_is_found_in_the_registry() -> None:
