@@ -12,7 +12,7 @@ import re
 from array import array
 from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
 
@@ -32,7 +32,8 @@ class Kind(IntEnum):
     collective = 3
     triton = 4
     hidden = 5          # no operator, took tensors: whatever it did with them left no trace
-    wait = 6            # waiting for a collective
+    idle = 6            # waiting for a collective; operators on meta tensors, which have no memory
+    compiled = 7        # a call of compiled code: contains what operators it calls
 
 
 # Operators that choose a backend and do nothing else: what they called was chosen by the traced machine.
@@ -45,6 +46,9 @@ _IDLE = re.compile(r"(autograd::engine::evaluate_function: |torch::autograd::|to
                    r"torch\.distributed\.|torch::jit::|Optimizer\.|nccl:|gloo:|enumerate\(|TorchDynamo Cache Lookup|"
                    r"Pregraph bytecode|AOTDispatcher |Torch-Compiled Region|CompiledFunction|"
                    r"\w+Backward\d+\Z|detach_?\Z)")
+_COMPILED = re.compile(r"Torch-Compiled Region|CompiledFunction(Backward)?\Z|## Call CompiledFxGraph")
+# Python handles an operator where a mode or a subclass of torch.Tensor is active: these stand for that below it.
+_IN_PYTHON = frozenset({"PythonDispatchMode", "PythonSubclass"})
 
 
 def operator_name(schema: str) -> tuple[str, str]:
@@ -71,14 +75,21 @@ def kind_of(node: TraceNode) -> Kind:
     if node.kernel_backend == "triton" or (node.kernel_file and not node.schema):
         return Kind.triton
     if node.name == "record_param_comms":
-        return Kind.wait if node.attributes.get("collective_name") == "wait" else Kind.collective
+        return Kind.idle if node.attributes.get("collective_name") == "wait" else Kind.collective
     if node.schema:
         namespace = node.schema.partition("::")[0]
+        tensors = [tensor for _position, tensor in (*node.inputs.tensors, *node.outputs.tensors)]
+        if tensors and all(tensor.device == "meta" for tensor in tensors):
+            return Kind.idle
         return Kind.collective if namespace in _COLLECTIVE_NAMESPACES else Kind.operator
     if _ROOTS.match(node.name):
         return Kind.container
+    if _COMPILED.match(node.name):
+        return Kind.compiled
     if node.scope == USER_SCOPE:
         return Kind.mark
+    if node.name in _IN_PYTHON:
+        return Kind.container
     if not _IDLE.match(node.name) and node.inputs.tensors:
         return Kind.hidden
     return Kind.container
@@ -172,6 +183,7 @@ class Skeleton:
         self._ways: dict[tuple[str, str], bool] = {}
         self._transparent = array("b")
         self._kept = KeptCopies()
+        self._handled = set[int]()       # ids of what Python handled
 
     def __len__(self) -> int:
         return len(self._ids)
@@ -186,7 +198,9 @@ class Skeleton:
         self._forward.append(_integer(node.attributes.get("fw_parent", 0)))
         self._kinds.append(kind)
         self._names.append(self._name(node.name))
-        transparent = kind is Kind.operator and self._gives_way(node.schema)
+        if node.name in _IN_PYTHON:
+            self._handled.add(node.parent)
+        transparent = kind is Kind.operator and (node.id in self._handled or self._gives_way(node.schema))
         self._transparent.append(transparent)
         if kind in (Kind.operator, Kind.collective):
             returned = [tensor.storage for _position, tensor in node.outputs.tensors if tensor.elements]
@@ -257,6 +271,7 @@ class _Walk:
         self._of, self._children, self._positions, self._roots = skeleton, children, positions, roots
         self.seen = 0
         self._found: list[int] = []
+        self._in_compiled: set[int] = set()
         self._selection = Selection(inside=bytearray(len(skeleton)))
         self.problems = self._selection.problems
 
@@ -268,13 +283,18 @@ class _Walk:
             self.seen += 1
             kind = Kind(of._kinds[position])
             below = self._children.get(position, [])
-            if kind in (Kind.container, Kind.mark) or (kind is Kind.hidden and self._operators_below(position)):
+            if kind is Kind.compiled:
+                if position not in self._in_compiled and not self._any_below(position, {Kind.triton}):
+                    self._found.append(position)
+                self._in_compiled.update(self._below(position))
+            if (kind in (Kind.container, Kind.mark, Kind.compiled)
+                    or (kind is Kind.hidden and self._operators_below(position))):
                 self._selection.wrappers[of._texts[of._names[position]]] += 1
                 stack += below
             elif kind is Kind.operator and not self._roots and of._transparent[position]:
                 stack += self._through(position, below)
             else:
-                if kind is Kind.wait:
+                if kind is Kind.idle:
                     self._selection.dropped[of._texts[of._names[position]]] += 1
                 else:
                     self._found.append(position)
@@ -284,7 +304,8 @@ class _Walk:
         """What takes the place of an operator that gives way; itself where that is not all of its work."""
         of = self._of
         made = set(of._made[of._made_first[position]:of._made_first[position + 1]])
-        if made <= self._returned_below(position):
+        handled = of._ids[position] in of._handled
+        if made <= self._returned_below(position) and (not handled or self._any_below(position, _WORK | {Kind.idle})):
             if not self._operators_below(position):
                 self._selection.dropped[of._texts[of._names[position]]] += 1
             return below
@@ -310,7 +331,10 @@ class _Walk:
             self._found.append(copy)
 
     def _operators_below(self, position: int) -> bool:
-        return any(self._of._kinds[each] in _WORK for each in self._below(position))
+        return self._any_below(position, _WORK)
+
+    def _any_below(self, position: int, kinds: Collection[Kind]) -> bool:
+        return any(self._of._kinds[each] in kinds for each in self._below(position))
 
     def _returned_below(self, position: int) -> set[int]:
         of = self._of
@@ -327,8 +351,9 @@ class _Walk:
         main = min(filter(None, of._threads), default=0)
         for position in selection.chosen:
             thread, number = of._threads[position], selection.before.get(position, of._ids[position])
-            selection.ordered &= number >= latest.get(thread, 0)
-            latest[thread] = number
+            if of._kinds[position] != Kind.compiled:     # told of after what it called
+                selection.ordered &= number >= latest.get(thread, 0)
+                latest[thread] = number
             path = self._path_of(position, on_main=thread == main)
             # A thread of autograd's engine is inside of what the thread that it works for does, until it works for
             # another one.
@@ -351,7 +376,8 @@ class _Walk:
         # Wrappers have no circles: every node here was reached from a root.
         while above is not None and of._positions_differ(above):
             name = of._texts[of._names[above]]
-            if of._kinds[above] == Kind.container and not _ROOTS.match(name):
+            wraps = of._kinds[above] in (Kind.container, Kind.compiled) and name not in _IN_PYTHON
+            if wraps and not _ROOTS.match(name):
                 names.append(name)
             above = self._positions.get(of._parents[above])
         return tuple(reversed(names))

@@ -28,6 +28,7 @@ from .types import dtype_of, wrapped
 from .values import Storage, Tensor
 
 _KEPT_TENSORS = 10_000
+_COMPILED = "compiled code: the operators that it calls are in the trace, what it does itself is not"
 _NO_OPERATOR = "no operator stands for it; whatever it launched left no trace"
 
 
@@ -59,6 +60,8 @@ class GraphWriter:
             self._collective(step, moment)
         elif step.kind is Kind.triton:
             self._triton(step, moment)
+        elif step.kind is Kind.compiled:
+            self._unsupported(step, moment, "compiled_region", _COMPILED)
         else:
             self._unsupported(step, moment, "unknown_work", _NO_OPERATOR)
         memory = self._calls.memory

@@ -23,7 +23,7 @@ from replayfmt.importers.execution_trace import import_execution_trace
 from replayfmt.importers.sniffing import sniff
 from replayfmt.replay.plan import Plan
 
-from .observed import MM, RELU, Traced, Written, as_schema, observe
+from .observed import ADD_, MM, RELU, Traced, Written, as_schema, observe
 
 
 def made(*sizes: int, start: int = 1) -> torch.Tensor:
@@ -212,3 +212,56 @@ def test_a_tensor_of_unknown_strides_lies_as_the_last_of_its_sizes_did(tmp_path:
     told = (last.annotation or {})["assumed"]
     assert [text.partition(":")[0] for text in told] == ["strides of self", "strides of mat2"]
     assert "another tensor of these sizes" in told[1]
+
+
+def names(path: Path) -> list[str]:
+    """Every op, and the reason of every unsupported record."""
+    with open_capture(path) as reader:
+        records = [each for each in reader.records() if each.kind in (RecordKind.op, RecordKind.unsupported)]
+        return [reader.kernels[each.signature.kernel].name if each.kind is RecordKind.op else
+                str(each.argument("reason")) for each in records]
+
+
+@pytest.mark.parametrize(("backend", "expected"), [
+    ("", ["aten::relu", "compiled_region", "aten::relu"]),
+    ("triton", ["aten::relu", "triton_launch", "aten::relu"]),
+])
+def test_compiled_code_is_work_that_the_trace_does_not_show(tmp_path: Path, backend: str, expected: list[str]) -> None:
+    trace = Written()
+    x = Traced(10, 20, [4])
+    trace.node("aten::relu", RELU, [x], [Traced(11, 21, [4])], number=902, parent=901)
+    if backend:
+        trace.node("triton_poi_fused_0", "", [x], [], number=903, parent=901, kernel_backend=backend)
+    trace.node("CompiledFunction", "", [x], [], number=901, parent=900)
+    trace.node("Torch-Compiled Region: 0/0", "", [], [], number=900)
+    trace.node("aten::relu", RELU, [Traced(12, 22, [4])], [Traced(13, 23, [4])], number=910)
+    import_execution_trace(trace.save(tmp_path / "t.json"), tmp_path / "out.opreplay")
+    assert names(tmp_path / "out.opreplay") == expected
+    with open_capture(tmp_path / "out.opreplay") as reader:
+        inside = next(each for each in reader.records() if each.kind is RecordKind.op)
+    assert (inside.annotation or {})["within"] == ["Torch-Compiled Region: 0/0", "CompiledFunction"]
+
+
+def test_what_a_compiler_only_looked_at_is_no_work(tmp_path: Path) -> None:
+    """Fake tensors call themselves CPU tensors; what handles them in Python calls operators on meta tensors."""
+    trace = Written()
+    fake, meta = Traced(10, 7, [4]), Traced(11, 7, [4], device="meta")
+    trace.node("aten::relu", RELU, [meta], [meta], number=902, parent=901)
+    trace.node("PythonDispatchMode", "", [fake], [], number=901, parent=900)
+    trace.node("aten::relu", RELU, [fake], [Traced(12, 7, [4])], number=900)
+    real, result = Traced(20, 30, [4]), Traced(21, 31, [4])
+    trace.node("aten::relu", RELU, [real], [result], number=912, parent=911)
+    trace.node("PythonDispatchMode", "", [real], [], number=911, parent=910)
+    trace.node("aten::relu", RELU, [real], [result], number=910)
+    report = import_execution_trace(trace.save(tmp_path / "t.json"), tmp_path / "out.opreplay")
+    assert names(tmp_path / "out.opreplay") == ["aten::relu"]
+    assert any("no work, left out" in note for note in report.notes)
+
+
+def test_an_operator_that_python_handled_without_calling_any_stands_for_itself(tmp_path: Path) -> None:
+    trace = Written()
+    x = Traced(10, 20, [4])
+    trace.node("PythonDispatchMode", "", [x], [], number=901, parent=900)
+    trace.node("aten::add_", ADD_, [x, x, 1], [x], number=900)
+    import_execution_trace(trace.save(tmp_path / "t.json"), tmp_path / "out.opreplay")
+    assert names(tmp_path / "out.opreplay") == ["aten::add_"]
