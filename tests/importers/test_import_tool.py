@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import gzip
 import json
-import subprocess
 import sys
 import textwrap
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,8 @@ from opreplay_tools.run import cli as run
 import replayfmt
 from replayfmt.errors import UsageError
 from replayfmt.importers import kineto
+from replayfmt.importers.json_stream import JsonStream
+from replayfmt.importers.kineto_events import Events
 from replayfmt.importers.portable import Portable
 
 from .traces import ADD, H100, MM, SHARED, annotation, kernel, launch, op, tensor, trace
@@ -216,21 +218,15 @@ def test_a_large_trace_is_read_with_memory_for_a_part_of_it(tmp_path: Path) -> N
         for index in range(count):
             file.write(line.replace('"ts": 10', f'"ts": {index * 10}') + ",\n")
         file.write("{}]}")
-    program = textwrap.dedent(f"""
-        import resource, sys
-        from replayfmt.importers.kineto import KinetoOptions, import_kineto
-        from replayfmt.importers.kineto_events import Events
-        from replayfmt.importers.json_stream import JsonStream
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        events = Events().read(JsonStream.open({str(path)!r}))
-        grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
-        print(len(events.ops.start), len(events.kinds), grown >> 10)
-    """)
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=600)
-    ops, kinds, grown_mib = map(int, done.stdout.split())
-    text_mib = count * len(line) >> 20
-    assert ops == count and kinds == 1
-    assert text_mib >= 8 and grown_mib < text_mib
+    tracemalloc.start()
+    try:
+        events = Events().read(JsonStream.open(str(path)))
+        peak_bytes = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    text_bytes = count * len(line)
+    assert len(events.ops.start) == count and len(events.kinds) == 1
+    assert text_bytes >= 8 << 20 and peak_bytes < text_bytes
 
 
 @pytest.mark.skipif(not SHARED.is_dir(), reason="the traces of other tools are not here")
