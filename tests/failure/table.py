@@ -216,6 +216,18 @@ def _mode_beneath() -> None:
         x.exp()
 
 
+def _symbolic() -> None:
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    library = torch.library.Library("failure_symbolic", "DEF")
+    library.define("moved(Tensor x, SymInt by) -> Tensor")
+    library.impl("moved", lambda x, by: x + 1, "CPU")
+    try:
+        torch.ops.failure_symbolic.moved(torch.ones(3), ShapeEnv().create_unbacked_symint())
+    finally:
+        library._destroy()
+
+
 def _overlapping() -> None:
     import numpy as np
 
@@ -293,6 +305,7 @@ REFUSED = (
     unsupported("mkldnn_layout", "aten::_to_dense", of(lambda: torch.randn(4, 4).to_mkldnn().to_dense() + 1),
                 "oneDNN"),
     unsupported("opaque_argument", "aten::fill_", of(_opaque)),
+    unsupported("symbolic_argument", "failure_symbolic::moved", of(_symbolic), "without a concrete value"),
     unsupported("compiled_region", "torch.compile", of(_compiled), "--compiled=eager"),
     unsupported("triton_launch", ".*fused_kernel", _triton_launch, "was launched"),
     unsupported("cuda_graph", "CUDAGraph.replay", _cuda_graph),
