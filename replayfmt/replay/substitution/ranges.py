@@ -6,7 +6,7 @@ their first address tells. Storages are kept alive while they are known here: th
 
 from __future__ import annotations
 
-from bisect import bisect_right, insort
+from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Iterable, Sequence
 
@@ -22,6 +22,7 @@ class Ranges:
     def __init__(self, known: Iterable[tuple[torch.UntypedStorage, str]] = ()) -> None:
         self._by_identity: dict[int, tuple[torch.UntypedStorage, str]] = {}
         self._sorted: dict[torch.device, list[tuple[int, int, str]]] = {}
+        self._longest = 0
         for storage, label in known:
             self.add(storage, label)
 
@@ -31,6 +32,7 @@ class Ranges:
         if storage.nbytes():
             first = storage.data_ptr()
             insort(self._sorted.setdefault(storage.device, []), (first, first + storage.nbytes(), label))
+            self._longest = max(self._longest, storage.nbytes())
 
     def find(self, storage: torch.UntypedStorage) -> str | None:
         """The label of the known storage that shares memory with this one; None where none does."""
@@ -41,10 +43,12 @@ class Ranges:
         if not places or not storage.nbytes():
             return None
         first, end = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
-        after = bisect_right(places, (first, end, ""))
-        for start, stop, label in places[max(after - 1, 0):after + 1]:
-            if start < end and first < stop:
+        for index in range(bisect_left(places, (end,)) - 1, -1, -1):
+            start, stop, label = places[index]
+            if first < stop:
                 return label
+            if start + self._longest <= first:      # nor does any before it reach that far
+                break
         return None
 
 
