@@ -8,7 +8,8 @@ from collections.abc import Iterable, Iterator
 from replayfmt.errors import OpReplayError, UsageError
 
 # jq itself prints the results: as Python objects they would have lost the sign of -0 and the digits of long integers.
-_PRINTED = "\n| tojson"
+# An empty line before, because a comment that ends in a backslash goes on in the next one.
+_PRINTED = "\n\n| tojson"
 
 
 class FilterFailed(OpReplayError):

@@ -37,6 +37,7 @@ def test_numbers_are_printed_by_jq_itself_without_loss() -> None:
 
 def test_a_filter_may_be_written_in_every_way_that_jq_takes() -> None:
     for text, expected in (("1, 2", ["1", "2"]), (". as $x | $x, 3 # comment", ["7", "3"]), ("def f: 1; f", ["1"]),
+                           (". # comment \\", ["7"]),
                            ("try error(\"x\") catch .", ['"x"']), ("if . then 1 end # a \n # b", ["1"]),
                            ("label $out | 5, break $out, 6", ["5"]), ("reduce (1, 2) as $i (.; . + $i)", ["10"])):
         assert ask(text, "7") == expected, text
