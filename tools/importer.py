@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from replayfmt.errors import CaptureFailed
+from replayfmt.errors import CaptureFailed, UsageError
 from replayfmt.format.output import check_place
 
 from .command import run_tool, tool
@@ -55,6 +56,8 @@ def cli(trace: str, output: str, kind: str, level: str, unique: bool, rewrite: s
     records, listed in the report.
     """
     if report_file is not None:
+        if os.path.realpath(report_file) in (os.path.realpath(trace), os.path.realpath(output)):
+            raise UsageError(f"{report_file}: the trace, the capture and the report have to be different files")
         check_place(report_file, force)
     with _progress() as (on_bytes, on_record):
         report = _import(trace, output, kind, level, unique, rewrite, op_libraries, allowed, force, on_bytes, on_record)

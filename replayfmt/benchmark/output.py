@@ -1,18 +1,18 @@
 """Result files: refused early, written whole or not at all.
 
 The work before a result is written may take minutes, so whether it can be written is found out first: the file is
-opened under a temporary name beside its final one, and renamed to it once it is complete. Imports only the errors.
+opened under a temporary name beside its final one, and renamed to it once it is complete. Never imports torch.
 """
 
 from __future__ import annotations
 
 import os
-import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from replayfmt.errors import OpReplayError, OutputExists, UsageError
+from replayfmt.format.output import same_file, unfit
 
 
 class OutputFile:
@@ -68,16 +68,14 @@ def output_file(flag: str, path: str | os.PathLike[str], force: bool) -> Iterato
 
 def refuse_input(flag: str, path: str | os.PathLike[str], capture: str | os.PathLike[str]) -> None:
     """Raises UsageError where a result would take the place of the capture that it is about."""
-    if os.path.exists(path) and os.path.exists(capture) and os.path.samefile(path, capture):
+    if same_file(path, capture):
         raise UsageError(f"{flag}={os.fspath(path)}: is the capture; name another file")
 
 
 def refuse_existing(flag: str, path: str | os.PathLike[str], force: bool) -> None:
     """Raises OutputExists for an existing file without `force`, UsageError for what can be no result file at all."""
-    if not os.path.basename(path) or os.path.isdir(path):
-        raise UsageError(f"{flag}={os.fspath(path)}: is {'a directory' if path else 'empty'}, expected a file name")
-    if os.path.exists(path) and not stat.S_ISREG(os.stat(path).st_mode):
-        # The finished file takes the place of what is there: /dev/null itself would be gone.
-        raise UsageError(f"{flag}={os.fspath(path)}: is a device or a pipe, expected the name of a regular file")
+    problem = unfit(path)
+    if problem is not None:
+        raise UsageError(f"{flag}={os.fspath(path)}: {problem}, expected the name of a file")
     if not force and os.path.lexists(path):
         raise OutputExists(f"{flag}={os.fspath(path)}: the file exists; --force overwrites it")

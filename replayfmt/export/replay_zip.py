@@ -17,10 +17,10 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from replayfmt.errors import CaptureFailed, ReplayRefused
+from replayfmt.errors import CaptureFailed, ReplayRefused, UsageError
 from replayfmt.format.codes import RecordKind
 from replayfmt.format.model import Record
-from replayfmt.format.output import check_place
+from replayfmt.format.output import check_place, same_file
 from replayfmt.format.reader import CaptureReader
 from replayfmt.trim.selection import Wanted, resolve
 
@@ -49,9 +49,11 @@ def export_replay_zip(reader: CaptureReader, out: str | os.PathLike[str], wanted
     With `unique`, calls with the same arguments become one entry with their count. With `partial`, calls that the IR
     cannot say are left out; otherwise they are refused. `on_record` is told how many of how many records are done.
 
-    Raises UsageError where nothing is selected, ReplayRefused with a finding for each reason, OutputExists, and
-    CaptureFailed where the file cannot be written.
+    Raises UsageError where nothing is selected or `out` is the capture, ReplayRefused with a finding for each reason,
+    OutputExists, and CaptureFailed where the file cannot be written.
     """
+    if same_file(reader.path, out):
+        raise UsageError(f"{os.fspath(out)}: is the capture that is exported; name another file")
     check_place(out, force)
     exported = Exported()
     entries = _entries(reader, wanted, unique, exported, on_record)

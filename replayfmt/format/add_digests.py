@@ -23,7 +23,7 @@ from .file_remap import FileRemaps
 from .frame_output import Buffer, FrameOutput
 from .frames import HEADER_BYTES, PAYLOAD_ROW, FrameHeader, align, body_hash
 from .model import ExternalFile
-from .output import Output
+from .output import Output, same_file
 from .reader import CaptureReader
 from .record_frames import first_and_storages
 from .source import Source
@@ -55,7 +55,7 @@ def add_digests(path: str | os.PathLike[str], out: str | os.PathLike[str], *, re
     matches nothing, OutputExists, InvalidCapture where the capture is not valid; nothing is left at `out` then.
     """
     remaps = remaps or FileRemaps()
-    if os.path.exists(out) and os.path.exists(path) and os.path.samefile(path, out):
+    if same_file(path, out):
         raise UsageError(f"{os.fspath(path)}: cannot be rewritten onto itself; name another file")
     with CaptureReader(path) as reader:
         files = list(reader.files)[1:]

@@ -17,18 +17,37 @@ from ..errors import CaptureFailed, OutputExists
 _VECTORS = 1000  # below every system's IOV_MAX
 
 
-def check_place(path: str | os.PathLike[str], force: bool) -> None:
-    """Raise now what would keep a finished file from getting this name: CaptureFailed, or OutputExists without `force`.
+def unfit(path: str | os.PathLike[str]) -> str | None:
+    """Why no file can get this name, whatever is done; None where one can.
 
     Only a regular file is ever replaced: with /dev/null in its place, a system does not go on for long.
     """
+    if not os.path.basename(path) or os.path.isdir(path):
+        return "is a directory" if os.fspath(path) else "is empty"
+    if os.path.exists(path) and not stat.S_ISREG(os.stat(path).st_mode):
+        return "is a device or a pipe"
+    return None
+
+
+def same_file(one: str | os.PathLike[str], other: str | os.PathLike[str]) -> bool:
+    """Whether two names are of one file that is there: a result must not replace what it is made from."""
+    return os.path.exists(one) and os.path.exists(other) and os.path.samefile(one, other)
+
+
+def check_place(path: str | os.PathLike[str], force: bool) -> None:
+    """Raise now what would keep a finished file from getting this name: CaptureFailed, or OutputExists without
+    `force`."""
     name = os.fspath(path)
-    if os.path.isdir(name):
-        raise CaptureFailed(f"{name}: is a directory; name a file to write to")
-    if os.path.exists(name) and not stat.S_ISREG(os.stat(name).st_mode):
-        raise CaptureFailed(f"{name}: is a device or a pipe; name a file to write to")
+    problem = unfit(name)
+    if problem is not None:
+        raise CaptureFailed(f"{name}: {problem}; name a file to write to")
     if os.path.lexists(name) and not force:
         raise OutputExists(f"{name}: exists already; remove it, write elsewhere, or use --force (force=True)")
+    folder = os.path.dirname(name) or "."
+    if not os.path.isdir(folder):
+        raise CaptureFailed(f"{name}: there is no directory {folder}; create it first")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise CaptureFailed(f"{name}: files cannot be created in {folder}: permission denied")
 
 
 class Output:

@@ -17,7 +17,7 @@ from .contents import Contents, read_frame, read_preamble, read_session, walk_co
 from .definitions import Definitions, Frozen
 from .frame_output import FrameOutput
 from .frames import MAX_BODY_BYTES, Preamble
-from .output import Output
+from .output import Output, same_file
 from .payload_input import PayloadInput
 from .source import Source
 from .summary import Tally
@@ -36,7 +36,7 @@ def recover_capture(path: str | os.PathLike[str], out: str | os.PathLike[str], *
     """
     source = Source(path)
     try:
-        if os.path.exists(out) and os.path.samefile(path, out):
+        if same_file(path, out):
             raise UsageError(f"{source.path}: cannot be recovered onto itself; name another file")
         preamble = read_preamble(source)
         return _Recovery(source, preamble, progress).run(Output(out, force, doing="recovering"))

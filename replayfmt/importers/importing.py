@@ -8,7 +8,7 @@ from os import PathLike
 from typing import Literal
 
 from replayfmt.errors import UsageError
-from replayfmt.format.output import check_place
+from replayfmt.format.output import check_place, same_file
 from replayfmt.pytorch.op_libraries import OpLibraries
 
 from .report import ImportReport
@@ -37,7 +37,7 @@ def import_trace(path: str | PathLike[str], out: str | PathLike[str], *, kind: T
         raise UsageError(f"kind={kind!r}: expected auto or one of {', '.join(KINDS)}")
     if level not in LEVELS:
         raise UsageError(f"level={level!r}: expected one of {', '.join(LEVELS)}")
-    if os.path.exists(out) and os.path.exists(path) and os.path.samefile(out, path):
+    if same_file(path, out):
         raise UsageError(f"{os.fspath(out)}: the capture would take the trace's place; name another file")
     check_place(out, force)      # before a large trace is read in vain
     libraries = libraries or OpLibraries()

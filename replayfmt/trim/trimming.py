@@ -17,7 +17,7 @@ from replayfmt.errors import CaptureFailed, InvalidCapture, OutputExists, Replay
 from replayfmt.format.codes import RecordKind
 from replayfmt.format.file_remap import FileRemaps
 from replayfmt.format.model import PayloadValue, RangeValue, RecipeValue, Session
-from replayfmt.format.output import check_place
+from replayfmt.format.output import check_place, same_file
 from replayfmt.format.policies import (
     TRIMMED_ELSEWHERE,
     TRIMMED_FROM,
@@ -253,7 +253,7 @@ def _counted(on_progress: Callable[[int, int], None] | None, total: int) -> Call
 @contextmanager
 def _output(reader: CaptureReader, out: str, force: bool) -> Iterator[str]:
     """Where to write: `out`.partial, which gets its name once everything inside has succeeded, else it is removed."""
-    if os.path.exists(out) and os.path.samefile(reader.path, out):
+    if same_file(reader.path, out):
         raise UsageError(f"{out}: is the capture that is trimmed; name another file")
     check_place(out, force)
     partial = f"{out}.partial"

@@ -48,7 +48,7 @@ def test_a_place_where_no_file_can_be_is_a_usage_error(tmp_path, name, words):
 
 @pytest.mark.parametrize("path", ["", "missing/", "/"])
 def test_a_name_without_a_file_name_is_a_usage_error(path):
-    words = "--out=.*: is (empty|a directory), expected a file name"
+    words = "--out=.*: is (empty|a directory), expected the name of a file"
     with pytest.raises(UsageError, match=words), output_file("--out", path, force=True):
         pass
 

@@ -193,6 +193,13 @@ def test_an_existing_file_stays_without_force(capture: Path, tmp_path: Path) -> 
     assert export(capture, out, force=True).entries
 
 
+def test_the_capture_itself_is_never_replaced(capture: Path) -> None:
+    before = capture.read_bytes()
+    with pytest.raises(UsageError, match="is the capture that is exported"):
+        export(capture, capture, force=True)
+    assert capture.read_bytes() == before
+
+
 def test_names_cannot_become_markup() -> None:
     assert escaped("a|b`c`\n# [x](y)") == "a\\|b\\`c\\`\\\\n\\# \\[x\\]\\(y\\)"
 

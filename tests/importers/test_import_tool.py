@@ -92,6 +92,13 @@ def test_the_report_is_written_as_json_lines(tool: Tool, source: Path, tmp_path:
     assert code == 1 and "exists already" in err and not (tmp_path / "b.opreplay").exists()
 
 
+def test_where_the_report_cannot_be_nothing_is_imported(tool: Tool, source: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.opreplay"
+    for place, words in (("missing/report.jsonl", "there is no directory"), (".", "is a directory")):
+        code, _printed, err = tool(importer, source, "-o", out, "--report", tmp_path / place)
+        assert code == 1 and words in err and not out.exists()
+
+
 def test_unique_and_level_are_passed_on(tool: Tool, source: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.opreplay"
     assert tool(importer, source, "-o", out, "--unique", "--level=root")[0] == 0
@@ -113,6 +120,13 @@ def test_the_trace_itself_is_never_replaced(tool: Tool, source: Path) -> None:
     before = source.read_bytes()
     code, _printed, err = tool(importer, source, "-o", source, "--force")
     assert code == 2 and "the trace's place" in err and source.read_bytes() == before
+
+
+def test_the_report_replaces_neither_the_trace_nor_the_capture(tool: Tool, source: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.opreplay"
+    for place in (source, out):
+        code, _printed, err = tool(importer, source, "-o", out, "--report", place, "--force")
+        assert code == 2 and "have to be different files" in err and not out.exists() and source.exists()
 
 
 def test_progress_is_shown_on_a_terminal_alone(tool: Tool, source: Path, tmp_path: Path,
