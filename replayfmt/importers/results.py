@@ -16,6 +16,7 @@ import torch
 from replayfmt.format.codes import ITEM_BYTES, DType, Layout, MemoryFormat, StorageOrigin, TensorFlag
 from replayfmt.format.model import TensorMeta
 from replayfmt.pytorch.dtypes import DTYPE_CODE, TORCH_DTYPE, TORCH_LAYOUT, TORCH_MEMORY_FORMAT
+from replayfmt.pytorch.memory import mark_view
 
 from .arguments import DefaultGenerator, DeviceName, TensorSpec
 from .values import Storage, Tensor, bytes_needed, contiguous
@@ -117,10 +118,7 @@ def _on_meta(value: Any, tensors: list[torch.Tensor]) -> Any:
         length = bytes_needed(value.dtype, value.sizes, strides, value.offset) // ITEM_BYTES[value.dtype]
         base = torch.empty(length, dtype=dtype, device="meta")
         tensor = base.as_strided(value.sizes, strides, value.offset if length else 0)
-        if value.flags & TensorFlag.conj:
-            torch._C._set_conj(tensor, True)
-        if value.flags & TensorFlag.neg:
-            torch._C._set_neg(tensor, True)
+        mark_view(tensor, value.flags)
         tensors.append(tensor)
         return tensor
     if isinstance(value, list):

@@ -106,8 +106,13 @@ def make_view(
     """
     tensor = torch.empty((0,), dtype=dtype, device=storage.device)
     tensor.set_(storage, offset, tuple(sizes), tuple(strides))
+    mark_view(tensor, flags)
+    return tensor
+
+
+def mark_view(tensor: torch.Tensor, flags: TensorFlag) -> None:
+    """Let a tensor stand for conjugated or negated values of its memory, as `flags` say."""
     if flags & TensorFlag.conj:
         torch._C._set_conj(tensor, True)
     if flags & TensorFlag.neg:
         torch._C._set_neg(tensor, True)
-    return tensor
