@@ -19,8 +19,8 @@ from replayfmt.pytorch.schemas import parse_schema
 
 from .arguments import UNRECORDED, Binding, Reader, Recorded, TensorSpec
 from .execution_trace_memory import NUMBERS, Allocations, MemoryMap, Placed
-from .execution_trace_nodes import TensorReader, TracedTensor, TraceNode, recorded_inputs, rounded
-from .execution_trace_selection import Kind, kind_of, operator_name
+from .execution_trace_nodes import TensorReader, TracedTensor, TraceNode, operator_name, recorded_inputs, rounded
+from .execution_trace_selection import Kind, kind_of
 from .operators import Choice, Operators
 from .results import Results, Same, infer
 from .types import dtype_of

@@ -45,6 +45,12 @@ def schema_version(text: object, path: str) -> tuple[int, int, int]:
     return version
 
 
+def operator_name(schema: str) -> tuple[str, str]:
+    """(`aten::add_`, `Tensor`) of `aten::add_.Tensor(Tensor(a!) self, ...) -> Tensor(a!)`; "" without an overload."""
+    name, _separator, overload = schema.partition("(")[0].partition(".")
+    return name, overload
+
+
 @dataclass(frozen=True)
 class Values:
     """A node's inputs or outputs, by position. `strides` is None before schema 1.1.1."""

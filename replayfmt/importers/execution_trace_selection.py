@@ -20,7 +20,9 @@ import torch
 
 from replayfmt.errors import InvalidCapture
 
-from .execution_trace_nodes import USER_SCOPE, TracedTensor, TraceNode
+from .execution_trace_copies import KeptCopies
+from .execution_trace_nodes import USER_SCOPE, TraceNode, operator_name
+from .operators import COMPILED_CODE
 
 
 class Kind(IntEnum):
@@ -44,17 +46,10 @@ _ROOTS = re.compile(r"\[pytorch\|profiler\|execution_(graph|trace)\|(thread|proc
 # Wrappers of PyTorch itself that may call no operator, and then did nothing.
 _IDLE = re.compile(r"(autograd::engine::evaluate_function: |torch::autograd::|torch::distributed::|"
                    r"torch\.distributed\.|torch::jit::|Optimizer\.|nccl:|gloo:|enumerate\(|TorchDynamo Cache Lookup|"
-                   r"Pregraph bytecode|AOTDispatcher |Torch-Compiled Region|CompiledFunction|"
+                   r"Pregraph bytecode|AOTDispatcher |CompiledFunction|"
                    r"\w+Backward\d+\Z|detach_?\Z)")
-_COMPILED = re.compile(r"Torch-Compiled Region|CompiledFunction(Backward)?\Z|## Call CompiledFxGraph")
 # Python handles an operator where a mode or a subclass of torch.Tensor is active: these stand for that below it.
 _IN_PYTHON = frozenset({"PythonDispatchMode", "PythonSubclass"})
-
-
-def operator_name(schema: str) -> tuple[str, str]:
-    """(`aten::add_`, `Tensor`) of `aten::add_.Tensor(Tensor(a!) self, ...) -> Tensor(a!)`; "" without an overload."""
-    name, _separator, overload = schema.partition("(")[0].partition(".")
-    return name, overload
 
 
 def gives_way(name: str, overload: str) -> bool:
@@ -84,7 +79,7 @@ def kind_of(node: TraceNode) -> Kind:
         return Kind.collective if namespace in _COLLECTIVE_NAMESPACES else Kind.operator
     if _ROOTS.match(node.name):
         return Kind.container
-    if _COMPILED.match(node.name):
+    if COMPILED_CODE.match(node.name):
         return Kind.compiled
     if node.scope == USER_SCOPE:
         return Kind.mark
@@ -128,45 +123,6 @@ class Selection:
     def wrappers_of(self, position: int) -> tuple[str, ...]:
         """The names of the wrappers around a chosen node, outermost first."""
         return self.wrapped[self.within[bisect_left(self.chosen, position)]]
-
-
-class KeptCopies:
-    """Copies that autograd makes of a tensor before an in-place operator changes it, and that the backward pass reads.
-
-    They are children of the operator and no part of what it does. A copy that nothing outside takes is the operator's
-    own business.
-    """
-
-    def __init__(self) -> None:
-        self._under: dict[int, list[tuple[int, TracedTensor, TracedTensor]]] = {}
-        self._waiting: dict[tuple[str, int], tuple[int, int, TracedTensor]] = {}
-        self._kept: dict[int, list[int]] = defaultdict(list)
-
-    def add(self, position: int, node: TraceNode) -> None:
-        """The next node of the trace: children come before their parent."""
-        given = [tensor for _position, tensor in node.inputs.tensors]
-        if self._waiting:
-            taken = {(each.device, each.storage) for each in given}
-            for each in given:
-                found = self._waiting.get((each.device, each.storage))
-                if found is not None and (found[2].sizes, found[2].type_name) == (each.sizes, each.type_name):
-                    del self._waiting[each.device, each.storage]
-                    self._kept[found[0]].append(found[1])
-            for _position, tensor in node.outputs.tensors:
-                if (tensor.device, tensor.storage) not in taken:
-                    self._waiting.pop((tensor.device, tensor.storage), None)    # another allocation by now
-        returned = [tensor for _position, tensor in node.outputs.tensors]
-        if node.name == "aten::clone" and given and returned:
-            self._under.setdefault(node.parent, []).append((position, given[0], returned[0]))
-        copies = self._under.pop(node.id, None)
-        if copies and given and operator_name(node.schema)[0].endswith("_"):
-            for copy, source, made in copies:
-                if (source.storage, source.sizes) == (given[0].storage, given[0].sizes):
-                    self._waiting[made.device, made.storage] = node.id, copy, made
-
-    def of(self, operator: int) -> list[int]:
-        """The positions of the copies that belong before an operator, by its id."""
-        return self._kept.get(operator, [])
 
 
 class Skeleton:

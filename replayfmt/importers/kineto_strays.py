@@ -6,7 +6,6 @@ the host, which leaves no events at all.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -14,10 +13,8 @@ import numpy as np
 
 from .kineto_events import Events
 from .kineto_tree import Tree
+from .operators import COMPILED_CODE
 from .report import ImportReport
-
-# The innermost of these around generated code: by version, a graph's call, its autograd function, the region.
-_COMPILED = re.compile(r"## Call CompiledFxGraph|CompiledFunction(Backward)?\Z|Torch-Compiled Region")
 
 
 @dataclass
@@ -64,7 +61,7 @@ def unclaimed_work(events: Events, tree: Tree, work_of: np.ndarray, report: Impo
 def compiled_regions(events: Events, tree: Tree) -> Iterator[Stray]:
     """Regions of torch.compile that launched no device work: what they computed on the host beside the operators that
     they called is in no trace."""
-    kinds = [bool(_COMPILED.match(kind.name)) for kind in events.kinds]
+    kinds = [bool(COMPILED_CODE.match(kind.name)) for kind in events.kinds]
     if not any(kinds):
         return
     ops = events.ops

@@ -7,6 +7,7 @@ not the overload: it is found by matching the recorded arguments against every s
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +22,8 @@ from replayfmt.pytorch.schemas import parse_schema
 from .arguments import Form, Recorded, score
 
 REGISTRY, TORCH_OPS, ATTRIBUTE = "the JIT registry", "torch.ops", "a module's attribute"
+# What traces call code that torch.compile generated: by version, a region, its autograd function, a graph's call.
+COMPILED_CODE = re.compile(r"Torch-Compiled Region|CompiledFunction(Backward)?\Z|## Call CompiledFxGraph")
 
 
 @dataclass(frozen=True)
