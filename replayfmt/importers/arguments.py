@@ -191,10 +191,9 @@ def fits(kind: SchemaType, recorded: Recorded) -> int | None:
     if form is Form.unrecorded:
         if kind.optional:
             return 3
-        if recorded.value and kind.base in ("int", "float", "number", "bool", "complex"):
-            return None
         # Undefined tensors and values of kinds that the profiler does not record; it records all plain numbers.
-        return 1 if kind.depth or kind.base not in ("int", "float", "number", "bool", "complex") else None
+        plain = kind.base in ("int", "float", "number", "bool", "complex")
+        return None if plain and (recorded is NO_NUMBERS or not kind.depth) else 1
     if form is Form.hidden:
         plain = kind.base not in ("Tensor", "str", "Device", "Generator")
         return 2 if plain and bool(kind.depth) is (recorded is HIDDEN_LIST) else None

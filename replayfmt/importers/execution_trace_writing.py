@@ -170,13 +170,7 @@ class GraphWriter:
         if head == "Tensor":
             tensor = traced_tensor(value, sizes, strides, inner[0] if inner else "")
             placed = step.returned.get(tensor) if tensor is not None else None
-            if placed is None:
-                return None
-            dtype = dtype_of(placed.tensor.type_name)
-            if dtype is None:
-                raise ValueError(f"a result of the unknown type {placed.tensor.type_name!r}")
-            return self._view(placed.allocation, dtype, placed.tensor.sizes, placed.strides, placed.tensor.offset,
-                              placed.flags)
+            return None if placed is None else self._placed(placed)
         if head == "GenericList" and isinstance(value, list) and any(name.startswith("Tensor") for name in inner):
             return [self._result(step, each, _at(sizes, index), _at(strides, index), _at(inner, index) or "")
                     for index, each in enumerate(value)]

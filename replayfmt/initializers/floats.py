@@ -212,9 +212,8 @@ class _Maker:
                  carrier: type[np.floating]) -> None:
         self._width = width
         self._elements, self._seed, self._statistics, self._carrier = elements, seed, statistics, carrier
-        special = () if statistics is None else (statistics.zeros, statistics.nans, statistics.positive_infinities,
-                                                 statistics.negative_infinities)
-        self._special: tuple[int, ...] = special or (0, 0, 0, 0)
+        self._special = (0, 0, 0, 0) if statistics is None else (
+            statistics.zeros, statistics.nans, statistics.positive_infinities, statistics.negative_infinities)
         self._ends = [] if statistics is None else [
             value for value in (statistics.min, statistics.max) if value and math.isfinite(value)]
         self._law = self._choose_law(dtype)
