@@ -57,7 +57,7 @@ def cli(context: click.Context, /, capture: str | None, list_initializers: bool,
             from replayfmt.benchmark import device_kernels
 
             device_kernels.check_device(plan)
-            device_kernels.check_kernels(plan)
+            kernels = device_kernels.kernels_of(plan)
         with record_bar("replaying", plan.reader.record_count) as on_progress, shown_if_rejected(form == "jsonl"):
             result = plan.execute(verify=flags.verify, keep_going=keep_going, on_progress=on_progress, scope_times=True)
         with reader_may_leave():
@@ -70,7 +70,7 @@ def cli(context: click.Context, /, capture: str | None, list_initializers: bool,
                 for finding in plan.findings:
                     click.echo(one_line(f"finding: {finding}"))
             if compare_kernels:
-                for verdict in device_kernels.compare_kernels(plan):
+                for verdict in device_kernels.compare_kernels(plan, kernels):
                     click.echo(json.dumps(verdict.row()) if form == "jsonl" else one_line(str(verdict)))
         code = _judge(capture, result, bool(plan.findings))
     return code

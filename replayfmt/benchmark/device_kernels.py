@@ -94,7 +94,7 @@ def check_device(plan: Plan) -> None:
                          "device; expected one, such as --device=cuda:0")
 
 
-def check_kernels(plan: Plan) -> dict[int, tuple[Launched, ...]]:
+def kernels_of(plan: Plan) -> dict[int, tuple[Launched, ...]]:
     """The device kernels that the capture names, by the ordinal of their op. Raises UsageError where it names none."""
     captured = dict(_captured(plan))
     if not captured:
@@ -103,15 +103,10 @@ def check_kernels(plan: Plan) -> dict[int, tuple[Launched, ...]]:
     return captured
 
 
-def compare_kernels(plan: Plan, tracing: Tracing | None = None) -> list[KernelVerdict]:
-    """A verdict for each op of which the capture names device kernels, in capture order.
-
-    The plan has to be made with keep_going. Raises UsageError where there is nothing to compare.
-    """
-    if tracing is None:
-        check_device(plan)
-        tracing = traced
-    captured = check_kernels(plan)
+def compare_kernels(plan: Plan, captured: Mapping[int, tuple[Launched, ...]],
+                    tracing: Tracing | None = None) -> list[KernelVerdict]:
+    """A verdict for each op that `kernels_of` gives, in capture order. The plan has to be made with keep_going."""
+    tracing = tracing or traced
     failed: dict[int, str] = {}
 
     def run(op: IsolatedOp) -> None:

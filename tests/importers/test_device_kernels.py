@@ -16,7 +16,15 @@ from opreplay_tools.run import cli as run
 from torch.profiler import ProfilerActivity, profile
 
 from replayfmt.benchmark import device_kernels
-from replayfmt.benchmark.device_kernels import Launched, captured_kernels, compare_kernels, judge, replayed_kernels
+from replayfmt.benchmark.device_kernels import (
+    Launched,
+    captured_kernels,
+    check_device,
+    compare_kernels,
+    judge,
+    kernels_of,
+    replayed_kernels,
+)
 from replayfmt.errors import UsageError
 from replayfmt.importers.kineto import import_kineto
 from replayfmt.replay.plan import Plan
@@ -50,8 +58,8 @@ def test_each_op_is_a_match_or_different_and_says_how(imported: Import) -> None:
     result = imported(EVENTS)
     ordinals = {result.name(each): each.ordinal for each in result.of("op")}
     with Plan(result.reader.path, ["cpu"], keep_going=True) as plan:
-        verdicts = compare_kernels(plan, stand_in({"aten::mm.default": ["gemm_a"], "aten::add_.Tensor": ["add"]},
-                                                  ordinals))
+        verdicts = compare_kernels(plan, kernels_of(plan), stand_in(
+            {"aten::mm.default": ["gemm_a"], "aten::add_.Tensor": ["add"]}, ordinals))
     assert [(each.op, each.verdict) for each in verdicts] == [("aten::mm.default", "MATCH"),
                                                               ("aten::add_.Tensor", "DIFFERENT")]
     assert str(verdicts[1]).startswith("DIFFERENT ordinal")
@@ -66,7 +74,7 @@ def test_an_op_that_cannot_run_is_unknown_with_the_reason(imported: Import) -> N
         *(("ScalarList", [], [], "[1, 1]") for _ in range(3)),
         *(("Scalar", [], [], text) for text in ("1", "False", "False"))]), launch(1, 12), kernel(1, 100, 5, "conv")])
     with Plan(result.reader.path, ["cpu"], keep_going=True) as plan:
-        verdict, = compare_kernels(plan, stand_in({}, {}))
+        verdict, = compare_kernels(plan, kernels_of(plan), stand_in({}, {}))
     assert verdict.verdict == "UNKNOWN" and "no kernel for cpu" in verdict.reason
 
 
@@ -90,10 +98,10 @@ def test_work_without_a_mark_belongs_to_no_op(tmp_path: Path) -> None:
 def test_a_replay_without_a_device_and_a_capture_without_kernels_are_refused(imported: Import) -> None:
     with (Plan(imported(EVENTS).reader.path, ["cpu"], keep_going=True) as plan,
           pytest.raises(UsageError, match="no CUDA device")):
-        compare_kernels(plan)
+        check_device(plan)
     with (Plan(imported([op("aten::mm", 10, 10, MM)]).reader.path, keep_going=True) as plan,
           pytest.raises(UsageError, match="says nothing of the device kernels")):
-        compare_kernels(plan, stand_in({}, {}))
+        kernels_of(plan)
 
 
 def test_run_has_a_flag_for_it_that_needs_a_device(imported: Import, capsys: pytest.CaptureFixture[str],
@@ -108,7 +116,7 @@ def test_run_has_a_flag_for_it_that_needs_a_device(imported: Import, capsys: pyt
     assert refused.value.code == 2 and "no CUDA device" in said.err and not said.out, "before anything runs"
     monkeypatch.setattr(device_kernels, "check_device", lambda _plan: None)
     compare = device_kernels.compare_kernels
-    monkeypatch.setattr(device_kernels, "compare_kernels", lambda plan: compare(plan, tracing))
+    monkeypatch.setattr(device_kernels, "compare_kernels", lambda plan, captured: compare(plan, captured, tracing))
     with pytest.raises(SystemExit):
         run_tool(run)
     printed = capsys.readouterr().out.splitlines()
@@ -129,6 +137,6 @@ def test_a_trace_made_here_matches_its_replay_here(tmp_path: Path) -> None:
     profiler.export_chrome_trace(str(source))
     import_kineto(source, out)
     with Plan(out, keep_going=True) as plan:
-        verdicts = compare_kernels(plan)
+        verdicts = compare_kernels(plan, kernels_of(plan))
     assert [each.verdict for each in verdicts] == ["MATCH", "MATCH"], [str(each) for each in verdicts]
     assert device_kernels.FLAG == "--compare-kernels"
