@@ -181,7 +181,7 @@ class Events:
                           ] += 1
             category = "cpu_op" if named else ""
         if category in OPERATOR_CATEGORIES or category in ANNOTATION_CATEGORIES:
-            duration = nanoseconds(event["dur"]) if event.get("dur") is not None else -1
+            duration = _duration(event)
             if duration >= 0 or category in ANNOTATION_CATEGORIES:
                 self._op(event, category in ANNOTATION_CATEGORIES, max(0, duration))
             if duration < 0:
@@ -246,7 +246,7 @@ class Events:
     def _work(self, event: dict[str, Any], category: str) -> None:
         arguments = event.get("args") or {}
         start = nanoseconds(event["ts"])
-        duration = nanoseconds(event["dur"]) if event.get("dur") is not None else -1
+        duration = _duration(event)
         if duration < 0:
             self.problems[f"of category {category} have no duration, or one below zero; it is not known"] += 1
         kind = WorkKind(str(event["name"]), category.lower(), _triple(arguments.get("grid")),
@@ -257,7 +257,7 @@ class Events:
             number = self._work_ids[kind] = len(self.work_kinds)
             self.work_kinds.append(kind)
         self.work.start.append(start)
-        self.work.duration.append(max(-1, duration))
+        self.work.duration.append(duration)
         self.work.correlation.append(integer(arguments.get("correlation")))
         self.work.external.append(integer(arguments.get("External id", arguments.get("external id"))))
         self.work.kind.append(number)
@@ -282,8 +282,8 @@ def nanoseconds(microseconds: Any) -> int:
     if isinstance(text, str):
         exact = _DECIMAL.match(text)        # since 1970 there are more nanoseconds than a double holds
         if exact:
-            microseconds, fraction = int(exact[1]), round(float(exact[2] or 0) * 1000)
-            time = microseconds * 1000 + (-fraction if text.startswith("-") else fraction)
+            fraction = round(float(exact[2] or 0) * 1000)
+            time = int(exact[1]) * 1000 + (-fraction if text.startswith("-") else fraction)
         else:
             time = round(float(text) * 1000)
     else:
@@ -291,6 +291,11 @@ def nanoseconds(microseconds: Any) -> int:
     if not -_LATEST < time < _LATEST:
         raise ValueError(f"{microseconds} is no time")
     return time
+
+
+def _duration(event: dict[str, Any]) -> int:
+    """In nanoseconds; -1: none, or one below zero. Raises as `nanoseconds` does."""
+    return max(-1, nanoseconds(event["dur"])) if event.get("dur") is not None else -1
 
 
 def integer(value: Any) -> int:
