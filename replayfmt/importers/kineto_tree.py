@@ -63,7 +63,8 @@ class Tree:
     by_graph: np.ndarray
 
 
-def build(events: Events, annotations: np.ndarray, detached: np.ndarray, calling: np.ndarray) -> Tree:
+def build(events: Events, annotations: np.ndarray, detached: np.ndarray | None = None,
+          calling: np.ndarray | None = None) -> Tree:
     """The tree of a trace. `annotations`, `detached` and `calling` are masks over the operator events: detached ones
     may end later than what they began in, such as collectives that nobody waits for; calling ones do their work by
     calls. What is odd is added to `events.problems`."""
@@ -75,8 +76,9 @@ def build(events: Events, annotations: np.ndarray, detached: np.ndarray, calling
     # What begins at one moment: the profiler counts external ids up as operators begin.
     tie = np.concatenate((_array(ops.external), np.full(launched, 1 << 62)))
     order = np.lexsort((-duration, tie, start, thread))
-    nesting = _Nesting(compact(start), compact(start + duration), compact(thread), count, annotations.tobytes(),
-                       detached.tobytes(), calling.tobytes())
+    none = np.zeros(count, bool)
+    masks = [(none if mask is None else mask).tobytes() for mask in (annotations, detached, calling)]
+    nesting = _Nesting(compact(start), compact(start + duration), compact(thread), count, *masks)
     nesting.fill(compact(order))
     events.problems[_CROSSING] += nesting.crossing
     events.problems[_MOMENTS] += nesting.moments
