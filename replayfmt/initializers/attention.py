@@ -14,7 +14,7 @@ import torch
 
 from .batches import Batch, batch_for
 from .registry import Initializer
-from .request import Request, TensorInfo
+from .request import Request, first_integer, first_name, first_tensor
 
 TABLES = ("block_tables", "block_table", "page_table", "block_table_tensor")
 LENGTHS = ("seq_lens", "context_lens", "seqused_k", "cache_seqlens", "seqlens_k", "seq_lens_k", "kv_seq_lens")
@@ -35,15 +35,6 @@ _LAYOUTS = ("layout", "kv_layout", "kv_layout_code")
 _ALL = (*TABLES, *LENGTHS, *QUERY_STARTS, *KEY_STARTS, *PAGE_STARTS, *PAGES, *LAST_PAGES)
 
 
-def _first(request: Request, names: Iterable[str]) -> TensorInfo | None:
-    """The first of some tensor arguments that the call has."""
-    return next((info for name in names if (info := request.call.tensor(name)) is not None), None)
-
-
-def _number(request: Request, names: Iterable[str]) -> int | None:
-    return next((number for name in names if (number := request.call.integer(name)) is not None), None)
-
-
 def cache_shape(request: Request, names: Iterable[str] = (*CACHES, *_KEYS)) -> tuple[int, int] | None:
     """How many blocks the cache of a call has, and how many tokens a block; None where it is no paged cache.
 
@@ -52,11 +43,11 @@ def cache_shape(request: Request, names: Iterable[str] = (*CACHES, *_KEYS)) -> t
     second where one tensor holds both. Heads come before tokens where the call says so (HND). Where it gives the block
     size, that counts.
     """
-    name = next((name for name in names if request.call.tensor(name) is not None), None)
+    name = first_name(request.call, names)
     cache = None if name is None else request.call.tensor(name)
     if cache is None or len(cache.sizes) < 3 or not cache.elements:
         return None
-    given, sizes, joint = _number(request, _BLOCK_SIZES), cache.sizes, name in _JOINT_CACHES
+    given, sizes, joint = first_integer(request.call, _BLOCK_SIZES), cache.sizes, name in _JOINT_CACHES
     if joint and len(sizes) == 5 and sizes[0] == 2 != sizes[1]:
         sizes = sizes[1:]
     if given is not None:
@@ -74,7 +65,7 @@ def _sequences(request: Request) -> int | None:
     counts: set[int] = set()
     for names, extra in ((TABLES, 0), (LENGTHS, 0), (LAST_PAGES, 0), (QUERY_STARTS, 1), (KEY_STARTS, 1),
                          (PAGE_STARTS, 1)):
-        info = _first(request, names)
+        info = first_tensor(request.call, names)
         if info is not None and info.sizes:
             counts.add(info.sizes[0] - extra)
     return counts.pop() if len(counts) == 1 else None
@@ -82,14 +73,14 @@ def _sequences(request: Request) -> int | None:
 
 def _pages_room(request: Request) -> int | None:
     """How many blocks the page list has place for."""
-    pages = _first(request, PAGES)
+    pages = first_tensor(request.call, PAGES)
     return None if pages is None else pages.elements
 
 
 def plan_batch(request: Request) -> tuple[Batch, int, int] | None:
     """The batch of an attention call, with blocks and block size of its cache; None where the call does not tell."""
-    query, shape, sequences = _first(request, QUERIES), cache_shape(request), _sequences(request)
-    table = _first(request, TABLES)
+    query, shape, sequences = first_tensor(request.call, QUERIES), cache_shape(request), _sequences(request)
+    table = first_tensor(request.call, TABLES)
     if query is None or not query.sizes or shape is None or sequences is None or sequences < 1:
         return None
     blocks, block = shape
@@ -98,7 +89,7 @@ def plan_batch(request: Request) -> tuple[Batch, int, int] | None:
         if len(table.sizes) != 2:
             return None
         limits.append(table.sizes[1] * block)
-    longest = _number(request, _LONGEST)
+    longest = first_integer(request.call, _LONGEST)
     if longest is not None and longest > 0:
         limits.append(longest)
     # (batch, tokens, heads, size) in decode kernels, (tokens, heads, size) otherwise.
@@ -122,8 +113,8 @@ def _fill(request: Request) -> Mapping[str, torch.Tensor]:
                      "so some blocks are read by several sequences")
     starts = np.concatenate(([0], np.cumsum(needed)))
     # A kernel that appends the new tokens itself is told how long contexts were before.
-    before = _first(request, CACHES if request.call.tensor("k_new") is None else _KEYS) is not None
-    appended = batch.query_lengths if before and _first(request, _NEW_KEYS) is not None else 0
+    before = first_tensor(request.call, CACHES if request.call.tensor("k_new") is None else _KEYS) is not None
+    appended = batch.query_lengths if before and first_tensor(request.call, _NEW_KEYS) is not None else 0
     made: dict[str, torch.Tensor] = {}
     for label, info in request.wanted.items():
         values = np.zeros(info.sizes, np.int64)
@@ -150,7 +141,7 @@ def _fill(request: Request) -> Mapping[str, torch.Tensor]:
 def _accepts(request: Request) -> bool:
     """Whether the call is a paged attention whose tensors tell enough; notes are made when it is filled."""
     integral = all(not info.dtype.is_floating_point for info in request.wanted.values())
-    paged = _first(request, (*TABLES, *PAGES)) is not None
+    paged = first_tensor(request.call, (*TABLES, *PAGES)) is not None
     quiet = Request(request.call, request.wanted, request.uses, request.demand, request.recipe, request.version,
                     request.seed)
     planned = plan_batch(quiet) if integral and paged else None

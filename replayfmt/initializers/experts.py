@@ -17,7 +17,7 @@ import torch
 from replayfmt.errors import UsageError
 
 from .registry import Initializer
-from .request import Request
+from .request import Request, first_integer, first_tensor
 
 OPTION = "moe-routing"
 DEFAULT_EXPONENT = 1.2
@@ -118,13 +118,12 @@ class _Sorting:
 def _sorting(request: Request) -> _Sorting | None:
     call = request.call
     experts = _experts(request)
-    sorted_ids = next((info for name in _SORTED if (info := call.tensor(name)) is not None), None)
-    blocks = next((info for name in _EXPERTS if (info := call.tensor(name)) is not None), None)
+    sorted_ids = first_tensor(call, _SORTED)
+    blocks = first_tensor(call, _EXPERTS)
     if experts is None or sorted_ids is None or blocks is None or not blocks.elements:
         return None
-    each = next((number for name in ("top_k", "topk", "num_experts_per_tok")
-                 if (number := call.integer(name)) is not None), None)
-    weights = next((info for name in ("topk_weights", "topk_ids") if (info := call.tensor(name)) is not None), None)
+    each = first_integer(call, ("top_k", "topk", "num_experts_per_tok"))
+    weights = first_tensor(call, ("topk_weights", "topk_ids"))
     if weights is not None and len(weights.sizes) == 2:
         tokens, each = weights.sizes
     else:
@@ -132,8 +131,7 @@ def _sorting(request: Request) -> _Sorting | None:
         if given is None or each is None:
             return None
         tokens = given.sizes[0]
-    block = next((number for name in ("block_size", "moe_block_size", "BLOCK_SIZE_M", "block_m", "block_size_m")
-                  if (number := call.integer(name)) is not None), None)
+    block = first_integer(call, ("block_size", "moe_block_size", "BLOCK_SIZE_M", "block_m", "block_size_m"))
     if block is None:
         # Both tensors are as long as the worst case asks: blocks of slots.
         block = -(-sorted_ids.elements // blocks.elements)

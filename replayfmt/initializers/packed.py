@@ -14,16 +14,12 @@ import torch
 
 from .attention import KEY_STARTS, LAST_PAGES, LENGTHS, PAGE_STARTS, PAGES, QUERIES, QUERY_STARTS, TABLES
 from .registry import Initializer
-from .request import Request, TensorInfo
+from .request import Request, TensorInfo, first_name, first_tensor
 
 _QUERIES = (*QUERY_STARTS, "seqstart_q")
 _KEYS = (*KEY_STARTS, "seqstart_k")
 _HELD = "seqlen_k"      # how much of each place keys are in
 _OTHERS = (*TABLES, *LENGTHS, *PAGE_STARTS, *PAGES, *LAST_PAGES, "seqused_q", "leftpad_k")
-
-
-def _name(request: Request, names: tuple[str, ...]) -> str | None:
-    return next((name for name in names if request.call.tensor(name) is not None), None)
 
 
 def _tokens(info: TensorInfo | None) -> int | None:
@@ -52,10 +48,11 @@ def _lengths(request: Request, starts: str, tokens: int, longest: int | None) ->
 
 def _made(request: Request) -> dict[str, np.ndarray] | None:
     """Starts and lengths by argument; None where the call does not tell enough."""
-    call, first, second = request.call, _name(request, _QUERIES), _name(request, _KEYS)
-    queries = _tokens(next((info for name in QUERIES if (info := call.tensor(name)) is not None), None))
-    keys = _tokens(call.tensor("k") or call.tensor("key"))
-    if first is None or second is None or queries is None or keys is None or _name(request, _OTHERS) is not None:
+    call = request.call
+    first, second = first_name(call, _QUERIES), first_name(call, _KEYS)
+    queries = _tokens(first_tensor(call, QUERIES))
+    keys = _tokens(first_tensor(call, ("k", "key")))
+    if first is None or second is None or queries is None or keys is None or first_name(call, _OTHERS) is not None:
         return None
     longest_query = call.integer("max_seqlen_q", call.integer("max_q"))
     longest_key = call.integer("max_seqlen_k", call.integer("max_k"))

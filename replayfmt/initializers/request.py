@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -69,6 +69,22 @@ class Call:
         """A tensor result."""
         value = self.results[index] if index < len(self.results) else None
         return value if isinstance(value, TensorInfo) else None
+
+
+def first_name(call: Call, names: Iterable[str]) -> str | None:
+    """Which of these arguments is the first that is a tensor: libraries name the same one differently."""
+    return next((name for name in names if call.tensor(name) is not None), None)
+
+
+def first_tensor(call: Call, names: Iterable[str]) -> TensorInfo | None:
+    """The first of these arguments that is a tensor."""
+    name = first_name(call, names)
+    return None if name is None else call.tensor(name)
+
+
+def first_integer(call: Call, names: Iterable[str]) -> int | None:
+    """The first of these arguments that is an integer."""
+    return next((number for name in names if (number := call.integer(name)) is not None), None)
 
 
 @dataclass(frozen=True)
