@@ -26,7 +26,7 @@ class Ranges:
         for storage, label in known:
             self.add(storage, label)
 
-    def add(self, storage: torch.UntypedStorage, label: str = "") -> None:
+    def add(self, storage: torch.UntypedStorage, label: str) -> None:
         """Know a storage by a label."""
         self._by_identity[storage._cdata] = storage, label
         if storage.nbytes():
