@@ -57,7 +57,8 @@ def describe_device(device: torch.device) -> Device:
     if device.type == "cpu":
         return Device("cpu", -1, _cpu_model() or "", json.dumps({"capability": cpu_capability()}))
     index = device.index
-    if device.type != "cuda":
+    if device.type != "cuda" or (index or 0) >= torch.cuda.device_count():
+        # Of a GPU that is not there (an op that was given it has raised) nothing more is known.
         return Device(device.type, -1 if index is None else index)
     index = torch.cuda.current_device() if index is None else index
     properties = torch.cuda.get_device_properties(index)

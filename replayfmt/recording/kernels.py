@@ -216,6 +216,7 @@ class KernelFacts:
         "id",
         "in_place_view",
         "indices",
+        "mixed_lists",
         "name",
         "namespace",
         "opaque_results",
@@ -246,6 +247,8 @@ class KernelFacts:
         )
         self.unread = _UNREAD.get(func.name(), ())
         self.indices = {a.name: index for index, a in enumerate(self.arguments)}
+        # Lists whose items may be of any type of number: [1], [1.0] and [True] compare equal, and compute other things.
+        self.mixed_lists = any("List[number]" in str(a.type) for a in schema.arguments)
         self.results = len(schema.returns)
         aten = self.namespace in ("aten", "prims", "prim", "inductor", "fsdp")
         self.view = func.is_view
@@ -279,7 +282,7 @@ class KernelFacts:
             return Action.collective
         if self.func.name() in _MAPS_FILES:
             return Action.ignore  # what it gives enters at its first use, as memory mapped before the capture does
-        if self.func._can_decompose():
+        if torch._C._dispatch_has_kernel_for_dispatch_key(self.func.name(), "CompositeImplicitAutograd"):
             return Action.decompose
         return Action.record
 
@@ -288,6 +291,11 @@ class KernelFacts:
         name = self.func.name()
         nested = has(name, "CompositeImplicitAutogradNestedTensor")
         return tuple(key for text, key in _BACKENDS if has(name, text) or (nested and text.startswith("Nested")))
+
+    def parts(self, *args: Any, **kwargs: Any) -> Any:
+        """Run a composite in parts, as the dispatcher does. (`OpOverload.decompose` prefers decompositions written in
+        Python, whose results are others.)"""
+        return self.func._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
 
     def has_own_kernel(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether the dispatcher runs this composite as one kernel for these arguments, not in parts."""

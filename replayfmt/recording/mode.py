@@ -165,7 +165,7 @@ class RecordingMode(TorchDispatchMode):
     def _special(self, facts: KernelFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         core = self.core
         if facts.action is Action.decompose:
-            return self.run_inside(facts.func.decompose, args, kwargs)
+            return self.run_inside(facts.parts, args, kwargs)
         if facts.action is Action.collective:
             problem = Unrepresentable("collective", describe_collective((*args, *kwargs.values())))
             return self._run_unsupported(facts, args, kwargs, problem)

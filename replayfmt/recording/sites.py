@@ -195,6 +195,7 @@ class Sites:
             or facts.draws(call.args, call.kwargs)
             or facts.opaque_results
             or facts.in_place_view
+            or facts.mixed_lists
             or facts.namespace == "fsdp"
         ):
             return None

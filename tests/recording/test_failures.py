@@ -12,9 +12,12 @@ import torch
 
 import replayfmt
 from replayfmt.errors import CaptureFailed
+from replayfmt.format.codes import OpStatus, RecordKind
 from replayfmt.format.reader import open_capture
 from replayfmt.recording import calls
 from replayfmt.recording.recorder import Recorder
+
+from .conftest import Capture
 
 
 def full_disk(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,3 +124,15 @@ def test_a_forked_child_that_leaves_the_with_block_leaves_quietly(tmp_path) -> N
     _, status = os.waitpid(child, 0)
     assert status == 0
     assert open_capture(path).complete
+
+
+def test_an_op_that_names_a_gpu_that_is_not_there_raises_and_is_recorded_as_such(capture: Capture) -> None:
+    def program() -> torch.Tensor:
+        for _ in range(3):
+            with pytest.raises((AssertionError, RuntimeError)):
+                torch.ops.aten.ones.default([3], device=torch.device("cuda:120"))
+        return torch.ones(3).exp()
+
+    captured = capture(program)
+    raised = [record for record in captured.records(RecordKind.op) if record.signature.status is OpStatus.raised]
+    assert len(raised) == 3

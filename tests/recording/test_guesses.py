@@ -14,6 +14,8 @@ import torch
 import replayfmt
 from replayfmt.recording.mode import RecordingMode
 
+from .conftest import Capture
+
 
 def unrecognized(path: Path, monkeypatch: pytest.MonkeyPatch, run: Callable[[], None]) -> Counter[str]:
     """The operators whose calls took the complete path in a run of which there were several before."""
@@ -56,3 +58,14 @@ def test_a_call_after_one_that_is_the_same_for_many_is_found_among_them(
             tensor.mul_(0.5)
 
     assert unrecognized(tmp_path / "a.opreplay", monkeypatch, run) == {}
+
+
+def test_equal_numbers_of_other_types_in_a_list_are_not_taken_for_each_other(capture: Capture) -> None:
+    integers = [torch.arange(3, dtype=torch.int32)]
+
+    def run() -> list[torch.Tensor]:
+        return [torch._foreach_mul(integers, [number])[0] for number in (1, 1, 1, 1.0, 1, 1.0, True, 0, 0, 0, -0.0)]
+
+    captured = capture(run)
+    assert [result.dtype for result in captured.returned].count(torch.float32) == 3
+    captured.replays()

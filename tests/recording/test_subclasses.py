@@ -183,3 +183,23 @@ def test_nested_tensors_come_where_plain_ones_did(capture: Capture) -> None:
     assert [result.sum().item() for result in captured.returned[:2]] == [2, 0]
     assert captured.ops().count("aten::relu.default") == 6
     captured.replays()
+
+
+@torch.inference_mode()
+def test_a_composite_is_run_in_the_parts_that_it_has_without_a_capture(capture: Capture) -> None:
+    """PyTorch also has decompositions of these written in Python, which compute something slightly different."""
+    image, sequence = torch.randn(2, 3, 9, 9), torch.randn(5, 2, 3)
+    packed = torch.nn.utils.rnn.pack_padded_sequence(sequence, [5, 3])
+    lstm, gru = torch.nn.LSTM(3, 4, 2), torch.nn.GRU(3, 4)
+
+    def program() -> list[torch.Tensor]:
+        interpolate = torch.nn.functional.interpolate
+        sizes = {"linear": image[0], "bilinear": image, "trilinear": image[None]}
+        enlarged = [interpolate(x, scale_factor=1.7, mode=mode) for mode, x in sizes.items()]
+        return [*enlarged, lstm(packed)[0].data, gru(packed)[0].data]
+
+    expected = program()
+    captured = capture(program)
+    assert all(map(torch.equal, captured.returned, expected))
+    assert "aten::upsample_bilinear2d.default" in captured.ops()
+    captured.replays()
