@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from .autocast import WithAutocast
+from .autocast import InParts, WithAutocast
 
 INTERNAL_NAMESPACES = ("aten", "prim", "prims", "quantized", "mkldnn", "mkl", "_quantized")
 
@@ -223,6 +223,7 @@ class KernelFacts:
         "overwrites_self",
         "own",
         "own_kernels",
+        "parts",
         "random",
         "reads_nothing",
         "results",
@@ -271,7 +272,9 @@ class KernelFacts:
         self.dropout = self.indices.get("dropout_p", -1) if self.namespace == "aten" else -1
         self.opaque_results = OPAQUE_RESULTS.get(schema.name, ())
         self.action = self._choose_action(base)
-        self.own_kernels = self._find_own_kernels() if self.action is Action.decompose else ()
+        composite = self.action is Action.decompose
+        self.parts = InParts(func) if composite else None
+        self.own_kernels = self._find_own_kernels() if composite else ()
 
     def _choose_action(self, base: str) -> Action:
         if self.namespace == "profiler":
@@ -291,11 +294,6 @@ class KernelFacts:
         name = self.func.name()
         nested = has(name, "CompositeImplicitAutogradNestedTensor")
         return tuple(key for text, key in _BACKENDS if has(name, text) or (nested and text.startswith("Nested")))
-
-    def parts(self, *args: Any, **kwargs: Any) -> Any:
-        """Run a composite in parts, as the dispatcher does. (`OpOverload.decompose` prefers decompositions written in
-        Python, whose results are others.)"""
-        return self.func._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
 
     def has_own_kernel(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether the dispatcher runs this composite as one kernel for these arguments, not in parts."""

@@ -1,4 +1,4 @@
-"""Autocast reaches the code of custom operators as it does without a capture, and again in a replay."""
+"""Autocast reaches the code of custom operators, and the parts of composites, as it does without a capture."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from replayfmt.format.codes import RecordKind
 
@@ -87,4 +88,43 @@ def test_so_do_their_gradients(capture: Capture, dtype: torch.dtype) -> None:
     _seen.clear()
     captured = capture(step, digests="ops")
     assert _seen == plain and torch.equal(expected, captured.returned)
+    captured.replays()
+
+
+class Passing(TorchDispatchMode):
+    """A mode of the program's. PyTorch masks autocast in what its handler calls."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("passing", [False, True])
+def test_the_parts_of_composites_are_cast_in_inference_mode_as_without_a_capture(
+    capture: Capture, passing: bool
+) -> None:
+    x, weight, bias = torch.randn(4, 4), torch.randn(12, 4, requires_grad=True), torch.randn(12)
+    cell, rnn = torch.nn.GRUCell(4, 4), torch.nn.GRU(4, 4, num_layers=2)
+
+    @torch.inference_mode()
+    def program() -> list[torch.Tensor]:
+        results = []
+        with torch.autocast("cpu", torch.bfloat16):
+            for _ in range(3):
+                results += [torch.einsum("ij,kj->ik", x, weight), torch.nn.functional.linear(x, weight, bias)]
+                results += [cell(x), rnn(x)[0], torch.cdist(x, weight), torch.linalg.multi_dot([x, x, x.t()])]
+                with torch.autocast("cpu", enabled=False):
+                    results.append(torch.einsum("ij,kj->ik", x, weight))
+        return [*results, torch.einsum("ij,kj->ik", x, weight)]
+
+    def run() -> list[torch.Tensor]:
+        if not passing:
+            return program()
+        with Passing():
+            return program()
+
+    expected = run()
+    captured = capture(run)
+    assert [result.dtype for result in captured.returned] == [result.dtype for result in expected]
+    assert all(map(torch.equal, captured.returned, expected))
+    assert passing or {torch.bfloat16, torch.float32} <= {result.dtype for result in expected}
     captured.replays()
