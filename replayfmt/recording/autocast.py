@@ -1,8 +1,8 @@
-"""Autocast as the program has it: inside a dispatch mode PyTorch masks it.
+"""Autocast as the program has it: inside a dispatch mode PyTorch masks it, and what else comes before the mode.
 
 Operators of PyTorch's own have been cast when they reach the mode. The code of a custom operator runs below it and may
-depend on autocast, so it gets what it would get without a capture, and the stream states what that was. The parts of a
-composite that is run from the mode are cast as without it, too.
+depend on autocast, so it gets what it would get without a capture, and the stream states what that was. A composite
+that comes whole is run in parts with all that it would have without the mode.
 """
 
 from __future__ import annotations
@@ -56,29 +56,28 @@ class InParts:
 
     def __init__(self, func: torch._ops.OpOverload) -> None:
         self._func = func
-        # What an autocast kernel of the composite's own has called is not cast a second time. Views and versions are
-        # kept track of where the composite itself was called, outside.
-        self._excluded = torch._C.DispatchKeySet(DispatchKey.ADInplaceOrView)
-        for key in _KEYS.values():
+        # What kernels of the composite's own have called is not cast, or made a view, a second time.
+        self._excluded = torch._C.DispatchKeySet(DispatchKey.Undefined)
+        for key in (*_KEYS.values(), DispatchKey.ADInplaceOrView):
             if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key.name):
                 self._excluded = self._excluded.add(key)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # Elsewhere than in inference mode, composites are taken apart before they come to the mode.
-        if torch.is_inference_mode_enabled() and any(autocast_of_program().values()) and not _below_another_handler():
-            # The parts' own snapshots have to be of what is in force here: all is restored, not autocast alone.
-            outside = torch._C._RestorePythonTLSSnapshot()  # type: ignore[attr-defined]
-            with outside, torch._C._ExcludeDispatchKeyGuard(self._excluded):
-                return self._run(args, kwargs)
-        return self._run(args, kwargs)
+        if not torch.is_inference_mode_enabled() or _below_another_handler():
+            return self._run(args, kwargs)
+        # Composites look at whether views of parameters require gradients: all of what the mode masks is put back.
+        outside = torch._C._RestorePythonTLSSnapshot()  # type: ignore[attr-defined]
+        with outside, torch._C._ExcludeDispatchKeyGuard(self._excluded):
+            return self._run(args, kwargs)
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return self._func._op_dk(DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
 
 
 def _below_another_handler() -> bool:
-    """Whether a mode or a tensor of the program's is handling an operator: what it calls then is not cast, with a
-    capture or without."""
+    """Whether a mode or a tensor of the program's is handling an operator: PyTorch masks the same for what that calls,
+    with a capture or without."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_name == "__torch_dispatch__" and frame.f_globals.get("__package__") != __package__:

@@ -1,4 +1,4 @@
-"""Autocast reaches the code of custom operators, and the parts of composites, as it does without a capture."""
+"""What a dispatch mode masks, autocast above all, reaches custom operators and the parts of composites all the same."""
 
 from __future__ import annotations
 
@@ -99,10 +99,11 @@ class Passing(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("passing", [False, True])
-def test_the_parts_of_composites_are_cast_in_inference_mode_as_without_a_capture(
+def test_the_parts_of_composites_are_in_inference_mode_what_they_are_without_a_capture(
     capture: Capture, passing: bool
 ) -> None:
     x, weight, bias = torch.randn(4, 4), torch.randn(12, 4, requires_grad=True), torch.randn(12)
+    strided = torch.randn(16).as_strided((4, 1, 4), (1, 16, 4))    # times what requires gradients: mm in place of bmm
     cell, rnn = torch.nn.GRUCell(4, 4), torch.nn.GRU(4, 4, num_layers=2)
 
     @torch.inference_mode()
@@ -114,6 +115,7 @@ def test_the_parts_of_composites_are_cast_in_inference_mode_as_without_a_capture
                 results += [cell(x), rnn(x)[0], torch.cdist(x, weight), torch.linalg.multi_dot([x, x, x.t()])]
                 with torch.autocast("cpu", enabled=False):
                     results.append(torch.einsum("ij,kj->ik", x, weight))
+        results += [torch.nn.functional.linear(strided, weight, bias), *weight.chunk(2), weight.narrow(0, 0, 2)]
         return [*results, torch.einsum("ij,kj->ik", x, weight)]
 
     def run() -> list[torch.Tensor]:
