@@ -145,9 +145,7 @@ class _Walk:
         if self._options.verify != "none":
             self._progress("verifying before timing", 0, None)
             result = self._plan.execute(verify=self._options.verify, keep_going=True)
-            verified = result.verification.text
-            if result.divergence is not None:
-                verified = f"differs: {verified}"
+            verified = result.verified
             self._verdicts = {each.ordinal: (each.verdict, each.reason) for each in result.verdicts or ()}
         overhead = self._overhead()
         stopped = False

@@ -29,17 +29,18 @@ def describe(reader: CaptureReader, ordinal: int) -> tuple[str, str]:
 @dataclass(frozen=True)
 class Work:
     """How many ops, different kernels and scopes there are; `comparable` are the digests, host reads and scalars that a
-    replay can be compared with."""
+    replay can be compared with, `unsupported` the records of work that no replay does."""
 
     ops: int
     kernels: int
     scopes: int
     comparable: int
+    unsupported: int
 
 
 def count_work(reader: CaptureReader, scan: Scan) -> Work:
     """Everything that a scan saw."""
-    ops = scopes = comparable = 0
+    ops = scopes = comparable = unsupported = 0
     kernels: set[int] = set()
     for number, signature in enumerate(reader.signatures):
         calls = int(scan.signature_calls[number])
@@ -53,4 +54,6 @@ def count_work(reader: CaptureReader, scan: Scan) -> Work:
             scopes += calls
         elif signature.kind in (RecordKind.digest, RecordKind.host_read):
             comparable += calls if any(node.name == "hash_low" for node in signature.args) else 0
-    return Work(ops, len(kernels), scopes, comparable)
+        elif signature.kind in (RecordKind.unsupported, RecordKind.collective):
+            unsupported += calls
+    return Work(ops, len(kernels), scopes, comparable, unsupported)

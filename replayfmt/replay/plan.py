@@ -173,19 +173,19 @@ class Plan(Preparation):
             watch = MemoryWatch(self.devices)
             machine = self._machine()
             callback = times or on_scope
-            verdicts = None
+            kept_going = None
             if keep_going:
                 watch.start()
-                verdicts = self._keep_going(machine, verification.mode != "none", callback)
+                kept_going = self._keep_going(machine, verification.mode != "none", callback)
             else:
                 windows, prepared = self.windows(checks=verification.mode != "none", shapes=self._shapes(verify))
                 watch.start()
                 with suppress(StopReplay):
                     machine.run(windows, callback, on_progress, prepared=prepared)
             self.files.check()
-            result = self._result(verification, watch.read(), times, verdicts)
+            result = self._result(verification, watch.read(), times, kept_going)
             self._shapes_checked = result.divergence is None and self._shapes(verify) is Shapes.all
-            if result.divergence is not None and verdicts is None and verification.mode != "none":
+            if result.divergence is not None and kept_going is None and verification.mode != "none":
                 result.nondeterministic = self._nondeterministic(result.divergence)
         return result
 
@@ -211,7 +211,7 @@ class Plan(Preparation):
         with self._surroundings(), nullcontext() if self.substitution is None else python_dispatch():
             self.judge.reset(Verification("none", "none"), bitwise=False, stop_at_first=False)
             self._clock.reset(self.devices, None)
-            return self._keep_going(self._machine(), False, None, undrawn)
+            return self._keep_going(self._machine(), False, None, undrawn).verdicts
 
     def verification(self, verify: VerifyMode) -> Verification:
         """What verifying comes to here. Raises ReplayRefused where `bitwise` has nothing to compare."""
@@ -252,14 +252,16 @@ class Plan(Preparation):
         return Machine(self.reader, self._content, self._clock, self.judge, self.describe, self.context.stand_in)
 
     def _keep_going(self, machine: Machine, checks: bool, on_scope: OnScope | None,
-                    on_op: Callable[[IsolatedOp], None] | None = None) -> tuple[OpVerdict, ...]:
+                    on_op: Callable[[IsolatedOp], None] | None = None) -> KeepGoing:
+        """Run the ops one by one; who did holds the verdicts."""
         scan = Scan(self.reader, self.effects, checks=checks, window=ONE_RECORD)
         runner = KeepGoing(self.reader, machine, self._clock, self.judge, self.refused, on_op)
         try:
-            return runner.run(Steps(replace(self.context, shapes=self._shapes("auto")), scan, compare=checks), on_scope)
+            runner.run(Steps(replace(self.context, shapes=self._shapes("auto")), scan, compare=checks), on_scope)
         finally:
             self._clock.stop()
             machine.values.clear()
+        return runner
 
     def _nondeterministic(self, divergence: Divergence) -> tuple[str, ...]:
         """Ops up to a divergence that differ from themselves."""
@@ -316,14 +318,16 @@ class Plan(Preparation):
         return verification
 
     def _result(self, verification: Verification, memory: tuple[PeakMemory, ...], times: ScopeTimes | None,
-                verdicts: tuple[OpVerdict, ...] | None) -> ReplayResult:
+                kept_going: KeepGoing | None) -> ReplayResult:
         found = self.judge.found
-        complete = verdicts is None or all(each.verdict == "ok" for each in verdicts)
+        verdicts, left_out = (None, ()) if kept_going is None else (kept_going.verdicts, tuple(kept_going.left_out))
+        complete = not self.findings and not left_out and all(each.verdict == "ok" for each in verdicts or ())
         return ReplayResult(
             outcome="mismatched" if found else "ok" if complete else "incomplete",
             elapsed_ns=self._clock.elapsed_ns, ops=self.work.ops, kernels=self.work.kernels, scopes=self.work.scopes,
             verification=verification, divergence=found[0] if found else None, memory=memory,
             scope_ns=times.totals() if times else {}, notes=self.notes, verdicts=verdicts,
+            unsupported=self.work.unsupported, left_out=left_out,
         )
 
     # --------------------------------------------------------------------------------------------------------- lifetime

@@ -6,7 +6,7 @@ from collections import defaultdict
 from typing import Any
 
 from .plan import Plan
-from .results import PeakMemory, ReplayResult, Verification
+from .results import PeakMemory, ReplayResult
 
 _SHOWN_VERDICTS = 20
 _SHOWN_INITIALIZERS = 12
@@ -26,10 +26,11 @@ def as_text(plan: Plan, result: ReplayResult) -> list[str]:
     lines = [
         plan.reader.path,
         f"replayed: {captured}, on {devices}",
+        *_left_out(result),
         f"time: {seconds(result.elapsed_ns)}" + (f", {result.elapsed_ns / ran / 1000:.2f} us an op" if ran else ""),
     ]
     lines += [f"  {path}: {seconds(spent)}" for path, spent in result.scope_ns.items() if "/" not in path]
-    lines += _verification(result.verification, result.divergence is None, ran == result.ops)
+    lines += _verification(result)
     if plan.substitution is not None and plan.substitution.report is not None:
         lines += plan.substitution.report.as_text()
     for each in result.memory:
@@ -54,13 +55,25 @@ def _ran(result: ReplayResult) -> int | None:
     return result.ops if result.divergence is None else None
 
 
-def _verification(verification: Verification, same: bool, whole: bool) -> list[str]:
+def _left_out(result: ReplayResult) -> list[str]:
+    """What is in the capture beside ops and was not done."""
+    records = f"{result.unsupported} unsupported record{'s' if result.unsupported > 1 else ''}"
+    lines = [f"not replayed: {records}, the work of which no replay does"] if result.unsupported else []
+    if result.left_out:
+        count = len(result.left_out)
+        records = f"{count} records that are" if count > 1 else "1 record that is"
+        lines.append(f"not replayed: {records} no op, first {result.left_out[0]}")
+    return lines
+
+
+def _verification(result: ReplayResult) -> list[str]:
+    verification = result.verification
     if verification.mode == "none":
         lines = [f"not verified: {reason}" for reason in verification.reasons]
         compared = verification.scalars or verification.structures
         return [*lines, f"  compared: {verification.compared}"] if compared else lines
-    found = "differs" if not same else "verified" if whole else "verified, what ran of it"
-    return [f"{found}: {verification.mode}", *(f"  why: {reason}" for reason in verification.reasons),
+    found = {"ok": "verified", "mismatched": "differs", "incomplete": "verified, what ran of it"}
+    return [f"{found[result.outcome]}: {verification.mode}", *(f"  why: {reason}" for reason in verification.reasons),
             f"  compared: {verification.compared}"]
 
 
@@ -122,6 +135,8 @@ def as_rows(plan: Plan, result: ReplayResult) -> list[dict[str, Any]]:
         ],
         "notes": list(result.notes),
         "findings": list(plan.findings),
+        "unsupported": result.unsupported,
+        "left_out": list(result.left_out),
         "verdicts": result.totals() or None,
     }
     initialized = [

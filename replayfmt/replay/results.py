@@ -118,7 +118,9 @@ class OpVerdict:
 class ReplayResult:
     """A finished replay. `elapsed_ns` counts the ops alone: state is restored and results are verified outside of it.
 
-    `scope_ns` maps scope paths to the time spent inside them, where that was asked for.
+    `outcome` is `ok` where everything in the capture was done again and nothing differs, `incomplete` where something
+    was left out: ops whose verdict says so, `unsupported` records, or what `left_out` names, which are records that are
+    no op. `scope_ns` maps scope paths to the time spent inside them, where that was asked for.
     """
 
     outcome: Literal["ok", "mismatched", "incomplete"]
@@ -133,6 +135,16 @@ class ReplayResult:
     verdicts: tuple[OpVerdict, ...] | None = None
     scope_ns: dict[str, int] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    unsupported: int = 0
+    left_out: tuple[str, ...] = ()
+
+    @property
+    def verified(self) -> str:
+        """One line: what was verified, of how much of the capture: never more than the outcome says."""
+        text = self.verification.text
+        if self.outcome == "mismatched":
+            return f"differs: {text}"
+        return text if self.outcome == "ok" or self.verification.mode == "none" else f"what ran of it: {text}"
 
     def totals(self) -> dict[Verdict, int]:
         """How many ops got each verdict; empty without keep_going."""

@@ -43,10 +43,11 @@ class KeepGoing:
         self._absent: dict[int, str] = {}           # storages whose content is not there, with the reason
         self._writer: dict[int, int] = {}           # storage → ordinal of the op that wrote it last
         self._verdicts: dict[int, OpVerdict] = {}
+        self.left_out: list[str] = []               # what records that are no op did not do
         self.result: Any = None                     # what the last op returned, where its step returns results
 
-    def run(self, steps: Iterable[Step], on_scope: OnScope | None) -> tuple[OpVerdict, ...]:
-        """Every op's verdict, in order."""
+    def run(self, steps: Iterable[Step], on_scope: OnScope | None) -> None:
+        """Go through all steps, whatever becomes of them."""
         for step in steps:
             found = len(self._judge.found)
             self._prepare(step)
@@ -55,6 +56,10 @@ class KeepGoing:
             else:
                 self._other(step, on_scope)
             self._blame(step, found)
+
+    @property
+    def verdicts(self) -> tuple[OpVerdict, ...]:
+        """Every op's verdict, in order."""
         return tuple(self._verdicts[ordinal] for ordinal in sorted(self._verdicts))
 
     def verdict(self, ordinal: int) -> OpVerdict:
@@ -147,15 +152,21 @@ class KeepGoing:
             usable = False
         if not usable:
             self._abandon(step)
+            self._leave_out(step, "it needs what is not there")
             return
         try:
             with suppress(StopReplay):
                 self._call(step, on_scope)
-        except ReplayFailed:
+        except ReplayFailed as error:
             if not step.storages:
                 raise       # everything after it may depend on it
+            self._leave_out(step, _cause(error))
             for storage in step.storages:
                 self._spoiled.setdefault(storage, step.ordinal)
+
+    def _leave_out(self, step: Step, reason: str) -> None:
+        name, _scope = self._machine.describe(step.ordinal)
+        self.left_out.append(f"ordinal {step.ordinal} ({name}): {reason}")
 
     def _blame(self, step: Step, found: int) -> None:
         """Give divergences to the op they are about: named by the record, or else the last that wrote the memory."""

@@ -57,8 +57,15 @@ def test_keeping_going_gives_every_op_one_verdict_and_totals_that_add_up(
     assert all(bool(each["reason"]) == (each["verdict"] != "ok") for each in verdicts)
     assert done.code == (0 if "closed" in row.name else 1), "findings are there, though every op may be ok"
 
+    whole = done.code == 0
+    assert (head["outcome"] == "ok") == whole, "an outcome never says more than the exit code"
+    assert head["unsupported"] == sum(row["kind"] == "unsupported" for row in map(
+        json.loads, tools("dump", "--format=jsonl", path).out.splitlines()))
     text = tools("run", "--keep-going", *flags, path)
     assert text.code == done.code
+    assert whole or not re.search("^verified: ", text.out, re.MULTILINE), text.out
+    if head["unsupported"]:
+        assert f"not replayed: {head['unsupported']} unsupported record" in text.out
     assert "verdicts: " + ", ".join(f"{count} {name}" for name, count in head["verdicts"].items()) in text.out
     for each in verdicts:
         if each["verdict"] != "ok":

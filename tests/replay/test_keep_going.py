@@ -134,6 +134,37 @@ def test_content_that_is_missing_refuses_its_readers(captured: Captured) -> None
     assert result.verification.mode == "none"
 
 
+def test_a_record_that_is_no_op_and_was_not_done_is_said_though_every_op_ran(
+    captured: Captured, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    array = np.ones(4, dtype=np.float32)
+    shared = torch.from_numpy(array)
+
+    def program() -> None:
+        shared.exp()
+        array[1] = 5
+        shared.sin()
+
+    def without_sin(record: Record, ints: list[int], floats: list[float]) -> bool:
+        kernel = names[record.signature.kernel]
+        return kernel is None or kernel.name != "aten::sin"
+
+    path = captured(program, digests="none")
+    with open_capture(path) as reader:
+        names = list(reader.kernels)
+    path = rewrite(path, tmp_path / "imported.opreplay", change=without_sin)
+    assert kept_going(path)[0].outcome == "ok"
+
+    def fails(*_arguments: Any) -> None:
+        raise OSError("the disk is gone")
+
+    monkeypatch.setattr("replayfmt.replay.content.Content.load", fails)
+    result, verdicts = kept_going(path)
+    assert [each.verdict for each in verdicts["exp"]] == ["ok"]
+    assert result.outcome == "incomplete"
+    assert result.left_out == ("ordinal 2 (storage_import): OSError: the disk is gone",)
+
+
 def test_content_imported_again_can_be_trusted_again(captured: Captured, tmp_path: Path) -> None:
     array = np.ones(4, dtype=np.float32)
     shared = torch.from_numpy(array)
