@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from replayfmt.errors import InvalidCapture, UsageError
+from replayfmt.errors import CaptureFailed, InvalidCapture, UsageError
 from replayfmt.format.model import Device
 from replayfmt.pytorch.op_libraries import ALIASES, OpLibraries
 
@@ -70,8 +70,9 @@ def import_kineto(path: str | PathLike[str], out: str | PathLike[str], *, librar
                   on_record: Callable[[int, int], None] | None = None) -> ImportReport:
     """Make the capture `out` of a profiler trace, and report on it.
 
-    Raises CaptureNotFound and InvalidCapture for a trace that cannot be read at all, OutputExists and CaptureFailed
-    where `out` cannot be written. A trace that is damaged gives what can be read of it; the report says what was not.
+    Raises CaptureNotFound and InvalidCapture for a trace that cannot be read at all, CaptureFailed where it has device
+    work and nothing can be taken for it, OutputExists and CaptureFailed where `out` cannot be written. A trace that is
+    damaged gives what can be read of it; the report says what was not.
     """
     if options.level not in LEVELS:
         raise UsageError(f"level={options.level!r}: expected one of {', '.join(LEVELS)}")
@@ -93,6 +94,12 @@ def import_kineto(path: str | PathLike[str], out: str | PathLike[str], *, librar
     if level == "auto":
         level = "launching" if len(events.work.start) else "leaf"
     selection = select(tree, events.ops.kind, facts, level)
+    if len(events.work.start) and not len(selection.chosen) and not (tree.work_launch >= 0).any():
+        raise CaptureFailed(f"{path}: none of its {len(events.work.start)} kernels and copies can be linked to a "
+                            "launch or an operator (no id of theirs, correlation or External id, is one of those), so "
+                            f"nothing is taken at level {level}"
+                            + ("; level leaf takes operators by what they are, without their kernels"
+                               if level == "launching" and events.ops.start else ""))
     report = ImportReport(Path(path).name, "kineto", problems=_problems(stream, events))
     _count(report, events, tree, selection, facts, level)
     trace = Trace(events, tree, selection, facts, Calls(operators, events.kinds), devices(events, report),

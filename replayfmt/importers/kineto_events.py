@@ -67,12 +67,15 @@ class Ops:
 
 @dataclass
 class Launches:
-    """Calls of a device's runtime."""
+    """Calls of a device's runtime. `name` indexes `names`; ids are -1 where there are none."""
 
     start: array = field(default_factory=_q)
     thread: array = field(default_factory=_q)
     correlation: array = field(default_factory=_q)
+    external: array = field(default_factory=_q)
+    name: array = field(default_factory=_q)
     graph: array = field(default_factory=lambda: array("b"))
+    names: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass
@@ -224,7 +227,7 @@ class Events:
         if number is None:
             number = self._kind_ids[key] = len(self.kinds)
             self.kinds.append(OpKind(name, annotation, recorded, about or None))
-        thread, external = self._thread(event), integer(arguments.get("External id", arguments.get("external id")))
+        thread, external = self._thread(event), _external(arguments)
         ops = self.ops
         ops.start.append(start)
         ops.duration.append(duration)
@@ -234,14 +237,17 @@ class Events:
 
     def _launch(self, event: dict[str, Any]) -> None:
         arguments = event.get("args") or {}
-        correlation = integer(arguments.get("correlation"))
-        if correlation < 0:
+        correlation, external = integer(arguments.get("correlation")), _external(arguments)
+        if correlation < 0 and external < 0:
             return
         start, thread, name = nanoseconds(event["ts"]), self._thread(event), str(event["name"])
-        self.launches.start.append(start)
-        self.launches.thread.append(thread)
-        self.launches.correlation.append(correlation)
-        self.launches.graph.append("graphlaunch" in name.lower())
+        launches = self.launches
+        launches.start.append(start)
+        launches.thread.append(thread)
+        launches.correlation.append(correlation)
+        launches.external.append(external)
+        launches.name.append(launches.names.setdefault(name, len(launches.names)))
+        launches.graph.append("graphlaunch" in name.lower())
 
     def _work(self, event: dict[str, Any], category: str) -> None:
         arguments = event.get("args") or {}
@@ -259,7 +265,7 @@ class Events:
         self.work.start.append(start)
         self.work.duration.append(duration)
         self.work.correlation.append(integer(arguments.get("correlation")))
-        self.work.external.append(integer(arguments.get("External id", arguments.get("external id"))))
+        self.work.external.append(_external(arguments))
         self.work.kind.append(number)
 
     def _memory(self, arguments: Any) -> None:
@@ -307,6 +313,10 @@ def integer(value: Any) -> int:
     except (TypeError, ValueError, OverflowError):
         return -1
     return number if 0 <= number < 1 << 62 else -1
+
+
+def _external(arguments: dict[str, Any]) -> int:
+    return integer(arguments.get("External id", arguments.get("external id")))
 
 
 def _triple(value: Any) -> tuple[int, ...] | None:

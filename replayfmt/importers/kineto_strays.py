@@ -34,18 +34,25 @@ class Stray:
 
 
 def unclaimed_work(events: Events, tree: Tree, work_of: np.ndarray, report: ImportReport) -> Iterator[Stray]:
-    """Launches whose work belongs to no operator (`work_of` is -1); work without a launch is counted in the report."""
+    """Launches whose work belongs to no operator (`work_of` is -1), and work without any id. Work with the id of a
+    launch that is not in the trace is counted in the report."""
     by_launch: dict[int, list[int]] = {}
-    lost = 0
+    lost: list[int] = []
     for each in np.flatnonzero(work_of < 0).tolist():
         launch = int(tree.work_launch[each])
         if launch < 0:
-            lost += 1
+            lost.append(each)
         else:
             by_launch.setdefault(launch, []).append(each)
-    if lost:
-        report.notes.append(f"{lost} pieces of device work were launched before the trace began, or by what it does "
-                            "not show; they are not in the capture")
+    unlinked = [each for each in lost if events.work.correlation[each] <= 0 and events.work.external[each] <= 0]
+    if len(lost) > len(unlinked):
+        report.notes.append(f"{len(lost) - len(unlinked)} pieces of device work were launched before the trace began, "
+                            "or by what it does not show; they are not in the capture")
+    if unlinked:
+        start = min(events.work.start[each] for each in unlinked)
+        yield Stray("unlinked device work", "outside_operator", f"{len(unlinked)} kernels and copies have neither a "
+                    "correlation id nor an external id: what launched them is not known", start, 0, -1,
+                    f"{len(unlinked)} kernels", work=unlinked)
     launches = events.launches
     for launch, work in by_launch.items():
         names = [events.work_kinds[events.work.kind[each]].name for each in work]

@@ -1,7 +1,7 @@
 """Who called whom in a profiler trace, who launched what, and which calls stand for the work.
 
-Events of one thread nest by time. A kernel belongs to the innermost operator that was running when it was launched,
-found by the launch's correlation id, or by the external id where the trace has no launches. `select` then chooses
+Events of one thread nest by time. A kernel belongs to the innermost operator that was running when it was launched;
+`kineto_links` finds its launch. `select` then chooses
 operators so that every piece of work is among them once: no operator is chosen inside another one.
 """
 
@@ -16,6 +16,7 @@ from typing import Literal
 import numpy as np
 
 from .kineto_events import Events
+from .kineto_links import ROUNDING_NS, link
 
 Level = Literal["auto", "leaf", "launching", "root"]
 LEVELS: tuple[Level, ...] = ("auto", "leaf", "launching", "root")
@@ -83,11 +84,9 @@ def build(events: Events, annotations: np.ndarray, detached: np.ndarray | None =
     events.problems[_CROSSING] += nesting.crossing
     events.problems[_MOMENTS] += nesting.moments
     parent, scope = np.asarray(nesting.parent, np.int64), np.asarray(nesting.scope, np.int64)
-    tree = Tree(order[order < count], parent[:count], scope[:count], np.full(len(events.work.start), -1, np.int64),
-                np.full(len(events.work.start), -1, np.int64), parent[count:], scope[count:],
-                np.zeros(len(events.work.start), bool))
-    _attribute(events, tree, annotations)
-    return tree
+    links = link(events, parent[count:], annotations)
+    return Tree(order[order < count], parent[:count], scope[:count], links.op, links.launch, parent[count:],
+                scope[count:], links.by_graph)
 
 
 def _array(values: Sequence[int]) -> np.ndarray:
@@ -104,7 +103,6 @@ def compact(values: np.ndarray) -> array:
 _CROSSING = "begin inside another one of their thread and end after it; they are taken for calls beside it"
 _MOMENTS = ("of no length are at the moment that an operator ends which does its work by calls; they are taken for "
             "calls of it")
-_ROUNDING_NS = 1000     # clocks of whole microseconds, and microseconds since 1970 in a double
 _DEEPEST = 512          # callers looked at for one that ends late enough
 
 
@@ -157,60 +155,12 @@ class _Nesting:
         for each in stack[: -_DEEPEST - 1 : -1]:
             if each[0] <= begin and not (moment and each[0] == begin and self._calling[each[1]]):
                 continue
-            if late or each[0] + _ROUNDING_NS >= end:
+            if late or each[0] + ROUNDING_NS >= end:
                 found = each
                 break
             crossing = True
         self.crossing += crossing
         return found
-
-
-def _attribute(events: Events, tree: Tree, annotations: np.ndarray) -> None:
-    """Find the event that launched each piece of device work."""
-    work, launches = events.work, events.launches
-    correlation, external = _array(work.correlation), _array(work.external)
-    found, launch, shared = _latest(_array(launches.correlation), _array(launches.start), tree.launch_op, correlation,
-                                    _array(work.start))
-    events.problems[_SHARED.format("correlation id", "launches")] += shared
-    tree.work_launch[found] = launch[found]
-    tree.by_graph[found] = np.asarray(launches.graph, bool)[launch[found]]
-    tree.work_op[found] = tree.launch_op[launch[found]]
-    missing = np.where((tree.work_op < 0) & ~tree.by_graph, external, -1)
-    ids = np.where(annotations, -1, _array(events.ops.external))
-    found, op, shared = _latest(ids, _array(events.ops.start), np.arange(len(ids)), missing, _array(work.start))
-    events.problems[_SHARED.format("external id", "operators")] += shared
-    tree.work_op[found] = op[found]
-    tree.work_op[tree.by_graph] = -1
-
-
-_SHARED = "of device work have a {} that several {} have; each is taken for the last of these that began before it"
-
-
-def _latest(ids: np.ndarray, starts: np.ndarray, meaning: np.ndarray, wanted: np.ndarray,
-            before: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:
-    """Of the holders of each wanted id (-1: none is wanted) the last one that started before a time, or else the first.
-
-    Returns a mask of what was found, the holders' indices, and for how many several with different meanings compete.
-    """
-    by_id = np.argsort(ids, kind="stable")
-    held = ids[by_id]
-    begins = np.flatnonzero(np.concatenate(([True], held[1:] != held[:-1]))) if len(held) else held
-    group = np.searchsorted(held[begins], wanted)
-    found = (wanted >= 0) & (group < len(begins))
-    found[found] = held[begins[group[found]]] == wanted[found]
-    if not found.any():
-        return found, np.full(len(wanted), -1, np.int64), 0
-    differ = np.minimum.reduceat(meaning[by_id], begins) != np.maximum.reduceat(meaning[by_id], begins)
-    # Holders and those who want one in one order, by id and time: the last holder before each is the one.
-    keys, times = np.concatenate((ids, wanted[found])), np.concatenate((starts, before[found]))
-    order = np.lexsort((np.arange(len(keys)) >= len(ids), times, keys))
-    holders = order < len(ids)
-    last = np.maximum.accumulate(np.where(holders, np.arange(len(order)), -1))
-    following = np.minimum.accumulate(np.where(holders, np.arange(len(order)), len(order))[::-1])[::-1]
-    for_want = np.where((last >= 0) & (keys[order[last]] == keys[order]), last, np.minimum(following, len(order) - 1))
-    chosen = np.full(len(wanted), -1, np.int64)
-    chosen[np.flatnonzero(found)[order[~holders] - len(ids)]] = order[for_want[~holders]]
-    return found, chosen, int(differ[group[found]].sum())
 
 
 @dataclass
