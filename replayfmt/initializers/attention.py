@@ -8,11 +8,12 @@ block table is a permutation of the cache's blocks: each sequence reads blocks o
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
 import numpy as np
 import torch
 
-from .batches import Batch, batch_for
+from .batches import Batch, GivenLengths, batch_for
 from .registry import Initializer
 from .request import Request, first_integer, first_name, first_tensor
 
@@ -98,8 +99,40 @@ def plan_batch(request: Request) -> tuple[Batch, int, int] | None:
     listed = _pages_room(request)
     if listed is not None:
         own = min(own, listed // sequences)
-    batch = batch_for(request, sequences, tokens, min(limits), room=max(own, 1) * block * sequences)
+    batch = batch_for(request, sequences, tokens, min(limits), room=max(own, 1) * block * sequences,
+                      given=_given(request, block, tokens // sequences if _appends(request) else 0))
     return None if batch is None else (batch, blocks, block)
+
+
+def _appends(request: Request) -> bool:
+    """Whether the kernel appends the new tokens itself, and is told how long contexts were before."""
+    before = first_tensor(request.call, CACHES if request.call.tensor("k_new") is None else _KEYS) is not None
+    return before and first_tensor(request.call, _NEW_KEYS) is not None
+
+
+def _known(request: Request, names: Iterable[str]) -> tuple[np.ndarray, str] | None:
+    """The first of these arguments whose content is there already: captured, or made by an earlier initializer."""
+    for name in names:
+        content = None if name in request.wanted else request.known(name)
+        if content is not None:
+            return content.numpy().astype(np.int64).reshape(-1), name
+    return None
+
+
+def _given(request: Request, block: int, appended: int) -> GivenLengths:
+    """The lengths that the call's content says already. `appended`: new tokens that contexts do not count yet."""
+    given = GivenLengths()
+    if (starts := _known(request, QUERY_STARTS)) is not None:
+        given.queries, given.queries_by = np.diff(starts[0]), starts[1]
+    if (lengths := _known(request, LENGTHS)) is not None:
+        given.keys, given.keys_by = lengths[0] + appended, lengths[1]
+    elif (starts := _known(request, KEY_STARTS)) is not None:
+        given.keys, given.keys_by = np.diff(starts[0]), starts[1]
+    elif (pages := _known(request, PAGE_STARTS)) is not None:
+        last, counts = _known(request, LAST_PAGES), np.diff(pages[0])
+        given.keys = np.where(counts > 0, (counts - 1) * block + (block if last is None else last[0]), 0)
+        given.keys_by = pages[1]
+    return given
 
 
 def _fill(request: Request) -> Mapping[str, torch.Tensor]:
@@ -112,9 +145,7 @@ def _fill(request: Request) -> Mapping[str, torch.Tensor]:
         request.note(f"{request.call.name}: the sequences need {int(needed.sum())} blocks and the cache has {blocks}, "
                      "so some blocks are read by several sequences")
     starts = np.concatenate(([0], np.cumsum(needed)))
-    # A kernel that appends the new tokens itself is told how long contexts were before.
-    before = first_tensor(request.call, CACHES if request.call.tensor("k_new") is None else _KEYS) is not None
-    appended = batch.query_lengths if before and first_tensor(request.call, _NEW_KEYS) is not None else 0
+    appended = batch.query_lengths if _appends(request) else 0
     made: dict[str, torch.Tensor] = {}
     for label, info in request.wanted.items():
         values = np.zeros(info.sizes, np.int64)
@@ -142,9 +173,7 @@ def _accepts(request: Request) -> bool:
     """Whether the call is a paged attention whose tensors tell enough; notes are made when it is filled."""
     integral = all(not info.dtype.is_floating_point for info in request.wanted.values())
     paged = first_tensor(request.call, (*TABLES, *PAGES)) is not None
-    quiet = Request(request.call, request.wanted, request.uses, request.demand, request.recipe, request.version,
-                    request.seed)
-    planned = plan_batch(quiet) if integral and paged else None
+    planned = plan_batch(replace(request, notes=[])) if integral and paged else None
     if planned is None:
         return False
     batch, _blocks, block = planned

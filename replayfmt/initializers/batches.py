@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from replayfmt.errors import UsageError
 from replayfmt.pytorch.iterations import Iteration, Requests, parse_iteration
 
 from .request import Request
@@ -28,6 +29,16 @@ class Batch:
     source: str
 
 
+@dataclass
+class GivenLengths:
+    """What the call's content says already of each sequence, None where it does not, and the arguments that say it."""
+
+    queries: np.ndarray | None = None
+    queries_by: str = ""
+    keys: np.ndarray | None = None
+    keys_by: str = ""
+
+
 def iteration_of(request: Request) -> Iteration | None:
     """What the innermost scope says that is a serving engine's step."""
     for name in reversed(request.call.scope.split("/")):
@@ -37,17 +48,22 @@ def iteration_of(request: Request) -> Iteration | None:
     return None
 
 
-def batch_for(request: Request, sequences: int, tokens: int, longest: int, *, room: int | None = None) -> Batch | None:
+def batch_for(request: Request, sequences: int, tokens: int, longest: int, *, room: int | None = None,
+              given: GivenLengths | None = None) -> Batch | None:
     """The batch of `sequences` with `tokens` new tokens together and contexts of up to `longest` tokens.
 
     `room` is how many tokens of context the cache holds for all of them, None where there is no such limit. None where
     no batch fits. The annotation is taken where its counts are those of the tensors (padding sequences of a graph
     apart); otherwise each sequence decodes one token if there are as many tokens as sequences, and else the tokens are
-    prefilled in equal shares.
+    prefilled in equal shares. What is `given` comes before all that; UsageError where it cannot be.
     """
     iteration = iteration_of(request)
+    given = given or GivenLengths()
     if sequences < 1 or longest < 1 or tokens < 0:
         return None
+    _check(given, sequences, tokens, longest)
+    if given.queries is not None or given.keys is not None:
+        return _as_given(request, given, sequences, tokens, longest, room)
     split = None if iteration is None else _annotated(iteration, sequences, tokens)
     if split is not None:
         assert iteration is not None
@@ -65,6 +81,45 @@ def batch_for(request: Request, sequences: int, tokens: int, longest: int, *, ro
     request.note(f"{request.call.name}: {phase}, {sequences} sequences, {tokens} new tokens, contexts of {key.min()} "
                  f"to {key.max()} tokens; from {source}")
     return Batch(query, key, phase, source)
+
+
+def _check(given: GivenLengths, sequences: int, tokens: int, longest: int) -> None:
+    """Raises UsageError where given lengths are none that the call's tensors can have."""
+    for lengths, name in ((given.queries, given.queries_by), (given.keys, given.keys_by)):
+        if lengths is not None and (len(lengths) != sequences or lengths.min() < 0 or lengths.max() > longest):
+            raise UsageError(f"{name} says {len(lengths)} lengths from {lengths.min()} to {lengths.max()}; the call's "
+                             f"other arguments have place for {sequences} of up to {longest} tokens")
+    if given.queries is not None and int(given.queries.sum()) > tokens:
+        raise UsageError(f"{given.queries_by} says {given.queries.sum()} new tokens; the call has {tokens}")
+    if given.queries is not None and given.keys is not None and np.any(given.keys < given.queries):
+        raise UsageError(f"{given.keys_by} says contexts that are shorter than the new tokens of {given.queries_by}")
+
+
+def _as_given(request: Request, given: GivenLengths, sequences: int, tokens: int, longest: int,
+              room: int | None) -> Batch | None:
+    """A batch whose new tokens, contexts, or both are given; the others fit them."""
+    query, key = given.queries, given.keys
+    if query is None:
+        assert key is not None
+        iteration = iteration_of(request)
+        split = None if iteration is None else _annotated(iteration, sequences, tokens)
+        query = split if split is not None and np.all(split <= key) else _within(key, tokens)
+    if query.max() > longest:
+        return None
+    if key is None:
+        key = _contexts(request, None, query, longest, room)
+    phase = "decode" if query.max() <= 1 else "prefill" if query[query > 0].min() > 1 else "mixed"
+    source = " and ".join(name for name in (given.queries_by, given.keys_by) if name)
+    request.note(f"{request.call.name}: {phase}, {sequences} sequences, {query.sum()} new tokens, contexts of "
+                 f"{key.min()} to {key.max()} tokens; from the content of {source}")
+    return Batch(query, key, phase, source)
+
+
+def _within(key: np.ndarray, tokens: int) -> np.ndarray:
+    """New tokens of each sequence: equal shares where contexts are that long, the others first come, first."""
+    query = np.minimum(_shares(tokens, len(key)), key)
+    room = key - query
+    return query + np.clip(tokens - int(query.sum()) - (np.cumsum(room) - room), 0, room)
 
 
 def _annotated(iteration: Iteration, sequences: int, tokens: int) -> np.ndarray | None:

@@ -173,6 +173,11 @@ def _fill_sorted(request: Request) -> Mapping[str, torch.Tensor]:
     request.note(f"{request.call.name}: {sizes.tokens} tokens to {sizes.each} of {sizes.experts} experts each, "
                  f"{_routing(request)}; {valid - sizes.tokens * sizes.each} of {valid} slots are padding to blocks of "
                  f"{sizes.block}")
+    others = [name for name in (*_SORTED, *_EXPERTS, *_VALID)
+              if name not in request.wanted and request.call.tensor(name) is not None]
+    if others:
+        request.note(f"{request.call.name}: {', '.join(request.wanted)} filled for experts drawn on their own: the "
+                     f"content of {', '.join(others)} comes from elsewhere")
     made: dict[str, torch.Tensor] = {}
     for label, info in request.wanted.items():
         values = np.zeros(info.elements, np.int64)

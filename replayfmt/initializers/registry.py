@@ -78,6 +78,12 @@ class Initializer:
 
     def __str__(self) -> str:
         """What it matches, in one line."""
+        what = self.wanted
+        return f"{what}: {self.description}" if self.description else what
+
+    @property
+    def wanted(self) -> str:
+        """What it is for, without its description."""
         parts = []
         if self.op is not None:
             parts.append(self.op + (f"({', '.join(self.arguments)})" if self.arguments else ""))
@@ -87,8 +93,7 @@ class Initializer:
             parts.append(known or " or ".join(names))
         if self.roles:
             parts.append("role " + " or ".join(sorted(role.name for role in self.roles)))
-        what = ", ".join(parts) or "anything"
-        return f"{what}: {self.description}" if self.description else what
+        return ", ".join(parts) or "anything"
 
 
 _registered: list[Initializer] = []
@@ -156,7 +161,8 @@ class Registry:
         for each in given:
             if not isinstance(each, Initializer):
                 raise UsageError(f"initializers are Initializer objects, not {_type_name(each)}")
-        self.initializers = (*given, *_registered, *BUILT_IN)
+        self.users = (*given, *_registered)
+        self.initializers = (*self.users, *BUILT_IN)
 
     def __iter__(self) -> Iterator[Initializer]:
         return iter(self.initializers)

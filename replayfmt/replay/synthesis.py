@@ -10,7 +10,6 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import torch
 import xxhash
@@ -22,11 +21,11 @@ from replayfmt.format.reader import CaptureReader
 from replayfmt.initializers import Call, Demand, Initializer, Registry, Request, Role, TensorInfo, Use
 from replayfmt.initializers.demands import Conflict, combine, pull_back
 from replayfmt.initializers.floats import contradiction
-from replayfmt.initializers.integers import Unsatisfiable
 from replayfmt.initializers.roles import is_integral
 from replayfmt.pytorch.dtypes import TORCH_DTYPE
 from replayfmt.pytorch.memory import make_view, new_storage, undispatched
 
+from .filling import Wrong, by_label, called, check
 from .ranges import Range, Ranges
 from .resolve import ResolvedKernel
 from .scan import Scan
@@ -65,8 +64,22 @@ class _Choice:
     made: torch.Tensor | None = None
 
 
-class _Wrong(Exception):
-    """An initializer gave something that cannot be used; the message is a phrase."""
+@dataclass
+class _Sought:
+    """Content that is wanted, and what is known of it. `dtype` is None where its uses do not agree on one; `whole` is
+    the request for all of the storage, once it was needed."""
+
+    entrance: Entrance
+    found: list[FoundUse]
+    demand: Demand | Conflict | None
+    recipe: Recipe | None
+    dtype: torch.dtype | None
+    whole: Request | None = None
+
+    @property
+    def role(self) -> Role | None:
+        """None where uses do not tell."""
+        return self.demand.role if isinstance(self.demand, Demand) else None
 
 
 class Synthesis:
@@ -95,14 +108,18 @@ class Synthesis:
     @property
     def initialized(self) -> list[Initialized]:
         """Everything that is filled, in capture order."""
-        return [choice.filled for choice in self._choices.values()]
+        return [self._choices[key].filled for key in self._wanted if key in self._choices]
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What a user has to know: what initializers said."""
+        """What a user has to know: what initializers said, and which of the user's were not needed."""
+        used = {id(choice.initializer) for choice in self._choices.values()}
+        unused = tuple(f"initializer {each.name}, for {each.wanted}, filled nothing: the capture has no such "
+                       "use, has its content, or another initializer came first"
+                       for each in self._registry.users if id(each) not in used)
         if not self.reason:
-            return ()
-        return (*dict.fromkeys(self._notes),
+            return unused
+        return (*dict.fromkeys(self._notes), *unused,
                 "values that the program read and branched on are the captured ones, whatever the replay computes")
 
     @cached_property
@@ -132,7 +149,7 @@ class Synthesis:
         if content is None:
             try:
                 content = self._make(choice)
-            except _Wrong as wrong:
+            except Wrong as wrong:
                 raise ReplayRefused(f"{self._reader.path}: {wrong}", (str(wrong),)) from wrong.__cause__
         view = choice.filled.tensor
         length = view.elements * view.dtype.itemsize
@@ -143,20 +160,36 @@ class Synthesis:
     # --------------------------------------------------------------------------------------------------------- choosing
 
     def _choose(self, entrances: list[Entrance]) -> None:
-        refusals: dict[tuple[str, str], list[tuple[int, int]]] = defaultdict(list)
+        """Try each initializer on everything that is still without one, so that an earlier one never finds its content
+        filled by a later one that fills several arguments together; what is known by then, later ones fit to."""
         self._find_constants(entrances)
-        for entrance in entrances:
-            if (entrance.storage, entrance.version) in self._choices:
-                continue        # filled together with another
-            found = self._uses.of(entrance.storage)
-            demand = self._demand(entrance.storage)
+        wrong: dict[tuple[int, int], str] = {}
+        sought: dict[tuple[int, int], _Sought] = {}
+        for key, entrance in self._wanted.items():
             try:
-                self._choose_for(entrance, found, demand)
-            except _Wrong as wrong:
-                first = found[0].ordinal if found else entrance.ordinal
-                refusals[self._subject(entrance, found), str(wrong)].append((entrance.storage, first))
-                self._refused[entrance.storage, entrance.version] = (
-                    f"the content of storage {entrance.storage} is not in the capture: {wrong}")
+                sought[key] = self._seek(entrance)
+            except Wrong as error:
+                wrong[key] = str(error)
+        for initializer in self._registry:
+            for key, each in list(sought.items()):
+                if key not in self._choices:
+                    try:
+                        self._offer(initializer, each)
+                    except Wrong as error:
+                        wrong[key] = str(error)
+                if key in self._choices or key in wrong:
+                    del sought[key]
+        wrong |= {key: self._nothing_matches(each.found, each.demand, each.dtype) for key, each in sought.items()}
+        self._refuse({key: wrong[key] for key in self._wanted if key in wrong})
+
+    def _refuse(self, wrong: Mapping[tuple[int, int], str]) -> None:
+        """What cannot be filled, with the reason: one finding for all that are alike."""
+        refusals: dict[tuple[str, str], list[tuple[int, int]]] = defaultdict(list)
+        for (storage, version), reason in wrong.items():
+            entrance, found = self._wanted[storage, version], self._uses.of(storage)
+            first = found[0].ordinal if found else entrance.ordinal
+            refusals[self._subject(entrance, found), reason].append((storage, first))
+            self._refused[storage, version] = f"the content of storage {storage} is not in the capture: {reason}"
         policy = self._reader.session.policies.get("payload", "not recorded")
         for (subject, reason), places in refusals.items():
             self.findings.append(f"{_named([storage for storage, _first in places])} ({subject}, first at ordinal "
@@ -192,29 +225,28 @@ class Synthesis:
         dtype = str(tensor.dtype).removeprefix("torch.")
         return f"{dtype}{list(tensor.sizes)}, {first.label} of {first.op}"
 
-    def _choose_for(self, entrance: Entrance, found: list[FoundUse], demand: Demand | Conflict | None) -> None:
-        """Find the first initializer that matches. Raises _Wrong where none does, or what it makes is no good."""
+    def _seek(self, entrance: Entrance) -> _Sought:
+        """What is known of content that is wanted. Raises Wrong where its recipe is impossible."""
+        found, demand = self._uses.of(entrance.storage), self._demand(entrance.storage)
         recipe = self._recipe(entrance)
-        dtype = self._dtype(entrance, found, recipe)
-        role = demand.role if isinstance(demand, Demand) else None
-        whole = None if dtype is None else self._whole_request(entrance, found, demand, recipe, dtype)
-        for initializer in self._registry:
-            if initializer.whole:
-                if whole is None or not initializer.matches_content(whole.tensor.dtype, role):
-                    continue
-                request = whole
-            else:
-                use = self._match(initializer, found, role)
-                if use is None:
-                    continue
-                request = self._request(entrance, initializer, use, found, demand, recipe)
-            try:
-                if initializer.accepts is None or initializer.accepts(request):
-                    self._take(initializer, request, entrance, demand)
-                    return
-            except OpReplayError as error:
-                raise _Wrong(f"initializer {initializer.name}: {error}") from error
-        raise _Wrong(self._nothing_matches(found, demand, dtype))
+        return _Sought(entrance, found, demand, recipe, self._dtype(entrance, found, recipe))
+
+    def _offer(self, initializer: Initializer, sought: _Sought) -> None:
+        """Take an initializer if it matches. Raises Wrong where what it makes is no good."""
+        if initializer.whole:
+            if sought.dtype is None or not initializer.matches_content(sought.dtype, sought.role):
+                return
+            request = sought.whole = sought.whole or self._whole_request(sought, sought.dtype)
+        else:
+            use = self._match(initializer, sought.found, sought.role)
+            if use is None:
+                return
+            request = self._request(sought, initializer, use)
+        try:
+            if initializer.accepts is None or initializer.accepts(request):
+                self._take(initializer, request, sought)
+        except OpReplayError as error:
+            raise Wrong(f"initializer {initializer.name}: {error}") from error
 
     def _match(self, initializer: Initializer, found: list[FoundUse], role: Role | None) -> Use | None:
         """The first use that an initializer for an operator is for."""
@@ -240,27 +272,29 @@ class Synthesis:
         if recipe is not None:
             problem = contradiction(recipe)
             if problem is not None:
-                raise _Wrong(f"its recipe contradicts itself: {problem}")
+                raise Wrong(f"its recipe contradicts itself: {problem}")
         return recipe
 
-    def _whole_request(self, entrance: Entrance, found: list[FoundUse], demand: Demand | Conflict | None,
-                       recipe: Recipe | None, dtype: torch.dtype) -> Request:
+    def _whole_request(self, sought: _Sought, dtype: torch.dtype) -> Request:
+        entrance, found = sought.entrance, sought.found
         born = self._reader.storage(entrance.storage)
         info = TensorInfo(entrance.storage, dtype, (born.bytes // dtype.itemsize,), (1,), 0,
                           str(self._reader.devices[born.device]))
         first = self._uses.use(found[0]) if found else None
-        return Request(_NOBODY if first is None else first.call, {"storage" if first is None else first.label: info},
-                       self._all(found), demand if isinstance(demand, Demand) else None, recipe, entrance.version,
-                       self._seed(entrance, recipe), self._content, self._notes, self._registry.options)
+        return self._asked(sought, _NOBODY if first is None else first.call,
+                           {"storage" if first is None else first.label: info})
 
-    def _request(self, entrance: Entrance, initializer: Initializer, use: Use, found: list[FoundUse],
-                 demand: Demand | Conflict | None, recipe: Recipe | None) -> Request:
+    def _request(self, sought: _Sought, initializer: Initializer, use: Use) -> Request:
         assert use.view is not None
         wanted = {use.label: use.view}
         if initializer.joint:
-            wanted |= self._companions(initializer, use, entrance.version)
-        return Request(use.call, wanted, self._all(found), demand if isinstance(demand, Demand) else None, recipe,
-                       entrance.version, self._seed(entrance, recipe), self._content, self._notes,
+            wanted |= self._companions(initializer, use, sought.entrance.version)
+        return self._asked(sought, use.call, wanted)
+
+    def _asked(self, sought: _Sought, call: Call, wanted: Mapping[str, TensorInfo]) -> Request:
+        demand = sought.demand if isinstance(sought.demand, Demand) else None
+        return Request(call, wanted, tuple(map(self._uses.use, sought.found)), demand, sought.recipe,
+                       sought.entrance.version, self._seed(sought.entrance, sought.recipe), self._content, self._notes,
                        self._registry.options)
 
     def _companions(self, initializer: Initializer, use: Use, version: int) -> Mapping[str, TensorInfo]:
@@ -272,9 +306,6 @@ class Synthesis:
                 companions[each.label] = each.view
         return companions
 
-    def _all(self, found: list[FoundUse]) -> tuple[Use, ...]:
-        return tuple(map(self._uses.use, found))
-
     def _seed(self, entrance: Entrance, recipe: Recipe | None) -> int:
         if recipe is not None:
             return recipe.seed
@@ -282,31 +313,29 @@ class Synthesis:
 
     # ----------------------------------------------------------------------------------------------------------- making
 
-    def _take(self, initializer: Initializer, request: Request, entrance: Entrance,
-              demand: Demand | Conflict | None) -> None:
-        """Keep an initializer for what it is wanted for, with the content where that is made now."""
-        made: Mapping[str, torch.Tensor] = {}
+    def _take(self, initializer: Initializer, request: Request, sought: _Sought) -> None:
+        """Keep an initializer for what it is wanted for, with the content where that is made now. Raises Wrong."""
+        entrance, made, choices = sought.entrance, dict[str, torch.Tensor](), dict[tuple[int, int], _Choice]()
         eager = initializer.joint or is_integral(request.tensor.dtype)
         if eager and not (initializer.whole and not request.uses):
-            content = _called(initializer, request)
-            made = _by_label(initializer, request, content)
+            made = by_label(initializer, request, called(initializer, request))
         for label, info in request.wanted.items():
-            other = self._wanted.get((info.storage, entrance.version))
-            if other is None:
+            if (info.storage, entrance.version) not in self._wanted:
                 continue
-            own = demand if info.storage == entrance.storage else self._demand(info.storage)
+            own = sought.demand if info.storage == entrance.storage else self._demand(info.storage)
             if label in made:
-                _check(initializer, request, label, info, made[label], own)
+                check(initializer, request, label, info, made[label], own)
             born = self._reader.storage(info.storage)
             why = own.why if isinstance(own, Demand) else ""
             filled = Initialized(info.storage, entrance.version, born.bytes, info, initializer.name, request.call.name,
                                  label, request.call.ordinal, why)
-            self._choices[info.storage, entrance.version] = _Choice(initializer, request, filled, made.get(label))
+            choices[info.storage, entrance.version] = _Choice(initializer, request, filled, made.get(label))
+        self._choices |= choices
 
     def _make(self, choice: _Choice) -> torch.Tensor:
-        content = _by_label(choice.initializer, choice.request, _called(choice.initializer, choice.request))
+        content = by_label(choice.initializer, choice.request, called(choice.initializer, choice.request))
         label, info = choice.request.label, choice.request.tensor
-        _check(choice.initializer, choice.request, label, info, content[label], None)
+        check(choice.initializer, choice.request, label, info, content[label], None)
         return content[label]
 
     def _content(self, info: TensorInfo) -> torch.Tensor | None:
@@ -368,49 +397,6 @@ def _demanded(found: list[FoundUse]) -> Demand | Conflict | None:
     if len(known) < len(demands):
         return None
     return combine(known) if known else Demand(Role.number)
-
-
-def _called(initializer: Initializer, request: Request) -> Any:
-    # Whatever it draws from PyTorch's generator is the same every time, and no draw of the replay's.
-    generator = torch.default_generator
-    state = generator.get_state()
-    generator.manual_seed(request.seed & (1 << 63) - 1)
-    try:
-        return initializer.fill(request)
-    except Unsatisfiable as error:
-        raise _Wrong(str(error)) from error
-    except Exception as error:
-        message = str(error).strip().partition("\n")[0]
-        raise _Wrong(f"initializer {initializer.name} failed: {type(error).__name__}: {message}") from error
-    finally:
-        generator.set_state(state)
-
-
-def _by_label(initializer: Initializer, request: Request, content: Any) -> dict[str, torch.Tensor]:
-    if not initializer.joint:
-        content = {request.label: content}
-    if not isinstance(content, Mapping) or set(content) != set(request.wanted):
-        got = sorted(map(str, content)) if isinstance(content, Mapping) else type(content).__name__
-        raise _Wrong(f"initializer {initializer.name} gave {got}; a joint one gives a mapping with exactly "
-                     f"{sorted(request.wanted)}")
-    return dict(content)
-
-
-def _check(initializer: Initializer, request: Request, label: str, info: TensorInfo, content: Any,
-           demand: Demand | Conflict | None) -> None:
-    """Whether content is what was wanted. Raises _Wrong."""
-    name = f"initializer {initializer.name} for {label} of {request.call.name}"
-    if not isinstance(content, torch.Tensor) or content.layout is not torch.strided:
-        raise _Wrong(f"{name} gave {type(content).__name__}, expected a tensor")
-    if content.dtype is not info.dtype or tuple(content.shape) != info.sizes:
-        raise _Wrong(f"{name} gave {content.dtype}{list(content.shape)}, expected {info.dtype}{list(info.sizes)}")
-    if not isinstance(demand, Demand) or not is_integral(content.dtype) or not content.numel():
-        return
-    values = content.numpy(force=True)      # torch has no min for uint16, uint32 and uint64
-    low, high = int(values.min()), int(values.max())
-    if (demand.low is not None and low < demand.low) or (demand.high is not None and high > demand.high):
-        raise _Wrong(f"{name} gave values from {low} to {high}, but it is {demand.why}: expected {demand.low} to "
-                     f"{demand.high}")
 
 
 def _named(storages: list[int]) -> str:

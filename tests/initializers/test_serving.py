@@ -10,7 +10,7 @@ import torch
 
 import replayfmt
 from replayfmt.errors import ReplayRefused, UsageError
-from replayfmt.initializers import Registry, register, unregister
+from replayfmt.initializers import Initializer, Registry, register, unregister
 from replayfmt.initializers.experts import parse_routing
 
 from .serving import engines
@@ -219,6 +219,55 @@ def test_an_initializer_of_the_user_comes_first(tmp_path, done):
     finally:
         unregister("mine")
     assert done["experts"] == 4 and done["busiest"] == 64
+
+
+def mine(operator, argument, values, name="mine"):
+    """An initializer as a user writes it."""
+    return Initializer(name, lambda request: torch.tensor(values, dtype=request.tensor.dtype), op=operator,
+                       arguments=(argument,))
+
+
+def test_an_initializer_of_the_user_comes_first_where_a_built_in_one_fills_several_arguments(tmp_path, done):
+    lengths = [5, 33, 200, 16, 1, 90, 17, 64]
+    notes = replayed(tmp_path / "a.opreplay", paged(blocks=64), DECODE,
+                     initializers=[mine("_C::paged_attention_v1", "seq_lens", lengths)])
+    assert done["tokens_read"] == sum(lengths) and done["longest"] == 200
+    assert done["blocks_read"] == sum(-(-length // 16) for length in lengths), "the table lists what the lengths need"
+    assert "contexts of 1 to 200 tokens; from the content of seq_lens" in notes
+    notes = replayed(tmp_path / "b.opreplay", varlen(24, 6), MIXED,
+                     initializers=[mine("*varlen*", "cu_seqlens_q", [0, 1, 2, 3, 4, 5, 24])])
+    assert done["decodes"] == 5 and done["queries"] == 24 and "mixed, 6 sequences" in notes
+    replayed(tmp_path / "c.opreplay", varlen(24, 6), initializers=[mine("*varlen*", "seqused_k", [1, 2, 3, 4, 5, 90])])
+    assert done["queries"] == 24 and done["products"] == 1 + 4 + 9 + 16 + 25 + 9 * 90
+
+
+def test_an_initializer_by_role_or_dtype_comes_before_a_joint_built_in_one_too(tmp_path, done):
+    made = Initializer("ones", lambda request: torch.ones(request.tensor.sizes, dtype=request.tensor.dtype),
+                       dtypes=frozenset({torch.int32}))
+    replayed(tmp_path / "a.opreplay", paged(), DECODE, initializers=[made])
+    assert done["tokens_read"] == 8 and done["blocks_read"] == 1
+
+
+def test_lengths_of_the_user_that_the_call_has_no_place_for_are_refused(tmp_path, done):
+    with pytest.raises(ReplayRefused) as refused:
+        replayed(tmp_path / "a.opreplay", paged(), initializers=[mine("*", "seq_lens", [9999] * 8)])
+    assert any("seq_lens says 8 lengths from 9999 to 9999" in finding for finding in refused.value.findings)
+
+
+def test_experts_of_the_user_are_kept_and_the_pairs_are_said_not_to_be_sorted_by_them(tmp_path, done):
+    notes = replayed(tmp_path / "a.opreplay", moe(), initializers=[mine("*", "expert_ids", [3] * 40)])
+    assert done["experts"] == 1 and done["pairs"] == done["distinct"] == 64
+    assert "the content of expert_ids comes from elsewhere" in notes
+
+
+def test_an_initializer_of_the_user_that_fills_nothing_is_named(tmp_path, done):
+    notes = replayed(tmp_path / "a.opreplay", moe(), initializers=[mine("*", "expert_id", [3] * 40),
+                                                                   mine("*", "expert_ids", [3] * 40, "other")])
+    assert "initializer mine, for *(expert_id), filled nothing" in notes and "initializer other" not in notes
+    with replayfmt.capture(tmp_path / "b.opreplay"):
+        torch.ones(2).exp()
+    with replayfmt.Plan(tmp_path / "b.opreplay", initializers=[mine("aten::exp", "self", [1.0])]) as plan:
+        assert "initializer mine, for aten::exp(self), filled nothing" in " | ".join(plan.notes)
 
 
 @pytest.mark.parametrize("text", ["", "zip", "zipf:", "zipf:x", "zipf:-1", "uniform:2"])
