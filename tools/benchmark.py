@@ -144,3 +144,7 @@ def _progress() -> Iterator[Callable[[str, int, int | None], None] | None]:
 def main() -> None:
     """The console script."""
     run_tool(cli)
+
+
+if __name__ == "__main__":
+    main()

@@ -81,3 +81,7 @@ cli.allow_interspersed_args = False  # what follows the program is the program's
 
 def main() -> None:
     run_tool(cli, own_streams=False)     # those of the program
+
+
+if __name__ == "__main__":
+    main()

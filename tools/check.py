@@ -135,3 +135,7 @@ def _add_digests(path: str, out: str, remaps: tuple[str, ...], force: bool) -> N
 def main() -> None:
     """Entry point."""
     run_tool(cli)
+
+
+if __name__ == "__main__":
+    main()

@@ -87,3 +87,7 @@ def _judge(capture: str, result: ReplayResult) -> int:
 def main() -> None:
     """The console script."""
     run_tool(cli)
+
+
+if __name__ == "__main__":
+    main()

@@ -143,3 +143,7 @@ def _report(result: TrimResult) -> None:
 def main() -> None:
     """The console script."""
     run_tool(cli)
+
+
+if __name__ == "__main__":
+    main()

@@ -29,11 +29,11 @@ ALLOWED: dict[str, set[str]] = {
     "api": {"errors", "format", "pytorch", "recording", "initializers", "replay", "benchmark", "dump"},
 }
 WITHOUT_TORCH = ("replayfmt/errors.py", "replayfmt/format", "replayfmt/dump", "tools/__init__.py", "tools/command.py",
-                 "tools/playbook.py", "tools/dump.py", "tools/check.py",
+                 "tools/__main__.py", "tools/playbook.py", "tools/dump.py", "tools/check.py",
                  *(f"replayfmt/trim/{name}.py"
                    for name in ("selection", "schedule", "open_scopes", "copying", "writing", "stripping",
                                 "safetensors")))
-TOP_LEVEL = {"__init__", "api"}  # the package's own face: may use every part
+TOP_LEVEL = {"__init__", "__main__", "api"}  # the package's own face: may use every part
 
 
 def modules() -> list[Path]:

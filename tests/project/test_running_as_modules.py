@@ -1,0 +1,63 @@
+"""The tools as modules, where their commands are not on PATH: `python -m replayfmt run`."""
+
+from __future__ import annotations
+
+import runpy
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from opreplay_tools.__main__ import TOOLS
+
+ROOT = Path(__file__).parents[2]
+SCRIPTS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+
+
+def as_module(monkeypatch: pytest.MonkeyPatch, module: str, *arguments: str) -> object:
+    """What `python -m MODULE ARGUMENTS…` exits with, in this process."""
+    monkeypatch.setattr(sys, "argv", [module, *arguments])
+    for imported in (module, f"{module}.__main__"):      # or runpy warns
+        monkeypatch.delitem(sys.modules, imported, raising=False)
+    with pytest.raises(SystemExit) as left:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    return left.value.code
+
+
+def test_every_command_is_known_by_its_short_name() -> None:
+    assert {f"opreplay-{name}": f"opreplay_tools.{module}:main" for name, module in TOOLS.items()} == SCRIPTS
+
+
+@pytest.mark.parametrize("name", sorted(TOOLS))
+def test_a_tool_runs_as_a_module_as_it_does_as_a_command(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for module, *first in ((f"opreplay_tools.{TOOLS[name]}",), ("opreplay_tools", name), ("replayfmt", name)):
+        assert as_module(monkeypatch, module, *first, "--version") == 0
+        assert capsys.readouterr().out.startswith(f"opreplay-{name}, version "), module
+        assert as_module(monkeypatch, module, *first, "--no-such-flag") == 2, module
+        assert "--no-such-flag" in capsys.readouterr().err, module
+
+
+def test_without_a_tool_the_usage_is_printed_and_the_exit_code_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for arguments in ((), ("no\x1b[31msuch",), ("command",)):
+        assert as_module(monkeypatch, "replayfmt", *arguments) == 2
+        printed = capsys.readouterr()
+        assert printed.out == "" and printed.err.startswith("INVALID_ARGUMENT: ") and "\x1b" not in printed.err
+        assert all(name in printed.err for name in TOOLS)
+    assert as_module(monkeypatch, "replayfmt", "--help") == 0
+    assert "TOOL is capture, run" in capsys.readouterr().out
+
+
+def test_a_program_is_captured_and_replayed_by_modules(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text("import sys, torch\nprint(__name__, sys.argv, sys.path[0])\n"
+                                         "torch.ones(3).exp().sum().item()\nsys.exit(5)\n")
+    command = [sys.executable, "-m", "opreplay_tools.capture", "-o", "one.opreplay", "program.py", "--flag"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600)
+    assert (done.returncode, done.stdout) == (5, f"__main__ ['program.py', '--flag'] {tmp_path}\n")
+    command = [sys.executable, "-m", "replayfmt", "run", "one.opreplay"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0 and "verified: bitwise" in done.stdout
