@@ -51,7 +51,7 @@ class Use(NamedTuple):
 class Values:
     """The values of one call, being gathered."""
 
-    __slots__ = ("argument", "floats", "ints", "key", "tensors", "uses")
+    __slots__ = ("addresses", "argument", "floats", "ints", "key", "tensors", "uses")
 
     def __init__(self) -> None:
         self.key: list[Token] = []
@@ -59,6 +59,7 @@ class Values:
         self.ints: list[int] = []
         self.floats: list[float] = []
         self.uses: list[Use] = []
+        self.addresses = False  # an integer was an address, and is recorded as something else
         self.argument = 0
 
 
@@ -71,11 +72,15 @@ class Encoder:
         storage: Callable[[torch.UntypedStorage, int], int],
         generator: Callable[[torch.Generator], int],
         device: Callable[[torch.device], int],
+        large_integer: Callable[[int], int | torch.Tensor | None],
     ) -> None:
+        """`large_integer`: what is recorded in the place of an integer of more than 32 bits: itself, the tensor that
+        stands for an address, or None."""
         self._tensor = tensor
         self._storage = storage
         self._generator = generator
         self._device = device
+        self._large_integer = large_integer
 
     def add(self, value: Any, values: Values) -> None:
         """Append one value. Raises Unrepresentable."""
@@ -101,6 +106,12 @@ class Encoder:
     def _add_int(self, value: int, values: Values) -> None:
         if value not in _INT64:
             raise Unrepresentable("opaque_argument", f"the integer {value} does not fit 64 bits")
+        if value >> 32 > 0:
+            recorded = self._large_integer(value)
+            if recorded is not value:
+                values.addresses = True
+                self.add(recorded, values)
+                return
         values.key.append(_INT)
         values.ints.append(value)
 
@@ -165,7 +176,8 @@ class StructureEncoder(Encoder):
         if isinstance(value, (torch.Tensor, list, tuple, torch.UntypedStorage, torch.TypedStorage)):
             super().add(value, values)
         else:
-            super().add(None, values)
+            recorded = self._large_integer(value) if type(value) is int and value >> 32 > 0 else None
+            super().add(recorded if isinstance(recorded, torch.Tensor) else None, values)
 
 
 def _concrete(value: torch.SymInt | torch.SymFloat | torch.SymBool) -> int | float | bool:

@@ -19,6 +19,7 @@ from .arguments import Encoder, StructureEncoder, Use, Values, build_nodes
 from .autocast import autocast_of_program
 from .buffer import RecordBuffer, packer
 from .digesting import Digests
+from .handles import Handles
 from .interrupts import is_interrupt
 from .kernels import KernelFacts
 from .numeric_state import NumericState
@@ -60,6 +61,7 @@ class Calls:
         generators: Generators,
         numeric: NumericState,
         digests: Digests,
+        handles: Handles,
         *,
         digest_results: bool,
         scalars: bool,
@@ -74,15 +76,20 @@ class Calls:
         self._generators = generators
         self._numeric = numeric
         self._digests = digests
+        self._handles = handles
         self._digest_results = digest_results
         self._threads = threads
         self._learn = learn
         self.site: Site | None = None      # of the call that was recorded last
         self._kernels: dict[int, KernelFacts] = {}
         self._call: Call | None = None
-        self._arguments = Encoder(self._use_argument, self._use_storage, generators.number, records.device)
+        self._arguments = Encoder(
+            self._use_argument, self._use_storage, generators.number, records.device, self._given_integer
+        )
         results = Encoder if scalars else StructureEncoder
-        self._results = results(self._use_result, self._result_storage, generators.number, records.device)
+        self._results = results(
+            self._use_result, self._result_storage, generators.number, records.device, self._returned_integer
+        )
 
     def facts(self, func: torch._ops.OpOverload) -> KernelFacts:
         """What is known of an overload; computed at its first call."""
@@ -139,9 +146,25 @@ class Calls:
         elif tracker.size != storage.nbytes():
             reads = tensor.numel() != 0 and call.facts.reads(index, call.args, call.kwargs)
             tracker = storages.use(tracker, storage, reads, call.facts.name)
+        if tracker.imports and not call.facts.own:
+            self._handles.check_content(tensor)
         meta = self._metas.of(tensor, zero)
         number = storages.view(tracker, meta, int(tensor.storage_offset()), self._metas.params[meta].item)
         return Use(index, tensor, storage, tracker, number, meta)
+
+    def _given_integer(self, value: int) -> int | torch.Tensor:
+        """What is recorded in the place of a large integer that the op was given."""
+        assert self._call is not None
+        tensor = None if self._call.facts.own else self._handles.passed(value)
+        return value if tensor is None else tensor
+
+    def _returned_integer(self, value: int) -> int | torch.Tensor | None:
+        """What is recorded in the place of a large integer that the op returned."""
+        assert self._call is not None
+        if self._call.facts.own:      # read out of a tensor: no number to compare, and no new object
+            return value if self._handles.known(value) is None else None
+        tensor = self._handles.returned(value)
+        return value if tensor is None else tensor
 
     def _use_storage(self, storage: torch.UntypedStorage, index: int) -> int:
         tracker = self._storages.known(storage)
@@ -211,7 +234,7 @@ class Calls:
         tracker = storages.known(storage)
         if tracker is None:
             tracker = storages.produced(storage, uninitialized=call.facts.empty and not _fills_empty())
-            if index in call.facts.opaque_results:
+            if index in call.facts.opaque_results or self._handles.stands_for(storage):
                 storages.state(tracker).opaque = True
         meta = self._metas.of(tensor, zero)
         number = storages.view(tracker, meta, int(tensor.storage_offset()), self._metas.params[meta].item)
@@ -288,10 +311,7 @@ class Calls:
             return
         meta, offset = self._metas.of(tensor, tensor._is_zerotensor()), int(tensor.storage_offset())
         params = self._metas.params[meta]
-        state = tracker.state
-        if state is not None and (state.opaque or (
-            state.coverage is not None and not state.coverage.covers(params.region(offset))
-        )):
+        if not tracker.reproducible(params.region(offset)):
             return
         digest = self._digests.of_view(storage, params, offset)
         if digest is not None:

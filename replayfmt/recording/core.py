@@ -31,6 +31,7 @@ from .calls import Call, Calls, PassedThrough, is_wrapper
 from .content import Contents
 from .digesting import Digests
 from .external_files import ExternalFiles
+from .handles import Handles
 from .hooks import hook_policies
 from .implicit_scope import ImplicitScope
 from .in_flight import wait_for_rows
@@ -74,7 +75,10 @@ class Core:
         self.metas = TensorMetas(self.buffer, self.records)
         files = ExternalFiles(self.writer, options, redaction) if options.file_policy is not None else None
         self.contents = Contents(self.writer, options, files)
-        self.storages = Storages(self.buffer, self.records, self.metas, self.contents, audit=options.audit)
+        handles = Handles()
+        self.storages = Storages(
+            self.buffer, self.records, self.metas, self.contents, handles, audit=options.audit
+        )
         self.generators = Generators(self.buffer, self.records, states=self.contents.recorded)
         self.numeric = NumericState(self.records)
         self.digests = Digests(self.buffer, self.records, self.metas, self.storages)
@@ -87,6 +91,7 @@ class Core:
             self.generators,
             self.numeric,
             self.digests,
+            handles,
             digest_results=options.digests == "ops",
             scalars=options.payload == "full",
             threads=self.threads,
@@ -365,12 +370,9 @@ class Core:
             if tracker.size != storage.nbytes():
                 tracker = self.storages.use(tracker, storage, False, method)
             meta, offset = self.metas.of(plain), int(plain.storage_offset())
-            params, state = self.metas.params[meta], tracker.state
+            params = self.metas.params[meta]
             digest = None
-            unknown = state is not None and (
-                state.opaque or (state.coverage is not None and not state.coverage.covers(params.region(offset)))
-            )
-            if self.options.digests != "none" and not unknown:
+            if self.options.digests != "none" and tracker.reproducible(params.region(offset)):
                 digest = self.digests.of_view(storage, params, offset)
             self.records.host_read(method, self.storages.view(tracker, meta, offset, params.item), digest)
             if method in _SHARING:

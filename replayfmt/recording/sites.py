@@ -160,7 +160,7 @@ class Sites:
 
     def learn(self, signature: int, call: Call, results: Values, result: Any) -> Site | None:
         """A call took the complete path. Gives its site, made where this is the second call of its kind."""
-        if not self.enabled:
+        if not self.enabled or call.values.addresses or results.addresses:
             return None
         key = (
             signature,

@@ -19,6 +19,7 @@ from replayfmt.format.codes import StorageOrigin
 from .buffer import RecordBuffer, pack_birth, pack_definition
 from .content import UNREADABLE, Content, Contents
 from .coverage import Coverage, Region
+from .handles import Handles
 from .recipes import is_synthesized
 from .records import Records, Unrepresentable
 from .storage_content import content_hash
@@ -33,12 +34,14 @@ class Storages:
     """Every storage the capture knows. Callers hold the recorder's lock, except for what the hot path inlines."""
 
     def __init__(
-        self, buffer: RecordBuffer, records: Records, metas: TensorMetas, contents: Contents, *, audit: bool
+        self, buffer: RecordBuffer, records: Records, metas: TensorMetas, contents: Contents, handles: Handles, *,
+        audit: bool,
     ) -> None:
         self._buffer = buffer
         self._records = records
         self._metas = metas
         self._contents = contents
+        self._handles = handles
         self._content = contents.recorded
         self._audit = audit and contents.recorded
         self.live: dict[int, Tracker] = {}
@@ -73,8 +76,7 @@ class Storages:
         tracker = self.live[number] = self._track(storage, number, length)
         if self._audit:
             self.watch(tracker)
-        if not readable and device.type != "meta":
-            # A ZeroTensor's: its tensors must not be taken for others of the same metadata.
+        if not readable and device.type != "meta":  # a ZeroTensor's: not to be taken for others of the same metadata
             self.state(tracker).unreadable = True
             tracker.size = -1
         return tracker
@@ -136,10 +138,11 @@ class Storages:
         """A storage that no captured op produced, at its first use, as `dtype` (None: as such): its content enters the
         capture."""
         length, device = storage.nbytes(), storage.device
-        if length == 0:
-            return self._bear(storage, 0, device, StorageOrigin.uninitialized, 0, True)
-        if not has_bytes(storage, length, device):
-            return self._bear(storage, length, device, StorageOrigin.uninitialized, 0, False)
+        if not length or not has_bytes(storage, length, device):
+            return self._bear(storage, length, device, StorageOrigin.uninitialized, 0, not length)
+        held = self._handles.held_by(storage) if device == _CPU else None
+        if held is not None and (base := self.known(held)) is not None:
+            return self._alias(storage, base, 0, length)
         # Memory that torch did not allocate, or that other processes have: others may write it.
         external = device == _CPU and (not storage.resizable() or storage.is_shared())
         if device == _CPU and (external or self._external):
@@ -367,6 +370,8 @@ class Storages:
         if state.alias_of is not None:
             memory = state.alias_of()
             if memory is not None:
+                if self._handles.stands_for(memory):
+                    self._records.unsupported("opaque_argument", "", f"storage {tracker.id} held an address")
                 item = self._metas.params[meta].item
                 self.wrote(state.alias_of, memory, tensor, meta, offset + state.delta // item, everything)
             return

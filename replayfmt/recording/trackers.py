@@ -11,7 +11,7 @@ import weakref
 
 import torch
 
-from .coverage import Coverage
+from .coverage import Coverage, Region
 from .file_mappings import MappedRange
 
 ATTRIBUTE = "_opreplay"
@@ -66,6 +66,15 @@ class Tracker(weakref.ref):
     state: State | None
     imports: int  # how often its content entered
     written: set[int] | None  # tensors written in place since the last digest
+
+    def reproducible(self, region: Region) -> bool:
+        """Whether a replay can have the same bytes in a region: they were written, and are not opaque."""
+        state = self.state
+        if state is None:
+            return True
+        if state.alias_of is not None and state.alias_of.state is not None and state.alias_of.state.opaque:
+            return False
+        return not state.opaque and (state.coverage is None or state.coverage.covers(region))
 
 
 def has_bytes(storage: torch.UntypedStorage, length: int, device: torch.device) -> bool:

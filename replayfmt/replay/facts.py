@@ -96,6 +96,7 @@ _UNANNOTATED_WRITES = {
     "aten::rrelu_with_noise_": ("noise",),
 }
 
+_INTEGER = "IntType"
 _WELL_ANNOTATED = ("aten", "prim", "prims", "quantized")
 
 
@@ -160,6 +161,25 @@ def _annotated(layout: Layout, schema: torch.FunctionSchema, in_place_view: bool
         elif in_place_view:
             reshapes.append(each.tensor_slot)
     return Effects(tuple(writes), tuple(rebinds), tuple(reshapes), tuple(unsure))
+
+
+@dataclass(frozen=True)
+class Addresses:
+    """Where an op takes and gives addresses of objects as integers, for which the capture has tensors: names of its
+    arguments, indices of its results."""
+
+    arguments: tuple[str, ...]
+    results: tuple[int, ...]
+
+
+def addresses_of(layout: Layout, schema: torch.FunctionSchema) -> Addresses | None:
+    """None for an op without any."""
+    types = {argument.name: argument.type.kind() for argument in schema.arguments}
+    arguments = tuple(each.node.name for each in layout.args
+                      if each.node.kind is ValueKind.tensor and types.get(each.node.name) == _INTEGER)
+    results = tuple(index for index, (each, returned) in enumerate(zip(layout.results, schema.returns, strict=False))
+                    if each.node.kind is ValueKind.tensor and returned.type.kind() == _INTEGER)
+    return Addresses(arguments, results) if arguments or results else None
 
 
 def leaves_unwritten(reader: CaptureReader, arguments: Iterable[int], results: Iterable[int]) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 
 from .facts import leaves_unwritten
 from .lowering import Lowering
-from .operations import CustomOperator, DrawOnHost, MustRaise, TakeApart, storage_of
+from .operations import CustomOperator, DrawOnHost, MustRaise, PassAddresses, TakeApart, storage_of
 from .structure import Expected, ExpectResults
 from .substitution.sites import Site
 from .templates import Leaf, Operand, Result, Template
@@ -132,8 +132,8 @@ class OpLine:
             call = DrawOnHost(call, kernel.overload._schema, walk.context.draws_on)
         if not kernel.own:
             autocast = self._autocast()
-            call = CustomOperator(call, autocast)
-            key = (*key, *sorted(autocast.items()))
+            call = self._custom(call, autocast)
+            key = (*key, *sorted(autocast.items()), self.template.addresses)
         if walk.context.stand_in is not None and not self.template.raises:
             instead = walk.context.stand_in.call(self._site(call))
             if instead is not None:
@@ -146,6 +146,13 @@ class OpLine:
         """Autocast as it was where the op was captured."""
         return {name: value for name, value in self.walk.settings.items() if name.startswith("autocast.") and value}
 
+    def _custom(self, function: Callable[..., Any], autocast: dict[str, Any]) -> Callable[..., Any]:
+        """A function that is called for a custom operator."""
+        call: Callable[..., Any] = CustomOperator(function, autocast)
+        if self.template.addresses is not None:
+            call = PassAddresses(call, self.template.kernel.overload._schema, self.template.addresses)
+        return call
+
     def _site(self, call: Callable[..., Any]) -> Site:
         """This call, for what may take its place."""
         walk, frame, template = self.walk, self.walk.frame, self.template
@@ -155,7 +162,7 @@ class OpLine:
         return Site(
             self.ordinal, template.signature_id, tuple(frame.metas[self.first:arguments]), template.kernel_id,
             template.kernel, template.layout, template.effects, call,
-            (lambda function: function) if template.kernel.own else lambda function: CustomOperator(function, autocast),
+            (lambda function: function) if template.kernel.own else lambda function: self._custom(function, autocast),
             not leaves_unwritten(walk.reader, taken, given),
         )
 

@@ -16,6 +16,7 @@ from replayfmt.pytorch.composites import put_together, take_apart
 from replayfmt.pytorch.memory import make_view
 from replayfmt.pytorch.settings import apply_settings, autocast_as_captured
 
+from .facts import Addresses
 from .results import UnexpectedBehaviour
 
 
@@ -127,6 +128,29 @@ class CustomOperator:
             autocast_as_captured(self._settings),
         ):
             return self._call(*args, **kwargs)
+
+
+class PassAddresses:
+    """An operator that takes or gives addresses of objects as integers: the tensors that the capture has for them are
+    turned into this process's addresses, and back."""
+
+    def __init__(self, call: Callable[..., Any], schema: torch.FunctionSchema, addresses: Addresses) -> None:
+        self._call, self._addresses = call, addresses
+        self._positions = {place: each.name for place, each in enumerate(schema.arguments)}
+        self._single = len(schema.returns) == 1
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        taken, given = self._addresses.arguments, self._addresses.results
+        returned = self._call(
+            *(int(value) if self._positions[place] in taken else value for place, value in enumerate(args)),
+            **{name: int(value) if name in taken else value for name, value in kwargs.items()},
+        )
+        if not given:
+            return returned
+        values = [returned] if self._single else list(returned)
+        for index in given:
+            values[index] = torch.tensor(values[index], dtype=torch.int64)
+        return values[0] if self._single else tuple(values)
 
 
 class DrawOnHost:

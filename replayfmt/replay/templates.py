@@ -23,7 +23,7 @@ from replayfmt.pytorch.dtypes import TORCH_DTYPE, TORCH_LAYOUT, TORCH_MEMORY_FOR
 
 from .devices import DeviceMap
 from .direct import direct_function
-from .facts import Effects, Layout, Place, effects_of
+from .facts import Addresses, Effects, Layout, Place, addresses_of, effects_of
 from .operations import PutTogether
 from .resolve import ResolvedKernel
 
@@ -77,6 +77,7 @@ class Template:
     target: str
     leaves: tuple[Result, ...]
     effects: Effects
+    addresses: Addresses | None
 
 
 class DirectFunctions:
@@ -147,7 +148,8 @@ class TemplateMaker:
         target = targets[0] if len(targets) == 1 else f"({', '.join(targets)})" if targets else ""
         raises = layout.signature.status is OpStatus.raised
         return Template(signature_id, layout, kernel, layout.signature.kernel, raises,
-                        f"%s({', '.join(pieces)})", tuple(operands), target, tuple(leaves), effects_of(layout, kernel))
+                        f"%s({', '.join(pieces)})", tuple(operands), target, tuple(leaves), effects_of(layout, kernel),
+                        addresses_of(layout, kernel.overload._schema))
 
     # -------------------------------------------------------------------------------------------------------- arguments
 

@@ -1,0 +1,157 @@
+"""Operators that give the program the address of an object: a replay has another object, at another address."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from replayfmt.errors import ReplayRefused
+from replayfmt.format.codes import RecordKind
+from replayfmt.replay.plan import Plan
+
+from .conftest import Capture
+
+OBJECTS: dict[int, torch.Tensor] = {}      # what lives behind the library, by its address
+KEPT: list[ctypes.Array[ctypes.c_char]] = []
+
+
+@pytest.fixture(autouse=True, scope="module")
+def library() -> Iterator[None]:
+    """Operators in the style of vLLM's oneDNN matrix products: made once, given back as an integer, or in a tensor."""
+    with torch.library._scoped_library("addresses", "DEF") as lib:
+        lib.define("make(Tensor weight) -> int")
+        lib.define("apply(Tensor(a!) out, Tensor x, Tensor handle) -> ()")
+        lib.define("apply_directly(Tensor x, int handle) -> Tensor")
+        lib.define("release(int handle) -> ()")
+        lib.define("number(Tensor x) -> int")
+
+        def make(weight: torch.Tensor) -> int:
+            KEPT.append(ctypes.create_string_buffer(4096))
+            address = ctypes.addressof(KEPT[-1])
+            OBJECTS[address] = weight.clone()
+            return address
+
+        def apply(out: torch.Tensor, x: torch.Tensor, handle: torch.Tensor) -> None:
+            torch.mul(x, OBJECTS[int(handle)], out=out)
+
+        def release(handle: int) -> None:
+            del OBJECTS[handle]
+
+        lib.impl("make", make, "CPU")
+        lib.impl("apply", apply, "CPU")
+        lib.impl("apply_directly", lambda x, handle: x * OBJECTS[handle], "CPU")
+        lib.impl("release", release, "CompositeExplicitAutograd")
+        lib.impl("number", lambda x: 1 << 50, "CPU")
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _no_object_is_left() -> Iterator[None]:
+    yield
+    OBJECTS.clear()
+
+
+def _through_a_tensor() -> torch.Tensor:
+    handle = torch.tensor(torch.ops.addresses.make(torch.full((3,), 2.0)), dtype=torch.int64)
+    out = torch.zeros(3)
+    torch.ops.addresses.apply(out, torch.arange(3.0), handle)
+    torch.ops.addresses.release(handle.item())
+    return out
+
+
+def _through_an_integer() -> torch.Tensor:
+    handle = torch.ops.addresses.make(torch.full((3,), 2.0))
+    first = torch.ops.addresses.apply_directly(torch.arange(3.0), handle)
+    for _ in range(4):
+        first = torch.ops.addresses.apply_directly(first, handle)
+    torch.ops.addresses.release(handle)
+    return first
+
+
+@pytest.mark.parametrize("program", [_through_a_tensor, _through_an_integer])
+@pytest.mark.parametrize("digests", ["live", "ops"])
+def test_a_replay_uses_the_object_that_it_made_itself(
+    capture: Capture, program: Callable[[], torch.Tensor], digests: str
+) -> None:
+    captured = capture(program, digests=digests)
+    assert captured.unsupported() == {}
+    assert not OBJECTS, "the program released its object"
+    addresses = {ctypes.addressof(each) for each in KEPT}
+    content = captured.path.read_bytes()
+    assert not any(address.to_bytes(8, "little") in content for address in addresses)
+    captured.replays()
+    captured.replays()
+    assert not OBJECTS, "the replays released theirs"
+
+
+def test_two_objects_at_one_address_one_after_the_other_are_two(capture: Capture) -> None:
+    def program() -> torch.Tensor:
+        total = torch.zeros(3)
+        for factor in (2.0, 3.0):
+            handle = torch.ops.addresses.make(torch.full((3,), factor))
+            total = total + torch.ops.addresses.apply_directly(torch.ones(3), handle)
+            torch.ops.addresses.release(handle)
+            # The next object gets the same memory.
+            KEPT[0], KEPT[-1] = KEPT[-1], KEPT[0]
+            del KEPT[1:]
+            gc.collect()
+        return total
+
+    captured = capture(program)
+    assert captured.unsupported() == {}
+    captured.replays()
+
+
+def test_an_object_made_before_the_capture_is_an_opaque_argument(capture: Capture) -> None:
+    address = torch.ops.addresses.make(torch.ones(3))
+    handle = torch.tensor(address)
+
+    def through_a_tensor() -> torch.Tensor:
+        out = torch.zeros(3)
+        torch.ops.addresses.apply(out, torch.ones(3), handle)
+        return out
+
+    for program in (through_a_tensor, lambda: torch.ops.addresses.apply_directly(torch.ones(3), address)):
+        captured = capture(program)
+        assert captured.unsupported() == {"opaque_argument": 1}
+        (record,) = captured.records(RecordKind.unsupported)
+        assert "address" in str(record.argument("detail"))
+        with pytest.raises(ReplayRefused) as refused:
+            Plan(captured.path)
+        assert any("address" in str(finding) for finding in refused.value.findings)
+
+
+def test_a_table_of_addresses_is_an_opaque_argument(capture: Capture) -> None:
+    def program() -> torch.Tensor:
+        table = torch.tensor([0, torch.ops.addresses.make(torch.ones(3))])
+        out = torch.zeros(3)
+        torch.ops.addresses.apply(out, torch.ones(3), table[1])
+        return out
+
+    assert capture(program).unsupported() == {"opaque_argument": 1}
+
+
+def test_memory_of_an_address_that_is_overwritten_is_refused(capture: Capture) -> None:
+    def program() -> torch.Tensor:
+        handle = torch.tensor(torch.ops.addresses.make(torch.ones(3)))
+        return handle.fill_(7)
+
+    assert capture(program).unsupported() == {"opaque_argument": 1}
+
+
+def test_a_large_number_that_is_no_address_stays_a_number(capture: Capture) -> None:
+    captured = capture(lambda: (torch.ops.addresses.number(torch.ones(1)), torch.zeros(2)))
+    assert captured.unsupported() == {}
+    assert (1 << 50,) in [op.results for op in captured.records(RecordKind.op)]
+
+
+def test_without_content_an_address_is_passed_on_too(capture: Capture) -> None:
+    captured = capture(_through_a_tensor, payload="none")
+    assert captured.unsupported() == {}
+    with Plan(captured.path) as plan:
+        assert plan.execute().outcome == "ok"
+    assert not OBJECTS
