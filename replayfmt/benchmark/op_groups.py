@@ -5,8 +5,9 @@ One pass over the records; no tensor is made. What the capture says about how lo
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Literal
 
@@ -60,15 +61,30 @@ class OpGroup:
         return "device" if self.device_calls else "host" if self.host_calls else None
 
 
+@dataclass
+class Unsupported:
+    """What a capture holds of work that no replay does: calls by reason, and the device's time for them."""
+
+    calls: Counter[str] = field(default_factory=Counter)
+    device_ns: int = 0
+
+    def add(self, record: Record) -> None:
+        self.calls[str(record.argument("reason"))] += record.calls
+        self.device_ns += (record.device_duration_ns or 0) * record.calls
+
+
 @dataclass(frozen=True)
 class Chosen:
     """The ops to measure. `by_ordinal` has the group of every op that may be measured, `total` and `matched` count
-    groups: in the file, and those that the filter let pass."""
+    groups: in the file, and those that the filter let pass. `device_ns` is the device time that the capture has of all
+    its ops and of `unsupported` work together."""
 
     groups: list[OpGroup]
     by_ordinal: dict[int, OpGroup]
     total: int
     matched: int
+    unsupported: Unsupported
+    device_ns: int
 
 
 def choose(reader: CaptureReader, *, pattern: str | None, limit: int | None, every: bool,
@@ -81,10 +97,13 @@ def choose(reader: CaptureReader, *, pattern: str | None, limit: int | None, eve
     groups: dict[str | int, OpGroup] = {}
     taken: dict[int, OpGroup] = {}     # by first ordinal
     by_ordinal: dict[int, OpGroup] = {}
+    unsupported = Unsupported()
     matched = 0
     for record in reader.records():
         if not record.ordinal & 0x3FFF:
             progress("reading ops", record.ordinal, reader.record_count)
+        if record.kind is RecordKind.unsupported:
+            unsupported.add(record)
         if record.kind is not RecordKind.op:
             continue
         signature = str(signature_of(record, reader, values=True))
@@ -104,7 +123,8 @@ def choose(reader: CaptureReader, *, pattern: str | None, limit: int | None, eve
         raise UsageError(f"{reader.path}: there is no op in it to measure")
     if not matched:
         raise UsageError(f"--op-filter={pattern}: no op of {reader.path} has such a name")
-    return Chosen(list(taken.values()), by_ordinal, len(groups), matched)
+    device_ns = unsupported.device_ns + sum(group.device_ns for group in groups.values())
+    return Chosen(list(taken.values()), by_ordinal, len(groups), matched, unsupported, device_ns)
 
 
 def _fits(kernel: Kernel, pattern: str | None) -> bool:

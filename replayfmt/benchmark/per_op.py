@@ -1,8 +1,9 @@
 """Every op of a capture measured on its own, on the inputs it has in the replay.
 
-The capture is walked through once, op by op. The first time that an op of each signature can run, it is run apart from
-the replay until its times are enough: warmed up, devices waited for, what it writes put back between calls. A loop of
-calls finds inputs and code in the caches as a whole replay may not: the sum of isolated times is an estimate.
+The capture is walked through once, op by op; where only some ops are chosen, they and what they need are run alone. The
+first time that an op of each signature can run, it is run apart from the replay until its times are enough: warmed up,
+devices waited for, what it writes put back between calls. A loop of calls finds inputs and code in the caches as a
+whole replay may not: the sum of isolated times is an estimate.
 """
 
 from __future__ import annotations
@@ -100,6 +101,11 @@ class PerOpRun:
         return Counter(op.reason for op in self.ops if op.verdict in ("refused", "skipped"))
 
     @property
+    def measured_device_ns(self) -> int:
+        """The device time that the capture has of the measured ops' calls."""
+        return sum(op.group.device_ns for op in self.ops if op.times is not None)
+
+    @property
     def estimated_ns(self) -> float:
         """The sum over all measured ops."""
         return sum(op.estimated_ns or 0.0 for op in self.ops)
@@ -142,9 +148,11 @@ class _Walk:
 
     def run(self) -> PerOpRun:
         verified = "not verified: --verify=none"
+        some = len(self._chosen.groups) < self._chosen.total
+        only = self._plan.slice(self._chosen.by_ordinal) if some else None
         if self._options.verify != "none":
             self._progress("verifying before timing", 0, None)
-            result = self._plan.execute(verify=self._options.verify, keep_going=True)
+            result = self._plan.execute(verify=self._options.verify, keep_going=True, only=only)
             verified = result.verified
             self._verdicts = {each.ordinal: (each.verdict, each.reason) for each in result.verdicts or ()}
         overhead = self._overhead()
@@ -152,7 +160,7 @@ class _Walk:
         was_on = gc.isenabled()
         gc.disable()
         try:
-            walked = self._plan.examine(self._op)
+            walked = self._plan.examine(self._op, only)
         except _Stop:
             stopped, walked = True, ()
         finally:

@@ -38,16 +38,30 @@ def make_op_report(run: PerOpRun, plan: Plan) -> Report:
         "successful": run.successful,
         "failed": run.failed,
         "refused": dict(run.refused),
+        "unsupported": _unsupported(run),
+        "captured_device_us": run.chosen.device_ns / 1e3 or None,
+        "measured_captured_device_us": run.measured_device_ns / 1e3 if run.chosen.device_ns else None,
         "estimated_us": total / 1e3,
         "warnings": _warnings(run),
     }
     return Report(context, [_row(op, index, total) for index, op in enumerate(run.ops)])
 
 
+def _unsupported(run: PerOpRun) -> dict[str, Any]:
+    """What the capture holds that no replay does; its device time is None where the capture has no such times."""
+    unsupported, device_ns = run.chosen.unsupported, run.chosen.device_ns
+    return {"calls": unsupported.calls.total(), "reasons": dict(unsupported.calls),
+            "captured_device_us": unsupported.device_ns / 1e3 if device_ns else None,
+            "share_of_device_time": unsupported.device_ns / device_ns if device_ns else None}
+
+
 def _warnings(run: PerOpRun) -> list[str]:
     few = [op for op in run.ops if op.times is not None and op.times.interval is None]
     short = [op for op in run.ops if op.times is not None and op.times.median < 5 * run.overhead_ns]
     warnings = []
+    if run.chosen.unsupported.calls:
+        warnings.append("the capture holds work that is unsupported and was not measured: the estimated total is not "
+                        "the whole workload's")
     if few:
         warnings.append(f"{len(few)} ops have too few samples for a confidence interval: raise --benchmark-min-time")
     if short:
@@ -137,6 +151,16 @@ def table_lines(report: Report) -> Iterator[str]:
            f"refused {refused}")
     for reason, count in sorted(context["refused"].items(), key=lambda pair: -pair[1]):
         yield printable(f"  {count} refused: {reason}")
+    unsupported = context["unsupported"]
+    if unsupported["calls"]:
+        reasons = ", ".join(f"{count} {reason}" for reason, count in unsupported["reasons"].items())
+        share = unsupported["share_of_device_time"]
+        yield printable(f"unsupported in the capture, not measured: {unsupported['calls']} calls ({reasons}), "
+                        + ("of unknown device time" if share is None else f"{share:.1%} of the captured device time"))
+    if context["captured_device_us"] is not None:
+        of = context["measured_captured_device_us"] / context["captured_device_us"]
+        yield (f"captured device time: {duration(context['captured_device_us'] * 1e3)}, {of:.1%} of it in the ops "
+               "measured")
     yield f"estimated total: {duration(context['estimated_us'] * 1e3)}, the sum of count x time per call"
     yield f"verified  {printable(context['verified'])}"
 

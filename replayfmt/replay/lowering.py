@@ -113,6 +113,7 @@ class Lowering:
             RecordKind.generator_state: self._generator_state, RecordKind.global_state: self._global_state,
             RecordKind.synchronize: self._synchronize,
         }
+        needed = self.scan.needed
         if self.scan.checks:
             others |= {RecordKind.digest: self._digest, RecordKind.host_read: self._host_read}
         for index, info in enumerate(self.reader.record_frames):
@@ -126,7 +127,9 @@ class Lowering:
                     yield self._finish(first, ordinal)
                     first, cut = ordinal, next(cuts)
                 kind = self._kinds[signature]
-                if kind == RecordKind.op:
+                if needed is not None and not needed[ordinal]:
+                    pass
+                elif kind == RecordKind.op:
                     op(self, row, ordinal)
                 else:
                     handler = others.get(kind)

@@ -9,7 +9,7 @@ from replayfmt.format.reader import CaptureReader
 
 from .scan import Scan
 
-_SCALARS = (ValueKind.bool, ValueKind.int, ValueKind.float, ValueKind.complex)
+SCALARS = (ValueKind.bool, ValueKind.int, ValueKind.float, ValueKind.complex)
 
 
 def describe(reader: CaptureReader, ordinal: int) -> tuple[str, str]:
@@ -49,7 +49,7 @@ def count_work(reader: CaptureReader, scan: Scan) -> Work:
         if signature.kind is RecordKind.op:
             ops += calls
             kernels.add(signature.kernel)
-            comparable += calls * sum(node.kind in _SCALARS for node in signature.results)
+            comparable += calls * sum(node.kind in SCALARS for node in signature.results)
         elif signature.kind is RecordKind.scope_begin:
             scopes += calls
         elif signature.kind in (RecordKind.digest, RecordKind.host_read):

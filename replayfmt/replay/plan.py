@@ -6,7 +6,7 @@ where the capture is not very long), puts fresh content in place and reissues th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import replace
 from os import PathLike
@@ -26,9 +26,11 @@ from .memory import MemoryWatch
 from .nondeterminism import find_nondeterministic
 from .op_lowering import lower_op
 from .preparation import Preparation
+from .resolve import ResolvedKernel
 from .results import VERIFY_MODES, Divergence, OpVerdict, PeakMemory, ReplayResult, Verification, VerifyMode
 from .scan import Scan
 from .scope_times import ScopeTimes
+from .slices import Slice, Slicer
 from .steps import ONE_RECORD, Steps
 from .substitution.distance import Tolerance
 from .substitution.session import SubstitutionSession
@@ -116,13 +118,13 @@ class Plan(Preparation):
 
     def execute(self, verify: VerifyMode = "none", on_scope: OnScope | None = None, keep_going: bool = False, *,
                 timer: Timer | None = None, on_progress: Callable[[int], None] | None = None,
-                scope_times: bool = False) -> ReplayResult:
+                scope_times: bool = False, only: Slice | None = None) -> ReplayResult:
         """Run every op once, from fresh state.
 
         `on_scope(event, name, path, ordinal)` is called at each scope record, inside the timed region; `timer` runs
         exactly while ops do; `on_progress(records done)` is called between windows. With `scope_times` the result
         holds the time spent in each scope. With `keep_going` (the plan has to be made with it too) every op gets a
-        verdict instead of the first failure ending the run.
+        verdict instead of the first failure ending the run; `only` a slice of the capture may be run that way.
 
         Raises ReplayFailed where an op fails, ReplayRefused where `bitwise` has nothing to compare, and
         SubstitutionRejected where a substituted kernel is wrong: every call is judged before the first run, and again
@@ -132,6 +134,8 @@ class Plan(Preparation):
             raise UsageError(f"verify={verify!r}: expected one of {', '.join(VERIFY_MODES)}")
         if keep_going and not self._keeps_going:
             raise UsageError("keep_going needs a plan made with keep_going=True")
+        if only is not None and not keep_going:
+            raise UsageError("a slice is run with keep_going")
         if self.findings and not keep_going:
             raise ReplayRefused(f"{self.reader.path}: this plan only keeps going", self.findings)
         if self.substitution is not None:
@@ -141,7 +145,7 @@ class Plan(Preparation):
             result = self._run("auto", None, False, None, on_progress, False)
             if result.divergence is not None:
                 return result
-        result = self._run(verify, on_scope, keep_going, timer, on_progress, scope_times)
+        result = self._run(verify, on_scope, keep_going, timer, on_progress, scope_times, only)
         if self.substitution is not None and verify != "none" and result.divergence is None:
             self.substitution.check(on_progress, again=True)      # digests only sample what kernels do by now
         return result
@@ -160,14 +164,15 @@ class Plan(Preparation):
                     del self._kept[key]
 
     def _run(self, verify: VerifyMode, on_scope: OnScope | None, keep_going: bool, timer: Timer | None,
-             on_progress: Callable[[int], None] | None, scope_times: bool) -> ReplayResult:
+             on_progress: Callable[[int], None] | None, scope_times: bool,
+             only: Slice | None = None) -> ReplayResult:
         self.files.check()
         times = ScopeTimes(self._clock, on_scope) if scope_times else None
         with ExitStack() as stack:
             stack.enter_context(self._surroundings())
             if self.substitution is not None:
                 stack.enter_context(python_dispatch())
-            verification = self._decide(verify)
+            verification = self._decide(verify, only)
             self.judge.reset(verification, bitwise=self._is_bitwise(verification), stop_at_first=not keep_going)
             self._clock.reset(self.devices, timer)
             watch = MemoryWatch(self.devices)
@@ -176,21 +181,33 @@ class Plan(Preparation):
             kept_going = None
             if keep_going:
                 watch.start()
-                kept_going = self._keep_going(machine, verification.mode != "none", callback)
+                kept_going = self._keep_going(machine, verification.mode != "none", callback, only=only)
             else:
                 windows, prepared = self.windows(checks=verification.mode != "none", shapes=self._shapes(verify))
                 watch.start()
                 with suppress(StopReplay):
                     machine.run(windows, callback, on_progress, prepared=prepared)
             self.files.check()
-            result = self._result(verification, watch.read(), times, kept_going)
+            result = self._result(verification, watch.read(), times, kept_going, whole=only is None)
             self._shapes_checked = result.divergence is None and self._shapes(verify) is Shapes.all
             if result.divergence is not None and kept_going is None and verification.mode != "none":
                 result.nondeterministic = self._nondeterministic(result.divergence)
         return result
 
-    def examine(self, on_op: Callable[[IsolatedOp], None]) -> tuple[OpVerdict, ...]:
-        """Run the ops one by one, unverified; before each that can be run, `on_op` is given it with its inputs.
+    def slice(self, ordinals: Collection[int]) -> Slice:
+        """What a replay of the ops at these ordinals needs of the capture, and can compare."""
+        scan = self.scan(checks=False)
+        imported = "import" in self.reader.session.policies     # its draws are not those of the program
+
+        def draws(number: int) -> bool:
+            kernel = self.kernels[number]
+            return not imported and isinstance(kernel, ResolvedKernel) and kernel.draws
+
+        return Slicer(self.reader, scan.layout, scan.effects, draws).slice(ordinals)
+
+    def examine(self, on_op: Callable[[IsolatedOp], None], only: Slice | None = None) -> tuple[OpVerdict, ...]:
+        """Run the ops one by one, unverified; before each that can be run, `on_op` is given it with its inputs. With
+        `only`, those of a slice.
 
         Random generators go on as if `on_op` had drawn nothing. The plan has to be made with keep_going.
         """
@@ -211,7 +228,7 @@ class Plan(Preparation):
         with self._surroundings(), nullcontext() if self.substitution is None else python_dispatch():
             self.judge.reset(Verification("none", "none"), bitwise=False, stop_at_first=False)
             self._clock.reset(self.devices, None)
-            return self._keep_going(self._machine(), False, None, undrawn).verdicts
+            return self._keep_going(self._machine(), False, None, undrawn, only).verdicts
 
     def verification(self, verify: VerifyMode) -> Verification:
         """What verifying comes to here. Raises ReplayRefused where `bitwise` has nothing to compare."""
@@ -252,9 +269,10 @@ class Plan(Preparation):
         return Machine(self.reader, self._content, self._clock, self.judge, self.describe, self.context.stand_in)
 
     def _keep_going(self, machine: Machine, checks: bool, on_scope: OnScope | None,
-                    on_op: Callable[[IsolatedOp], None] | None = None) -> KeepGoing:
+                    on_op: Callable[[IsolatedOp], None] | None = None, only: Slice | None = None) -> KeepGoing:
         """Run the ops one by one; who did holds the verdicts."""
-        scan = Scan(self.reader, self.effects, checks=checks, window=ONE_RECORD)
+        scan = Scan(self.reader, self.effects, checks=checks, window=ONE_RECORD,
+                    needed=None if only is None else only.needed)
         runner = KeepGoing(self.reader, machine, self._clock, self.judge, self.refused, on_op)
         try:
             runner.run(Steps(replace(self.context, shapes=self._shapes("auto")), scan, compare=checks), on_scope)
@@ -277,11 +295,11 @@ class Plan(Preparation):
             machine.values.clear()
         return ()
 
-    def run_single(self, ordinal: int, *, alone: bool) -> tuple[OpVerdict, Any]:
-        """Run one op, after the ops before it unless `alone`; its verdict, and what it returned."""
+    def run_single(self, ordinal: int) -> tuple[OpVerdict, Any]:
+        """Run one op, after those before it that it needs; its verdict, and what it returned."""
         scan = Scan(self.reader, self.effects, checks=False, window=ONE_RECORD, stop=ordinal + 1,
-                    only=ordinal if alone else None)
-        steps = Steps(self.context, scan, compare=False, result_of=ordinal, alone=alone)
+                    needed=self.slice([ordinal]).needed)
+        steps = Steps(self.context, scan, compare=False, result_of=ordinal)
         with self._surroundings():
             self.judge.reset(Verification("none", "none"), bitwise=False, stop_at_first=False)
             self._clock.reset(self.devices, None)
@@ -303,7 +321,7 @@ class Plan(Preparation):
             return Shapes.unchecked
         return Shapes.content_decides if verify == "none" else Shapes.all
 
-    def _decide(self, verify: VerifyMode) -> Verification:
+    def _decide(self, verify: VerifyMode, only: Slice | None = None) -> Verification:
         if self.synthesis.reason:
             if verify in ("bitwise", "close"):
                 raise ReplayRefused(f"{self.reader.path}: --verify={verify}: {self.synthesis.reason}",
@@ -312,16 +330,20 @@ class Plan(Preparation):
             return Verification(verify, "none", (reason,))
         policy = self.reader.session.policies.get("digests", "unknown")
         why = f"the capture holds nothing to compare with (digests={policy})"
-        verification = decide(verify, self.differences(), self.work.comparable, why)
+        comparable = self.work.comparable
+        if only is not None:
+            comparable = only.comparable
+            why = f"the capture holds nothing to compare the chosen ops with (digests={policy})"
+        verification = decide(verify, self.differences(), comparable, why)
         if verify == "bitwise" and verification.mode == "none":
             raise ReplayRefused(f"{self.reader.path}: --verify=bitwise: {why}", (f"{why}; capture with digests=live",))
         return verification
 
     def _result(self, verification: Verification, memory: tuple[PeakMemory, ...], times: ScopeTimes | None,
-                kept_going: KeepGoing | None) -> ReplayResult:
+                kept_going: KeepGoing | None, *, whole: bool) -> ReplayResult:
         found = self.judge.found
         verdicts, left_out = (None, ()) if kept_going is None else (kept_going.verdicts, tuple(kept_going.left_out))
-        complete = not self.findings and not left_out and all(each.verdict == "ok" for each in verdicts or ())
+        complete = whole and not self.findings and not left_out and all(each.verdict == "ok" for each in verdicts or ())
         return ReplayResult(
             outcome="mismatched" if found else "ok" if complete else "incomplete",
             elapsed_ns=self._clock.elapsed_ns, ops=self.work.ops, kernels=self.work.kernels, scopes=self.work.scopes,

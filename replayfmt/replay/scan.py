@@ -65,16 +65,16 @@ class Scan:
     """What one pass over the records up to `stop` (None: all of them) found out.
 
     With `checks`, digest and host_read records count as uses of their tensor: a verifying replay needs it then. With
-    `only`, nothing but the record at that ordinal counts as a use: what that one op needs.
+    `needed`, a mask over all records, only those of it count as uses.
     `effects` gives an op signature's effects.
     """
 
     def __init__(self, reader: CaptureReader, effects: Callable[[int, Layout], Effects], *, checks: bool,
-                 window: WindowSize, stop: int | None = None, only: int | None = None) -> None:
+                 window: WindowSize, stop: int | None = None, needed: np.ndarray | None = None) -> None:
         self.reader = reader
         self.checks = checks
         self.stop = reader.record_count if stop is None else stop
-        self._only = only
+        self.needed = needed
         self._effects = effects
         self._layouts: dict[int, Layout] = {}
         self._last_use = GrowingArray(np.int32 if reader.record_count < 2**31 else np.int64, -1)
@@ -180,8 +180,8 @@ class Scan:
         counts = used == RecordKind.op
         if self.checks:
             counts |= (used == RecordKind.digest) | (used == RecordKind.host_read)
-        if self._only is not None:
-            counts = record_of_slot == self._only - first
+        if self.needed is not None:
+            counts &= self.needed[record_of_slot + first]
         self._note_uses(keys, frame.tensor_storage, local[counts], record_of_slot[counts] + first)
         self._note_devices(frame, signatures, record_of_slot, local)
         absent = np.flatnonzero(frame.storage_origin == StorageOrigin.absent)
@@ -234,8 +234,8 @@ class Scan:
             slots = frame.tensor_first[rows][:, None] + np.array(written, dtype=np.int64)
             storages = np.unique(frame.tensor_storage[local[slots.ravel()]]).astype(np.int64)
             self._written.reach(int(storages.max()) + 1)[storages] = True
-        if self._only is not None:
-            rows = rows[rows == self._only - first]
+        if self.needed is not None:
+            rows = rows[self.needed[rows + first]]
         for slot in storage_slots if len(rows) else ():
             storages = frame.ints[frame.int_first[rows] + slot]
             np.maximum.at(self._storage_last_use.reach(int(storages.max()) + 1), storages, rows + first)
@@ -267,8 +267,9 @@ class Scan:
             self.imports.storages += storages[~again].tolist()
             storages, ordinals = storages[again], ordinals[again]
             self._imported_again.reach(top)[storages] = True
-        if self._only is None:
-            np.maximum.at(self._storage_last_use.reach(top), storages, ordinals)
+        if self.needed is not None:
+            storages, ordinals = storages[self.needed[ordinals]], ordinals[self.needed[ordinals]]
+        np.maximum.at(self._storage_last_use.reach(top), storages, ordinals)
         return []
 
     # ----------------------------------------------------------------------------------------------------------- memory

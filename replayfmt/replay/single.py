@@ -1,8 +1,4 @@
-"""Running one op of a capture on its own.
-
-Its inputs are taken straight from the capture where they are content that entered it and that no op before has
-written; otherwise the ops before it are replayed first.
-"""
+"""Running one op of a capture on its own, after those before it that gave it its inputs."""
 
 from __future__ import annotations
 
@@ -15,7 +11,6 @@ from replayfmt.format.reader import CaptureReader
 from replayfmt.initializers import Initializer
 
 from .plan import Plan
-from .sources import IMPORTED
 
 
 def replay_op(reader: CaptureReader, ordinal: int, device: str | None, file_remaps: Sequence[str] = (),
@@ -31,25 +26,10 @@ def replay_op(reader: CaptureReader, ordinal: int, device: str | None, file_rema
         raise UsageError(f"{reader.path}: there is no op at ordinal {ordinal}")
     with Plan(reader, [] if device is None else [device], allow_incomplete=True, keep_going=True,
               file_remaps=file_remaps, initializers=initializers) as plan:
-        verdict, result = plan.run_single(ordinal, alone=_inputs_are_imports(plan, ordinal))
+        verdict, result = plan.run_single(ordinal)
     if verdict.verdict == "ok":
         return result
     message = f"{reader.path}: ordinal {ordinal} ({verdict.op}): {verdict.reason}"
     if verdict.verdict == "failed":
         raise ReplayFailed(message)
     raise ReplayRefused(message, (verdict.reason,))
-
-
-def _inputs_are_imports(plan: Plan, ordinal: int) -> bool:
-    """Whether every input has, at that op, the bytes with which it entered the capture."""
-    reader = plan.reader
-    frame = reader.frame(reader.frame_of(ordinal))
-    row = ordinal - frame.first_ordinal
-    before = plan.scan_up_to(ordinal)
-    layout = before.layout(int(frame.signature[row]))
-    first = int(frame.tensor_first[row])
-    slots = frame.tensor_slots[first : first + layout.arg_tensors]
-    return all(
-        reader.storage(storage).origin in IMPORTED and not before.is_written_by_ops(storage)
-        for storage in set(frame.tensor_storage[slots].tolist())
-    )

@@ -64,18 +64,20 @@ def _storages(values: Iterable[Value]) -> Iterator[int]:
 class Steps:
     """Goes through the records of a scan made with ONE_RECORD windows.
 
-    The op at `result_of` gives its results as they are, instead of variables. With `alone` it is the only op lowered.
+    Records that the scan does not need are passed over. The op at `result_of` gives its results as they are, instead
+    of variables.
     """
 
-    def __init__(self, context: Context, scan: Scan, *, compare: bool, result_of: int | None = None,
-                 alone: bool = False) -> None:
-        self._context, self._scan, self._compare = context, scan, compare
-        self._result_of, self._alone = result_of, alone
+    def __init__(self, context: Context, scan: Scan, *, compare: bool, result_of: int | None = None) -> None:
+        self._context, self._scan, self._compare, self._result_of = context, scan, compare, result_of
         self._touched: Touched | None = None
 
     def __iter__(self) -> Iterator[Step]:
         walk = Lowering(self._context, self._scan, compare=self._compare)
+        needed = self._scan.needed
         for window in walk.windows(self._lower):
+            if needed is not None and not needed[window.first_ordinal]:
+                continue
             touched, self._touched = self._touched, None
             record = self._context.reader.record(window.first_ordinal)
             storages = frozenset(_storages((*record.args, *record.results)))
@@ -96,5 +98,5 @@ class Steps:
         )
         if ordinal == self._result_of:
             lower_result(walk, row, ordinal)
-        elif not self._alone:
+        else:
             lower_op(walk, row, ordinal)

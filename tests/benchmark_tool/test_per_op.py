@@ -220,6 +220,62 @@ def test_describing_and_choosing_ops_makes_no_tensor(captured, monkeypatch):
         assert all(repr(capture.ops[ordinal]) for ordinal in chosen.by_ordinal)
 
 
+def test_a_slice_gives_every_op_what_it_was_captured_with(dropout):
+    with Plan(dropout, keep_going=True) as plan:
+        ordinals = sorted(choose(plan.reader, pattern=None, limit=None, every=True, progress=quiet).by_ordinal)
+        sizes = []
+        for ordinal in ordinals:
+            result = plan.execute(verify="bitwise", keep_going=True, only=plan.slice([ordinal]))
+            assert {each.verdict for each in result.verdicts} == {"ok"} and result.verdicts[-1].ordinal == ordinal
+            assert result.verified.startswith("what ran of it: bitwise") and result.verification.digests
+            sizes.append(len(result.verdicts))
+    assert sizes[0] == 1 and sizes[-1] < len(ordinals), "neither what raised nor the view after it are needed"
+
+
+def test_only_what_is_chosen_and_what_it_needs_is_run(broken, tool):
+    assert tool(main, "--per-op", "--op-filter=aten::add", "--benchmark-min-time=2x", broken) == 0
+    assert "attempted 1 = 1 successful + 0 failed; refused 0" in tool.out
+    assert "the capture holds nothing to compare the chosen ops with" in tool.out
+    with Plan(broken, keep_going=True) as plan:
+        names = [[each.op for each in plan.execute(keep_going=True, only=plan.slice([ordinal])).verdicts]
+                 for ordinal, _op in replayfmt.open(broken).ops.items()]
+    assert [each[-1] for each in names] == ["aten::ones.default", "aten::add.Tensor", "per_op_test::fragile.default",
+                                            "aten::exp.default", "aten::sin.default"]
+    assert [len(each) for each in names] == [1, 2, 3, 4, 4]
+    assert "aten::exp.default" not in names[4] and names[4][2] == "per_op_test::fragile.default"  # it may write
+
+
+def test_a_filtered_measurement_is_verified_by_the_chosen_ops_alone(tmp_path, tool):
+    path = tmp_path / "c.opreplay"
+    with replayfmt.capture(path):       # only what is alive at the end has digests
+        kept = torch.ones(3).exp()
+        torch.ones(3).sin()
+    assert tool(main, "--per-op", "--op-filter=aten::sin", "--benchmark-min-time=2x", path) == 0
+    assert "not verified: the capture holds nothing to compare the chosen ops with (digests=live)" in tool.out
+    assert tool(main, "--per-op", "--op-filter=aten::exp", "--benchmark-min-time=2x", path) == 0
+    assert "what ran of it: bitwise" in tool.out and "1 digests" in tool.out and kept.shape == (3,)
+
+
+def test_what_is_unsupported_in_a_capture_is_counted_with_its_device_time(tmp_path, tool):
+    path = tmp_path / "c.opreplay"
+    with ImportedSession(path, imported_session("test", "made")) as session:
+        given = plain_tensor(DType.float32, (4,), None, session.device("cpu"))
+        session.op(Kernel("aten::relu", "default", "aten::relu(Tensor self) -> Tensor"), [("self", given)], None,
+                   Moment(device_duration_ns=18_000))
+        session.unsupported("cuda_graph", "graph launch", "", Moment(device_duration_ns=41_000), {"count": 2})
+        session.unsupported("collective", "c10d::allreduce_", "", Moment(), {})
+    assert tool(main, "--per-op", "--benchmark-min-time=2x", path) == 0
+    assert ("unsupported in the capture, not measured: 3 calls (2 cuda_graph, 1 collective), 82.0% of the captured "
+            "device time") in tool.out
+    assert "captured device time: 100.0 us, 18.0% of it in the ops measured" in tool.out
+    assert "WARNING: the capture holds work that is unsupported" in tool.out
+    assert tool(main, "--per-op", "--benchmark-min-time=2x", "--benchmark-format=json", path) == 0
+    context = json.loads(tool.out)["context"]
+    assert context["unsupported"] == {"calls": 3, "reasons": {"cuda_graph": 2, "collective": 1},
+                                      "captured_device_us": 82.0, "share_of_device_time": 0.82}
+    assert context["captured_device_us"] == 100 and context["measured_captured_device_us"] == 18
+
+
 def test_the_result_of_one_op_comes_back_in_python(captured):
     with replayfmt.open(captured) as capture:
         ordinal = next(number for number, op in capture.ops.items() if op.kernel.name == "aten::tanh")

@@ -20,8 +20,8 @@ def test_ops_that_drew_on_a_gpu_draw_on_the_host_and_a_note_says_so(imported: Im
     with replayfmt.Plan(result.reader, devices=["cpu"]) as plan:
         done = plan.execute()
         (ordinal,) = (each.ordinal for each in result.of("op"))
-        verdict, first = plan.run_single(ordinal, alone=True)
-        _verdict, second = plan.run_single(ordinal, alone=True)
+        verdict, first = plan.run_single(ordinal)
+        _verdict, second = plan.run_single(ordinal)
     assert done.outcome == "ok" and verdict.verdict == "ok"
     assert ("aten::native_dropout.default draws random numbers that the captured device would have drawn otherwise"
             in done.notes)

@@ -210,7 +210,7 @@ def test_a_file_that_changes_while_ops_run_is_noticed(source: Path, weights: Pat
         ordinal = next(record.ordinal for record in plan.reader.records() if record.kind is RecordKind.op)
         os.utime(weights)
         with pytest.raises(ReplayRefused, match="not what they were"):
-            plan.run_single(ordinal, alone=True)
+            plan.run_single(ordinal)
 
 
 def test_symbolic_links_are_followed(source: Path, weights: Path, tmp_path: Path) -> None:
