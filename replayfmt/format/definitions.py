@@ -30,6 +30,7 @@ from .model import (
     Signature,
     TensorMeta,
 )
+from .operator_schema import canonical_schema
 from .signatures import CODE_CONSTANTS, TEXT_CONSTANTS, slots_by_kind
 from .table_checks import TablesCheck
 from .tables_output import FAMILIES, META_COLUMNS, NODE_COLUMNS
@@ -170,7 +171,8 @@ class Frozen:
 
     def _kernel(self, number: int) -> Kernel:
         return Kernel(self._text("kernel_name", number), self._text("kernel_overload", number),
-                      self._text("kernel_schema", number), KernelKind(int(self.column("kernel_kind")[number - 1])))
+                      canonical_schema(self._text("kernel_schema", number)),
+                      KernelKind(int(self.column("kernel_kind")[number - 1])))
 
     def _generator(self, number: int) -> Generator:
         return Generator(int(self.column("generator_device")[number - 1]),

@@ -17,6 +17,10 @@ _LONGEST = 1 << 16
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(?:\.[A-Za-z0-9_]+)*::[A-Za-z_][A-Za-z0-9_]*(?:\.[A-Za-z0-9_]+)?\Z")
 _ARGUMENT = re.compile(r"(?P<type>\S(?:.*\S)?)\s+(?P<name>[A-Za-z_][A-Za-z0-9_]*)(?P<length>(?:\[\d*\])?)\Z")
 _ALIAS = re.compile(r"\(\s*([A-Za-z0-9_|*]+)\s*(!?)\s*(?:->\s*[A-Za-z0-9_|* ]*)?\)")
+_QUOTED = re.compile(r"""("(?:[^"\\]|\\.)*+(?:"|\Z|\\\Z)|'(?:[^'\\]|\\.)*+(?:'|\Z|\\\Z))""", re.DOTALL)
+_UNNAMED = re.compile(r"\(\$\d+(!?)(?:\s*->\s*)?\)|(?<=[\]?])\((!?)\)(?=\[)")
+_AFTER_OPTIONAL = re.compile(r"\?(!|\([^()]*\))(?=\[)")
+_SETS = re.compile(r"(?<!\w)\w+(?:\|\w+)+")
 _OPENING, _CLOSING = "([", ")]"
 
 
@@ -58,11 +62,29 @@ class OperatorSchema:
         return self.name.rpartition("::")[2]
 
 
+def canonical_schema(text: str) -> str:
+    """A schema that PyTorch printed, in a form that PyTorch reads.
+
+    It prints `Tensor!`, written memory without a name, as `Tensor($0! -> )`, `Tensor(a!)?[]` as `Tensor?(a!)[]`, and
+    the names of a set in any order; it reads none of the first two.
+    """
+    parts = _QUOTED.split(text)     # texts between the quoted ones, which are defaults
+    for index in range(0, len(parts), 2):
+        named = _UNNAMED.sub(r"\1\2", parts[index])
+        parts[index] = _SETS.sub(_sorted_set, _AFTER_OPTIONAL.sub(r"\1?", named))
+    return "".join(parts)
+
+
+def _sorted_set(found: re.Match[str]) -> str:
+    return "|".join(sorted(found[0].split("|")))
+
+
 @lru_cache(maxsize=4096)
 def parse_operator_schema(text: str) -> OperatorSchema:
     """A schema's parts. Raises ValueError where `text` is no schema."""
     if len(text) > _LONGEST:
         raise ValueError(f"a schema of {len(text)} characters")
+    text = canonical_schema(text)
     head, parenthesis, rest = text.partition("(")
     if not parenthesis or not _NAME.match(head):
         raise ValueError(f"{text[:80]!r} does not begin with an operator's name")
@@ -111,7 +133,8 @@ def _type(text: str) -> SchemaType:
     for found in _ALIAS.finditer(text):
         alias = alias or found[1]
         written |= bool(found[2])
-    return SchemaType(_ALIAS.sub("", text).strip(), alias, written)
+    plain = _ALIAS.sub("", text)
+    return SchemaType(plain.replace("!", "").strip(), alias, written or "!" in plain)
 
 
 def _default(part: str) -> tuple[str, str | None]:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from replayfmt.format.codes import DType, TensorFlag
-from replayfmt.pytorch.schemas import parse_schema
+from replayfmt.pytorch.schemas import parse_schema, printed_schema
 
 from .arguments import UNRECORDED, Binding, Reader, Recorded, TensorSpec
 from .execution_trace_memory import NUMBERS, Allocations, MemoryMap, Placed
@@ -152,7 +152,7 @@ class Calls:
         assert step.choice.operator is not None
         schema = step.choice.operator.schema
         unknown: list[str] = []
-        if traced is not None and str(traced) != str(schema):
+        if traced is not None and printed_schema(traced) != printed_schema(schema):
             recorded, unknown = _by_name(traced, schema, recorded)
         step.binding = self._reader.bind(schema, recorded, by=BY)
         step.binding.missing += unknown

@@ -17,7 +17,7 @@ import torch
 from replayfmt.format.model import Kernel
 from replayfmt.pytorch.op_libraries import ALIASES, OpLibraries
 from replayfmt.pytorch.plain_callables import parameter_names, schema_text
-from replayfmt.pytorch.schemas import parse_schema
+from replayfmt.pytorch.schemas import parse_schema, printed_schema
 
 from .arguments import Form, Recorded, score
 
@@ -67,7 +67,7 @@ class Operator:
 
     def kernel(self) -> Kernel:
         """As a capture names it."""
-        return Kernel(self.name, self.overload, str(self.schema))
+        return Kernel(self.name, self.overload, printed_schema(self.schema))
 
 
 @dataclass(frozen=True)
@@ -188,7 +188,7 @@ class Operators:
         usable = [(points, each) for points, each in scored if each.dispatched]
         if not usable:
             shown = ", ".join(_shown(each) for each in recorded)
-            schemas = "; ".join(str(each.schema) for each in candidates if each.dispatched)
+            schemas = "; ".join(printed_schema(each.schema) for each in candidates if each.dispatched)
             return Choice(None, "import_incomplete", f"no overload of {name} takes ({shown}); there are: {schemas}")
         best = max(points for points, _each in usable)
         chosen = [each for points, each in usable if points == best]
@@ -209,8 +209,8 @@ class Operators:
         candidates, why = self.candidates(schema.name)
         for each in candidates:
             if each.overload == (schema.overload_name or "default") and each.dispatched:
-                changed = () if str(each.schema) == str(schema) else (
-                    f"{each.name}.{each.overload} has another schema here: {each.schema}",)
+                changed = () if printed_schema(each.schema) == printed_schema(schema) else (
+                    f"{each.name}.{each.overload} has another schema here: {printed_schema(each.schema)}",)
                 return Choice(each, assumed=changed)
         return Choice(None, "no_schema", why or f"{schema.name} has no overload {schema.overload_name!r} here")
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from replayfmt.format.model import Kernel
+from replayfmt.pytorch.schemas import printed_schema
 
 from .arguments import TensorSpec
 from .results import infer, realize
@@ -43,7 +44,7 @@ def kernel(name: str, overload: str = "default") -> Kernel:
     """An operator of this PyTorch as a capture names it."""
     namespace, _separator, base = name.partition("::")
     found = getattr(getattr(getattr(torch.ops, namespace), base), overload)
-    return Kernel(name, overload, str(found._schema))
+    return Kernel(name, overload, printed_schema(found._schema))
 
 
 class Calls:

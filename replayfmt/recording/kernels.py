@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from replayfmt.pytorch.schemas import printed_schema
+
 from .autocast import InParts, WithAutocast
 
 INTERNAL_NAMESPACES = ("aten", "prim", "prims", "quantized", "mkldnn", "mkl", "_quantized")
@@ -308,7 +310,7 @@ class KernelFacts:
 
     @property
     def schema(self) -> str:
-        return str(self.func._schema)
+        return printed_schema(self.func._schema)
 
     def argument(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The value a call gives for an argument; None where it leaves it to the schema's default."""

@@ -16,7 +16,7 @@ from torch._ops import OpOverload
 from replayfmt.format.codes import KernelKind
 from replayfmt.format.model import Kernel
 from replayfmt.pytorch import plain_callables
-from replayfmt.pytorch.schemas import parse_schema
+from replayfmt.pytorch.schemas import parse_schema, printed_schema
 
 from .allowed_imports import FLAG, AllowedImports
 
@@ -144,7 +144,7 @@ def _find(namespace: str, base: str, overload: str) -> OpOverload | None:
 
 
 def _schema_difference(kernel: Kernel, overload: OpOverload, captured_torch: str | None) -> str | None:
-    here = str(overload._schema)
+    here = printed_schema(overload._schema)
     if here == kernel.schema:
         return None
     versions = f"captured with torch {captured_torch or 'of an unknown version'}, this is torch {torch.__version__}"
