@@ -15,7 +15,7 @@ from typing import Any, TextIO
 
 import click
 
-from replayfmt.errors import OpReplayError
+from replayfmt.errors import OpReplayError, UsageError
 
 from . import playbook
 
@@ -32,11 +32,34 @@ def agents_md_option(tool: str) -> Callable[[Any], Any]:
                         help="Print this tool's playbook for agents and exit.")
 
 
+class ToolCommand(click.Command):
+    """A command that refuses an option that takes one value and is given several: click would take the last."""
+
+    def make_parser(self, context: click.Context) -> Any:
+        parser = super().make_parser(context)
+        parse = parser.parse_args
+
+        def parse_once(args: list[str]) -> Any:
+            values, rest, given = parse(args)
+            for parameter in given:
+                times = given.count(parameter)
+                if times > 1 and _takes_one_value(parameter):
+                    raise UsageError(f"{max(parameter.opts, key=len)} is given {times} times; it takes one value")
+            return values, rest, given
+
+        parser.parse_args = parse_once  # type: ignore[method-assign]
+        return parser
+
+
+def _takes_one_value(parameter: click.Parameter) -> bool:
+    return isinstance(parameter, click.Option) and not (parameter.is_flag or parameter.multiple or parameter.count)
+
+
 def tool(name: str) -> Callable[[Callable[..., Any]], click.Command]:
     """Make a click command called `name` out of a function, with the options that every tool has."""
 
     def decorate(function: Callable[..., Any]) -> click.Command:
-        command = click.command(name, context_settings={"help_option_names": ["-h", "--help"]})(function)
+        command = click.command(name, ToolCommand, context_settings={"help_option_names": ["-h", "--help"]})(function)
         command = agents_md_option(name)(command)
         return click.version_option(package_name="opreplay", prog_name=name)(command)
 

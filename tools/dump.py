@@ -24,31 +24,33 @@ from .command import run_tool, tool
               "does. Implies --format=jsonl.")
 @click.option("--ops", metavar="A:B", help="Only records with ordinals from A up to, not including, B. Either may be "
               "missing. Reads only the frames that hold them.")
-@click.option("--scope", metavar="NAME", help="Only records inside the scopes of this name or full path.")
-@click.option("--kernel", metavar="PATTERN", help="Only ops whose operator matches, such as 'aten::mm', "
-              "'aten::mm.default' or 'aten::*norm*'.")
+@click.option("--scope", "scopes", multiple=True, metavar="NAME", help="Only records inside the scopes of this name or "
+              "full path. Repeatable: in any of them.")
+@click.option("--kernel", "kernels", multiple=True, metavar="PATTERN", help="Only ops whose operator matches, such as "
+              "'aten::mm', 'aten::mm.default' or 'aten::*norm*'. Repeatable: any of them.")
 @click.option("--summary", is_flag=True, help="Only the file and its summary.")
 @click.option("--signatures", is_flag=True, help="Only the distinct signatures of ops (docs/signatures.md), with how "
               "often each is called; of --ops and --kernel if given.")
 @click.option("--kernel-skeleton", type=int, metavar="ID", help="Print a Python file to start a replacement of the "
               "kernel with this id from, for --replay-kernel-substitution of other tools.")
-def cli(capture: str, form: str | None, query: str | None, ops: str | None, scope: str | None, kernel: str | None,
-        summary: bool, signatures: bool, kernel_skeleton: int | None) -> None:
+def cli(capture: str, form: str | None, query: str | None, ops: str | None, scopes: tuple[str, ...],
+        kernels: tuple[str, ...], summary: bool, signatures: bool, kernel_skeleton: int | None) -> None:
     """Show what is in CAPTURE.
 
     An incomplete capture is shown as far as it goes, and says so.
     """
     if query is not None and form == "text":
         raise UsageError("--jq works on rows: leave --format out, or give --format=jsonl")
-    if kernel_skeleton is not None and (summary or signatures or (form, query, ops, scope, kernel) != (None,) * 5):
+    if kernel_skeleton is not None and (summary or signatures or scopes or kernels
+                                        or (form, query, ops) != (None,) * 3):
         raise UsageError(f"--kernel-skeleton={kernel_skeleton} prints a Python file; it goes with no other flag")
     if summary and signatures:
         raise UsageError("--summary and --signatures print different things; give one of them")
-    if summary and (ops, scope, kernel) != (None,) * 3:
+    if summary and (ops is not None or scopes or kernels):
         raise UsageError("--summary is about the whole capture: leave --ops, --scope and --kernel out")
     program = None if query is None else Query(query)
     start, stop = (0, None) if ops is None else parse_range(ops)
-    selection = Selection(start, stop, scope, kernel)
+    selection = Selection(start, stop, scopes or None, kernels or None)
     reader = open_capture(capture)
     try:
         if kernel_skeleton is not None:

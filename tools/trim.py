@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 @tool("opreplay-trim")
 @click.option("--ops", metavar="A:B", help="Keep records with ordinals from A up to, not including, B. Either may be "
               "missing.")
-@click.option("--scope", metavar="NAME", help="Keep records inside the scopes of this name or full path, every time "
-              "they are entered.")
-@click.option("--kernel", metavar="PATTERN", help="Keep ops whose operator matches, such as 'aten::mm', "
-              "'aten::mm.default' or 'aten::*norm*'.")
-@click.option("--signature", metavar="TEXT", help="Keep ops of this signature, as opreplay-dump --signatures "
-              "prints it.")
+@click.option("--scope", "scopes", multiple=True, metavar="NAME", help="Keep records inside the scopes of this name or "
+              "full path, every time they are entered. Repeatable: in any of them.")
+@click.option("--kernel", "kernels", multiple=True, metavar="PATTERN", help="Keep ops whose operator matches, such as "
+              "'aten::mm', 'aten::mm.default' or 'aten::*norm*'. Repeatable: any of them.")
+@click.option("--signature", "signatures", multiple=True, metavar="TEXT", help="Keep ops of this signature, as "
+              "opreplay-dump --signatures prints it. Repeatable: of any of them.")
 @click.option("--payload", type=click.Choice(["full", "none"]), default="full", show_default=True,
               help="What content the result has: all that its ops need, or none: metadata alone, safe to share. With "
                    "none nothing is replayed.")
@@ -41,17 +41,18 @@ if TYPE_CHECKING:
 @replay_options
 @click.argument("capture", metavar="IN")
 @click.argument("out", metavar="[OUT]", required=False)
-def cli(capture: str, out: str | None, ops: str | None, scope: str | None, kernel: str | None, signature: str | None,
-        payload: str, script: str | None, script_data: str | None, force: bool, flags: ReplayFlags) -> None:
+def cli(capture: str, out: str | None, ops: str | None, scopes: tuple[str, ...], kernels: tuple[str, ...],
+        signatures: tuple[str, ...], payload: str, script: str | None, script_data: str | None, force: bool,
+        flags: ReplayFlags) -> None:
     """Write the selected part of the capture IN to OUT, so that it replays by itself and gives the same results.
 
-    What the part needs from before is computed by replaying IN up to its end, and verified. Several selections keep
-    what all of them select. Without any, everything is kept, which makes sense with --payload=none.
+    What the part needs from before is computed by replaying IN up to its end, and verified. Selections of several
+    kinds keep what all of them select. Without any, everything is kept, which makes sense with --payload=none.
 
     Exits with 0 if OUT was written and verified as asked, 1 if the replay was refused, failed or did not match, 2 for
     wrong usage, 3 if IN is missing, unreadable or no valid capture.
     """
-    wanted = Wanted(ops, scope, kernel, signature)
+    wanted = Wanted(ops, scopes or None, kernels or None, signatures or None)
     if flags.replay_kernel_substitution:
         raise UsageError("--replay-kernel-substitution: what is kept comes from the captured kernels; substitute when "
                          "you replay the result")

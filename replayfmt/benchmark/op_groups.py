@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from typing import Literal
 
 from replayfmt.errors import UsageError
@@ -112,7 +111,7 @@ def choose(reader: CaptureReader, *, pattern: str | None, limit: int | None, eve
         if group is None:
             kernel = reader.kernels[record.signature.kernel]
             group = groups[key] = OpGroup(signature, kernel, record.ordinal)
-            if _fits(kernel, pattern):
+            if pattern is None or kernel.fits(pattern):
                 matched += 1
                 if limit is None or len(taken) < limit:
                     taken[group.first_ordinal] = group
@@ -125,7 +124,3 @@ def choose(reader: CaptureReader, *, pattern: str | None, limit: int | None, eve
         raise UsageError(f"--op-filter={pattern}: no op of {reader.path} has such a name")
     device_ns = unsupported.device_ns + sum(group.device_ns for group in groups.values())
     return Chosen(list(taken.values()), by_ordinal, len(groups), matched, unsupported, device_ns)
-
-
-def _fits(kernel: Kernel, pattern: str | None) -> bool:
-    return pattern is None or fnmatchcase(kernel.name, pattern) or fnmatchcase(kernel.qualified_name, pattern)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 
 import numpy as np
 
@@ -16,18 +15,36 @@ from .values import Made
 _RANGE = re.compile(r"([0-9]*):([0-9]*)", re.ASCII)
 
 
+# One name or pattern, or several, of which any will do.
+Names = str | tuple[str, ...]
+
+
+def listed(names: Names | None) -> tuple[str, ...]:
+    """Names as a tuple, empty for None."""
+    return () if names is None else (names,) if isinstance(names, str) else names
+
+
 @dataclass(frozen=True)
 class Selection:
-    """What was asked for: ordinals from `start` up to, not including, `stop`; a scope; a pattern of operator names."""
+    """What was asked for: ordinals from `start` up to, not including, `stop`; scopes; patterns of operator names."""
 
     start: int = 0
     stop: int | None = None
-    scope: str | None = None
-    kernel: str | None = None
+    scope: Names | None = None
+    kernel: Names | None = None
 
     @property
     def everything(self) -> bool:
         return self == Selection()
+
+    @property
+    def text(self) -> str:
+        """The flags that ask for this."""
+        given = [f"--scope={name}" for name in listed(self.scope)]
+        given += [f"--kernel={pattern}" for pattern in listed(self.kernel)]
+        if (self.start, self.stop) != (0, None):
+            given.insert(0, f"--ops={self.start or ''}:{'' if self.stop is None else self.stop}")
+        return " ".join(given)
 
 
 def parse_range(text: str) -> tuple[int, int | None]:
@@ -45,11 +62,16 @@ class Filter:
     """A selection resolved against a capture: which records of a frame it takes."""
 
     def __init__(self, reader: CaptureReader, selection: Selection) -> None:
-        """Raises UsageError where the capture has no scope of that name."""
+        """Raises UsageError where the capture has no scope of a name, no kernel for a pattern, or no record in the
+        range."""
+        if selection.start and selection.start >= reader.record_count:
+            raise UsageError(f"{Selection(selection.start, selection.stop).text}: {reader.path} has "
+                             f"{reader.record_count} records, with ordinals from 0 to {reader.record_count - 1}")
         self.start = selection.start
         self.stop = min(reader.record_count, reader.record_count if selection.stop is None else selection.stop)
-        self._scopes = None if selection.scope is None else _scopes(reader, selection.scope)
-        self._kernels = None if selection.kernel is None else _kernels(reader, selection.kernel)
+        scopes = [_scopes(reader, name) for name in listed(selection.scope)]
+        self._scopes = np.logical_or.reduce(scopes) if scopes else None
+        self._kernels = selected_kernels(reader, selection)
         self._signatures: Made[bool] = Made(
             lambda number: self._kernels is not None and reader.signatures[number].kernel in self._kernels)
 
@@ -74,9 +96,9 @@ def _scopes(reader: CaptureReader, name: str) -> np.ndarray:
         inside[scope] = inside[definition.parent] or definition.name == name or _has_path(reader, scope, name)
     if not inside.any():
         known = sorted({definition.name for definition in reader.scopes[1:]})
-        listed = ", ".join(map(repr, known[:10])) + (f" and {len(known) - 10} more" if len(known) > 10 else "")
+        shown = ", ".join(map(repr, known[:10])) + (f" and {len(known) - 10} more" if len(known) > 10 else "")
         raise UsageError(f"--scope={name}: {reader.path} has no scope of that name or path; "
-                         f"it has {listed or 'no scopes at all'}")
+                         f"it has {shown or 'no scopes at all'}")
     return inside
 
 
@@ -92,7 +114,24 @@ def _has_path(reader: CaptureReader, scope: int, path: str) -> bool:
     return False
 
 
-def _kernels(reader: CaptureReader, pattern: str) -> set[int]:
-    """The kernels whose name, with or without their overload, matches the pattern."""
-    return {number for number, kernel in enumerate(reader.kernels[1:], start=1)
-            if fnmatchcase(kernel.name, pattern) or fnmatchcase(kernel.qualified_name, pattern)}
+def selected_kernels(reader: CaptureReader, selection: Selection) -> set[int] | None:
+    """The ids of the kernels whose name, with or without their overload, matches a pattern; None for all of them.
+
+    Raises UsageError for a pattern that matches none.
+    """
+    if selection.kernel is None:
+        return None
+    found: set[int] = set()
+    for pattern in listed(selection.kernel):
+        fitting = {number for number, kernel in enumerate(reader.kernels)
+                   if kernel is not None and kernel.fits(pattern)}
+        if not fitting:
+            raise UsageError(f"--kernel={pattern}: {reader.path} has no op of that name; opreplay-dump --signatures "
+                             "lists what it has")
+        found |= fitting
+    return found
+
+
+def selects_nothing(reader: CaptureReader, selection: Selection) -> UsageError:
+    """The error of a selection each part of which is there, but no record that fits all of them."""
+    return UsageError(f"{selection.text}: selects no record of {reader.path}")

@@ -6,26 +6,25 @@ Their text is explained in docs/signatures.md; it selects calls for other tools.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from fnmatch import fnmatchcase
 
 from replayfmt.errors import UsageError
 from replayfmt.format.reader import CaptureReader
 from replayfmt.format.signature_groups import SignatureGroup, SignatureIndex
 
 from .definitions import lines
-from .selection import Selection
+from .selection import Selection, selected_kernels, selects_nothing
 
 
 def signature_groups(reader: CaptureReader, selection: Selection) -> list[SignatureGroup]:
-    """The signatures among the selected ops, in order of first use. Raises UsageError for a selection by scope."""
+    """The signatures among the selected ops, in order of first use. Raises UsageError for a selection by scope, and
+    for one that takes no op."""
     if selection.scope is not None:
         raise UsageError("--signatures does not look at scopes: leave --scope out, or take --ops=A:B")
-    kernels = None
-    if selection.kernel is not None:
-        kernels = {number for number, kernel in enumerate(reader.kernels) if kernel is not None
-                   and (fnmatchcase(kernel.name, selection.kernel)
-                        or fnmatchcase(kernel.qualified_name, selection.kernel))}
-    return SignatureIndex(reader).groups(kernels, selection.start, selection.stop)
+    kernels = selected_kernels(reader, selection)
+    groups = SignatureIndex(reader).groups(kernels, selection.start, selection.stop)
+    if not groups and not selection.everything:
+        raise selects_nothing(reader, selection)
+    return groups
 
 
 def signature_lines(reader: CaptureReader, selection: Selection) -> Iterator[str]:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import repeat
+from itertools import chain, repeat
 from operator import add
 
 from replayfmt.format.reader import CaptureReader, RecordFrame
 
 from .definitions import definition_rows, file_row, lines, storage_lines, summary_row, summary_text
 from .jsonl import JsonLines
-from .selection import Filter, Selection
+from .selection import Filter, Selection, selects_nothing
 from .text import Text
 from .values import Dialect
 
@@ -19,30 +19,45 @@ def jsonl_chunks(reader: CaptureReader, selection: Selection, summary_only: bool
     """The capture as JSON lines (docs/rows.md), in chunks of whole lines.
 
     With a selection: the file, the summary and the selected records, without definitions and storages. Raises
-    InvalidCapture when it comes to a damaged frame, and UsageError before the first chunk.
+    InvalidCapture when it comes to a damaged frame, and UsageError before the first chunk, for a selection that takes
+    nothing, too.
     """
     chosen = Filter(reader, selection)
-    yield from lines(iter([file_row(reader), summary_row(reader)]))
+    head = lines(iter([file_row(reader), summary_row(reader)]))
     if summary_only:
+        yield from head
         return
-    if selection.everything:
-        yield from lines(definition_rows(reader))
     dialect = JsonLines(reader)
+    if not selection.everything:
+        yield from _with_records(head, reader, dialect, chosen, selection)
+        return
+    yield from head
+    yield from lines(definition_rows(reader))
     for frame in _frames(reader, chosen):
-        if selection.everything:
-            yield from storage_lines(reader, frame)
+        yield from storage_lines(reader, frame)
         yield from _records(dialect, frame, chosen)
 
 
 def text_chunks(reader: CaptureReader, selection: Selection, summary_only: bool = False) -> Iterator[str]:
     """The capture as text for people: the summary, then a line for each selected record. Raises as jsonl_chunks."""
     chosen = Filter(reader, selection)
-    yield summary_text(reader)
     if summary_only:
+        yield summary_text(reader)
         return
-    dialect = Text(reader)
-    for frame in _frames(reader, chosen):
-        yield from _records(dialect, frame, chosen)
+    yield from _with_records(iter([summary_text(reader)]), reader, Text(reader), chosen, selection)
+
+
+def _with_records(head: Iterator[str], reader: CaptureReader, dialect: Dialect, chosen: Filter,
+                  selection: Selection) -> Iterator[str]:
+    """The head, then the selected records. Raises UsageError before the first chunk where there is none of them."""
+    records: Iterator[str] = chain.from_iterable(_records(dialect, frame, chosen) for frame in _frames(reader, chosen))
+    if not selection.everything:
+        first = next(records, None)
+        if first is None:
+            raise selects_nothing(reader, selection)
+        records = chain([first], records)
+    yield from head
+    yield from records
 
 
 def _frames(reader: CaptureReader, chosen: Filter) -> Iterator[RecordFrame]:

@@ -168,9 +168,22 @@ def seconds(text: str) -> float:
     return float(text.removesuffix("s"))
 
 
+class Once(argparse.Action):
+    """A value that may be given once: the first of two would be lost without a word."""
+
+    def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any,
+                 option_string: str | None = None) -> None:
+        given = vars(namespace).setdefault("given", set())
+        if self.dest in given and option_string:
+            parser.error(f"{option_string} is given more than once; it takes one value")
+        given.add(self.dest)
+        setattr(namespace, self.dest, values)
+
+
 def flags(given: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("file", nargs="?", default=str(Path(__file__).with_name("event_replay_ir.json")))
+    parser.register("action", None, Once)
     parser.add_argument("--device", help="run everything there, such as cpu or cuda:1; default: where it was recorded")
     parser.add_argument("--op-filter", help="only operators whose name contains this")
     parser.add_argument("--op-limit", type=int, help="at most so many calls")
@@ -187,6 +200,9 @@ def main(given: list[str] | None = None) -> int:
         entries = json.load(file)
     chosen = [each for each in entries if not options.op_filter or options.op_filter in each["op_name"]]
     matched = len(chosen)
+    if entries and not matched:
+        print(f"--op-filter={options.op_filter}: no operator's name in {options.file} contains this", file=sys.stderr)
+        return 2
     chosen = chosen[: options.op_limit]
     failed = 0
     total = 0.0

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from functools import cached_property
 from typing import Any
 
@@ -65,6 +66,10 @@ class Kernel:
     def qualified_name(self) -> str:
         """`aten::mm.default`: what names exactly one overload."""
         return f"{self.name}.{self.overload}"
+
+    def fits(self, pattern: str) -> bool:
+        """Whether the name, with or without the overload, matches a shell pattern."""
+        return fnmatchcase(self.name, pattern) or fnmatchcase(self.qualified_name, pattern)
 
 
 @dataclass(frozen=True)

@@ -106,6 +106,7 @@ class Core:
         self.closed = False  # nothing touches the file any more, nothing is reported
         self.failure: OpReplayError | None = None
         self.ops_seen = 0
+        self.stop_scope_left = False  # the scope after which nothing is recorded came to its end
         self.implicit: ImplicitScope | None = None  # with one, recording begins with the first thing to record
 
     # --------------------------------------------------------------------------------------------------- start and stop
@@ -337,6 +338,7 @@ class Core:
             if any(scope.user for scope in left):
                 self.settle()
             if any(scope.name == self.options.stop_scope for scope in left):
+                self.stop_scope_left = True
                 self.stop()
         except Exception as error:
             if not self.failed(error):

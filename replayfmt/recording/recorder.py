@@ -154,6 +154,11 @@ class Recorder:
         """Why recording ended early, if it did."""
         return None if self._core is None else self._core.failure
 
+    @property
+    def ended_at_its_scope(self) -> bool:
+        """Whether recording ended because the scope to stop at was left."""
+        return self._core is not None and self._core.stop_scope_left
+
     def _flush_loop(self) -> None:
         core = self._core
         assert core is not None

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from replayfmt.dump.selection import Filter, Selection, parse_range
+from replayfmt.dump.selection import Filter, Names, Selection, listed, parse_range
 from replayfmt.errors import UsageError
 from replayfmt.format.codes import RecordKind
 from replayfmt.format.reader import CaptureReader
@@ -16,12 +16,13 @@ from replayfmt.format.signature_text import parse_signature
 
 @dataclass(frozen=True)
 class Wanted:
-    """What was asked for, as given on the command line. Several at once: what all of them select."""
+    """What was asked for, as given on the command line. Several kinds at once: what all of them select; several of one
+    kind: what any of them does."""
 
     ops: str | None = None
-    scope: str | None = None
-    kernel: str | None = None
-    signature: str | None = None
+    scope: Names | None = None
+    kernel: Names | None = None
+    signature: Names | None = None
 
     @property
     def everything(self) -> bool:
@@ -31,7 +32,7 @@ class Wanted:
     def text(self) -> str:
         """The flags as they were given, for people and for the trimmed capture's session; "all" without any."""
         given = (("ops", self.ops), ("scope", self.scope), ("kernel", self.kernel), ("signature", self.signature))
-        return " ".join(f"--{name}={value}" for name, value in given if value is not None) or "all"
+        return " ".join(f"--{name}={value}" for name, values in given for value in listed(values)) or "all"
 
 
 @dataclass(frozen=True)
@@ -58,13 +59,13 @@ class Kept:
 
 def resolve(reader: CaptureReader, wanted: Wanted) -> Kept:
     """The ordinals that a selection keeps. Raises UsageError for a range that is not in the capture, a scope that it
-    does not have, and where no op is selected."""
+    does not have, a pattern or a signature that no op has, and where no op is selected."""
     start, stop = (0, None) if wanted.ops is None else parse_range(wanted.ops)
     count = reader.record_count
     if wanted.ops is not None and max(start, stop or 0) > count:
         raise UsageError(f"--ops={wanted.ops}: {reader.path} has {count} records, with ordinals from 0 to {count - 1}")
     chosen = Filter(reader, Selection(start, stop, wanted.scope, wanted.kernel))
-    alike = None if wanted.signature is None else _with_signature(reader, wanted.signature, start, stop)
+    alike = None if wanted.signature is None else _with_signatures(reader, listed(wanted.signature), start, stop)
     is_op = np.array([False, *(each is not None and each.kind is RecordKind.op for each in reader.signatures[1:])])
     parts, ops = [], 0
     for index, info in enumerate(reader.record_frames):
@@ -82,7 +83,13 @@ def resolve(reader: CaptureReader, wanted: Wanted) -> Kept:
     return Kept(np.concatenate(parts).astype(np.int64), ops)
 
 
-def _with_signature(reader: CaptureReader, text: str, start: int, stop: int | None) -> np.ndarray:
-    """The ordinals of the ops of a signature, ascending."""
-    found = [ops.ordinals for ops in SignatureIndex(reader).matching(parse_signature(text), start, stop)]
-    return np.sort(np.concatenate(found)) if found else np.zeros(0, np.int64)
+def _with_signatures(reader: CaptureReader, texts: tuple[str, ...], start: int, stop: int | None) -> np.ndarray:
+    """The ordinals of the ops of any of these signatures, ascending. Raises UsageError for one that none has."""
+    index, found = SignatureIndex(reader), []
+    for text in texts:
+        alike = [ops.ordinals for ops in index.matching(parse_signature(text), start, stop)]
+        if not alike:
+            raise UsageError(f"--signature={text}: selects no op of {reader.path}; opreplay-dump --signatures lists "
+                             "what there is")
+        found += alike
+    return np.unique(np.concatenate(found))

@@ -58,7 +58,8 @@ def test_a_missing_argument_is_exit_code_2(run: Run) -> None:
 
 
 def test_what_cannot_be_done_with_this_capture_is_one_line(run: Run, plain: Path) -> None:
-    for arguments, code in ((["--scope=nowhere"], 2), (["--jq", ".kind + 1"], 1)):
+    for arguments, code in ((["--scope=nowhere"], 2), (["--kernel=aten::nothing"], 2), (["--ops=900:"], 2),
+                            (["--signatures", "--kernel=aten::nothing"], 2), (["--jq", ".kind + 1"], 1)):
         ran = run(*arguments, plain)
         assert ran.code == code and ran.error.startswith("INVALID_ARGUMENT: ") and ran.error.count("\n") == 1
 

@@ -123,6 +123,22 @@ def test_the_script_runs_where_this_library_is_not_installed(capture: Path, tmp_
     assert "mat2 Tensor: Tensor(shape=" in done.stdout
 
 
+def test_the_script_takes_a_flag_once_and_a_filter_that_matches(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from replayfmt.export.replay_script import flags, main
+
+    for name in ("device", "op-filter", "op-limit", "benchmark-min-time"):
+        with pytest.raises(SystemExit) as left:
+            flags([f"--{name}=1", f"--{name}=2"])
+        assert left.value.code == 2 and f"--{name} is given more than once" in capsys.readouterr().err
+    assert (flags(["--op-limit=3"]).op_limit, flags([]).op_limit) == (3, None)
+    path = tmp_path / "ir.json"
+    path.write_text(json.dumps([{"op_name": "aten::relu"}]))
+    assert main([str(path), "--op-filter=nothing"]) == 2
+    assert "--op-filter=nothing: no operator's name in" in capsys.readouterr().err
+
+
 def test_the_script_fails_where_a_call_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from replayfmt.export.replay_script import main
 
