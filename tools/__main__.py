@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from importlib import import_module
 
-from .command import one_line
+from .command import say
 
 # The short name of each tool, and its module. `python -m opreplay_tools.MODULE` runs it, too.
 TOOLS = {
@@ -32,7 +32,8 @@ def main() -> None:
         sys.exit(0)
     if name not in TOOLS:
         said = "name a tool" if name is None else f"there is no tool {name!r}"
-        print(f"INVALID_ARGUMENT: {one_line(said)}\n\n{_USAGE}", end="", file=sys.stderr)
+        say(f"INVALID_ARGUMENT: {said}", err=True)
+        print(f"\n{_USAGE}", end="", file=sys.stderr)
         sys.exit(2)
     sys.argv = [f"opreplay-{name}", *sys.argv[2:]]
     import_module(f".{TOOLS[name]}", __package__).main()

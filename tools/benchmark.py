@@ -12,7 +12,7 @@ import click
 
 from replayfmt.errors import UsageError
 
-from .command import reader_may_leave, run_tool, tool
+from .command import reader_may_leave, run_tool, say, tool
 from .compare import refuse_with_compare, run_compare
 from .per_op import PerOpFlags, per_op_options, run_per_op
 from .profiling_flags import profiled, profiling_options, profiling_request
@@ -113,7 +113,7 @@ def _show(report: Report, form: str) -> None:
         return
     click.echo(report.json() if form == "json" else report.csv(), nl=False)
     for warning in report.warnings():
-        click.echo(f"WARNING: {warning}", err=True)
+        say(f"WARNING: {warning}", err=True)
 
 
 @contextmanager

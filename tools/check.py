@@ -18,7 +18,7 @@ from replayfmt.format.check import CheckReport, check_capture
 from replayfmt.format.file_remap import FileRemaps
 from replayfmt.format.recover import recover_capture
 
-from .command import one_line, reader_may_leave, run_tool, tool
+from .command import reader_may_leave, run_tool, say, tool
 
 
 @dataclass
@@ -52,7 +52,7 @@ def _listed(counts: dict[str, int]) -> str:
 
 def _echo(text: str) -> None:
     """Print one line; what it quotes from a capture stays on it."""
-    click.echo(one_line(text))
+    say(text)
 
 
 def _print_report(report: CheckReport) -> None:
@@ -113,7 +113,7 @@ def cli(file: str, output: str | None, out: str | None, adding: bool, remaps: tu
         finally:
             with reader_may_leave():
                 _print_report(report)
-        click.echo("valid")
+        say("valid")
         return
     with _progress_bar("recovering", file, 3) as bar:
         report, left = recover_capture(file, out, force=force, progress=bar.advance)

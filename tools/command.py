@@ -16,6 +16,7 @@ from typing import Any, TextIO
 import click
 
 from replayfmt.errors import OpReplayError, UsageError
+from replayfmt.format.printable import printable
 
 from . import playbook
 
@@ -69,14 +70,14 @@ def tool(name: str) -> Callable[[Callable[..., Any]], click.Command]:
 def report(error: OpReplayError) -> None:
     """Print an error as the tools do: `STATUS: message` on stderr, then its findings, one a line."""
     with _said_if_possible():
-        click.echo(f"{error.status}: {one_line(str(error))}", err=True)
+        say(f"{error.status}: {error}", err=True)
         for finding in getattr(error, "findings", ()):
-            click.echo(f"  {one_line(finding)}", err=True)
+            say(f"  {finding}", err=True)
 
 
-def one_line(text: str) -> str:
-    """Text that stays on its line and cannot steer a terminal: messages quote what captures and paths contain."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+def say(text: str, *, err: bool = False) -> None:
+    """Print a line for people: messages quote what captures, traces and paths contain."""
+    click.echo(printable(text), err=err)
 
 
 class OutputFailed(OpReplayError):

@@ -9,6 +9,7 @@ import click
 
 from replayfmt.errors import UsageError
 
+from .command import say
 from .replay_flags import ReplayFlags
 
 if TYPE_CHECKING:
@@ -41,8 +42,8 @@ def run_compare(plan: Plan, options: Options, form: str, progress: Progress | No
         write(report.json())
     if form == "console":
         for line in report.lines():
-            click.echo(line)
+            say(line)
     else:
         click.echo(report.json() if form == "json" else report.csv(), nl=False)
     for warning in report.context["warnings"]:
-        click.echo(f"WARNING: {warning}", err=form != "console")
+        say(f"WARNING: {warning}", err=form != "console")

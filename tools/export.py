@@ -8,7 +8,7 @@ from replayfmt.export.replay_zip import Exported, export_replay_zip
 from replayfmt.format.reader import open_capture
 from replayfmt.trim.selection import Wanted
 
-from .command import one_line, run_tool, tool
+from .command import run_tool, say, tool
 from .progress import record_bar
 
 
@@ -46,9 +46,9 @@ def cli(capture: str, out: str, form: str, ops: str | None, scopes: tuple[str, .
 
 def _report(out: str, exported: Exported) -> None:
     for reason, count in exported.left_out.most_common():
-        click.echo(one_line(f"left out  {reason}: {count} calls"))
+        say(f"left out  {reason}: {count} calls")
     calls = exported.calls - sum(exported.left_out.values())
-    click.echo(one_line(f"{out}: {exported.entries:,} entries for {calls:,} calls"))
+    say(f"{out}: {exported.entries:,} entries for {calls:,} calls")
 
 
 def main() -> None:

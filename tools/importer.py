@@ -14,7 +14,7 @@ import click
 from replayfmt.errors import CaptureFailed, UsageError
 from replayfmt.format.output import check_place
 
-from .command import run_tool, tool
+from .command import run_tool, say, tool
 
 if TYPE_CHECKING:
     from replayfmt.importers.report import ImportReport
@@ -68,12 +68,12 @@ def cli(trace: str, output: str, kind: str, level: str, unique: bool, rewrite: s
             click.echo(json.dumps(row))
     else:
         for line in report.lines():
-            click.echo(line)
+            say(line)
     for problem in report.problems:
-        click.echo(f"{trace}: {problem}", err=True)
+        say(f"{trace}: {problem}", err=True)
     missing = report.calls()["incomplete"]
     unsupported = f"; {missing} calls are unsupported records" if missing else ""
-    click.echo(f"{output}: {sum(report.calls().values())} calls{unsupported}", err=True)
+    say(f"{output}: {sum(report.calls().values())} calls{unsupported}", err=True)
     return 0
 
 

@@ -11,7 +11,7 @@ import click
 
 from replayfmt.errors import UsageError
 
-from .command import reader_may_leave
+from .command import reader_may_leave, say
 
 if TYPE_CHECKING:
     from replayfmt.benchmark.measure import Progress
@@ -87,9 +87,9 @@ def run_per_op(plan: Plan, flags: PerOpFlags, form: str, progress: Progress | No
     def show(op: MeasuredOp, place: int, of: int) -> None:
         # Whoever wants a file gets it, whether or not somebody watches it being made.
         with reader_may_leave() if write is not None else nullcontext():
-            click.echo(progress_line(op, place, of), err=form != "console")
+            say(progress_line(op, place, of), err=form != "console")
             for line in describe(op, plan.reader) if flags.verbose else ():
-                click.echo(line, err=form != "console")
+                say(line, err=form != "console")
 
     run = measure_ops(plan, flags.options, progress=progress or _unseen, on_measured=show)
     report = make_op_report(run, plan)
@@ -106,11 +106,11 @@ def _show(report: Report, form: str) -> None:
     if form == "console":
         click.echo()
         for line in table_lines(report):
-            click.echo(line)
+            say(line)
     else:
         click.echo(report.json() if form == "json" else report.csv(), nl=False)
     for warning in report.context["warnings"]:
-        click.echo(f"WARNING: {warning}", err=form != "console")
+        say(f"WARNING: {warning}", err=form != "console")
 
 
 def _code(run: PerOpRun) -> int:

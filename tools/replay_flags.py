@@ -18,7 +18,7 @@ import click
 
 from replayfmt.errors import SubstitutionRejected, UsageError
 
-from .command import one_line
+from .command import say
 
 if TYPE_CHECKING:
     from replayfmt.initializers import Initializer, Registry
@@ -135,7 +135,7 @@ def shown_if_rejected(rows: bool) -> Iterator[None]:
         yield
     except SubstitutionRejected as error:
         for line in map(json.dumps, error.report.as_rows()) if rows else error.report.as_text():
-            click.echo(one_line(line))
+            say(line)
         raise
 
 

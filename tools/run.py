@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 import click
 
 from replayfmt.errors import ReplayMismatch
+from replayfmt.format.printable import printable
 
-from .command import one_line, reader_may_leave, report, run_tool, tool
+from .command import reader_may_leave, report, run_tool, say, tool
 from .profiling_flags import profiled, profiling_options, profiling_request
 from .progress import record_bar
 from .replay_flags import ReplayFlags, replay_options, shown_if_rejected
@@ -43,7 +44,7 @@ def cli(context: click.Context, /, capture: str | None, list_initializers: bool,
     """
     if list_initializers:
         for line in flags.registry().lines():
-            click.echo(one_line(line))
+            say(line)
         return 0
     if capture is None:
         raise click.MissingParameter(ctx=context, param=next(each for each in context.command.params
@@ -66,12 +67,12 @@ def cli(context: click.Context, /, capture: str | None, list_initializers: bool,
                     click.echo(json.dumps(row))
             else:
                 for line in as_text(plan, result):
-                    click.echo(one_line(line))
+                    say(line)
                 for finding in plan.findings:
-                    click.echo(one_line(f"finding: {finding}"))
+                    say(f"finding: {finding}")
             if compare_kernels:
                 for verdict in device_kernels.compare_kernels(plan, kernels):
-                    click.echo(json.dumps(verdict.row()) if form == "jsonl" else one_line(str(verdict)))
+                    click.echo(json.dumps(verdict.row()) if form == "jsonl" else printable(str(verdict)))
     return _judge(capture, result)
 
 

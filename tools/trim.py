@@ -13,7 +13,7 @@ from replayfmt.format.reader import open_capture
 from replayfmt.trim.selection import Wanted
 from replayfmt.trim.trimming import Prediction, TrimResult, strip_capture, trim_capture, used_remaps
 
-from .command import one_line, reader_may_leave, run_tool, tool
+from .command import reader_may_leave, run_tool, say, tool
 from .progress import record_bar
 from .replay_flags import ReplayFlags, replay_options
 
@@ -120,9 +120,9 @@ def _script(capture: str, out: str, data: str | None, wanted: Wanted, force: boo
         with flags.plan(capture, keep_going=True) as plan:
             result = script_with_data(plan, out, data, wanted, verify=flags.verify, force=force,
                                       on_prediction=_predicted)
-        click.echo(one_line(f"replayed  {result.verified}"))
-        click.echo(one_line(f"{data}: {result.data_bytes:,} bytes of inputs"))
-    click.echo(one_line(f"{result.path}: {result.ops:,} ops, {result.inputs:,} inputs"))
+        say(f"replayed  {result.verified}")
+        say(f"{data}: {result.data_bytes:,} bytes of inputs")
+    say(f"{result.path}: {result.ops:,} ops, {result.inputs:,} inputs")
 
 
 def _predicted(prediction: Prediction) -> None:
@@ -133,12 +133,12 @@ def _predicted(prediction: Prediction) -> None:
 def _report(result: TrimResult) -> None:
     """Say what was written."""
     if result.verified:
-        click.echo(one_line(f"replayed  {result.verified}"))
-        click.echo(one_line(f"checked   {result.checked}"))
+        say(f"replayed  {result.verified}")
+        say(f"checked   {result.checked}")
     for note in result.notes:
-        click.echo(one_line(f"note      {note}"))
-    click.echo(one_line(f"{result.path}: {result.bytes:,} bytes, {result.ops:,} ops in {result.records:,} records, "
-                        f"{result.embedded_bytes:,} bytes of content"))
+        say(f"note      {note}")
+    say(f"{result.path}: {result.bytes:,} bytes, {result.ops:,} ops in {result.records:,} records, "
+        f"{result.embedded_bytes:,} bytes of content")
 
 
 def main() -> None:

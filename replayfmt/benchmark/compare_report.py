@@ -15,14 +15,15 @@ from typing import Any
 
 import numpy as np
 
+from replayfmt.format.printable import printable
 from replayfmt.replay.plan import Plan
 
 from .caveats import run_caveats
 from .compare import Compared, CompareRun
 from .measure import Measurement, Run, Sample
-from .report import plan_context
+from .report import csv_field, plan_context
 from .statistics import CONFIDENCE
-from .units import duration, printable
+from .units import duration
 
 _SIDES = ("original", "substituted")
 # An interval whose ends are this far apart hides differences that matter.
@@ -53,7 +54,7 @@ class CompareReport:
         writer = csv.writer(text, lineterminator="\n")
         writer.writerow(_CSV_FIELDS)
         for comparison in self.comparisons:
-            writer.writerow(["" if comparison[name] is None else comparison[name] for name in _CSV_FIELDS])
+            writer.writerow([csv_field(comparison[name]) for name in _CSV_FIELDS])
         return text.getvalue()
 
     def lines(self) -> Iterator[str]:

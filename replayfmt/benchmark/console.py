@@ -8,8 +8,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from replayfmt.format.printable import printable
+
 from .report import Report
-from .units import duration, printable, rate
+from .units import duration, rate
 
 # Where there is no terminal to fit, nothing is wrapped: the lines are for other programs and for files.
 _UNLIMITED = 10_000

@@ -12,13 +12,14 @@ from typing import Any
 from replayfmt.format.codes import OpStatus
 from replayfmt.format.model import CompositeValue, TensorValue, Value
 from replayfmt.format.operator_schema import parse_operator_schema
+from replayfmt.format.printable import printable
 from replayfmt.format.reader import CaptureReader
 from replayfmt.format.signature_text import signature_of
 from replayfmt.replay.plan import Plan
 
 from .per_op import MeasuredOp, PerOpRun
 from .report import Report, plan_context
-from .units import duration, printable
+from .units import duration
 
 _NOT_MEASURED = "not measured"
 

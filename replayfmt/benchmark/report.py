@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from replayfmt.format.printable import printable
 from replayfmt.replay.plan import Plan
 
 from .caveats import measurement_caveats, run_caveats
@@ -35,6 +36,11 @@ _NOT_COUNTERS = frozenset({"samples", "warnings"})
 _SCHEMA_FIELDS = frozenset({"name", "family_index", "per_family_instance_index", "run_name", "run_type", "repetitions",
                             "repetition_index", "threads", "aggregate_name", "aggregate_unit", "iterations",
                             "real_time", "cpu_time", "time_unit"})
+
+
+def csv_field(value: Any) -> Any:
+    """What stands in a field of CSV: nothing for what is not known; names stay on their line."""
+    return "" if value is None else printable(value) if isinstance(value, str) else value
 
 
 @dataclass(frozen=True)
@@ -64,7 +70,7 @@ class Report:
             # A share has no time unit, which is how Google Benchmark writes `_cv` rows.
             shown = row | {"time_unit": ""} if row.get("aggregate_unit") == "percentage" else row
             names = (*_CSV_FIELDS, *_CSV_FIELDS_NOT_OURS, *counters)
-            writer.writerow(["" if shown.get(name) is None else shown[name] for name in names])
+            writer.writerow([csv_field(shown.get(name)) for name in names])
         return text.getvalue()
 
 

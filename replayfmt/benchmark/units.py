@@ -23,11 +23,6 @@ def rate(per_second: float | None) -> str:
     return f"{_digits(per_second / scale)}{unit}/s"
 
 
-def printable(text: str) -> str:
-    """Text that stays on its line and cannot steer a terminal: names come from captures."""
-    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
-
-
 def _digits(value: float) -> str:
     """Four significant digits, and never fewer than those before the point."""
     before = len(str(int(abs(value))))

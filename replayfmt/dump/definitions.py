@@ -15,12 +15,12 @@ from replayfmt.format.codes import Codec, KernelKind, RecordKind, StorageOrigin,
 from replayfmt.format.frames import MAX_NESTING
 from replayfmt.format.json_values import nested_deeper
 from replayfmt.format.model import Device, Session
+from replayfmt.format.printable import printable
 from replayfmt.format.reader import CaptureReader, RecordFrame
 
 from .contained import contained, statement
 from .files import Needs, file_rows, files_row, state, validation
 from .json_text import encode, integers, quote
-from .text import printable
 from .values import CHUNK_CHARACTERS, scope_path
 
 Row = dict[str, Any]

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Iterator
 
 from replayfmt.errors import OpReplayError, UsageError
+from replayfmt.format.printable import printable_json
 
 # jq itself prints the results: as Python objects they would have lost the sign of -0 and the digits of long integers.
 # An empty line before, because a comment that ends in a backslash goes on in the next one.
@@ -39,7 +40,7 @@ class Query:
             for row in chunk.splitlines():
                 try:
                     # One row at a time, so that an error belongs to a row. It costs no more than many at once.
-                    results += (f"{result}\n" for result in self._program.input_text(row))
+                    results += (f"{printable_json(result)}\n" for result in self._program.input_text(row))
                 except ValueError as error:
                     yield "".join(results)
                     raise FilterFailed(

@@ -15,6 +15,7 @@ import numpy as np
 
 from replayfmt.format.codes import DType, Layout, OpStatus, RecordKind, TensorFlag, ValueKind
 from replayfmt.format.model import Node, Signature, TensorMeta
+from replayfmt.format.printable import printable
 from replayfmt.format.reader import CaptureReader, RecordFrame
 
 from .jsonl import CODES
@@ -38,15 +39,6 @@ SHOWN_ITEMS = 8     # of a list of plain values
 SHOWN_OBJECTS = 3   # of a list that holds tensors or lists
 SHOWN_CHARACTERS = 80
 DEEPEST_INDENT = 16
-
-
-def printable(text: str, limit: int | None = None) -> str:
-    """Text on one line that cannot steer a terminal: what is not printable is escaped, what is too long is cut."""
-    if limit is not None and len(text) > limit:
-        text = text[: limit - 1] + "…"
-    if text.isprintable():
-        return text
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def contiguous(meta: TensorMeta) -> bool:

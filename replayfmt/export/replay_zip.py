@@ -21,6 +21,7 @@ from replayfmt.errors import CaptureFailed, ReplayRefused, UsageError
 from replayfmt.format.codes import RecordKind
 from replayfmt.format.model import Record
 from replayfmt.format.output import check_place, same_file
+from replayfmt.format.printable import printable
 from replayfmt.format.reader import CaptureReader
 from replayfmt.trim.selection import Wanted, resolve
 
@@ -132,8 +133,7 @@ def _write(out: str | os.PathLike[str], texts: dict[str, str]) -> None:
 
 def escaped(text: str) -> str:
     """Text from a capture for Markdown: on one line, and nothing in it is markup."""
-    plain = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
-    return "".join(f"\\{c}" if c in "\\`*_{}[]<>()#+-.!|" else c for c in plain)
+    return "".join(f"\\{c}" if c in "\\`*_{}[]<>()#+-.!|" else c for c in printable(text))
 
 
 def _readme(reader: CaptureReader, wanted: Wanted, entries: list[dict[str, Any]], exported: Exported) -> str:

@@ -296,7 +296,9 @@ def test_names_cannot_steer_the_terminal(tmp_path: Path, tools: Tools) -> None:
                      for node in signature.args)
         return replace(signature, args=args)
 
-    runs = rewrite(source, tmp_path / "runs.opreplay", signature=change, scope=lambda _name: hostile)
+    session = {"torch_version": hostile, "cpu": hostile, "cpu_capability": hostile, "host": hostile,
+               "argv": (hostile,)}
+    runs = rewrite(source, tmp_path / "runs.opreplay", signature=change, scope=lambda _name: hostile, session=session)
     path = rewrite(source, tmp_path / "hostile.opreplay", signature=change, scope=lambda _name: hostile,
                    kernel=lambda kernel: replace(kernel, name=f"aten::{hostile}") if kernel.name == "aten::exp"
                    else kernel)
@@ -304,11 +306,17 @@ def test_names_cannot_steer_the_terminal(tmp_path: Path, tools: Tools) -> None:
         ("run", path), ("run", "--keep-going", path), ("run", "--keep-going", "--format=jsonl", path),
         ("benchmark", path), ("dump", path), ("dump", "--summary", path), ("dump", "--signatures", path),
         ("check", path), ("trim", "--ops=0:1", path, tmp_path / "none.opreplay"),
+        ("dump", "--jq", ".", path), ("dump", "--format=jsonl", path), ("export", path, tmp_path / "none.zip"),
     ]
     fine: list[tuple[Any, ...]] = [
         ("run", runs), ("run", "--format=jsonl", runs), ("benchmark", "--benchmark-min-time=1x", runs),
         ("benchmark", "--benchmark-min-time=1x", f"--replay-scope={hostile}", runs),
         ("benchmark", "--per-op", "--benchmark-min-time=1x", "--verbose", runs),
+        *(("benchmark", "--benchmark-min-time=1x", f"--benchmark-format={form}", f"--replay-scope={hostile}", runs)
+          for form in ("json", "csv")),
+        *(("benchmark", "--per-op", "--benchmark-min-time=1x", f"--benchmark-format={form}", runs)
+          for form in ("json", "csv")),
+        ("dump", "--jq", ".", runs), ("dump", "--jq", "[.name, .torch_version]", runs),
         ("trim", "--ops=0:3", runs, tmp_path / "trimmed.opreplay"),
     ]
     for command in (*commands, *fine):
