@@ -7,6 +7,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from replayfmt.pytorch.iterations import Iteration, parse_iteration
+
 from .kineto_events import Events
 from .kineto_tree import Facts, Role, Tree
 from .synthesis import ImportedSession
@@ -23,12 +25,19 @@ class Scopes:
         annotations = tree.order[scopes[np.asarray(ops.kind, np.int64)[tree.order]]].tolist()
         self._timeline = _Timeline(events, annotations)
         self._ids: dict[int, int] = {}
+        self._described: set[int] = set()       # annotations that describe a batch, and those inside of such
+        self._iterations: dict[int, Iteration] = {}
         for index in sorted(annotations, key=lambda each: (ops.start[each], -ops.duration[each])):
             around = int(tree.scope[index])
             if around < 0:
                 around = self._timeline.at(ops.start[index], ops.thread[index])
-            parent = self._ids.get(around, 0)
-            self._ids[index] = self._path(parent, events.kinds[ops.kind[index]].name)
+            parent, name = self._ids.get(around, 0), events.kinds[ops.kind[index]].name
+            self._ids[index] = self._path(parent, name)
+            iteration = parse_iteration(name)
+            if around in self._described or iteration is not None:
+                self._described.add(index)
+            if around not in self._described and iteration is not None:
+                self._iterations[index] = iteration
 
     @property
     def annotations(self) -> list[int]:
@@ -37,6 +46,10 @@ class Scopes:
 
     def __getitem__(self, annotation: int) -> int:
         return self._ids[annotation]
+
+    def iteration(self, annotation: int) -> Iteration | None:
+        """The step that an annotation describes; None inside of another one that describes it: a step counts once."""
+        return self._iterations.get(annotation)
 
     def at(self, around: int, start: int) -> int:
         """The scope id of what has the annotation `around` around it on its thread (-1: none) and begins at `start`."""

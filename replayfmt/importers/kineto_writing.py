@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 
 from replayfmt.format.model import Device
-from replayfmt.pytorch.iterations import parse_iteration
 
 from .arguments import DefaultGenerator, TensorSpec
 from .kineto_arguments import has_lists, read_arguments, signature_text
@@ -361,7 +360,7 @@ class _Writing:
         start = ops.start[index] + (0 if begins else max(1, ops.duration[index]))
         moment = Moment(start - self._base, None, ops.thread[index], self._scopes[index])
         if begins:
-            iteration = parse_iteration(name)
+            iteration = self._scopes.iteration(index)
             self.session.scope_begin(name, moment, {"iteration": iteration.row()} if iteration else None)
         else:
             self.session.scope_end(name, moment)

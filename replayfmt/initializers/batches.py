@@ -11,9 +11,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from replayfmt.errors import UsageError
-from replayfmt.pytorch.iterations import Iteration, Requests, parse_iteration
+from replayfmt.pytorch.iterations import Iteration, Requests, iteration_in
 
 from .request import Request
+
+_STEPS = "batches of steps"
 
 
 @dataclass(frozen=True)
@@ -40,12 +42,8 @@ class GivenLengths:
 
 
 def iteration_of(request: Request) -> Iteration | None:
-    """What the innermost scope says that is a serving engine's step."""
-    for name in reversed(request.call.scope.split("/")):
-        found = parse_iteration(name)
-        if found is not None:
-            return found
-    return None
+    """What the call's scopes say of a serving engine's step."""
+    return iteration_in(request.call.scope)
 
 
 def batch_for(request: Request, sequences: int, tokens: int, longest: int, *, room: int | None = None,
@@ -80,7 +78,19 @@ def batch_for(request: Request, sequences: int, tokens: int, longest: int, *, ro
     key = _contexts(request, iteration if split is not None else None, query, longest, room)
     request.note(f"{request.call.name}: {phase}, {sequences} sequences, {tokens} new tokens, contexts of {key.min()} "
                  f"to {key.max()} tokens; from {source}")
-    return Batch(query, key, phase, source)
+    return _remembered(request, tokens, Batch(query, key, phase, source))
+
+
+def known_batch(request: Request, tokens: int, longest: int) -> Batch | None:
+    """The batch that was made for the first call of the same step with as many new tokens, where its contexts are no
+    longer than that: attention and positions of a step speak of the same sequences."""
+    known = request.shared.get((_STEPS, request.call.scope, tokens))
+    return known if isinstance(known, Batch) and known.key_lengths.max() <= longest else None
+
+
+def _remembered(request: Request, tokens: int, batch: Batch) -> Batch:
+    request.shared.setdefault((_STEPS, request.call.scope, tokens), batch)
+    return batch
 
 
 def _check(given: GivenLengths, sequences: int, tokens: int, longest: int) -> None:
@@ -112,7 +122,7 @@ def _as_given(request: Request, given: GivenLengths, sequences: int, tokens: int
     source = " and ".join(name for name in (given.queries_by, given.keys_by) if name)
     request.note(f"{request.call.name}: {phase}, {sequences} sequences, {query.sum()} new tokens, contexts of "
                  f"{key.min()} to {key.max()} tokens; from the content of {source}")
-    return Batch(query, key, phase, source)
+    return _remembered(request, tokens, Batch(query, key, phase, source))
 
 
 def _within(key: np.ndarray, tokens: int) -> np.ndarray:

@@ -12,7 +12,7 @@ from replayfmt.errors import UsageError
 from .attention import PAGED_ATTENTION
 from .caches import CACHE_INDICES, POSITIONS, SLOT_MAPPING
 from .demands import Role
-from .experts import EXPERT_IDS, OPTION, SORTED_EXPERTS, parse_routing
+from .experts import EXPERT_IDS, EXPERT_WEIGHTS, OPTION, SORTED_EXPERTS, parse_routing
 from .floats import DEFAULT_MEAN, DEFAULT_STD, FLOATS, synthesize
 from .integers import fill_integers
 from .packed import PACKED_ATTENTION
@@ -106,6 +106,7 @@ BUILT_IN: tuple[Initializer, ...] = (
     *POSITIONS,
     SORTED_EXPERTS,
     EXPERT_IDS,
+    EXPERT_WEIGHTS,
     *RAGGED,
     Initializer("recipe", _recipe, dtypes=FLOATS, accepts=_has_recipe,
                 description="with a recipe in the capture, by its seed and statistics"),

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from .attention import CACHES, cache_shape
-from .batches import batch_for, iteration_of
+from .batches import batch_for, iteration_of, known_batch
 from .registry import Initializer
 from .request import Request, TensorInfo
 
@@ -50,7 +50,9 @@ def _positions(request: Request) -> torch.Tensor:
     info, table = request.tensor, _table(request)
     assert table is not None      # _has_table was asked first
     rows, tokens = table.sizes[0], info.sizes[-1]
-    batch = batch_for(request, _sequences_by_annotation(request, tokens), tokens, rows)
+    batch = known_batch(request, tokens, rows)
+    if batch is None:
+        batch = batch_for(request, _sequences_by_annotation(request, tokens), tokens, rows)
     if batch is None:
         values = np.arange(tokens, dtype=np.int64) % rows
     else:

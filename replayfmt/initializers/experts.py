@@ -16,6 +16,7 @@ import torch
 
 from replayfmt.errors import UsageError
 
+from .floats import FLOATS
 from .registry import Initializer
 from .request import Request, first_integer, first_tensor
 
@@ -28,6 +29,8 @@ _VALID = ("num_tokens_post_pad", "num_tokens_post_padded", "num_valid_ids", "num
           "num_tokens_past_padded")
 _WEIGHTS = ("w1", "w13", "gate", "b_qweight", "b_q_weight", "w13_weight", "B", "w", "b")
 _TOKENS = ("hidden_states", "input", "A", "a", "x")
+_SHARES = ("topk_weights", "topk_weight", "expert_weights", "routing_weights")      # (tokens, experts of each)
+_SORTED_SHARES = ("sorted_weights",)        # of each slot of the sorted form
 _AITER_SHIFT = 24
 _ROUTING = re.compile(r"uniform|zipf(?::([0-9]*\.?[0-9]+))?\Z")
 
@@ -198,6 +201,23 @@ def _accepts_sorted(request: Request) -> bool:
             and _sorted(request, sizes) is not None)
 
 
+def _shares(request: Request) -> torch.Tensor:
+    """What each of a token's experts contributes, as after a softmax over them."""
+    info = request.tensor
+    if request.label in _SORTED_SHARES:
+        sizes = _sorting(request)
+        return torch.full(info.sizes, 1.0 if sizes is None else 1.0 / sizes.each, dtype=info.dtype)
+    scores = torch.randn(info.sizes, dtype=torch.float64, generator=request.generator)
+    return torch.softmax(scores, -1).to(info.dtype)
+
+
+def _accepts_shares(request: Request) -> bool:
+    return request.recipe is None and bool(request.tensor.sizes)
+
+
+EXPERT_WEIGHTS = Initializer(
+    "expert weights", _shares, op="*", arguments=(*_SHARES, *_SORTED_SHARES), dtypes=FLOATS, accepts=_accepts_shares,
+    description="positive, those of a token add up to 1")
 EXPERT_IDS = Initializer(
     "expert ids", _fill_ids, op="*", arguments=_IDS, accepts=_accepts_ids,
     description=f"different experts for each token, uniform or by --{OPTION}")

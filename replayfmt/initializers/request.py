@@ -118,7 +118,8 @@ class Request:
     in lists `indices[1]`). Of the first one's storage, `uses` are all known uses, `demand` what they ask of integers
     together (None where that is not known), `recipe` what the capture says of its content, and `version` counts how
     often the program gave it new content from outside. `seed` depends on the storage and its version alone. `options`
-    are what the user set for initializers, by name (`moe-routing`).
+    are what the user set for initializers, by name (`moe-routing`); `shared` is what the initializers of one plan
+    remember for each other.
     """
 
     call: Call
@@ -131,6 +132,7 @@ class Request:
     content: Callable[[TensorInfo], torch.Tensor | None] = field(repr=False, default=lambda info: None)
     notes: list[str] = field(repr=False, default_factory=list)
     options: Mapping[str, str] = field(default_factory=dict)
+    shared: dict[Any, Any] = field(repr=False, default_factory=dict)
 
     @property
     def label(self) -> str:

@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 import xxhash
@@ -93,6 +94,7 @@ class Synthesis:
         self._choices: dict[tuple[int, int], _Choice] = {}
         self._refused: dict[tuple[int, int], str] = {}
         self._notes: list[str] = []
+        self._shared: dict[Any, Any] = {}
         self._constants: dict[int, Demand] = {}
         self.findings: list[str] = []
         self._unsaved_states = _unsaved_states(reader, scan)
@@ -295,7 +297,7 @@ class Synthesis:
         demand = sought.demand if isinstance(sought.demand, Demand) else None
         return Request(call, wanted, tuple(map(self._uses.use, sought.found)), demand, sought.recipe,
                        sought.entrance.version, self._seed(sought.entrance, sought.recipe), self._content, self._notes,
-                       self._registry.options)
+                       self._registry.options, self._shared)
 
     def _companions(self, initializer: Initializer, use: Use, version: int) -> Mapping[str, TensorInfo]:
         """The other arguments of a call that a joint initializer fills: they have no content, and no other one yet."""

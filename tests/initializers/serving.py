@@ -119,6 +119,9 @@ def _moe_gemm(A, B, topk_weights, sorted_token_ids, expert_ids, num_tokens_post_
                 out[pair] = B[expert] @ A[pair // top_k]
                 pairs.append(pair)
                 used.add(expert)
+    sums = topk_weights.sum(-1)
+    work.update(least_share=float(topk_weights.min()), shares=float(sums.mean()),
+                share_spread=float(sums.max() - sums.min()))
     work.update(pairs=len(pairs), distinct=len(set(pairs)), experts=len(used), blocks=valid // block_size)
     return out
 

@@ -138,6 +138,20 @@ def test_positions_are_those_of_the_step(tmp_path, done):
     assert done["positions"] == list(range(4072, 4096))
 
 
+@pytest.mark.parametrize("scope", ["execute", "step[DECODE bs=8]"])
+def test_positions_are_those_of_the_contexts_that_attention_reads(tmp_path, done, scope):
+    positions, query, angles = torch.zeros(8, dtype=torch.int64), torch.randn(8, 8), torch.randn(4096, 8)
+    attention = paged(blocks=512)
+
+    def program():
+        torch.ops._C.rotary_embedding(positions, query, 8, angles)
+        attention()
+
+    replayed(tmp_path / "a.opreplay", program, scope)
+    assert done["longest"] == 200 == max(done["positions"]) + 1
+    assert done["tokens_read"] == sum(done["positions"]) + 8
+
+
 def align(tokens=64, each=4, experts=32):
     ids = torch.zeros(tokens, each, dtype=torch.int32)
     slots, blocks = torch.zeros(1024, dtype=torch.int32), torch.zeros(64, dtype=torch.int32)
@@ -171,6 +185,11 @@ def test_sorted_pairs_are_all_there_padded_to_blocks_of_one_expert(tmp_path, don
     assert done["pairs"] == done["distinct"] == 64
     assert done["experts"] == 8
     assert f"of {done['blocks'] * 16} slots are padding to blocks of 16" in notes
+
+
+def test_weights_of_experts_are_positive_and_add_up_to_1(tmp_path, done):
+    replayed(tmp_path / "a.opreplay", moe())
+    assert done["least_share"] > 0 and done["shares"] == pytest.approx(1) and done["share_spread"] < 1e-5
 
 
 def test_a_sorting_that_has_no_place_is_refused_with_what_to_write(tmp_path, done):
