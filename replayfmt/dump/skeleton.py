@@ -16,6 +16,7 @@ from os.path import basename
 from replayfmt.errors import UsageError
 from replayfmt.format.codes import KernelKind
 from replayfmt.format.model import Kernel
+from replayfmt.format.operator_names import name_problem
 from replayfmt.format.operator_schema import OperatorSchema, SchemaArgument, SchemaType, parse_operator_schema
 from replayfmt.format.reader import CaptureReader
 from replayfmt.format.signature_groups import SignatureGroup, SignatureIndex
@@ -47,6 +48,9 @@ def kernel_skeleton(reader: CaptureReader, kernel_id: int) -> str:
         raise UsageError(f"{flag}: {kernel.qualified_name} is a {kernel.kind.name} kernel; only operators are replaced")
     try:
         schema = parse_operator_schema(kernel.schema)
+        problem = name_problem(kernel.name, kernel.overload)
+        if problem:
+            raise ValueError(problem)
         if (schema.name, schema.overload or "default") != (kernel.name, kernel.overload):
             raise ValueError(f"it is the schema of {schema.name}.{schema.overload or 'default'}")
         return _Skeleton(reader, kernel_id, kernel, schema).text()
@@ -70,7 +74,8 @@ class _Skeleton:
 
     def text(self) -> str:
         lines = [*self._heading(), "", "from __future__ import annotations", "", "import torch",
-                 "from torch import Tensor", "", f"{self._original} = {self._operator()}", "", "",
+                 "from torch import Tensor", "", self._is_registered(),
+                 f"{self._original} = {self._operator()}", "", "",
                  f"def {self._function}(", *self._parameters(), f") -> {self._returned_hint()}:",
                  *self._docstring(), f"    return {self._original}({', '.join(self._passed())})"]
         return "\n".join(lines) + "\n"
@@ -98,12 +103,15 @@ class _Skeleton:
         if len(groups) > _SHOWN_SIGNATURES:
             yield f"    and {len(groups) - _SHOWN_SIGNATURES} more signatures"
 
+    def _is_registered(self) -> str:
+        """`torch.ops` has attributes that are no operators: the dispatcher has to have one of this name."""
+        overload = "" if self._kernel.overload == "default" else self._kernel.overload
+        return f'torch._C._dispatch_find_schema_or_throw("{self._kernel.name}", "{overload}")'
+
     def _operator(self) -> str:
         namespace, _, base = self._kernel.name.partition("::")
         text = "torch.ops"
-        for part in (*namespace.split("."), base, self._kernel.overload):
-            if not part.isidentifier():
-                raise ValueError(f"{part!r} is no identifier")
+        for part in (namespace, base, self._kernel.overload):
             text = f'getattr({text}, "{part}")' if iskeyword(part) else f"{text}.{part}"
         return text
 

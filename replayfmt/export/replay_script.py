@@ -115,13 +115,30 @@ class Inputs:
             flat.zero_()
 
 
+def registered(name: str, overload: str) -> bool:
+    """Whether PyTorch's dispatcher has an operator; "" is the overload without a name."""
+    try:
+        torch._C._dispatch_find_schema_or_throw(name, overload)
+    except RuntimeError:
+        return False
+    return True
+
+
 def operator(entry: dict[str, Any]) -> Any:
-    """The operator of an entry; which overload it was is not in the IR of other tools."""
-    own = entry.get("opreplay") or {}
-    if "overload" not in own:
-        return torch._C._jit_get_operation(entry["op_name"])[0]
-    namespace, _, base = entry["op_name"].partition("::")
-    return getattr(getattr(getattr(torch.ops, namespace), base), own["overload"])
+    """The operator of an entry, from the dispatcher's registry: names of the file are looked up nowhere else, so that
+    no file reaches a Python function through one. Which overload it was is not in the IR of other tools."""
+    name, overload = entry["op_name"], (entry.get("opreplay") or {}).get("overload")
+    if not (isinstance(name, str) and isinstance(overload, str | None)):
+        raise ValueError("op_name and overload have to be strings")
+    if overload is not None:
+        overload = "" if overload == "default" else overload
+        if not registered(name, overload):
+            raise ValueError(f"no operator {name!a} with the overload {overload!a} is registered")
+        return torch._C._get_operation_overload(name, overload)[0]
+    schemas = torch._C._jit_get_schemas_for_operator(name)
+    if not any(registered(name, schema.overload_name) for schema in schemas):
+        raise ValueError(f"no operator {name!a} is registered")     # TorchScript's own are none: one writes files
+    return torch._C._jit_get_operation(name)[0]
 
 
 def arguments(entry: dict[str, Any], device: str | None) -> tuple[list[Any], dict[str, Any]]:

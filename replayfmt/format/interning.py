@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager
 import numpy as np
 from xxhash import xxh3_128_digest
 
-from .codes import DType, Layout, RecordKind, TensorFlag, ValueKind
+from .codes import DType, KernelKind, Layout, RecordKind, TensorFlag, ValueKind
 from .external_tables import file_row, range_row, recipe_row
 from .frames import MAX_LENGTH, MAX_STRING_BYTES
 from .layouts import TABLES
@@ -31,6 +31,7 @@ from .model import (
     Signature,
     TensorMeta,
 )
+from .operator_names import name_problem
 from .signatures import flatten
 from .tables_output import FAMILIES, RAGGED, encode_tables
 
@@ -138,6 +139,9 @@ class Definitions:
     def kernel(self, kernel: Kernel) -> int:
         known = self._kernels.get(kernel)
         if known is None:
+            problem = name_problem(kernel.name, kernel.overload) if kernel.kind is KernelKind.operator else ""
+            if problem:
+                raise ValueError(problem)
             name, overload = self.string(kernel.name), self.string(kernel.overload)
             schema = self.string(kernel.schema)
             with self._whole():

@@ -28,6 +28,7 @@ from .codes import (
 from .external_tables import files_problem, ranges_problem, recipes_problem
 from .frames import MAX_LENGTH, MAX_NESTING
 from .layouts import SCALARS, TABLES
+from .operator_names import name_problem
 from .signatures import ARGUMENTS, CODE_CONSTANTS, CONTAINERS, DIGEST_ARGUMENTS, SETTING_KINDS, TEXT_CONSTANTS
 from .tables_output import FAMILIES, META_COLUMNS, NODE_COLUMNS
 
@@ -122,6 +123,13 @@ class TablesCheck:
         self._code("kernel_kind", max(KernelKind))
         for name in ("kernel_name", "kernel_overload", "kernel_schema"):
             self._range(name, 1, self.counts["string"])
+        operators = self.columns["kernel_kind"] == KernelKind.operator
+        names, overloads = (self.columns[name][operators].tolist() for name in ("kernel_name", "kernel_overload"))
+        wanted = {*names, *overloads}
+        texts = {number: text for known in (self._string_ids, self.strings) for text, number in known.items()
+                 if number in wanted} if wanted else {}
+        for name, overload in zip(names, overloads, strict=True):
+            self._refuse(name_problem(texts[name], texts[overload]))
 
     def _check_generator(self) -> None:
         self._range("generator_device", 1, self.counts["device"])

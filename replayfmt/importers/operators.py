@@ -15,8 +15,10 @@ from typing import Any
 import torch
 
 from replayfmt.format.model import Kernel
+from replayfmt.format.operator_names import name_problem
 from replayfmt.pytorch.op_libraries import ALIASES, OpLibraries
 from replayfmt.pytorch.plain_callables import parameter_names, schema_text
+from replayfmt.pytorch.registry import is_registered, overloads_of
 from replayfmt.pytorch.schemas import parse_schema, printed_schema
 
 from .arguments import Form, Recorded, score
@@ -47,7 +49,7 @@ class Operator:
     @property
     def dispatched(self) -> bool:
         """Whether the dispatcher knows it; TorchScript has operators of its own, which are no captured work."""
-        return dispatched(self.schema.name, self.schema.overload_name)
+        return is_registered(self.name, self.overload)
 
     @property
     def composite(self) -> bool:
@@ -83,15 +85,6 @@ class Choice:
     assumed: tuple[str, ...] = ()
 
 
-def dispatched(name: str, overload: str) -> bool:
-    """Whether the dispatcher has this overload (`overload` is "" for the default one)."""
-    try:
-        torch._C._dispatch_find_schema_or_throw(name, overload)
-    except RuntimeError:
-        return False
-    return True
-
-
 def without_overload(name: str) -> str:
     """`aten::add` of `aten::add.Tensor`."""
     return name.partition(".")[0]
@@ -123,15 +116,15 @@ class Operators:
         return found, why
 
     def _find(self, name: str) -> tuple[list[Operator], str]:
-        namespace, separator, base = name.partition("::")
-        if not separator or not namespace.isidentifier() or not base.isidentifier():
+        if name_problem(name, "default"):
             return [], f"{name!r} is no operator name"
-        found = self._registered(name, namespace, base)
+        namespace = name.partition("::")[0]
+        found = self._registered(name)
         if found:
             return found, ""
         loaded = self._libraries.load(namespace)
         if loaded.modules:
-            found = self._registered(name, namespace, base)
+            found = self._registered(name)
             if found:
                 return found, ""
         if loaded.problem:
@@ -170,13 +163,11 @@ class Operators:
         return Choice(Operator(parse_schema(text), ATTRIBUTE, function), assumed=(
             f"no operator is registered: {where} is called by the recorded types{left}",))
 
-    def _registered(self, name: str, namespace: str, base: str) -> list[Operator]:
+    def _registered(self, name: str) -> list[Operator]:
         schemas = torch._C._jit_get_schemas_for_operator(name)
         operators = [Operator(schema, REGISTRY) for schema in schemas]
         if not operators:
-            packet = getattr(getattr(torch.ops, namespace), base, None)
-            names = packet.overloads() if packet is not None and hasattr(packet, "overloads") else []
-            operators = [Operator(getattr(packet, each)._schema, TORCH_OPS) for each in names]
+            operators = [Operator(each._schema, TORCH_OPS) for each in overloads_of(name)]
         return sorted(operators, key=lambda each: not each.dispatched)
 
     def choose(self, name: str, recorded: Sequence[Recorded]) -> Choice:

@@ -17,6 +17,7 @@ from replayfmt.format.codes import ITEM_BYTES, DType, Layout, MemoryFormat, Stor
 from replayfmt.format.model import TensorMeta
 from replayfmt.pytorch.dtypes import DTYPE_CODE, TORCH_DTYPE, TORCH_LAYOUT, TORCH_MEMORY_FORMAT
 from replayfmt.pytorch.memory import mark_view
+from replayfmt.pytorch.registry import find_overload
 
 from .arguments import DefaultGenerator, DeviceName, TensorSpec
 from .values import Storage, Tensor, bytes_needed, contiguous
@@ -56,10 +57,8 @@ def infer(schema: torch.FunctionSchema, arguments: Sequence[tuple[str, Any]]) ->
     if not schema.returns:
         return Results(())
     name = schema.overload_name or "default"
-    namespace, _separator, base = schema.name.partition("::")
-    try:
-        overload = getattr(getattr(getattr(torch.ops, namespace), base), name)
-    except AttributeError:
+    overload = find_overload(schema.name, name)
+    if overload is None:
         return Results(None, f"torch.ops has no {schema.name}.{name}")
     if _is_endless(schema, arguments):
         return Results(None, f"it may return more than {_MOST_RESULTS} tensors")

@@ -10,9 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
+from torch._ops import OpOverload
 
 from replayfmt.format.model import Kernel
+from replayfmt.pytorch.registry import find_overload
 from replayfmt.pytorch.schemas import printed_schema
 
 from .arguments import TensorSpec
@@ -40,11 +41,16 @@ class CannotRewrite(Exception):
     """Why an operator keeps its place."""
 
 
+def _operator(name: str, overload: str) -> OpOverload:
+    found = find_overload(name, overload)
+    if found is None:
+        raise CannotRewrite(f"this PyTorch has no {name}.{overload}")
+    return found
+
+
 def kernel(name: str, overload: str = "default") -> Kernel:
     """An operator of this PyTorch as a capture names it."""
-    namespace, _separator, base = name.partition("::")
-    found = getattr(getattr(getattr(torch.ops, namespace), base), overload)
-    return Kernel(name, overload, printed_schema(found._schema))
+    return Kernel(name, overload, printed_schema(_operator(name, overload)._schema))
 
 
 class Calls:
@@ -75,7 +81,8 @@ class Calls:
 
     def _inferred(self, found: Kernel, given: Arguments) -> list[Any]:
         tensors = [each for _name, value in given for each in tensors_in(value)]
-        inferred = infer(torch._C.parse_schema(found.schema), [(name, _specs(value)) for name, value in given])
+        schema = _operator(found.name, found.overload)._schema
+        inferred = infer(schema, [(name, _specs(value)) for name, value in given])
         results = realize(inferred, tensors, self._like.meta.device)
         if results is None:
             raise CannotRewrite(f"{found.qualified_name} cannot be tried without data: {inferred.unknown}")

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
+from .registry import find_overload
 from .schemas import parse_schema
 
 NAMESPACE = "opreplay_callables"
@@ -62,6 +63,7 @@ def as_operator(schema: str, function: Callable[..., Any]) -> OpOverload:
     name = f"{schema.partition('.')[0].replace('::', '__')}_{digest}"
     _library.define(f"{name}{schema[schema.index('('):]}")
     _library.impl(name, call, "CompositeExplicitAutograd")
-    found: OpOverload = getattr(getattr(torch.ops, NAMESPACE), name).default
+    found = find_overload(f"{NAMESPACE}::{name}")
+    assert found is not None, "it was defined just now"
     _known[schema, id(function)] = found
     return found

@@ -102,6 +102,8 @@ class Calls:
 
     def before(self, facts: KernelFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         """Record what the op needs: state, content. Raises Unrepresentable."""
+        if facts.unnameable:
+            raise Unrepresentable("opaque_argument", facts.unnameable)
         call = self._call = Call(facts, args, kwargs)
         self.site = None
         try:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from replayfmt.format.operator_names import name_problem
 from replayfmt.pytorch.schemas import printed_schema
 
 from .autocast import InParts, WithAutocast
@@ -229,6 +230,7 @@ class KernelFacts:
         "random",
         "reads_nothing",
         "results",
+        "unnameable",
         "unread",
         "view",
         "writes",
@@ -242,6 +244,7 @@ class KernelFacts:
         self.name = schema.name
         self.namespace, _, base = schema.name.partition("::")
         self.own = self.namespace in INTERNAL_NAMESPACES
+        self.unnameable = name_problem(self.name, self.overload)
         self.call = func._op if self.own else WithAutocast(func._op)
         quiet = _UNANNOTATED_WRITES.get(schema.name, ())
         self.arguments = tuple(
@@ -279,6 +282,8 @@ class KernelFacts:
         self.own_kernels = self._find_own_kernels() if composite else ()
 
     def _choose_action(self, base: str) -> Action:
+        if self.unnameable:
+            return Action.record    # PyTorch itself cannot be asked about it
         if self.namespace == "profiler":
             if base.startswith("_record_function_enter"):
                 return Action.scope_enter

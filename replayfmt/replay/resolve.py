@@ -7,7 +7,6 @@ changed since the capture is accepted only where torch itself calls it backward 
 from __future__ import annotations
 
 import importlib
-import re
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +15,7 @@ from torch._ops import OpOverload
 from replayfmt.format.codes import KernelKind
 from replayfmt.format.model import Kernel
 from replayfmt.pytorch import plain_callables
+from replayfmt.pytorch.registry import find_overload
 from replayfmt.pytorch.schemas import parse_schema, printed_schema
 
 from .allowed_imports import FLAG, AllowedImports
@@ -52,7 +52,6 @@ _HOST_NAMESPACES = {
 _COLLECTIVES = frozenset(
     {"c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd", "_dtensor", "symm_mem"}
 )
-_IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
 
 
 @dataclass(frozen=True)
@@ -86,24 +85,22 @@ def resolve(kernel: Kernel, captured_torch: str | None,
     named = kernel.qualified_name
     if kernel.kind is not KernelKind.operator:
         return f"{named} is a {kernel.kind.name} kernel; this version replays operators only"
-    namespace, separator, base = kernel.name.partition("::")
+    namespace = kernel.name.partition("::")[0]
     does = _HOST_CALLS.get(kernel.name) or _HOST_NAMESPACES.get(namespace)
     if does is not None:
         return f"{named} {does}; such host calls are not replayed"
     if namespace in _COLLECTIVES:
         return f"{named} is a collective; they are not replayed yet"
-    if not (separator and all(_IDENTIFIER.match(part) for part in (namespace, base, kernel.overload))):
-        return f"{named!r} is no operator name"
     if namespace in _LAZY_NAMESPACES:
         try:
             importlib.import_module(_LAZY_NAMESPACES[namespace])
         except ImportError as error:
             return f"{named} needs {_LAZY_NAMESPACES[namespace]}, which cannot be imported here: {error}"
-    overload = _find(namespace, base, kernel.overload)
+    overload = find_overload(kernel.name, kernel.overload)
     if overload is None and namespace not in OWN_NAMESPACES:
         imports = imports or AllowedImports()
         imports.provide(namespace)
-        overload = _find(namespace, base, kernel.overload)
+        overload = find_overload(kernel.name, kernel.overload)
         if overload is None and kernel.overload == plain_callables.OVERLOAD:
             return _by_types(kernel, imports)
         if overload is None:
@@ -130,17 +127,6 @@ def _by_types(kernel: Kernel, imports: AllowedImports) -> ResolvedKernel | str:
     except (RuntimeError, ValueError) as error:
         reason = str(error).strip().partition("\n")[0]
         return f"{kernel.qualified_name}: its captured schema cannot be read ({reason})"
-
-
-def _find(namespace: str, base: str, overload: str) -> OpOverload | None:
-    dispatcher_overload = "" if overload == "default" else overload
-    try:
-        # The dispatcher alone is asked: TorchScript has more operators, which do things that are no captured work.
-        torch._C._dispatch_find_schema_or_throw(f"{namespace}::{base}", dispatcher_overload)
-    except RuntimeError:
-        return None
-    found = getattr(getattr(getattr(torch.ops, namespace), base), overload, None)
-    return found if isinstance(found, OpOverload) else None
 
 
 def _schema_difference(kernel: Kernel, overload: OpOverload, captured_torch: str | None) -> str | None:

@@ -10,6 +10,7 @@ import numpy as np
 
 from replayfmt.format.codes import (
     DType,
+    KernelKind,
     Layout,
     MemoryFormat,
     OpStatus,
@@ -232,7 +233,7 @@ def every_kind(path: Path) -> Path:
     b.frame()
 
     for hostile in HOSTILE:
-        kernel = w.kernel(Kernel(hostile, hostile, hostile))
+        kernel = w.kernel(Kernel(hostile, hostile, hostile, KernelKind.triton))
         scope = w.scope(step, hostile)
         b.record(Signature(RecordKind.scope_begin, (Node(V.string, "name", hostile),)), scope=scope)
         arguments = (

@@ -10,7 +10,7 @@ import pytest
 from replayfmt.dump.selection import Selection
 from replayfmt.dump.stream import jsonl_chunks, text_chunks
 from replayfmt.errors import InvalidCapture
-from replayfmt.format.codes import DType, OpStatus, RecordKind
+from replayfmt.format.codes import DType, KernelKind, OpStatus, RecordKind
 from replayfmt.format.codes import ValueKind as V
 from replayfmt.format.model import Device, Kernel, Node, Signature, TensorMeta
 from replayfmt.format.reader import open_capture
@@ -44,7 +44,7 @@ def test_scopes_nested_without_end_have_abridged_paths(tmp_path: Path) -> None:
 
 def test_a_long_name_that_many_records_share_is_not_multiplied_in_memory(tmp_path: Path) -> None:
     b = Builder(tmp_path / "long.opreplay")
-    kernel = b.writer.kernel(Kernel("long::" + "x" * 1_000_000, "default", ""))
+    kernel = b.writer.kernel(Kernel("long::" + "x" * 1_000_000, "default", "", KernelKind.triton))
     call = Signature(RecordKind.op, (), (), kernel, OpStatus.ok)
     for _ in range(300):
         b.record(call)

@@ -180,3 +180,16 @@ def change_header(path: Path, edit: Callable[[FrameHeader], FrameHeader], kind: 
     header = parse_header(data[offset:offset + HEADER_BYTES], "test")
     data[offset:offset + HEADER_BYTES] = edit(header).pack()
     path.write_bytes(data)
+
+
+def rename_kernel(path: Path, old: str, **texts: str) -> None:
+    """Give the kernel called `old` another `name`, `overload` or `schema`, whatever it is."""
+    def edit(tables: Tables) -> None:
+        strings, columns, _firsts = tables
+        row = columns["kernel_name"].tolist().index(strings.index(old.encode()) + 1)
+        for part, text in texts.items():
+            if text.encode(errors="surrogatepass") not in strings:
+                strings.append(text.encode(errors="surrogatepass"))
+            columns[f"kernel_{part}"][row] = strings.index(text.encode(errors="surrogatepass")) + 1
+
+    change_tables(path, edit)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import shutil
 import tokenize
 from dataclasses import replace
 from pathlib import Path
@@ -10,10 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 from failure.table import recorded
+from format.reseal import rename_kernel
 from replay.rewriting import rewrite
 
 from replayfmt.dump.skeleton import kernel_skeleton
-from replayfmt.errors import UsageError
+from replayfmt.errors import InvalidCapture, UsageError
 from replayfmt.format.reader import open_capture
 
 MARK = "opreplay_hostile_marker"
@@ -60,14 +62,8 @@ def test_a_kernels_skeleton_has_no_code_of_the_capture(source: Path, tmp_path: P
 
 def test_names_of_operators_in_a_skeleton_are_only_names(source: Path, tmp_path: Path) -> None:
     for place, text in enumerate(TEXTS):
-        hostile = rewrite(source, tmp_path / f"{place}.opreplay", kernel=lambda kernel, to=text: replace(
-            kernel, name=f"aten::{to}", schema=kernel.schema.replace("aten::exp", f"aten::{to}"))
-            if kernel.name == "aten::exp" else kernel)
-        with open_capture(hostile) as reader:
-            for number in range(1, len(reader.kernels)):
-                try:
-                    written = kernel_skeleton(reader, number)
-                except UsageError:
-                    continue
-                compile(written, "skeleton", "exec")
-                assert MARK not in "".join(_code(written))
+        hostile = tmp_path / f"{place}.opreplay"
+        shutil.copyfile(source, hostile)
+        rename_kernel(hostile, "aten::exp", name=f"aten::{text}", schema=f"aten::{text}(Tensor self) -> Tensor")
+        with pytest.raises(InvalidCapture, match="is no operator name"):
+            open_capture(hostile)

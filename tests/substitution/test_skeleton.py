@@ -169,13 +169,17 @@ def test_what_a_capture_says_never_becomes_code(kernel: Kernel) -> None:
 
 
 def _harmless(text: str) -> None:
-    """Imports and one function that calls one name, with arguments that are names: nothing else is code."""
+    """Imports, a look into the registry, and one function that calls one name, with arguments that are names: nothing
+    else is code."""
     tree = ast.parse(text)
     docstring, *body = tree.body
     assert isinstance(docstring, ast.Expr) and isinstance(docstring.value, ast.Constant)
-    future, imported, tensor, original, function = body
+    future, imported, tensor, registered, original, function = body
     assert ast.unparse(future) == "from __future__ import annotations"
     assert (ast.unparse(imported), ast.unparse(tensor)) == ("import torch", "from torch import Tensor")
+    asked = registered.value if isinstance(registered, ast.Expr) else None
+    assert isinstance(asked, ast.Call) and ast.unparse(asked.func) == "torch._C._dispatch_find_schema_or_throw"
+    assert all(isinstance(each, ast.Constant) for each in asked.args)
     assert isinstance(original, ast.Assign) and isinstance(function, ast.FunctionDef)
     for node in ast.walk(original.value):
         assert isinstance(node, ast.Name | ast.Attribute | ast.Call | ast.Constant | ast.Load)

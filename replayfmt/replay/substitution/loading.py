@@ -22,6 +22,7 @@ from torch._ops import OpOverload
 
 from replayfmt.errors import UsageError
 from replayfmt.format.model import Kernel
+from replayfmt.pytorch.registry import overloads_of
 
 from .binding import schema_signature
 from .requests import Format, Request
@@ -118,18 +119,15 @@ def replacement_of(function: Callable[..., Any], label: str) -> Replacement:
 
 def find_operator(name: str) -> OpOverload | str:
     """The overload that `ns::op[.overload]` names, or a sentence that says why there is none."""
-    namespace, _, rest = name.partition("::")
-    base, _, overload = rest.partition(".")
-    packet = getattr(getattr(torch.ops, namespace), base, None)
-    if packet is None:
-        return f"there is no operator {namespace}::{base}"
-    there = packet.overloads()
+    base, _, overload = name.partition(".")
+    found = {each._overloadname: each for each in overloads_of(base)}
+    if not found:
+        return f"there is no operator {base}"
+    there = list(found)
     chosen = overload or ("default" if "default" in there else there[0] if len(there) == 1 else "")
     if chosen not in there:
-        return f"the operator {namespace}::{base} has the overloads {', '.join(there)}; name one of them"
-    found = getattr(packet, chosen)
-    assert isinstance(found, OpOverload)
-    return found
+        return f"the operator {base} has the overloads {', '.join(there)}; name one of them"
+    return found[chosen]
 
 
 class Loader:

@@ -1,0 +1,22 @@
+"""What an operator may be called: the names that a capture may hold, and that anything may be looked up by.
+
+PyTorch's own parser of names takes no others. A name is data: whoever looks one up asks the dispatcher's registry for
+it, and never follows it through the attributes of Python objects.
+"""
+
+from __future__ import annotations
+
+import re
+
+_LONGEST = 512
+_OVERLOAD = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
+_NAME = re.compile(rf"[A-Za-z_][A-Za-z0-9_]*::{_OVERLOAD.pattern}")
+
+
+def name_problem(name: str, overload: str) -> str:
+    """Why `name` and `overload` (`default` for the one without a name) name no operator; "" where they may."""
+    if len(name) > _LONGEST or len(overload) > _LONGEST:
+        return f"an operator's name of {max(len(name), len(overload))} characters, allowed {_LONGEST}"
+    if not _NAME.match(name) or not _OVERLOAD.match(overload):
+        return f"{f'{name}.{overload}'!a} is no operator name, expected NAMESPACE::OPERATOR.OVERLOAD"
+    return ""
