@@ -123,14 +123,14 @@ class OpenedFile:
     def changed(self) -> str | None:
         """Whether the path has been given to another file, or this one was changed, since it was opened: a sentence, or
         None. Call it last thing before content is used."""
-        if _status(self._fd)[:4] != self._opened[:4]:
-            return f"external file {self.path} was changed after it was validated"
         try:
             now = os.stat(self.path)
         except OSError as error:
             return f"{_why_not(self.path, error)}; it was there when it was validated"
         if (now.st_dev, now.st_ino) != self._opened[:2]:
             return f"external file {self.path} was replaced by another one after it was validated"
+        if _status(self._fd) != self._opened:      # the time of change, too: the other one can be set back
+            return f"external file {self.path} was changed after it was validated"
         return None
 
     def map(self, offset: int, length: int, copy_on_write: bool = False) -> memoryview:

@@ -92,6 +92,11 @@ def fill_storage(storage: torch.UntypedStorage, content: bytes | bytearray | mem
     target.copy_(make_view(staging, torch.uint8, (len(source),), (1,)))
 
 
+def fix_length(storage: torch.UntypedStorage) -> None:
+    """Let a CPU storage keep its length for good, as memory that torch did not allocate does."""
+    make_view(storage, torch.uint8, (storage.nbytes(),), (1,)).numpy()
+
+
 def make_view(
     storage: torch.UntypedStorage,
     dtype: torch.dtype,

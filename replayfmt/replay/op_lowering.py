@@ -139,7 +139,7 @@ class OpLine:
             if instead is not None:
                 return walk.text.constant(instead[1]) if instead[0] is None else walk.text.shared(*instead)
         if self.template.raises and expect_failure:
-            call = MustRaise(call)
+            call = MustRaise(call, kernel.overload._schema)
         return walk.text.shared(key, call)
 
     def _autocast(self) -> dict[str, Any]:

@@ -9,11 +9,11 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import torch
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from replayfmt.format.codes import TensorFlag
 from replayfmt.pytorch.composites import put_together, take_apart
-from replayfmt.pytorch.memory import make_view
+from replayfmt.pytorch.memory import fill_storage, fix_length, host_view, make_view
 from replayfmt.pytorch.settings import apply_settings, autocast_as_captured
 
 from .facts import Addresses
@@ -43,6 +43,11 @@ class View:
             # PyTorch would make the storage longer instead of complaining.
             raise RuntimeError(f"a tensor needs {self.end()} bytes of a storage that has {storage.nbytes()}")
         return make_view(storage, self.dtype, self.sizes, self.strides, self.offset, self.flags)
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> View:
+        """The view that a strided tensor is, without its flags."""
+        return cls(tensor.dtype, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), TensorFlag(0))
 
     def end(self) -> int:
         """How many bytes the storage needs for this view."""
@@ -98,17 +103,41 @@ class TakeApart:
 class MustRaise:
     """An op that raised under capture: it has to raise again."""
 
-    def __init__(self, call: Callable[..., Any]) -> None:
+    def __init__(self, call: Callable[..., Any], schema: torch.FunctionSchema) -> None:
         self._call = call
+        self._written = {(place, argument.name) for place, argument in enumerate(schema.arguments)
+                         if argument.alias_info is not None and argument.alias_info.is_write}
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
+        given = [(tensor, View.of(tensor), bytes(host_view(tensor.untyped_storage())))
+                 for tensor in self._host_tensors(args, kwargs)]
+        if self._raises(args, kwargs):
+            return
+        grown = [each for each in given if each[0].untyped_storage().nbytes() > len(each[2])]
+        for tensor, view, content in grown:
+            # The program's memory was not torch's own, so it could not be made longer. This one is made like it.
+            storage = tensor.untyped_storage()
+            storage.resize_(len(content))
+            fill_storage(storage, content)
+            fix_length(storage)
+            tensor.set_(storage, view.offset, view.sizes, view.strides)
+        if not grown or not self._raises(args, kwargs):
+            raise UnexpectedBehaviour("it raised an exception when it was captured, and now it does not")
+
+    def _host_tensors(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+        """The tensors it may write, on the host."""
+        written = [args[place] if place < len(args) else kwargs.get(name) for place, name in self._written]
+        return [value for value in tree_leaves(written) if isinstance(value, torch.Tensor)
+                and value.layout is torch.strided and value.device.type == "cpu"]
+
+    def _raises(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         try:
             self._call(*args, **kwargs)
         except (KeyboardInterrupt, SystemExit, MemoryError):
             raise
         except Exception:
-            return
-        raise UnexpectedBehaviour("it raised an exception when it was captured, and now it does not")
+            return True
+        return False
 
 
 class CustomOperator:

@@ -234,3 +234,14 @@ def test_bytes_that_the_file_does_not_have_are_refused(path: Path) -> None:
                 opened.map(offset, length)
         with pytest.raises(ExternalFileProblem, match="ends at 16384; expected 20 bytes at 16380"):
             opened.read_into(16380, bytearray(20))
+
+
+def test_a_file_that_is_edited_after_it_was_validated_is_noticed_though_its_time_was_set_back(path: Path) -> None:
+    with OpenedFile(str(path)) as opened:
+        assert opened.problem(_captured(path, identity=True), False) is None and opened.changed() is None
+        status = path.stat()
+        with path.open("r+b") as file:
+            file.write(b"\xff")
+        os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+        _until_the_clock_ticks(path, status)
+        assert "was changed after it was validated" in str(opened.changed())

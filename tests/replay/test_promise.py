@@ -173,3 +173,23 @@ def test_scalars_differ_bitwise_by_type_and_by_the_sign_of_zero() -> None:
     assert _same_scalar(math.nan, math.nan) and _same_scalar(-0.0, -0.0) and _same_scalar([1, 2.5], [1, 2.5])
     assert not _same_scalar(0.0, -0.0) and not _same_scalar(True, 1) and not _same_scalar(1, 1.0)
     assert not _same_scalar(0j, complex(0.0, -0.0))
+
+
+@pytest.mark.parametrize("lengthen", [
+    lambda view: view.resize_(100),
+    lambda view: view.resize_as_(torch.ones(100)),
+    lambda view: torch.add(torch.ones(100), 1, out=view.resize_(0)),
+])
+def test_memory_that_could_not_be_made_longer_cannot_in_the_replay(
+    path: Path, lengthen: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    buffer = np.arange(4, dtype=np.float32)
+
+    def program() -> torch.Tensor:
+        base = torch.from_numpy(buffer)
+        view = base[:]
+        with pytest.raises(RuntimeError, match="not resizable"):
+            lengthen(view)
+        return base + 1
+
+    assert reproduces(path, program).tolist() == [1.0, 2.0, 3.0, 4.0]
