@@ -1,7 +1,8 @@
 """Reading operator schemas that come from a file, a capture or a trace, which may say anything; and writing them so
 that they can be read again.
 
-PyTorch's parser is written in C++ and calls itself for every bracket: a few thousand of them end the process.
+PyTorch's parser is written in C++. It calls itself for every bracket: a few thousand of them end the process. And it
+makes what a schema declares: `int[1000000000] x=1` is a list of that length. Nothing else calls it.
 """
 
 from __future__ import annotations
@@ -14,7 +15,10 @@ from replayfmt.format.operator_schema import canonical_schema
 
 _LONGEST = 1 << 14      # characters; PyTorch's own schemas have up to some 600
 _DEEPEST = 32           # brackets inside brackets
+_LONGEST_LIST = 64      # the length in `int[2]`; PyTorch's own go up to 6
 _BRACKETS = re.compile(r"[()\[\]]")
+_LENGTHS = re.compile(r"\[\s*(\d+)")
+_LONG_NUMBER = re.compile(r"\d{41}")
 
 
 def parse_schema(text: str) -> torch.FunctionSchema:
@@ -26,7 +30,15 @@ def parse_schema(text: str) -> torch.FunctionSchema:
         depth += 1 if bracket in "([" else -1
         if not 0 <= depth <= _DEEPEST:
             raise ValueError(f"a schema with unmatched brackets, or more than {_DEEPEST} inside each other")
-    schema: torch.FunctionSchema = torch._C.parse_schema(canonical_schema(text))
+    if _LONG_NUMBER.search(text):
+        raise ValueError("a schema with a number of more than 40 digits")
+    longest = max(map(int, _LENGTHS.findall(text)), default=0)
+    if longest > _LONGEST_LIST:
+        raise ValueError(f"a schema with a list of the length {longest}; expected at most {_LONGEST_LIST}")
+    try:
+        schema: torch.FunctionSchema = torch._C.parse_schema(canonical_schema(text))
+    except IndexError as error:     # a number that fits no C++ type, of which it says no more than `stoll`
+        raise ValueError(f"a schema with a number out of range ({error})") from None
     return schema
 
 

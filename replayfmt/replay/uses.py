@@ -20,6 +20,7 @@ from replayfmt.initializers.demands import Demand, Role, Step
 from replayfmt.initializers.flow import Passed, passed_on
 from replayfmt.initializers.request import Call, TensorInfo, Use
 from replayfmt.initializers.roles import base_name, demand_of, is_integral
+from replayfmt.pytorch.schemas import parse_schema
 
 from .calls import Calls
 from .facts import Layout, Place
@@ -274,8 +275,8 @@ class Uses:
             return resolved.overload._schema
         captured = self._reader.kernels[layout.signature.kernel]
         try:
-            return torch._C.parse_schema(captured.schema) if captured is not None else None
-        except RuntimeError:
+            return parse_schema(captured.schema) if captured is not None else None
+        except (RuntimeError, ValueError):
             return None
 
 
