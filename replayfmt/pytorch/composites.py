@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from .looks import dtype_of, is_nested, is_quantized, layout_of, offset_of, shape_of, storage_of, stride_of
 from .memory import make_view
 
 Parts = tuple[Any, ...]
@@ -39,7 +40,7 @@ FORMS = ("sparse_coo", *_COMPRESSED_LAYOUT, "quantized_per_tensor", "quantized_p
 
 def is_composite(tensor: torch.Tensor) -> bool:
     """Whether a tensor has to be taken apart (or cannot be: see `take_apart`)."""
-    return tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested
+    return layout_of(tensor) is not torch.strided or is_quantized(tensor) or is_nested(tensor)
 
 
 def take_apart(tensor: torch.Tensor) -> tuple[str, Parts]:
@@ -47,30 +48,32 @@ def take_apart(tensor: torch.Tensor) -> tuple[str, Parts]:
 
     Raises TypeError for a layout that has no form here (mkldnn, packed quantized dtypes).
     """
-    if tensor.layout is torch.sparse_coo:
-        return "sparse_coo", (tensor._indices(), tensor._values(), tuple(tensor.shape), tensor.is_coalesced())
-    if tensor.layout in _COMPRESSED:
-        if tensor.layout in _ROWS_ARE_COMPRESSED:
+    layout = layout_of(tensor)
+    if layout is torch.sparse_coo:
+        return "sparse_coo", (tensor._indices(), tensor._values(), tuple(shape_of(tensor)), tensor.is_coalesced())
+    if layout in _COMPRESSED:
+        if layout in _ROWS_ARE_COMPRESSED:
             indices = (tensor.crow_indices(), tensor.col_indices())
         else:
             indices = (tensor.ccol_indices(), tensor.row_indices())
-        return _COMPRESSED[tensor.layout], (*indices, tensor.values(), tuple(tensor.shape))
-    if tensor.is_quantized and tensor.dtype in _INTEGERS:
+        return _COMPRESSED[layout], (*indices, tensor.values(), tuple(shape_of(tensor)))
+    if is_quantized(tensor) and dtype_of(tensor) in _INTEGERS:
         return _take_quantized(tensor)
-    if tensor.is_nested and tensor.layout is torch.strided:
+    if is_nested(tensor) and layout is torch.strided:
         shape = (tensor._nested_tensor_size(), tensor._nested_tensor_strides(), tensor._nested_tensor_storage_offsets())
         return "nested", (torch.ops.aten.values.default(tensor), *shape)
-    raise TypeError(f"a tensor of layout {tensor.layout} and dtype {tensor.dtype} cannot be taken apart")
+    raise TypeError(f"a tensor of layout {layout} and dtype {dtype_of(tensor)} cannot be taken apart")
 
 
 def _take_quantized(tensor: torch.Tensor) -> tuple[str, Parts]:
+    dtype = dtype_of(tensor)
     integers = make_view(
-        tensor.untyped_storage(), _INTEGERS[tensor.dtype], tensor.shape, tensor.stride(), int(tensor.storage_offset())
+        storage_of(tensor), _INTEGERS[dtype], shape_of(tensor), stride_of(tensor), int(offset_of(tensor))
     )
     if tensor.qscheme() in (torch.per_tensor_affine, torch.per_tensor_symmetric):
-        return "quantized_per_tensor", (integers, tensor.dtype, tensor.q_scale(), tensor.q_zero_point())
+        return "quantized_per_tensor", (integers, dtype, tensor.q_scale(), tensor.q_zero_point())
     scales, zero_points = tensor.q_per_channel_scales(), tensor.q_per_channel_zero_points()
-    return "quantized_per_channel", (integers, tensor.dtype, scales, zero_points, tensor.q_per_channel_axis())
+    return "quantized_per_channel", (integers, dtype, scales, zero_points, tensor.q_per_channel_axis())
 
 
 def put_together(form: str, parts: Sequence[Any]) -> torch.Tensor:

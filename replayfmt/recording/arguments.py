@@ -15,6 +15,7 @@ from replayfmt.format.codes import Layout, ValueKind
 from replayfmt.format.model import Node
 from replayfmt.pytorch.composites import is_composite, take_apart
 from replayfmt.pytorch.dtypes import DTYPE_CODE, LAYOUT_CODE, MEMORY_FORMAT_CODE, TORCH_LAYOUT
+from replayfmt.pytorch.looks import layout_of
 from replayfmt.pytorch.memory import call_undispatched
 
 from .records import Unrepresentable
@@ -158,7 +159,7 @@ class Encoder:
         values.uses.append(use)
 
     def _add_composite(self, tensor: torch.Tensor, values: Values) -> None:
-        if tensor.layout is TORCH_LAYOUT[Layout.mkldnn]:
+        if layout_of(tensor) is TORCH_LAYOUT[Layout.mkldnn]:
             raise Unrepresentable("mkldnn_layout", "a tensor in oneDNN's own layout")
         try:
             form, parts = call_undispatched(take_apart, tensor)

@@ -14,6 +14,7 @@ import torch
 
 from replayfmt.format.codes import OpStatus, RecordKind
 from replayfmt.format.model import Kernel, Signature
+from replayfmt.pytorch.looks import dtype_of, is_zerotensor, offset_of, shape_of, storage_of
 
 from .arguments import Encoder, StructureEncoder, Use, Values, build_nodes
 from .autocast import autocast_of_program
@@ -138,20 +139,20 @@ class Calls:
         return devices
 
     def _use_argument(self, tensor: torch.Tensor, index: int) -> Use:
-        storage = tensor.untyped_storage()
-        zero = tensor._is_zerotensor()
+        storage = storage_of(tensor)
+        zero = is_zerotensor(tensor)
         storages, call = self._storages, self._call
         assert call is not None
         tracker = storages.known(storage)
         if tracker is None:
-            tracker = storages.enter(storage, tensor.dtype)
+            tracker = storages.enter(storage, dtype_of(tensor))
         elif tracker.size != storage.nbytes():
-            reads = tensor.numel() != 0 and call.facts.reads(index, call.args, call.kwargs)
+            reads = shape_of(tensor).numel() != 0 and call.facts.reads(index, call.args, call.kwargs)
             tracker = storages.use(tracker, storage, reads, call.facts.name)
         if tracker.imports and not call.facts.own:
             self._handles.check_content(tensor)
         meta = self._metas.of(tensor, zero)
-        number = storages.view(tracker, meta, int(tensor.storage_offset()), self._metas.params[meta].item)
+        number = storages.view(tracker, meta, int(offset_of(tensor)), self._metas.params[meta].item)
         return Use(index, tensor, storage, tracker, number, meta)
 
     def _given_integer(self, value: int) -> int | torch.Tensor:
@@ -185,7 +186,7 @@ class Calls:
     def _dtype_beside(self) -> torch.dtype | None:
         """What a storage that is an argument itself is to be seen as: `set_` gives it to a tensor."""
         assert self._call is not None
-        return next((value.dtype for value in self._call.args if isinstance(value, torch.Tensor)), None)
+        return next((dtype_of(value) for value in self._call.args if isinstance(value, torch.Tensor)), None)
 
     # ----------------------------------------------------------------------------------------------------------- after
 
@@ -229,8 +230,8 @@ class Calls:
     def _use_result(self, tensor: torch.Tensor, index: int) -> Use:
         if is_wrapper(tensor):
             raise PassedThrough
-        storage = tensor.untyped_storage()
-        zero = tensor._is_zerotensor()
+        storage = storage_of(tensor)
+        zero = is_zerotensor(tensor)
         call, storages = self._call, self._storages
         assert call is not None
         tracker = storages.known(storage)
@@ -239,7 +240,7 @@ class Calls:
             if index in call.facts.opaque_results or self._handles.stands_for(storage):
                 storages.state(tracker).opaque = True
         meta = self._metas.of(tensor, zero)
-        number = storages.view(tracker, meta, int(tensor.storage_offset()), self._metas.params[meta].item)
+        number = storages.view(tracker, meta, int(offset_of(tensor)), self._metas.params[meta].item)
         storages.synchronize(tracker, storage)
         return Use(index, tensor, storage, tracker, number, meta)
 
@@ -286,10 +287,10 @@ class Calls:
                     self._storages.resized(use.tracker, length)
 
     def _wrote(self, tensor: torch.Tensor, everything: bool) -> None:
-        storage = tensor.untyped_storage()
+        storage = storage_of(tensor)
         tracker = self._storages.known(storage)
         if tracker is not None:
-            meta, offset = self._metas.of(tensor, tensor._is_zerotensor()), int(tensor.storage_offset())
+            meta, offset = self._metas.of(tensor, is_zerotensor(tensor)), int(offset_of(tensor))
             number = self._storages.view(tracker, meta, offset, self._metas.params[meta].item)
             self._storages.wrote(tracker, storage, number, meta, offset, everything)
 
@@ -307,11 +308,11 @@ class Calls:
                 self._digest_use(use.tensor, -1, ordinal)
 
     def _digest_use(self, tensor: torch.Tensor, result: int, ordinal: int) -> None:
-        storage = tensor.untyped_storage()
+        storage = storage_of(tensor)
         tracker = self._storages.known(storage)
         if tracker is None:
             return
-        meta, offset = self._metas.of(tensor, tensor._is_zerotensor()), int(tensor.storage_offset())
+        meta, offset = self._metas.of(tensor, is_zerotensor(tensor)), int(offset_of(tensor))
         params = self._metas.params[meta]
         if not tracker.reproducible(params.region(offset)):
             return

@@ -1,17 +1,21 @@
 """Everything one capture keeps while it records, and the one lock around it.
 
 A failed write, or a mistake of the recorder's own, ends the recording once and for all: it is reported once on stderr,
-kept for `close`, and the program goes on without being recorded.
+kept for `close`, and the program goes on without being recorded. Whatever the recorder does in the middle of the
+program goes through `Core.attempt`, which sees to that.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import threading
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -23,6 +27,7 @@ from replayfmt.format.writer import CaptureWriter
 from replayfmt.pytorch.composites import is_composite, take_apart
 from replayfmt.pytorch.dtypes import TORCH_LAYOUT
 from replayfmt.pytorch.environment import session_fields
+from replayfmt.pytorch.looks import is_zerotensor, layout_of, offset_of, storage_of
 from replayfmt.pytorch.memory import call_undispatched
 from replayfmt.pytorch.settings import read_settings
 
@@ -48,7 +53,19 @@ from .storages import RELEASE_BATCH, Storages
 from .tensor_metas import TensorMetas
 from .trackers import Tracker
 
+_T = TypeVar("_T")
+_Step = TypeVar("_Step", bound=Callable[..., Any])
 _BEHIND = 4  # frames' worth of records that may wait for the flusher
+
+
+def _attempted(step: _Step) -> _Step:
+    """Make a method of `Core` an attempt, see there."""
+
+    @functools.wraps(step)
+    def attempted(core: Core, *args: Any) -> Any:
+        return core.attempt(step, core, *args)
+
+    return attempted  # type: ignore[return-value]
 
 
 class Core:
@@ -121,6 +138,7 @@ class Core:
                 self.on = True
                 self.fast = self.sites.enabled and self.options.stop_op is None
 
+    @_attempted
     def begins(self) -> bool:
         """Whether recording, if it has not begun, begins with what is about to happen. Ops decide for themselves."""
         if self.implicit is not None and self.options.start_op is None and self.options.start_scope is None:
@@ -165,6 +183,18 @@ class Core:
                 self.buffer.rows.clear()
                 self.storages.forget_all()
 
+    def attempt(self, step: Callable[..., _T], *args: Any) -> _T | None:
+        """Do something of the recorder's own in the middle of the program: no `__torch_function__` of the program sees
+        it, and what goes wrong in it ends the recording, not the program. None where it went wrong."""
+        try:
+            with torch._C.DisableTorchFunction():
+                result = step(*args)
+        except BaseException as error:
+            if not self.failed(error):
+                raise
+            return None
+        return result
+
     def failed(self, error: BaseException) -> bool:
         """Whether what reached the recorder is an error of its own, which ends the recording. Where it is not, a signal
         handler of the program raised it, and it has to pass on."""
@@ -186,9 +216,15 @@ class Core:
                 failure.__cause__ = error
                 error = failure
             self.failure = error
-            self.writer.abandon()
             self.buffer.rows.clear()
-        print(f"opreplay: the capture ended early: {error}; the program goes on unrecorded", file=sys.stderr)
+            text = f"opreplay: the capture ended early: {error}; the program goes on unrecorded"
+            try:
+                self.writer.abandon()
+            except Exception as second:
+                text = f"{text}; what was written could not be put away: {second!r}"
+        # The program's own stderr may be closed, or refuse what is written to it: then `close` is left to tell.
+        with suppress(Exception):
+            print(text, file=sys.stderr)
 
     # ------------------------------------------------------------------------------------------------ for the fast path
 
@@ -206,51 +242,60 @@ class Core:
                 raise CaptureFailed(f"{self.writer.path}: recording has stopped")
             return self.storages.view(tracker, meta, offset, 1)
 
+    @_attempted
+    def before(
+        self, facts: KernelFacts, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Call | Unrepresentable | None:
+        """An op is about to run: what it needs is recorded. Unrepresentable: it cannot be; None: it is not recorded."""
+        with self.lock:
+            if not self.on:  # another thread may have ended the capture since this call began
+                return None
+            try:
+                return self.calls.before(facts, args, kwargs)
+            except Unrepresentable as problem:
+                return problem
+
+    @_attempted
+    def _late(self, facts: KernelFacts, args: Any, kwargs: Any, result: Any, started: int, ended: int) -> None:
+        with self.lock:
+            call = self.before(facts, args, kwargs)
+            if isinstance(call, Unrepresentable):
+                self.unsupported_op(facts, args, kwargs, call)
+            elif call is not None:
+                self.returned(call, result, started, ended)
+
     def late(self, facts: KernelFacts, args: Any, kwargs: Any, result: Any, started: int, ended: int) -> Any:
         """An op of the fast path gave other results than it used to: the complete path, from where the op has run."""
-        with self.lock:
-            if self.on:
-                try:
-                    call = self.calls.before(facts, args, kwargs)
-                except Unrepresentable as problem:
-                    self.unsupported_op(facts, args, kwargs, problem)
-                except Exception as error:
-                    if not self.failed(error):
-                        raise
-                else:
-                    self.returned(call, result, started, ended)
+        self._late(facts, args, kwargs, result, started, ended)
         return result
 
     # -------------------------------------------------------------------------------------------------- after an op ran
 
+    @_attempted
     def returned(self, call: Call, result: Any, started: int, ended: int) -> None:
         """An op returned. What a signal handler raises meanwhile is the caller's to tell `interrupted`."""
-        try:
-            with self.lock:
-                if self.on:
+        with self.lock:
+            if self.on:
+                try:
                     self.calls.after(call, result, started, ended)
-        except PassedThrough:
-            pass
-        except Unrepresentable as problem:
-            self.unsupported_op(call.facts, call.args, call.kwargs, problem)
-        except Exception as error:
-            if not self.failed(error):
-                raise
+                except PassedThrough:
+                    pass
+                except Unrepresentable as problem:
+                    self.unsupported_op(call.facts, call.args, call.kwargs, problem)
 
+    @_attempted
     def unsupported_op(
         self, facts: KernelFacts, args: tuple[Any, ...], kwargs: dict[str, Any], problem: Unrepresentable
     ) -> None:
         """An op ran that cannot be reproduced; what it wrote enters again at its next use."""
-        try:
-            with self.lock:
-                if self.on:
-                    self.records.unsupported(problem.reason, facts.name, problem.detail)
-                    for index in facts.writes:
-                        for tensor in tensors_in(facts.argument(index, args, kwargs)):
-                            self.mark_outside_write(tensor)
-        except OpReplayError as error:
-            self.fail(error)
+        with self.lock:
+            if self.on:
+                self.records.unsupported(problem.reason, facts.name, problem.detail)
+                for index in facts.writes:
+                    for tensor in tensors_in(facts.argument(index, args, kwargs)):
+                        self.mark_outside_write(tensor)
 
+    @_attempted
     def interrupted(self, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         """A signal handler raised while an op was being recorded: it may have no record, or half of one. The program
         does not get its results; its arguments enter again at their next use."""
@@ -260,30 +305,25 @@ class Core:
             for tensor in tensors_in((*args, *kwargs.values())):
                 self.mark_outside_write(tensor)
             for plain in (part for tensor in tensors_in(result) for part in plain_parts(tensor)):
-                self.storages.forget(plain.untyped_storage())
+                self.storages.forget(storage_of(plain))
 
+    @_attempted
     def raised(self, call: Call, started: int, ended: int) -> None:
         """An op raised."""
-        try:
-            with self.lock:
-                if self.on:
-                    self.calls.raised(call, started, ended)
-        except Exception as error:
-            if not self.failed(error):
-                raise
+        with self.lock:
+            if self.on:
+                self.calls.raised(call, started, ended)
 
+    @_attempted
     def late_raised(self, facts: KernelFacts, args: Any, kwargs: Any, started: int, ended: int) -> None:
         """An op of the fast path raised."""
-        try:
-            with self.lock:
-                if self.on:
-                    self.calls.raised(self.calls.before(facts, args, kwargs), started, ended)
-        except Exception as error:
-            if not self.failed(error):
-                raise
+        with self.lock:
+            if self.on:
+                self.calls.raised(self.calls.before(facts, args, kwargs), started, ended)
 
     # ------------------------------------------------------------------------------------------------------- buffering
 
+    @_attempted
     def pump(self) -> None:
         """Called after every op: tell deaths, write a frame where one is full."""
         if len(self.storages.dead) >= RELEASE_BATCH:
@@ -299,57 +339,61 @@ class Core:
         if self.wake.empty():
             self.wake.put(None)
 
+    @_attempted
     def flush(self) -> None:
         with self.lock:
             if self.failure is None and not self.closed:
-                try:
-                    self.storages.drain()
-                    self.buffer.flush()
-                except Exception as error:
-                    if not self.failed(error):
-                        raise
+                self.storages.drain()
+                self.buffer.flush()
 
     # ----------------------------------------------------------------------------------------------------------- scopes
 
     def scope_begin(self, name: str, user: bool, token: Any = None) -> Open:
+        return self._scope_begin(name, user, token) or Open(name, 0, user, token)
+
+    @_attempted
+    def _scope_begin(self, name: str, user: bool, token: Any) -> Open | None:
         with self.lock:
             if self.finished:
-                return Open(name, 0, user, token)
-            try:
-                if user and self.implicit is not None:
-                    self.implicit.give_way(self)
-                if not self.on:
-                    self.begins()
-                scope = self.scopes.begin(name, user, token)
-                if name == self.options.start_scope and user and self.options.start_op is None:
-                    # Begun before recording was on, so it is recorded as the innermost open scope.
-                    self.resume()
-            except Exception as error:
-                if not self.failed(error):
-                    raise
-                return Open(name, 0, user, token)
+                return None
+            if user and self.implicit is not None:
+                self.implicit.give_way(self)
+            if not self.on:
+                self.begins()
+            scope = self.scopes.begin(name, user, token)
+            if name == self.options.start_scope and user and self.options.start_op is None:
+                # Begun before recording was on, so it is recorded as the innermost open scope.
+                self.resume()
             return scope
+
+    @_attempted
+    def scope_end(self, scope: Open) -> None:
+        """Leave a scope of this thread and everything inside it."""
+        with self.lock:
+            self.scope_left(self.scopes.end(scope))
+
+    @_attempted
+    def thread_ended(self) -> None:
+        """Leave the scopes of this thread."""
+        with self.lock:
+            self.scope_left(self.scopes.thread_ended())
 
     def scope_left(self, left: list[Open]) -> None:
         """After scopes ended."""
         if not self.on:
             return
-        try:
-            if any(scope.user for scope in left):
-                self.settle()
-            if any(scope.name == self.options.stop_scope for scope in left):
-                self.stop_scope_left = True
-                self.stop()
-        except Exception as error:
-            if not self.failed(error):
-                raise
+        if any(scope.user for scope in left):
+            self.settle()
+        if any(scope.name == self.options.stop_scope for scope in left):
+            self.stop_scope_left = True
+            self.stop()
 
     # ------------------------------------------------------------------------------------------------ what others tell
 
     def mark_outside_write(self, tensor: torch.Tensor) -> None:
         """Something unseen may have written to a tensor. Storages nobody knows enter at their first use anyway."""
         for plain in plain_parts(tensor):
-            tracker = self.storages.known(plain.untyped_storage())
+            tracker = self.storages.known(storage_of(plain))
             if tracker is not None:
                 self.storages.mark_written_outside(tracker)
 
@@ -365,13 +409,13 @@ class Core:
     def host_read(self, method: str, tensor: torch.Tensor) -> None:
         """A value left the device for the host. Of storages that no captured op has touched nothing is recorded."""
         for plain in plain_parts(tensor):
-            storage = plain.untyped_storage()
+            storage = storage_of(plain)
             tracker = self.storages.known(storage)
-            if tracker is None or plain._is_zerotensor():
+            if tracker is None or is_zerotensor(plain):
                 continue
             if tracker.size != storage.nbytes():
                 tracker = self.storages.use(tracker, storage, False, method)
-            meta, offset = self.metas.of(plain), int(plain.storage_offset())
+            meta, offset = self.metas.of(plain), int(offset_of(plain))
             params = self.metas.params[meta]
             digest = None
             if self.options.digests != "none" and tracker.reproducible(params.region(offset)):
@@ -388,7 +432,7 @@ _SHARING = ("numpy", "__array__", "__array_interface__", "__dlpack__", "to_dlpac
 
 def plain_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
     """A strided tensor itself, or the tensors a composite is made of; nothing for what has no memory of its own."""
-    if is_wrapper(tensor) or tensor.layout is TORCH_LAYOUT[Layout.mkldnn]:
+    if is_wrapper(tensor) or layout_of(tensor) is TORCH_LAYOUT[Layout.mkldnn]:
         return []
     if not is_composite(tensor):
         return [tensor]

@@ -17,14 +17,18 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 
+from replayfmt.pytorch.looks import layout_of, storage_of
+
+from .frames import leave_no_frames
 from .import_watch import Watch
 from .patches import Patch, PatchSet, targets
 
 Function = Callable[..., Any]
+_T = TypeVar("_T")
 
 # Nodes of an executed TorchScript graph that run kernels of their own instead of calling operators.
 _HIDING_NODES = (
@@ -56,6 +60,10 @@ class RecorderForHooks(Protocol):
 
     def mark_outside_write(self, tensor: torch.Tensor) -> None: ...
 
+    def attempt(self, step: Callable[..., _T], *args: Any) -> _T | None:
+        """Do something of the recorder's own: what goes wrong in it ends the recording, not the program."""
+        ...
+
 
 class _NoRecorder:
     """Stands in where the table is only read."""
@@ -70,6 +78,9 @@ class _NoRecorder:
         return nullcontext()
 
     def mark_outside_write(self, tensor: torch.Tensor) -> None:
+        raise AssertionError("nothing records")
+
+    def attempt(self, step: Callable[..., _T], *args: Any) -> _T | None:
         raise AssertionError("nothing records")
 
 
@@ -125,6 +136,9 @@ def hook_policies() -> dict[str, str]:
 # ---------------------------------------------------------------------------------------------------- compiled regions
 
 
+_Given = list[tuple[int | None, "weakref.ref[torch.Tensor]"]]
+
+
 def _region(recorder: RecorderForHooks, describe: Callable[[Any, tuple[Any, ...]], tuple[str, str]], original: Function
             ) -> Function:
     """A compiled region: its kernels are fused or call the C library directly, so none of its work may be recorded."""
@@ -133,25 +147,45 @@ def _region(recorder: RecorderForHooks, describe: Callable[[Any, tuple[Any, ...]
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not recorder.recording():
             return original(self, *args, **kwargs)
-        recorder.unsupported("compiled_region", *describe(self, args))
         # Before the call, and without keeping an argument: a region frees them while it runs. What is marked is read at
         # its next recorded use, which comes after the region.
-        _mark(recorder, _written_arguments(self, args, kwargs))
-        given = [(_storage(tensor), weakref.ref(tensor)) for tensor in _tensors((args, kwargs))]
+        given = recorder.attempt(enter, self, args, kwargs)
         with recorder.paused():
             results = original(self, *args, **kwargs)
+        recorder.attempt(leave, given, results)
+        return results
+
+    def enter(region: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Given:
+        recorder.unsupported("compiled_region", *describe(region, args))
+        _mark(recorder, _written_arguments(region, args, kwargs))
+        return [(_storage(tensor), weakref.ref(tensor)) for tensor in _tensors((args, kwargs))]
+
+    def leave(given: _Given | None, results: Any) -> None:
         # A region may reuse a former result's memory for a result, or that of an argument that nobody else has. What
         # it passes through (a forward region returns what its backward needs) is as it was.
-        kept = {storage for storage, tensor in given if tensor() is not None}
+        kept = {storage for storage, tensor in given or () if tensor() is not None}
         _mark(recorder, (tensor for tensor in _tensors(results) if _storage(tensor) not in kept))
-        return results
 
     return call
 
 
+def _leaving_no_frames(call: Function) -> Function:
+    """`call`, so that what it raises has no frames of the recorder in its traceback."""
+
+    @functools.wraps(call)
+    def outermost(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return call(*args, **kwargs)
+        except BaseException as error:
+            leave_no_frames(error)
+            raise
+
+    return outermost
+
+
 def _storage(tensor: torch.Tensor) -> int | None:
     """What tensors on the same memory have in common, while one of them lives. None: no memory of its own."""
-    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else None
+    return storage_of(tensor)._cdata if layout_of(tensor) is torch.strided else None
 
 
 def _mark(recorder: RecorderForHooks, tensors: Iterable[torch.Tensor]) -> None:
@@ -191,12 +225,15 @@ def _script(recorder: RecorderForHooks, original: Function) -> Function:
         if not recorder.recording():
             return original(self, *args, **kwargs)
         results = original(self, *args, **kwargs)
+        recorder.attempt(leave, self, (args, kwargs, results))
+        return results
+
+    def leave(region: Any, values: Any) -> None:
         hidden = _hiding_nodes()
         if hidden:
-            recorder.unsupported("compiled_region", f"torch.jit {getattr(self, 'name', type(self).__name__)}",
+            recorder.unsupported("compiled_region", f"torch.jit {getattr(region, 'name', type(region).__name__)}",
                                  f"TorchScript ran {', '.join(hidden)}, which call no operators")
-            _mark(recorder, _tensors((args, kwargs, results)))
-        return results
+            _mark(recorder, _tensors(values))
 
     return call
 
@@ -215,7 +252,8 @@ def _launch(recorder: RecorderForHooks, original: Function) -> Function:
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
         if kwargs.get("warmup") or not recorder.recording():
             return original(self, *args, **kwargs)
-        with _recorded_launch(recorder, self, (args, kwargs)):
+        recorder.attempt(_record_launch, recorder, self, (args, kwargs))
+        with recorder.paused():  # under the interpreter a launch issues operators of its own
             return original(self, *args, **kwargs)
 
     return run
@@ -232,7 +270,8 @@ def _bound_launch(recorder: RecorderForHooks, original: Function) -> Function:
         def run(*args: Any, **kwargs: Any) -> Any:
             if not recorder.recording():
                 return runner(*args, **kwargs)
-            with _recorded_launch(recorder, self, (args, kwargs)):
+            recorder.attempt(_record_launch, recorder, self, (args, kwargs))
+            with recorder.paused():
                 return runner(*args, **kwargs)
 
         return run
@@ -240,8 +279,7 @@ def _bound_launch(recorder: RecorderForHooks, original: Function) -> Function:
     return bind
 
 
-def _recorded_launch(recorder: RecorderForHooks, kernel: Any, arguments: Any) -> AbstractContextManager[Any]:
-    """Record one launch and pause: under the interpreter a launch issues operators of its own."""
+def _record_launch(recorder: RecorderForHooks, kernel: Any, arguments: Any) -> None:
     function: Any = getattr(kernel, "fn", None)
     while hasattr(function, "fn"):  # an autotuner around a kernel
         function = function.fn
@@ -250,7 +288,6 @@ def _recorded_launch(recorder: RecorderForHooks, kernel: Any, arguments: Any) ->
     where = f" ({code.co_filename}:{code.co_firstlineno})" if code is not None else ""
     recorder.unsupported("triton_launch", name, f"a Triton kernel{where} was launched; it may write what it is given")
     _mark(recorder, _tensors(arguments))
-    return recorder.paused()
 
 
 # -------------------------------------------------------------------------------------------------------- CUDA graphs
@@ -325,7 +362,7 @@ def table(recorder: RecorderForHooks) -> list[Patch]:
     """Every hook, for one recorder."""
 
     def hook(make: Callable[..., Function], *extra: Any) -> Callable[[Function], Function]:
-        return functools.partial(make, recorder, *extra)
+        return lambda original: _leaving_no_frames(make(recorder, *extra, original))
 
     inductor, graphs = "torch._inductor.output_code", "torch.cuda.graphs"
     heuristics = "torch._inductor.runtime.triton_heuristics"

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 import torch
 
+from .frames import leave_no_frames
 from .patches import Patch, PatchSet
 
 # Tensor.__dlpack__ ends in torch._C, and torch.to_dlpack is the same function under its older name.
@@ -90,6 +91,13 @@ class _Read:
         return hash(self._original)
 
     def __call__(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return self._read(tensor, *args, **kwargs)
+        except BaseException as error:
+            leave_no_frames(error)
+            raise
+
+    def _read(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
         # A __torch_function__ override or mode comes first, and may come back here with what it wants read.
         if (
             getattr(_inside, "depth", 0)
@@ -110,10 +118,14 @@ class _Read:
 def _sharing(recorder: RecorderForReads, original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def share(storage: torch.UntypedStorage, *args: Any, **kwargs: Any) -> Any:
-        shared = original(storage, *args, **kwargs)
-        if recorder.recording():
-            recorder.watch(storage)
-        return shared
+        try:
+            shared = original(storage, *args, **kwargs)
+            if recorder.recording():
+                recorder.watch(storage)
+            return shared
+        except BaseException as error:
+            leave_no_frames(error)
+            raise
 
     return share
 

@@ -7,6 +7,8 @@ results.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -227,6 +229,7 @@ class KernelFacts:
         "own",
         "own_kernels",
         "parts",
+        "quick",
         "random",
         "reads_nothing",
         "results",
@@ -245,7 +248,9 @@ class KernelFacts:
         self.namespace, _, base = schema.name.partition("::")
         self.own = self.namespace in INTERNAL_NAMESPACES
         self.unnameable = name_problem(self.name, self.overload)
-        self.call = func._op if self.own else WithAutocast(func._op)
+        # No `__torch_function__` sees a call that comes to the dispatch mode, so none may see it leave.
+        self.call = unheard(func) if self.own else WithAutocast(unheard(func))
+        self.quick = func._op if _takes_numbers(func) else self.call  # where no `__torch_function__` is there to see it
         quiet = _UNANNOTATED_WRITES.get(schema.name, ())
         self.arguments = tuple(
             Argument(a.name, a.name in quiet or (a.alias_info is not None and a.alias_info.is_write), a.kwarg_only)
@@ -353,6 +358,26 @@ class KernelFacts:
     def writes_all(self, index: int) -> bool:
         """Whether a call that writes its argument `index` writes every element of it."""
         return not (self.writes_some and index == 0)
+
+
+def unheard(func: torch._ops.OpOverload) -> Callable[..., Any]:
+    """What calls an overload past every `__torch_function__`, of modes and of its arguments' classes. (Those that are
+    called inside the operator are left alone.)"""
+    if not _takes_numbers(func):
+        return functools.partial(torch._C._dispatch_call_boxed, func._handle)
+    call = func._op
+
+    def call_with_numbers(*args: Any, **kwargs: Any) -> Any:
+        with torch._C.DisableTorchFunction():
+            result = call(*args, **kwargs)
+        return result
+
+    return call_with_numbers
+
+
+def _takes_numbers(func: torch._ops.OpOverload) -> bool:
+    """Whether numbers may stand for tensors among its arguments, which only some ways to call it allow."""
+    return bool(torch._C._should_allow_numbers_as_tensors(func._schema.name.partition("::")[2]))
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:

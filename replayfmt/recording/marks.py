@@ -20,6 +20,7 @@ from typing import Any
 
 from replayfmt.errors import UsageError
 
+from .frames import leave_no_frames
 from .import_watch import Watch
 
 OpenScope = Callable[[str], AbstractContextManager[Any]]
@@ -147,16 +148,24 @@ class Marks:
             @functools.wraps(raw)
             async def wait(*args: Any, **kwargs: Any) -> Any:
                 mark.calls += 1
-                with open_scope(scope):
-                    return await raw(*args, **kwargs)
+                try:
+                    with open_scope(scope):
+                        return await raw(*args, **kwargs)
+                except BaseException as error:
+                    leave_no_frames(error)
+                    raise
 
             return wait
 
         @functools.wraps(raw)
         def call(*args: Any, **kwargs: Any) -> Any:
             mark.calls += 1
-            with open_scope(scope):
-                return raw(*args, **kwargs)
+            try:
+                with open_scope(scope):
+                    return raw(*args, **kwargs)
+            except BaseException as error:
+                leave_no_frames(error)
+                raise
 
         return call
 

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch._C import (
     _len_torch_dispatch_stack,
-    _len_torch_function_stack,
     _pop_torch_dispatch_stack,
     _push_on_torch_dispatch_stack,
 )
@@ -25,8 +24,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from .calls import dispatches_itself
 from .collectives import describe_collective
 from .core import Core
+from .frames import leave_no_frames
 from .higher_order import run_higher_order
-from .kernels import Action, KernelFacts
+from .kernels import Action, KernelFacts, unheard
 from .numeric_state import HALF, SMALLEST
 from .records import Unrepresentable
 from .sites import Following
@@ -61,26 +61,32 @@ class RecordingMode(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        return self.dispatch(func, types, args, kwargs or {})
+        try:
+            return self.dispatch(func, types, args, kwargs or {})
+        except BaseException as error:
+            leave_no_frames(error)
+            raise
 
     def dispatch(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The complete path: decides what kind of call this is."""
         core = self.core
         if core.finished:
-            return func(*args, **kwargs)
+            return _unrecorded(func)(*args, **kwargs)
         if types and any(map(dispatches_itself, types)):  # `detach` names plain classes too
             return func(*args, **kwargs) if _is_tracing(types) else NotImplemented
         if _len_torch_dispatch_stack():
             return self._beneath(func, args, kwargs)
         if not isinstance(func, torch._ops.OpOverload):
             return run_higher_order(self, func, args, kwargs)
-        facts = core.calls.facts(func)
-        if facts.action is not Action.record and not facts.has_own_kernel(args, kwargs):
+        facts = core.attempt(core.calls.facts, func)
+        if facts is None:
+            return _unrecorded(func)(*args, **kwargs)
+        if facts.action is not Action.record and not core.attempt(facts.has_own_kernel, args, kwargs):
             return self._special(facts, args, kwargs)
-        if not core.on and not self._begins():
-            return func(*args, **kwargs)
-        if core.options.stop_op is not None and self._ends():
-            return func(*args, **kwargs)
+        if not core.on and not core.attempt(self._begins):
+            return facts.call(*args, **kwargs)
+        if core.options.stop_op is not None and core.attempt(self._ends):
+            return facts.call(*args, **kwargs)
         return self.record(facts, args, kwargs)
 
     # --------------------------------------------------------------------------------------------------------- ordinary
@@ -95,20 +101,17 @@ class RecordingMode(TorchDispatchMode):
         return self._record(facts, args, kwargs)
 
     def _record(self, facts: KernelFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        core, call = self.core, None
+        core = self.core
         try:
-            with core.lock:
-                if core.on:  # another thread may have ended the capture since this call began
-                    call = core.calls.before(facts, args, kwargs)
-        except Unrepresentable as problem:
-            return self._run_unsupported(facts, args, kwargs, problem)
-        except BaseException as error:
-            if core.failed(error):
-                return facts.call(*args, **kwargs)
+            call = core.before(facts, args, kwargs)
+        except BaseException:
             core.interrupted(args, kwargs, None)
             raise
+        # The op runs outside of every handler: what it raises has the context that it has without a capture.
         if call is None:
             return facts.call(*args, **kwargs)
+        if isinstance(call, Unrepresentable):
+            return self._run_unsupported(facts, args, kwargs, call)
         started = _clock()
         try:
             result = facts.call(*args, **kwargs)
@@ -159,7 +162,9 @@ class RecordingMode(TorchDispatchMode):
             return func(*args, **kwargs)
         result = func(*args, **kwargs)
         problem = "another dispatch mode lies beneath the recorder and may have replaced the op"
-        self.core.unsupported_op(self.core.calls.facts(func), args, kwargs, Unrepresentable("host_call", problem))
+        facts = self.core.attempt(self.core.calls.facts, func)
+        if facts is not None:
+            self.core.unsupported_op(facts, args, kwargs, Unrepresentable("host_call", problem))
         return result
 
     def _special(self, facts: KernelFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -167,17 +172,20 @@ class RecordingMode(TorchDispatchMode):
         if facts.action is Action.decompose:
             return self.run_inside(facts.parts, args, kwargs)
         if facts.action is Action.collective:
-            problem = Unrepresentable("collective", describe_collective((*args, *kwargs.values())))
-            return self._run_unsupported(facts, args, kwargs, problem)
-        result = facts.func(*args, **kwargs)
-        with core.lock:
-            if facts.action is Action.scope_enter:
-                core.scope_begin(str(args[0]), user=False, token="record_function")
-            elif facts.action is Action.scope_exit:
-                scope = core.scopes.find(lambda entry: entry.token == "record_function")
-                if scope is not None:
-                    core.scope_left(core.scopes.end(scope))
+            detail = core.attempt(describe_collective, (*args, *kwargs.values()))
+            return self._run_unsupported(facts, args, kwargs, Unrepresentable("collective", detail or ""))
+        result = facts.call(*args, **kwargs)
+        if facts.action is Action.scope_enter:
+            core.scope_begin(str(args[0]), user=False, token="record_function")
+        elif facts.action is Action.scope_exit:
+            core.attempt(self._leave_function)
         return result
+
+    def _leave_function(self) -> None:
+        scopes = self.core.scopes
+        scope = scopes.find(lambda entry: entry.token == "record_function")
+        if scope is not None:
+            self.core.scope_end(scope)
 
     def run_inside(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call something whose operators are to be recorded, from within a call that is not."""
@@ -203,12 +211,17 @@ class RecordingMode(TorchDispatchMode):
         return result
 
 
+def _unrecorded(func: Any) -> Callable[..., Any]:
+    """What runs an operator that is not recorded."""
+    return unheard(func) if isinstance(func, torch._ops.OpOverload) else func
+
+
 def _fast_path(mode: RecordingMode) -> Callable[..., Any]:
     """`__torch_dispatch__` with the fast path in front (see sites.py)."""
     core = mode.core
     sites, numeric, calls, metas = core.sites, core.numeric, core.calls, core.metas
     complete, candidates = mode.dispatch, core.sites.candidates
-    depth, functions, pump, dead = _len_torch_dispatch_stack, _len_torch_function_stack, core.pump, core.storages.dead
+    depth, pump, dead = _len_torch_dispatch_stack, core.pump, core.storages.dead
     following: Following = {}
     after_site, after_other = following, None      # what followed the last site, the last operator without one
     no_keywords: dict[str, Any] = {}
@@ -216,32 +229,42 @@ def _fast_path(mode: RecordingMode) -> Callable[..., Any]:
     def dispatch(
         _mode: RecordingMode, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] = no_keywords
     ) -> Any:
-        nonlocal following, after_site, after_other
-        if (types and types not in _PLAIN) or not core.fast or depth():
-            return complete(func, types, args, kwargs)
-        number = id(func)
-        if numeric.unchanged() and (SMALLEST * HALF == 0.0) is numeric.flushes:
-            site = following.get(number)
-            if site is not None and (site.polls is None or site.polls.same()):
-                result = site.plain(args, kwargs) if functions() else site.run(args, kwargs)
-                if result is not MISS:
-                    following = site.following
-                    if len(dead) >= RELEASE_BATCH:
-                        pump()
-                    return result
-            for other in candidates(number):
-                if other is not site and (other.polls is None or other.polls.same()):
-                    result = other.plain(args, kwargs) if functions() else other.run(args, kwargs)
+        nonlocal following
+        try:
+            if (types and types not in _PLAIN) or not core.fast or depth():
+                return complete(func, types, args, kwargs)
+            number = id(func)
+            if numeric.unchanged() and (SMALLEST * HALF == 0.0) is numeric.flushes:
+                site = following.get(number)
+                if site is not None and (site.polls is None or site.polls.same()):
+                    result = site.run(args, kwargs)
                     if result is not MISS:
-                        following[number] = other
-                        following = other.following
-                        pump()
+                        following = site.following
+                        if len(dead) >= RELEASE_BATCH:
+                            pump()
                         return result
-        before, state = following, sites.state
-        calls.site = None
-        result = complete(func, types, args, kwargs)
-        if metas.negative:
-            core.fast = False
+                for other in candidates(number):
+                    if other is not site and (other.polls is None or other.polls.same()):
+                        result = other.run(args, kwargs)
+                        if result is not MISS:
+                            following[number] = other
+                            following = other.following
+                            pump()
+                            return result
+            before, state = following, sites.state
+            calls.site = None
+            result = complete(func, types, args, kwargs)
+            if metas.negative:
+                core.fast = False
+            core.attempt(follow, number, before, state)
+            return result
+        except BaseException as error:
+            leave_no_frames(error)
+            raise
+
+    def follow(number: int, before: Following, state: Any) -> None:
+        """A call took the complete path: what comes after it is guessed from it."""
+        nonlocal following, after_site, after_other
         made = calls.site
         # It may be another operator's: of the last part of a composite, or of another thread's call.
         if made is None or made.func_id != number:
@@ -252,7 +275,6 @@ def _fast_path(mode: RecordingMode) -> Callable[..., Any]:
             if sites.state is state:
                 before[number] = made
             following = made.following
-        return result
 
     return dispatch
 
@@ -264,7 +286,7 @@ def _is_tracing(types: Any) -> bool:
         ("torch._subclasses.functional_tensor", "FunctionalTensor"),
     )
     for module, name in names:
-        loaded = sys.modules.get(module)
-        if loaded is not None and any(issubclass(kind, getattr(loaded, name)) for kind in types):
+        kept = getattr(sys.modules.get(module), name, None)  # None: torch is just importing it
+        if kept is not None and any(issubclass(kind, kept) for kind in types):
             return True
     return False

@@ -16,6 +16,7 @@ from torch._C._dynamo.guards import GlobalStateGuard
 
 from replayfmt.pytorch.settings import read_settings
 
+from .interrupts import is_interrupt
 from .records import Records
 
 SMALLEST, HALF = sys.float_info.min, 0.5  # their product is a denormal, unless the processor flushes those to zero
@@ -89,7 +90,8 @@ class NumericState:
         self._take_guard()
 
     def _take_guard(self) -> None:
-        self.unchanged = GlobalStateGuard().check  # whether nothing changed that the guard covers
+        with torch._C._EnableTorchFunction():  # the guard covers it, and the recorder looks with and without
+            self.unchanged = GlobalStateGuard().check  # whether nothing changed that the guard covers
         self.flushes = SMALLEST * HALF == 0.0  # whether this thread's arithmetic flushes denormals to zero
 
     def poll_of(self, kernel: str) -> Poll | None:
@@ -107,7 +109,9 @@ class NumericState:
     def check(self, kernel: str) -> None:
         """Before an op: record what changed since the last one."""
         poll = self.poll_of(kernel)
-        if self.unchanged() and (SMALLEST * HALF == 0.0) is self.flushes and (poll is None or poll.same()):
+        with torch._C._EnableTorchFunction():
+            unchanged = self.unchanged()
+        if unchanged and (SMALLEST * HALF == 0.0) is self.flushes and (poll is None or poll.same()):
             return
         self._state(read_settings())
         self._take_guard()
@@ -128,6 +132,17 @@ class NumericState:
             self.changed()
 
 
+_SAME = """
+def make(v, {names}):
+    def same():
+        try: return {same}
+        except Exception as error:
+            if is_interrupt(error): raise
+            return False
+    return same
+"""
+
+
 class Poll:
     """Compares a few settings with what they were when the stream's state was last read. `same` does it."""
 
@@ -137,11 +152,12 @@ class Poll:
         self._getters = getters
         self._values: list[Any] = []
         self.renew()
-        # Written out, because a loop over three getters costs more than the getters.
+        # Written out, because a loop over three getters costs more than the getters. What raises is looked at again on
+        # the complete path.
         names = ", ".join(f"g{index}" for index in range(len(getters)))
         same = " and ".join(f"g{index}() == v[{index}]" for index in range(len(getters)))
-        namespace: dict[str, Any] = {"__name__": __name__}
-        exec(f"def make(v, {names}):\n    def same(): return {same}\n    return same", namespace)
+        namespace: dict[str, Any] = {"__name__": __name__, "is_interrupt": is_interrupt}
+        exec(_SAME.format(names=names, same=same), namespace)
         self.same: Callable[[], bool] = namespace["make"](self._values, *getters)
 
     def renew(self) -> None:

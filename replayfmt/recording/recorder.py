@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from queue import Empty
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch._C import (
@@ -26,6 +26,7 @@ from replayfmt.errors import CaptureFailed
 from .children import AfterFork
 from .core import Core
 from .external_files import DIGESTING
+from .frames import leave_no_frames
 from .hooks import Hooks
 from .host_reads import HostReads
 from .implicit_scope import ImplicitScope
@@ -34,6 +35,7 @@ from .options import CaptureOptions
 from .records import Unrepresentable
 from .termination import Termination
 
+_T = TypeVar("_T")
 _FLUSH_PERIOD_S = 0.5
 _active: Recorder | None = None
 _activation = threading.Lock()
@@ -194,10 +196,12 @@ class Recorder:
             _push_on_torch_dispatch_stack(mode)
             try:
                 original(thread)
+            except BaseException as error:
+                leave_no_frames(error)
+                raise
             finally:
                 _pop_torch_dispatch_stack(None)
-                with core.lock:
-                    core.scope_left(core.scopes.thread_ended())
+                core.thread_ended()
 
         self._original_run = original
         self._patched_run = run
@@ -219,9 +223,9 @@ class Recorder:
         """Leave the innermost scope of that name, and what is open inside it. Raises UsageError where none is open."""
         core = self._running()
         if core is not None:
-            with self.paused(), core.lock:
-                if not core.finished:
-                    core.scope_left(core.scopes.end_named(name))
+            with self.paused():
+                scope = core.scopes.innermost(name)
+                core.scope_end(scope)
 
     def module_scope_begin(self, name: str) -> None:
         """Enter a scope that the program did not name itself: no digests are taken at its end."""
@@ -233,10 +237,9 @@ class Recorder:
         """Leave it. Nothing happens where it has ended already, with a scope around it."""
         core = self._running()
         if core is not None:
-            with core.lock:
-                entered = core.scopes.find(lambda entry: entry.token == "module" and entry.name == name)
-                if entered is not None:
-                    core.scope_left(core.scopes.end(entered))
+            entered = core.scopes.find(lambda entry: entry.token == "module" and entry.name == name)
+            if entered is not None:
+                core.scope_end(entered)
 
     def _running(self) -> Core | None:
         core = self._core
@@ -273,6 +276,11 @@ class Recorder:
                 _set_modes(stack)
                 raise
 
+    def attempt(self, step: Callable[..., _T], *args: Any) -> _T | None:
+        """Do something of the recorder's own in the middle of the program: see `Core.attempt`."""
+        core = self._core
+        return None if core is None else core.attempt(step, *args)
+
     def unsupported(self, reason: str, op: str, detail: str) -> None:
         """Record work that cannot be reproduced."""
         self._tell(lambda core: core.records.unsupported(reason, op, detail))
@@ -292,15 +300,7 @@ class Recorder:
     def _tell(self, what: Callable[[Core], None]) -> None:
         core = self._core
         if core is not None and core.on:
-            with core.lock:
-                if core.on:
-                    try:
-                        what(core)
-                    except Unrepresentable as problem:
-                        core.records.unsupported(problem.reason, "", problem.detail)
-                    except Exception as error:
-                        if not core.failed(error):
-                            raise
+            core.attempt(_tell, core, what)
 
 
 @contextmanager
@@ -333,8 +333,17 @@ def scope(name: str) -> Iterator[None]:
     try:
         yield
     finally:
-        with recorder.paused(), core.lock:
-            core.scope_left(core.scopes.end(entered))
+        with recorder.paused():
+            core.scope_end(entered)
+
+
+def _tell(core: Core, what: Callable[[Core], None]) -> None:
+    with core.lock:
+        if core.on:
+            try:
+                what(core)
+            except Unrepresentable as problem:
+                core.records.unsupported(problem.reason, "", problem.detail)
 
 
 def _set_inactive(recorder: Recorder) -> None:

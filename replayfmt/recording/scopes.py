@@ -126,12 +126,12 @@ class Scopes:
             if innermost is scope:
                 return left
 
-    def end_named(self, name: str) -> list[Open]:
-        """Leave the innermost scope of that name. Raises UsageError where none is open."""
+    def innermost(self, name: str) -> Open:
+        """The innermost open scope of this thread of that name. Raises UsageError where none is open."""
         scope = self.find(lambda entry: entry.name == name)
         if scope is None:
             raise UsageError(f"the scope {name!r} is not open in this thread")
-        return self.end(scope)
+        return scope
 
     def record_open(self) -> None:
         """Recording starts: scopes that are open already begin now."""

@@ -28,9 +28,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from replayfmt.format.codes import ValueKind
+from replayfmt.pytorch.looks import is_zerotensor
 
 from .arguments import Use, Values
-from .bindings import binding_of, call_watched
 from .buffer import FROM_SITE, MadeView, packer
 from .interrupts import is_interrupt
 from .kernels import KernelFacts
@@ -67,6 +67,7 @@ _CANDIDATES = 16  # sites of one operator that are tried where the guess was wro
 _LIMIT = 20_000  # sites of a capture
 _AFTER_OTHERS = 4096  # places of operators without a site that are told apart; those met later only by the operator
 _TENSORS = 400  # arguments of a call that has a site
+_PLAIN = (torch.Tensor, torch.nn.Parameter)  # classes that answer for themselves what is asked of a tensor
 _SIMPLE = {
     ValueKind.none,
     ValueKind.bool,
@@ -83,14 +84,13 @@ _SIMPLE = {
 
 
 class Site:
-    """One kind of call: the id of its operator, what runs it, what followed it, which settings it depends on. `plain`
-    is `run` without bindings (see bindings.py), for while a TorchFunctionMode is active."""
+    """One kind of call: the id of its operator, what runs it, what followed it, which settings it depends on."""
 
-    __slots__ = ("following", "func_id", "plain", "polls", "run")
+    __slots__ = ("following", "func_id", "polls", "run")
 
-    def __init__(self, func_id: int, plain: Run, polls: Poll | None) -> None:
+    def __init__(self, func_id: int, run: Run, polls: Poll | None) -> None:
         self.func_id = func_id
-        self.run = self.plain = plain
+        self.run = run
         self.polls = polls
         self.following: Following = {}
 
@@ -136,6 +136,7 @@ class Sites:
                 "finish": core.late,
                 "raised": core.late_raised,
                 "interrupt": is_interrupt,
+                "has_function": torch._C._has_torch_function_variadic,
                 "interrupted": core.interrupted,
                 "failed": core.failed,
                 "same_settings": core.numeric.check,
@@ -202,7 +203,9 @@ class Sites:
         if any(token.kind not in _SIMPLE for token in (*call.values.key, *results.key)):
             return None
         uses = (*call.values.uses, *results.uses)
-        if results.ints or results.floats or any(use.tracker.size < 0 or use.tensor._is_zerotensor() for use in uses):
+        if results.ints or results.floats or any(use.tracker.size < 0 or is_zerotensor(use.tensor) for use in uses):
+            return None
+        if not all(type(use.tensor) in _PLAIN for use in uses):
             return None
         if core.options.payload == "integers" and facts.view and len({use.tensor.dtype for use in uses}) > 1:
             return None  # content that was left out as floats may have to be recorded as integers now
@@ -228,24 +231,7 @@ class Sites:
             _results_follow(facts),
         )
         own = self._own(signature, call, results, shape)
-        site = Site(id(facts.func), self._factory.make(shape, own), core.numeric.poll_of(facts.name))
-        self._try_binding(site, facts, shape, own)
-        return site
-
-    def _try_binding(self, site: Site, facts: KernelFacts, shape: Shape, own: dict[str, Any]) -> None:
-        """Have the site's first call go through the operator's binding, and later ones if that was the same call."""
-        binding = binding_of(facts)
-        if binding is None:
-            return
-
-        def watched(*args: Any, **kwargs: Any) -> Any:
-            site.run = site.plain
-            result, same = call_watched(binding, facts, args, kwargs)
-            if same:
-                site.run = self._factory.make(shape, {**own, "op": binding})
-            return result
-
-        site.run = self._factory.make(shape, {**own, "op": watched})
+        return Site(id(facts.func), self._factory.make(shape, own), core.numeric.poll_of(facts.name))
 
     def _results(self, returned: tuple[Any, ...], given: dict[str, Any], uses: list[Use]) -> tuple[Place, ...] | None:
         """The places of the results; None where they are no plain ones."""
@@ -333,7 +319,7 @@ class Sites:
             core.records.device(new_on[0]) if new_on else 0,
         )
         own: dict[str, Any] = {
-            "op": facts.call,
+            "op": facts.quick,
             "code": FROM_SITE + number,
             "facts": facts,
             "pack": packer(len(inputs) + len(outputs) + 2 * len(made), 0),

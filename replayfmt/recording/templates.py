@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from types import CodeType
 from typing import Any
 
+from .frames import FAST_PATH_FILE
 from .in_flight import sections
 
 MISS = object()
@@ -89,7 +90,7 @@ class Factory:
 
     def __init__(self, shared: dict[str, Any]) -> None:
         """`shared`: clock, begin, contexts, ident, rows, threads, ended, lock, next_storage, next_tensor, Tracker,
-        tell_death, live, enter, view, finish, raised, failed, interrupt, interrupted, same_settings."""
+        tell_death, live, enter, view, finish, raised, failed, interrupt, interrupted, same_settings, has_function."""
         self._globals = {"__name__": __name__, "MISS": MISS, **shared}
         self._makers: dict[Shape, Callable[..., Any]] = {}
 
@@ -100,7 +101,7 @@ class Factory:
             code = _compiled.get(shape)
             if code is None:
                 source, unlocked = _source(shape)
-                code = _compiled[shape] = compile(source, "<opreplay fast path>", "exec")
+                code = _compiled[shape] = compile(source, FAST_PATH_FILE, "exec")
                 sections[_inner(_inner(code))] = unlocked
             namespace = self._globals
             exec(code, namespace)
@@ -199,6 +200,8 @@ def _recognize(shape: Shape) -> list[str]:
                 lines.append(f"if {_differs(item)}: return MISS")
     distinct = shape.distinct()
     if distinct:
+        # A subclass's attributes are its own, and may be code of the program.
+        lines.append(f"if has_function({', '.join(place.name for place in distinct)}): return MISS")
         # The comparison asks for strides, and what a nested tensor throws then would end the process.
         lines.append(f"if {' or '.join(f'{place.name}.is_nested' for place in distinct)}: return MISS")
         lines.append(f"if not check({', '.join(place.name for place in distinct)}): return MISS")

@@ -9,6 +9,7 @@ import torch
 from replayfmt.format.codes import Layout, TensorFlag
 from replayfmt.format.model import TensorMeta
 from replayfmt.pytorch.dtypes import DTYPE_CODE
+from replayfmt.pytorch.looks import device_of, dtype_of, is_complex, is_conj, is_neg, shape_of, stride_of
 
 from .buffer import RecordBuffer
 from .coverage import Region
@@ -46,11 +47,11 @@ class TensorMetas:
 
     def of(self, tensor: torch.Tensor, zero: bool = False) -> int:
         """The meta id of a strided tensor as it is now."""
-        conj = tensor.is_complex() and tensor.is_conj()
-        neg = tensor.is_neg()
+        conj = is_complex(tensor) and is_conj(tensor)
+        neg = is_neg(tensor)
         self.negative = self.negative or neg
         flags = (TensorFlag.conj if conj else 0) | (TensorFlag.neg if neg else 0) | (TensorFlag.zero if zero else 0)
-        key = (tensor.dtype, tensor.shape, tensor.stride(), tensor.device, int(flags))
+        key = (dtype_of(tensor), shape_of(tensor), stride_of(tensor), device_of(tensor), int(flags))
         number = self.ids.get(key)
         return self._add(key) if number is None else number
 

@@ -48,6 +48,9 @@ class FakeRecorder:
         finally:
             self.pauses -= 1
 
+    def attempt(self, step, *args):
+        return step(*args)
+
     def unsupported(self, reason, op, detail):
         self.log.append(("unsupported", reason, op, detail))
 

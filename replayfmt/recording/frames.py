@@ -1,0 +1,44 @@
+"""Exceptions of the program that pass through the recorder leave it with the traceback that they would have without it.
+
+Imports no torch.
+"""
+
+from __future__ import annotations
+
+import os
+from types import CodeType, TracebackType
+
+FAST_PATH_FILE = "<opreplay fast path>"  # the file name of generated code
+_HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_OPERATORS = os.path.join("torch", "_ops.py")
+
+
+def leave_no_frames(error: BaseException) -> None:
+    """Take the recorder's frames out of an exception's traceback, and those of the calls that PyTorch makes on its
+    behalf. Call it in the outermost of the recorder's frames, then `raise`: that adds none again."""
+    entry = _next_of_others(error.__traceback__)
+    if entry is not error.__traceback__:
+        error.__traceback__ = entry
+    while entry is not None:
+        following = _next_of_others(entry.tb_next)
+        if following is not entry.tb_next:
+            entry.tb_next = following
+        entry = following
+
+
+def _next_of_others(entry: TracebackType | None) -> TracebackType | None:
+    while entry is not None and _is_ours(entry):
+        entry = entry.tb_next
+    return entry
+
+
+def _is_ours(entry: TracebackType) -> bool:
+    frame = entry.tb_frame
+    if _is_recorders(frame.f_code):
+        return True
+    caller = frame.f_back
+    return frame.f_code.co_filename.endswith(_OPERATORS) and caller is not None and _is_recorders(caller.f_code)
+
+
+def _is_recorders(code: CodeType) -> bool:
+    return code.co_filename.startswith(_HERE) or code.co_filename == FAST_PATH_FILE

@@ -1,0 +1,211 @@
+"""The program does not notice that it is captured: what it computes, warns and raises is as without a capture."""
+
+from __future__ import annotations
+
+import threading
+import traceback
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+
+from .conftest import Capture
+
+Program = Callable[[], Any]
+
+
+def lazy_modules() -> Any:
+    """An uninitialized parameter raises for its shape, and whenever it is used otherwise than it allows."""
+    model = torch.nn.Sequential(torch.nn.LazyLinear(5), torch.nn.ReLU(), torch.nn.LazyBatchNorm1d())
+    y = model(torch.randn(4, 7)).sum()
+    y.backward()
+    return [y.item(), *(parameter.grad.sum().item() for parameter in model.parameters())]
+
+
+def logging_subclass() -> Any:
+    seen: list[str] = []
+
+    class Logging(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(getattr(func, "__name__", str(func)))
+            return super().__torch_function__(func, types, args, kwargs or {})
+
+    x = torch.arange(6.0).as_subclass(Logging).requires_grad_()
+    for _ in range(3):
+        ((x * 2).sum() * x).sum().backward()
+    return seen, x.grad.tolist()
+
+
+def strict_subclass() -> Any:
+    """One that refuses what it does not know, in the backward pass too, where nothing keeps it from being asked."""
+
+    class Strict(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func not in (torch.mul, torch.add, torch.Tensor.sum, torch.Tensor.backward, torch.Tensor.requires_grad_):
+                raise RuntimeError(f"{func} is not known")
+            return super().__torch_function__(func, types, args, kwargs or {})
+
+    x = torch.arange(6.0).as_subclass(Strict).requires_grad_()
+    for _ in range(3):
+        torch.add(torch.mul(x, 2), x).sum().backward()
+    with torch._C.DisableTorchFunctionSubclass():
+        return x.grad.tolist()
+
+
+def function_mode() -> Any:
+    """A mode that is active while operators run: `torch.autograd.backward` takes it off for nothing."""
+    seen: list[str] = []
+
+    class Logging(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(getattr(func, "__name__", str(func)))
+            return func(*args, **(kwargs or {}))
+
+    x = torch.ones(3, requires_grad=True)
+    for _ in range(3):
+        y = (x.exp() * x).sum()
+        with Logging():
+            torch.autograd.backward((y,))
+    return seen, x.grad.tolist()
+
+
+def awkward_subclass() -> Any:
+    """Attributes of its own where the recorder looks for the tensor's."""
+
+    class Awkward(torch.Tensor):
+        __torch_function__ = torch._C._disabled_torch_function_impl
+
+        @property
+        def shape(self) -> Any:
+            raise RuntimeError("no shape")
+
+        @property
+        def dtype(self) -> Any:
+            return "packed"
+
+        def untyped_storage(self) -> Any:
+            raise RuntimeError("no storage")
+
+    x = torch.ones(3).as_subclass(Awkward)
+    return [torch.add(x, number).sum().item() for number in range(4)]
+
+
+PROGRAMS = [lazy_modules, logging_subclass, strict_subclass, function_mode, awkward_subclass]
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
+def test_classes_of_the_program_see_what_they_see_without_a_capture(capture: Capture, program: Program) -> None:
+    torch.manual_seed(0)
+    expected = program()
+    for digests in ("live", "ops"):  # with and without the fast path
+        torch.manual_seed(0)
+        captured = capture(program, digests=digests)
+        assert captured.returned == expected
+        assert captured.unsupported() == {}
+    captured.replays()
+
+
+def shown(work: Program) -> str:
+    """How an exception is printed where the program catches it."""
+    try:
+        work()
+    except Exception:
+        return traceback.format_exc()
+    raise AssertionError("nothing was raised")
+
+
+@torch.library.custom_op("unnoticed_tests::refuse", mutates_args=())
+def refuse(x: torch.Tensor) -> torch.Tensor:
+    raise KeyError("refused")
+
+
+class _Backward(torch.autograd.Function):
+    @staticmethod
+    def forward(_context: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(_context: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return torch.mm(gradient, gradient)
+
+
+def raising() -> list[str]:
+    wide, tracked = torch.ones(2, 3), torch.ones(2, 3, requires_grad=True)
+    inside: list[str] = []
+    works: list[Program] = [
+        *[lambda: torch.mm(wide, wide)] * 4,
+        lambda: torch.add(wide, torch.ones(7)),
+        lambda: _Backward.apply(tracked).sum().backward(),
+        lambda: refuse(wide),
+        lambda: tracked.numpy(),
+        lambda: wide.tolist(1),
+        lambda: torch.ops.aten.ones.default([-1]),
+        lambda: wide.as_strided((9, 9), (9, 1)),
+    ]
+    thread = threading.Thread(target=lambda: inside.append(shown(works[0])))
+    thread.start()
+    thread.join()
+    with torch.inference_mode():
+        inside.append(shown(lambda: torch.matmul(wide, wide)))
+    return [shown(work) for work in works] + inside
+
+
+@pytest.mark.parametrize("digests", ["live", "ops"])  # with the latter there is no fast path
+def test_an_exception_that_passes_the_recorder_is_printed_as_without_it(capture: Capture, digests: str) -> None:
+    expected = raising()
+    assert capture(raising, digests=digests).returned == expected
+
+
+def test_what_ends_a_thread_is_shown_as_without_a_capture(capture: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    ends: list[str] = []
+    monkeypatch.setattr(threading, "excepthook", lambda end: ends.append("".join(
+        traceback.format_exception(end.exc_type, end.exc_value, end.exc_traceback))))
+
+    def program() -> str:
+        thread = threading.Thread(target=lambda: torch.mm(torch.ones(2, 3), torch.ones(2, 3)))
+        thread.start()
+        thread.join()
+        return ends.pop()
+
+    expected = program()
+    assert capture(program).returned == expected
+
+
+def test_an_exception_of_an_op_that_cannot_be_recorded_has_no_context_of_the_recorders(capture: Capture) -> None:
+    def program() -> BaseException | None:
+        try:
+            torch.ops.aten.add_.Tensor(torch.ones(2).to_mkldnn(), torch.ones(3))
+        except RuntimeError as error:
+            return error.__context__
+        raise AssertionError("nothing was raised")
+
+    captured = capture(program)
+    assert captured.returned is None
+
+
+def warned(work: Program) -> list[tuple[str, int, str]]:
+    """(file, line, begin of the text) of each warning as it is shown."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.resetwarnings()
+        warnings.simplefilter("default")
+        work()
+    return [(warning.filename, warning.lineno, str(warning.message)[:40]) for warning in caught]
+
+
+def warning() -> None:
+    x = torch.ones(1)
+    for _ in range(4):
+        x.std()          # one warning for each place in the program, not one for all
+    x.std()
+    torch.add(torch.ones(3), torch.ones(3), out=torch.empty(2))
+
+
+def test_a_warning_is_shown_where_it_is_without_a_capture(capture: Capture) -> None:
+    expected = warned(warning)
+    assert len(expected) == 3
+    assert capture(lambda: warned(warning)).returned == expected
