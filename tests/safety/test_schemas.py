@@ -56,7 +56,7 @@ def test_a_schema_cannot_end_the_process_nor_take_its_memory(tmp_path: Path, sch
 
 
 def test_archives_of_other_tools_are_read_by_the_same_parser(tmp_path: Path, tools: Tools) -> None:
-    for number, schema in enumerate(HOSTILE):
+    for number, schema in enumerate(each for each in HOSTILE if len(each) < 2_000_000):
         entry = {"op_name": "aten::exp", "count": 1, "opreplay": {"overload": "default", "schema": schema},
                  "replay_ir": {"list_pos_args": [{"arg_name": "self", "arg_type": "Tensor", "value": {
                      "shape": [3], "dtype": "float", "strides": [1], "init": "normal"}}], "list_kwargs": []}}
