@@ -23,16 +23,18 @@ from replayfmt.errors import InvalidCapture
 from .trace_files import Progress, TraceFile
 
 _CHUNK_BYTES = 1 << 20
-_LONGEST_ENTRY = 256 << 20         # characters; what is longer is taken for damage
+_LONGEST_ENTRY = 8 << 20           # characters; what is longer is taken for damage
 _SHOWN_PROBLEMS = 20
 _DOUBLE_DIGITS = 16                # with the point, 15 digits: those that a double always holds
-_STRUCTURE = re.compile(r'"(?:[^"\\]|\\.)*"|["{}\[\]]', re.DOTALL)
+# Possessive: a string of millions of characters keeps no way back for each of them.
+_STRING = r'"(?:[^"\\]++|\\.)*+"'
+_STRUCTURE = re.compile(rf'{_STRING}|["{{}}\[\]]', re.DOTALL)
 _NEXT_ENTRY = re.compile(r'[\]}"\w,]\s*\{\s*"(?:ph|name|cat|id|op_name)"\s*:')
-_TRAILING_COMMA = re.compile(r'("(?:[^"\\]|\\.)*")|,(?=\s*[}\]])', re.DOTALL)
-_BARE_WORD = re.compile(r'("(?:[^"\\]|\\.)*")|(-?)\b(nan|inf|infinity|none|undefined)\b', re.DOTALL | re.IGNORECASE)
+_TRAILING_COMMA = re.compile(rf'({_STRING})|,(?=\s*+[}}\]])', re.DOTALL)
+_BARE_WORD = re.compile(rf'({_STRING})|(-?)\b(nan|inf|infinity|none|undefined)\b', re.DOTALL | re.IGNORECASE)
 _BAD_ESCAPE = re.compile(r'(\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}))|\\')
 _WORDS = {"nan": "NaN", "inf": "Infinity", "infinity": "Infinity", "none": "null", "undefined": "null"}
-_SPACE = " \t\r\n"
+_NO_SPACE = re.compile(r"[^ \t\r\n]")
 
 
 @dataclass(frozen=True)
@@ -207,6 +209,8 @@ class JsonStream:
             try:
                 value, end = self._decoder.raw_decode(self._text, self._place)
                 if not isinstance(value, str | list | dict) and not self._ended and len(self._text) - end < 8:
+                    if self._too_long():
+                        return False, None
                     self._fill(_CHUNK_BYTES)     # a number's last digits may come yet
                     continue
                 self._place = end
@@ -215,17 +219,24 @@ class JsonStream:
                 extent = self._extent()
                 if extent is not None:
                     break
-                waiting = len(self._text) - self._place
                 if self._ended:
                     return self._broken_off(recover)
-                if waiting > _LONGEST_ENTRY:
-                    self._note("skipped", f"an entry of more than {_LONGEST_ENTRY} characters", self.offset)
-                    return self._resynchronize(), None
-                self._fill(max(_CHUNK_BYTES, waiting))
+                if self._too_long():
+                    return False, None
+                self._fill(max(_CHUNK_BYTES, len(self._text) - self._place))
             except RecursionError:
                 self._note("skipped", "an entry nested too deeply", self.offset)
-                return not self._resynchronize(), None
+                self._resynchronize()
+                return False, None
         return self._repaired(extent, recover)
+
+    def _too_long(self) -> bool:
+        """Whether what was read of an entry is longer than any is; it is skipped then."""
+        if len(self._text) - self._place <= _LONGEST_ENTRY:
+            return False
+        self._note("skipped", f"an entry of more than {_LONGEST_ENTRY} characters", self.offset)
+        self._resynchronize()
+        return True
 
     def _broken_off(self, recover: bool) -> tuple[bool, Any]:
         start = self.offset
@@ -295,12 +306,13 @@ class JsonStream:
     def _peek(self) -> str:
         """The next character that is no space; "" at the end."""
         while True:
-            text, place, length = self._text, self._place, len(self._text)
-            while place < length and text[place] in _SPACE:
-                place += 1
-            self._place = place
-            if place < length:
+            text, place = self._text, self._place
+            if place < len(text) and text[place] not in " \t\r\n":
                 return text[place]
+            found = _NO_SPACE.search(text, place)
+            self._place = found.start() if found else len(text)
+            if found:
+                return found.group()
             if self._ended:
                 return ""
             self._fill(_CHUNK_BYTES)

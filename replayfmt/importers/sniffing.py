@@ -37,5 +37,6 @@ def sniff(path: str | PathLike[str]) -> TraceKind:
             raise InvalidCapture(f"{path}: the trace has no operator events: its traceEvents are empty; profile with "
                                  "activities=[ProfilerActivity.CPU, ...] while operators run")
         member = f": {stream.member}, the archive's first JSON file, is" if stream.member else ":"
+        problem = f" ({stream.problems[0]})" if stream.problems else ""
     raise InvalidCapture(f"{path}{member} no trace that is known: expected a PyTorch profiler trace (traceEvents), a "
-                         "PyTorch execution trace (nodes), or TraceLens replay IR (op_name and replay_ir)")
+                         f"PyTorch execution trace (nodes), or TraceLens replay IR (op_name and replay_ir){problem}")

@@ -20,6 +20,8 @@ from typing import IO, Any
 from replayfmt.errors import CaptureNotFound, InvalidCapture
 
 Progress = Callable[[int, int], None]     # bytes of the file read so far, and its length
+_BLOCK_BYTES = 1 << 20
+_LONGEST_HEADER = 1 << 20       # of a tar member: names and attributes
 _CUT = (EOFError, zlib.error, gzip.BadGzipFile, tarfile.TarError, zipfile.BadZipFile, OSError)
 
 
@@ -30,6 +32,19 @@ def _damage(error: BaseException) -> str:
     if isinstance(error, gzip.BadGzipFile | zlib.error):
         return f"the gzip data is damaged: {error}"
     return f"{type(error).__name__}: {error}"
+
+
+class _Headers:
+    """A tar file's stream for tarfile, which reads headers of any declared length whole."""
+
+    def __init__(self, stream: IO[bytes]) -> None:
+        self._stream = stream
+        self.seek, self.tell = stream.seek, stream.tell
+
+    def read(self, size: int = -1) -> bytes:
+        if not 0 <= size <= _LONGEST_HEADER:
+            raise tarfile.ReadError(f"a header of {size} bytes")
+        return self._stream.read(size)
 
 
 class TraceFile:
@@ -92,7 +107,7 @@ class TraceFile:
 
     def _tar_member(self, plain: IO[bytes], wanted: Callable[[str], bool]) -> IO[bytes]:
         """The stream itself, at the member's begin: tarfile gives nothing of a block that is cut off."""
-        archive = tarfile.open(fileobj=plain, mode="r:")  # noqa: SIM115 - a stream over ours
+        archive = tarfile.open(fileobj=_Headers(plain), mode="r:")  # type: ignore[call-overload]  # noqa: SIM115
         names = []
         for member in archive:
             names.append(member.name)
@@ -132,13 +147,17 @@ class TraceFile:
         self._raw.seek(0)
         decompressor = zlib.decompressobj(wbits=31)
         skip, pieces = self._start + self.bytes_given, io.BytesIO()
-        while block := self._raw.read(1 << 20):
+        block = self._raw.read(_BLOCK_BYTES)
+        while True:
             try:
-                data = decompressor.decompress(block)
+                data = decompressor.decompress(block, _BLOCK_BYTES)
             except zlib.error:
                 break
             pieces.write(data[skip:])
             skip = max(0, skip - len(data))
+            block = decompressor.unconsumed_tail
+            if not block and len(data) < _BLOCK_BYTES and not (block := self._raw.read(_BLOCK_BYTES)):
+                break
         return pieces.getvalue()
 
     def close(self) -> None:

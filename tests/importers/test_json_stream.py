@@ -16,6 +16,7 @@ import pytest
 
 from replayfmt.errors import CaptureNotFound, InvalidCapture
 from replayfmt.importers import json_stream
+from replayfmt.importers.importing import import_trace
 from replayfmt.importers.json_stream import JsonStream
 from replayfmt.importers.sniffing import sniff
 from replayfmt.importers.trace_files import TraceFile, archive_texts
@@ -161,6 +162,90 @@ def test_a_trace_without_events_is_told_from_a_file_of_another_kind(tmp_path: Pa
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(CaptureNotFound, match="nowhere.json"):
         JsonStream.open(tmp_path / "nowhere.json")
+
+
+MILLION = 1 << 20
+RELU = b'{"ph": "X", "cat": "cpu_op", "name": "aten::relu", "ts": 1, "dur": 1}'
+
+
+def peak(path: Path) -> tuple[int, int, JsonStream]:
+    """Entries read, and the most memory in use while they were."""
+    tracemalloc.start()
+    with JsonStream.open(path) as stream:
+        count = sum(1 for _ in stream.entries({"traceEvents"}))
+    _now, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    return count, most, stream
+
+
+def packed(path: Path, *parts: bytes | tuple[bytes, int]) -> Path:
+    """A gzip file of bytes, and of bytes repeated."""
+    with gzip.open(path, "wb", compresslevel=9) as file:
+        for part in parts:
+            data, times = part if isinstance(part, tuple) else (part, 1)
+            for _ in range(times):
+                file.write(data)
+    return path
+
+
+@pytest.mark.parametrize("text", [b"a", b"\\n", b"\xc3\xa9"])
+def test_a_long_string_takes_memory_of_its_own_size(text: bytes, tmp_path: Path) -> None:
+    # The comma before the end makes the entry one that is looked at by its brackets and strings.
+    block = text * (MILLION // len(text))
+    path = packed(tmp_path / "t.gz", b'{"traceEvents": [{"name": "', (block, 6), b'",}, {}]}')
+    count, most, stream = peak(path)
+    assert path.stat().st_size < 100 << 10
+    assert count == 2 and stream.complete and most < 100 << 20
+
+
+@pytest.mark.parametrize(("before", "filler", "after"), [
+    (b'[{"name": "', b"a", b""), (b'[{"name": "', b"a", b'"}, '), (b'[{"ts": 0.', b"1", b"}, "),
+    (b'[{"ts": ', b"1", b"}, "), (b"[", b"1", b", "), (b"[-0.", b"1", b", "), (b'[{"a": ', b" ", b"1}, "),
+    (b'[{"a": [', b"[],", b"1]}, "),
+])
+def test_an_endless_entry_is_skipped_in_bounded_memory(before: bytes, filler: bytes, after: bytes, tmp_path: Path,
+                                                       monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(json_stream, "_LONGEST_ENTRY", MILLION // 4)
+    rest = after + RELU + b"]}" if after else b""
+    path = packed(tmp_path / "t.gz", b'{"traceEvents": ' + before, (filler * (MILLION // len(filler)), 4), rest)
+    count, most, stream = peak(path)
+    assert count == bool(after) and stream.problem_counts["skipped"] and not stream.complete
+    assert "an entry of more than 262144 characters" in stream.problems[0].text
+    assert most < 48 << 20
+
+
+def test_white_space_between_entries_takes_no_memory(tmp_path: Path) -> None:
+    path = packed(tmp_path / "t.gz", b'{"traceEvents": [', (b" \n\t\r" * (MILLION // 4), 40), RELU, b"]}")
+    count, most, stream = peak(path)
+    assert count == 1 and stream.complete and most < 10 << 20
+
+
+def test_data_before_damage_is_decompressed_in_bounded_memory(tmp_path: Path) -> None:
+    path = packed(tmp_path / "t.gz", b'{"traceEvents": [', RELU, b", ", (b" " * MILLION, 30), RELU, b"]}")
+    data = bytearray(path.read_bytes())
+    data[-6] ^= 255
+    path.write_bytes(data)
+    count, most, stream = peak(path)
+    assert count == 1 and "CRC" in str(stream.problems[-1]) and most < 20 << 20
+
+
+def test_a_tar_header_of_any_length_is_not_read_whole(tmp_path: Path) -> None:
+    header = tarfile.TarInfo("./PaxHeaders/x")
+    header.type, header.size = tarfile.XHDTYPE, 100 * MILLION
+    path = packed(tmp_path / "t.tgz", header.tobuf(tarfile.USTAR_FORMAT), (b" " * MILLION, 100))
+    tracemalloc.start()
+    with pytest.raises(InvalidCapture, match=r"cannot be unpacked: ReadError: a header of 104857600 bytes"):
+        TraceFile(path)
+    assert tracemalloc.get_traced_memory()[1] < 10 << 20
+    tracemalloc.stop()
+
+
+def test_a_trace_of_one_endless_entry_is_one_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(json_stream, "_LONGEST_ENTRY", MILLION)
+    path = packed(tmp_path / "t.json.gz", b'{"traceEvents": [{"name": "', (b"a" * MILLION, 4))
+    with pytest.raises(InvalidCapture, match="no trace that is known.*an entry of more than 1048576 characters"):
+        import_trace(path, tmp_path / "out.opreplay")
+    assert not (tmp_path / "out.opreplay").exists()
 
 
 def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
