@@ -1,8 +1,9 @@
-"""Autocast as the program has it: inside a dispatch mode PyTorch masks it, and what else comes before the mode.
+"""Autocast and autograd as the program has them: inside a dispatch mode PyTorch masks both, and what else comes before
+the mode.
 
-Operators of PyTorch's own have been cast when they reach the mode. The code of a custom operator runs below it and may
-depend on autocast, so it gets what it would get without a capture, and the stream states what that was. A composite
-that comes whole is run in parts with all that it would have without the mode.
+Operators of PyTorch's own have been cast when they reach the mode, and their gradients are taken care of. The code of a
+custom operator runs below it and may depend on either, so it gets what it would get without a capture, and the stream
+states what autocast was. A composite that comes whole is run in parts with all that it would have without the mode.
 """
 
 from __future__ import annotations
@@ -18,6 +19,16 @@ from torch._C import DispatchKey
 from replayfmt.pytorch.settings import AUTOCAST_DEVICES
 
 _KEYS = {"cpu": DispatchKey.AutocastCPU, "cuda": DispatchKey.AutocastCUDA}
+_BELOW_AUTOGRAD = (
+    torch._C.DispatchKeySet(DispatchKey.AutogradFunctionality)
+    .add(DispatchKey.AutogradOther)
+    .add(DispatchKey.AutogradNestedTensor)
+)
+
+# Backends whose tensors have an autograd key of their own, and the key of all others.
+BACKENDS = ("CPU", "CUDA", "XPU", "MPS", "HPU", "Meta", "PrivateUse1")
+AUTOGRAD_KEYS = tuple(f"Autograd{backend}" for backend in (*BACKENDS, "Other"))
+handed_on: set[str] = set()     # operators whose kernels for these keys are the recorder's (whole_composites.py)
 
 
 def autocast_of_program() -> dict[str, str]:
@@ -31,20 +42,27 @@ def _read(device: str) -> str:
     return str(torch.get_autocast_dtype(device)).removeprefix("torch.") if torch.is_autocast_enabled(device) else ""
 
 
-class WithAutocast:
+class AsInProgram:
     """Calls a custom operator from inside a dispatch mode's handler as its program would have called it."""
 
-    def __init__(self, call: Callable[..., Any]) -> None:
+    def __init__(self, func: torch._ops.OpOverload, call: Callable[..., Any]) -> None:
+        """`call` calls the overload."""
         self._call = call
+        # Kernels of its own for what comes before the mode have run, and called what is called here.
+        self._excluded = torch._C.DispatchKeySet(DispatchKey.Undefined)
+        has = torch._C._dispatch_has_kernel_for_dispatch_key
+        for key in (*_KEYS.values(), DispatchKey.ADInplaceOrView):
+            if has(func.name(), key.name):
+                self._excluded = self._excluded.add(key)
+        if func.name() not in handed_on and any(has(func.name(), key) for key in ("Autograd", *AUTOGRAD_KEYS)):
+            self._excluded = self._excluded | _BELOW_AUTOGRAD
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        casting = [device for device in AUTOCAST_DEVICES if autocast_of_program()[f"autocast.{device}"]]
-        if not casting:
-            return self._call(*args, **kwargs)
-        excluded = torch._C._dispatch_tls_local_exclude_set()
-        for device in casting:
-            excluded = excluded.remove(_KEYS[device])
-        with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded):
+        with torch._C._RestorePythonTLSSnapshot():  # type: ignore[attr-defined]
+            included, excluded = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+        # The mode is not there for what is called here.
+        included = included.remove(DispatchKey.Python).remove(DispatchKey.PythonTLSSnapshot)
+        with torch._C._ForceDispatchKeyGuard(included, excluded | self._excluded):
             return self._call(*args, **kwargs)
 
 

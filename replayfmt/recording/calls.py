@@ -147,8 +147,10 @@ class Calls:
         if tracker is None:
             tracker = storages.enter(storage, dtype_of(tensor))
         elif tracker.size != storage.nbytes():
-            reads = shape_of(tensor).numel() != 0 and call.facts.reads(index, call.args, call.kwargs)
-            tracker = storages.use(tracker, storage, reads, call.facts.name)
+            facts = call.facts
+            reads = shape_of(tensor).numel() != 0 and facts.reads(index, call.args, call.kwargs)
+            declared = facts.arguments[index].written and not facts.own
+            tracker = storages.use(tracker, storage, reads, facts.name, declared=declared)
         if tracker.imports and not call.facts.own:
             self._handles.check_content(tensor)
         meta = self._metas.of(tensor, zero)

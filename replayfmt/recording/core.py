@@ -12,6 +12,7 @@ import os
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from queue import SimpleQueue
@@ -124,6 +125,7 @@ class Core:
         self.failure: OpReplayError | None = None
         self.ops_seen = 0
         self.stop_scope_left = False  # the scope after which nothing is recorded came to its end
+        self.arrivals: Counter[str] = Counter()  # calls that came, of operators of other packages
         self.implicit: ImplicitScope | None = None  # with one, recording begins with the first thing to record
 
     # --------------------------------------------------------------------------------------------------- start and stop

@@ -26,6 +26,14 @@ def leave_no_frames(error: BaseException) -> None:
         entry = following
 
 
+def leave_no_own_frame(error: BaseException) -> None:
+    """The same where the recorder stands around a function of PyTorch's that the program called: its frames stay."""
+    entry = error.__traceback__
+    while entry is not None and _is_recorders(entry.tb_frame.f_code):
+        entry = entry.tb_next
+    error.__traceback__ = entry
+
+
 def _next_of_others(entry: TracebackType | None) -> TracebackType | None:
     while entry is not None and _is_ours(entry):
         entry = entry.tb_next

@@ -18,9 +18,14 @@ import torch
 from replayfmt.format.operator_names import name_problem
 from replayfmt.pytorch.schemas import printed_schema
 
-from .autocast import InParts, WithAutocast
+from .autocast import AsInProgram, InParts
 
 INTERNAL_NAMESPACES = ("aten", "prim", "prims", "quantized", "mkldnn", "mkl", "_quantized")
+
+# Whose composites are what their parts are. Those of other packages are kernels: what they do themselves is not seen.
+PYTORCH_NAMESPACES = (
+    *INTERNAL_NAMESPACES, "inductor", "sparse", "onednn", "mkldnn_prepacked", "static_runtime", "_test", "fsdp",
+)
 
 
 class Action(Enum):
@@ -28,7 +33,7 @@ class Action(Enum):
 
     record = 1
     ignore = 2  # run it, record nothing
-    decompose = 3  # a composite that reached the mode: its parts are recorded
+    decompose = 3  # a composite of PyTorch's own that reached the mode: its parts are recorded
     collective = 4  # run it, record that it cannot be reproduced
     scope_enter = 5  # torch.profiler.record_function
     scope_exit = 6
@@ -171,21 +176,18 @@ _UNTAGGED_RANDOM = {"_no_grad_normal_", "_no_grad_uniform_", "seed", "manual_see
 OPAQUE_RESULTS = {"aten::mkldnn_rnn_layer": (3,)}
 
 # Composites for which these backends may have a kernel of their own, which the dispatcher then prefers to the parts.
-_BACKENDS = tuple(
-    (name, getattr(torch._C.DispatchKey, name))
-    for name in (
-        "CPU",
-        "CUDA",
-        "Meta",
-        "SparseCPU",
-        "SparseCUDA",
-        "SparseCsrCPU",
-        "SparseCsrCUDA",
-        "QuantizedCPU",
-        "QuantizedCUDA",
-        "NestedTensorCPU",
-        "NestedTensorCUDA",
-    )
+_BACKENDS = (
+    "CPU",
+    "CUDA",
+    "Meta",
+    "SparseCPU",
+    "SparseCUDA",
+    "SparseCsrCPU",
+    "SparseCsrCUDA",
+    "QuantizedCPU",
+    "QuantizedCUDA",
+    "NestedTensorCPU",
+    "NestedTensorCUDA",
 )
 
 _COLLECTIVE_NAMESPACES = (
@@ -248,9 +250,9 @@ class KernelFacts:
         self.namespace, _, base = schema.name.partition("::")
         self.own = self.namespace in INTERNAL_NAMESPACES
         self.unnameable = name_problem(self.name, self.overload)
-        # No `__torch_function__` sees a call that comes to the dispatch mode, so none may see it leave.
-        self.call = unheard(func) if self.own else WithAutocast(unheard(func))
-        self.quick = func._op if _takes_numbers(func) else self.call  # where no `__torch_function__` is there to see it
+        self.call = caller_of(func)
+        # Where no `__torch_function__` is there to see it.
+        self.quick = func._op if self.own and _takes_numbers(func) else self.call
         quiet = _UNANNOTATED_WRITES.get(schema.name, ())
         self.arguments = tuple(
             Argument(a.name, a.name in quiet or (a.alias_info is not None and a.alias_info.is_write), a.kwarg_only)
@@ -284,7 +286,8 @@ class KernelFacts:
         self.action = self._choose_action(base)
         composite = self.action is Action.decompose
         self.parts = InParts(func) if composite else None
-        self.own_kernels = self._find_own_kernels() if composite else ()
+        own = own_backends(func.name()) if composite else ()
+        self.own_kernels = tuple(getattr(torch._C.DispatchKey, backend) for backend in own)
 
     def _choose_action(self, base: str) -> Action:
         if self.unnameable:
@@ -297,15 +300,9 @@ class KernelFacts:
             return Action.collective
         if self.func.name() in _MAPS_FILES:
             return Action.ignore  # what it gives enters at its first use, as memory mapped before the capture does
-        if torch._C._dispatch_has_kernel_for_dispatch_key(self.func.name(), "CompositeImplicitAutograd"):
+        if self.namespace in PYTORCH_NAMESPACES and is_composite_operator(self.func.name()):
             return Action.decompose
         return Action.record
-
-    def _find_own_kernels(self) -> tuple[torch._C.DispatchKey, ...]:
-        has = torch._C._dispatch_has_kernel_for_dispatch_key
-        name = self.func.name()
-        nested = has(name, "CompositeImplicitAutogradNestedTensor")
-        return tuple(key for text, key in _BACKENDS if has(name, text) or (nested and text.startswith("Nested")))
 
     def has_own_kernel(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether the dispatcher runs this composite as one kernel for these arguments, not in parts."""
@@ -353,11 +350,27 @@ class KernelFacts:
                 return not (isinstance(beta, (int, float)) and beta == 0)
         if self.name in ("aten::expand_as", "aten::view_as", "aten::type_as", "aten::reshape_as"):
             return index == 0
-        return True
+        return not self._computes_nothing(args, kwargs)
+
+    @staticmethod
+    def _computes_nothing(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether a call is for the meta device, which knows no content."""
+        device = kwargs.get("device")
+        given = tensors_in((*args, *kwargs.values()))
+        return (device is not None and torch.device(device).type == "meta") or any(tensor.is_meta for tensor in given)
 
     def writes_all(self, index: int) -> bool:
         """Whether a call that writes its argument `index` writes every element of it."""
         return not (self.writes_some and index == 0)
+
+
+def caller_of(func: torch._ops.OpOverload) -> Callable[..., Any]:
+    """What calls an overload from inside the mode's handler as the program would have called it."""
+    # No `__torch_function__` sees a call that comes to the dispatch mode, so none may see it leave.
+    namespace = func._schema.name.partition("::")[0]
+    if namespace in INTERNAL_NAMESPACES or name_problem(func._schema.name, func._schema.overload_name or "default"):
+        return unheard(func)
+    return AsInProgram(func, unheard(func))
 
 
 def unheard(func: torch._ops.OpOverload) -> Callable[..., Any]:
@@ -378,6 +391,25 @@ def unheard(func: torch._ops.OpOverload) -> Callable[..., Any]:
 def _takes_numbers(func: torch._ops.OpOverload) -> bool:
     """Whether numbers may stand for tensors among its arguments, which only some ways to call it allow."""
     return bool(torch._C._should_allow_numbers_as_tensors(func._schema.name.partition("::")[2]))
+
+
+def is_composite_operator(name: str) -> bool:
+    """Whether an overload (`aten::add.Tensor`) has a kernel that stands for its parts, gradients included."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd")
+
+
+def own_backends(name: str) -> tuple[str, ...]:
+    """The backends for which a composite has a kernel of its own beside its parts."""
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    nested = has(name, "CompositeImplicitAutogradNestedTensor")
+    return tuple(key for key in _BACKENDS if has(name, key) or (nested and key.startswith("Nested")))
+
+
+def overload_of(name: str) -> torch._ops.OpOverload:
+    """The overload of a qualified name (`aten::add.Tensor`, `aten::mm`), which must be registered."""
+    namespace, _, rest = name.partition("::")
+    base, _, overload = rest.partition(".")
+    return getattr(getattr(getattr(torch.ops, namespace), base), overload or "default")
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:

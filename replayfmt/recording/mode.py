@@ -26,7 +26,7 @@ from .collectives import describe_collective
 from .core import Core
 from .frames import leave_no_frames
 from .higher_order import run_higher_order
-from .kernels import Action, KernelFacts, unheard
+from .kernels import Action, KernelFacts, caller_of
 from .numeric_state import HALF, SMALLEST
 from .records import Unrepresentable
 from .sites import Following
@@ -81,6 +81,8 @@ class RecordingMode(TorchDispatchMode):
         facts = core.attempt(core.calls.facts, func)
         if facts is None:
             return _unrecorded(func)(*args, **kwargs)
+        if not facts.own:
+            core.arrivals[facts.name] += 1
         if facts.action is not Action.record and not core.attempt(facts.has_own_kernel, args, kwargs):
             return self._special(facts, args, kwargs)
         if not core.on and not core.attempt(self._begins):
@@ -213,7 +215,7 @@ class RecordingMode(TorchDispatchMode):
 
 def _unrecorded(func: Any) -> Callable[..., Any]:
     """What runs an operator that is not recorded."""
-    return unheard(func) if isinstance(func, torch._ops.OpOverload) else func
+    return caller_of(func) if isinstance(func, torch._ops.OpOverload) else func
 
 
 def _fast_path(mode: RecordingMode) -> Callable[..., Any]:

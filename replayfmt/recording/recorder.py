@@ -25,6 +25,7 @@ from replayfmt.errors import CaptureFailed
 
 from .children import AfterFork
 from .core import Core
+from .declared_work import DeclaredWork
 from .external_files import DIGESTING
 from .frames import leave_no_frames
 from .hooks import Hooks
@@ -34,6 +35,7 @@ from .mode import RecordingMode
 from .options import CaptureOptions
 from .records import Unrepresentable
 from .termination import Termination
+from .whole_composites import WholeComposites
 
 _T = TypeVar("_T")
 _FLUSH_PERIOD_S = 0.5
@@ -55,7 +57,7 @@ class Recorder:
         self.options = options or CaptureOptions()
         self._core: Core | None = None
         self._mode: RecordingMode | None = None
-        self._patches: list[Hooks | HostReads] = []
+        self._patches: list[Hooks | HostReads | WholeComposites | DeclaredWork] = []
         self._after_fork: AfterFork | None = None
         self._thread: int = 0
         self._flusher: threading.Thread | None = None
@@ -91,7 +93,9 @@ class Recorder:
         self._mode = RecordingMode(self._core)
         self._thread = threading.get_ident()
         self._after_fork = AfterFork(self.disable_after_fork)
-        self._patches = [Hooks(self, self.options.compiled), HostReads(self)]
+        self._patches = [
+            Hooks(self, self.options.compiled), HostReads(self), WholeComposites(self), DeclaredWork(self, self._core)
+        ]
         for patches in self._patches:
             patches.install()
         self._patch_threads()
@@ -256,6 +260,11 @@ class Recorder:
         """Whether an op that this thread issued now would be recorded."""
         core = self._core
         return core is not None and self._mode in _mode_stack() and (core.on or core.begins())
+
+    def sees_first(self) -> bool:
+        """Whether the recorder alone sees what this thread calls now: no mode of the program's lies above or below."""
+        core = self._core
+        return core is not None and not core.finished and _mode_stack() == [self._mode]
 
     @contextmanager
     def paused(self) -> Iterator[None]:

@@ -219,9 +219,7 @@ class Sites:
         places = self._results(returned, given, results.uses)
         if places is None or len(given) > _TENSORS or not _writes_are_plain(facts, arguments, places):
             return None
-        written: list[str] = []
-        if core.options.digests == "live" or core.options.payload == "integers":
-            written = [p.other or p.name for i in facts.writes for p in arguments[i].flat() if p.kind == TENSOR]
+        written = [p.other or p.name for i in facts.writes for p in arguments[i].flat() if p.kind == TENSOR]
         shape = Shape(
             arguments,
             tuple(keywords),

@@ -86,10 +86,8 @@ class Storages:
         state = tracker.state
         if state is not None and state.alias_of is not None:
             if state.delta % item:
-                raise Unrepresentable(
-                    "overlapping_storages",
-                    f"memory shared {state.delta} bytes into a storage, with elements of {item} bytes",
-                )
+                shared = f"memory shared {state.delta} bytes into a storage, with elements of {item} bytes"
+                raise Unrepresentable("overlapping_storages", shared)
             return self.view(state.alias_of, meta, offset + state.delta // item, item)
         if tracker.meta == meta and tracker.offset == offset:
             return tracker.tensor
@@ -204,11 +202,8 @@ class Storages:
                 continue  # a death that was not drained yet leaves its range behind
             if low <= begin and end <= high:
                 return self._alias(storage, base, begin - low, length)
-            self._records.unsupported(
-                "overlapping_storages",
-                "",
-                f"{length} bytes of memory that storage {number} holds in part came into use",
-            )
+            held = f"{length} bytes of memory that storage {number} holds in part came into use"
+            self._records.unsupported("overlapping_storages", "", held)
         return None
 
     def _ranges(self) -> list[tuple[int, tuple[int, int]]]:
@@ -240,10 +235,7 @@ class Storages:
         state = tracker.state
         if state is not None:
             careful = (
-                state.coverage is not None
-                or state.watched
-                or state.outside
-                or state.alias_of is not None
+                state.coverage is not None or state.watched or state.outside or state.alias_of is not None
                 or state.unreadable
             )
             tracker.size = -1 if careful else state.length
@@ -285,12 +277,15 @@ class Storages:
             if meta:
                 self._buffer.definitions.append(pack_definition(number, tracker.id, offset, meta))
 
-    def use(self, tracker: Tracker, storage: torch.UntypedStorage, reads: bool, op: str) -> Tracker:
-        """Before an op (or the recorder) uses it. Returns the tracker to go on with."""
+    def use(
+        self, tracker: Tracker, storage: torch.UntypedStorage, reads: bool, op: str, *, declared: bool = False
+    ) -> Tracker:
+        """Before an op (or the recorder) uses it. `declared`: the op says that it writes it, and may never read what is
+        there. Returns the tracker to go on with."""
         state = tracker.state
         length = storage.nbytes()
         if state is not None and state.alias_of is not None:
-            return self._use_alias(tracker, state, storage, reads, op)
+            return self._use_alias(tracker, state, storage, reads, op, declared)
         if length != (tracker.size if state is None else state.length):
             self._records.storage_resize(tracker.id, length)
             self.resized(tracker, length)
@@ -300,10 +295,13 @@ class Storages:
         if state.outside is not None and length:
             self._enter_again(tracker, state, storage, state.outside)
         if reads and length and state.coverage is not None and not state.coverage.touched:
-            self._records.unsupported(
-                "unseen_write", op, f"storage {tracker.id} ({length} bytes) is read before any captured op wrote it"
-            )
-            self._enter_again(tracker, state, storage, "unseen_write")
+            if not declared:
+                self._records.unsupported(
+                    "unseen_write", op, f"storage {tracker.id} ({length} bytes) is read before any captured op wrote it"
+                )
+                self._enter_again(tracker, state, storage, "unseen_write")
+            elif self._content:     # without content it stays what nobody wrote
+                self._enter_again(tracker, state, storage, "written_argument")
         if state.watched and length and self._content:
             content = self._look(state, storage)
             if state.content is not None and content != state.content:
@@ -312,7 +310,7 @@ class Storages:
         return tracker
 
     def _use_alias(
-        self, tracker: Tracker, state: State, storage: torch.UntypedStorage, reads: bool, op: str
+        self, tracker: Tracker, state: State, storage: torch.UntypedStorage, reads: bool, op: str, declared: bool
     ) -> Tracker:
         base = state.alias_of
         assert base is not None
@@ -321,14 +319,15 @@ class Storages:
             # What it shared memory with is gone, so it stands for itself from now on.
             delattr(storage, ATTRIBUTE)
             return self.enter(storage, None)
-        self.use(base, memory, reads, op)
+        self.use(base, memory, reads, op, declared=declared)
         return tracker
 
     def _enter_again(
         self, tracker: Tracker, state: State, storage: torch.UntypedStorage, reason: str,
         dtype: torch.dtype | None = None,
     ) -> None:
-        version = tracker.imports if reason == "unseen_write" else max(tracker.imports, 1)
+        unwritten = reason in ("unseen_write", "written_argument")
+        version = tracker.imports if unwritten else max(tracker.imports, 1)
         tracker.imports = version + 1
         content = self._contents.again(storage, self._dtype(tracker) if dtype is None else dtype)
         self._records.storage_import(tracker.id, content, version, reason)
