@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from replayfmt.api import Capture, open
     from replayfmt.importers.importing import import_trace
     from replayfmt.pytorch.op_libraries import register_op_library
+    from replayfmt.pytorch.traced_names import register_op_alias, register_string_default
     from replayfmt.recording.recorder import Recorder, capture, scope
     from replayfmt.replay.plan import Plan
     from replayfmt.replay.substitution.requests import Substitution
@@ -28,7 +29,9 @@ __all__ = [
     "capture",
     "import_trace",
     "open",
+    "register_op_alias",
     "register_op_library",
+    "register_string_default",
     "scope",
 ]
 
@@ -41,6 +44,8 @@ _HOME = {
     "Plan": "replayfmt.replay.plan",
     "import_trace": "replayfmt.importers.importing",
     "register_op_library": "replayfmt.pytorch.op_libraries",
+    "register_op_alias": "replayfmt.pytorch.traced_names",
+    "register_string_default": "replayfmt.pytorch.traced_names",
     "Substitution": "replayfmt.replay.substitution.requests",
 }
 

@@ -18,6 +18,7 @@ from .command import run_tool, say, tool
 
 if TYPE_CHECKING:
     from replayfmt.importers.report import ImportReport
+    from replayfmt.pytorch.traced_names import TracedNames
 
 _KINDS = ("auto", "kineto", "execution-trace", "tracelens")
 _LEVELS = ("auto", "leaf", "launching", "root")
@@ -42,13 +43,19 @@ _LEVELS = ("auto", "leaf", "launching", "root")
 @click.option("--allow-import", "allowed", multiple=True, metavar="NAME",
               help="Let the known library NAME (a module, a package or an operator namespace) be imported where an "
                    "operator needs it. Repeatable.")
+@click.option("--op-alias", "aliases", multiple=True, metavar="TRACED=OPERATOR",
+              help="Take OPERATOR for what the trace calls TRACED. Repeatable.")
+@click.option("--string-default", "string_defaults", multiple=True, metavar="OP.ARG=VALUE",
+              help="Take VALUE for the string argument ARG of OP where the trace has none: profiler traces drop "
+                   "all strings; *.ARG=VALUE for any operator. Each use is a warning. Repeatable.")
 @click.option("--format", "form", type=click.Choice(["text", "jsonl"]), default="text", show_default=True,
               help="How the report is printed.")
 @click.option("--report", "report_file", metavar="FILE", help="Write the report to FILE as well, as JSON lines.")
 @click.option("--force", is_flag=True, help="Replace files that exist.")
 @click.argument("trace", metavar="TRACE")
 def cli(trace: str, output: str, kind: str, level: str, unique: bool, rewrite: str, op_libraries: tuple[str, ...],
-        allowed: tuple[str, ...], form: str, report_file: str | None, force: bool) -> int:
+        allowed: tuple[str, ...], aliases: tuple[str, ...], string_defaults: tuple[str, ...], form: str,
+        report_file: str | None, force: bool) -> int:
     """Make the capture FILE out of TRACE, and report what of it is exact, inferred or missing.
 
     TRACE is a PyTorch profiler trace, a PyTorch execution trace, or TraceLens EventReplay IR; plain JSON, gzip, tar.gz
@@ -60,7 +67,9 @@ def cli(trace: str, output: str, kind: str, level: str, unique: bool, rewrite: s
             raise UsageError(f"{report_file}: the trace, the capture and the report have to be different files")
         check_place(report_file, force)
     with _progress() as (on_bytes, on_record):
-        report = _import(trace, output, kind, level, unique, rewrite, op_libraries, allowed, force, on_bytes, on_record)
+        names = _names(aliases, string_defaults)
+        report = _import(trace, output, kind, level, unique, rewrite, op_libraries, allowed, names, force, on_bytes,
+                         on_record)
     if report_file is not None:
         _write_report(report_file, report)
     if form == "jsonl":
@@ -71,6 +80,8 @@ def cli(trace: str, output: str, kind: str, level: str, unique: bool, rewrite: s
             say(line)
     for problem in report.problems:
         say(f"{trace}: {problem}", err=True)
+    for warning in report.warnings():
+        click.echo(f"{trace}: warning: {warning}", err=True)
     missing = report.calls()["incomplete"]
     unsupported = f"; {missing} calls are unsupported records" if missing else ""
     say(f"{output}: {sum(report.calls().values())} calls{unsupported}", err=True)
@@ -78,7 +89,7 @@ def cli(trace: str, output: str, kind: str, level: str, unique: bool, rewrite: s
 
 
 def _import(trace: str, output: str, kind: str, level: str, unique: bool, rewrite: str, op_libraries: tuple[str, ...],
-            allowed: tuple[str, ...], force: bool, on_bytes: Callable[[int, int], None] | None,
+            allowed: tuple[str, ...], names: TracedNames, force: bool, on_bytes: Callable[[int, int], None] | None,
             on_record: Callable[[int, int], None] | None) -> ImportReport:
     from replayfmt.importers.importing import import_trace
     from replayfmt.pytorch.op_libraries import OpLibraries, parse_op_library
@@ -87,8 +98,14 @@ def _import(trace: str, output: str, kind: str, level: str, unique: bool, rewrit
     for each in op_libraries:
         libraries.register(*parse_op_library(each))
     choices: dict[str, Any] = {"kind": kind, "level": level, "rewrite": rewrite}
-    return import_trace(trace, output, **choices, unique=unique, libraries=libraries, force=force, progress=on_bytes,
-                        on_record=on_record)
+    return import_trace(trace, output, **choices, unique=unique, libraries=libraries, names=names, force=force,
+                        progress=on_bytes, on_record=on_record)
+
+
+def _names(aliases: tuple[str, ...], string_defaults: tuple[str, ...]) -> TracedNames:
+    from replayfmt.pytorch.traced_names import parsed
+
+    return parsed(aliases, string_defaults)
 
 
 def _write_report(path: str, report: ImportReport) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from replayfmt.format.codes import DType, TensorFlag
+from replayfmt.pytorch.traced_names import Guess, TracedNames
 
 from .schema_types import SchemaType, schema_type
 from .types import dtype_of, layout, layout_of, memory_format, memory_format_of, scalar_type
@@ -266,10 +267,10 @@ def score(schema: torch.FunctionSchema, recorded: Sequence[Recorded]) -> int | N
 
 
 class Reader:
-    """Reads recorded arguments by a schema. `string_defaults` maps (operator, argument) to text: see `defaults`."""
+    """Reads recorded arguments by a schema. `names` says what stands for strings that a trace dropped."""
 
-    def __init__(self, string_defaults: dict[tuple[str, str], str] | None = None) -> None:
-        self._strings = string_defaults or {}
+    def __init__(self, names: TracedNames | None = None) -> None:
+        self._names = names or TracedNames()
 
     def bind(self, schema: torch.FunctionSchema, recorded: Sequence[Recorded], *, by: str = "the trace") -> Binding:
         """Every argument the schema has, as far as the trace or its default says. `by` names the trace in notes."""
@@ -306,12 +307,7 @@ class Reader:
         if kind.base == "Device" and not kind.depth:
             binding.arguments.append((name, DeviceName(None)))
         elif kind.base == "str" and not kind.depth:
-            known = self._strings.get((schema.name, name))
-            if known is not None:
-                binding.arguments.append((name, known))
-                binding.assumed.append(f"{name}={known!r}: {by} drops strings; the table of string defaults has this")
-            else:
-                self._default(binding, schema, argument, f"{by} drops strings")
+            self._default(binding, schema, argument, f"{by} drops strings")
         elif kind.base == "Generator":
             binding.arguments.append((name, None))
             binding.assumed.append(f"{name}: {by} does not record generators; the default one is used")
@@ -326,13 +322,14 @@ class Reader:
             self._default(binding, schema, argument, f"{by} does not record {what} of type {kind}")
 
     def _default(self, binding: Binding, schema: torch.FunctionSchema, argument: Any, why: str) -> None:
-        known = self._strings.get((schema.name, argument.name))
-        if argument.has_default_value():
+        kind = schema_type(argument)
+        known = self._names.string(schema.name, argument.name) if kind.base == "str" and not kind.depth else None
+        if known is not None and not (known.by_name and argument.has_default_value()):
+            binding.arguments.append((argument.name, known.value))
+            binding.assumed.append(Guess(f"{argument.name}={known.value!r}: {why}; {known.source}"))
+        elif argument.has_default_value():
             # The operator fills it in; the value stands in the note only.
             binding.assumed.append(f"{argument.name}={argument.default_value!r}: {why}; the schema's default")
-        elif known is not None:
-            binding.arguments.append((argument.name, known))
-            binding.assumed.append(f"{argument.name}={known!r}: {why}; the table of string defaults has this")
         else:
             binding.missing.append(f"{argument.name}: {why}, and it has no default")
 

@@ -17,6 +17,7 @@ from typing import Any
 
 from replayfmt.errors import InvalidCapture
 from replayfmt.pytorch.op_libraries import OpLibraries
+from replayfmt.pytorch.traced_names import TracedNames
 
 from .execution_trace_calls import Calls
 from .execution_trace_content import TracedContent
@@ -36,8 +37,8 @@ _PASSES = 3
 
 
 def import_execution_trace(path: str | PathLike[str], out: str | PathLike[str], *,
-                           libraries: OpLibraries | None = None, force: bool = False,
-                           progress: Progress | None = None, rewrite: str = "none",
+                           libraries: OpLibraries | None = None, names: TracedNames | None = None,
+                           force: bool = False, progress: Progress | None = None, rewrite: str = "none",
                            level: str = "deepest") -> ImportReport:
     """Make a capture of an execution trace, plain, gzip or in a tar archive with its resources.
 
@@ -54,14 +55,14 @@ def import_execution_trace(path: str | PathLike[str], out: str | PathLike[str], 
     if level not in ("deepest", "leaf", "root"):
         report.notes.append(f"level {level}: an execution trace does not show what launched work; the deepest "
                             "operators are taken")
-    operators = Operators(libraries)
-    first = Calls(operators, {})
+    operators = Operators(libraries, names)
+    first = Calls(operators)
     for node, _position, chosen in trace.nodes(selection, 1):
         if chosen:
             first.step(node)
         else:
             first.inside(node)
-    calls = Calls(operators, {}, first.allocations, first.inferred)
+    calls = Calls(operators, first.allocations, first.inferred)
     session = imported_session(KIND, report.source, world_size=trace.world_size, policies={
         "schema": trace.schema, "traced": trace.time, "rewrite": rewrite})
     content = TracedContent(trace.path)

@@ -71,10 +71,10 @@ class _OnAllocations(TensorReader):
 class Calls:
     """The calls of a trace, in order. With the `allocations` of a first pass, arguments are read as well."""
 
-    def __init__(self, operators: Operators, strings: dict[tuple[str, str], str],
-                 allocations: Allocations | None = None, inferred: Inferred | None = None) -> None:
+    def __init__(self, operators: Operators, allocations: Allocations | None = None,
+                 inferred: Inferred | None = None) -> None:
         self._operators = operators
-        self._reader = Reader(strings)
+        self._reader = Reader(operators.names)
         self._full = allocations is not None
         self.memory = MemoryMap(allocations)
         self.inferred = inferred or Inferred()

@@ -18,7 +18,8 @@ import numpy as np
 
 from replayfmt.errors import CaptureFailed, InvalidCapture, UsageError
 from replayfmt.format.model import Device
-from replayfmt.pytorch.op_libraries import ALIASES, OpLibraries
+from replayfmt.pytorch.op_libraries import OpLibraries
+from replayfmt.pytorch.traced_names import TracedNames
 
 from .json_stream import JsonStream
 from .kineto_calls import Calls, Placement
@@ -65,7 +66,7 @@ class KinetoOptions:
 
 
 def import_kineto(path: str | PathLike[str], out: str | PathLike[str], *, libraries: OpLibraries | None = None,
-                  options: KinetoOptions = KinetoOptions(), force: bool = False,
+                  names: TracedNames | None = None, options: KinetoOptions = KinetoOptions(), force: bool = False,
                   progress: Progress | None = None,
                   on_record: Callable[[int, int], None] | None = None) -> ImportReport:
     """Make the capture `out` of a profiler trace, and report on it.
@@ -82,7 +83,7 @@ def import_kineto(path: str | PathLike[str], out: str | PathLike[str], *, librar
         problems = _problems(stream, events)
         raise InvalidCapture(f"{path}: no profiler trace: it has no operators and no device work"
                              + (f" ({problems[0]})" if problems else ""))
-    operators = Operators(libraries)
+    operators = Operators(libraries, names)
     facts = [_facts(kind, operators) for kind in events.kinds]
     annotations = np.asarray([facts[kind].role is Role.annotation for kind in events.ops.kind], bool)
     detached = np.asarray([facts[kind].role is Role.collective and events.kinds[kind].annotation
@@ -117,17 +118,18 @@ def _problems(stream: JsonStream, events: Events) -> list[str]:
 
 
 def _facts(kind: OpKind, operators: Operators) -> Facts:
-    name = ALIASES.get(without_overload(kind.name), kind.name) if "::" in kind.name else kind.name
+    name = kind.name
+    if "::" in name or operators.names.renamed(name):
+        name = operators.names.meant(without_overload(name))[-1]
     if kind.annotation and not name.startswith("nccl:"):
         return Facts(Role.annotation)
     if name == "record_param_comms" or name.startswith(_COLLECTIVE):
         return Facts(Role.collective)
     if not OPERATOR_NAME.match(name) or name.startswith("torch::autograd::"):
         return Facts(Role.wrapper)
-    candidates = [each for each in operators.candidates(name)[0] if each.dispatched]
+    candidates = [each for each in operators.candidates(kind.name)[0] if each.dispatched]
     if not candidates:
-        return Facts(Role.unknown if operators.attribute(name) is None else Role.operator)
-    name = without_overload(name)
+        return Facts(Role.unknown if operators.attribute(kind.name) is None else Role.operator)
     idle = name in _IDLE or all(each.only_views for each in candidates)
     composite = name not in _COMPUTING and all(each.composite for each in candidates)
     return Facts(Role.operator, composite, not idle, name in _MOVES, "convolution" in name)

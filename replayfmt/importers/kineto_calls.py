@@ -15,7 +15,6 @@ import torch
 
 from replayfmt.format.codes import ITEM_BYTES, DType
 from replayfmt.pytorch.dtypes import TORCH_DTYPE
-from replayfmt.pytorch.op_libraries import STRING_DEFAULTS
 
 from .arguments import DeviceName, Form, Reader, Recorded, TensorSpec
 from .kineto_arguments import (
@@ -89,7 +88,7 @@ class Calls:
 
     def __init__(self, operators: Operators, kinds: Iterable[OpKind]) -> None:
         self._operators = operators
-        self._reader = Reader(STRING_DEFAULTS)
+        self._reader = Reader(operators.names)
         self._results: dict[str, Results] = {}
         self._returned: dict[tuple[int, ...], set[DType]] = defaultdict(set)
         self._dtypes: dict[Geometry, set[DType]] = defaultdict(set)

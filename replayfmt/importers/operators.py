@@ -16,10 +16,11 @@ import torch
 
 from replayfmt.format.model import Kernel
 from replayfmt.format.operator_names import name_problem
-from replayfmt.pytorch.op_libraries import ALIASES, OpLibraries
+from replayfmt.pytorch.op_libraries import OpLibraries
 from replayfmt.pytorch.plain_callables import parameter_names, schema_text
 from replayfmt.pytorch.registry import is_registered, overloads_of
 from replayfmt.pytorch.schemas import parse_schema, printed_schema
+from replayfmt.pytorch.traced_names import TracedNames
 
 from .arguments import Form, Recorded, score
 
@@ -93,8 +94,9 @@ def without_overload(name: str) -> str:
 class Operators:
     """Looks operators up, each name once."""
 
-    def __init__(self, libraries: OpLibraries | None = None) -> None:
+    def __init__(self, libraries: OpLibraries | None = None, names: TracedNames | None = None) -> None:
         self._libraries = libraries or OpLibraries()
+        self.names = names or TracedNames()
         self._known: dict[str, tuple[list[Operator], str]] = {}
         self._texts: dict[str, Operator | None] = {}
 
@@ -106,14 +108,22 @@ class Operators:
         """Every overload of a name, those that the dispatcher knows first; where there are none, why not. A name with
         an overload (`aten::add.Tensor`, as the profiler's `capture_overload_names` prints it) has that one."""
         name, _dot, overload = name.partition(".")
-        name = ALIASES.get(name, name)
         if name not in self._known:
-            self._known[name] = self._find(name)
+            self._known[name] = self._find_meant(name)
         found, why = self._known[name]
         if overload and found:
             found = [each for each in found if each.overload == overload]
             why = "" if found else f"{name} has no overload {overload!r} here"
         return found, why
+
+    def _find_meant(self, name: str) -> tuple[list[Operator], str]:
+        why = ""
+        for each in self.names.meant(name):
+            found, reason = self._find(each)
+            if found:
+                return found, ""
+            why += f"; {reason}" if why else reason
+        return [], why
 
     def _find(self, name: str) -> tuple[list[Operator], str]:
         if name_problem(name, "default"):
@@ -134,9 +144,12 @@ class Operators:
     def attribute(self, name: str) -> Callable[..., Any] | None:
         """The function of an operator's name in a module that the user named for its namespace; nothing is registered
         under that name."""
-        name = without_overload(name)
-        namespace, _separator, base = ALIASES.get(name, name).partition("::")
-        return self._libraries.callable(namespace, base) if base.isidentifier() else None
+        for each in self.names.meant(without_overload(name)):
+            namespace, _separator, base = each.partition("::")
+            found = self._libraries.callable(namespace, base) if base.isidentifier() else None
+            if found is not None:
+                return found
+        return None
 
     def by_types(self, name: str, recorded: Sequence[Recorded]) -> Choice:
         """The function of a name as an operator, its schema made of the types of recorded arguments.
@@ -156,7 +169,7 @@ class Operators:
             what = _shown(given[kinds.index("")])
             return Choice(None, "import_incomplete", f"{name} has no schema, and its argument {what} no type")
         named = list(zip(parameter_names(function, len(given)), kinds, strict=True))
-        text = schema_text(ALIASES.get(without_overload(name), without_overload(name)), named)
+        text = schema_text(self.names.meant(without_overload(name))[-1], named)
         where = f"{function.__module__}.{getattr(function, '__qualname__', name)}"
         rest = len(recorded) - len(given)
         left = f"; {rest} arguments are left to its defaults" if rest else ""
@@ -187,9 +200,12 @@ class Operators:
         if len(chosen) > 1:
             names = ", ".join(each.overload for each in chosen)
             assumed = (f"overload {chosen[0].overload}: the recorded types fit {names} equally well",)
-        alias = () if without_overload(name) == chosen[0].name else (
-            f"{name} is {chosen[0].name}, by the table of aliases",)
-        return Choice(chosen[0], assumed=(*alias, *assumed))
+        return Choice(chosen[0], assumed=(*self.alias(name, chosen[0]), *assumed))
+
+    def alias(self, name: str, operator: Operator) -> tuple[str, ...]:
+        """What to say where a traced name is not the operator's own."""
+        name = without_overload(name)
+        return () if name == operator.name else (self.names.alias_sentence(name, operator.name),)
 
     def by_schema(self, text: str) -> Choice:
         """The overload that a trace names by its schema's text, as it is in this torch."""

@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from replayfmt.pytorch.traced_names import Guess
+
 Status = Literal["exact", "inferred", "incomplete"]
 STATUSES: tuple[Status, ...] = ("exact", "inferred", "incomplete")
 
@@ -56,12 +58,14 @@ class Entry:
 
 @dataclass
 class ImportReport:
-    """The report of one import. `notes` are sentences about the whole, `problems` those of the file."""
+    """The report of one import. `notes` are sentences about the whole, `problems` those of the file, `unused` those on
+    entries of the user's tables of names that nothing needed."""
 
     source: str
     kind: str
     notes: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
+    unused: list[str] = field(default_factory=list)
     counts: dict[str, int] = field(default_factory=dict)
     entries: dict[Any, Entry] = field(default_factory=dict)
 
@@ -92,9 +96,19 @@ class ImportReport:
     def rows(self) -> Iterator[dict[str, Any]]:
         """JSON objects: one `import` row, then one `op` row for each entry, in order of first appearance."""
         yield {"kind": "import", "source": self.source, "format": self.kind, "unique": self.unique(),
-               "calls": self.calls(), "counts": self.counts, "notes": self.notes, "problems": self.problems}
+               "calls": self.calls(), "counts": self.counts, "notes": self.notes, "problems": self.problems,
+               "warnings": self.warnings()}
         for entry in self.entries.values():
             yield entry.row()
+
+    def warnings(self) -> list[str]:
+        """What may well be wrong and has to be looked at: guesses, and options that had no effect."""
+        guessed: Counter[tuple[str, str]] = Counter()
+        for entry in self.entries.values():
+            for sentence in entry.assumed:
+                if isinstance(sentence, Guess):
+                    guessed[entry.op, sentence] += entry.calls
+        return [f"{op}, {count} times: {sentence}" for (op, sentence), count in guessed.most_common()] + self.unused
 
     def lines(self) -> Iterator[str]:
         """The same as text: totals, then what was assumed and what is missing, grouped."""
@@ -114,6 +128,8 @@ class ImportReport:
             yield f"note          {note}"
         for problem in self.problems:
             yield f"problem       {problem}"
+        for warning in self.warnings():
+            yield f"warning       {warning}"
         yield from self._grouped()
 
     def _grouped(self) -> Iterator[str]:
@@ -121,6 +137,8 @@ class ImportReport:
         missing: Counter[tuple[str, str, str]] = Counter()
         for entry in self.entries.values():
             for sentence in entry.assumed:
+                if isinstance(sentence, Guess):
+                    continue        # said as a warning
                 assumed[entry.op, sentence] += entry.calls
             if entry.status == "incomplete":
                 missing[entry.op, entry.reason, entry.detail] += entry.calls

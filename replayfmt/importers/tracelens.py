@@ -18,7 +18,8 @@ import torch
 from replayfmt.errors import InvalidCapture
 from replayfmt.format.codes import Layout, TensorFlag
 from replayfmt.format.model import TensorMeta
-from replayfmt.pytorch.op_libraries import STRING_DEFAULTS, OpLibraries
+from replayfmt.pytorch.op_libraries import OpLibraries
+from replayfmt.pytorch.traced_names import TracedNames
 
 from .arguments import (
     NOTHING,
@@ -54,13 +55,14 @@ _FLAGS = {"conj": TensorFlag.conj, "neg": TensorFlag.neg}
 
 
 def import_tracelens(path: str | PathLike[str], out: str | PathLike[str], *, libraries: OpLibraries | None = None,
-                     force: bool = False, progress: Progress | None = None) -> ImportReport:
+                     names: TracedNames | None = None, force: bool = False,
+                     progress: Progress | None = None) -> ImportReport:
     """Make the capture `out` of an IR file, and report on it.
 
     Raises CaptureNotFound and InvalidCapture for the file, OutputExists and CaptureFailed for the capture.
     """
     report = ImportReport(Path(path).name, KIND)
-    operators = Operators(libraries)
+    operators = Operators(libraries, names)
     file = TraceFile(path, wanted=lambda name: Path(name).name == _IR_NAME or name.endswith("_ir.json"),
                      progress=progress)
     with JsonStream(file) as stream:
@@ -116,7 +118,7 @@ class _Writer:
 
     def __init__(self, capture: ImportedSession, report: ImportReport, operators: Operators) -> None:
         self._capture, self._report, self._operators = capture, report, operators
-        self._reader = Reader(STRING_DEFAULTS)
+        self._reader = Reader(operators.names)
         self.placed = False
 
     def write(self, entry: Mapping[str, Any]) -> None:
@@ -172,7 +174,7 @@ class _Writer:
             points = _named_score(each.schema, call) if each.dispatched else None
             if points is not None and (best is None or points > best[0]):
                 best = points, each
-        return None if best is None else Choice(best[1])
+        return None if best is None else Choice(best[1], assumed=self._operators.alias(call.name, best[1]))
 
     def _op(self, call: _Call, choice: Choice, binding: Binding, note: dict[str, Any]) -> int:
         assert choice.operator is not None

@@ -68,40 +68,6 @@ KNOWN_LIBRARIES: dict[str, tuple[str, ...]] = {
 # PyTorch's own modules: importing them needs nobody's leave.
 _OWN = "torch."
 
-# Names that traces print, and the operators they mean.
-ALIASES: dict[str, str] = {
-    "detach": "aten::detach",
-    "detach_": "aten::detach_",
-    "aten::layer_norm_cuda": "aten::native_layer_norm",
-    "aten::_native_batch_norm": "aten::native_batch_norm",
-    "FlashAttnFunc": "flash_attn::_flash_attn_forward",
-    "FlashAttnFuncBackward": "flash_attn::_flash_attn_backward",
-    "FlashAttnVarlenFunc": "flash_attn::_flash_attn_varlen_forward",
-    "FlashAttnVarlenFuncBackward": "flash_attn::_flash_attn_varlen_backward",
-    "torchvision::_new_nms": "torchvision::nms",
-    "fbgemm::batched_unary_embeddings": "fbgemm::batched_unary_embeddings_forward",
-}
-
-# Strings that the profiler drops, by operator and argument, where the schema has no default of its own. A guess each,
-# the value that is passed most often: every use of one is reported.
-STRING_DEFAULTS: dict[tuple[str, str], str] = {
-    ("_C_cache_ops::reshape_and_cache", "kv_cache_dtype"): "auto",
-    ("_C_cache_ops::reshape_and_cache_flash", "kv_cache_dtype"): "auto",
-    ("_C_cache_ops::concat_and_cache_mla", "kv_cache_dtype"): "auto",
-    ("_C_cache_ops::convert_fp8", "kv_cache_dtype"): "auto",
-    ("_C_cache_ops::gather_and_maybe_dequant_cache", "kv_cache_dtype"): "auto",
-    ("_C::paged_attention_v1", "kv_cache_dtype"): "auto",
-    ("_C::paged_attention_v2", "kv_cache_dtype"): "auto",
-    ("_rocm_C::paged_attention", "kv_cache_dtype"): "auto",
-    ("_rocm_C::paged_attention", "mfma_type"): "f16",
-    ("aten::div", "rounding_mode"): "floor",
-    ("aten::scatter_reduce", "reduce"): "sum",
-    ("aten::scatter_reduce_", "reduce"): "sum",
-    ("aten::index_reduce", "reduce"): "mean",
-    ("aten::index_reduce_", "reduce"): "mean",
-    ("aten::segment_reduce", "reduce"): "sum",
-}
-
 
 @dataclass(frozen=True)
 class Loaded:

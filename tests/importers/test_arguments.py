@@ -154,11 +154,12 @@ def test_strings_that_traces_drop_take_the_schemas_default_or_the_tables_with_a_
     binding = bind(torch.ops.aten.gelu.default, T, UNRECORDED)
     assert [name for name, _value in binding.arguments] == ["self"]
     assert "approximate='none'" in binding.assumed[0] and "schema's default" in binding.assumed[0]
-    table = Reader({("aten::div", "rounding_mode"): "floor"})
-    binding = table.bind(torch.ops.aten.div.Tensor_mode._schema, [T, T, UNRECORDED])
-    assert dict(binding.arguments)["rounding_mode"] == "floor" and "table" in binding.assumed[0]
     binding = bind(torch.ops.aten.div.Tensor_mode, T, T, UNRECORDED)
-    assert not binding.assumed and "rounding_mode" in binding.missing[0]
+    assert dict(binding.arguments)["rounding_mode"] == "floor" and "table" in binding.assumed[0]
+    binding = bind(torch.ops.aten.conv2d.padding, T, T, T, parse("[1, 1]"), UNRECORDED, parse("[1, 1]"), parse("1"))
+    assert binding.assumed == ["padding='valid': the trace drops strings; the schema's default"]
+    binding = bind(torch.ops.aten.linalg_norm.ord_str, T, UNRECORDED, NOTHING, parse("False"), NOTHING)
+    assert not binding.assumed and "ord" in binding.missing[0]
 
 
 def test_arguments_that_an_older_torch_did_not_have_are_left_to_their_defaults() -> None:

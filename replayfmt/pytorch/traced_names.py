@@ -1,0 +1,173 @@
+"""What traces call operators, and what stands for the strings that they drop: known tables, and those of the user.
+
+A trace may name an operator otherwise than the library that is here, and the profiler drops the strings that an
+operator was given. What is put in their place may be wrong: every use of a string default, and of an alias that is
+another operator's name, is a warning of the import.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple, TypeVar
+
+from replayfmt.errors import UsageError
+
+ANY = "*"       # in the place of an operator: any that has an argument of that name
+_OPERATOR = re.compile(r"[A-Za-z_]\w*(?:\.\w+)*::[A-Za-z_]\w*\Z")
+_DEFAULT = re.compile(r"(?P<operator>\*|[^=]*?::[A-Za-z_]\w*)\.(?P<argument>[A-Za-z_]\w*)=(?P<value>.*)\Z")
+
+_Key = TypeVar("_Key", str, tuple[str, str])
+
+# Names that traces print, and the operators they mean where nothing has the printed name.
+ALIASES: dict[str, str] = {
+    "detach": "aten::detach",
+    "detach_": "aten::detach_",
+    "aten::layer_norm_cuda": "aten::native_layer_norm",
+    "aten::_native_batch_norm": "aten::native_batch_norm",
+    "FlashAttnFunc": "flash_attn::_flash_attn_forward",
+    "FlashAttnFuncBackward": "flash_attn::_flash_attn_backward",
+    "FlashAttnVarlenFunc": "flash_attn::_flash_attn_varlen_forward",
+    "FlashAttnVarlenFuncBackward": "flash_attn::_flash_attn_varlen_backward",
+    "torchvision::_new_nms": "torchvision::nms",
+    "fbgemm::batched_unary_embeddings": "fbgemm::batched_unary_embeddings_forward",
+    # vLLM changed the spelling.
+    "_rocm_C::wvSplitK": "_rocm_C::wvSpltK",
+    "_rocm_C::wvSpltK": "_rocm_C::wvSplitK",
+}
+
+# The strings that are passed most often, by operator and argument. Of ANY: only where the schema has no default.
+STRING_DEFAULTS: dict[tuple[str, str], str] = {
+    (ANY, "kv_cache_dtype"): "auto",
+    ("_rocm_C::paged_attention", "mfma_type"): "f16",
+    ("aten::div", "rounding_mode"): "floor",
+    ("aten::scatter_reduce", "reduce"): "sum",
+    ("aten::scatter_reduce_", "reduce"): "sum",
+    ("aten::index_reduce", "reduce"): "mean",
+    ("aten::index_reduce_", "reduce"): "mean",
+    ("aten::segment_reduce", "reduce"): "sum",
+}
+
+
+class Guess(str):
+    """A sentence on something assumed that may well be wrong: the import warns of it."""
+
+    __slots__ = ()
+
+
+class StringDefault(NamedTuple):
+    """What stands for a string that a trace dropped. `by_name`: only where the operator's schema has no default."""
+
+    value: str
+    source: str
+    by_name: bool
+
+
+@dataclass
+class _Given:
+    """An entry of the user's, and whether anything needed it."""
+
+    value: str
+    used: bool = False
+
+
+class TracedNames:
+    """The tables for one import, the user's entries first."""
+
+    def __init__(self, aliases: Mapping[str, str] | None = None,
+                 string_defaults: Mapping[tuple[str, str], str] | None = None) -> None:
+        """`aliases`: from a traced name to an operator's. `string_defaults`: by operator (ANY: of whatever name) and
+        argument."""
+        self._aliases = {name: _Given(operator) for name, operator in (_aliases | dict(aliases or {})).items()}
+        self._strings = {key: _Given(value) for key, value in (_strings | dict(string_defaults or {})).items()}
+
+    def meant(self, name: str) -> tuple[str, ...]:
+        """The names under which to look for a traced one, in order."""
+        given = self._aliases.get(name)
+        if given is not None:
+            given.used = True
+            return (given.value,)
+        known = ALIASES.get(name)
+        return (name,) if known is None else (name, known) if "::" in name else (known,)
+
+    def renamed(self, name: str) -> bool:
+        """Whether the user says which operator a traced name means."""
+        return name in self._aliases
+
+    def alias_sentence(self, name: str, operator: str) -> str:
+        """What to say of a call that is taken for another operator than the traced one."""
+        if name in self._aliases:
+            return Guess(f"{name} is {operator}, as you said")
+        text = f"{name} is {operator}, by the table of aliases"
+        return text if operator == f"aten::{name}" else Guess(text)     # autograd names without a namespace
+
+    def string(self, operator: str, argument: str) -> StringDefault | None:
+        """What stands for a string argument that the trace does not have; None where nothing is known."""
+        for key in ((operator, argument), (ANY, argument)):
+            given = self._strings.get(key)
+            if given is not None:
+                given.used = True
+                return StringDefault(given.value, "as you said", False)
+        known = STRING_DEFAULTS.get((operator, argument))
+        if known is not None:
+            return StringDefault(known, "the table of string defaults has this", False)
+        known = STRING_DEFAULTS.get((ANY, argument))
+        return None if known is None else StringDefault(known, "the table of string defaults has this for arguments of "
+                                                        "that name", True)
+
+    def unused(self) -> list[str]:
+        """A sentence for each entry of the user's that nothing needed."""
+        found = [f"--op-alias {name}={given.value}: nothing in the trace has that name"
+                 for name, given in self._aliases.items() if not given.used and name not in _aliases]
+        return found + [f"--string-default {operator}.{argument}={given.value}: no call lacks that string"
+                        for (operator, argument), given in self._strings.items()
+                        if not given.used and (operator, argument) not in _strings]
+
+
+_aliases: dict[str, str] = {}
+_strings: dict[tuple[str, str], str] = {}
+
+
+def register_op_alias(traced: str, operator: str) -> None:
+    """In every import of this process, take `operator` for what traces call `traced`. Raises UsageError for what is no
+    operator name."""
+    _aliases.update([parse_op_alias(f"{traced}={operator}")])
+
+
+def register_string_default(operator: str, argument: str, value: str) -> None:
+    """In every import of this process, take `value` where a trace dropped a string argument of `operator` ("*": any
+    that has an argument of that name). Raises UsageError for what is no name."""
+    _strings.update([parse_string_default(f"{operator}.{argument}={value}")])
+
+
+def parse_op_alias(text: str) -> tuple[str, str]:
+    """(traced name, operator) of `TRACED=NAMESPACE::NAME`. Raises UsageError."""
+    traced, separator, operator = text.rpartition("=")
+    if not separator or not traced or traced == operator or not _OPERATOR.match(operator):
+        raise UsageError(f"--op-alias={text}: expected TRACED=OPERATOR, such as _rocm_C::wvSplitK=_rocm_C::wvSpltK")
+    return traced, operator
+
+
+def parse_string_default(text: str) -> tuple[tuple[str, str], str]:
+    """((operator, argument), value) of `OPERATOR.ARGUMENT=VALUE`. Raises UsageError."""
+    found = _DEFAULT.match(text)
+    if found is None or not (found["operator"] == ANY or _OPERATOR.match(found["operator"])):
+        raise UsageError(f"--string-default={text}: expected OPERATOR.ARGUMENT=VALUE, such as "
+                         "_C::paged_attention_v1.kv_cache_dtype=fp8, or *.kv_cache_dtype=fp8 for any operator")
+    return (found["operator"], found["argument"]), found["value"]
+
+
+def parsed(aliases: Iterable[str] = (), string_defaults: Iterable[str] = ()) -> TracedNames:
+    """The tables with a command line's entries. Raises UsageError where one is wrong, or said twice."""
+    return TracedNames(_table("--op-alias", map(parse_op_alias, aliases)),
+                       _table("--string-default", map(parse_string_default, string_defaults)))
+
+
+def _table(flag: str, entries: Iterable[tuple[_Key, str]]) -> dict[_Key, str]:
+    table: dict[_Key, str] = {}
+    for key, value in entries:
+        if table.setdefault(key, value) != value:
+            name = key if isinstance(key, str) else ".".join(map(str, key))
+            raise UsageError(f"{flag}: {name} is given twice, as {table[key]!r} and as {value!r}")
+    return table
