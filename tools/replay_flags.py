@@ -64,6 +64,9 @@ def replay_options(function: Callable[..., Any]) -> Callable[..., Any]:
         click.option("--moe-routing", metavar="uniform|zipf[:EXPONENT]",
                      help="How initializers draw experts that a capture does not hold: uniformly (the default) or by "
                           "Zipf's law, with exponent 1.2 unless it is given."),
+        click.option("--opaque-result", "opaque_results", multiple=True, metavar="OPERATOR[:INDEX]",
+                     help="Results of this operator, or the one of that index, hold bytes that no replay reproduces "
+                          "(addresses, memory left unwritten): they are not compared, nor embedded. Repeatable."),
         click.option("--verify", type=click.Choice(_MODES), default="auto", show_default=True,
                      help="Compare results with the captured digests: bit for bit, by tolerances, as the machine "
                           "allows, or not at all."),
@@ -90,6 +93,7 @@ class ReplayFlags:
     allow_incomplete: bool
     allow_imports: tuple[str, ...]
     op_libraries: tuple[str, ...]
+    opaque_results: tuple[str, ...]
 
     def plan(self, path: str, *, keep_going: bool = False) -> Plan:
         """The plan for a capture. Raises what opening and planning raise, before anything runs."""
@@ -105,7 +109,8 @@ class ReplayFlags:
                         initializers=self._initializers(),
                         file_remaps=self.replay_file_remap, on_file_bytes=on_file_bytes,
                         initializer_options={} if self.moe_routing is None else {"moe-routing": self.moe_routing},
-                        allow_imports=self.allow_imports, substitutions=self.replay_kernel_substitution,
+                        allow_imports=self.allow_imports, opaque_results=self.opaque_results,
+                        substitutions=self.replay_kernel_substitution,
                         substitution_tolerance=Tolerance(self.substitution_rtol, self.substitution_atol))
 
     def registry(self) -> Registry:

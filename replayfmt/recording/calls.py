@@ -15,6 +15,7 @@ import torch
 from replayfmt.format.codes import OpStatus, RecordKind
 from replayfmt.format.model import Kernel, Signature
 from replayfmt.pytorch.looks import dtype_of, is_zerotensor, offset_of, shape_of, storage_of
+from replayfmt.pytorch.opaque_results import OpaqueResults
 
 from .arguments import Encoder, StructureEncoder, Use, Values, build_nodes
 from .autocast import autocast_of_program
@@ -66,10 +67,11 @@ class Calls:
         *,
         digest_results: bool,
         scalars: bool,
+        opaque: OpaqueResults,
         threads: list[int],
         learn: Callable[[int, Call, Values, Any], Site | None],
     ) -> None:
-        """`scalars`: record the scalars that ops return."""
+        """`scalars`: record the scalars that ops return. `opaque` are results that are never compared."""
         self._buffer = buffer
         self._records = records
         self._metas = metas
@@ -79,6 +81,7 @@ class Calls:
         self._digests = digests
         self._handles = handles
         self._digest_results = digest_results
+        self._opaque = opaque
         self._threads = threads
         self._learn = learn
         self.site: Site | None = None      # of the call that was recorded last
@@ -96,8 +99,13 @@ class Calls:
         """What is known of an overload; computed at its first call."""
         facts = self._kernels.get(id(func))
         if facts is None:
-            facts = self._kernels[id(func)] = KernelFacts(func)
+            facts = self._kernels[id(func)] = KernelFacts(func, self._opaque)
         return facts
+
+    @property
+    def operators(self) -> list[tuple[str, str, int]]:
+        """Name, overload and number of results of what was called so far."""
+        return [(facts.name, facts.overload, facts.results) for facts in self._kernels.values()]
 
     # ---------------------------------------------------------------------------------------------------------- before
 

@@ -30,6 +30,7 @@ from replayfmt.pytorch.dtypes import TORCH_LAYOUT
 from replayfmt.pytorch.environment import session_fields
 from replayfmt.pytorch.looks import is_zerotensor, layout_of, offset_of, storage_of
 from replayfmt.pytorch.memory import call_undispatched
+from replayfmt.pytorch.opaque_results import OpaqueResults
 from replayfmt.pytorch.settings import read_settings
 
 from .buffer import RecordBuffer
@@ -112,6 +113,7 @@ class Core:
             handles,
             digest_results=options.digests == "ops",
             scalars=options.payload == "full",
+            opaque=OpaqueResults(options.opaque_results),
             threads=self.threads,
             learn=self.sites.learn,
         )

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from replayfmt.format.operator_names import name_problem
+from replayfmt.pytorch.opaque_results import OpaqueResults
 from replayfmt.pytorch.schemas import printed_schema
 
 from .autocast import AsInProgram, InParts
@@ -172,9 +173,6 @@ _UNANNOTATED_WRITES = {
 # They draw random numbers, or may, without the tag nondeterministic_seeded.
 _UNTAGGED_RANDOM = {"_no_grad_normal_", "_no_grad_uniform_", "seed", "manual_seed", "initial_seed"}
 
-# Results that no replay can reproduce bit for bit, because the kernel leaves parts of them unwritten.
-OPAQUE_RESULTS = {"aten::mkldnn_rnn_layer": (3,)}
-
 # Composites for which these backends may have a kernel of their own, which the dispatcher then prefers to the parts.
 _BACKENDS = (
     "CPU",
@@ -199,6 +197,7 @@ _COLLECTIVE_NAMESPACES = (
     "_dtensor",
 )
 _MAPS_FILES = ("aten::from_file",)
+_KNOWN_OPAQUE = OpaqueResults()
 
 
 @dataclass(frozen=True)
@@ -242,7 +241,7 @@ class KernelFacts:
         "writes_some",
     )
 
-    def __init__(self, func: torch._ops.OpOverload) -> None:
+    def __init__(self, func: torch._ops.OpOverload, opaque: OpaqueResults = _KNOWN_OPAQUE) -> None:
         schema = func._schema
         self.func = func
         self.id = 0
@@ -282,7 +281,7 @@ class KernelFacts:
         )
         # Attention draws only with dropout.
         self.dropout = self.indices.get("dropout_p", -1) if self.namespace == "aten" else -1
-        self.opaque_results = OPAQUE_RESULTS.get(schema.name, ())
+        self.opaque_results = tuple(opaque.of(schema.name, self.overload, self.results))
         self.action = self._choose_action(base)
         composite = self.action is Action.decompose
         self.parts = InParts(func) if composite else None

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from replayfmt.errors import UsageError
+from replayfmt.format.policies import OPAQUE_RESULTS
+from replayfmt.pytorch.opaque_results import OpaqueResults
 
 from .known_files import expand, look_at
 
@@ -38,7 +40,8 @@ class CaptureOptions:
 
     `redact`: leave out host name, user, command line, and the directories of files. `digests`: what verification will
     compare. `audit`: hash every op's inputs before it, and import again what was written from outside. `compiled`:
-    torch.compile'd regions run as they would (`keep`) or as their operators (`eager`). `start_op` and `stop_op` count
+    torch.compile'd regions run as they would (`keep`) or as their operators (`eager`). `opaque_results` names results
+    that hold bytes no replay reproduces, as OPERATOR[:INDEX]: they are never compared. `start_op` and `stop_op` count
     ops from 0; ops in [start_op, stop_op) are recorded. `start_scope` and `stop_scope` are scope names: recording
     starts when the one is first entered, and stops for good when the other is first left after that. `force` overwrites
     an existing file. `chunk_records`: records a frame.
@@ -52,6 +55,7 @@ class CaptureOptions:
     digests: str = "live"
     audit: bool = False
     compiled: str = "keep"
+    opaque_results: Iterable[str] = ()
     start_op: int | None = None
     stop_op: int | None = None
     start_scope: str | None = None
@@ -79,6 +83,9 @@ class CaptureOptions:
                 )
             object.__setattr__(self, "digests", "none")
         self._check_files()
+        given = (self.opaque_results,) if isinstance(self.opaque_results, str) else tuple(self.opaque_results)
+        object.__setattr__(self, "opaque_results", given)
+        OpaqueResults(given)
         for name in ("start_op", "stop_op"):
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < 0):
@@ -127,4 +134,6 @@ class CaptureOptions:
         for name in ("start_op", "stop_op", "start_scope", "stop_scope"):
             if getattr(self, name) is not None:
                 stated[name] = getattr(self, name)
+        if self.opaque_results:
+            stated[OPAQUE_RESULTS] = OpaqueResults(self.opaque_results).text
         return stated

@@ -22,6 +22,7 @@ from torch._C import (
 )
 
 from replayfmt.errors import CaptureFailed
+from replayfmt.pytorch.opaque_results import OpaqueResults
 
 from .children import AfterFork
 from .core import Core
@@ -160,10 +161,16 @@ class Recorder:
         """Why recording ended early, if it did."""
         return None if self._core is None else self._core.failure
 
-    @property
-    def ended_at_its_scope(self) -> bool:
-        """Whether recording ended because the scope to stop at was left."""
-        return self._core is not None and self._core.stop_scope_left
+    def unmatched(self) -> list[str]:
+        """A sentence for every option that named something which did not occur. Ask once the capture is closed."""
+        core, scope = self._core, self.options.stop_scope
+        if core is None or core.failure is not None:
+            return []
+        found = OpaqueResults(self.options.opaque_results).unmatched(core.calls.operators)
+        if scope is not None and not core.stop_scope_left:
+            found.append(f"--stop-scope={scope}: no scope of that name was left while recording; all that followed is "
+                         "recorded")
+        return found
 
     def _flush_loop(self) -> None:
         core = self._core

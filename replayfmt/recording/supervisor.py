@@ -190,7 +190,8 @@ class CapturedProgram:
                 _say(f"opreplay-capture: {summary}")
         for sentence in self._marks.never_called():
             _say(f"opreplay-capture: warning: {sentence}")
-        for sentence in (*self._marks.unmatched(), *self._never_stopped()):
+        unmatched = [] if self._recorder is None else self._recorder.unmatched()
+        for sentence in (*self._marks.unmatched(), *unmatched):
             self._failure = self._failure or CaptureFailed(sentence)
             _say(f"opreplay-capture: {CaptureFailed.status}: {sentence}")
 
@@ -220,13 +221,6 @@ class CapturedProgram:
             raise CaptureFailed(f"{text}; no op was captured{self._limits()}; {self._children.sentence()}"
                                 f"{self._about_children()}; the file was kept for what it says is unsupported")
         return text
-
-    def _never_stopped(self) -> list[str]:
-        """What there is to say of a scope to stop at that was never left."""
-        scope, recorder = self._options.stop_scope, self._recorder
-        if scope is None or recorder is None or recorder.ended_at_its_scope or recorder.failure is not None:
-            return []
-        return [f"--stop-scope={scope}: no scope of that name was left while recording; all that followed is recorded"]
 
     def _limits(self) -> str:
         return " between --start-op or --start-scope and --stop-op or --stop-scope" if self._options.limited else ""

@@ -8,7 +8,7 @@ module does the other records and the boundaries of windows.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import partial
 from typing import Any
@@ -61,7 +61,8 @@ class Context:
     `kernels` has the operator of each kernel id, None where there is none; `refused` has the op signatures that cannot
     be run. Both matter only to plans that keep going, others are refused. `load(storage, source, version, target)`
     puts new content into a storage that is there. `draws_on` is where random ops of a CPU
-    capture deliver their numbers, None: on the CPU itself. `stand_in` puts other functions in the place of kernels.
+    capture deliver their numbers, None: on the CPU itself. `opaque` has the tensor slots of results that hold bytes no
+    replay reproduces, by signature. `stand_in` puts other functions in the place of kernels.
     """
 
     reader: CaptureReader
@@ -77,6 +78,7 @@ class Context:
     load: Callable[[int, Source, int, torch.UntypedStorage], None]
     draws_on: torch.device | None = None
     shapes: Shapes = Shapes.unchecked
+    opaque: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     stand_in: StandIn | None = None
 
 
@@ -99,6 +101,7 @@ class Lowering:
         self._dropped: list[int] = []
         self._consumed: set[int] = set()
         self._templates: dict[int, Template | None] = {}
+        self._opaque: set[int] = set()               # storages that hold bytes that no replay reproduces
         self._kinds = [0, *(int(signature.kind) for signature in self.reader.signatures[1:] if signature is not None)]
 
     def windows(self, op: Callable[[Lowering, int, int], None]) -> Iterator[Window]:
@@ -131,6 +134,10 @@ class Lowering:
                     pass
                 elif kind == RecordKind.op:
                     op(self, row, ordinal)
+                    if signature in self.context.opaque:
+                        first_slot = self.frame.tensor_first[row]
+                        self._opaque.update(self.frame.storages[first_slot + slot]
+                                            for slot in self.context.opaque[signature])
                 else:
                     handler = others.get(kind)
                     if handler is not None:
@@ -299,6 +306,7 @@ class Lowering:
         kind = content.node.kind
         source = NOTHING if kind is ValueKind.none else Source(kind, ints[first + content.int_slot])
         version = ints[first + fields["version"].int_slot]
+        self._opaque.discard(storage)
         if enters(version, self.reader.storage(storage)):
             if self.scan.last_use_of(storage) >= 0:
                 self._stage(storage, source, in_file=fields["reason"].node.constant == MAPPED_FILE)
@@ -367,7 +375,8 @@ class Lowering:
                  host_read: bool) -> None:
         slot = self.frame.tensor_first[row]
         key = self.frame.keys[slot] if slot < self.frame.tensor_first[row + 1] else None
-        if self.compare and expected is not None and isinstance(tensor, TensorValue):
+        opaque = not host_read and isinstance(tensor, TensorValue) and tensor.storage in self._opaque
+        if self.compare and expected is not None and isinstance(tensor, TensorValue) and not opaque:
             name = self.names.get(self.frame.keys[slot]) or self.acquire(slot, ordinal)
             check = CheckDigest(self.context.judge, where, expected, host_read=host_read)
             self.text.line(ordinal, f"{self.text.constant(check)}({name})")

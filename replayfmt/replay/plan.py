@@ -23,11 +23,11 @@ from .execute import Machine, OnScope, RunClock, Timer, surroundings
 from .isolated import IsolatedOp
 from .lowering import Context, Lowering, Shapes
 from .memory import MemoryWatch
-from .nondeterminism import find_nondeterministic
 from .op_lowering import lower_op
 from .preparation import Preparation
 from .resolve import ResolvedKernel
 from .results import VERIFY_MODES, Divergence, OpVerdict, PeakMemory, ReplayResult, Verification, VerifyMode
+from .run_twice import RunTwice
 from .scan import Scan
 from .scope_times import ScopeTimes
 from .slices import Slice, Slicer
@@ -45,6 +45,8 @@ from .windows import CodeCache, Window
 
 # Captures of up to this many records keep their windows between runs, at some hundred bytes a record.
 _KEPT_RECORDS = 250_000
+# How long it may take to look for ops that differ from themselves.
+_PATIENCE_S = 60.0
 
 
 class Plan(Preparation):
@@ -59,7 +61,7 @@ class Plan(Preparation):
                  on_file_bytes: Callable[[int, int], None] | None = None,
                  initializers: Sequence[Initializer] = (), initializer_options: Mapping[str, str] | None = None,
                  substitutions: Asked = (), substitution_tolerance: Tolerance = Tolerance(),  # noqa: B008 - frozen
-                 allow_imports: Iterable[str] = (),
+                 allow_imports: Iterable[str] = (), opaque_results: Iterable[str] = (),
                  window: WindowSize = WindowSize()) -> None:  # noqa: B008 - a frozen value
         """`file_remaps` are CAPTURED=REPLAY pairs of path prefixes, and say where external files are now; while their
         digests are computed, `on_file_bytes(bytes read, of all)` is called, from any thread. `initializers` fill what
@@ -67,14 +69,15 @@ class Plan(Preparation):
         (`moe-routing`: uniform, zipf or zipf:EXPONENT). `substitutions` puts other functions in the
         place of kernels: texts as on the command line, Substitution objects, or a function that decides for each Call;
         how far their results may be off is `substitution_tolerance`. `allow_imports` names modules to import for the
-        operators that they register; a capture never causes the import of any other.
+        operators that they register; a capture never causes the import of any other. `opaque_results` names results
+        that hold bytes no replay reproduces, as OPERATOR[:INDEX]: they are not compared.
 
         Raises ReplayRefused with `findings`, UsageError for wrong devices and remaps, and what opening a file raises.
         """
         super().__init__(capture, devices, Registry(initializers, initializer_options),
                          allow_incomplete=allow_incomplete, keep_going=keep_going, file_remaps=file_remaps,
                          on_file_bytes=on_file_bytes, allow_imports=allow_imports, substitutions=substitutions,
-                         window=window)
+                         opaque_results=opaque_results, window=window)
         self._keeps_going = keep_going
         self._clock = RunClock()
         self.judge = Judge(self._clock, self.describe)
@@ -83,7 +86,8 @@ class Plan(Preparation):
         usable = tuple(None if isinstance(kernel, str) else kernel for kernel in self.kernels)
         self.context = Context(self.reader, self.device_map, self.generators, usable,
                                TemplateMaker(self.device_map, self.generators), self._clock, self.judge, CodeCache(),
-                               self.refused, DirectFunctions(), self._content.load, self.device_map.host_goes_to)
+                               self.refused, DirectFunctions(), self._content.load, self.device_map.host_goes_to,
+                               opaque=self.opaque_slots())
         self._kept: dict[tuple[bool, Shapes, StandIn | None], list[Window]] = {}
         self._shapes_checked = False
         self._differences: list[str] | None = None
@@ -190,9 +194,32 @@ class Plan(Preparation):
             self.files.check()
             result = self._result(verification, watch.read(), times, kept_going, whole=only is None)
             self._shapes_checked = result.divergence is None and self._shapes(verify) is Shapes.all
-            if result.divergence is not None and kept_going is None and verification.mode != "none":
-                result.nondeterministic = self._nondeterministic(result.divergence)
+            if result.divergence is None or verification.mode == "none":
+                return result
+            stop = max(each.seen_at for each in self.judge.found) + 1
+            twice = self._run_twice(stop)
+        if self._learn(twice):
+            # What differs may be what cannot be compared: once more, without it.
+            return self._run(verify, on_scope, keep_going, timer, on_progress, scope_times)
+        result.nondeterministic = self._unsteady(twice) if kept_going is None else ()
         return result
+
+    def _learn(self, twice: RunTwice) -> bool:
+        """Whether running operators twice showed results that are not to be compared, and were so far."""
+        before = self.context.opaque
+        for found in twice.opaque:
+            kernel = self.reader.kernels[found.kernel_id]
+            self.opaque.found(kernel.name, kernel.overload, found.index, f"found by running it twice: {found.why}")
+        self.context = replace(self.context, opaque=self.opaque_slots())
+        if self.context.opaque == before:
+            return False
+        self._kept.clear()
+        return True
+
+    def _unsteady(self, twice: RunTwice) -> tuple[str, ...]:
+        """Sentences that name ops which differ from themselves."""
+        found = (f"ordinal {ordinal} ({self.describe(ordinal)[0]}): {how}" for ordinal, how in twice.unsteady.items())
+        return (*found, *([twice.given_up] if twice.given_up else []))
 
     def slice(self, ordinals: Collection[int]) -> Slice:
         """What a replay of the ops at these ordinals needs of the capture, and can compare."""
@@ -281,19 +308,24 @@ class Plan(Preparation):
             machine.values.clear()
         return runner
 
-    def _nondeterministic(self, divergence: Divergence) -> tuple[str, ...]:
-        """Ops up to a divergence that differ from themselves."""
-        stop = divergence.seen_at + 1
-        scan = Scan(self.reader, self.effects, checks=True, window=ONE_RECORD, stop=stop)
+    def _run_twice(self, stop: int) -> RunTwice:
+        """What is found by running the ops before an ordinal twice, on memory of other content."""
+        found = self.judge.found
+        twice = RunTwice(self.generators, patience_s=_PATIENCE_S)
+        context = replace(self.context, stand_in=twice, shapes=Shapes.unchecked)
+        scan = Scan(self.reader, self.effects, checks=False, window=self.window, stop=stop)
         self.judge.reset(Verification("none", "none"), bitwise=False, stop_at_first=False)
         apply_settings(self.reader.session.settings)        # the run before may have stopped after changes
-        machine = self._machine()
+        self._clock.reset(self.devices, None)
         try:
-            with suppress(ReplayFailed, StopReplay):
-                return find_nondeterministic(Steps(self.context, scan, compare=False), machine, self.generators)
-        finally:
-            machine.values.clear()
-        return ()
+            windows = Lowering(context, scan, compare=False).windows(lower_op)
+            self._machine().run(windows, None, None, prepared=False)
+        except StopReplay:
+            pass        # `twice` says why
+        except ReplayFailed as error:
+            twice.given_up = f"the search for more ended: {error}"
+        self.judge.found = found
+        return twice
 
     def run_single(self, ordinal: int) -> tuple[OpVerdict, Any]:
         """Run one op, after those before it that it needs; its verdict, and what it returned."""
@@ -349,7 +381,7 @@ class Plan(Preparation):
             elapsed_ns=self._clock.elapsed_ns, ops=self.work.ops, kernels=self.work.kernels, scopes=self.work.scopes,
             verification=verification, divergence=found[0] if found else None, memory=memory,
             scope_ns=times.totals() if times else {}, notes=self.notes, verdicts=verdicts,
-            unsupported=self.work.unsupported, left_out=left_out,
+            unsupported=self.work.unsupported, left_out=left_out, opaque_results=self.opaque_results(),
         )
 
     # --------------------------------------------------------------------------------------------------------- lifetime

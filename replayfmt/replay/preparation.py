@@ -5,7 +5,7 @@ Kernels are resolved, devices mapped, files found and the records read once; eve
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import cached_property
 from os import PathLike
@@ -13,9 +13,13 @@ from typing import Any
 
 import torch
 
-from replayfmt.errors import ReplayRefused, UsageError
+from replayfmt.errors import InvalidCapture, ReplayRefused, UsageError
+from replayfmt.format.codes import RecordKind
+from replayfmt.format.model import Signature
+from replayfmt.format.policies import OPAQUE_RESULTS
 from replayfmt.format.reader import CaptureReader, open_capture
 from replayfmt.initializers import Registry
+from replayfmt.pytorch.opaque_results import OpaqueResults, OpaqueSpec
 
 from .allowed_imports import AllowedImports
 from .cuts import WindowSize
@@ -26,6 +30,7 @@ from .findings import Findings
 from .known import KnownContent
 from .overview import Work, count_work, describe
 from .resolve import ResolvedKernel, resolve
+from .results import OpaqueResult
 from .scan import Scan
 from .steps import ONE_RECORD
 from .substitution.table import Asked, load
@@ -38,12 +43,13 @@ class Preparation:
     def __init__(self, capture: Any, devices: Sequence[str], registry: Registry, *,
                  allow_incomplete: bool, keep_going: bool, file_remaps: Sequence[str],
                  on_file_bytes: Callable[[int, int], None] | None, allow_imports: Iterable[str], substitutions: Asked,
-                 window: WindowSize) -> None:
+                 opaque_results: Iterable[str], window: WindowSize) -> None:
         """See `Plan`."""
         with ExitStack() as opened:
             self.reader = _opened(capture, opened)
             self.files = ExternalFiles(self.reader, file_remaps)
             opened.callback(self.files.close)
+            self.opaque = OpaqueResults([*_stated(self.reader), *_matching(self.reader, opaque_results)])
             self._imports = AllowedImports(allow_imports)
             # Before kernels are resolved: a replacement's file may import the library of what it replaces.
             self.replacements = load(substitutions)
@@ -124,6 +130,32 @@ class Preparation:
         """How much there is to do, and to compare."""
         return count_work(self.reader, self.scan(checks=False))
 
+    def opaque_slots(self) -> dict[int, tuple[int, ...]]:
+        """The tensor slots of results that hold bytes no replay reproduces, by op signature."""
+        found = {}
+        for number, signature in enumerate(self.reader.signatures):
+            opaque = self._opaque_of(signature)
+            if opaque:
+                results = self.scan(checks=False).layout(number).results
+                found[number] = tuple(slot for index in opaque for slot in results[index].tensors)
+        return found
+
+    def opaque_results(self) -> tuple[OpaqueResult, ...]:
+        """Those results: of which operator, how often it is called, and why they are not compared."""
+        calls: dict[tuple[str, int, str], int] = {}
+        for number, signature in enumerate(self.reader.signatures):
+            for index, why in self._opaque_of(signature).items():
+                kernel = self.reader.kernels[signature.kernel]
+                key = (kernel.qualified_name, index, why)
+                calls[key] = calls.get(key, 0) + int(self.scan(checks=False).signature_calls[number])
+        return tuple(OpaqueResult(*key, count) for key, count in calls.items() if count)
+
+    def _opaque_of(self, signature: Signature | None) -> Mapping[int, str]:
+        if signature is None or signature.kind is not RecordKind.op:
+            return {}
+        kernel = self.reader.kernels[signature.kernel]
+        return self.opaque.of(kernel.name, kernel.overload, len(signature.results))
+
     def writes(self, signature_id: int) -> tuple[int, ...]:
         """The tensor slots that an op of this signature may write, announced or not."""
         effects = self.effects(signature_id, self.scan(checks=False).layout(signature_id))
@@ -142,6 +174,26 @@ class Preparation:
     def close(self) -> None:
         """Let go of the external files, and of the capture if it was opened here."""
         self._opened.close()
+
+
+def _stated(reader: CaptureReader) -> list[str]:
+    """What the capture says of results that hold bytes no replay reproduces. Raises InvalidCapture."""
+    stated = reader.session.policies.get(OPAQUE_RESULTS, "")
+    try:
+        return [str(OpaqueSpec.parse(text)) for text in str(stated).split()]
+    except UsageError as error:
+        raise InvalidCapture(f"{reader.path}: its policy {OPAQUE_RESULTS}: {error}") from None
+
+
+def _matching(reader: CaptureReader, given: Iterable[str]) -> list[str]:
+    """What a user says of them. Raises UsageError for a result that no operator of the capture has."""
+    asked = [given] if isinstance(given, str) else list(given)
+    ops = (each for each in reader.signatures if each is not None and each.kind is RecordKind.op)
+    called = [(reader.kernels[each.kernel], len(each.results)) for each in ops]
+    wrong = OpaqueResults(asked).unmatched((kernel.name, kernel.overload, count) for kernel, count in called)
+    if wrong:
+        raise UsageError(f"{reader.path}: {wrong[0]}")
+    return asked
 
 
 def _opened(capture: Any, opened: ExitStack) -> CaptureReader:

@@ -31,6 +31,7 @@ def as_text(plan: Plan, result: ReplayResult) -> list[str]:
     ]
     lines += [f"  {path}: {seconds(spent)}" for path, spent in result.scope_ns.items() if "/" not in path]
     lines += _verification(result)
+    lines += [f"  not compared: {each}" for each in result.opaque_results]
     if plan.substitution is not None and plan.substitution.report is not None:
         lines += plan.substitution.report.as_text()
     for each in result.memory:
@@ -129,6 +130,8 @@ def as_rows(plan: Plan, result: ReplayResult) -> list[dict[str, Any]]:
             "found_at": divergence.found_at,
         },
         "nondeterministic": list(result.nondeterministic),
+        "opaque_results": [{"op": each.op, "result": each.index, "why": each.why, "calls": each.calls}
+                           for each in result.opaque_results],
         "memory": [
             {"device": each.device, "peak_bytes": each.peak_bytes, "before_bytes": each.before_bytes, "note": each.note}
             for each in result.memory

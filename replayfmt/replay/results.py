@@ -114,6 +114,21 @@ class OpVerdict:
     reason: str = ""
 
 
+@dataclass(frozen=True)
+class OpaqueResult:
+    """Result `index` of an operator holds bytes that no replay reproduces, so it is never compared. `why` says how that
+    is known."""
+
+    op: str
+    index: int
+    why: str
+    calls: int
+
+    def __str__(self) -> str:
+        calls = f"{self.calls} call{'s' if self.calls > 1 else ''}"
+        return f"result {self.index} of {self.op}, {calls}: {self.why}"
+
+
 @dataclass
 class ReplayResult:
     """A finished replay. `elapsed_ns` counts the ops alone: state is restored and results are verified outside of it.
@@ -137,6 +152,7 @@ class ReplayResult:
     notes: tuple[str, ...] = ()
     unsupported: int = 0
     left_out: tuple[str, ...] = ()
+    opaque_results: tuple[OpaqueResult, ...] = ()
 
     @property
     def verified(self) -> str:

@@ -124,9 +124,12 @@ def test_start_and_stop_limit_what_is_recorded(folder, ordinary):
     captured = Captured(folder / "scoped.opreplay")
     assert [scope for scope in captured.scopes() if "#" not in scope] == ["+step", "+relu", "-relu", "-step"]
     assert captured.op_names[-1].startswith(("aten::relu", "aten::detach"))
-    done = capture(folder, "-o", "all.opreplay", "--stop-scope=nowhere", "train.py")
+    done = capture(folder, "-o", "all.opreplay", "--stop-scope=nowhere", "--opaque-result=aten::nothing",
+                   "--opaque-result=aten::relu:1", "train.py")
     assert done.returncode == 1, "a scope that was never left has stopped nothing"
     assert "--stop-scope=nowhere: no scope of that name was left while recording; all that followed" in done.stderr
+    assert "--opaque-result=aten::nothing: no operator aten::nothing is called" in done.stderr
+    assert "--opaque-result=aten::relu:1: aten::relu has 1 results, counted from 0" in done.stderr
     assert Captured(folder / "all.opreplay").op_names == everything
     done = capture(folder, "-o", "modules.opreplay", "--module-scopes", "--start-scope=1", "--stop-scope=2", "train.py")
     assert done.returncode == 0, done.stderr

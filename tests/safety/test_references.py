@@ -142,7 +142,7 @@ def test_a_remap_is_applied_once_even_where_its_result_looks_like_another(tmp_pa
 
 WATCHED = '''
 import sys
-import torch, replayfmt, replayfmt.replay.plan, replayfmt.replay.nondeterminism
+import torch, replayfmt, replayfmt.replay.plan
 import torch.utils.data, importlib.metadata
 from replayfmt.errors import OpReplayError
 

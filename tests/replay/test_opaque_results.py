@@ -1,0 +1,209 @@
+"""Results with bytes that nobody defines, or with addresses: found by running an operator twice, never compared."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import replayfmt
+from replayfmt.errors import InvalidCapture, UsageError
+from replayfmt.format.codes import RecordKind
+from replayfmt.format.reader import open_capture
+from replayfmt.pytorch.opaque_results import OpaqueResults, OpaqueSpec
+from replayfmt.replay.plan import Plan
+from replayfmt.replay.results import ReplayResult
+
+from .conftest import Captured
+from .rewriting import rewrite
+
+OPERATORS = torch.library.Library("opaquetest", "FRAGMENT")
+
+
+def operator(schema: str, function: Callable[..., Any]) -> None:
+    OPERATORS.define(schema)
+    OPERATORS.impl(schema.partition("(")[0], function, "CompositeExplicitAutograd")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _operators() -> Iterator[None]:
+    operator("half_written(Tensor x) -> (Tensor, Tensor)", half_written)
+    operator("addresses(Tensor x) -> Tensor", addresses)
+    operator("chance(Tensor x) -> Tensor", lambda x: x + next(CHANCES))
+    yield
+    OPERATORS._destroy()
+
+
+CHANCES = iter(range(10**6))
+
+
+def half_written(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Twice its argument, and a table of which it writes the first half."""
+    table = torch.empty(2 * x.numel(), dtype=x.dtype)
+    table[: x.numel()] = x
+    return x * 2, table
+
+
+def addresses(x: torch.Tensor) -> torch.Tensor:
+    """A record in bytes, as a kernel's scheduler makes it: pointers beside numbers, padding that nobody writes."""
+    record = torch.empty(64, dtype=torch.int8)
+    record.view(torch.int64)[:4] = torch.tensor([record.data_ptr(), 7, record.data_ptr() + 8, 3])
+    return record
+
+
+def ctc() -> torch.Tensor:
+    probabilities, targets = torch.randn(12, 3, 6).log_softmax(2), torch.randint(1, 6, (3, 5))
+    loss, table = torch._ctc_loss(probabilities, targets, [12, 9, 7], [5, 2, 3])
+    KEPT.append(table)
+    return loss
+
+
+KEPT: list[torch.Tensor] = []
+
+
+def executed(path: Path, verify: str = "auto", **options: Any) -> ReplayResult:
+    with Plan(path, **options) as plan:
+        return plan.execute(verify=verify)  # type: ignore[arg-type]
+
+
+def named(result: ReplayResult) -> list[tuple[str, int]]:
+    return [(each.op, each.index) for each in result.opaque_results]
+
+
+@pytest.mark.parametrize("digests", ["ops", "live"])
+@pytest.mark.parametrize(("name", "index", "why"), [
+    ("half_written", 1, "400 of its 800 bytes are left unwritten"),
+    ("addresses", 0, "2 of its 8 words are addresses"),
+])
+def test_what_an_operator_leaves_undefined_is_found_and_named_and_all_else_compared(
+    captured: Captured, digests: str, name: str, index: int, why: str
+) -> None:
+    def program() -> None:
+        with replayfmt.scope("execute"):
+            KEPT.append(getattr(torch.ops.opaquetest, name)(torch.randn(100)))
+            KEPT.append(torch.randn(8).sin())
+
+    try:
+        path = captured(program, digests=digests)
+    finally:
+        KEPT.clear()
+    with Plan(path) as plan:
+        for _ in range(2):      # what was found once is known from then on
+            result = plan.execute(verify="auto")
+            assert (result.outcome, result.divergence, result.nondeterministic) == ("ok", None, ())
+            assert named(result) == [(f"opaquetest::{name}.default", index)]
+            assert result.opaque_results[0].why == f"found by running it twice: {why}"
+            assert result.verification.digests > 0
+    with Plan(path, keep_going=True) as plan:
+        result = plan.execute(verify="auto", keep_going=True)
+        assert result.outcome == "ok" and named(result) == [(f"opaquetest::{name}.default", index)]
+
+
+def test_a_wrong_result_beside_an_undefined_one_is_still_found(captured: Captured, tmp_path: Path) -> None:
+    def program() -> None:
+        KEPT.append(torch.ops.opaquetest.half_written(torch.full((10,), 2.0)))
+        KEPT.append(torch.full((4,), 3.0).sin())
+
+    path = captured(program)
+    KEPT.clear()
+
+    def changed(value: float) -> Path:
+        def change(_record: Any, _ints: list[int], floats: list[float]) -> None:
+            if floats == [value]:
+                floats[0] = 9.0
+
+        return rewrite(path, tmp_path / f"{value}.opreplay", change=change)
+
+    for value, what in ((2.0, "aten::full.default"), (3.0, "aten::full.default")):
+        result = executed(changed(value))
+        assert result.divergence is not None and result.divergence.what == what
+        assert result.outcome == "mismatched"
+
+
+def test_chance_is_no_excuse(captured: Captured) -> None:
+    path = captured(lambda: torch.ops.opaquetest.chance(torch.zeros(4)))
+    result = executed(path)
+    assert result.outcome == "mismatched" and result.opaque_results == ()
+    assert "4 of 4 elements differ" in result.nondeterministic[0]
+
+
+def test_known_results_are_not_digested_and_named_all_the_same(captured: Captured) -> None:
+    path = captured(ctc)
+    KEPT.clear()
+    with open_capture(path) as reader:
+        digested = [(record.argument("of"), record.argument("result")) for record in reader.records()
+                    if record.kind is RecordKind.digest]
+        (loss,) = [record.ordinal for record in reader.records() if record.kind is RecordKind.op
+                   and reader.kernels[record.signature.kernel].name == "aten::_ctc_loss"]
+    assert (loss, 0) in digested and (loss, 1) not in digested
+    result = executed(path, "bitwise")
+    assert result.outcome == "ok" and named(result) == [("aten::_ctc_loss.default", 1)]
+    assert result.opaque_results[0].why == "the kernel leaves parts of it unwritten"
+
+
+def test_a_user_names_results_when_capturing_and_the_capture_says_so(captured: Captured) -> None:
+    def program() -> None:
+        KEPT.append(torch.ops.opaquetest.half_written(torch.ones(10)))
+
+    path = captured(program, opaque_results=["opaquetest::half_written:1"])
+    KEPT.clear()
+    with open_capture(path) as reader:
+        assert reader.session.policies["opaque-results"] == "opaquetest::half_written:1"
+        digested = [record.argument("result") for record in reader.records() if record.kind is RecordKind.digest]
+    assert digested == [-1, 0] or digested == [0, 0]     # of ones, and of the first result
+    result = executed(path)
+    assert result.outcome == "ok" and result.opaque_results[0].why == "--opaque-result=opaquetest::half_written:1"
+
+
+def test_a_user_names_results_when_replaying(
+    captured: Captured, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from opreplay_tools import run as tool
+
+    path = captured(lambda: KEPT.append(torch.ops.opaquetest.chance(torch.zeros(4))))
+    KEPT.clear()
+
+    def run(*args: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["opreplay-run", *args, str(path)])
+        with pytest.raises(SystemExit) as left:
+            tool.main()
+        printed = capsys.readouterr()
+        return int(left.value.code or 0), printed.out, printed.err
+
+    assert run()[0] == 1
+    for spec in ("opaquetest::chance", "opaquetest::chance:0", "opaquetest::chance.default:0"):
+        code, out, err = run(f"--opaque-result={spec}")
+        assert (code, err) == (0, "")
+        assert f"  not compared: result 0 of opaquetest::chance.default, 1 call: --opaque-result={spec}" in out
+    code, out, _err = run("--opaque-result=opaquetest::chance", "--format=jsonl")
+    assert json.loads(out)["opaque_results"] == [{"op": "opaquetest::chance.default", "result": 0, "calls": 1,
+                                                  "why": "--opaque-result=opaquetest::chance"}]
+    for spec, said in (("opaquetest::chance:1", "has 1 results, counted from 0"),
+                       ("aten::nothing", "no operator aten::nothing is called"),
+                       ("chance", "expected OPERATOR[:INDEX]"), ("a::b:x", "expected OPERATOR[:INDEX]")):
+        code, out, err = run(f"--opaque-result={spec}")
+        assert (code, out) == (2, "") and err.startswith("INVALID_ARGUMENT: ") and said in err, err
+
+
+def test_specs_are_read_and_matched_by_operator_overload_and_index() -> None:
+    assert OpaqueSpec.parse("a::b.c:2") == OpaqueSpec("a::b.c", 2)
+    known = OpaqueResults(["a::b", "a::c.out:1"])
+    assert dict(known.of("a::b", "default", 2)) == {0: "--opaque-result=a::b", 1: "--opaque-result=a::b"}
+    assert list(known.of("a::c", "out", 2)) == [1] and not known.of("a::c", "default", 2)
+    known.found("a::d", "default", 0, "seen")
+    assert known.text == "a::b a::c.out:1 a::d.default:0"
+    for wrong in ("", "b", "a::b:", "a::b:-1", "a::b::c", "a::b c::d", "a::b:99999"):
+        with pytest.raises(UsageError, match="--opaque-result"):
+            OpaqueSpec.parse(wrong)
+
+
+def test_a_capture_whose_policy_is_no_list_of_results_is_invalid(captured: Captured, tmp_path: Path) -> None:
+    source = captured(lambda: torch.ones(3).exp())
+    path = rewrite(source, tmp_path / "odd.opreplay", session={"policies": {"opaque-results": "\x1b[31m"}})
+    with pytest.raises(InvalidCapture, match="policy opaque-results"):
+        Plan(path)
