@@ -323,12 +323,8 @@ class Calls:
         if tracker is None:
             return
         meta, offset = self._metas.of(tensor, is_zerotensor(tensor)), int(offset_of(tensor))
-        params = self._metas.params[meta]
-        if not tracker.reproducible(params.region(offset)):
-            return
-        digest = self._digests.of_view(storage, params, offset)
-        if digest is not None:
-            self._records.digest(self._storages.view(tracker, meta, offset, params.item), ordinal, result, digest)
+        if tracker.reproducible(self._metas.params[meta].region(offset)):
+            self._digests.record(tracker, storage, meta, offset, ordinal, result)
 
 
 def dispatches_itself(kind: type) -> bool:

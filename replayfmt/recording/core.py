@@ -421,10 +421,10 @@ class Core:
                 tracker = self.storages.use(tracker, storage, False, method)
             meta, offset = self.metas.of(plain), int(offset_of(plain))
             params = self.metas.params[meta]
-            digest = None
+            number, digest = self.storages.view(tracker, meta, offset, params.item), None
             if self.options.digests != "none" and tracker.reproducible(params.region(offset)):
-                digest = self.digests.of_view(storage, params, offset)
-            self.records.host_read(method, self.storages.view(tracker, meta, offset, params.item), digest)
+                number, digest = self.digests.of_view(tracker, storage, meta, offset)
+            self.records.host_read(method, number, digest)
             if method in _SHARING:
                 self.storages.watch(tracker)
                 self.storages.synchronize(tracker, storage)

@@ -6,12 +6,12 @@ written and evaluated only when somebody asks. Knows storages by their length in
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import gcd, prod
 
 import numpy as np
 
-_MAP_LIMIT = 1 << 27   # cells of the exact map; storages that need more count as unwritten
+_MAP_LIMIT = 1 << 27   # cells of the exact map, and places of a view on it; what needs more counts as unwritten
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,16 @@ class Region:
     @property
     def empty(self) -> bool:
         return 0 in self.sizes
+
+    @property
+    def places(self) -> int:
+        """How many places a walk over the view comes to."""
+        return prod(self.sizes)
+
+    def once(self) -> Region:
+        """The same bytes where the view is expanded: repeated dimensions have size 1."""
+        sizes = tuple(size if stride else min(size, 1) for size, stride in zip(self.sizes, self.strides, strict=True))
+        return self if sizes == self.sizes else replace(self, sizes=sizes)
 
     def dense(self) -> tuple[int, int] | None:
         """(first byte, byte after the last) where the view covers that range without a hole, else None."""
@@ -48,9 +58,11 @@ class Coverage:
 
     def write(self, region: Region) -> None:
         self.touched = True
+        region = region.once()
         dense = region.dense()
         if dense is None:
-            self._strided.add(region)
+            if region.places <= _MAP_LIMIT:     # else windows that overlap: what they wrote counts as unwritten
+                self._strided.add(region)
         else:
             self._add(*dense)
 
@@ -73,6 +85,7 @@ class Coverage:
         """Whether every element of the view was written."""
         if region.empty:
             return True
+        region = region.once()
         dense = region.dense()
         if dense is not None and any(low <= dense[0] and dense[1] <= high for low, high in self._ranges):
             return True
@@ -90,7 +103,7 @@ class Coverage:
         regions = [region, *self._strided]
         cell = gcd(self.length, *(gcd(r.start, r.item, *r.strides) for r in regions),
                    *(gcd(low, high) for low, high in self._ranges))
-        if cell == 0 or self.length // cell > _MAP_LIMIT:
+        if cell == 0 or self.length // cell > _MAP_LIMIT or region.places > _MAP_LIMIT:
             return False
         written = np.zeros(self.length // cell, bool)
         for low, high in self._ranges:

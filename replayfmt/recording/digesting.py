@@ -18,6 +18,7 @@ from .storages import Storages
 from .tensor_metas import MetaParams, TensorMetas
 from .trackers import State, Tracker
 
+_REPEATED_BYTES = 1 << 20   # a view that repeats its elements is digested as it is up to this size
 _VIEWS = 64   # written views of one storage that are digested one by one
 
 
@@ -39,8 +40,8 @@ class Digests:
             views = self._written_views(number, tracker)
             storage = tracker()
             if views and storage is not None:
-                for tensor, (meta, offset) in views.items():
-                    self._record(storage, tensor, meta, offset)
+                for meta, offset in views.values():
+                    self.record(tracker, storage, meta, offset, -1, -1)
         self._fresh_from = newest
 
     def _written_views(self, number: int, tracker: Tracker) -> dict[int, tuple[int, int]]:
@@ -80,14 +81,35 @@ class Digests:
         places.update((tensor, place) for place, tensor in (tracker.views or {}).items())
         return {tensor: places[tensor] for tensor in sorted(written)}
 
-    def _record(self, storage: torch.UntypedStorage, tensor: int, meta: int, offset: int) -> None:
-        digest = self.of_view(storage, self._metas.params[meta], offset)
+    def record(
+        self, tracker: Tracker, storage: torch.UntypedStorage, meta: int, offset: int, of: int, result: int
+    ) -> None:
+        """Record the digest of a view, where it has one: as a result of the op `of`, or (-1, -1) as a live tensor."""
+        tensor, digest = self.of_view(tracker, storage, meta, offset)
         if digest is not None:
-            self._records.digest(tensor, -1, -1, digest)
+            self._records.digest(tensor, of, result, digest)
+
+    def of_view(
+        self, tracker: Tracker, storage: torch.UntypedStorage, meta: int, offset: int
+    ) -> tuple[int, TensorDigest | None]:
+        """(tensor id, digest) of a view; no digest where it has none (no bytes, bytes freed, packed dtype).
+
+        Where it is far larger than its storage, because it is expanded, the tensor is one that has each of its elements
+        once. Overlapping views of that kind have no digest.
+        """
+        params = self._metas.params[meta]
+        tensor = self._storages.view(tracker, meta, offset, params.item)
+        largest = max(storage.nbytes(), _REPEATED_BYTES)
+        if params.elements * params.item > largest:
+            meta = self._metas.once(meta, storage.device)
+            params = self._metas.params[meta]
+            if params.elements * params.item > largest:
+                return tensor, None
+            tensor = self._storages.view(tracker, meta, offset, params.item)
+        return tensor, self._digest(storage, params, offset)
 
     @staticmethod
-    def of_view(storage: torch.UntypedStorage, params: MetaParams, offset: int) -> TensorDigest | None:
-        """The digest of a view; None where it has none (no bytes, bytes freed, packed dtype)."""
+    def _digest(storage: torch.UntypedStorage, params: MetaParams, offset: int) -> TensorDigest | None:
         if storage.device.type == "meta" or params.flags & TensorFlag.zero:
             return None
         region = params.region(offset)

@@ -177,7 +177,10 @@ def _show(error: BaseException) -> None:
     """Show an uncaught exception without our own frames, through the program's `sys.excepthook` if it has set one."""
     error.__traceback__ = trace = _without_ours(error.__traceback__)
     sys.last_type, sys.last_value, sys.last_traceback = type(error), error, trace
-    sys.last_exc = error  # type: ignore[attr-defined]  # Python 3.12 and later
+    if sys.version_info >= (3, 12):
+        # Where the interpreter has no such name it does not clear it either before it takes the program's globals away,
+        # which the finalizers of what the traceback holds need.
+        sys.last_exc = error
     try:
         sys.excepthook(type(error), error, trace)
     except BaseException as second:

@@ -25,6 +25,7 @@ from replayfmt.errors import CaptureFailed
 from replayfmt.pytorch.opaque_results import OpaqueResults
 
 from .children import AfterFork
+from .construction import Construction
 from .core import Core
 from .declared_work import DeclaredWork
 from .external_files import DIGESTING
@@ -58,7 +59,7 @@ class Recorder:
         self.options = options or CaptureOptions()
         self._core: Core | None = None
         self._mode: RecordingMode | None = None
-        self._patches: list[Hooks | HostReads | WholeComposites | DeclaredWork] = []
+        self._patches: list[Hooks | HostReads | WholeComposites | DeclaredWork | Construction] = []
         self._after_fork: AfterFork | None = None
         self._thread: int = 0
         self._flusher: threading.Thread | None = None
@@ -95,7 +96,8 @@ class Recorder:
         self._thread = threading.get_ident()
         self._after_fork = AfterFork(self.disable_after_fork)
         self._patches = [
-            Hooks(self, self.options.compiled), HostReads(self), WholeComposites(self), DeclaredWork(self, self._core)
+            Hooks(self, self.options.compiled), HostReads(self), Construction(self), WholeComposites(self),
+            DeclaredWork(self, self._core),
         ]
         for patches in self._patches:
             patches.install()

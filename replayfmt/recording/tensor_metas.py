@@ -55,6 +55,14 @@ class TensorMetas:
         number = self.ids.get(key)
         return self._add(key) if number is None else number
 
+    def once(self, meta: int, device: torch.device) -> int:
+        """The meta id of the view that has each element of an expanded one once: repeated dimensions have size 1."""
+        params = self.params[meta]
+        sizes = [size if stride else min(size, 1) for size, stride in zip(params.sizes, params.strides, strict=True)]
+        key = (params.dtype, torch.Size(sizes), params.strides, device, int(params.flags))
+        number = self.ids.get(key)
+        return self._add(key) if number is None else number
+
     def _add(self, key: Key) -> int:
         dtype, sizes, strides, device, bits = key
         flags = TensorFlag(bits)

@@ -30,6 +30,10 @@ def fail(depth):
 def child(queue):
     queue.put((__name__, sys.argv, type(Picklable()).__module__))
 
+class Last:
+    def __del__(self):
+        print("finalized", __name__, sys is not None)
+
 def later():
     threading.main_thread().join()
     print("thread done")
@@ -47,6 +51,10 @@ def main(what):
         fail(0)
     if what == "broken hook":
         sys.excepthook = lambda *_: 1 / 0
+        fail(0)
+    if what == "finalizers":
+        local = globals()["kept"] = Last()
+        local.other = Last()
         fail(0)
     if what == "interrupt":
         raise KeyboardInterrupt
@@ -71,8 +79,8 @@ if __name__ == "__main__":
     main(sys.argv[1])
 '''
 
-CASES = ["return", "raise", "hook", "broken hook", "exit 0", "exit 3", "exit None", "exit 'a message'", "exit 256 + 4",
-         "exit True", "os._exit", "at exit", "closed", "spawn"]
+CASES = ["return", "raise", "hook", "broken hook", "finalizers", "exit 0", "exit 3", "exit None",
+         "exit 'a message'", "exit 256 + 4", "exit True", "os._exit", "at exit", "closed", "spawn"]
 
 
 @pytest.fixture

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import resource
 import threading
 import traceback
 import warnings
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 from torch.overrides import TorchFunctionMode
+
+from replayfmt.format.codes import RecordKind
 
 from .conftest import Capture
 
@@ -95,7 +100,36 @@ def awkward_subclass() -> Any:
     return [torch.add(x, number).sum().item() for number in range(4)]
 
 
-PROGRAMS = [lazy_modules, logging_subclass, strict_subclass, function_mode, awkward_subclass]
+def own_classes() -> Any:
+    """Classes of the program's own, constructed as `torch.Tensor` is."""
+
+    class Plain(torch.Tensor):
+        pass
+
+    class Tagged(torch.Tensor):
+        @staticmethod
+        def __new__(cls, values: Any, tag: str) -> Any:
+            made = super().__new__(cls, values)
+            made.tag = tag
+            return made
+
+    class Weight(torch.nn.Parameter):
+        pass
+
+    source = torch.ones(3, requires_grad=True)
+    made = [Plain([1.0, 2.0]), Plain(source), Plain(np.ones(2)), Plain(torch.ones(2).untyped_storage()),
+            Tagged([3.0], "a"), Weight(torch.ones(2)), torch.Tensor([4.0]), torch.FloatTensor([5.0])]
+    filled = Plain(2, 3).fill_(6.0)
+    (made[1] * 2).sum().backward()
+    with pytest.raises(TypeError):
+        Plain("no tensor")
+    bias = [torch.nn.functional.scaled_dot_product_attention(*[torch.ones(1, 2, 4, 8)] * 3, attn_mask=mask).sum().item()
+            for mask in (causal_lower_right(4, 4), causal_upper_left(4, 4))]
+    return [[(type(x).__name__, (x + 1).tolist()) for x in (*made, filled)], made[4].tag, source.grad.tolist(),
+            type(Plain().data).__name__, bias]
+
+
+PROGRAMS = [own_classes, lazy_modules, logging_subclass, strict_subclass, function_mode, awkward_subclass]
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
@@ -108,6 +142,52 @@ def test_classes_of_the_program_see_what_they_see_without_a_capture(capture: Cap
         assert captured.returned == expected
         assert captured.unsupported() == {}
     captured.replays()
+
+
+def test_the_constructor_of_tensors_is_put_back(capture: Capture) -> None:
+    capture(own_classes)
+    assert "__new__" not in vars(torch.Tensor)
+    assert torch.Tensor.__new__ is torch._C.TensorBase.__new__
+
+
+class Constructed(torch.Tensor):
+    @staticmethod
+    def __new__(cls, source: torch.Tensor) -> Any:
+        return super().__new__(cls, source)
+
+
+def test_dynamo_traces_the_constructor_under_a_capture_and_after_it(capture: Capture) -> None:
+    def program() -> str:
+        torch._dynamo.reset()
+        compiled = torch.compile(lambda x: Constructed(x) + 1, fullgraph=True, backend="eager")
+        return type(compiled(torch.ones(2))).__name__
+
+    assert [capture(program).returned, program(), capture(program).returned] == ["Constructed"] * 3
+
+
+def expanded() -> list[torch.Tensor]:
+    """A terabyte and more of elements on some bytes: only their metadata exists."""
+    far = (1_000_000, 1_000_000)
+    filled = torch.empty(1)
+    filled.fill_(3.0)
+    wide = [torch.ones(1).expand(far), torch.arange(1000.0)[:, None].expand(1000, 10**9), filled.expand(far),
+            torch.empty_strided(far, (0, 0)), torch.zeros(3).exp().expand(10**12, 3)]
+    assert wide[1].numpy().shape == (1000, 10**9)
+    windows = torch.arange(2_000_000.0).unfold(0, 1_000_000, 1)
+    return [*(tensor.t() for tensor in wide), windows, torch.arange(4.0)[:, None].expand(4, 2)]
+
+
+@pytest.mark.parametrize("digests", ["live", "ops"])
+def test_a_view_that_repeats_its_memory_is_digested_once(capture: Capture, digests: str) -> None:
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    captured = capture(expanded, digests=digests)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1 << 20  # KiB: nothing near its size
+    assert captured.unsupported() == {}
+    captured.replays()
+    digested = {record.argument("elements") for record in captured.records(RecordKind.digest)}
+    assert max(digested) == 2_000_000
+    if digests == "ops":
+        assert {1, 3, 1000, 8} < digested
 
 
 def shown(work: Program) -> str:
