@@ -33,6 +33,7 @@ _NEW_KEYS = ("k", "k_new")
 _LONGEST = ("max_seq_len", "max_context_len", "max_seqlen_k", "max_seq_len_k", "max_kv_len")
 _BLOCK_SIZES = ("block_size", "page_size")
 _LAYOUTS = ("layout", "kv_layout", "kv_layout_code")
+_HEADS_FIRST = ("_C::cpu_attention", "_C::cpu_attn")     # operators whose caches always have heads before tokens
 _ALL = (*TABLES, *LENGTHS, *QUERY_STARTS, *KEY_STARTS, *PAGE_STARTS, *PAGES, *LAST_PAGES)
 
 
@@ -57,7 +58,8 @@ def cache_shape(request: Request, names: Iterable[str] = (*CACHES, *_KEYS)) -> t
         return sizes[0], sizes[1] if joint else 1
     if len(sizes) == 5 and not joint:
         return sizes[0], sizes[3]
-    heads_first = any(request.call.arguments.get(each) in (1, "HND") for each in _LAYOUTS)
+    heads_first = request.call.name.startswith(_HEADS_FIRST) or any(
+        request.call.arguments.get(each) in (1, "HND") for each in _LAYOUTS)
     return sizes[0], sizes[len(sizes) - (2 if heads_first else 3)]
 
 

@@ -11,6 +11,7 @@ from replayfmt.errors import UsageError
 
 from .attention import PAGED_ATTENTION
 from .caches import CACHE_INDICES, POSITIONS, SLOT_MAPPING
+from .cpu_engines import CPU_ENGINES
 from .demands import Role
 from .experts import EXPERT_IDS, EXPERT_WEIGHTS, OPTION, SORTED_EXPERTS, parse_routing
 from .floats import DEFAULT_MEAN, DEFAULT_STD, FLOATS, synthesize
@@ -100,6 +101,7 @@ def check_option(name: str, value: str) -> None:
 
 BUILT_IN: tuple[Initializer, ...] = (
     PAGED_ATTENTION,
+    *CPU_ENGINES,
     PACKED_ATTENTION,
     SLOT_MAPPING,
     CACHE_INDICES,
