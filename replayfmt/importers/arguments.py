@@ -76,8 +76,16 @@ class DefaultGenerator:
     device: str | None = None
 
 
+class ReturnedStorage(Enum):
+    """A storage that a trace does not name: that of the tensor which the operator returns on it."""
+
+    it = "the storage of what is returned"
+
+
+RETURNED_STORAGE = ReturnedStorage.it
+
 # What an argument may be once it is bound: None, bool, int, float, complex, str, DType, Layout, MemoryFormat,
-# DeviceName, DefaultGenerator, TensorSpec, or a list of these.
+# DeviceName, DefaultGenerator, ReturnedStorage, TensorSpec, or a list of these.
 Bound = Any
 
 
@@ -377,6 +385,8 @@ def _decode_scalar(base: str, recorded: Recorded) -> Any:
             return DeviceName(value)
         if base == "Generator":
             return DefaultGenerator()
+        if base == "Storage":
+            return RETURNED_STORAGE
         if base in ("ScalarType", "Layout", "MemoryFormat"):
             found = {"ScalarType": dtype_of, "Layout": layout_of, "MemoryFormat": memory_format_of}[base](value)
             return _WRONG if found is None else found

@@ -30,7 +30,7 @@ from .operators import Operators
 from .portable import REWRITES, Portable
 from .report import ImportReport
 from .synthesis import ImportedSession, Moment, imported_session
-from .trace_files import Progress
+from .trace_files import Progress, others_note
 
 KIND = "execution-trace"
 _PASSES = 3
@@ -86,7 +86,7 @@ def import_execution_trace(path: str | PathLike[str], out: str | PathLike[str], 
 def _finish(report: ImportReport, trace: _Trace, selection: Selection) -> None:
     report.counts["nodes"] = trace.nodes_read
     if trace.member:
-        report.notes.append(f"of the archive, {trace.member} was read, its first JSON file")
+        report.notes.append(others_note(trace.path, trace.member))
     if selection.dropped:
         report.notes.append(f"no work, left out: {_most(selection.dropped)}")
     if trace.version < (1, 1, 1):

@@ -148,7 +148,7 @@ class MemoryMap:
             elif address in self._live and (address in old or not known):
                 live = self._live[address]
             else:
-                live = fresh[address] = self._live[address] = self._new(tensor.device, made=True)
+                live = fresh[address] = self._live[address] = self._new(tensor.device, made=known)
                 live.blank = blank
                 self._empty.pop(address, None)
             live.returned = True

@@ -122,6 +122,36 @@ def node_of(row: Any) -> TraceNode:
         raise ValueError(f"{type(error).__name__}: {error}: {json.dumps(row)[:80]}") from None
 
 
+def communication(node: TraceNode) -> Mapping[str, Any]:
+    """What a `record_param_comms` node says of its collective: `collective_name`, `dtype`, `in_msg_nelems`,
+    `out_msg_nelems`, `pg_name`, `pg_desc`, `pg_size`, as far as it does. Empty where it says nothing.
+
+    Schemas before 1.1.0 have no attributes for it, but the function's inputs: tensors (not those that only wait), a
+    sequence number, the group (a number, from 1.0.3 on a name and a description), the rank, the collective's name, the
+    splits of what goes in and out, and from 1.0.3 on the group's first rank, stride and size.
+    """
+    if "collective_name" in node.attributes:
+        return node.attributes
+    values, kinds = node.inputs.values, node.inputs.types
+    place = next((place for place, kind in enumerate(kinds) if kind == "String"), 0)
+    if place < 3 or place >= len(values):
+        return {}
+    group, splits = values[place - 2], [each for each in values[place + 1 : place + 3] if isinstance(each, list)]
+    facts: dict[str, Any] = {"collective_name": str(values[place])}
+    if isinstance(group, list) and len(group) == 2:
+        facts |= {"pg_name": str(group[0]), "pg_desc": str(group[1])}
+    elif isinstance(group, int):
+        facts["pg_name"] = str(group)
+    given = [tensor for position, tensor in node.inputs.tensors if position < place]
+    if given:
+        facts |= {"dtype": given[0].type_name, "in_msg_nelems": sum(tensor.elements for tensor in given)}
+    returned = [tensor for _position, tensor in node.outputs.tensors]
+    if returned:
+        facts["out_msg_nelems"] = sum(tensor.elements for tensor in returned)
+    size = values[place + 5] if place + 5 < len(values) else max(map(len, splits), default=0)
+    return facts | {"pg_size": size} if isinstance(size, int) and size > 0 else facts
+
+
 def _number(value: Any) -> int:
     """An id. Raises ValueError where it is none."""
     if type(value) is not int or not 0 <= value < _LIMIT:
@@ -259,7 +289,7 @@ def _text(value: str, kind: str) -> Recorded:
         return NOTHING
     if kind == "Double" and value.lower() in _REAL_WORDS:
         return Recorded(Form.number, _REAL_WORDS[value.lower()], shown=value)
-    if kind in ("String", "Device"):
+    if kind in ("String", "Device", "Storage"):
         return Recorded(Form.text, value, shown=value)
     # "<Generator>", "<Object>", "<ComplexDouble>": the observer prints the kind of such values, not the value.
     return Recorded(Form.unrecorded if kind == "Generator" else Form.truncated, shown=value)

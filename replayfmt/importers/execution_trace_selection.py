@@ -21,7 +21,7 @@ import torch
 from replayfmt.errors import InvalidCapture
 
 from .execution_trace_copies import KeptCopies
-from .execution_trace_nodes import USER_SCOPE, TraceNode, operator_name
+from .execution_trace_nodes import USER_SCOPE, TraceNode, communication, operator_name
 from .operators import COMPILED_CODE
 
 
@@ -34,11 +34,12 @@ class Kind(IntEnum):
     collective = 3
     triton = 4
     hidden = 5          # no operator, took tensors: whatever it did with them left no trace
-    idle = 6            # waiting for a collective; operators on meta tensors, which have no memory
+    idle = 6            # waiting for a collective, telling the allocator; operators on tensors without memory (meta)
     compiled = 7        # a call of compiled code: contains what operators it calls
 
 
 # Operators that choose a backend and do nothing else: what they called was chosen by the traced machine.
+_NO_WORK = frozenset({"aten::record_stream"})       # tells the allocator which stream uses memory
 _SWITCHES = frozenset({"aten::convolution", "aten::_convolution", "aten::convolution_overrideable"})
 _COLLECTIVE_NAMESPACES = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional"})
 _OPERATOR = re.compile(r"\w+::\w+(\.\w+)?\Z", re.ASCII)
@@ -70,8 +71,10 @@ def kind_of(node: TraceNode) -> Kind:
     if node.kernel_backend == "triton" or (node.kernel_file and not node.schema):
         return Kind.triton
     if node.name == "record_param_comms":
-        return Kind.idle if node.attributes.get("collective_name") == "wait" else Kind.collective
+        return Kind.idle if communication(node).get("collective_name") in ("wait", "init") else Kind.collective
     if node.schema:
+        if operator_name(node.schema)[0] in _NO_WORK:
+            return Kind.idle
         namespace = node.schema.partition("::")[0]
         tensors = [tensor for _position, tensor in (*node.inputs.tensors, *node.outputs.tensors)]
         if tensors and all(tensor.device == "meta" for tensor in tensors):

@@ -14,11 +14,11 @@ from typing import Any
 from replayfmt.format.codes import DType, Layout, StorageOrigin, TensorFlag
 from replayfmt.format.model import TensorMeta
 
-from .arguments import DeviceName, TensorSpec
+from .arguments import RETURNED_STORAGE, DeviceName, TensorSpec
 from .execution_trace_calls import Calls, Step
 from .execution_trace_content import TracedContent
 from .execution_trace_memory import Placed, like_number
-from .execution_trace_nodes import TracedTensor, TraceNode, Values, traced_tensor
+from .execution_trace_nodes import TracedTensor, TraceNode, Values, communication, traced_tensor
 from .execution_trace_selection import Kind
 from .portable import Portable
 from .report import Entry, ImportReport
@@ -47,8 +47,8 @@ class GraphWriter:
 
     def inside(self, node: TraceNode) -> None:
         """A node within a chosen one: the description of a collective comes before the operator that made it."""
-        if node.name == "record_param_comms":
-            self._communication[node.thread] = node
+        if node.name == "record_param_comms" and communication(node):
+            self._communication.setdefault(node.thread, node)     # the innermost: it ends first
 
     def write(self, step: Step, scope: int, within: tuple[str, ...] = ()) -> None:
         """The next chosen node, inside a scope; `within` names what else is around it."""
@@ -64,6 +64,7 @@ class GraphWriter:
             self._unsupported(step, moment, "compiled_region", _COMPILED)
         else:
             self._unsupported(step, moment, "unknown_work", _NO_OPERATOR)
+        self._communication.pop(step.node.thread, None)
         memory = self._calls.memory
         for placed in (*step.given.values(), *step.returned.values()):
             if memory.allocations.last[placed.allocation] <= memory.steps:
@@ -87,6 +88,9 @@ class GraphWriter:
             arguments = [(name, self._value(step, value)) for name, value in binding.arguments]
             results = self._results(step)
             self._enter(step, moment)
+            for each in arguments:
+                if isinstance(each[1], Storage):
+                    self._capture.enter(each[1], moment)
             assumed += self._told
             note: dict[str, Any] = {"import": "inferred" if assumed else "exact", **self._around}
             kernel = choice.operator.kernel()
@@ -131,7 +135,16 @@ class GraphWriter:
             return [self._value(step, each) for each in value]
         if isinstance(value, DeviceName) and value.name is None:
             raise ValueError("a device argument whose device is not recorded")
+        if value is RETURNED_STORAGE:
+            return self._returned_storage(step)
         return value
+
+    def _returned_storage(self, step: Step) -> Storage:
+        """What a storage argument is: operators that take one return a tensor on it."""
+        placed = next(iter(step.returned.values()), None)
+        if placed is None:
+            raise ValueError("a storage argument of an operator that returns no tensor")
+        return self._storage(placed.allocation, self._capture.device(placed.tensor.device))
 
     def _tensor(self, spec: TensorSpec) -> Tensor:
         if spec.dtype is None or spec.sizes is None or spec.strides is None:
@@ -219,7 +232,7 @@ class GraphWriter:
 
     def _collective(self, step: Step, moment: Moment) -> None:
         node = step.node
-        described = node if node.name == "record_param_comms" else self._communication.pop(node.thread, None)
+        described = node if node.name == "record_param_comms" else self._communication.get(node.thread)
         facts = _Communication(described, self._groups)
         tensors = [self._placed(each) for each in step.returned.values() or step.given.values()]
         if self._portable is not None and facts.alone and tensors:
@@ -252,13 +265,13 @@ class _Communication:
     """What `record_param_comms` says of a collective. `alone`: its group has one rank."""
 
     def __init__(self, node: TraceNode | None, groups: Mapping[str, Mapping[str, Any]]) -> None:
-        facts = node.attributes if node is not None else {}
+        facts = communication(node) if node is not None else {}
         name = str(facts.get("pg_name", ""))
         group = groups.get(name, {})
         size = facts.get("pg_size", group.get("group_size"))
         self.alone = size == 1
         self.row: dict[str, Any] = {}
-        if node is None or "collective_name" not in facts:
+        if not facts:
             self.text = "a collective of which the trace has no description"
             return
         self.row = {"name": facts["collective_name"], "dtype": facts.get("dtype"),

@@ -30,7 +30,7 @@ from .operators import Operators, without_overload
 from .portable import Portable
 from .report import ImportReport
 from .synthesis import ImportedSession, imported_session
-from .trace_files import Progress, TraceFile
+from .trace_files import Progress, TraceFile, others_note
 
 _MOST_RANKS = 1 << 24
 _MOST_DEVICES = 1 << 16
@@ -40,13 +40,14 @@ _IDLE = frozenset({
     "aten::empty", "aten::empty_strided", "aten::empty_like", "aten::new_empty", "aten::new_empty_strided",
     "aten::empty_quantized", "aten::resize_", "aten::resize_as_", "aten::set_", "aten::result_type",
     "aten::is_nonzero", "aten::lift_fresh", "aten::lift", "aten::resolve_conj", "aten::resolve_neg",
-    "aten::record_stream", "aten::is_same_size", "aten::_has_compatible_shallow_copy_type", "aten::is_pinned",
+    "aten::is_same_size", "aten::_has_compatible_shallow_copy_type", "aten::is_pinned",
     "aten::sym_size", "aten::size", "aten::stride", "aten::output_nr", "aten::_version", "aten::requires_grad_",
     "aten::can_cast", "aten::numel", "aten::dim",
     # In place, and still no more than another view on the same memory.
     "aten::as_strided_", "aten::detach_", "aten::transpose_", "aten::t_", "aten::squeeze_", "aten::unsqueeze_",
     "aten::swapaxes_", "aten::swapdims_",
 })
+_NO_WORK = frozenset({"aten::record_stream"})       # tells the allocator which stream uses memory
 # Composites for the dispatcher that compute outside of the operators they call, whatever those do.
 _COMPUTING = frozenset({"aten::mkldnn_convolution", "aten::convolution_backward"})
 # Operators that only fill or copy memory: beside what they prepare, the work of a convolution is its own.
@@ -102,6 +103,8 @@ def import_kineto(path: str | PathLike[str], out: str | PathLike[str], *, librar
                             + ("; level leaf takes operators by what they are, without their kernels"
                                if level == "launching" and events.ops.start else ""))
     report = ImportReport(Path(path).name, "kineto", problems=_problems(stream, events))
+    if stream.member:
+        report.notes.append(others_note(path, stream.member))
     _count(report, events, tree, selection, facts, level)
     trace = Trace(events, tree, selection, facts, Calls(operators, events.kinds), devices(events, report),
                   options.unique, Portable() if options.rewrite == "portable" else None, level)
@@ -125,7 +128,7 @@ def _facts(kind: OpKind, operators: Operators) -> Facts:
         return Facts(Role.annotation)
     if name == "record_param_comms" or name.startswith(_COLLECTIVE):
         return Facts(Role.collective)
-    if not OPERATOR_NAME.match(name) or name.startswith("torch::autograd::"):
+    if not OPERATOR_NAME.match(name) or name.startswith("torch::autograd::") or name in _NO_WORK:
         return Facts(Role.wrapper)
     candidates = [each for each in operators.candidates(kind.name)[0] if each.dispatched]
     if not candidates:

@@ -124,7 +124,8 @@ class ImportedSession:
     def op(self, kernel: Kernel, arguments: Sequence[tuple[str, Any]], results: Sequence[Any] | None = None,
            moment: Moment = Moment(), annotation: Mapping[str, Any] | None = None) -> int:
         """Record one call; returns its ordinal. Argument values are None, bool, int, float, complex, str, DType,
-        Layout, MemoryFormat, DeviceName, DefaultGenerator, Tensor, and lists and tuples of these.
+        Layout, MemoryFormat, DeviceName, DefaultGenerator, Tensor, Storage (entered already), and lists and tuples of
+        these.
 
         `results` are values likewise, one for each that the operator returns; None: they are not known, then none are
         recorded. A storage whose origin is not `op` is brought in before the first record that uses it; one that first

@@ -21,6 +21,7 @@ from replayfmt.errors import CaptureNotFound, InvalidCapture
 
 Progress = Callable[[int, int], None]     # bytes of the file read so far, and its length
 _BLOCK_BYTES = 1 << 20
+_SHOWN_NAMES = 16
 _LONGEST_HEADER = 1 << 20       # of a tar member: names and attributes
 _CUT = (EOFError, zlib.error, gzip.BadGzipFile, tarfile.TarError, zipfile.BadZipFile, OSError)
 
@@ -169,6 +170,36 @@ class TraceFile:
 
     def __exit__(self, *_exception: Any) -> None:
         self.close()
+
+
+def others_note(path: str | PathLike[str], member: str) -> str:
+    """A sentence on which file of an archive was read and which like it were not; "" for a file that is no archive."""
+    if not member:
+        return ""
+    others = [name for name in _names(path) if name.endswith(Path(member).suffix) and name != member
+              and not Path(name).name.startswith(".")]
+    read = f"of the archive, {member} was read, its first JSON file"
+    if not others:
+        return read
+    more = f" and {len(others) - _SHOWN_NAMES} more" if len(others) > _SHOWN_NAMES else ""
+    return f"{read}; not read, unpack them to import each: {', '.join(others[:_SHOWN_NAMES])}{more}"
+
+
+def _names(path: str | PathLike[str]) -> list[str]:
+    """The files of an archive, as far as it can be read."""
+    names: list[str] = []
+    try:
+        if zipfile.is_zipfile(path):
+            with zipfile.ZipFile(path) as archive:
+                return archive.namelist()
+        with open(path, "rb") as raw:
+            packed = raw.read(2) == b"\x1f\x8b"
+            raw.seek(0)
+            stream: Any = _Headers(gzip.GzipFile(fileobj=raw) if packed else raw)  # type: ignore[arg-type]
+            names += (member.name for member in tarfile.open(fileobj=stream, mode="r:") if member.isfile())  # noqa: SIM115
+    except _CUT:
+        pass        # the trace itself was read; what is after it is cut off
+    return names
 
 
 def archive_texts(path: str | PathLike[str], wanted: Callable[[str], bool],

@@ -124,6 +124,9 @@ class NodeMaker:
             return Node(ValueKind.string, name, value)
         if isinstance(value, DeviceName):
             return Node(ValueKind.device, name, self._device_id(value.name))
+        if isinstance(value, Storage):
+            slots.ints.append(value.id)
+            return Node(ValueKind.storage, name)
         if isinstance(value, DefaultGenerator):
             slots.ints.append(self._generator_id(value.device))
             return Node(ValueKind.generator, name)
