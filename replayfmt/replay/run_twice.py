@@ -185,11 +185,11 @@ def _dirty(storages: list[torch.UntypedStorage], fill: int) -> None:
 
 
 def _elements(tensor: torch.Tensor) -> np.ndarray:
-    """The bytes of a strided tensor's elements in row-major order."""
+    """The bytes of a strided tensor's elements in row-major order, copied: what is made contiguous lives no longer."""
     flat = tensor.resolve_conj().resolve_neg().cpu().contiguous()
     start = int(flat.storage_offset()) * flat.element_size()
     content = np.frombuffer(storage_bytes(flat.untyped_storage()), np.uint8)
-    return content[start:start + flat.numel() * flat.element_size()]
+    return content[start:start + flat.numel() * flat.element_size()].copy()
 
 
 def _explained(one: np.ndarray, other: np.ndarray, unequal: np.ndarray) -> str | None:

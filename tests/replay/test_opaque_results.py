@@ -18,6 +18,7 @@ from replayfmt.format.reader import open_capture
 from replayfmt.pytorch.opaque_results import OpaqueResults, OpaqueSpec
 from replayfmt.replay.plan import Plan
 from replayfmt.replay.results import ReplayResult
+from replayfmt.replay.run_twice import _elements
 
 from .conftest import Captured
 from .rewriting import rewrite
@@ -207,3 +208,13 @@ def test_a_capture_whose_policy_is_no_list_of_results_is_invalid(captured: Captu
     path = rewrite(source, tmp_path / "odd.opreplay", session={"policies": {"opaque-results": "\x1b[31m"}})
     with pytest.raises(InvalidCapture, match="policy opaque-results"):
         Plan(path)
+
+
+def test_results_that_are_views_with_gaps_are_compared_by_their_own_bytes() -> None:
+    """Freed memory must not be taken for what a kernel left unwritten, or for addresses."""
+    source = torch.arange(1 << 14, dtype=torch.float32).reshape(128, 128)
+    contents = [_elements(source[:, first:first + 32]) for first in range(96)]
+    others = [torch.full((128 * 32,), -1.0) for _ in range(96)]
+    assert len(others) == 96
+    for first, content in enumerate(contents):
+        assert content.tobytes() == source[:, first:first + 32].numpy().tobytes()
