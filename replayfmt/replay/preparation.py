@@ -25,7 +25,7 @@ from .allowed_imports import AllowedImports
 from .cuts import WindowSize
 from .devices import map_devices, map_generators
 from .external_files import ExternalFiles
-from .facts import Effects, Layout, effects_of, effects_of_missing
+from .facts import Effects, Layout, addresses_of, effects_of, effects_of_missing
 from .findings import Findings
 from .known import KnownContent
 from .overview import Work, count_work, describe
@@ -153,8 +153,12 @@ class Preparation:
     def _opaque_of(self, signature: Signature | None) -> Mapping[int, str]:
         if signature is None or signature.kind is not RecordKind.op:
             return {}
-        kernel = self.reader.kernels[signature.kernel]
-        return self.opaque.of(kernel.name, kernel.overload, len(signature.results))
+        kernel, resolved = self.reader.kernels[signature.kernel], self.kernels[signature.kernel]
+        opaque = self.opaque.of(kernel.name, kernel.overload, len(signature.results))
+        if not isinstance(resolved, ResolvedKernel) or resolved.own:
+            return opaque
+        addresses = addresses_of(Layout(signature), resolved.overload._schema)
+        return {**opaque, **dict.fromkeys(addresses.results, "it is an address")} if addresses else opaque
 
     def writes(self, signature_id: int) -> tuple[int, ...]:
         """The tensor slots that an op of this signature may write, announced or not."""

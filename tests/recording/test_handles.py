@@ -155,3 +155,11 @@ def test_without_content_an_address_is_passed_on_too(capture: Capture) -> None:
     with Plan(captured.path) as plan:
         assert plan.execute().outcome == "ok"
     assert not OBJECTS
+
+
+def test_a_replay_says_that_addresses_are_not_compared(capture: Capture) -> None:
+    captured = capture(_through_an_integer)
+    with Plan(captured.path) as plan:
+        result = plan.execute(verify="bitwise")
+    (opaque,) = result.opaque_results
+    assert (opaque.op, opaque.calls) == ("addresses::make.default", 1) and "address" in opaque.why
