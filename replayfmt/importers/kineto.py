@@ -23,8 +23,9 @@ from replayfmt.pytorch.traced_names import TracedNames
 
 from .json_stream import JsonStream
 from .kineto_calls import Calls, Placement
+from .kineto_captures import capture_windows, captured
 from .kineto_events import OPERATOR_NAME, Events, OpKind, integer
-from .kineto_tree import LEVELS, Facts, Level, Role, Selection, Tree, build, compact, select
+from .kineto_tree import LEVELS, Captured, Facts, Level, Role, Selection, Tree, build, compact, select
 from .kineto_writing import Trace, write
 from .operators import Operators, without_overload
 from .portable import Portable
@@ -93,9 +94,12 @@ def import_kineto(path: str | PathLike[str], out: str | PathLike[str], *, librar
                           for kind in events.ops.kind], bool)
     tree = build(events, annotations, detached, calling)
     level: Level = options.level
+    graphs: Captured | None = None
     if level == "auto":
         level = "launching" if len(events.work.start) else "leaf"
-    selection = select(tree, events.ops.kind, facts, level)
+        windows = capture_windows(events)
+        graphs = captured(events, tree, windows) if windows else None
+    selection = select(tree, events.ops.kind, facts, level, graphs)
     if len(events.work.start) and not len(selection.chosen) and not (tree.work_launch >= 0).any():
         raise CaptureFailed(f"{path}: none of its {len(events.work.start)} kernels and copies can be linked to a "
                             "launch or an operator (no id of theirs, correlation or External id, is one of those), so "
@@ -105,9 +109,12 @@ def import_kineto(path: str | PathLike[str], out: str | PathLike[str], *, librar
     report = ImportReport(Path(path).name, "kineto", problems=_problems(stream, events))
     if stream.member:
         report.notes.append(others_note(path, stream.member))
+    if graphs is not None:
+        report.notes.append(f"{len(windows)} graphs were captured in it, with {len(graphs.launches)} launches, none of "
+                            "which did any work then: there, level leaf chooses the operators that stand for the work")
     _count(report, events, tree, selection, facts, level)
     trace = Trace(events, tree, selection, facts, Calls(operators, events.kinds), devices(events, report),
-                  options.unique, Portable() if options.rewrite == "portable" else None, level)
+                  options.unique, Portable() if options.rewrite == "portable" else None, level, graphs)
     session = imported_session("kineto", Path(path).name, **_session_fields(events, level, options))
     with ImportedSession(out, session, force=force) as writing:
         write(trace, writing, report, on_record)
@@ -222,6 +229,8 @@ def _session_fields(events: Events, level: Level, options: KinetoOptions) -> dic
 def devices(events: Events, report: ImportReport) -> Mapping[int, Device]:
     """The accelerators of the trace by the number its events give them; what is said of each, as far as known."""
     raw = sorted({kind.device for kind in events.work_kinds if 0 <= kind.device < _MOST_DEVICES})
+    # A graph that is captured does no work: launches tell that there is a device.
+    raw = raw or [0] * any("BeginCapture" in name for name in events.launches.names)
     listed = events.metadata.get("deviceProperties")
     properties = {integer(each.get("id")): each for each in (listed if isinstance(listed, list) else ())
                   if isinstance(each, dict) and 0 <= integer(each.get("id")) < _MOST_DEVICES}

@@ -67,13 +67,15 @@ class Ops:
 
 @dataclass
 class Launches:
-    """Calls of a device's runtime. `name` indexes `names`; ids are -1 where there are none."""
+    """Calls of a device's runtime. `name` indexes `names`, `work` what they launch in Events.launch_kinds, -1 where the
+    trace does not say; ids are -1 where there are none."""
 
     start: array = field(default_factory=_q)
     thread: array = field(default_factory=_q)
     correlation: array = field(default_factory=_q)
     external: array = field(default_factory=_q)
     name: array = field(default_factory=_q)
+    work: array = field(default_factory=_q)
     graph: array = field(default_factory=lambda: array("b"))
     names: dict[str, int] = field(default_factory=dict)
 
@@ -126,6 +128,7 @@ class Events:
         self.ops, self.launches, self.work = Ops(), Launches(), DeviceWork()
         self.kinds: list[OpKind] = []
         self.work_kinds: list[WorkKind] = []
+        self.launch_kinds: list[WorkKind] = []
         self.threads: list[tuple[str, str]] = []
         self.metadata: dict[str, Any] = {}
         self.memory_devices: set[int] = set()
@@ -135,6 +138,7 @@ class Events:
         self._begun: dict[tuple[str, str], list[dict[str, Any]]] = {}
         self._kind_ids: dict[Any, int] = {}
         self._work_ids: dict[Any, int] = {}
+        self._launch_ids: dict[WorkKind, int] = {}
         self._thread_ids: dict[tuple[str, str], int] = {}
 
     def read(self, stream: JsonStream) -> Events:
@@ -247,7 +251,19 @@ class Events:
         launches.correlation.append(correlation)
         launches.external.append(external)
         launches.name.append(launches.names.setdefault(name, len(launches.names)))
+        launches.work.append(self._launched(arguments))
         launches.graph.append("graphlaunch" in name.lower())
+
+    def _launched(self, arguments: dict[str, Any]) -> int:
+        """The number of what a launch says that it launches, as ROCm's do."""
+        kernel = arguments.get("kernel")
+        if not isinstance(kernel, str) or not kernel:
+            return -1
+        kind = WorkKind(kernel, "kernel", _triple(arguments.get("grid")), _triple(arguments.get("block")), -1, -1)
+        number = self._launch_ids.setdefault(kind, len(self.launch_kinds))
+        if number == len(self.launch_kinds):
+            self.launch_kinds.append(kind)
+        return number
 
     def _work(self, event: dict[str, Any], category: str) -> None:
         arguments = event.get("args") or {}

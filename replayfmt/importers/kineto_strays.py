@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from .kineto_events import Events
-from .kineto_tree import Tree
+from .kineto_tree import Captured, Tree
 from .operators import COMPILED_CODE
 from .report import ImportReport
 
@@ -63,6 +63,18 @@ def unclaimed_work(events: Events, tree: Tree, work_of: np.ndarray, report: Impo
         else:
             reason = "triton_launch" if names[0].startswith("triton_") else "outside_operator"
             yield Stray(names[0], reason, "launched by no operator that the trace shows", *place, work=work)
+
+
+def captured_outside(events: Events, tree: Tree, captured: Captured) -> Iterator[Stray]:
+    """Launches that were captured into a graph while no operator ran."""
+    launches, names = events.launches, list(events.launches.names)
+    for launch in captured.launches.tolist():
+        if tree.launch_op[launch] < 0:
+            work = launches.work[launch]
+            name = names[launches.name[launch]] if work < 0 else events.launch_kinds[work].name
+            reason = "triton_launch" if name.startswith("triton_") else "outside_operator"
+            yield Stray(name, reason, "launched by no operator that the trace shows, into a graph",
+                        launches.start[launch], launches.thread[launch], int(tree.launch_scope[launch]))
 
 
 def compiled_regions(events: Events, tree: Tree) -> Iterator[Stray]:

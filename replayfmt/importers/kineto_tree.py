@@ -172,17 +172,34 @@ class Selection:
     stands_in: np.ndarray
 
 
-def select(tree: Tree, kinds: Sequence[int], facts: Sequence[Facts], level: Level) -> Selection:
-    """Choose events by `level`, which must not be `auto`. `kinds` gives each event's kind, `facts` what kinds are."""
+@dataclass(frozen=True)
+class Captured:
+    """What was captured into a graph: a mask of the operator events, and the launches, none of which did any work."""
+
+    ops: np.ndarray
+    launches: np.ndarray
+
+
+def select(tree: Tree, kinds: Sequence[int], facts: Sequence[Facts], level: Level,
+           captured: Captured | None = None) -> Selection:
+    """Choose events by `level`, which must not be `auto`. `kinds` gives each event's kind, `facts` what kinds are. Of
+    what was captured into a graph the leaves are taken in the place of what launched work."""
     order, parents = compact(tree.order), compact(tree.parent)
     roles = bytes(facts[kind].role for kind in kinds)
     direct = np.zeros(len(parents), bool)
     direct[tree.work_op[tree.work_op >= 0]] = True
+    if captured is not None:
+        launching = tree.launch_op[captured.launches]
+        direct[launching[launching >= 0]] = True
     if level == "root":
         wanted = bytearray(role in (Role.operator, Role.unknown, Role.collective) for role in roles)
         _add_stranded(wanted, direct.tobytes(), order, parents)
     elif level == "launching":
         wanted = _launching(order, parents, roles, direct)
+        if captured is not None:
+            leaves = _leaves(order, parents, direct.tobytes(), kinds, facts)
+            for index in np.flatnonzero(captured.ops).tolist():
+                wanted[index] = leaves[index]
     else:
         wanted = _leaves(order, parents, direct.tobytes(), kinds, facts)
     for index in _outermost_collectives(order, parents, roles):

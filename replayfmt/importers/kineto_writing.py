@@ -17,8 +17,8 @@ from .kineto_arguments import has_lists, read_arguments, signature_text
 from .kineto_calls import Call, Calls, Hints, Placement
 from .kineto_events import Events, OpKind
 from .kineto_scopes import Scopes
-from .kineto_strays import Stray, compiled_regions, unclaimed_work
-from .kineto_tree import Facts, Level, Role, Selection, Tree, compact
+from .kineto_strays import Stray, captured_outside, compiled_regions, unclaimed_work
+from .kineto_tree import Captured, Facts, Level, Role, Selection, Tree, compact
 from .portable import Portable
 from .report import Entry, ImportReport
 from .results import realize
@@ -46,6 +46,7 @@ class Trace:
     unique: bool
     portable: Portable | None
     level: Level
+    captured: Captured | None = None
 
 
 @dataclass
@@ -83,7 +84,15 @@ class _Writing:
         self._scopes = Scopes(self.events, self.tree, trace.facts, session)
         for device in trace.devices.values():
             session.device(str(device), device)
+        self._on_graph = self._stand_for_nodes()
         self._default_device = str(next(iter(trace.devices.values()))) if trace.devices else "cpu"
+
+    def _stand_for_nodes(self) -> set[int]:
+        """The chosen events that stand for nodes of a graph that was captured."""
+        if self.trace.captured is None:
+            return set()
+        launching = self.tree.launch_op[self.trace.captured.launches]
+        return set(self.trace.selection.stands_in[launching[launching >= 0]].tolist())
 
     # ------------------------------------------------------------------------------------------------------------ order
 
@@ -160,8 +169,8 @@ class _Writing:
         kinds = [self.events.work_kinds[self.events.work.kind[each]] for each in work]
         numbers = [kind.device for kind in kinds if kind.device in self.trace.devices]
         if not numbers:
-            works = self.trace.facts[self.events.ops.kind[index]].works
-            return Placement("cpu" if works else self._default_device)
+            on_host = self.trace.facts[self.events.ops.kind[index]].works and index not in self._on_graph
+            return Placement("cpu" if on_host else self._default_device)
         names = [kind.name for kind in kinds if "memcpy" in kind.category]
         return Placement(str(self.trace.devices[numbers[0]]), any(_UPLOAD.search(name) for name in names),
                          any(_DOWNLOAD.search(name) for name in names))
@@ -329,6 +338,8 @@ class _Writing:
     def _strays(self) -> list[list[Stray]]:
         """Work that no operator stands for; with `unique` those that are alike together."""
         strays = [*unclaimed_work(self.events, self.tree, self._work_of, self.report)]
+        if self.trace.captured is not None:
+            strays += captured_outside(self.events, self.tree, self.trace.captured)
         if self.trace.level != "launching":
             strays += compiled_regions(self.events, self.tree)
         if not self.trace.unique:
