@@ -78,6 +78,14 @@ def replay_options(function: Callable[..., Any]) -> Callable[..., Any]:
     return bundled
 
 
+_PLURALS = {"allow_imports": "allow-import", "op_libraries": "op-library", "opaque_results": "opaque-result"}
+
+
+def flag_of(name: str) -> str:
+    """The flag that a field of ReplayFlags is the value of."""
+    return f"--{_PLURALS.get(name) or name.replace('_', '-')}"
+
+
 @dataclass(frozen=True)
 class ReplayFlags:
     """What the flags of `replay_options` said."""
@@ -94,6 +102,14 @@ class ReplayFlags:
     allow_imports: tuple[str, ...]
     op_libraries: tuple[str, ...]
     opaque_results: tuple[str, ...]
+
+    def arguments(self) -> list[str]:
+        """The flags again, as on a command line."""
+        found: list[str] = []
+        for name, value in vars(self).items():
+            values = value if isinstance(value, tuple) else () if value in (None, False) else (value,)
+            found += [flag_of(name) if each is True else f"{flag_of(name)}={each}" for each in values]
+        return found
 
     def plan(self, path: str, *, keep_going: bool = False) -> Plan:
         """The plan for a capture. Raises what opening and planning raise, before anything runs."""

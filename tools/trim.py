@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import getpass
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import click
 
 from replayfmt.errors import UsageError
 from replayfmt.format.reader import open_capture
 from replayfmt.trim.selection import Wanted
-from replayfmt.trim.trimming import Prediction, TrimResult, strip_capture, trim_capture, used_remaps
+from replayfmt.trim.trimming import Checked, Prediction, TrimResult, Verify, strip_capture, trim_capture, used_remaps
 
+from .check_apart import check_apart
 from .command import reader_may_leave, run_tool, say, tool
 from .progress import record_bar
-from .replay_flags import ReplayFlags, replay_options
-
-if TYPE_CHECKING:
-    from replayfmt.replay.plan import Plan
+from .replay_flags import ReplayFlags, flag_of, replay_options
 
 
 @tool("opreplay-trim")
@@ -78,10 +75,10 @@ def cli(capture: str, out: str | None, ops: str | None, scopes: tuple[str, ...],
 
 def _replays_nothing(flags: ReplayFlags, why: str) -> None:
     """Refuse flags that say how to replay where nothing is replayed."""
-    given = [name.removesuffix("s").replace("_", "-") for name, value in vars(flags).items()
+    given = [flag_of(name) for name, value in vars(flags).items()
              if value and name != "allow_incomplete" and (name, value) != ("verify", "auto")]
     if given:
-        raise UsageError(f"{why} replays nothing: leave --{', --'.join(given)} out")
+        raise UsageError(f"{why} replays nothing: leave {', '.join(given)} out")
 
 
 def _strip(capture: str, out: str, wanted: Wanted, force: bool, flags: ReplayFlags) -> None:
@@ -98,10 +95,11 @@ def _user() -> tuple[str, ...]:
 
 
 def _trim(capture: str, out: str, wanted: Wanted, force: bool, flags: ReplayFlags) -> None:
-    def check(path: str) -> Plan:
+    def check(path: str, verify: Verify) -> Checked:
         with open_capture(path) as reader:
             remaps = used_remaps(reader, flags.replay_file_remap)
-        return replace(flags, replay_file_remap=remaps).plan(path)
+        # What --opaque-result named is in the result's session.
+        return check_apart(path, replace(flags, replay_file_remap=remaps, verify=verify, opaque_results=()))
 
     with flags.plan(capture, keep_going=True) as plan, record_bar("replaying", plan.reader.record_count) as on_progress:
         _report(trim_capture(plan, out, wanted, check, verify=flags.verify, force=force, on_prediction=_predicted,

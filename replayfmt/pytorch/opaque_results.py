@@ -65,7 +65,8 @@ class OpaqueResults:
 
     def found(self, name: str, overload: str, index: int, why: str) -> None:
         """A replay found one."""
-        self._found.setdefault((name, overload, index), why)
+        if index not in self.of(name, overload, index + 1):
+            self._found[name, overload, index] = why
 
     def unmatched(self, operators: Iterable[tuple[str, str, int]]) -> list[str]:
         """A sentence for each that was given and is a result of none of these (name, overload, number of results)."""

@@ -198,18 +198,32 @@ class Plan(Preparation):
                 return result
             stop = max(each.seen_at for each in self.judge.found) + 1
             twice = self._run_twice(stop)
-        if self._learn(twice):
+        if self.learn(twice):
             # What differs may be what cannot be compared: once more, without it.
             return self._run(verify, on_scope, keep_going, timer, on_progress, scope_times)
         result.nondeterministic = self._unsteady(twice) if kept_going is None else ()
         return result
 
-    def _learn(self, twice: RunTwice) -> bool:
+    def find_opaque(self, stop: int) -> bool:
+        """Whether running the ops before an ordinal twice shows results that hold bytes no replay reproduces, and that
+        were compared so far."""
+        with self._surroundings():
+            twice = self._run_twice(stop)
+        return self.learn(twice)
+
+    def learn(self, twice: RunTwice) -> bool:
         """Whether running operators twice showed results that are not to be compared, and were so far."""
+        found = []
+        for each in twice.opaque:
+            kernel = self.reader.kernels[each.kernel_id]
+            found.append((kernel.name, kernel.overload, each.index, f"found by running it twice: {each.why}"))
+        return self.know_opaque(found)
+
+    def know_opaque(self, found: Iterable[tuple[str, str, int, str]]) -> bool:
+        """Results, as (operator, overload, index, why), are not to be compared from now on; whether any were so far."""
         before = self.context.opaque
-        for found in twice.opaque:
-            kernel = self.reader.kernels[found.kernel_id]
-            self.opaque.found(kernel.name, kernel.overload, found.index, f"found by running it twice: {found.why}")
+        for each in found:
+            self.opaque.found(*each)
         self.context = replace(self.context, opaque=self.opaque_slots())
         if self.context.opaque == before:
             return False
@@ -263,9 +277,10 @@ class Plan(Preparation):
             self.differences()
             return self._decide(verify)
 
-    def watch(self, watcher: Watcher, stop: int, verify: VerifyMode = "auto", *,
+    def watch(self, watcher: Watcher, stop: int, verify: VerifyMode = "auto", *, twice: RunTwice | None = None,
               on_progress: Callable[[int], None] | None = None) -> tuple[Verification, Divergence | None]:
         """Run what comes before ordinal `stop`, telling `watcher` of its ops: how it was verified, and what differed.
+        `twice` stands in for the ops it looks at.
 
         What stands against replaying the rest does not matter. Raises ReplayRefused where something stands against this
         part, ReplayFailed where an op fails.
@@ -282,7 +297,7 @@ class Plan(Preparation):
             self.files.check()
             self.judge.reset(verification, bitwise=self._is_bitwise(verification), stop_at_first=True)
             self._clock.reset(self.devices, None)
-            context = replace(self.context, shapes=self._shapes(verify))
+            context = replace(self.context, shapes=self._shapes(verify), stand_in=twice or self.context.stand_in)
             lowered = Lowering(context, scan, compare=checks).windows(lower_watched(watcher))
             with suppress(StopReplay):
                 self._machine().run(lowered, None, on_progress, prepared=False)

@@ -115,7 +115,7 @@ class Materializer:
         if number not in self._facts:
             resolved = self._plan.kernels[number]
             assert isinstance(resolved, ResolvedKernel), "an op without an operator here is refused before"
-            self._facts[number] = KernelFacts(resolved.overload)
+            self._facts[number] = KernelFacts(resolved.overload, self._plan.opaque)
         return self._facts[number]
 
     def _layout(self, record: Record) -> Layout:

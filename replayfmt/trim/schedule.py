@@ -122,7 +122,7 @@ class Shape:
             RecordKind.digest, RecordKind.host_read, RecordKind.synchronize, RecordKind.collective)
 
 
-class _Frame:
+class Rows:
     """The columns of one frame as lists."""
 
     def __init__(self, frame: RecordFrame, zero_metas: np.ndarray) -> None:
@@ -148,6 +148,11 @@ class _Frame:
         first = self.tensor_first[row]
         return {self.storages[first + slot] for slot in shape.written} | {
             int(self.ints[self.int_first[row] + slot]) for slot in shape.written_storages}
+
+
+def zero_metas(reader: CaptureReader) -> np.ndarray:
+    """Which metadata is that of a ZeroTensor, by id."""
+    return np.array([meta is not None and bool(meta.flags & TensorFlag.zero) for meta in reader.metas])
 
 
 class Planner:
@@ -179,7 +184,7 @@ class Planner:
     def plan(self) -> Schedule:
         """Walk the capture."""
         reader, kept = self._reader, self._kept
-        zero_metas = np.array([meta is not None and bool(meta.flags & TensorFlag.zero) for meta in reader.metas])
+        zeros = zero_metas(reader)
         ordinals = kept.ordinals
         for index, info in enumerate(reader.record_frames):
             if info.first_ordinal >= kept.stop:
@@ -189,7 +194,7 @@ class Planner:
             chosen[ordinals[low:high] - info.first_ordinal] = True
             frame = reader.frame(index)
             self._note_reach(frame)
-            self._walk(_Frame(frame, zero_metas), chosen[: kept.stop - info.first_ordinal].tolist())
+            self._walk(Rows(frame, zeros), chosen[: kept.stop - info.first_ordinal].tolist())
         self._schedule.ends = self._open.close()
         return self._schedule
 
@@ -200,7 +205,7 @@ class Planner:
             if end > self._reach.get(storage, 0):
                 self._reach[storage] = end
 
-    def _walk(self, frame: _Frame, chosen: list[bool]) -> None:
+    def _walk(self, frame: Rows, chosen: list[bool]) -> None:
         first = frame.frame.first_ordinal
         for row, keep in enumerate(chosen):
             number = frame.signatures[row]
@@ -221,12 +226,12 @@ class Planner:
         shape = self._shapes[number] = Shape(signature, written, self._overwrites(number) if op else (), not own)
         return shape
 
-    def _record(self, frame: _Frame, row: int) -> Record:
+    def _record(self, frame: Rows, row: int) -> Record:
         return decode_record(frame.frame, row, self._reader.definitions)
 
     # --------------------------------------------------------------------------------------------------------- left out
 
-    def _leave(self, frame: _Frame, row: int, ordinal: int, shape: Shape) -> None:
+    def _leave(self, frame: Rows, row: int, ordinal: int, shape: Shape) -> None:
         kind = shape.kind
         if kind is RecordKind.op:
             for storage in frame.written(row, shape):
@@ -273,7 +278,7 @@ class Planner:
 
     # ------------------------------------------------------------------------------------------------------------- kept
 
-    def _keep(self, frame: _Frame, row: int, ordinal: int, shape: Shape) -> None:
+    def _keep(self, frame: Rows, row: int, ordinal: int, shape: Shape) -> None:
         if ordinal == self._kept.first:
             self._schedule.settings = dict(self._settings)
             self._stated = dict(self._settings)
@@ -323,7 +328,7 @@ class Planner:
             actions.append(Settings(changes))
             self._stated.update(changes)
 
-    def _op(self, frame: _Frame, row: int, shape: Shape, actions: list[Action]) -> None:
+    def _op(self, frame: Rows, row: int, shape: Shape, actions: list[Action]) -> None:
         for storage in frame.arguments(row, shape):
             first = storage not in self._there
             if first or storage in self._stale:
@@ -341,7 +346,7 @@ class Planner:
         self._there.update(frame.storages[frame.tensor_first[row] + shape.arg_tensors : frame.tensor_first[row + 1]])
         self._there.discard(0)
 
-    def _is_overwritten(self, frame: _Frame, row: int, shape: Shape, storage: int, length: int) -> bool:
+    def _is_overwritten(self, frame: Rows, row: int, shape: Shape, storage: int, length: int) -> bool:
         """Whether an op writes every byte of a storage, through one tensor, and reads none."""
         first = frame.tensor_first[row]
         slots = [slot for slot in range(shape.arg_tensors) if frame.storages[first + slot] == storage]

@@ -25,9 +25,11 @@ from replayfmt.pytorch.settings import read_settings
 from replayfmt.replay.facts import Layout, effects_of
 from replayfmt.replay.plan import Plan
 from replayfmt.replay.resolve import resolve as resolve_kernel
+from replayfmt.replay.run_twice import RunTwice
 
 from .copying import Copier, walk
 from .materializing import Materializer
+from .producers import givers, with_producers
 from .safetensors import Array, write_safetensors
 from .schedule import Planner, Schedule
 from .script_events import Events
@@ -76,13 +78,17 @@ def script_with_data(plan: Plan, out: str, data: str, wanted: Wanted, *, verify:
     ReplayRefused for what no script can do."""
     reader = plan.reader
     with _outputs(reader, force, out, data) as (partial, partial_data):
-        kept = _resolved(reader, wanted)
-        schedule = Planner(reader, kept, plan.writes).plan()
-        on_prediction(predict(reader, kept, schedule))
-        refuse_unsupported(reader, kept, schedule)
-        events = Events(reader)
-        watcher = _Hashing(plan, cast(Copier, events), schedule, kept, digests=False, references=False)
-        verification, divergence = plan.watch(watcher, kept.stop, verify)
+        while True:     # each time more results are known that hold bytes no replay reproduces
+            kept = with_producers(reader, _resolved(reader, wanted), plan.opaque_slots(), plan.writes)
+            schedule = Planner(reader, kept, plan.writes).plan()
+            on_prediction(predict(reader, kept, schedule))
+            refuse_unsupported(reader, kept, schedule)
+            events = Events(reader)
+            watcher = _Hashing(plan, cast(Copier, events), schedule, kept, digests=False, references=False)
+            twice = RunTwice(plan.generators, givers(reader, schedule, kept.stop, plan.writes))
+            verification, divergence = plan.watch(watcher, kept.stop, verify, twice=twice)
+            if not plan.learn(twice) and (divergence is None or not plan.find_opaque(divergence.seen_at + 1)):
+                break
         if divergence is not None:
             raise ReplayMismatch(f"{reader.path}: its replay differs from what was captured: {divergence}")
         watcher.finish()

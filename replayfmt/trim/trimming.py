@@ -19,6 +19,7 @@ from replayfmt.format.file_remap import FileRemaps
 from replayfmt.format.model import PayloadValue, RangeValue, RecipeValue, Session
 from replayfmt.format.output import check_place, same_file
 from replayfmt.format.policies import (
+    OPAQUE_RESULTS,
     TRIMMED_ELSEWHERE,
     TRIMMED_FROM,
     TRIMMED_SELECTION,
@@ -30,6 +31,7 @@ from replayfmt.format.redaction import Redaction
 from replayfmt.format.writer import CaptureWriter
 
 from .copying import Copier
+from .producers import givers, with_producers
 from .schedule import Planner, Schedule
 from .selection import Kept, Wanted, resolve
 from .stripping import POLICIES, plan_stripped, write_stripped
@@ -133,46 +135,94 @@ def strip_capture(reader: CaptureReader, out: str, wanted: Wanted, *, force: boo
         return TrimResult(out, os.path.getsize(partial), copier.count, kept.ops, 0)
 
 
-def trim_capture(plan: Plan, out: str, wanted: Wanted, check: Callable[[str], Plan], *, verify: Verify = "auto",
+@dataclass(frozen=True)
+class Checked:
+    """How the replay of what was written went: how it was verified; where it `differs` (None: nowhere), with `details`;
+    `opaque` are results that it found to hold bytes no replay reproduces: (operator, overload, index, why)."""
+
+    verified: str
+    differs: str | None = None
+    details: tuple[str, ...] = ()
+    opaque: tuple[tuple[str, str, int, str], ...] = ()
+
+
+Check = Callable[[str, Verify], Checked]
+
+
+def checked_here(make: Callable[[str], Plan]) -> Check:
+    """Replay what was written in this process. An op that ends the process ends it."""
+    def check(path: str, verify: Verify) -> Checked:
+        with make(path) as plan:
+            result = plan.execute(verify=verify)
+            differs = None if result.divergence is None else str(result.divergence)
+            opaque = tuple((*each.op.rsplit(".", 1), each.index, each.why) for each in result.opaque_results)
+            return Checked(result.verification.text, differs, result.nondeterministic, opaque)  # type: ignore[arg-type]
+
+    return check
+
+
+def trim_capture(plan: Plan, out: str, wanted: Wanted, check: Check, *, verify: Verify = "auto",
                  force: bool = False, on_prediction: Callable[[Prediction], None] = lambda prediction: None,
                  on_progress: Callable[[int, int], None] | None = None) -> TrimResult:
     """Write the part of a capture that `wanted` selects so that it replays by itself.
 
-    `plan` is one of the whole capture, made with keep_going; `check` makes one of the result, which is replayed and
-    verified before it gets its name. `on_progress(records done, of all)`.
+    `plan` is one of the whole capture, made with keep_going; `check` replays and verifies the result before it gets its
+    name. `on_progress(records done, of all)`. Bytes that no replay reproduces are not embedded: the ops that give them
+    are kept, too. Ops whose results would be embedded are run twice to find such bytes.
 
     Raises UsageError, OutputExists, ReplayRefused where the part before cannot be replayed here, ReplayMismatch where
     a replay does not give what was captured, ReplayFailed, and what reading and writing raise.
     """
+    with _output(plan.reader, out, force) as partial:
+        asked = resolve(plan.reader, wanted)
+        while True:     # each time more results are known that hold bytes no replay reproduces
+            result = _trim(plan, partial, out, wanted, asked, check, verify, on_prediction, on_progress)
+            if result is not None:
+                return result
+
+
+def _trim(plan: Plan, partial: str, out: str, wanted: Wanted, asked: Kept, check: Check, verify: Verify,
+          on_prediction: Callable[[Prediction], None], on_progress: Callable[[int, int], None] | None
+          ) -> TrimResult | None:
+    """One attempt; None where the plan knows more now than when it began."""
+    from replayfmt.replay.run_twice import RunTwice
+
     from .materializing import Materializer, overwrites
 
     reader = plan.reader
-    with _output(reader, out, force) as partial:
-        kept = resolve(reader, wanted)
-        schedule = Planner(reader, kept, plan.writes, lambda number: overwrites(plan, number)).plan()
-        on_prediction(predict(reader, kept, schedule))
-        refuse_unsupported(reader, kept, schedule)
-        verification = plan.verification(verify)
-        made_up, notes = plan.synthesis.reason, _notes(schedule)
-        session = _trimmed_session(reader.session, wanted, schedule, verification.mode,
-                                   plan.differences() if verification.mode != "bitwise" else [], made_up)
-        with _writer(partial, session) as writer:
-            copier = Copier(reader, writer)
-            watcher = Materializer(plan, copier, schedule, kept, digests=verify != "none" and not made_up,
-                                   values=not made_up)
-            verification, divergence = plan.watch(
-                watcher, kept.stop, verify, on_progress=_counted(on_progress, kept.stop))
-            if divergence is not None:
-                raise ReplayMismatch(f"{reader.path}: its replay differs from what was captured, so nothing can be "
-                                     f"taken from it: {divergence}")
-            watcher.finish()
-            writer.close(reader.summary.ended_ns or 0)
-        if made_up:
-            notes.append(f"content that is not in the capture was made up, so nothing is left to verify: {made_up}")
-        result = TrimResult(out, os.path.getsize(partial), copier.count, kept.ops, copier.embedded_bytes,
-                            watcher.digest_count, verification.text, notes=notes)
-        result.checked = _check(partial, out, check, schedule, verify)
-        return result
+    kept = with_producers(reader, asked, plan.opaque_slots(), plan.writes)
+    schedule = Planner(reader, kept, plan.writes, lambda number: overwrites(plan, number)).plan()
+    on_prediction(predict(reader, kept, schedule))
+    refuse_unsupported(reader, kept, schedule)
+    verification = plan.verification(verify)
+    made_up, notes = plan.synthesis.reason, _notes(schedule)
+    if kept.ops > asked.ops:
+        notes.append(f"kept beside the {asked.ops} ops that were asked for: {kept.ops - asked.ops}, what they give "
+                     "holds addresses, or memory left unwritten, which cannot be embedded")
+    session = _trimmed_session(reader.session, wanted, schedule, verification.mode,
+                               plan.differences() if verification.mode != "bitwise" else [], made_up, plan.opaque.text)
+    with _writer(partial, session) as writer:
+        copier = Copier(reader, writer)
+        watcher = Materializer(plan, copier, schedule, kept, digests=verify != "none" and not made_up,
+                               values=not made_up)
+        twice = RunTwice(plan.generators, givers(reader, schedule, kept.stop, plan.writes))
+        verification, divergence = plan.watch(
+            watcher, kept.stop, verify, twice=twice, on_progress=_counted(on_progress, kept.stop))
+        if plan.learn(twice) or (divergence is not None and plan.find_opaque(divergence.seen_at + 1)):
+            writer.abandon()
+            os.unlink(f"{partial}.partial")
+            return None
+        if divergence is not None:
+            raise ReplayMismatch(f"{reader.path}: its replay differs from what was captured, so nothing can be "
+                                 f"taken from it: {divergence}")
+        watcher.finish()
+        writer.close(reader.summary.ended_ns or 0)
+    if made_up:
+        notes.append(f"content that is not in the capture was made up, so nothing is left to verify: {made_up}")
+    result = TrimResult(out, os.path.getsize(partial), copier.count, kept.ops, copier.embedded_bytes,
+                        watcher.digest_count, verification.text, notes=notes)
+    result.checked = _check(plan, partial, out, check, schedule, verify)
+    return result if result.checked else None
 
 
 def used_remaps(reader: CaptureReader, remaps: Sequence[str]) -> tuple[str, ...]:
@@ -181,20 +231,21 @@ def used_remaps(reader: CaptureReader, remaps: Sequence[str]) -> tuple[str, ...]
     return tuple(each for each in remaps if any(FileRemaps.parse([each]).apply(path) != path for path in paths))
 
 
-def _check(partial: str, out: str, check: Callable[[str], Plan], schedule: Schedule, verify: Verify) -> str:
-    """Replay what was written; how that was verified."""
+def _check(plan: Plan, partial: str, out: str, check: Check, schedule: Schedule, verify: Verify) -> str:
+    """Replay what was written; how that was verified, "" where it taught the plan something."""
     if verify == "none":
         return "not replayed: --verify=none"
     if schedule.kept_unsupported is not None:
         return "not replayed: it holds unsupported records"
-    with check(partial) as plan:
-        result = plan.execute(verify=verify)
-        if result.divergence is not None:
-            details = [f"ops that differ from themselves when run twice: {text}" for text in result.nondeterministic]
-            raise ReplayMismatch("; ".join([
-                f"{out}: was not written: its replay differs from the original's: {result.divergence}", *details,
-                "--verify=none writes it all the same"]))
-        return result.verification.text
+    checked = check(partial, verify)
+    if plan.know_opaque(checked.opaque):
+        return ""
+    if checked.differs is not None:
+        details = [f"ops that differ from themselves when run twice: {text}" for text in checked.details]
+        raise ReplayMismatch("; ".join([
+            f"{out}: was not written: its replay differs from the original's: {checked.differs}", *details,
+            "--verify=none writes it all the same"]))
+    return checked.verified
 
 
 def refuse_incomplete(reader: CaptureReader, allowed: bool) -> None:
@@ -235,12 +286,14 @@ def _origin(session: Session, wanted: Wanted, policies: dict[str, Any]) -> dict[
 
 
 def _trimmed_session(session: Session, wanted: Wanted, schedule: Schedule, mode: str,
-                     differences: list[str], made_up: str) -> Session:
+                     differences: list[str], made_up: str, opaque: str) -> Session:
     policies = {**_origin(session, wanted, session.policies), TRIMMED_VERIFIED: mode}
     if made_up:
         policies |= {"digests": "none", TRIMMED_SYNTHESIZED: made_up}
     else:
         policies["digests"] = "ops"
+    if opaque:
+        policies[OPAQUE_RESULTS] = opaque
     if differences:
         policies[TRIMMED_ELSEWHERE] = "; ".join(differences)
     return replace(session, session_id=str(uuid.uuid4()), settings=schedule.settings, policies=policies)

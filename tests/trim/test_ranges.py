@@ -18,7 +18,7 @@ from replayfmt.format.reader import open_capture
 from replayfmt.format.signature_text import signature_text
 from replayfmt.replay.plan import Plan
 from replayfmt.trim.selection import Wanted
-from replayfmt.trim.trimming import trim_capture
+from replayfmt.trim.trimming import checked_here, trim_capture
 
 from .conftest import Captured
 from .trimmed import compare, digest_hexes, ops, trim
@@ -253,7 +253,8 @@ def test_only_live_storages_are_embedded_and_never_more_than_predicted(captured:
 
     path, out = captured(program), tmp_path / "out.opreplay"
     with Plan(path, keep_going=True) as plan:
-        result = trim_capture(plan, str(out), Wanted(scope="kept"), Plan, on_prediction=predictions.append)
+        result = trim_capture(plan, str(out), Wanted(scope="kept"), checked_here(Plan),
+                              on_prediction=predictions.append)
     assert result.embedded_bytes == predictions[0].embedded_bytes == 4000
     assert out.stat().st_size < 20_000
     with open_capture(out) as reader:

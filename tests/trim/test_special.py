@@ -14,7 +14,7 @@ from replayfmt.replay.plan import Plan
 from replayfmt.trim.defined import Defined, region_of
 from replayfmt.trim.open_scopes import OpenScopes
 from replayfmt.trim.selection import Wanted
-from replayfmt.trim.trimming import trim_capture
+from replayfmt.trim.trimming import checked_here, trim_capture
 
 from .conftest import Captured
 from .trimmed import compare, ops, trim
@@ -93,7 +93,7 @@ def test_an_interrupt_leaves_nothing_behind(captured: Captured, tmp_path: Path) 
         raise KeyboardInterrupt
 
     with Plan(path, keep_going=True) as plan, pytest.raises(KeyboardInterrupt):
-        trim_capture(plan, str(out), Wanted(ops="1:3"), Plan, on_progress=interrupted)
+        trim_capture(plan, str(out), Wanted(ops="1:3"), checked_here(Plan), on_progress=interrupted)
     assert [each.name for each in tmp_path.iterdir()] == ["capture.opreplay"]
 
 
@@ -158,6 +158,6 @@ def test_only_bytes_that_every_replay_gives_are_digested() -> None:
 def test_progress_counts_up_to_the_end_of_what_is_kept(captured: Captured, tmp_path: Path) -> None:
     path, seen = captured(lambda: [torch.ones(3).add(1) for _ in range(20)]), []
     with Plan(path, keep_going=True) as plan:
-        trim_capture(plan, str(tmp_path / "out.opreplay"), Wanted(ops="5:21"), Plan,
+        trim_capture(plan, str(tmp_path / "out.opreplay"), Wanted(ops="5:21"), checked_here(Plan),
                      on_progress=lambda done, total: seen.append((done, total)))
     assert seen == sorted(seen) and seen[-1] == (21, 21)

@@ -16,17 +16,17 @@ from replayfmt.pytorch.digests import digest_tensor
 from replayfmt.pytorch.memory import storage_bytes
 from replayfmt.replay.plan import Plan
 from replayfmt.trim.selection import Wanted
-from replayfmt.trim.trimming import Prediction, TrimResult, trim_capture
+from replayfmt.trim.trimming import Prediction, TrimResult, checked_here, trim_capture
 
 
 def trim(path: Path, out: Path, *, verify: str = "auto", force: bool = False, **wanted: str) -> TrimResult:
     """What the tool does; what it predicts holds."""
     predictions: list[Prediction] = []
     with Plan(path, keep_going=True) as plan:
-        result = trim_capture(plan, str(out), Wanted(**wanted), Plan, verify=verify,  # type: ignore[arg-type]
+        result = trim_capture(plan, str(out), Wanted(**wanted), checked_here(Plan), verify=verify,  # type: ignore[arg-type]
                               force=force, on_prediction=predictions.append)
-    assert result.embedded_bytes <= predictions[0].embedded_bytes
-    assert result.ops == predictions[0].ops
+    assert result.embedded_bytes <= predictions[-1].embedded_bytes
+    assert result.ops == predictions[-1].ops
     return result
 
 

@@ -1,0 +1,140 @@
+"""Where the bytes come from that kept ops need from before: which ops gave them.
+
+Content that a replay computes may hold bytes that no replay reproduces (addresses, memory left unwritten). Embedded,
+such bytes would be another process's: an op that takes them for addresses ends the process. So the ops that give them
+are kept, too, and give them again. Needs no torch; what an op writes, and which results are such, is asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+import numpy as np
+
+from replayfmt.format.codes import RecordKind, ValueKind
+from replayfmt.format.reader import CaptureReader, RecordFrame
+
+from .schedule import Enter, Rows, Schedule, Shape, zero_metas
+from .selection import Kept
+
+Writes = Callable[[int], tuple[int, ...]]
+
+
+def with_producers(reader: CaptureReader, kept: Kept, opaque: Mapping[int, tuple[int, ...]], writes: Writes) -> Kept:
+    """What is kept, and the ops that give it bytes no replay reproduces, all that write the same memory included.
+
+    `opaque` has the tensor slots of results that hold such bytes, by signature.
+    """
+    if not opaque:
+        return kept
+    walk = _Walk(reader, kept.stop, opaque, writes)
+    chosen = np.zeros(kept.stop, bool)
+    chosen[kept.ordinals] = True
+    added = 0
+    while more := walk.missing(chosen):
+        chosen[list(more)] = True
+        added += len(more)
+    return replace(kept, ordinals=np.flatnonzero(chosen).astype(np.int64), ops=kept.ops + added)
+
+
+class _Walk:
+    """Goes through the records before an ordinal, as often as it is asked."""
+
+    def __init__(self, reader: CaptureReader, stop: int, opaque: Mapping[int, tuple[int, ...]], writes: Writes) -> None:
+        self._reader, self._stop, self._opaque, self._writes = reader, stop, opaque, writes
+        self._shapes: dict[int, Shape] = {}
+        self._zeros = zero_metas(reader)
+
+    def missing(self, chosen: np.ndarray) -> set[int]:
+        """The ops that are not chosen and give chosen ones such bytes."""
+        givers: dict[int, list[int]] = {}       # storages that hold them: the ops that wrote it since
+        found: set[int] = set()
+        for index, info in enumerate(self._reader.record_frames):
+            if info.first_ordinal >= self._stop:
+                break
+            rows = Rows(self._reader.frame(index), self._zeros)
+            for row, number in enumerate(rows.signatures[: self._stop - info.first_ordinal]):
+                shape = self._shape(number)
+                if shape.kind is RecordKind.op:
+                    self._op(rows, row, number, shape, chosen, givers, found)
+                elif shape.kind is RecordKind.storage_import and givers:
+                    for slot in shape.storages:
+                        givers.pop(int(rows.ints[rows.int_first[row] + slot]), None)
+        return found
+
+    def _op(self, rows: Rows, row: int, number: int, shape: Shape, chosen: np.ndarray, givers: dict[int, list[int]],
+            found: set[int]) -> None:
+        ordinal = rows.frame.first_ordinal + row
+        if givers:
+            taken = rows.arguments(row, shape)
+            if chosen[ordinal]:
+                found.update(each for storage in taken for each in givers.get(storage, ()) if not chosen[each])
+            for storage in rows.written(row, shape):
+                if storage in givers:
+                    givers[storage].append(ordinal)
+        for slot in self._opaque.get(number, ()):
+            storage = rows.storages[rows.tensor_first[row] + slot]
+            if storage:
+                givers.setdefault(storage, []).append(ordinal)
+
+    def _shape(self, number: int) -> Shape:
+        if number not in self._shapes:
+            signature = self._reader.signatures[number]
+            assert signature is not None
+            written = self._writes(number) if signature.kind is RecordKind.op else ()
+            self._shapes[number] = Shape(signature, written, (), False)
+        return self._shapes[number]
+
+
+def givers(reader: CaptureReader, schedule: Schedule, stop: int, writes: Writes) -> set[int]:
+    """The ops whose bytes a schedule embeds: of each storage, the op that returned it first, and the one that wrote it
+    last before it enters."""
+    enters = {ordinal: [each for each in actions if isinstance(each, Enter) and not each.absent and not each.unread
+                        and each.source is None]
+              for ordinal, actions in schedule.actions.items()}
+    wanted = np.array(sorted({each.storage for actions in enters.values() for each in actions}), np.int64)
+    found: set[int] = set()
+    if not len(wanted):
+        return found
+    born: dict[int, int] = {}
+    last: dict[int, int] = {}
+    slots: dict[int, tuple[set[int], int]] = {}
+    for index, info in enumerate(reader.record_frames):
+        if info.first_ordinal >= stop:
+            break
+        frame = reader.frame(index)
+        places = np.flatnonzero(np.isin(frame.tensor_storage[frame.tensor_slots].astype(np.int64), wanted))
+        rows = np.searchsorted(frame.tensor_first, places, "right") - 1
+        by_row: dict[int, list[int]] = {}
+        for place, row in zip(places.tolist(), rows.tolist(), strict=True):
+            by_row.setdefault(row, []).append(place)
+        entering = [ordinal - info.first_ordinal for ordinal in enters
+                    if info.first_ordinal <= ordinal < info.first_ordinal + info.count]
+        for row in sorted({*by_row, *entering}):
+            ordinal = info.first_ordinal + row
+            for each in enters.get(ordinal, ()):
+                found.update(known[each.storage] for known in (born, last) if each.storage in known)
+            _note(reader, frame, row, by_row.get(row, []), writes, slots, born, last)
+    return found
+
+
+def _note(reader: CaptureReader, frame: RecordFrame, row: int, places: list[int], writes: Writes,
+          slots: dict[int, tuple[set[int], int]], born: dict[int, int], last: dict[int, int]) -> None:
+    """What an op returned or wrote of the storages at these places of the frame's tensor column."""
+    number = int(frame.signature[row])
+    if number not in slots:
+        signature = reader.signatures[number]
+        assert signature is not None
+        op = signature.kind is RecordKind.op
+        arguments = sum(node.kind is ValueKind.tensor for top in signature.args for node in top.walk())
+        slots[number] = (set(writes(number)) if op else set(), arguments if op else -1)
+    written, arguments = slots[number]
+    first = int(frame.tensor_first[row])
+    for place in places:
+        storage = int(frame.tensor_storage[frame.tensor_slots[place]])
+        ordinal = frame.first_ordinal + row
+        if arguments >= 0 and place - first >= arguments:
+            born.setdefault(storage, ordinal)
+        elif place - first in written:
+            last[storage] = ordinal

@@ -1,0 +1,46 @@
+"""Replaying what opreplay-trim wrote in a process of its own: an op that ends the process is a finding, not its end."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+
+from replayfmt.errors import ReplayFailed, ReplayMismatch, ReplayRefused
+from replayfmt.replay.results import Verification
+from replayfmt.trim.trimming import Checked
+
+from .replay_flags import ReplayFlags
+
+# The modules that this process finds, it finds as well: --allow-import names them.
+_PROGRAM = "import sys; sys.path[:] = {path!r}; from opreplay_tools.run import main; main()"
+
+
+def check_apart(path: str, flags: ReplayFlags) -> Checked:
+    """How the replay of a capture went. Raises ReplayMismatch where the process did not survive it, ReplayRefused and
+    ReplayFailed where it was refused or failed."""
+    command = [sys.executable, "-c", _PROGRAM.format(path=sys.path), "--format=jsonl", *flags.arguments(), "--", path]
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="backslashreplace")
+    if done.returncode < 0:
+        name = signal.Signals(-done.returncode).name
+        raise ReplayMismatch(f"{path}: was not given its name: the process that replayed it was ended by {name}. What "
+                             "is embedded in it may be addresses, or memory that a kernel left unwritten: keep the op "
+                             "that gives it, too, or name its result with --opaque-result; --verify=none writes it all "
+                             "the same")
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    row = next((each for each in rows if each["kind"] == "replay"), None)
+    if row is None:
+        first, *findings = [line.strip() for line in done.stderr.splitlines()] or ["it said nothing"]
+        status, _colon, message = first.partition(": ")
+        if status == ReplayRefused.status:
+            raise ReplayRefused(message, tuple(findings))
+        raise ReplayFailed(f"{path}: was not given its name: its replay failed: {first}")
+    facts = row["verification"]
+    verification = Verification(facts.pop("asked"), facts.pop("mode"), tuple(facts.pop("reasons")), **facts)
+    opaque = tuple((*each["op"].rsplit(".", 1), each["result"], each["why"]) for each in row["opaque_results"])
+    differs = None
+    if row["divergence"] is not None:
+        message = next(iter(done.stderr.splitlines()), "")
+        differs = message.partition("differs from the capture: ")[2] or message
+    return Checked(verification.text, differs, tuple(row["nondeterministic"]), opaque)
