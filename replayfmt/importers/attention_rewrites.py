@@ -2,7 +2,9 @@
 
 All of them compute softmax(scale * Q K^T + bias) V for Q, K, V of [batch, heads, length, width], keep the logarithm of
 the softmax's denominators for the backward pass, and accumulate in float32. So do these, with one operator for each
-step. Dropout draws its numbers inside of the fused kernel and has no equal; neither have sequences packed together.
+step. Those that launch the kernels themselves (`aten::_flash_attention_forward`) have the length before the heads, and
+so have their results. Dropout draws its numbers inside of the fused kernel and has no equal; neither have sequences
+packed together.
 """
 
 from __future__ import annotations
@@ -25,10 +27,20 @@ def _single(calls: Calls, tensor: Tensor) -> Tensor:
     return calls.one("aten::_to_copy", self=tensor, dtype=DType.float32)
 
 
+# What else a kernel may be told, which these do not compute; and which value means that it was not.
+_OTHERS = {"window_size": (None, 0), "window_size_left": (None, -1), "window_size_right": (None, -1),
+           "seqused_k": (None,), "seqlen_k": (None,), "alibi_slopes": (None,), "block_table": (None,),
+           "shared_storage_dqdkdv": (None, False), "q_descale": (None,), "k_descale": (None,), "v_descale": (None,)}
+_PACKED = ("cum_seq_q", "cum_seq_k", "cu_seqlens_q", "cu_seqlens_k")
+
+
 class _Attention:
     """One call's tensors and numbers, the scores computed on the way."""
 
     def __init__(self, calls: Calls, given: dict[str, Any], bias: Tensor | None) -> None:
+        others = [name for name, unset in _OTHERS.items() if given.get(name) not in unset]
+        if others:
+            raise CannotRewrite(f"attention with {', '.join(others)}")
         if given.get("dropout_p"):
             raise CannotRewrite("attention with dropout draws its random numbers inside of the fused kernel")
         query, key, value = given["query"], given["key"], given["value"]
@@ -39,7 +51,9 @@ class _Attention:
         self.calls = calls
         self.queries, self.keys = query.meta.sizes[2], key.meta.sizes[2]
         self.causal = bool(given.get("is_causal"))
-        if self.causal and self.queries != self.keys:
+        # The diagonal that queries see up to: by the first key, or by the last one.
+        self.diagonal = int(given.get("diagonal", 0 if self.queries == self.keys else -1))
+        if self.causal and self.diagonal < 0:
             raise CannotRewrite("causal attention of queries and keys of different lengths")
         scale = given.get("scale")
         self.scale = 1 / math.sqrt(query.meta.sizes[3]) if scale is None else float(scale)
@@ -58,7 +72,7 @@ class _Attention:
             scores = calls.one("aten::add.Tensor", self=scores, other=_single(calls, self.bias))
         if self.causal:
             ones = calls.one("aten::new_ones", self=scores, size=[self.queries, self.keys], dtype=DType.bool)
-            later = calls.one("aten::triu", self=ones, diagonal=1)
+            later = calls.one("aten::triu", self=ones, diagonal=1 + self.diagonal)
             scores = calls.one("aten::masked_fill.Scalar", self=scores, mask=later, value=-math.inf)
         return scores
 
@@ -82,13 +96,13 @@ def _logarithms(calls: Calls, recorded: Any, scores: Tensor) -> None:
 
 
 def _forward(calls: Calls, given: dict[str, Any], results: list[Any] | None) -> None:
-    attention = _Attention(calls, given, given.get("attn_bias"))
+    attention = _Attention(calls, given, given.get("attn_bias", given.get("bias")))
     scores = attention.scores()
     weights = calls.one("aten::_softmax", self=scores, dim=-1, half_to_float=False)
     output = calls.one("aten::matmul", self=weights, other=attention.value)
     if results is None:
         return
-    calls.fill(results[0], output)
+    _deliver(calls, given, results[0], output)
     if len(results) > 1:
         _logarithms(calls, results[1], scores)
     for other in results[2:]:
@@ -99,9 +113,10 @@ def _backward(calls: Calls, given: dict[str, Any], results: list[Any] | None) ->
     grad = given.get("grad_out", given.get("grad_out_"))
     assert grad is not None
     wanted = given.get("grad_input_mask") or [True, True, True, False]
-    if len(wanted) > 3 and wanted[3] and given.get("attn_bias") is not None:
+    bias = given.get("attn_bias", given.get("bias"))
+    if bias is not None and (given.get("bias_requires_grad") or (len(wanted) > 3 and wanted[3])):
         raise CannotRewrite("the gradient of attention's bias")
-    attention = _Attention(calls, given, given.get("attn_bias"))
+    attention = _Attention(calls, given, bias)
     scores = attention.scores()
     sums = given["logsumexp"]
     if sums.meta.sizes[-1] == 1 and len(sums.meta.sizes) == 4:
@@ -121,7 +136,7 @@ def _backward(calls: Calls, given: dict[str, Any], results: list[Any] | None) ->
     grad_query = calls.one("aten::matmul", self=scaled, other=attention.key)
     grad_key = calls.one("aten::matmul", self=attention.transposed(scaled), other=attention.query)
     for recorded, content in zip(results or (), (grad_query, grad_key, grad_value), strict=False):
-        calls.fill(recorded, content)
+        _deliver(calls, given, recorded, content)
     for recorded in (results or ())[3:]:
         calls.allocate(recorded, zeros=True)
 
@@ -129,13 +144,54 @@ def _backward(calls: Calls, given: dict[str, Any], results: list[Any] | None) ->
 def _unpacked(rule: Any) -> Any:
     """Refuses sequences that are packed together: their lengths are content."""
     def checked(calls: Calls, given: dict[str, Any], results: list[Any] | None) -> None:
-        if any(given.get(name) is not None for name in ("cum_seq_q", "cum_seq_k")):
+        if any(given.get(name) is not None for name in _PACKED):
             raise CannotRewrite("attention of sequences that are packed together")
         rule(calls, given, results)
     return checked
 
 
+def _length_first(rule: Any) -> Any:
+    """A rule for [batch, heads, length, width] as one for kernels that have [batch, length, heads, width]; of keys they
+    may have fewer heads, and causal ones may be aligned at the last key."""
+    def rearranged(calls: Calls, given: dict[str, Any], results: list[Any] | None) -> None:
+        def heads_first(tensor: Any) -> Any:
+            if not isinstance(tensor, Tensor) or len(tensor.meta.sizes) != 4:
+                return tensor
+            return calls.one("aten::transpose.int", self=tensor, dim0=1, dim1=2)
+
+        names = ("query", "key", "value", "out", "grad_out", "grad_out_")
+        turned = {name: heads_first(value) if name in names else value for name, value in given.items()}
+        query, key, value = (given[name].meta.sizes for name in names[:3])
+        if not len(query) == len(key) == len(value) == 4:
+            raise CannotRewrite("attention of tensors that are not [batch, length, heads, width]")
+        mask = given.get("custom_mask_type")
+        if mask is not None:        # 0: none, 1: causal from the first key, 2: causal to the last one
+            turned |= {"is_causal": mask != 0, "diagonal": 0 if mask == 1 else key[1] - query[1]}
+        else:
+            turned["diagonal"] = key[1] - query[1]
+        shared = query[2] // max(key[2], 1)
+        if shared > 1 and key[2] * shared == query[2] and key[:3] == value[:3] and "out" not in given:
+            for name in ("key", "value"):
+                turned[name] = calls.one("aten::repeat_interleave.self_int", self=turned[name], repeats=shared, dim=1)
+        turned["length_first"] = True
+        rule(calls, turned, results)
+    return rearranged
+
+
+def _deliver(calls: Calls, given: dict[str, Any], recorded: Any, content: Tensor) -> None:
+    """Make a recorded result of what was computed with the heads first."""
+    if given.get("length_first"):
+        content = calls.one("aten::transpose.int", self=content, dim0=1, dim1=2)
+    calls.fill(recorded, content)
+
+
 ATTENTION: dict[str, Any] = {
+    "aten::_flash_attention_forward": _unpacked(_length_first(_forward)),
+    "aten::_flash_attention_backward": _unpacked(_length_first(_backward)),
+    "aten::_efficient_attention_forward": _unpacked(_length_first(_forward)),
+    "aten::_efficient_attention_backward": _unpacked(_length_first(_backward)),
+    "aten::_cudnn_attention_forward": _unpacked(_forward),
+    "aten::_cudnn_attention_backward": _unpacked(_backward),
     "aten::_scaled_dot_product_flash_attention": _forward,
     "aten::_scaled_dot_product_flash_attention_backward": _unpacked(_backward),
     "aten::_scaled_dot_product_efficient_attention": _forward,

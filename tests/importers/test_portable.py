@@ -183,6 +183,72 @@ def test_memory_efficient_attention_pads_its_logarithms() -> None:
     assert logarithms[..., 5:].abs().max() == 0
 
 
+@pytest.mark.parametrize(("queries", "keys", "causal"), [(8, 8, False), (8, 8, True), (5, 9, True), (1, 9, False)])
+def test_the_kernels_of_flash_attention_have_the_length_before_the_heads(queries: int, keys: int, causal: bool) -> None:
+    query = torch.randn(2, queries, 4, 16).requires_grad_()
+    key, value = (torch.randn(2, keys, 4, 16).requires_grad_() for _ in range(2))
+    q, k, v = (each.double().transpose(1, 2) for each in (query, key, value))
+    scores = q @ k.transpose(-2, -1) * 0.25
+    if causal:      # the last query sees up to the last key
+        scores = scores.masked_fill(torch.ones(queries, keys, dtype=torch.bool).triu(1 + keys - queries), -math.inf)
+    expected = (torch.softmax(scores, -1) @ v).transpose(1, 2)
+    grad = torch.randn(expected.shape)
+    expected.backward(grad.double())
+
+    machine = Machine()
+    given = {"query": query.detach(), "key": key.detach(), "value": value.detach()}
+    packing = {"cum_seq_q": None, "cum_seq_k": None, "max_q": queries, "max_k": keys, "dropout_p": 0.0,
+               "is_causal": causal}
+    unset = {"window_size_left": None, "window_size_right": -1}
+    out, logarithms, *_others = rewrite("aten::_flash_attention_forward", {
+        **given, **packing, "return_debug_mask": False, **unset}, [
+        machine.new((2, queries, 4, 16)), machine.new((2, 4, queries)), machine.new((2,), torch.uint64), None, None],
+        machine)
+    torch.testing.assert_close(out.double(), expected.detach(), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(logarithms.double(), torch.logsumexp(scores, -1).detach(), rtol=1e-4, atol=1e-4)
+    state = torch.zeros(2, dtype=torch.int64)
+    grads = rewrite("aten::_flash_attention_backward", {
+        "grad_out": grad, **given, "out": out, "logsumexp": logarithms, **packing, "rng_state": state, "unused": state,
+        **unset}, [machine.new((2, queries, 4, 16)), machine.new((2, keys, 4, 16)), machine.new((2, keys, 4, 16))],
+        machine)
+    for got, leaf in zip(grads, (query, key, value), strict=True):
+        assert leaf.grad is not None
+        torch.testing.assert_close(got, leaf.grad, rtol=1e-3, atol=1e-4)
+
+
+def test_flash_attention_shares_the_heads_of_keys() -> None:
+    query, key, value = torch.randn(1, 6, 8, 4), torch.randn(1, 6, 2, 4), torch.randn(1, 6, 2, 4)
+    machine = Machine()
+    out, *_others = rewrite("aten::_flash_attention_forward", {
+        "query": query, "key": key, "value": value, "cum_seq_q": None, "cum_seq_k": None, "max_q": 6, "max_k": 6,
+        "dropout_p": 0.0, "is_causal": True, "return_debug_mask": False}, [machine.new((1, 6, 8, 4)), None], machine)
+    torch.testing.assert_close(out, torch.nn.functional.scaled_dot_product_attention(
+        *(each.transpose(1, 2) for each in (query, key, value)), is_causal=True, enable_gqa=True).transpose(1, 2))
+
+
+@pytest.mark.parametrize(("mask", "diagonal"), [(0, 99), (1, 1), (2, 3)])
+def test_the_kernels_of_memory_efficient_attention_align_their_mask_as_they_are_told(mask: int, diagonal: int) -> None:
+    query, key, value = torch.randn(1, 5, 2, 8), torch.randn(1, 7, 2, 8), torch.randn(1, 7, 2, 8)
+    q, k, v = (each.transpose(1, 2) for each in (query, key, value))
+    hidden = torch.ones(5, 7, dtype=torch.bool).triu(diagonal)
+    scores = (q @ k.transpose(-2, -1) / math.sqrt(8)).masked_fill(hidden, -math.inf)
+    machine = Machine()
+    given = {"query": query, "key": key, "value": value, "bias": None, "cu_seqlens_q": None, "cu_seqlens_k": None,
+             "max_seqlen_q": None, "max_seqlen_k": None, "dropout_p": 0.0, "custom_mask_type": mask,
+             "compute_log_sumexp": True}
+    out, logarithms, *_others = rewrite("aten::_efficient_attention_forward", given, [
+        machine.new((1, 5, 2, 8)), machine.new((1, 2, 32)), machine.new((), torch.int64),
+        machine.new((), torch.int64), 5, 7], machine)
+    torch.testing.assert_close(out, (torch.softmax(scores, -1) @ v).transpose(1, 2))
+    torch.testing.assert_close(logarithms[..., :5], torch.logsumexp(scores, -1))
+    arguments = [(name, machine.given(value)) for name, value in given.items()]
+    for name, value in (("window_size", 3), ("seqlen_k", torch.ones(1)), ("cu_seqlens_q", torch.ones(2))):
+        changed = dict(arguments) | {name: machine.given(value)}
+        said = Portable().rewrite(Kernel("aten::_efficient_attention_forward", "default", ""), list(changed.items()),
+                                  None)
+        assert isinstance(said, str) and (name in said or "packed together" in said)
+
+
 @pytest.mark.parametrize(("change", "reason"), [
     ({"dropout_p": 0.1}, "dropout"),
     ({"key": torch.randn(1, 1, 4, 8), "value": torch.randn(1, 1, 4, 8)}, "fewer heads"),
