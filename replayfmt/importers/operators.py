@@ -128,18 +128,12 @@ class Operators:
     def _find(self, name: str) -> tuple[list[Operator], str]:
         if name_problem(name, "default"):
             return [], f"{name!r} is no operator name"
-        namespace = name.partition("::")[0]
         found = self._registered(name)
         if found:
             return found, ""
-        loaded = self._libraries.load(namespace)
-        if loaded.modules:
-            found = self._registered(name)
-            if found:
-                return found, ""
-        if loaded.problem:
-            return [], f"no operator {name} is registered here, and {loaded.problem}"
-        return [], f"no operator {name} is registered here, though {loaded.modules[0].__name__} is imported"
+        why = self._libraries.provide(name, lambda: bool(self._registered(name)))
+        found = self._registered(name)
+        return found, "" if found else f"no operator {name} is registered here, {why}"
 
     def attribute(self, name: str) -> Callable[..., Any] | None:
         """The function of an operator's name in a module that the user named for its namespace; nothing is registered

@@ -17,6 +17,8 @@ from typing import Any
 
 from replayfmt.errors import UsageError
 
+from .op_registrations import modules_registering
+
 ENTRY_POINT_GROUP = "opreplay.op_libraries"
 
 # Modules to import for a namespace, in order; all those that can be imported are.
@@ -117,12 +119,9 @@ class OpLibraries:
         defines: what it imported from elsewhere is not its operators.
         """
         for module in self.load(namespace).modules:
-            package = module.__name__.partition(".")[0]
-            named = module.__name__ in self._registered.get(namespace, ())
-            value = getattr(module, name, None)
-            origin = str(getattr(value, "__module__", ""))
-            if named and callable(value) and not inspect.isclass(value) and origin.partition(".")[0] == package:
-                return value
+            if module.__name__ in self._registered.get(namespace, ()) and _defines(module, name):
+                found: Callable[..., Any] = getattr(module, name)
+                return found
         return None
 
     def load(self, namespace: str) -> Loaded:
@@ -130,6 +129,39 @@ class OpLibraries:
         if namespace not in self._loaded:
             self._loaded[namespace] = self._load(namespace)
         return self._loaded[namespace]
+
+    def provide(self, name: str, is_there: Callable[[], bool]) -> str:
+        """Import what registers the operator `name`, as far as the user allows it: the modules known for its namespace,
+        then those of the same packages whose files register it. `is_there` says whether it is registered by now.
+        Returns "", or a phrase on why it is not there and what to do."""
+        namespace, _separator, base = name.partition("::")
+        loaded = self.load(namespace)
+        if is_there():
+            return ""
+        tried = [module for module in self.modules_for(namespace) if self.admits(namespace, module)]
+        if not tried:
+            return f"and {loaded.problem}"
+        problems = []
+        for package in dict.fromkeys(module.partition(".")[0] for module in tried):
+            for module in modules_registering(package, namespace, base) if package != "torch" else ():
+                if not self.admits(namespace, module):
+                    return (f"and {module} registers it, which may not be imported; name it with "
+                            f"--op-library {namespace}={module}")
+                problems += [] if module in tried else _imported(module)[1]
+                if is_there():
+                    return ""
+        why = "; ".join(filter(None, (loaded.problem, *problems))) or "no file of it registers that"
+        imported = ", ".join(module.__name__ for module in loaded.modules)
+        return (f"though {imported} is imported ({why})" if imported else f"and {why}") + self._by_name(loaded, name)
+
+    def _by_name(self, loaded: Loaded, name: str) -> str:
+        """What only naming a module for the namespace would help."""
+        namespace, _separator, base = name.partition("::")
+        for module in loaded.modules:
+            if _defines(module, base):
+                return (f"; {module.__name__} has a function of that name, which is called in its place with "
+                        f"--op-library {namespace}={module.__name__}")
+        return f"; if another module has it, name that with --op-library {namespace}=MODULE"
 
     def _load(self, namespace: str) -> Loaded:
         names = self.modules_for(namespace)
@@ -142,11 +174,26 @@ class OpLibraries:
                               f"--allow-import {names[0].partition('.')[0]}")
         modules, problems = [], []
         for name in admitted:
-            try:
-                modules.append(importlib.import_module(name))
-            except Exception as error:   # a foreign library may fail in any way
-                problems.append(f"{name} cannot be imported: {type(error).__name__}: {error}".partition("\n")[0])
+            found, why = _imported(name)
+            modules += found
+            problems += why
         return Loaded(tuple(modules), "" if modules else "; ".join(problems))
+
+
+def _imported(name: str) -> tuple[list[ModuleType], list[str]]:
+    """A module, or a sentence on why it cannot be imported; each in a list of its own."""
+    try:
+        return [importlib.import_module(name)], []
+    except Exception as error:   # a foreign library may fail in any way
+        return [], [f"{name} cannot be imported: {type(error).__name__}: {error}".partition("\n")[0]]
+
+
+def _defines(module: ModuleType, name: str) -> bool:
+    """Whether a module has a function of that name that its own package defines."""
+    value = getattr(module, name, None)
+    origin = str(getattr(value, "__module__", ""))
+    return (callable(value) and not inspect.isclass(value)
+            and origin.partition(".")[0] == module.__name__.partition(".")[0])
 
 
 _entry_points: dict[str, tuple[str, ...]] | None = None

@@ -51,10 +51,10 @@ class AllowedImports:
                 return      # the namespace of a known library, which is imported where an operator needs it
             self.problems.append(f"{FLAG}={name}: it cannot be imported: {type(error).__name__}: {error}")
 
-    def provide(self, namespace: str) -> None:
-        """Import what is known to register a namespace, as far as the user allows it."""
-        if self._libraries.modules_for(namespace):
-            self._libraries.load(namespace)
+    def provide(self, name: str, is_there: Callable[[], bool]) -> None:
+        """Import what registers the operator `name`, as far as the user allows it, until it `is_there`."""
+        if self._libraries.modules_for(name.partition("::")[0]):
+            self._libraries.provide(name, is_there)
 
     def callable(self, namespace: str, name: str) -> Callable[..., Any] | None:
         """The function that a library the user named has under the name of an operator that nobody registered."""
@@ -65,7 +65,8 @@ class AllowedImports:
         known = self._libraries.modules_for(namespace)
         if any(self._libraries.admits(namespace, module) for module in known):
             problem = self._libraries.load(namespace).problem
-            return problem or f"{' and '.join(known)} was imported and does not register it"
+            return problem or (f"{' and '.join(known)} was imported and does not register it; if another module does: "
+                               f"{FLAG}=MODULE")
         if known:
             package = known[0].partition(".")[0]
             return f"{known[0]} registers {namespace!r}: {FLAG}={package} lets it be imported"

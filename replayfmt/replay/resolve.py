@@ -15,7 +15,7 @@ from torch._ops import OpOverload
 from replayfmt.format.codes import KernelKind
 from replayfmt.format.model import Kernel
 from replayfmt.pytorch import plain_callables
-from replayfmt.pytorch.registry import find_overload
+from replayfmt.pytorch.registry import find_overload, is_registered
 from replayfmt.pytorch.schemas import parse_schema, printed_schema
 
 from .allowed_imports import FLAG, AllowedImports
@@ -99,7 +99,7 @@ def resolve(kernel: Kernel, captured_torch: str | None,
     overload = find_overload(kernel.name, kernel.overload)
     if overload is None and namespace not in OWN_NAMESPACES:
         imports = imports or AllowedImports()
-        imports.provide(namespace)
+        imports.provide(kernel.name, lambda: is_registered(kernel.name, kernel.overload))
         overload = find_overload(kernel.name, kernel.overload)
         if overload is None and kernel.overload == plain_callables.OVERLOAD:
             return _by_types(kernel, imports)

@@ -5,18 +5,21 @@ from __future__ import annotations
 import sys
 import textwrap
 from collections.abc import Iterator
+from importlib.machinery import EXTENSION_SUFFIXES
 from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
 import torch
 
-from replayfmt.errors import UsageError
+import replayfmt
+from replayfmt.errors import ReplayRefused, UsageError
 from replayfmt.format.codes import DType
 from replayfmt.importers.arguments import TensorSpec, of_tensor
 from replayfmt.importers.operators import ATTRIBUTE, REGISTRY, Operators
 from replayfmt.pytorch import op_libraries
 from replayfmt.pytorch.op_libraries import KNOWN_LIBRARIES, OpLibraries, parse_op_library
+from replayfmt.pytorch.op_registrations import modules_registering
 
 T = of_tensor(TensorSpec(DType.float32, (4,), (1,)))
 
@@ -101,6 +104,89 @@ def test_a_callable_of_the_operators_name_is_found_in_a_module_that_may_be_impor
     assert operators.attribute("importer_tests_plain::not_callable") is None
     assert operators.attribute("importer_tests_plain::missing") is None
     assert ATTRIBUTE == "a module's attribute"
+
+
+@pytest.fixture
+def moved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A package whose operators are no longer in the module that the table knows."""
+    package = f"moved_{tmp_path.name}"
+    files = {
+        "__init__.py": "",
+        "ops/__init__.py": "",
+        "ops/__main__.py": "raise SystemExit('run')  # custom_op('moved_ns::found'",
+        "ops/broken.py": "raise RuntimeError('no driver')  # register_custom_op(op_name='found'",
+        "ops/place.py": "import torch\nlibrary = torch.library.Library('moved_ns', 'FRAGMENT')\n"
+                        "library.define('found(Tensor x) -> Tensor')\n"
+                        "library.impl('found', lambda x: x * 2, 'CompositeExplicitAutograd')\n",
+        "ops/talk.py": "raise RuntimeError('imported')  # found, custom_op",
+        "tests/test_it.py": "raise SystemExit('a test')  # Library( custom_op('moved_ns::found'",
+        "plain.py": "def plain(x):\n    return x\n",
+    }
+    for name, text in files.items():
+        path = tmp_path / package / name
+        path.parent.mkdir(exist_ok=True, parents=True)
+        path.write_text(text)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setitem(KNOWN_LIBRARIES, "moved_ns", (f"{package}.attention.layer", f"{package}.plain"))
+    yield package
+    place = sys.modules.get(f"{package}.ops.place")
+    if place is not None:
+        place.library._destroy()
+    for name in [each for each in sys.modules if each.partition(".")[0] == package]:
+        del sys.modules[name]
+
+
+def test_an_operator_that_moved_within_its_library_is_found_where_it_registers(moved: str) -> None:
+    assert "may not be imported" in Operators().choose("moved_ns::found", [T]).detail
+    assert not any(name.startswith(moved) for name in sys.modules)
+    operators = Operators(OpLibraries([moved]))
+    choice = operators.choose("moved_ns::found", [T])
+    assert choice.operator is not None and choice.operator.found == REGISTRY
+    assert f"{moved}.ops.place" in sys.modules and f"{moved}.ops.talk" not in sys.modules
+    lacking = operators.choose("moved_ns::nowhere", [T]).detail
+    assert f"though {moved}.plain is imported" in lacking
+    assert lacking.endswith("name that with --op-library moved_ns=MODULE")
+
+
+def test_what_may_be_imported_is_not_widened_by_where_an_operator_registers(moved: str) -> None:
+    detail = Operators(OpLibraries(registered={"moved_ns": (f"{moved}.plain",)})).choose("moved_ns::found", [T]).detail
+    assert f"name it with --op-library moved_ns={moved}.ops." in detail
+    assert f"{moved}.ops.place" not in sys.modules
+
+
+def test_a_plain_function_is_named_with_the_only_flag_that_lets_it_be_called(moved: str) -> None:
+    detail = Operators(OpLibraries([moved])).choose("moved_ns::plain", [T]).detail
+    assert f"{moved}.plain has a function of that name" in detail
+    assert f"--op-library moved_ns={moved}.plain" in detail
+    operators = Operators(OpLibraries(registered={"moved_ns": (f"{moved}.plain",)}))
+    assert operators.attribute("moved_ns::plain") is not None
+
+
+def test_a_replay_finds_a_moved_operator_too(moved: str, tmp_path: Path) -> None:
+    path = tmp_path / "moved.opreplay"
+    assert Operators(OpLibraries([moved])).choose("moved_ns::found", [T]).operator is not None
+    with replayfmt.capture(path):
+        kept = torch.ops.moved_ns.found(torch.ones(2))
+    assert kept.tolist() == [2.0, 2.0]
+    sys.modules.pop(f"{moved}.ops.place").library._destroy()
+    with pytest.raises(ReplayRefused) as refused:
+        replayfmt.Plan(path)
+    assert f"--allow-import={moved}" in str(refused.value.findings)
+    with replayfmt.Plan(path, allow_imports=[moved]) as plan:
+        assert plan.execute(verify="bitwise").outcome == "ok"
+
+
+def test_extension_modules_are_searched_for_the_operators_schema(tmp_path: Path,
+                                                                 monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "with_extension"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / f"_C{EXTENSION_SUFFIXES[0]}").write_bytes(b"\0with_ns\0twice(Tensor x) -> Tensor\0")
+    (package / f"_D{EXTENSION_SUFFIXES[0]}").write_bytes(b"")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert modules_registering("with_extension", "with_ns", "twice") == ["with_extension._C"]
+    assert modules_registering("with_extension", "with_ns", "thrice") == []
+    assert modules_registering("not_installed_anywhere", "with_ns", "twice") == []
 
 
 def test_entry_points_register_libraries(library: str, monkeypatch: pytest.MonkeyPatch) -> None:

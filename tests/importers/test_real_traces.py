@@ -10,6 +10,10 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from replayfmt.importers.importing import import_trace
+from replayfmt.replay.plan import Plan
+from replayfmt.replay.resolve import ResolvedKernel
+
 from .conftest import Import
 from .traces import SHARED
 
@@ -117,6 +121,18 @@ def test_no_level_has_any_work_twice_or_loses_any(name: str, level: str, importe
     lost = next((int(note.split()[0]) for note in result.report.notes if "before the trace" in note), 0)
     assert kernels + lost == result.report.counts["device work"]
     assert recorded > 0
+
+
+@shared
+@pytest.mark.parametrize("name", ["h100_bert_small_inference", "mi300_vit_inference"])
+@pytest.mark.parametrize("level", ["auto", "leaf", "root"])
+def test_at_every_level_portable_replacements_make_all_of_a_trace_run_on_the_host(name: str, level: Any,
+                                                                                  tmp_path: Path) -> None:
+    import_trace(SHARED / "kineto" / f"{name}.json.gz", tmp_path / "t.opreplay", level=level, unique=True,
+                 rewrite="portable")
+    with Plan(tmp_path / "t.opreplay", devices=["cpu"]) as plan:      # refused where one is left
+        kernels = {each.overload.name() for each in plan.kernels if isinstance(each, ResolvedKernel)}
+    assert kernels and not any("flash" in each or "miopen" in each for each in kernels)
 
 
 @shared
