@@ -19,7 +19,7 @@ from measuring import CLOCK
 
 HERE = Path(__file__).parent
 SCRIPTS = ("capture_cost", "replay_cost", "replay_memory", "file_size", "large_capture", "dump_rows", "payload_speed",
-           "recorder_memory", "per_op_sum", "import_coverage")
+           "recorder_memory", "growth", "per_op_sum", "import_coverage")
 
 
 def machine() -> dict[str, Any]:

@@ -16,6 +16,7 @@ import torch
 
 from replayfmt.format.codes import StorageOrigin
 
+from .addresses import HostMemory
 from .buffer import RecordBuffer, pack_birth, pack_definition
 from .content import UNREADABLE, Content, Contents
 from .coverage import Coverage, Region
@@ -46,7 +47,7 @@ class Storages:
         self._audit = audit and contents.recorded
         self.live: dict[int, Tracker] = {}
         self.dead: deque[Tracker] = deque()
-        self._external: dict[int, tuple[int, int]] = {}  # storage id: address range, of storages torch did not allocate
+        self._memory = HostMemory(self.live)
         self._aliases: dict[int, list[Tracker]] = {}  # by storage id: others on the same memory
 
     # -------------------------------------------------------------------------------------------------------- identity
@@ -143,10 +144,12 @@ class Storages:
             return self._alias(storage, base, 0, length)
         # Memory that torch did not allocate, or that other processes have: others may write it.
         external = device == _CPU and (not storage.resizable() or storage.is_shared())
-        if device == _CPU and (external or self._external):
-            alias = self._overlapping(storage, length, external)
+        shared = False
+        if device == _CPU and (external or self._memory.shared):
+            alias = self._containing(storage, length, dtype)
             if alias is not None:
                 return alias
+            shared = self._watch_overlapping(storage, length)
         content = self._contents.first(storage, dtype, external)
         if reason == "first_use" and content.found is not None and content.found.mapped is not None:
             reason = "mapped_file"      # its place in memory is the file's, which decides last bits of some kernels
@@ -158,8 +161,8 @@ class Storages:
             raise
         tracker.imports = 1
         if external:
-            begin = storage.data_ptr()
-            self._external[tracker.id] = (begin, begin + length)
+            self._memory.add_external(tracker.id, storage)
+        if external or shared:
             self.watch(tracker)
         if device != _CPU and not storage.resizable():
             self._records.unsupported(
@@ -189,31 +192,26 @@ class Storages:
 
     # ------------------------------------------------------------------------------------------------- shared memory
 
-    def _overlapping(self, storage: torch.UntypedStorage, length: int, external: bool) -> Tracker | None:
-        """A tracker for memory that another storage of the capture already stands for, or None.
-
-        Only storages whose memory torch did not allocate can share it with others.
-        """
+    def _containing(self, storage: torch.UntypedStorage, length: int, dtype: torch.dtype | None) -> Tracker | None:
+        """A tracker for memory that another storage of the capture holds all of, or None."""
         begin = storage.data_ptr()
-        end = begin + length
-        for number, (low, high) in self._ranges() if external else list(self._external.items()):
-            base = self.live.get(number)
-            if base is None or base() is None or high <= begin or end <= low:
-                continue  # a death that was not drained yet leaves its range behind
-            if low <= begin and end <= high:
-                return self._alias(storage, base, begin - low, length)
-            held = f"{length} bytes of memory that storage {number} holds in part came into use"
-            self._records.unsupported("overlapping_storages", "", held)
+        for base, low in self._memory.containing(begin, begin + length):
+            delta = begin - low
+            if not (delta % dtype.itemsize if dtype is not None else delta):
+                return self._alias(storage, base, delta, length)
         return None
 
-    def _ranges(self) -> list[tuple[int, tuple[int, int]]]:
-        ranges = []
-        for number, tracker in list(self.live.items()):
-            storage = tracker()
-            if storage is not None and storage.device.type == "cpu" and storage.nbytes():
-                begin = storage.data_ptr()
-                ranges.append((number, (begin, begin + storage.nbytes())))
-        return ranges
+    def _watch_overlapping(self, storage: torch.UntypedStorage, length: int) -> bool:
+        """Whether a storage shares memory with others that do not hold all of it. They are watched from now on: what is
+        written to one is written to the others from outside."""
+        begin = storage.data_ptr()
+        others = self._memory.overlapping(begin, begin + length)
+        for other in others:
+            memory = other()
+            if memory is not None and not self.state(other).watched:
+                self.watch(other)
+                self.synchronize(other, memory)
+        return bool(others)
 
     def _alias(self, storage: torch.UntypedStorage, base: Tracker, delta: int, length: int) -> Tracker:
         tracker = self._track(storage, base.id, -1)
@@ -421,6 +419,7 @@ class Storages:
         ids = [tracker.id for tracker in dead if tracker.state is None or self._forget(tracker)]
         for number in ids:
             self.live.pop(number, None)
+            self._memory.forget(number)
         if ids:
             self._records.storage_releases(ids)
 
@@ -431,7 +430,6 @@ class Storages:
             others = self._aliases.get(number, [])
             others[:] = [other for other in others if other is not tracker]
             return False
-        self._external.pop(number, None)
         self._aliases.pop(number, None)
         return True
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Any
+from weakref import WeakValueDictionary
 
 from replayfmt.format.codes import DType, MemoryFormat, RecordKind
 from replayfmt.format.codes import Layout as LayoutCode
@@ -13,16 +15,31 @@ from replayfmt.pytorch.dtypes import TORCH_DTYPE, TORCH_LAYOUT, TORCH_MEMORY_FOR
 
 from .resolve import ResolvedKernel
 
+# An op that takes a list of tensors is asked for once for each of them.
+_RECENT = 32
+
 
 class Calls:
-    """Makes calls of records. `kernels` has the operator of each kernel id, or why there is none."""
+    """Makes calls of records. `kernels` has the operator of each kernel id, or why there is none.
+
+    A record is decoded once as long as anybody has its call, and is remembered for a while.
+    """
 
     def __init__(self, reader: CaptureReader, kernels: tuple[ResolvedKernel | str | None, ...]) -> None:
         self._reader = reader
         self._kernels = kernels
+        self._known: WeakValueDictionary[int, Call] = WeakValueDictionary()
+        self._recent: deque[Call] = deque(maxlen=_RECENT)
 
     def call(self, ordinal: int) -> Call:
         """The op at an ordinal."""
+        call = self._known.get(ordinal)
+        if call is None:
+            call = self._known[ordinal] = self._decode(ordinal)
+            self._recent.append(call)
+        return call
+
+    def _decode(self, ordinal: int) -> Call:
         record = self._reader.record(ordinal)
         assert record.kind is RecordKind.op
         kernel = self._reader.kernels[record.signature.kernel]

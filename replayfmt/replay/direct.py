@@ -80,7 +80,8 @@ def _candidates(overload: OpOverload) -> Iterator[Callable[..., Any]]:
 def _arrives(candidate: Callable[..., Any], overload: OpOverload, text: str, values: Sequence[Any],
              tensors: Sequence[int], stand_in: torch.Tensor) -> bool:
     """Whether a call of `candidate` arrives at the dispatcher as the call of the overload would."""
-    names = {f"x{index}": stand_in.clone() if index in tensors else value for index, value in enumerate(values)}
+    stood_for = set(tensors)
+    names = {f"x{index}": stand_in.clone() if index in stood_for else value for index, value in enumerate(values)}
     call = compile(text % ("f", *names), "<opreplay probe>", "eval")
     wanted = eval(call, {"f": lambda *args, **kwargs: (args, kwargs), **names})   # the plan's text, not the file's
     catch = _Catch()

@@ -291,18 +291,18 @@ class OpLine:
         layout = self.template.layout
         passed = [what for operand, what in self.template.operands if operand is Operand.tensor]
         changed = {slot for slot, _result in self.template.effects.rebinds} | set(self.template.effects.reshapes)
+        storages = [None if arg in changed else frame.storages[first + arg] for arg in passed]
+        given: dict[int, int] = {}
+        for position, arg in enumerate(passed):
+            given.setdefault(frame.storages[first + arg], position)
+        given |= {storage: position for position, storage in reversed(list(enumerate(storages))) if storage is not None}
         expected: dict[int, Expected] = {}
         for place in layout.results:
             for slot in place.tensors:
                 storage = frame.storages[first + slot]
-                same = [i for i, arg in enumerate(passed) if frame.storages[first + arg] == storage]
-                steady = [i for i in same if passed[i] not in changed]
-                apart = tuple(i for i, arg in enumerate(passed)
-                              if frame.storages[first + arg] != storage and arg not in changed)
-                shares = steady[0] if steady else same[0] if same else None
                 meta = walk.reader.metas[frame.metas[first + slot]]
                 assert meta is not None
                 device = walk.context.devices.target(meta.device)
-                expected[slot] = Expected(walk.view(first + slot), device, shares, apart)
+                expected[slot] = Expected(walk.view(first + slot), device, storage, given.get(storage))
         return ExpectResults(walk.context.judge, Where(self.ordinal, None, self.ordinal), layout.results, expected,
-                             sizes_only=not walk.compare)
+                             storages, sizes_only=not walk.compare)

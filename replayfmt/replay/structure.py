@@ -18,31 +18,37 @@ from .facts import Place
 from .operations import View
 from .verify import Judge, Where
 
+# By memory, by captured storage: the index of an argument.
+Memories = dict[int, dict[int, int]]
+
 
 @dataclass(frozen=True)
 class Expected:
     """One tensor result. `shares` is the index of an argument tensor on the same storage, None where there is none.
 
-    `apart` are the indices of argument tensors that must not share its storage.
+    `storage` is the captured storage's id: no argument tensor that was on another one may share memory with it.
     """
 
     view: View
     device: torch.device
+    storage: int
     shares: int | None
-    apart: tuple[int, ...]
 
 
 class ExpectResults:
     """Called with what an op returned and its tensor arguments; gives the results back."""
 
-    def __init__(self, judge: Judge, where: Where, results: Sequence[Place], expected: dict[int, Expected], *,
-                 sizes_only: bool = False) -> None:
-        """With `sizes_only` numbers of results, dtypes, sizes and devices are all that is compared: for content that is
+    def __init__(self, judge: Judge, where: Where, results: Sequence[Place], expected: dict[int, Expected],
+                 storages: Sequence[int | None], *, sizes_only: bool = False) -> None:
+        """`storages` are the captured ones of the tensor arguments, None for those that the op moves to another one.
+
+        With `sizes_only` numbers of results, dtypes, sizes and devices are all that is compared: for content that is
         not the captured one, and captures that do not know everything of their results."""
         self._judge = judge
         self._where = where
         self._results = results
         self._expected = expected
+        self._storages = storages
         self._sizes_only = sizes_only
 
     def __call__(self, returned: Any, *args: torch.Tensor) -> Any:
@@ -58,20 +64,31 @@ class ExpectResults:
         else:
             self._differs(None, f"{len(self._results)} results", _named(returned))
             return returned
+        memories = self._memories(args)
         for index, (place, value) in enumerate(zip(self._results, values, strict=True)):
-            self._check(index, place, value, args)
+            self._check(index, place, value, args, memories)
         return returned
+
+    def _memories(self, args: tuple[torch.Tensor, ...]) -> Memories:
+        """Of each argument that tells something about memory its captured storage and index, by its memory."""
+        memories: Memories = {}
+        if not self._sizes_only:
+            for position, (storage, tensor) in enumerate(zip(self._storages, args, strict=True)):
+                if storage is not None:
+                    memories.setdefault(_memory(tensor), {}).setdefault(storage, position)
+        return memories
 
     def _differs(self, index: int | None, expected: str, got: str) -> None:
         self._judge.diverged(replace(self._where, result=index), expected, got)
 
-    def _check(self, index: int, place: Place, value: Any, args: tuple[torch.Tensor, ...]) -> None:
+    def _check(self, index: int, place: Place, value: Any, args: tuple[torch.Tensor, ...],
+               memories: Memories) -> None:
         kind = place.node.kind
         if kind is ValueKind.tensor:
             if not isinstance(value, torch.Tensor):
                 self._differs(index, "a tensor", _named(value))
             else:
-                self._check_tensor(index, self._expected[place.tensor_slot], value, args)
+                self._check_tensor(index, self._expected[place.tensor_slot], value, args, memories)
         elif kind is ValueKind.none:
             # Not every capture has the numbers that ops returned: none stands for them.
             if value is not None and not isinstance(value, bool | int | float | complex):
@@ -81,10 +98,10 @@ class ExpectResults:
                 self._differs(index, f"{len(place.children)} values", _named(value))
                 return
             for child, each in zip(place.children, value, strict=True):
-                self._check(index, child, each, args)
+                self._check(index, child, each, args, memories)
 
-    def _check_tensor(self, index: int, expected: Expected, tensor: torch.Tensor,
-                      args: tuple[torch.Tensor, ...]) -> None:
+    def _check_tensor(self, index: int, expected: Expected, tensor: torch.Tensor, args: tuple[torch.Tensor, ...],
+                      memories: Memories) -> None:
         if tensor.layout is not torch.strided:
             self._differs(index, "a strided tensor", _named(tensor))
             return
@@ -98,12 +115,17 @@ class ExpectResults:
             return
         if self._sizes_only:
             return
-        memory = tensor.untyped_storage()._cdata
-        if expected.shares is not None and args[expected.shares].untyped_storage()._cdata != memory:
+        memory = _memory(tensor)
+        if expected.shares is not None and _memory(args[expected.shares]) != memory:
             self._differs(index, f"a view on tensor argument {expected.shares}", "memory of its own")
-        for position in expected.apart:
-            if args[position].untyped_storage()._cdata == memory:
+        for storage, position in memories.get(memory, {}).items():
+            if storage != expected.storage:
                 self._differs(index, "memory of its own", f"a view on tensor argument {position}")
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    """What tensors on the same memory have in common."""
+    return tensor.untyped_storage()._cdata
 
 
 def _telling(sizes: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:

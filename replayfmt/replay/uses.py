@@ -10,7 +10,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
 
 import torch
 
@@ -35,8 +34,10 @@ _OVERWRITTEN = {"copy", "fill", "zero", "uniform", "normal", "random", "exponent
                 "log_normal", "bernoulli", "_foreach_copy", "_foreach_zero", "resize", "set"}
 
 
-# By an op's signature, metadata ids and integers: which of its tensor slots ask what.
-Asking = Mapping[tuple[int, tuple[int, ...], tuple[int, ...]], Sequence[tuple[int, Demand]]]
+# An op's signature, metadata ids and integers.
+Shapes = tuple[int, tuple[int, ...], tuple[int, ...]]
+# Which tensor slots of ops of these shapes ask what.
+Asking = Mapping[Shapes, Sequence[tuple[int, Demand]]]
 
 
 @dataclass(frozen=True)
@@ -89,10 +90,11 @@ class _Argument:
 
 @dataclass
 class _Alike:
-    """What is the same for all ops of a signature, shapes and numbers."""
+    """What is the same for all ops of a signature, shapes and numbers. `shapes` is the number of these."""
 
     op: str
     overload: str
+    shapes: int
     arguments: list[_Argument] = field(default_factory=list)
     results: dict[int, int] = field(default_factory=dict)       # index of a result that is a tensor → its slot
     named: dict[str, int] = field(default_factory=dict)         # name of an argument that is a tensor → its slot
@@ -107,8 +109,9 @@ class Uses:
         self.calls = Calls(reader, kernels)
         self._origins = frozenset(storages)
         self._ways: dict[int, set[Way]] = {storage: {Way(storage)} for storage in self._origins}
-        self._alike: dict[tuple[object, ...], _Alike] = {}
-        self._found: dict[int, dict[tuple[Any, int, tuple[Step, ...], bool], FoundUse]] = defaultdict(dict)
+        self._alike: dict[tuple[Shapes, tuple[int, ...]], _Alike] = {}
+        self._shapes: dict[Shapes, int] = {}        # numbered, because they are as long as an op's list of tensors
+        self._found: dict[int, dict[tuple[int, int, tuple[Step, ...], bool], FoundUse]] = defaultdict(dict)
         if self._origins:
             self._walk()
 
@@ -118,12 +121,12 @@ class Uses:
 
     def asking(self, storages: Iterable[int]) -> Asking:
         """What ops ask of anything that was computed from the content of these storages."""
-        asking: dict[Any, dict[int, Demand]] = defaultdict(dict)
+        asking: dict[int, dict[int, Demand]] = defaultdict(dict)
         for storage in storages:
-            for (key, slot, _steps, _followed), each in self._found.get(storage, {}).items():
+            for (shapes, slot, _steps, _followed), each in self._found.get(storage, {}).items():
                 if each.demand is not None and each.demand.role is not Role.number:
-                    asking[key][slot] = each.demand
-        return {key: list(slots.items()) for key, slots in asking.items()}
+                    asking[shapes][slot] = each.demand
+        return {shapes: list(asking[number].items()) for shapes, number in self._shapes.items() if number in asking}
 
     def direct_at(self, ordinal: int) -> list[tuple[int, FoundUse]]:
         """The storages whose own content an op reads in a way that was not seen before, with that use."""
@@ -173,12 +176,14 @@ class Uses:
     def _op(self, frame: RecordFrame, row: int, signature: int, slots: list[int], storages: list[int]) -> None:
         metas = frame.tensor_meta[slots].tolist()
         ints = frame.ints[frame.int_first[row] : frame.int_first[row + 1]].tolist()
-        shared = tuple(storages.index(storage) for storage in storages)
-        key = (signature, tuple(metas), tuple(ints), shared)
+        first: dict[int, int] = {}
+        shared = tuple(first.setdefault(storage, slot) for slot, storage in enumerate(storages))
+        shapes: Shapes = (signature, tuple(metas), tuple(ints))
         ordinal = frame.first_ordinal + row
-        alike = self._alike.get(key)
+        alike = self._alike.get((shapes, shared))
         if alike is None:
-            alike = self._alike[key] = self._understand(signature, ordinal)
+            number = self._shapes.setdefault(shapes, len(self._shapes))
+            alike = self._alike[shapes, shared] = self._understand(signature, ordinal, number)
 
         def info(slot: int) -> TensorInfo:
             meta = self._reader.metas[metas[slot]]
@@ -196,7 +201,7 @@ class Uses:
             if not argument.read:
                 continue
             for way in ways:
-                self._note(way, key, alike, argument, ordinal, tensor)
+                self._note(way, alike, argument, ordinal, tensor)
                 for passed in argument.passed:
                     target = alike.named.get(passed.written) if passed.result is None else alike.results.get(
                         passed.result)
@@ -206,10 +211,9 @@ class Uses:
         for target, (tensor, ways) in written.items():
             self._write(storages[target], tensor, ways)
 
-    def _note(self, way: Way, key: tuple[object, ...], alike: _Alike, argument: _Argument, ordinal: int,
-              tensor: TensorInfo) -> None:
+    def _note(self, way: Way, alike: _Alike, argument: _Argument, ordinal: int, tensor: TensorInfo) -> None:
         known = self._found[way.origin]
-        own = (key[:3], argument.slot, way.steps, way.followed)
+        own = (alike.shapes, argument.slot, way.steps, way.followed)
         if own in known:
             return
         view = tensor if tensor.storage == way.origin and not way.steps and way.followed else None
@@ -234,11 +238,11 @@ class Uses:
 
     # --------------------------------------------------------------------------------------------------- what ops mean
 
-    def _understand(self, signature: int, ordinal: int) -> _Alike:
+    def _understand(self, signature: int, ordinal: int, shapes: int) -> _Alike:
         layout = self._scan.layout(signature)
         call = self.calls.call(ordinal)
         schema = self._schema(layout)
-        alike = _Alike(call.name, call.overload_name)
+        alike = _Alike(call.name, call.overload_name, shapes)
         for index, place in enumerate(layout.results):
             if place.node.kind is ValueKind.tensor:
                 alike.results[index] = place.tensor_slot

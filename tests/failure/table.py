@@ -231,10 +231,12 @@ def _symbolic() -> None:
 def _overlapping() -> None:
     import numpy as np
 
-    array = np.arange(8, dtype=np.float32)
-    part = torch.from_numpy(array[4:])
+    array = np.zeros(16, np.uint8)
+    whole = torch.from_numpy(array)
+    part = torch.from_numpy(array[2:10])
+    whole + 1
     part + 1
-    torch.from_numpy(array) + part.sum()
+    part.view(torch.float32) + whole.sum()      # its elements are no elements of the storage that it is a part of
 
 
 def _collective(folder: Path, patch: pytest.MonkeyPatch) -> tuple[Path, list[str]]:

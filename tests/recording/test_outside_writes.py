@@ -129,14 +129,63 @@ def test_shared_memory_whose_owner_died_stands_for_itself(capture: Capture) -> N
     captured.replays()
 
 
-def test_memory_that_begins_before_what_is_known_is_named(capture: Capture) -> None:
+def test_memory_that_begins_before_what_is_known_is_a_storage_beside_it(capture: Capture) -> None:
     def program() -> Any:
         array = np.arange(6, dtype=np.float32)
         tail = torch.from_numpy(array[2:])
         tail.add_(1)
-        return torch.from_numpy(array) + 1
+        whole = torch.from_numpy(array)
+        first = whole + 1
+        whole.mul_(2)
+        return first, tail + 1, whole + 1
 
-    assert capture(program).unsupported() == {"overlapping_storages": 1}
+    captured = capture(program, digests="ops")
+    assert captured.unsupported() == {}
+    assert imports(captured) == [(0, "first_use"), (0, "first_use"), (1, "outside_write")]
+    captured.replays()
+
+
+def test_sliding_windows_over_one_array_replay_with_what_is_written_to_any_of_them(capture: Capture) -> None:
+    def program() -> Any:
+        series = np.arange(10, dtype=np.float32)
+        windows = [torch.from_numpy(series[i : i + 4]) for i in range(7)]
+        first = torch.stack(windows)
+        windows[2].add_(100)
+        series[9] = -1
+        return first, torch.stack(windows), windows[3] * 2
+
+    captured = capture(program, digests="ops")
+    assert captured.unsupported() == {}
+    captured.replays()
+
+
+def test_torchs_own_memory_is_watched_where_a_part_of_it_came_first(capture: Capture) -> None:
+    x = torch.arange(6.0)
+    part = torch.from_numpy(x.numpy()[1:3])
+
+    def program() -> Any:
+        part.add_(1)
+        first = x + 1
+        part.mul_(3)
+        return first, x + 1
+
+    captured = capture(program, digests="ops")
+    assert captured.unsupported() == {}
+    captured.replays()
+
+
+def test_elements_that_begin_between_those_of_another_storage_have_one_of_their_own(capture: Capture) -> None:
+    def program() -> Any:
+        array = np.arange(16, dtype=np.uint8)
+        whole = torch.from_numpy(array)
+        first = whole + 1
+        between = torch.from_numpy(array[2:10].view(np.float32))
+        between.mul_(2)
+        return first, whole + 1, between + 1
+
+    captured = capture(program, digests="ops")
+    assert captured.unsupported() == {}
+    captured.replays()
 
 
 def test_what_was_written_outside_last_is_not_digested(capture: Capture) -> None:

@@ -1,0 +1,68 @@
+"""Growth: what four times as many tensors cost, against four times the cost of a quarter of them.
+
+1 is what costs that grow with the work give; 4 is what costs give that grow with its square. Each row is one thing that
+a program has many of: arrays that it wraps, elements of a list that an operator takes, storages without content.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+from measuring import arguments, in_turns, median_of, progress, row, scratch, seconds
+
+import replayfmt
+
+
+def arrays(path: Path, count: int) -> float:
+    """Seconds to capture a program that keeps `count` NumPy arrays as tensors and reads each."""
+    kept = [torch.from_numpy(np.full(2, i, np.float32)) for i in range(count)]
+
+    def program() -> None:
+        with replayfmt.capture(path, force=True):
+            for tensor in kept:
+                tensor + 1
+
+    return seconds(program)
+
+
+def listed(path: Path, count: int, payload: str, work: Callable[[replayfmt.Plan], object]) -> float:
+    """Seconds to plan and run a capture of operators that take `count` tensors in a list, and give a list."""
+    tensors = [torch.full((2,), float(i)) for i in range(count)]
+    with replayfmt.capture(path, force=True, payload=payload):
+        kept = torch.stack(torch._foreach_add(tensors, 1.0))
+    del kept
+    begin = time.perf_counter()
+    with replayfmt.open(path) as capture:
+        work(replayfmt.Plan(capture))
+    return time.perf_counter() - begin
+
+
+def main() -> None:
+    quick = arguments(__doc__).quick
+    torch.set_num_threads(1)
+    small = 50 if quick else 2500
+    rows: dict[str, Callable[[Path, int], float]] = {
+        "capture, NumPy arrays that stay alive": arrays,
+        "verified replay, tensors in a list": lambda path, count: listed(
+            path, count, "full", lambda plan: plan.execute(verify="bitwise")),
+        "replay, storages without content in a list": lambda path, count: listed(
+            path, count, "none", lambda plan: plan.execute()),
+    }
+    with scratch() as directory:
+        path = directory / "growth.opreplay"
+        for what, work in rows.items():
+            progress(what)
+            turns = {"few": partial(work, path, small), "many": partial(work, path, 4 * small)}
+            taken = in_turns(turns, rounds=1 if quick else 5)
+            row(f"growth, {what}: time of 4 × as many / 4 × the time", median_of(
+                lambda few, many: many / few / 4, taken["few"], taken["many"]), at_most=1.5,
+                seconds_few=taken["few"], seconds_many=taken["many"], few=small)
+
+
+if __name__ == "__main__":
+    main()
