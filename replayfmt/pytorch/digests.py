@@ -39,7 +39,7 @@ def digest_tensor(tensor: torch.Tensor) -> TensorDigest:
     elements = plain.numel()
     if elements == 0:
         return TensorDigest(*_hash(b""), 0, 0, 0, None, None, None, None, ())
-    flat = plain.contiguous().view(-1)
+    flat = _contiguous(plain).view(-1)
     low, high = _hash_elements(flat)
     if code in _PATTERNS:
         return TensorDigest(low, high, elements, 0, 0, None, None, None, None, ())
@@ -47,6 +47,12 @@ def digest_tensor(tensor: torch.Tensor) -> TensorDigest:
     if code is DType.bool:
         return TensorDigest(low, high, elements, 0, 0, None, None, None, None, sample)
     return TensorDigest(low, high, elements, *_statistics(flat), sample)
+
+
+def _contiguous(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.dtype is not torch.complex32:
+        return tensor.contiguous()
+    return tensor.view(torch.float32).contiguous().view(torch.complex32)     # see `_gathered_as`
 
 
 def _as_numbers(tensor: torch.Tensor, code: DType) -> torch.Tensor:
@@ -79,8 +85,9 @@ def _hash_elements(flat: torch.Tensor) -> tuple[int, int]:
 
 def _sample(flat: torch.Tensor) -> tuple[int | float | complex, ...]:
     positions = torch.tensor(sample_positions(flat.numel()), device=flat.device)
-    if flat.element_size() == 1:  # float8 has no gather kernel; its bytes do
-        values = flat.view(torch.uint8)[positions].view(flat.dtype)
+    carrier = _gathered_as(flat.dtype)
+    if carrier is not None:
+        values = flat.view(carrier)[positions].view(flat.dtype)
     else:
         values = flat[positions]
     if values.is_floating_point():
@@ -89,6 +96,14 @@ def _sample(flat: torch.Tensor) -> tuple[int | float | complex, ...]:
         values = values.to(torch.complex64)
     picked = values.tolist()
     return tuple(signed(int(value)) if isinstance(value, int) else value for value in picked)
+
+
+def _gathered_as(dtype: torch.dtype) -> torch.dtype | None:
+    """What elements are to be taken as where they are copied: float8 has no kernel for it, its bytes do; of complex32
+    PyTorch warns once, and that warning is the program's."""
+    if dtype is torch.complex32:
+        return torch.float32
+    return torch.uint8 if dtype.itemsize == 1 else None
 
 
 def _statistics(flat: torch.Tensor) -> tuple[int, int, float | None, float | None, float | None, float | None]:

@@ -109,7 +109,11 @@ def make_view(
 
     Raises RuntimeError where the view does not fit into the storage.
     """
-    tensor = torch.empty((0,), dtype=dtype, device=storage.device)
+    # PyTorch warns once of empty memory as complex32, and a program is to have that warning where it has its own.
+    lent = torch.float32 if dtype is torch.complex32 else None
+    tensor = torch.empty((0,), dtype=lent or dtype, device=storage.device)
+    if lent is not None:
+        tensor = tensor.view(dtype)
     tensor.set_(storage, offset, tuple(sizes), tuple(strides))
     mark_view(tensor, flags)
     return tensor

@@ -285,6 +285,33 @@ def warning() -> None:
     torch.add(torch.ones(3), torch.ones(3), out=torch.empty(2))
 
 
+def warning_once() -> None:
+    """PyTorch warns of some things once in a process, unless it is told to warn always."""
+    torch.set_warn_always(True)
+    try:
+        halves = torch.ones(6).view(torch.complex32)
+        (halves.view(2, 3).t().view(torch.float32) + 1).sum().item()
+        torch.ops.aten.alias.default(halves.view(2, 3).t())
+        csr = torch.eye(3).to_sparse_csr()
+        nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+        quantized = torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)
+        complex_ = torch.ones(3, dtype=torch.complex64)
+        for _ in range(2):
+            torch.add(csr, csr)
+            (nested * 2).unbind()
+            quantized.dequantize()
+            (complex_.conj() * 2).real.numpy()
+    finally:
+        torch.set_warn_always(False)
+
+
+@pytest.mark.parametrize("options", [{"digests": "ops"}, {"payload": "integers"}, {"audit": True}], ids=str)
+def test_no_warning_that_comes_once_is_used_up(capture: Capture, options: dict[str, Any]) -> None:
+    expected = warned(warning_once)
+    assert expected
+    assert capture(lambda: warned(warning_once), **options).returned == expected
+
+
 def test_a_warning_is_shown_where_it_is_without_a_capture(capture: Capture) -> None:
     expected = warned(warning)
     assert len(expected) == 3
