@@ -80,9 +80,15 @@ class InParts:
             if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key.name):
                 self._excluded = self._excluded.add(key)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    @staticmethod
+    def unmasks() -> bool:
+        """Whether the parts are to have back what the mode masks. Call it inside the mode's handler."""
         # Elsewhere than in inference mode, composites are taken apart before they come to the mode.
-        if not torch.is_inference_mode_enabled() or _below_another_handler():
+        return torch.is_inference_mode_enabled() and not _below_another_handler()
+
+    def __call__(self, unmasked: bool, *args: Any, **kwargs: Any) -> Any:
+        """`unmasked`: as `unmasks` says."""
+        if not unmasked:
             return self._run(args, kwargs)
         # Composites look at whether views of parameters require gradients: all of what the mode masks is put back.
         outside = torch._C._RestorePythonTLSSnapshot()  # type: ignore[attr-defined]

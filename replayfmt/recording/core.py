@@ -65,7 +65,7 @@ def _attempted(step: _Step) -> _Step:
 
     @functools.wraps(step)
     def attempted(core: Core, *args: Any) -> Any:
-        return core.attempt(step, core, *args)
+        return core.attempt(attempted.__wrapped__, core, *args)
 
     return attempted  # type: ignore[return-value]
 

@@ -58,8 +58,8 @@ class DeclaredWork:
         @functools.wraps(original)
         def call(operator: Any, /, *args: Any, **kwargs: Any) -> Any:
             try:
-                name = _name(operator)
-                if name.partition("::")[0] in PYTORCH_NAMESPACES or not self._recorder.recording():
+                name = self._core.attempt(_name, operator) or ""
+                if not name or name.partition("::")[0] in PYTORCH_NAMESPACES or not self._recorder.recording():
                     return original(operator, *args, **kwargs)
                 return self._watch(functools.partial(original, operator), operator, name, args, kwargs)
             except BaseException as error:

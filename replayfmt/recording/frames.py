@@ -29,7 +29,7 @@ def leave_no_frames(error: BaseException) -> None:
 def leave_no_own_frame(error: BaseException) -> None:
     """The same where the recorder stands around a function of PyTorch's that the program called: its frames stay."""
     entry = error.__traceback__
-    while entry is not None and _is_recorders(entry.tb_frame.f_code):
+    while entry is not None and is_recorders(entry.tb_frame.f_code):
         entry = entry.tb_next
     error.__traceback__ = entry
 
@@ -42,11 +42,12 @@ def _next_of_others(entry: TracebackType | None) -> TracebackType | None:
 
 def _is_ours(entry: TracebackType) -> bool:
     frame = entry.tb_frame
-    if _is_recorders(frame.f_code):
+    if is_recorders(frame.f_code):
         return True
     caller = frame.f_back
-    return frame.f_code.co_filename.endswith(_OPERATORS) and caller is not None and _is_recorders(caller.f_code)
+    return frame.f_code.co_filename.endswith(_OPERATORS) and caller is not None and is_recorders(caller.f_code)
 
 
-def _is_recorders(code: CodeType) -> bool:
+def is_recorders(code: CodeType) -> bool:
+    """Whether code is the recorder's own."""
     return code.co_filename.startswith(_HERE) or code.co_filename == FAST_PATH_FILE

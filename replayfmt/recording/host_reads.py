@@ -33,6 +33,10 @@ class RecorderForReads(Protocol):
 
     def recording(self) -> bool: ...
 
+    def attempt(self, step: Callable[..., Any], *args: Any) -> Any:
+        """Do something of the recorder's own: what goes wrong in it ends the recording, not the program."""
+        ...
+
     def paused(self) -> AbstractContextManager[Any]: ...
 
     def host_read(self, method: str, tensor: torch.Tensor) -> None: ...
@@ -103,7 +107,7 @@ class _Read:
             getattr(_inside, "depth", 0)
             or not self._recorder.recording()
             or torch._C._has_torch_function_unary(tensor)
-            or not _has_values(tensor)
+            or not self._recorder.attempt(_has_values, tensor)
         ):
             return self._original(tensor, *args, **kwargs)
         _inside.depth = 1
@@ -111,7 +115,7 @@ class _Read:
             values = self._original(tensor, *args, **kwargs)
         finally:
             _inside.depth = 0
-        self._recorder.host_read(self._method, tensor)
+        self._recorder.attempt(self._recorder.host_read, self._method, tensor)
         return values
 
 
@@ -121,7 +125,7 @@ def _sharing(recorder: RecorderForReads, original: Callable[..., Any]) -> Callab
         try:
             shared = original(storage, *args, **kwargs)
             if recorder.recording():
-                recorder.watch(storage)
+                recorder.attempt(recorder.watch, storage)
             return shared
         except BaseException as error:
             leave_no_frames(error)

@@ -10,6 +10,8 @@ from inspect import CO_VARARGS
 from types import FrameType
 from typing import Any
 
+from .frames import is_recorders
+
 
 def is_interrupt(error: BaseException | None) -> bool:
     """Whether an exception that reached the recorder came from a signal handler, or is none that a mistake raises
@@ -18,7 +20,8 @@ def is_interrupt(error: BaseException | None) -> bool:
         return error is not None
     entry = error.__traceback__ and error.__traceback__.tb_next  # the first one is of who caught it
     while entry is not None:
-        if any(map(_is_frame, _arguments(entry.tb_frame))):
+        frame = entry.tb_frame
+        if not is_recorders(frame.f_code) and any(map(_is_frame, _arguments(frame))):
             return True
         entry = entry.tb_next
     return False

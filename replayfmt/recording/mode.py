@@ -71,7 +71,7 @@ class RecordingMode(TorchDispatchMode):
         """The complete path: decides what kind of call this is."""
         core = self.core
         if core.finished:
-            return _unrecorded(func)(*args, **kwargs)
+            return self._unrecorded(func)(*args, **kwargs)
         if types and any(map(dispatches_itself, types)):  # `detach` names plain classes too
             return func(*args, **kwargs) if _is_tracing(types) else NotImplemented
         if _len_torch_dispatch_stack():
@@ -80,7 +80,7 @@ class RecordingMode(TorchDispatchMode):
             return run_higher_order(self, func, args, kwargs)
         facts = core.attempt(core.calls.facts, func)
         if facts is None:
-            return _unrecorded(func)(*args, **kwargs)
+            return self._unrecorded(func)(*args, **kwargs)
         if not facts.own:
             core.arrivals[facts.name] += 1
         if facts.action is not Action.record and not core.attempt(facts.has_own_kernel, args, kwargs):
@@ -96,7 +96,7 @@ class RecordingMode(TorchDispatchMode):
     def record(self, facts: KernelFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one op and record it."""
         core = self.core
-        if facts.random and facts.namespace == "aten" and facts.draws(args, kwargs):
+        if facts.random and facts.namespace == "aten" and core.attempt(facts.draws, args, kwargs):
             # The order of draws is the order of records. (Other operators may wait for threads that record, too.)
             with core.lock:
                 return self._record(facts, args, kwargs)
@@ -172,7 +172,8 @@ class RecordingMode(TorchDispatchMode):
     def _special(self, facts: KernelFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         core = self.core
         if facts.action is Action.decompose:
-            return self.run_inside(facts.parts, args, kwargs)
+            assert facts.parts is not None
+            return self.run_inside(facts.parts, (bool(core.attempt(facts.parts.unmasks)), *args), kwargs)
         if facts.action is Action.collective:
             detail = core.attempt(describe_collective, (*args, *kwargs.values()))
             return self._run_unsupported(facts, args, kwargs, Unrepresentable("collective", detail or ""))
@@ -205,6 +206,12 @@ class RecordingMode(TorchDispatchMode):
                     _pop_torch_dispatch_stack(None)
                 raise
 
+    def _unrecorded(self, func: Any) -> Callable[..., Any]:
+        """What runs an operator that is not recorded."""
+        if not isinstance(func, torch._ops.OpOverload):
+            return func
+        return self.core.attempt(caller_of, func) or func
+
     def _run_unsupported(
         self, facts: KernelFacts, args: tuple[Any, ...], kwargs: dict[str, Any], problem: Unrepresentable
     ) -> Any:
@@ -213,16 +220,11 @@ class RecordingMode(TorchDispatchMode):
         return result
 
 
-def _unrecorded(func: Any) -> Callable[..., Any]:
-    """What runs an operator that is not recorded."""
-    return caller_of(func) if isinstance(func, torch._ops.OpOverload) else func
-
-
 def _fast_path(mode: RecordingMode) -> Callable[..., Any]:
     """`__torch_dispatch__` with the fast path in front (see sites.py)."""
     core = mode.core
     sites, numeric, calls, metas = core.sites, core.numeric, core.calls, core.metas
-    complete, candidates = mode.dispatch, core.sites.candidates
+    complete = mode.dispatch
     depth, pump, dead = _len_torch_dispatch_stack, core.pump, core.storages.dead
     following: Following = {}
     after_site, after_other = following, None      # what followed the last site, the last operator without one
@@ -245,7 +247,7 @@ def _fast_path(mode: RecordingMode) -> Callable[..., Any]:
                         if len(dead) >= RELEASE_BATCH:
                             pump()
                         return result
-                for other in candidates(number):
+                for other in sites.state.candidates.get(number, ()):
                     if other is not site and (other.polls is None or other.polls.same()):
                         result = other.run(args, kwargs)
                         if result is not MISS:

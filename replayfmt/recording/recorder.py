@@ -120,25 +120,39 @@ class Recorder:
         core = self._core
         if core is None:
             return
+        problem: Exception | None = None
         try:
             if not self._forked:
                 with self.paused():
                     core.finish()
+        except Exception as error:
+            if not core.failed(error):
+                raise
+            problem = error
         finally:
-            self._termination.remove()
-            self._take_off()
-            self._unpatch_threads()
-            for patches in self._patches:
-                patches.remove()
-            if self._after_fork is not None:
-                self._after_fork.stop()
-            core.wake_flusher()
-            with _activation:
-                _set_inactive(self)
+            problem = self._put_back(core) or problem
+        if problem is not None and core.failure is None:
+            raise CaptureFailed(f"{self.path}: the capture could not be ended in order: {problem!r}") from problem
         if self._flusher is not None and not self._forked and self._flusher is not threading.current_thread():
             self._flusher.join(_FLUSH_PERIOD_S)
         if core.failure is not None:
             raise core.failure
+
+    def _put_back(self, core: Core) -> Exception | None:
+        """Undo everything that recording changed in the process; the first problem where something resists."""
+        first = None
+        steps = [self._termination.remove, self._take_off, self._unpatch_threads]
+        steps += [patches.remove for patches in self._patches]
+        if self._after_fork is not None:
+            steps.append(self._after_fork.stop)
+        for step in (*steps, core.wake_flusher):
+            try:
+                step()
+            except Exception as error:
+                first = first or error
+        with _activation:
+            _set_inactive(self)
+        return first
 
     def _close_for_signal(self) -> None:
         with contextlib.suppress(CaptureFailed):  # was reported when it happened
@@ -250,7 +264,7 @@ class Recorder:
         """Leave it. Nothing happens where it has ended already, with a scope around it."""
         core = self._running()
         if core is not None:
-            entered = core.scopes.find(lambda entry: entry.token == "module" and entry.name == name)
+            entered = core.attempt(core.scopes.find, lambda entry: entry.token == "module" and entry.name == name)
             if entered is not None:
                 core.scope_end(entered)
 
@@ -263,35 +277,39 @@ class Recorder:
     def present(self) -> bool:
         """Whether this thread is observed now: not paused, not inside an op; recording may still have to begin."""
         core = self._core
-        return core is not None and not core.finished and self._mode in _mode_stack()
+        return core is not None and not core.finished and self._is_on(core)
 
     def recording(self) -> bool:
         """Whether an op that this thread issued now would be recorded."""
         core = self._core
-        return core is not None and self._mode in _mode_stack() and (core.on or core.begins())
+        return core is not None and self._is_on(core) and bool(core.on or core.begins())
 
     def sees_first(self) -> bool:
         """Whether the recorder alone sees what this thread calls now: no mode of the program's lies above or below."""
         core = self._core
-        return core is not None and not core.finished and _mode_stack() == [self._mode]
+        return core is not None and not core.finished and core.attempt(_mode_stack) == [self._mode]
+
+    def _is_on(self, core: Core) -> bool:
+        """Whether this thread carries the mode."""
+        return self._mode in (core.attempt(_mode_stack) or ())
 
     @contextmanager
     def paused(self) -> Iterator[None]:
         """This thread records nothing inside."""
-        mode = self._mode
-        stack = _mode_stack()
-        if mode is None or mode not in stack:
+        mode, core = self._mode, self._core
+        stack = core.attempt(_mode_stack) if core is not None else None
+        if core is None or stack is None or mode not in stack:
             yield
             return
         try:
-            _remove_mode_at(stack.index(mode))
+            core.attempt(_remove_mode_at, stack.index(mode))
             yield
         finally:
             # A signal handler may raise in the middle: then once more.
             try:
-                _set_modes(stack)
+                core.attempt(_set_modes, stack)
             except BaseException:
-                _set_modes(stack)
+                core.attempt(_set_modes, stack)
                 raise
 
     def attempt(self, step: Callable[..., _T], *args: Any) -> _T | None:

@@ -148,9 +148,6 @@ class Sites:
         """The stream has stated other settings than before."""
         self.state = self._states.setdefault(tuple(self._core.numeric.known.items()), _State())
 
-    def candidates(self, func_id: int) -> list[Site]:
-        return self.state.candidates.get(func_id, [])
-
     def following(self, last: Following, func_id: int) -> Following:
         """What followed an operator that has no site, where `last` is what followed the last site before it."""
         known = self.state.after_other
