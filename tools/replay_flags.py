@@ -43,6 +43,9 @@ def replay_options(function: Callable[..., Any]) -> Callable[..., Any]:
                           "library of the operator namespace NAME be imported. NAMESPACE=MODULE also lets the capture "
                           "call functions that MODULE defines, under operator names of NAMESPACE. Nothing is imported "
                           "because a capture names it. Repeatable."),
+        click.option("--allow-operator", "allow_operators", multiple=True, metavar="NAMESPACE::OPERATOR",
+                     help="Run this operator although it does more than compute on tensors: opens files, prints, "
+                          "reaches devices or other processes. Repeatable."),
         click.option("--op-library", "op_libraries", multiple=True, metavar="NAMESPACE=MODULE",
                      help="Import MODULE where an operator of NAMESPACE is needed, also for its plain functions that a "
                           "trace shows as operators. Repeatable."),
@@ -78,7 +81,7 @@ def replay_options(function: Callable[..., Any]) -> Callable[..., Any]:
     return bundled
 
 
-_PLURALS = {"allow_imports": "allow-import", "op_libraries": "op-library", "opaque_results": "opaque-result"}
+_PLURALS = {"allow_imports": "allow-import", "allow_operators": "allow-operator", "op_libraries": "op-library", "opaque_results": "opaque-result"}
 
 
 def flag_of(name: str) -> str:
@@ -100,6 +103,7 @@ class ReplayFlags:
     substitution_atol: float | None
     allow_incomplete: bool
     allow_imports: tuple[str, ...]
+    allow_operators: tuple[str, ...]
     op_libraries: tuple[str, ...]
     opaque_results: tuple[str, ...]
 
@@ -125,7 +129,8 @@ class ReplayFlags:
                         initializers=self._initializers(),
                         file_remaps=self.replay_file_remap, on_file_bytes=on_file_bytes,
                         initializer_options={} if self.moe_routing is None else {"moe-routing": self.moe_routing},
-                        allow_imports=self.allow_imports, opaque_results=self.opaque_results,
+                        allow_imports=self.allow_imports, allow_operators=self.allow_operators,
+                        opaque_results=self.opaque_results,
                         substitutions=self.replay_kernel_substitution,
                         substitution_tolerance=Tolerance(self.substitution_rtol, self.substitution_atol))
 

@@ -12,6 +12,7 @@ import json
 import statistics
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,11 @@ SCALAR_TYPES = _SCALAR_NAMES.split()
 _LAYOUT_NAMES = "strided sparse_coo sparse_csr _mkldnn sparse_csc sparse_bsr sparse_bsc jagged"
 LAYOUTS = [getattr(torch, _layout) for _layout in _LAYOUT_NAMES.split()]
 MEMORY_FORMATS = [torch.contiguous_format, torch.preserve_format, torch.channels_last, torch.channels_last_3d]
+
+
+# Operators that do more than compute on tensors; --allow-operator runs one all the same. Written by the export.
+REFUSED_NAMESPACES: tuple[str, ...] = ()
+REFUSED_OPERATORS: tuple[str, ...] = ()
 
 
 class Inputs:
@@ -124,12 +130,14 @@ def registered(name: str, overload: str) -> bool:
     return True
 
 
-def operator(entry: dict[str, Any]) -> Any:
+def operator(entry: dict[str, Any], allowed: Sequence[str] = ()) -> Any:
     """The operator of an entry, from the dispatcher's registry: names of the file are looked up nowhere else, so that
     no file reaches a Python function through one. Which overload it was is not in the IR of other tools."""
     name, overload = entry["op_name"], (entry.get("opreplay") or {}).get("overload")
     if not (isinstance(name, str) and isinstance(overload, str | None)):
         raise ValueError("op_name and overload have to be strings")
+    if (name in REFUSED_OPERATORS or name.partition("::")[0] in REFUSED_NAMESPACES) and name not in allowed:
+        raise ValueError(f"{name!a} does more than compute on tensors; --allow-operator={name} runs it all the same")
     if overload is not None:
         overload = "" if overload == "default" else overload
         if not registered(name, overload):
@@ -206,6 +214,8 @@ def flags(given: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--op-limit", type=int, help="at most so many calls")
     parser.add_argument("--benchmark-min-time", type=seconds, default=0.02, metavar="TIME",
                         help="measure each call for so long (default 0.02s)")
+    parser.add_argument("--allow-operator", action="append", default=[], metavar="NAME",
+                        help="run this operator although it does more than compute on tensors")
     parser.add_argument("--stop-on-error", action="store_true")
     parser.add_argument("-v", "--verbose", action="store_true", help="print arguments and results")
     return parser.parse_args(given)
@@ -228,7 +238,7 @@ def main(given: list[str] | None = None) -> int:
         name = entry["op_name"].encode("unicode_escape").decode()
         print(f"[{number}/{len(chosen)}] {name}", flush=True)
         try:
-            function = operator(entry)
+            function = operator(entry, options.allow_operator)
             positional, keywords = arguments(entry, options.device)
             if options.verbose:
                 values = [*positional, *keywords.values()]

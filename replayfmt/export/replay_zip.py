@@ -23,6 +23,7 @@ from replayfmt.format.model import Record
 from replayfmt.format.output import check_place, same_file
 from replayfmt.format.printable import printable
 from replayfmt.format.reader import CaptureReader
+from replayfmt.pytorch.host_operators import refused_names
 from replayfmt.trim.selection import Wanted, resolve
 
 from .event_replay_ir import EntryMaker, Inexpressible
@@ -64,11 +65,21 @@ def export_replay_zip(reader: CaptureReader, out: str | os.PathLike[str], wanted
                             "said in EventReplay IR; nothing was written; --partial leaves them out", reasons)
     texts = {
         IR_NAME: json.dumps(entries, indent=1),
-        SCRIPT_NAME: files(__package__).joinpath("replay_script.py").read_text(encoding="utf-8"),
+        SCRIPT_NAME: _script(),
         README_NAME: _readme(reader, wanted, entries, exported),
     }
     _write(out, texts)
     return exported
+
+
+def _script() -> str:
+    """The script, with what it refuses to run."""
+    text = files(__package__).joinpath("replay_script.py").read_text(encoding="utf-8")
+    for name, refused in zip(("REFUSED_NAMESPACES", "REFUSED_OPERATORS"), refused_names(), strict=True):
+        empty, filled = f"{name}: tuple[str, ...] = ()\n", ",\n    ".join(map(repr, refused))
+        assert text.count(empty) == 1
+        text = text.replace(empty, f"{name}: tuple[str, ...] = (\n    {filled},\n)\n")
+    return text
 
 
 def _entries(reader: CaptureReader, wanted: Wanted, unique: bool, exported: Exported,

@@ -13,7 +13,10 @@ import numpy as np
 from ..errors import InvalidCapture, UnsupportedVersion
 from .codes import FrameKind
 from .frames import (
+    FLAG_CONSOLIDATED,
     FLAG_REQUIRED,
+    FREE_DEFINITION_BYTES,
+    MAX_EXPANSION,
     PREAMBLE_BYTES,
     TRAILER_BYTES,
     FrameHeader,
@@ -73,7 +76,21 @@ def find_contents(source: Source) -> Contents:
     except InvalidCapture as error:
         contents = walk_contents(source, trailer, str(error))
     _count_unknown(contents)
+    bound_definitions(source, contents)
     return contents
+
+
+def bound_definitions(source: Source, contents: Contents) -> None:
+    """Refuse definitions that became too much: they are read all at once, however many frames they are in, and objects
+    are made of them. Raises InvalidCapture."""
+    tables = contents.frames[contents.frames["kind"] == FrameKind.tables]
+    consolidated = (tables["flags"] & FLAG_CONSOLIDATED) != 0
+    for group in (tables[~consolidated], tables[consolidated]):
+        stored, raw = int(group["stored_bytes"].sum()), int(group["raw_bytes"].sum())
+        if raw > FREE_DEFINITION_BYTES + MAX_EXPANSION * stored:
+            raise InvalidCapture(f"{source.path}: {stored} bytes of definitions in {len(group)} frames declare {raw} "
+                                 f"raw bytes; the limit is {FREE_DEFINITION_BYTES} and {MAX_EXPANSION} for each "
+                                 "stored one")
 
 
 def walk_contents(source: Source, trailer: Trailer | None, problem: str) -> Contents:

@@ -123,6 +123,7 @@ class Frozen:
         self._definitions = definitions
         self._path = path
         self._annotations: dict[int, dict[str, Any]] = {}
+        self._leaves: dict[tuple[int, int, int], Node] = {}
         column = definitions.column
         self.counts = definitions.counts
         self.strings: tuple[str | None, ...] = (None, *definitions.strings)
@@ -232,13 +233,18 @@ class Frozen:
 
         def node() -> Node:  # recursion no deeper than MAX_NESTING, which was checked
             kind, name, constant, children = next(rows)
+            text = (self.strings[name] or "") if name else ""
             value: int | str | None = None
             if kind in TEXT_CONSTANTS:
                 value = self.strings[constant]
             elif kind in (ValueKind.bool, ValueKind.device) or kind in CODE_CONSTANTS:
                 value = constant
-            return Node(ValueKind(kind), (self.strings[name] or "") if name else "", value,
-                        tuple(node() for _ in range(children)))
+            if children:
+                return Node(ValueKind(kind), text, value, tuple(node() for _ in range(children)))
+            leaf = self._leaves.get((kind, name, constant))     # lists of many tensors are the same object many times
+            if leaf is None:
+                leaf = self._leaves[kind, name, constant] = Node(ValueKind(kind), text, value)
+            return leaf
 
         args = tuple(node() for _ in range(int(self.column("signature_args")[row])))
         results = tuple(node() for _ in range(int(self.column("signature_results")[row])))

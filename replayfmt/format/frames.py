@@ -44,6 +44,9 @@ PAYLOAD_ROW = np.dtype([
 # captures need.
 MAX_BODY_BYTES = 256 << 20              # raw length of a frame that holds a FlatBuffer
 MAX_COMPRESSED_PAYLOAD_BYTES = 256 << 20  # raw length of a payload with codec zstd; larger ones are stored as they are
+MAX_EXPANSION = 64                      # how much longer than stored a frame, or all definitions together, may become
+FREE_FRAME_BYTES = 64 << 20             # … beyond so many bytes for a frame,
+FREE_DEFINITION_BYTES = 16 << 20        # … and for all definitions, of each of which a reader makes objects
 MAX_FRAME_RECORDS = 1 << 20             # records in one frame, of each of which a reader makes some 100 bytes
 MAX_STRING_BYTES = 16 << 20             # one string, so that a few always fit a frame
 MAX_NESTING = 64                        # depth of lists in a record's values
@@ -197,6 +200,9 @@ def _check_known(header: FrameHeader, where: str) -> None:
     elif header.raw_bytes > MAX_BODY_BYTES:
         raise InvalidCapture(f"{where}: {name} frame declares {header.raw_bytes} raw bytes; "
                              f"the limit is {MAX_BODY_BYTES}")
+    elif header.raw_bytes > FREE_FRAME_BYTES + MAX_EXPANSION * header.stored_bytes:
+        raise InvalidCapture(f"{where}: {name} frame of {header.stored_bytes} bytes declares {header.raw_bytes} raw "
+                             f"bytes; the limit is {FREE_FRAME_BYTES} and {MAX_EXPANSION} for each stored one")
     if kind == FrameKind.records and header.count > MAX_FRAME_RECORDS:
         raise InvalidCapture(f"{where}: a frame of {header.count} records; the limit is {MAX_FRAME_RECORDS}")
     if (header.count != 0) != (kind in (FrameKind.records, FrameKind.payload)):

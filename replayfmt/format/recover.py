@@ -13,7 +13,7 @@ from dataclasses import replace
 from ..errors import InvalidCapture, UnsupportedVersion, UsageError
 from .check import CheckReport, check_capture
 from .codes import MINOR_VERSION, FrameKind
-from .contents import Contents, read_frame, read_preamble, read_session, walk_contents
+from .contents import Contents, bound_definitions, read_frame, read_preamble, read_session, walk_contents
 from .definitions import Definitions, Frozen
 from .frame_output import FrameOutput
 from .frames import MAX_BODY_BYTES, Preamble
@@ -55,6 +55,7 @@ class _Recovery:
     def run(self, output: Output) -> tuple[CheckReport, str]:
         try:
             contents = walk_contents(self._source, None, "")
+            bound_definitions(self._source, contents)
             read_session(self._source, contents, self._preamble)
             whole, left = self._whole(contents)
             self._copy(whole, output)

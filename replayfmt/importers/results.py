@@ -16,6 +16,7 @@ import torch
 from replayfmt.format.codes import ITEM_BYTES, DType, Layout, MemoryFormat, StorageOrigin, TensorFlag
 from replayfmt.format.model import TensorMeta
 from replayfmt.pytorch.dtypes import DTYPE_CODE, TORCH_DTYPE, TORCH_LAYOUT, TORCH_MEMORY_FORMAT
+from replayfmt.pytorch.host_operators import acts_outside
 from replayfmt.pytorch.memory import mark_view
 from replayfmt.pytorch.registry import find_overload
 
@@ -57,6 +58,9 @@ def infer(schema: torch.FunctionSchema, arguments: Sequence[tuple[str, Any]]) ->
     if not schema.returns:
         return Results(())
     name = schema.overload_name or "default"
+    does = acts_outside(schema.name)
+    if does is not None:
+        return Results(None, f"{schema.name} {does}, and is not tried out")
     overload = find_overload(schema.name, name)
     if overload is None:
         return Results(None, f"torch.ops has no {schema.name}.{name}")

@@ -23,6 +23,10 @@ ENTRY_POINT_GROUP = "opreplay.op_libraries"
 
 # Modules to import for a namespace, in order; all those that can be imported are.
 KNOWN_LIBRARIES: dict[str, tuple[str, ...]] = {
+    "prims": ("torch._prims",),
+    "rngprims": ("torch._prims.rng_prims",),
+    "inductor_prims": ("torch._inductor.inductor_prims",),
+    "fsdp": ("torch.distributed.fsdp._fully_shard._fsdp_collectives",),
     "vllm": ("vllm.model_executor.custom_op", "vllm.attention.layer", "vllm.model_executor.layers.utils", "vllm"),
     "_C": ("vllm._C",),
     "_C_cache_ops": ("vllm._C",),

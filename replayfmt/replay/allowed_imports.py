@@ -1,7 +1,7 @@
 """Importing the libraries that register operators: those the user allows, never one that only a capture names.
 
 PyTorch knows a custom operator once the library that registers it was imported. A capture says which operators it
-calls, and that is all it can say: what is imported for them is what the user named, and PyTorch's own modules.
+calls, and that is all it can say: what is imported for them is what the user named, modules of PyTorch's own included.
 """
 
 from __future__ import annotations
@@ -11,9 +11,12 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from replayfmt.errors import UsageError
+from replayfmt.format.operator_names import name_problem
+from replayfmt.pytorch.host_operators import acts_outside
 from replayfmt.pytorch.op_libraries import OpLibraries
 
 FLAG = "--allow-import"
+OPERATOR_FLAG = "--allow-operator"
 
 
 class AllowedImports:
@@ -25,8 +28,14 @@ class AllowedImports:
     `problems` has a sentence for each that could not be imported.
     """
 
-    def __init__(self, names: Iterable[str] = ()) -> None:
-        """Raises UsageError for a name that is none."""
+    def __init__(self, names: Iterable[str] = (), operators: Iterable[str] = ()) -> None:
+        """`operators` are those that may run although they do more than compute. Raises UsageError for a name that is
+        none, or of an operator that needs no leave."""
+        self._operators = frozenset(operators)
+        for operator in sorted(self._operators):
+            if acts_outside(operator) is None or name_problem(operator, "default"):
+                raise UsageError(f"{OPERATOR_FLAG}={operator}: expected an operator that is refused without it, such "
+                                 "as aten::from_file")
         allowed = tuple(dict.fromkeys(names))
         modules: list[str] = []
         registered: dict[str, tuple[str, ...]] = {}
@@ -50,6 +59,10 @@ class AllowedImports:
             if isinstance(error, ModuleNotFoundError) and self._libraries.modules_for(name):
                 return      # the namespace of a known library, which is imported where an operator needs it
             self.problems.append(f"{FLAG}={name}: it cannot be imported: {type(error).__name__}: {error}")
+
+    def allows_operator(self, name: str) -> bool:
+        """Whether the user named this operator, `aten::from_file`, as one that may run."""
+        return name in self._operators
 
     def provide(self, name: str, is_there: Callable[[], bool]) -> None:
         """Import what registers the operator `name`, as far as the user allows it, until it `is_there`."""

@@ -61,7 +61,8 @@ class Plan(Preparation):
                  on_file_bytes: Callable[[int, int], None] | None = None,
                  initializers: Sequence[Initializer] = (), initializer_options: Mapping[str, str] | None = None,
                  substitutions: Asked = (), substitution_tolerance: Tolerance = Tolerance(),  # noqa: B008 - frozen
-                 allow_imports: Iterable[str] = (), opaque_results: Iterable[str] = (),
+                 allow_imports: Iterable[str] = (), allow_operators: Iterable[str] = (),
+                 opaque_results: Iterable[str] = (),
                  window: WindowSize = WindowSize()) -> None:  # noqa: B008 - a frozen value
         """`file_remaps` are CAPTURED=REPLAY pairs of path prefixes, and say where external files are now; while their
         digests are computed, `on_file_bytes(bytes read, of all)` is called, from any thread. `initializers` fill what
@@ -69,15 +70,16 @@ class Plan(Preparation):
         (`moe-routing`: uniform, zipf or zipf:EXPONENT). `substitutions` puts other functions in the
         place of kernels: texts as on the command line, Substitution objects, or a function that decides for each Call;
         how far their results may be off is `substitution_tolerance`. `allow_imports` names modules to import for the
-        operators that they register; a capture never causes the import of any other. `opaque_results` names results
+        operators that they register; a capture never causes the import of any other. `allow_operators` names operators
+        that may run although they do more than compute on tensors (`aten::from_file`). `opaque_results` names results
         that hold bytes no replay reproduces, as OPERATOR[:INDEX]: they are not compared.
 
         Raises ReplayRefused with `findings`, UsageError for wrong devices and remaps, and what opening a file raises.
         """
         super().__init__(capture, devices, Registry(initializers, initializer_options),
                          allow_incomplete=allow_incomplete, keep_going=keep_going, file_remaps=file_remaps,
-                         on_file_bytes=on_file_bytes, allow_imports=allow_imports, substitutions=substitutions,
-                         opaque_results=opaque_results, window=window)
+                         on_file_bytes=on_file_bytes, allow_imports=allow_imports, allow_operators=allow_operators,
+                         substitutions=substitutions, opaque_results=opaque_results, window=window)
         self._keeps_going = keep_going
         self._clock = RunClock()
         self.judge = Judge(self._clock, self.describe)

@@ -42,15 +42,16 @@ class Preparation:
 
     def __init__(self, capture: Any, devices: Sequence[str], registry: Registry, *,
                  allow_incomplete: bool, keep_going: bool, file_remaps: Sequence[str],
-                 on_file_bytes: Callable[[int, int], None] | None, allow_imports: Iterable[str], substitutions: Asked,
-                 opaque_results: Iterable[str], window: WindowSize) -> None:
+                 on_file_bytes: Callable[[int, int], None] | None, allow_imports: Iterable[str],
+                 allow_operators: Iterable[str], substitutions: Asked, opaque_results: Iterable[str],
+                 window: WindowSize) -> None:
         """See `Plan`."""
         with ExitStack() as opened:
             self.reader = _opened(capture, opened)
             self.files = ExternalFiles(self.reader, file_remaps)
             opened.callback(self.files.close)
             self.opaque = OpaqueResults([*_stated(self.reader), *_matching(self.reader, opaque_results)])
-            self._imports = AllowedImports(allow_imports)
+            self._imports = AllowedImports(allow_imports, allow_operators)
             # Before kernels are resolved: a replacement's file may import the library of what it replaces.
             self.replacements = load(substitutions)
             self.window = window

@@ -6,7 +6,6 @@ changed since the capture is accepted only where torch itself calls it backward 
 
 from __future__ import annotations
 
-import importlib
 from dataclasses import dataclass
 
 import torch
@@ -15,43 +14,20 @@ from torch._ops import OpOverload
 from replayfmt.format.codes import KernelKind
 from replayfmt.format.model import Kernel
 from replayfmt.pytorch import plain_callables
+from replayfmt.pytorch.host_operators import COLLECTIVES, acts_outside
 from replayfmt.pytorch.registry import find_overload, is_registered
 from replayfmt.pytorch.schemas import parse_schema, printed_schema
 
-from .allowed_imports import FLAG, AllowedImports
+from .allowed_imports import FLAG, OPERATOR_FLAG, AllowedImports
 
 # Namespaces whose operators are PyTorch's own: they read no autocast state below the dispatch level of a capture.
 OWN_NAMESPACES = frozenset(
     {"aten", "prims", "rngprims", "quantized", "sparse", "mkldnn", "mkl", "onednn"}
 )
+# Those that `import torch` registers; others of PyTorch's own come with modules that only the user has imported.
+_ALWAYS_THERE = frozenset({"aten", "quantized", "sparse", "mkldnn", "mkl", "onednn"})
 # Operators that draw random numbers and do not carry the tag that says so.
 _UNTAGGED_DRAWS = frozenset({"aten::_no_grad_normal_", "aten::_no_grad_uniform_"})
-# PyTorch registers these namespaces only once their module is imported. Ours to choose, never the file's.
-_LAZY_NAMESPACES = {
-    "prims": "torch._prims",
-    "rngprims": "torch._prims.rng_prims",
-    "fsdp": "torch.distributed.fsdp._fully_shard._fsdp_collectives",
-}
-# Operators of PyTorch's that do other things than compute on tensors, or that take tensors apart unchecked. No program
-# needs them replayed (the recorder does not write them as ops), so that they are there at all is an attempt.
-_HOST_CALLS = {
-    "aten::from_file": "acts on files of the machine it was captured on",
-    "aten::_print": "prints what the capture says",
-    "mkldnn::data_ptr": "gives a memory address",
-    "inductor::_alloc_from_pool": "makes tensors without looking whether they fit into their memory",
-    "inductor::_reinterpret_tensor": "makes tensors without looking whether they fit into their memory",
-}
-_HOST_NAMESPACES = {
-    "debugprims": "reads files",
-    "debug_mode_ops": "is a part of PyTorch's debugging",
-    "export": "looks up attributes by name",
-    "prim": "belongs to the TorchScript interpreter",
-    "profiler": "is a part of the profiler",
-    "static_runtime": "belongs to the TorchScript interpreter",
-}
-_COLLECTIVES = frozenset(
-    {"c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd", "_dtensor", "symm_mem"}
-)
 
 
 @dataclass(frozen=True)
@@ -86,19 +62,14 @@ def resolve(kernel: Kernel, captured_torch: str | None,
     if kernel.kind is not KernelKind.operator:
         return f"{named} is a {kernel.kind.name} kernel; this version replays operators only"
     namespace = kernel.name.partition("::")[0]
-    does = _HOST_CALLS.get(kernel.name) or _HOST_NAMESPACES.get(namespace)
-    if does is not None:
-        return f"{named} {does}; such host calls are not replayed"
-    if namespace in _COLLECTIVES:
-        return f"{named} is a collective; they are not replayed yet"
-    if namespace in _LAZY_NAMESPACES:
-        try:
-            importlib.import_module(_LAZY_NAMESPACES[namespace])
-        except ImportError as error:
-            return f"{named} needs {_LAZY_NAMESPACES[namespace]}, which cannot be imported here: {error}"
+    imports = imports or AllowedImports()
+    does = acts_outside(kernel.name)
+    if does is not None and not imports.allows_operator(kernel.name):
+        if namespace in COLLECTIVES:
+            return f"{named} is a collective; they are not replayed yet"
+        return f"{named} {does}; such host calls are not replayed unless {OPERATOR_FLAG}={kernel.name} allows it"
     overload = find_overload(kernel.name, kernel.overload)
-    if overload is None and namespace not in OWN_NAMESPACES:
-        imports = imports or AllowedImports()
+    if overload is None and namespace not in _ALWAYS_THERE:
         imports.provide(kernel.name, lambda: is_registered(kernel.name, kernel.overload))
         overload = find_overload(kernel.name, kernel.overload)
         if overload is None and kernel.overload == plain_callables.OVERLOAD:

@@ -58,9 +58,10 @@ def split(data: bytes) -> tuple[bytes, list[Frame]]:
         offset += HEADER_BYTES + align(header.stored_bytes)
 
 
-def join(preamble: bytes, frames: list[Frame], *, index: bool = True, renumber: bool = True) -> bytes:
+def join(preamble: bytes, frames: list[Frame], *, index: bool = True, renumber: bool = True,
+         compressed: frozenset[FrameKind] = frozenset()) -> bytes:
     """A file of these frames with every check valid. Payload offsets are moved along where frames moved; index and
-    trailer are made to fit. Bodies are stored uncompressed."""
+    trailer are made to fit. Bodies are stored uncompressed, but those of the `compressed` kinds."""
     out = bytearray(preamble)
     rows, payload_rows = bytearray(), bytearray()
     next_storage, records = 1, 0
@@ -76,9 +77,13 @@ def join(preamble: bytes, frames: list[Frame], *, index: bool = True, renumber: 
             hashed = table.tobytes()
             body = hashed + frame.payload_data
             payload_rows += hashed
+        raw, codec = len(body), Codec.none
+        if frame.header.kind in compressed:
+            hashed = body = zstandard.ZstdCompressor().compress(body)
+            codec = Codec.zstd
         header = replace(frame.header, hash=body_hash(hashed))
         if renumber:
-            header = replace(header, sequence=sequence, stored_bytes=len(body), raw_bytes=len(body), codec=Codec.none)
+            header = replace(header, sequence=sequence, stored_bytes=len(body), raw_bytes=raw, codec=codec)
         out += header.pack() + body + bytes(-len(body) % 64)
         rows += pack_frame_row(offset, header, next_storage)
         if header.kind == FrameKind.records:
