@@ -81,7 +81,8 @@ def replay_options(function: Callable[..., Any]) -> Callable[..., Any]:
     return bundled
 
 
-_PLURALS = {"allow_imports": "allow-import", "allow_operators": "allow-operator", "op_libraries": "op-library", "opaque_results": "opaque-result"}
+_PLURALS = {"allow_imports": "allow-import", "allow_operators": "allow-operator", "op_libraries": "op-library",
+            "opaque_results": "opaque-result"}
 
 
 def flag_of(name: str) -> str:
