@@ -20,7 +20,7 @@ from .kineto_scopes import Scopes
 from .kineto_strays import Stray, captured_outside, compiled_regions, unclaimed_work
 from .kineto_tree import Captured, Facts, Level, Role, Selection, Tree, compact
 from .portable import Portable
-from .report import Entry, ImportReport
+from .report import DeviceTime, Entry, ImportReport
 from .results import realize
 from .rewriting import Rewritten
 from .synthesis import ImportedSession, Moment
@@ -121,6 +121,17 @@ class _Writing:
                 self._scope(index, begins=code == _BEGIN)
             if on_record is not None and not done % 1024:
                 on_record(done, len(order))
+        self.report.device_time = self._device_time()
+
+    def _device_time(self) -> DeviceTime | None:
+        work = self.events.work
+        if not len(work.start):
+            return None
+        durations = np.asarray(work.duration, np.int64)
+        lost = (self._work_of < 0) & (self.tree.work_launch < 0) & (
+            (np.asarray(work.correlation, np.int64) > 0) | (np.asarray(work.external, np.int64) > 0))
+        timed = durations >= 0
+        return DeviceTime(int(durations[timed].sum()), int(durations[timed & lost].sum()), int((~timed).sum()))
 
     def _resolve_all(self) -> None:
         """Resolve every kind of call once. Lists of tensors last: what their dtypes are is learned from the results of

@@ -56,16 +56,36 @@ class Entry:
         return row
 
 
+_REST = {
+    "cuda_graph": "graph launches", "collective": "collectives", "triton_launch": "torch.compile's kernels",
+    "outside_operator": "kernels without an operator", "no_schema": "operators that are not known here",
+    "import_incomplete": "calls that lack something", "lost": "launches that the trace does not show",
+    "untimed": "calls with work of unknown duration",
+}
+
+
+@dataclass
+class DeviceTime:
+    """How long the pieces of device work in a trace took, all streams together. `lost_ns`: of those that nothing in the
+    trace launched, which are not in the capture. `untimed`: how many have no duration, which no figure counts."""
+
+    total_ns: int
+    lost_ns: int = 0
+    untimed: int = 0
+
+
 @dataclass
 class ImportReport:
     """The report of one import. `notes` are sentences about the whole, `problems` those of the file, `unused` those on
-    entries of the user's tables of names that nothing needed."""
+    entries of the user's tables of names that nothing needed. `device_time` is None where the trace has no device work.
+    """
 
     source: str
     kind: str
     notes: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     unused: list[str] = field(default_factory=list)
+    device_time: DeviceTime | None = None
     counts: dict[str, int] = field(default_factory=dict)
     entries: dict[Any, Entry] = field(default_factory=dict)
 
@@ -97,9 +117,46 @@ class ImportReport:
         """JSON objects: one `import` row, then one `op` row for each entry, in order of first appearance."""
         yield {"kind": "import", "source": self.source, "format": self.kind, "unique": self.unique(),
                "calls": self.calls(), "counts": self.counts, "notes": self.notes, "problems": self.problems,
-               "warnings": self.warnings()}
+               "warnings": self.warnings(), "device_time": self._device_row()}
         for entry in self.entries.values():
             yield entry.row()
+
+    def device_shares(self) -> tuple[int, dict[str, int]]:
+        """Of the device time, in nanoseconds: what the calls that can be replayed stand for, and by reason the rest."""
+        if self.device_time is None:
+            return 0, {}
+        calls = 0
+        rest: Counter[str] = Counter(lost=self.device_time.lost_ns)
+        for entry in self.entries.values():
+            if entry.status == "incomplete":
+                rest[entry.reason] += entry.device_ns or 0
+            else:
+                calls += entry.device_ns or 0
+        rest["untimed"] = self.device_time.total_ns - calls - rest.total()
+        return calls, {reason: nanoseconds for reason, nanoseconds in rest.most_common() if nanoseconds}
+
+    def _device_row(self) -> dict[str, Any] | None:
+        if self.device_time is None:
+            return None
+        calls, rest = self.device_shares()
+        return {"total_ns": self.device_time.total_ns, "calls_ns": calls, "rest_ns": rest,
+                "untimed": self.device_time.untimed}
+
+    def _device_lines(self) -> Iterator[str]:
+        if self.device_time is None:
+            yield "device time   the trace has none"
+            return
+        total = self.device_time.total_ns
+        calls, rest = self.device_shares()
+
+        def shown(nanoseconds: int) -> str:
+            return f"{nanoseconds / 1000:.1f} us" + (f" ({nanoseconds / total:.1%})" if total else "")
+
+        yield f"device time   {total / 1000:.1f} us in the trace; the calls stand for {shown(calls)}"
+        for reason, nanoseconds in rest.items():
+            yield f"device rest   {shown(nanoseconds)}: {_REST.get(reason, reason)}"
+        if self.device_time.untimed:
+            yield f"device rest   {self.device_time.untimed} kernels and copies without a duration, counted nowhere"
 
     def warnings(self) -> list[str]:
         """What may well be wrong and has to be looked at: guesses, and options that had no effect."""
@@ -116,6 +173,7 @@ class ImportReport:
         yield f"source        {self.source} ({self.kind})"
         for status in STATUSES:
             yield f"{status:<13} {calls[status]} calls, {unique[status]} different"
+        yield from self._device_lines()
         found: Counter[str] = Counter()
         for entry in self.entries.values():
             if entry.status != "incomplete" and entry.found:
