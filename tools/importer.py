@@ -48,13 +48,17 @@ _LEVELS = ("auto", "leaf", "launching", "root")
 @click.option("--string-default", "string_defaults", multiple=True, metavar="OP.ARG=VALUE",
               help="Take VALUE for the string argument ARG of OP where the trace has none: profiler traces drop "
                    "all strings; *.ARG=VALUE for any operator. Each use is a warning. Repeatable.")
+@click.option("--graph-capture", "graph_captures", multiple=True, metavar="FILE",
+              help="A profiler trace taken while a CUDA or HIP graph was captured that TRACE launches: its operators "
+                   "get the kernels of those launches. Repeatable.")
 @click.option("--format", "form", type=click.Choice(["text", "jsonl"]), default="text", show_default=True,
               help="How the report is printed.")
 @click.option("--report", "report_file", metavar="FILE", help="Write the report to FILE as well, as JSON lines.")
 @click.option("--force", is_flag=True, help="Replace files that exist.")
 @click.argument("trace", metavar="TRACE")
 def cli(trace: str, output: str, kind: str, level: str, unique: bool, rewrite: str, op_libraries: tuple[str, ...],
-        allowed: tuple[str, ...], aliases: tuple[str, ...], string_defaults: tuple[str, ...], form: str,
+        allowed: tuple[str, ...], aliases: tuple[str, ...], string_defaults: tuple[str, ...],
+        graph_captures: tuple[str, ...], form: str,
         report_file: str | None, force: bool) -> int:
     """Make the capture FILE out of TRACE, and report what of it is exact, inferred or missing.
 
@@ -68,8 +72,8 @@ def cli(trace: str, output: str, kind: str, level: str, unique: bool, rewrite: s
         check_place(report_file, force)
     with _progress() as (on_bytes, on_record):
         names = _names(aliases, string_defaults)
-        report = _import(trace, output, kind, level, unique, rewrite, op_libraries, allowed, names, force, on_bytes,
-                         on_record)
+        report = _import(trace, output, kind, level, unique, rewrite, op_libraries, allowed, names, graph_captures,
+                         force, on_bytes, on_record)
     if report_file is not None:
         _write_report(report_file, report)
     if form == "jsonl":
@@ -89,8 +93,8 @@ def cli(trace: str, output: str, kind: str, level: str, unique: bool, rewrite: s
 
 
 def _import(trace: str, output: str, kind: str, level: str, unique: bool, rewrite: str, op_libraries: tuple[str, ...],
-            allowed: tuple[str, ...], names: TracedNames, force: bool, on_bytes: Callable[[int, int], None] | None,
-            on_record: Callable[[int, int], None] | None) -> ImportReport:
+            allowed: tuple[str, ...], names: TracedNames, graph_captures: tuple[str, ...], force: bool,
+            on_bytes: Callable[[int, int], None] | None, on_record: Callable[[int, int], None] | None) -> ImportReport:
     from replayfmt.importers.importing import import_trace
     from replayfmt.pytorch.op_libraries import OpLibraries, parse_op_library
 
@@ -99,7 +103,7 @@ def _import(trace: str, output: str, kind: str, level: str, unique: bool, rewrit
         libraries.register(*parse_op_library(each))
     choices: dict[str, Any] = {"kind": kind, "level": level, "rewrite": rewrite}
     return import_trace(trace, output, **choices, unique=unique, libraries=libraries, names=names, force=force,
-                        progress=on_bytes, on_record=on_record)
+                        graph_captures=graph_captures, progress=on_bytes, on_record=on_record)
 
 
 def _names(aliases: tuple[str, ...], string_defaults: tuple[str, ...]) -> TracedNames:

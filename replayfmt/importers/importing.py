@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from os import PathLike
 from typing import Literal
 
@@ -23,14 +23,17 @@ def import_trace(path: str | PathLike[str], out: str | PathLike[str], *, kind: T
                  level: Literal["auto", "leaf", "launching", "root"] = "auto", unique: bool = False,
                  rewrite: Literal["none", "portable"] = "none", libraries: OpLibraries | None = None,
                  names: TracedNames | None = None, force: bool = False, progress: Progress | None = None,
-                 on_record: Callable[[int, int], None] | None = None) -> ImportReport:
+                 on_record: Callable[[int, int], None] | None = None,
+                 graph_captures: Sequence[str | PathLike[str]] = ()) -> ImportReport:
     """Make the capture `out` of another tool's trace, and report what of it is exact, inferred or missing.
 
     `kind` says what made the trace, `auto` looks into the file. `level` chooses the operators that stand for the work,
     `unique` keeps one of each call with its count (profiler traces), `rewrite="portable"` puts operators that every
     device has in the place of those that only the traced device has. `libraries` says which operator libraries may be
     imported, `names` which operators traced names mean, and what stands for strings that the trace dropped.
-    `progress(bytes read, bytes)` and `on_record(records written, records)` are told how far it is.
+    `graph_captures` are profiler traces taken while the graphs were captured that this one launches: their operators
+    get the graphs' kernels. `progress(bytes read, bytes)` and `on_record(records written, records)` are told how far
+    it is.
 
     Raises CaptureNotFound and InvalidCapture for a trace that cannot be read at all, UsageError for options that its
     kind does not have, OutputExists and CaptureFailed where `out` cannot be written.
@@ -47,10 +50,12 @@ def import_trace(path: str | PathLike[str], out: str | PathLike[str], *, kind: T
     if found == "kineto":
         from .kineto import KinetoOptions, import_kineto
 
-        report = import_kineto(path, out, options=KinetoOptions(level, unique, rewrite), libraries=libraries,
-                               names=names, force=force, progress=progress, on_record=on_record)
-    elif unique:
-        raise UsageError(f"--unique is for profiler traces; {path} is of kind {found}")
+        options = KinetoOptions(level, unique, rewrite, graph_captures)
+        report = import_kineto(path, out, options=options, libraries=libraries, names=names,
+                               force=force, progress=progress, on_record=on_record)
+    elif unique or graph_captures:
+        flag = "--unique" if unique else "--graph-capture"
+        raise UsageError(f"{flag} is for profiler traces; {path} is of kind {found}")
     elif found == "execution-trace":
         from .execution_trace import import_execution_trace
 

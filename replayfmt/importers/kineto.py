@@ -25,6 +25,7 @@ from .json_stream import JsonStream
 from .kineto_calls import Calls, Placement
 from .kineto_captures import capture_windows, captured
 from .kineto_events import OPERATOR_NAME, Events, OpKind, integer
+from .kineto_graphs import give_operators
 from .kineto_tree import LEVELS, Captured, Facts, Level, Role, Selection, Tree, build, compact, select
 from .kineto_writing import Trace, write
 from .operators import Operators, without_overload
@@ -60,11 +61,13 @@ _MOST_NAMED = 8
 @dataclass(frozen=True)
 class KinetoOptions:
     """How to import. `level`: which operators stand for the work; `unique`: one record for each different call;
-    `rewrite`: `portable` puts operators that every device has in the place of those that only the traced one has."""
+    `rewrite`: `portable` puts operators that every device has in the place of those that only the traced one has;
+    `graph_captures`: traces taken while the graphs were captured that this one launches."""
 
     level: Level = "auto"
     unique: bool = False
     rewrite: Literal["none", "portable"] = "none"
+    graph_captures: Sequence[str | PathLike[str]] = ()
 
 
 def import_kineto(path: str | PathLike[str], out: str | PathLike[str], *, libraries: OpLibraries | None = None,
@@ -85,6 +88,8 @@ def import_kineto(path: str | PathLike[str], out: str | PathLike[str], *, librar
         problems = _problems(stream, events)
         raise InvalidCapture(f"{path}: no profiler trace: it has no operators and no device work"
                              + (f" ({problems[0]})" if problems else ""))
+    graph_notes = give_operators(events, [_capture_trace(each) for each in options.graph_captures]
+                                 ) if options.graph_captures else []
     operators = Operators(libraries, names)
     facts = [_facts(kind, operators) for kind in events.kinds]
     annotations = np.asarray([facts[kind].role is Role.annotation for kind in events.ops.kind], bool)
@@ -107,6 +112,7 @@ def import_kineto(path: str | PathLike[str], out: str | PathLike[str], *, librar
                             + ("; level leaf takes operators by what they are, without their kernels"
                                if level == "launching" and events.ops.start else ""))
     report = ImportReport(Path(path).name, "kineto", problems=_problems(stream, events))
+    report.notes += graph_notes
     if stream.member:
         report.notes.append(others_note(path, stream.member))
     if graphs is not None:
@@ -119,6 +125,12 @@ def import_kineto(path: str | PathLike[str], out: str | PathLike[str], *, librar
     with ImportedSession(out, session, force=force) as writing:
         write(trace, writing, report, on_record)
     return report
+
+
+def _capture_trace(path: str | PathLike[str]) -> tuple[str, Events]:
+    """The name and the events of a trace in which graphs were captured."""
+    with JsonStream(TraceFile(path), exact=True) as stream:
+        return Path(path).name, Events().read(stream)
 
 
 def _problems(stream: JsonStream, events: Events) -> list[str]:

@@ -130,6 +130,8 @@ class Events:
         self.work_kinds: list[WorkKind] = []
         self.launch_kinds: list[WorkKind] = []
         self.threads: list[tuple[str, str]] = []
+        self.borrowed: dict[int, int] = {}      # threads that stand for others
+        self.durations: dict[int, int] = {}     # of operator events there: the column has their order alone
         self.metadata: dict[str, Any] = {}
         self.memory_devices: set[int] = set()
         self.device_type = "cuda"
@@ -226,11 +228,7 @@ class Events:
         given = {each: arguments.get(each, arguments.get(_OLD_FIELDS[each])) for each in RECORDED_FIELDS}
         recorded = given if any(value is not None for value in given.values()) else None
         about = {each: arguments[each] for each in COLLECTIVE_FIELDS if each in arguments}
-        key = (name, annotation, json.dumps(recorded) if recorded else "", json.dumps(about) if about else "")
-        number = self._kind_ids.get(key)
-        if number is None:
-            number = self._kind_ids[key] = len(self.kinds)
-            self.kinds.append(OpKind(name, annotation, recorded, about or None))
+        number = self.kind_number(OpKind(name, annotation, recorded, about or None))
         thread, external = self._thread(event), _external(arguments)
         ops = self.ops
         ops.start.append(start)
@@ -238,6 +236,21 @@ class Events:
         ops.thread.append(thread)
         ops.external.append(external)
         ops.kind.append(number)
+
+    def kind_number(self, kind: OpKind) -> int:
+        """The number of what all events alike have in common; a new one where none was like it yet."""
+        key = (kind.name, kind.annotation, json.dumps(kind.recorded) if kind.recorded else "",
+               json.dumps(kind.collective) if kind.collective else "")
+        number = self._kind_ids.setdefault(key, len(self.kinds))
+        if number == len(self.kinds):
+            self.kinds.append(kind)
+        return number
+
+    def borrow_thread(self, thread: int) -> int:
+        """A new thread for what another one did elsewhere, which has an order here and no times."""
+        self.borrowed[len(self.threads)] = thread
+        self.threads.append(self.threads[thread])
+        return len(self.threads) - 1
 
     def _launch(self, event: dict[str, Any]) -> None:
         arguments = event.get("args") or {}
@@ -293,7 +306,7 @@ class Events:
         key = (str(event.get("pid")), str(event.get("tid")))
         number = self._thread_ids.get(key)
         if number is None:
-            number = self._thread_ids[key] = len(self.threads)
+            number = self._thread_ids[key] = len(self.threads)     # none is borrowed while a trace is read
             self.threads.append(key)
         return number
 

@@ -147,8 +147,9 @@ class _Writing:
         work = self._work(index)
         placement = self._placement(index, work)
         device_ns = self._device_ns(work)
-        return _Group(index, self._resolve(index, placement, work), placement, work, 1,
-                      self.events.ops.duration[index], device_ns)
+        ops = self.events.ops
+        host_ns = self.events.durations.get(index, ops.duration[index])
+        return _Group(index, self._resolve(index, placement, work), placement, work, 1, host_ns, device_ns)
 
     def _alike(self) -> dict[int, _Group]:
         """One for all calls that are alike, by the first one's index."""
@@ -229,7 +230,7 @@ class _Writing:
     def _op(self, group: _Group) -> None:
         index, call = group.index, group.call
         ops = self.events.ops
-        moment = Moment(ops.start[index] - self._base, group.host_ns // group.count, ops.thread[index],
+        moment = Moment(ops.start[index] - self._base, group.host_ns // group.count, self._thread(ops.thread[index]),
                         self._scopes.at(int(self.tree.scope[index]), ops.start[index]),
                         None if group.device_ns is None else group.device_ns // group.count)
         annotation: dict[str, Any] = {"import": call.status}
@@ -321,6 +322,9 @@ class _Writing:
             annotation["stream"] = streams[0] if len(streams) == 1 else streams
         return annotation
 
+    def _thread(self, thread: int) -> int:
+        return self.events.borrowed.get(thread, thread)
+
     def _wrappers(self, index: int) -> list[str]:
         """The names of what is around an event and is no operator, outermost first."""
         names: list[str] = []
@@ -330,6 +334,8 @@ class _Writing:
             if self.trace.facts[number].role is Role.wrapper:
                 names.append(self.events.kinds[number].name)
             parent = int(self.tree.parent[parent])
+        if self.events.ops.thread[index] in self.events.borrowed:
+            names.append("graph launch")
         return names[::-1]
 
     def _report(self, group: _Group, ordinal: int, reason: str, detail: str) -> None:
@@ -364,7 +370,8 @@ class _Writing:
         first, count = alike[0], len(alike)
         host_ns = _total([each.duration for each in alike])
         device_ns = _total([self._device_ns(each.work) for each in alike])
-        moment = Moment(first.start - self._base, None if host_ns is None else host_ns // count, first.thread,
+        moment = Moment(first.start - self._base, None if host_ns is None else host_ns // count,
+                        self._thread(first.thread),
                         self._scopes.at(first.scope, first.start), None if device_ns is None else device_ns // count)
         annotation = {"import": "incomplete", **self._work_annotation(first.work)}
         if self.trace.unique:
