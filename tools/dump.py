@@ -9,6 +9,7 @@ import click
 
 from replayfmt.dump.query import Query
 from replayfmt.dump.selection import Selection, parse_range
+from replayfmt.dump.small_values import MOST_VALUES, SHOWN_VALUES
 from replayfmt.dump.stream import jsonl_chunks, text_chunks
 from replayfmt.errors import UsageError
 from replayfmt.format.reader import open_capture
@@ -28,13 +29,16 @@ from .command import run_tool, tool
               "full path. Repeatable: in any of them.")
 @click.option("--kernel", "kernels", multiple=True, metavar="PATTERN", help="Only ops whose operator matches, such as "
               "'aten::mm', 'aten::mm.default' or 'aten::*norm*'. Repeatable: any of them.")
+@click.option("--values", type=click.IntRange(0, MOST_VALUES), default=SHOWN_VALUES, show_default=True, metavar="N",
+              help="Show the values of integer and bool tensors that ops take, of at most N elements, where the capture "
+                   "holds them and no op has overwritten them; 0 shows none.")
 @click.option("--summary", is_flag=True, help="Only the file and its summary.")
 @click.option("--signatures", is_flag=True, help="Only the distinct signatures of ops (docs/signatures.md), with how "
               "often each is called; of --ops and --kernel if given.")
 @click.option("--kernel-skeleton", type=int, metavar="ID", help="Print a Python file to start a replacement of the "
               "kernel with this id from, for --replay-kernel-substitution of other tools.")
 def cli(capture: str, form: str | None, query: str | None, ops: str | None, scopes: tuple[str, ...],
-        kernels: tuple[str, ...], summary: bool, signatures: bool, kernel_skeleton: int | None) -> None:
+        kernels: tuple[str, ...], values: int, summary: bool, signatures: bool, kernel_skeleton: int | None) -> None:
     """Show what is in CAPTURE.
 
     An incomplete capture is shown as far as it goes, and says so.
@@ -66,9 +70,9 @@ def cli(capture: str, form: str | None, query: str | None, ops: str | None, scop
             else:
                 write((signature_lines if form == "jsonl" else signature_text_lines)(reader, selection))
         elif program is not None:
-            write(program.apply(jsonl_chunks(reader, selection, summary)))
+            write(program.apply(jsonl_chunks(reader, selection, summary, values)))
         else:
-            write((jsonl_chunks if form == "jsonl" else text_chunks)(reader, selection, summary))
+            write((jsonl_chunks if form == "jsonl" else text_chunks)(reader, selection, summary, values))
     finally:
         reader.close()
 

@@ -85,6 +85,9 @@ class JsonLines(Dialect):
                  for number in set(ids)}
         return [known[number] for number in ids]
 
+    def values(self, values: np.ndarray) -> str:
+        return f',"value":{encode(values.tolist())}'
+
     def tail(self, frame: RecordFrame) -> str:
         return f',"frame_offset":{integer(frame.offset)}}}\n'
 

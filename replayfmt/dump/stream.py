@@ -11,14 +11,17 @@ from replayfmt.format.reader import CaptureReader, RecordFrame
 from .definitions import definition_rows, file_row, lines, storage_lines, summary_row, summary_text
 from .jsonl import JsonLines
 from .selection import Filter, Selection, selects_nothing
+from .small_values import SHOWN_VALUES, SmallValues
 from .text import Text
-from .values import Dialect
+from .values import Columns, Dialect
 
 
-def jsonl_chunks(reader: CaptureReader, selection: Selection, summary_only: bool = False) -> Iterator[str]:
+def jsonl_chunks(reader: CaptureReader, selection: Selection, summary_only: bool = False,
+                 values: int = SHOWN_VALUES) -> Iterator[str]:
     """The capture as JSON lines (docs/rows.md), in chunks of whole lines.
 
-    With a selection: the file, the summary and the selected records, without definitions and storages. Raises
+    With a selection: the file, the summary and the selected records, without definitions and storages. The values of
+    integer and bool tensors of at most `values` elements are shown where the capture holds them. Raises
     InvalidCapture when it comes to a damaged frame, and UsageError before the first chunk, for a selection that takes
     nothing, too.
     """
@@ -28,29 +31,34 @@ def jsonl_chunks(reader: CaptureReader, selection: Selection, summary_only: bool
         yield from head
         return
     dialect = JsonLines(reader)
+    small = SmallValues(reader, values, dialect.values)
     if not selection.everything:
-        yield from _with_records(head, reader, dialect, chosen, selection)
+        yield from _with_records(head, reader, dialect, chosen, selection, small)
         return
     yield from head
     yield from lines(definition_rows(reader))
-    for frame in _frames(reader, chosen):
+    for number, frame in _frames(reader, chosen):
         yield from storage_lines(reader, frame)
-        yield from _records(dialect, frame, chosen)
+        yield from _records(dialect, number, frame, chosen, small)
 
 
-def text_chunks(reader: CaptureReader, selection: Selection, summary_only: bool = False) -> Iterator[str]:
+def text_chunks(reader: CaptureReader, selection: Selection, summary_only: bool = False,
+                values: int = SHOWN_VALUES) -> Iterator[str]:
     """The capture as text for people: the summary, then a line for each selected record. Raises as jsonl_chunks."""
     chosen = Filter(reader, selection)
     if summary_only:
         yield summary_text(reader)
         return
-    yield from _with_records(iter([summary_text(reader)]), reader, Text(reader), chosen, selection)
+    dialect = Text(reader)
+    yield from _with_records(iter([summary_text(reader)]), reader, dialect, chosen, selection,
+                             SmallValues(reader, values, dialect.values))
 
 
 def _with_records(head: Iterator[str], reader: CaptureReader, dialect: Dialect, chosen: Filter,
-                  selection: Selection) -> Iterator[str]:
+                  selection: Selection, small: SmallValues) -> Iterator[str]:
     """The head, then the selected records. Raises UsageError before the first chunk where there is none of them."""
-    records: Iterator[str] = chain.from_iterable(_records(dialect, frame, chosen) for frame in _frames(reader, chosen))
+    records: Iterator[str] = chain.from_iterable(
+        _records(dialect, number, frame, chosen, small) for number, frame in _frames(reader, chosen))
     if not selection.everything:
         first = next(records, None)
         if first is None:
@@ -60,14 +68,14 @@ def _with_records(head: Iterator[str], reader: CaptureReader, dialect: Dialect, 
     yield from records
 
 
-def _frames(reader: CaptureReader, chosen: Filter) -> Iterator[RecordFrame]:
-    """The frames that hold a selected ordinal; no other frame is read."""
+def _frames(reader: CaptureReader, chosen: Filter) -> Iterator[tuple[int, RecordFrame]]:
+    """The frames that hold a selected ordinal, with their numbers; no other frame is read here."""
     for number, info in enumerate(reader.record_frames):
         if info.first_ordinal < chosen.stop and info.first_ordinal + info.count > chosen.start:
-            yield reader.frame(number)
+            yield number, reader.frame(number)
 
 
-def _records(dialect: Dialect, frame: RecordFrame, chosen: Filter) -> Iterator[str]:
+def _records(dialect: Dialect, number: int, frame: RecordFrame, chosen: Filter, small: SmallValues) -> Iterator[str]:
     """The selected records of one frame, a line each."""
     which = chosen.indices(frame)
     signatures = frame.signature[which].tolist()
@@ -80,6 +88,7 @@ def _records(dialect: Dialect, frame: RecordFrame, chosen: Filter) -> Iterator[s
     scopes = frame.scope[which].tolist()
     device_duration = frame.device_duration_ns
     columns = dialect.columns(frame)
+    _add_values(dialect, frame, columns, small.of(number, frame))
     T, I, F, R, L, D = columns.T, columns.I, columns.F, columns.R, columns.L, columns.D  # noqa: E741
     records = zip(
         dialect.ordinals(ordinals), frame.thread[which].tolist(), dialect.integers(frame.start_ns[which]),
@@ -101,3 +110,16 @@ def _records(dialect: Dialect, frame: RecordFrame, chosen: Filter) -> Iterator[s
             rows = list(map(add, rows, dialect.annotations(notes[first:first + at_once])))
         rows.append("")
         yield tail.join(rows)
+
+
+def _add_values(dialect: Dialect, frame: RecordFrame, columns: Columns, values: dict[int, str]) -> None:
+    """Let the texts of tensors go on with their values. The same tensor with the same values is one text."""
+    texts: dict[tuple[int, str], str] = {}
+    length = 0
+    for place, value in values.items():
+        key = (columns.L[place], value)
+        if key not in texts:
+            texts[key] = columns.T[place] + value
+            length += len(texts[key])
+            dialect.check_room(frame, length, "the values")
+        columns.T[place] = texts[key]

@@ -93,6 +93,9 @@ class Text(Dialect):
             known[number] = f"  # {printable(text, SHOWN_CHARACTERS)}" if text else ""
         return [known[number] for number in ids]
 
+    def values(self, values: np.ndarray) -> str:
+        return f"={_shown(values.tolist())}"
+
     def ordinals(self, ordinals: list[int]) -> list[Any]:
         return [f"{ordinal:>{self._width}}  " for ordinal in ordinals]
 
@@ -188,3 +191,11 @@ class Text(Dialect):
         if len(node.children) > limit:
             pieces.append(f", … {len(node.children) - limit} more")
         return [*pieces, closing]
+
+
+def _shown(values: Any) -> str:
+    """Elements in brackets, each list cut after its first items."""
+    if not isinstance(values, list):
+        return str(values)
+    more = f", … {len(values) - SHOWN_ITEMS} more" if len(values) > SHOWN_ITEMS else ""
+    return f"[{', '.join(map(_shown, values[:SHOWN_ITEMS]))}{more}]"

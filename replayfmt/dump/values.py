@@ -167,6 +167,10 @@ class Dialect(ABC):
     def annotations(self, ids: list[int]) -> list[str]:
         """What rows show of their annotations, given their ids; "" for 0."""
 
+    @abstractmethod
+    def values(self, values: np.ndarray) -> str:
+        """What a tensor's text goes on with where its elements are shown."""
+
     def ordinals(self, ordinals: list[int]) -> list[Any]:
         """Ordinals as this dialect writes them."""
         return ordinals
