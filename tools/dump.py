@@ -30,8 +30,8 @@ from .command import run_tool, tool
 @click.option("--kernel", "kernels", multiple=True, metavar="PATTERN", help="Only ops whose operator matches, such as "
               "'aten::mm', 'aten::mm.default' or 'aten::*norm*'. Repeatable: any of them.")
 @click.option("--values", type=click.IntRange(0, MOST_VALUES), default=SHOWN_VALUES, show_default=True, metavar="N",
-              help="Show the values of integer and bool tensors that ops take, of at most N elements, where the capture "
-                   "holds them and no op has overwritten them; 0 shows none.")
+              help="Show the values of integer and bool tensors that ops take, of at most N elements, where the "
+                   "capture holds them and no op has overwritten them; 0 shows none.")
 @click.option("--summary", is_flag=True, help="Only the file and its summary.")
 @click.option("--signatures", is_flag=True, help="Only the distinct signatures of ops (docs/signatures.md), with how "
               "often each is called; of --ops and --kernel if given.")

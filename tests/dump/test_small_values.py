@@ -1,4 +1,4 @@
-"""Values of small integer and bool tensors in a dump: those that the op had, and none that the capture does not hold."""
+"""Values of small integer tensors in a dump: those that the op had, and none that the capture does not hold."""
 
 from __future__ import annotations
 
@@ -100,7 +100,9 @@ class Program:
 
 
 def exact(value: Any) -> Any:
-    return [exact(each) for each in value] if isinstance(value, list) else int(value) if isinstance(value, str) else value
+    if isinstance(value, list):
+        return [exact(each) for each in value]
+    return int(value) if isinstance(value, str) else value
 
 
 def test_every_value_shown_is_the_one_that_the_op_had(path: Path) -> None:
