@@ -151,10 +151,10 @@ class Calls:
         zero = is_zerotensor(tensor)
         storages, call = self._storages, self._call
         assert call is not None
-        tracker = storages.known(storage)
+        tracker = known = storages.known(storage)
         if tracker is None:
             tracker = storages.enter(storage, dtype_of(tensor))
-        elif tracker.size != storage.nbytes():
+        if tracker.size != storage.nbytes() and (known is not None or tracker.alias):
             facts = call.facts
             reads = shape_of(tensor).numel() != 0 and facts.reads(index, call.args, call.kwargs)
             declared = facts.arguments[index].written and not facts.own
@@ -218,7 +218,7 @@ class Calls:
         if self._threads:
             self._numeric.check(facts.name)  # another thread's op may have stated its own settings since
         signature = self._commit(call, OpStatus.ok, values, len(results), started, ended)
-        self._note_writes(call)
+        self._note_writes(call, values)
         if call.generators:
             self._generators.after(call.generators)
         if self._digest_results:
@@ -283,18 +283,35 @@ class Calls:
             facts.id = self._buffer.writer.kernel(Kernel(facts.name, facts.overload, facts.schema))
         return facts.id
 
-    def _note_writes(self, call: Call) -> None:
+    def _note_writes(self, call: Call, values: Values) -> None:
         facts = call.facts
+        unknown = facts.copies >= 0 and self._copies_unknown(call)
         if facts.writes:
+            writes = facts.writes_in(call.args, call.kwargs)
             for use in call.values.uses:
-                if use.argument in facts.writes:
+                if use.argument not in writes:
+                    continue
+                if unknown:
+                    self._storages.wrote_anything(use.tracker, use.storage)
+                else:
                     self._wrote(use.tensor, facts.writes_all(use.argument))
+        elif unknown:
+            for use in values.uses:
+                self._storages.wrote_anything(use.tracker, use.storage)
         elif facts.in_place_view or facts.namespace != "aten":
             for use in call.values.uses:
                 state = use.tracker.state
                 length = use.storage.nbytes()
                 if length != (use.tracker.size if state is None else state.length):
                     self._storages.resized(use.tracker, length)
+
+    def _copies_unknown(self, call: Call) -> bool:
+        """Whether a call copies bytes that nobody has written."""
+        return any(
+            use.argument == call.facts.copies and use.tracker.size == -1
+            and not use.tracker.reproducible(self._metas.params[use.meta].region(int(offset_of(use.tensor))))
+            for use in call.values.uses
+        )
 
     def _wrote(self, tensor: torch.Tensor, everything: bool) -> None:
         storage = storage_of(tensor)
@@ -313,8 +330,9 @@ class Calls:
         seen = {use.number for use in uses}
         for use in uses:
             self._digest_use(use.tensor, use.argument, ordinal)
+        writes = facts.writes_in(call.args, call.kwargs)
         for use in call.values.uses:
-            if use.argument in facts.writes and use.number not in seen:
+            if use.argument in writes and use.number not in seen:
                 self._digest_use(use.tensor, -1, ordinal)
 
     def _digest_use(self, tensor: torch.Tensor, result: int, ordinal: int) -> None:

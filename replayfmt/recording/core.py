@@ -237,7 +237,8 @@ class Core:
         with self.lock:
             if not self.on:
                 raise CaptureFailed(f"{self.writer.path}: recording has stopped")
-            return self.storages.known(storage) or self.storages.enter(storage, dtype)
+            tracker = self.storages.known(storage) or self.storages.enter(storage, dtype)
+            return self.storages.use(tracker, storage, True, "") if tracker.alias else tracker
 
     def view(self, tracker: Tracker, meta: int, offset: int) -> int:
         """The tensor id of a view that is not among the first two of its storage. Raises as `enter` does."""
@@ -407,7 +408,7 @@ class Core:
         if tracker is not None:
             if tracker.state is not None and tracker.state.alias_of is not None:
                 tracker = tracker.state.alias_of
-            self.storages.watch(tracker)
+            self.storages.watch(tracker, windowed=True)
             self.storages.synchronize(tracker, storage)
 
     def host_read(self, method: str, tensor: torch.Tensor) -> None:
@@ -426,7 +427,7 @@ class Core:
                 number, digest = self.digests.of_view(tracker, storage, meta, offset)
             self.records.host_read(method, number, digest)
             if method in _SHARING:
-                self.storages.watch(tracker)
+                self.storages.watch(tracker, windowed=True)
                 self.storages.synchronize(tracker, storage)
 
 

@@ -162,6 +162,16 @@ _UNREAD = {
     "aten::bernoulli.p": ("self",),
 }
 
+# Operators that only use an argument, of what they write or read as the schema says, where another one is true.
+_ONLY_WITH = {
+    "aten::rrelu_with_noise": ("noise", "training"),
+    "aten::rrelu_with_noise_": ("noise", "training"),
+    "aten::rrelu_with_noise_backward": ("noise", "training"),
+}
+
+# The argument whose bytes are copied as they are, all of them, and nothing else.
+_COPIES = {"copy_": 1, "clone": 0, "_to_copy": 0}
+
 # Arguments that are written without an annotation that says so.
 _RUNNING = ("running_mean", "running_var")
 _UNANNOTATED_WRITES = {
@@ -216,6 +226,7 @@ class KernelFacts:
         "arguments",
         "beta",
         "call",
+        "copies",
         "dropout",
         "empty",
         "func",
@@ -225,6 +236,7 @@ class KernelFacts:
         "mixed_lists",
         "name",
         "namespace",
+        "only_with",
         "opaque_results",
         "overwrites_self",
         "own",
@@ -259,6 +271,8 @@ class KernelFacts:
         )
         self.unread = _UNREAD.get(func.name(), ())
         self.indices = {a.name: index for index, a in enumerate(self.arguments)}
+        only = _ONLY_WITH.get(schema.name)
+        self.only_with = None if only is None else (self.indices[only[0]], self.indices[only[1]])
         # Lists whose items may be of any type of number: [1], [1.0] and [True] compare equal, and compute other things.
         self.mixed_lists = any("List[number]" in str(a.type) for a in schema.arguments)
         self.results = len(schema.returns)
@@ -268,6 +282,7 @@ class KernelFacts:
         self.reads_nothing = self.view or (aten and base in _READS_NOTHING) or torch.Tag.inplace_view in func.tags
         self.overwrites_self = aten and base in _OVERWRITES_SELF
         self.writes_some = aten and base in _WRITES_SOME
+        self.copies = _COPIES.get(base, -1) if aten else -1
         self.beta = aten and base in _BETA
         self.in_place_view = torch.Tag.inplace_view in func.tags
         # Views written to nothing: an in-place view changes metadata, not memory.
@@ -335,7 +350,7 @@ class KernelFacts:
         argument = self.arguments[index]
         if argument.written and argument.keyword_only and self.namespace == "aten":
             return False  # an out= argument
-        if argument.name in self.unread:
+        if argument.name in self.unread or not self._counts(index, args, kwargs):
             return False
         if argument.name == "momentum_buffer_list" and self.name == "aten::_fused_sgd_":
             return not kwargs.get("is_first_step")
@@ -357,6 +372,18 @@ class KernelFacts:
         device = kwargs.get("device")
         given = tensors_in((*args, *kwargs.values()))
         return (device is not None and torch.device(device).type == "meta") or any(tensor.is_meta for tensor in given)
+
+    def writes_in(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...]:
+        """The arguments that this call writes."""
+        if self.only_with is None:
+            return self.writes
+        return tuple(index for index in self.writes if self._counts(index, args, kwargs))
+
+    def _counts(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether this call uses an argument at all, beyond its shape."""
+        if self.only_with is None or index != self.only_with[0]:
+            return True
+        return bool(self.argument(self.only_with[1], args, kwargs))
 
     def writes_all(self, index: int) -> bool:
         """Whether a call that writes its argument `index` writes every element of it."""

@@ -16,6 +16,8 @@ import xxhash
 from replayfmt.format.writer import CaptureWriter
 from replayfmt.pytorch.memory import call_undispatched, storage_bytes
 
+from .file_mappings import MappedRange
+
 _POPULATE_READ = 22     # Linux's MADV_POPULATE_READ: bring pages into memory as reading does, or say that it cannot be
 _UNREADABLE = -1
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -35,6 +37,12 @@ def is_readable(storage: torch.UntypedStorage) -> bool:
 def content_hash(storage: torch.UntypedStorage) -> int:
     """The XXH3-128 of all its bytes; one that nothing has where they cannot be read."""
     return call_undispatched(_hash, storage)
+
+
+def content_number(storage: torch.UntypedStorage, mapped: MappedRange | None) -> int:
+    """A number for what a storage holds. Of a file's memory (`mapped`) only what was written is read."""
+    fingerprint = None if mapped is None else mapped.fingerprint()
+    return content_hash(storage) if fingerprint is None else fingerprint
 
 
 def embed(writer: CaptureWriter, storage: torch.UntypedStorage) -> int:

@@ -23,7 +23,7 @@ from .coverage import Coverage, Region
 from .handles import Handles
 from .recipes import is_synthesized
 from .records import Records, Unrepresentable
-from .storage_content import content_hash
+from .storage_content import content_number
 from .tensor_metas import MetaParams, TensorMetas
 from .trackers import ATTRIBUTE, State, Tracker, has_bytes
 
@@ -209,7 +209,7 @@ class Storages:
         for other in others:
             memory = other()
             if memory is not None and not self.state(other).watched:
-                self.watch(other)
+                self.watch(other, windowed=True)
                 self.synchronize(other, memory)
         return bool(others)
 
@@ -218,7 +218,7 @@ class Storages:
         state = tracker.state = State(length)
         state.alias_of, state.delta = base, delta
         self._aliases.setdefault(base.id, []).append(tracker)
-        self.watch(base)
+        self.watch(base, windowed=True)
         return tracker
 
     # ------------------------------------------------------------------------------------------------------------ uses
@@ -228,19 +228,12 @@ class Storages:
             tracker.state = State(tracker.size)
         return tracker.state
 
-    def settle(self, tracker: Tracker) -> None:
-        """Make uses cheap again where nothing is left to look at."""
-        state = tracker.state
-        if state is not None:
-            careful = (
-                state.coverage is not None or state.watched or state.outside or state.alias_of is not None
-                or state.unreadable
-            )
-            tracker.size = -1 if careful else state.length
-
-    def watch(self, tracker: Tracker) -> None:
-        """Compare its content at each use from now on. The caller synchronizes."""
-        self.state(tracker).watched = True
+    def watch(self, tracker: Tracker, *, windowed: bool = False) -> None:
+        """Compare its content at each use from now on. `windowed`: because the program has a window on it. The caller
+        synchronizes."""
+        state = self.state(tracker)
+        state.watched = True
+        state.windowed |= windowed
         tracker.size = -1
 
     def mark_written_outside(self, tracker: Tracker, reason: str = "outside_write") -> None:
@@ -293,7 +286,9 @@ class Storages:
         if state.outside is not None and length:
             self._enter_again(tracker, state, storage, state.outside)
         if reads and length and state.coverage is not None and not state.coverage.touched:
-            if not declared:
+            if state.windowed:
+                self._enter_again(tracker, state, storage, "outside_write")
+            elif not declared:
                 self._records.unsupported(
                     "unseen_write", op, f"storage {tracker.id} ({length} bytes) is read before any captured op wrote it"
                 )
@@ -301,7 +296,7 @@ class Storages:
             elif self._content:     # without content it stays what nobody wrote
                 self._enter_again(tracker, state, storage, "written_argument")
         if state.watched and length and self._content:
-            content = self._look(state, storage)
+            content = content_number(storage, state.mapped)
             if state.content is not None and content != state.content:
                 self._enter_again(tracker, state, storage, "outside_write")
             state.content = content
@@ -333,7 +328,7 @@ class Storages:
         state.outside = None
         state.coverage = None
         self.synchronize(tracker, storage)
-        self.settle(tracker)
+        tracker.settle()
 
     def _dtype(self, tracker: Tracker) -> torch.dtype | None:
         """What a storage is used as: integers where any view of it is, bytes only where all are. None: by no view."""
@@ -355,9 +350,20 @@ class Storages:
             state.coverage = None
             tracker.written = None
         state.content = None
-        self.settle(tracker)
+        tracker.settle()
 
     # ---------------------------------------------------------------------------------------------------------- writes
+
+    def wrote_anything(self, tracker: Tracker, storage: torch.UntypedStorage) -> None:
+        """A captured op copied bytes to a storage that nobody had written: which of it are known is not followed."""
+        state = self.state(tracker)
+        if state.alias_of is not None:
+            tracker, state = state.alias_of, self.state(state.alias_of)
+        state.coverage = Coverage(state.length)
+        state.coverage.touched = True
+        tracker.written = None
+        tracker.size = -1
+        self.synchronize(tracker, storage)
 
     def wrote(
         self, tracker: Tracker, storage: torch.UntypedStorage, tensor: int, meta: int, offset: int, everything: bool
@@ -385,7 +391,7 @@ class Storages:
                 state.coverage.write(params.region(offset))
                 if state.coverage.complete:
                     state.coverage = None
-                    self.settle(tracker)
+                    tracker.settle()
             else:
                 state.coverage.touched = True
         self.synchronize(tracker, storage)
@@ -395,13 +401,7 @@ class Storages:
         state, storage = tracker.state, tracker()
         if state is None or storage is None or not state.watched or state.content is None or not storage.nbytes():
             return False
-        return self._look(state, storage) != state.content
-
-    @staticmethod
-    def _look(state: State, storage: torch.UntypedStorage) -> int:
-        """A number for what a storage holds. Of a file's memory only what was written is read."""
-        fingerprint = None if state.mapped is None else state.mapped.fingerprint()
-        return content_hash(storage) if fingerprint is None else fingerprint
+        return content_number(storage, state.mapped) != state.content
 
     def synchronize(self, tracker: Tracker, storage: torch.UntypedStorage) -> None:
         """What it holds now is known: by an import or a captured write."""
@@ -409,7 +409,7 @@ class Storages:
         if state is not None and state.watched:
             if state.mapped is not None and state.mapped.mapping.shared and tracker.written:
                 state.mapped = None  # the file has what was written, so its memory has to be looked at from now on
-            state.content = self._look(state, storage) if self._content and storage.nbytes() else None
+            state.content = content_number(storage, state.mapped) if self._content and storage.nbytes() else None
 
     # ---------------------------------------------------------------------------------------------------------- deaths
 

@@ -32,12 +32,14 @@ class State:
         "synthesized",
         "unreadable",
         "watched",
+        "windowed",
     )
 
     def __init__(self, length: int) -> None:
         self.length = length  # bytes
         self.coverage: Coverage | None = None  # not None: uninitialized, in part at least
         self.watched = False  # compared with `content` at each use
+        self.windowed = False  # the program has a window on it (an array, a capsule), through which it may write
         self.content: int | None = None  # what to compare with, as of the last captured write or import
         self.mapped: MappedRange | None = None  # its memory is a file's: what is the file's is not read to compare it
         self.synthesized = False  # a recipe stands in for its content
@@ -66,6 +68,21 @@ class Tracker(weakref.ref):
     state: State | None
     imports: int  # how often its content entered
     written: set[int] | None  # tensors written in place since the last digest
+
+    def settle(self) -> None:
+        """Make uses cheap again where nothing is left to look at."""
+        state = self.state
+        if state is not None:
+            careful = (
+                state.coverage is not None or state.watched or state.outside or state.alias_of is not None
+                or state.unreadable
+            )
+            self.size = -1 if careful else state.length
+
+    @property
+    def alias(self) -> bool:
+        """Whether it shares the memory of another storage, in whose place it is recorded."""
+        return self.state is not None and self.state.alias_of is not None
 
     def reproducible(self, region: Region) -> bool:
         """Whether a replay can have the same bytes in a region: they were written, and are not opaque."""

@@ -198,3 +198,45 @@ def test_what_was_written_outside_last_is_not_digested(capture: Capture) -> None
     captured = capture(program)
     assert [r.argument("sample") for r in captured.records(RecordKind.digest)] == [[2.0] * 3]
     captured.replays()
+
+
+def test_an_array_that_is_wrapped_again_shows_what_was_written_between(capture: Capture) -> None:
+    def program() -> Any:
+        array = np.zeros(4, np.float32)
+        kept = []
+        for i in range(4):
+            array += i
+            x = torch.from_numpy(array)     # the last one lives until here
+            kept.append(x * 2)
+            x.add_(1)
+        return kept
+
+    captured = capture(program, digests="ops")
+    assert captured.unsupported() == {}
+    captured.replays()
+
+
+def test_unwritten_memory_that_the_program_fills_through_an_array_enters(capture: Capture) -> None:
+    def program() -> Any:
+        x = torch.empty(4)
+        x.numpy()[:] = 0        # what fresh memory may hold anyway
+        y = torch.empty(2, 3)
+        y[0] = 1
+        np.asarray(y)[1] = 2
+        return x * 2, y + 1
+
+    captured = capture(program, digests="ops")
+    assert captured.unsupported() == {}
+    assert (1, "outside_write") in imports(captured)
+    captured.replays()
+
+
+def test_unwritten_memory_that_is_wrapped_again_enters_where_it_is_read(capture: Capture) -> None:
+    def program() -> Any:
+        array = torch.empty(4).numpy()
+        array[:] = 3
+        return torch.from_numpy(array) * 2
+
+    captured = capture(program, digests="ops")
+    assert captured.unsupported() == {}
+    captured.replays()
