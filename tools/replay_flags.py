@@ -19,6 +19,7 @@ import click
 from replayfmt.errors import SubstitutionRejected, UsageError
 
 from .command import say
+from .isolate import isolate_option
 
 if TYPE_CHECKING:
     from replayfmt.initializers import Initializer, Registry
@@ -36,6 +37,7 @@ def replay_options(function: Callable[..., Any]) -> Callable[..., Any]:
         return function(*args, flags=flags, **kwargs)
 
     for option in (
+        isolate_option,
         click.option("--allow-incomplete", is_flag=True,
                      help="Replay what there is of a capture that was never closed."),
         click.option("--allow-import", "allow_imports", multiple=True, metavar="NAME",

@@ -13,7 +13,7 @@ import numpy as np
 
 from ..errors import InvalidCapture, UnsupportedVersion
 from . import flat
-from .codes import MAJOR_VERSION, MINOR_VERSION, StorageOrigin, ValueKind
+from .codes import MAJOR_VERSION, MINOR_VERSION, RecordKind, StorageOrigin, ValueKind
 from .definitions import Frozen
 from .frames import MAX_LENGTH, FrameHeader
 from .layouts import RECORDS, SCALARS
@@ -192,11 +192,18 @@ class _Decoding:
         self._range("tensor_offset", tensor_offset, 0, MAX_LENGTH)
         self._range("tensor_meta", tensor_meta, 1, self._counts["meta"])
         self._check_references(signature, ints, int_first, storages)
+        self._check_resizes(signature, ints, int_first)
         return RecordFrame(
             self._header.first_ordinal, count, self._offset, signature, scope, thread, start, duration, device_duration,
             tensors, ints, floats, np.ascontiguousarray(firsts[:, 0]), int_first, np.ascontiguousarray(firsts[:, 2]),
             tensor_id, tensor_storage, tensor_offset, tensor_meta, first_storage, storage_bytes, device, origin,
             payload, annotation)
+
+    def _check_resizes(self, signature: np.ndarray, ints: np.ndarray, int_first: np.ndarray) -> None:
+        """The new lengths of storages: what comes behind their ids."""
+        kinds = self._definitions.column("signature_kind")[signature.astype(np.int64) - 1]
+        resizes = kinds == RecordKind.storage_resize
+        self._range("the new length of a storage", ints[int_first[:-1][resizes] + 1], 0, MAX_LENGTH)
 
     def _optional(self, name: str, count: int) -> np.ndarray | None:
         column = self._table.column(name)

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from .bounds import check_nested, check_per_channel, check_sparse_compressed, check_sparse_coo
 from .looks import dtype_of, is_nested, is_quantized, layout_of, offset_of, shape_of, storage_of, stride_of
 from .memory import make_view
 
@@ -77,12 +78,15 @@ def _take_quantized(tensor: torch.Tensor) -> tuple[str, Parts]:
 
 
 def put_together(form: str, parts: Sequence[Any]) -> torch.Tensor:
-    """The composite that `take_apart` took apart, on the memory of its parts. Raises ValueError for other forms."""
+    """The composite that `take_apart` took apart, on the memory of its parts. Raises ValueError for other forms, and
+    for parts that do not go together: kernels would read beyond them."""
     if form == "sparse_coo":
         indices, values, sizes, is_coalesced = parts
+        check_sparse_coo(indices, values, tuple(sizes))
         return torch.sparse_coo_tensor(indices, values, tuple(sizes), check_invariants=False, is_coalesced=is_coalesced)
     if form in _COMPRESSED_LAYOUT:
         compressed, plain, values, sizes = parts
+        check_sparse_compressed(compressed, plain, values, tuple(sizes), _COMPRESSED_LAYOUT[form])
         return torch.ops.aten._sparse_compressed_tensor_unsafe.default(
             compressed,
             plain,
@@ -100,6 +104,7 @@ def put_together(form: str, parts: Sequence[Any]) -> torch.Tensor:
         return _on_memory_of(integers, empty)
     if form == "quantized_per_channel":
         integers, dtype, scales, zero_points, axis = parts
+        check_per_channel(integers, scales, zero_points, axis)
         empty = torch._empty_per_channel_affine_quantized(
             tuple(integers.shape),
             scales=scales,
@@ -111,6 +116,7 @@ def put_together(form: str, parts: Sequence[Any]) -> torch.Tensor:
         return _on_memory_of(integers, empty)
     if form == "nested":
         buffer, sizes, strides, offsets = parts
+        check_nested(buffer, sizes, strides, offsets)
         return torch._nested_view_from_buffer(buffer, sizes, strides, offsets)
     raise ValueError(f"there is no composite form {form!r}; known are {', '.join(FORMS)}")
 

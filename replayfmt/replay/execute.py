@@ -114,6 +114,10 @@ class RunClock:
         return self.elapsed_ns + (0 if self._pauses else time.perf_counter_ns() - self._since)
 
 
+# Told of each window before it runs, with the capture's path: for who wants to know where a process was that died.
+before_window: Callable[[str, Window], None] | None = None
+
+
 class Machine:
     """Runs windows one after the other. `values` are the live variables between them, by key."""
 
@@ -181,6 +185,8 @@ class Machine:
 
     def call(self, window: Window, inputs: list[Any], on_scope: OnScope | None) -> list[Any]:
         """Run a window's ops; failures become ReplayFailed, other behaviour than captured a divergence."""
+        if before_window is not None:
+            before_window(self._reader.path, window)
         try:
             return window.function(inputs, on_scope)
         except (StopReplay, OpReplayError):

@@ -171,7 +171,7 @@ class Findings:
     def _memory(self) -> None:
         """What the storages alive at once need, where all of it is the host's memory: the system ends a process that
         takes more than there is, without a word. (Accelerators report it.)"""
-        there, needed = host_memory_bytes(), self._scan.known_peak_bytes
+        there, needed = host_memory_bytes(), max(self._scan.known_peak_bytes, self._scan.longest_resize_bytes)
         if {target.type for target in self._devices.targets if target is not None} == {"cpu"} and (
             there is not None and needed > there
         ):

@@ -20,6 +20,7 @@ from replayfmt.format.codes import RecordKind, StorageOrigin, TensorFlag, ValueK
 from replayfmt.format.digest import TensorDigest
 from replayfmt.format.model import TensorValue
 from replayfmt.format.reader import CaptureReader
+from replayfmt.pytorch.bounds import require_inside
 from replayfmt.pytorch.dtypes import TORCH_DTYPE
 
 from .devices import DeviceMap
@@ -92,6 +93,7 @@ class Lowering:
         self.reader = context.reader
         self.settings: dict[str, Any] = dict(context.reader.session.settings)
         self.variables = Variables()
+        self.unbounded = False      # whether memory may have become shorter than tensors on it say
         self.names: dict[int, str] = {}              # live variables that have a name in this window
         self.text = WindowText()
         self.frame: FrameLists
@@ -325,6 +327,7 @@ class Lowering:
         if self.scan.last_use_of(storage) < 0:
             return
         resize = ResizeStorage(ints[first + fields["bytes"].int_slot])
+        self.unbounded = True
         self.text.line(ordinal, f"{self.text.constant(resize)}({self.storage(storage, ordinal)})")
         self.expire(storage, ordinal)
 
@@ -379,6 +382,8 @@ class Lowering:
         if self.compare and expected is not None and isinstance(tensor, TensorValue) and not opaque:
             name = self.names.get(self.frame.keys[slot]) or self.acquire(slot, ordinal)
             check = CheckDigest(self.context.judge, where, expected, host_read=host_read)
+            if self.unbounded:
+                name = f"{self.text.shared('inside', require_inside)}({name})"
             self.text.line(ordinal, f"{self.text.constant(check)}({name})")
         if key is None:
             return

@@ -10,9 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from typing import Any
 
+from replayfmt.pytorch.bounds import UNCHECKED_VIEWS, require_inside
+
 from .facts import leaves_unwritten
 from .lowering import Lowering
-from .operations import CustomOperator, DrawOnHost, MustRaise, PassAddresses, TakeApart, storage_of
+from .operations import CheckedView, CustomOperator, DrawOnHost, MustRaise, PassAddresses, TakeApart, storage_of
 from .structure import Expected, ExpectResults
 from .substitution.sites import Site
 from .templates import Leaf, Operand, Result, Template
@@ -107,6 +109,8 @@ class OpLine:
         for operand, what in template.operands:
             if operand is Operand.tensor:
                 name = protected.get(what) or names.get(frame.keys[first + what]) or walk.acquire(first + what, ordinal)
+                if walk.unbounded:
+                    name = f"{text.shared('inside', require_inside)}({name})"
                 slot_names.append(name)
                 values.append(None)
             elif operand is Operand.own:
@@ -130,6 +134,8 @@ class OpLine:
         key: tuple[Hashable, ...] = ("kernel", call, self.template.raises)
         if kernel.draws and walk.context.draws_on is not None:
             call = DrawOnHost(call, kernel.overload._schema, walk.context.draws_on)
+        if kernel.overload._schema.name in UNCHECKED_VIEWS:
+            call = CheckedView(call)
         if not kernel.own:
             autocast = self._autocast()
             call = self._custom(call, autocast)
@@ -140,6 +146,7 @@ class OpLine:
                 return walk.text.constant(instead[1]) if instead[0] is None else walk.text.shared(*instead)
         if self.template.raises and expect_failure:
             call = MustRaise(call, kernel.overload._schema)
+            walk.unbounded = True       # it may have made an argument longer than its memory before it raised
         return walk.text.shared(key, call)
 
     def _autocast(self) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from replayfmt.format.codes import TensorFlag
+from replayfmt.pytorch.bounds import require_inside
 from replayfmt.pytorch.composites import put_together, take_apart
 from replayfmt.pytorch.memory import fill_storage, fix_length, host_view, make_view
 from replayfmt.pytorch.settings import apply_settings, autocast_as_captured
@@ -98,6 +99,16 @@ class TakeApart:
             raise UnexpectedBehaviour(f"a result is a {form} tensor of {len(parts)} parts, captured was {self._form} "
                                       f"of {self._parts}")
         return tuple(parts)
+
+
+class CheckedView:
+    """An operator that makes a view without comparing it with its memory."""
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        self._call = call
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return require_inside(self._call(*args, **kwargs))
 
 
 class MustRaise:

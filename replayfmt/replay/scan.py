@@ -91,6 +91,7 @@ class Scan:
         self._absent_births: set[int] = set()
         self.threads: set[int] = set()
         self.known_peak_bytes = 0
+        self.longest_resize_bytes = 0
         self._live_bytes = 0
         self._storage_bytes: dict[int, int] = {}
         self._kinds = np.array([0, *(signature.kind for signature in reader.signatures[1:])], dtype=np.uint8)
@@ -253,6 +254,8 @@ class Scan:
         ordinals = rows + first
         if kind is RecordKind.storage_resize:
             self._written.reach(top)[storages] = True
+            longest = int(frame.ints[frame.int_first[rows] + _slot(layout, "bytes")].max())
+            self.longest_resize_bytes = max(self.longest_resize_bytes, longest)
         if kind is RecordKind.storage_import:
             versions = frame.ints[frame.int_first[rows] + _slot(layout, "version")].tolist()
             content = layout.arg("payload")

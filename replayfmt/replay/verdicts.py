@@ -16,6 +16,7 @@ import torch
 from replayfmt.errors import ReplayFailed
 from replayfmt.format.codes import RecordKind
 from replayfmt.format.reader import CaptureReader
+from replayfmt.pytorch.bounds import require_inside
 
 from .execute import Machine, OnScope, RunClock
 from .isolated import IsolatedOp
@@ -89,8 +90,10 @@ class KeepGoing:
                 self._call(step, on_scope)
             except ReplayFailed as error:
                 verdict, reason = "failed", _cause(error)
+                self._drop_outside()
             except StopReplay:
                 verdict, reason = "mismatched", str(self._judge.found[-1])
+                self._drop_outside()
         else:
             self._abandon(step)
         name, _scope = self._machine.describe(step.ordinal)
@@ -130,6 +133,15 @@ class KeepGoing:
             self.result = outputs
         else:
             self._machine.values.update(zip(step.window.outputs, outputs, strict=True))
+
+    def _drop_outside(self) -> None:
+        """An op that failed half way may have made tensors longer than their memory: nothing may use those."""
+        values = self._machine.values
+        for key, value in list(values.items()):
+            try:
+                require_inside(value)
+            except RuntimeError:
+                del values[key]
 
     def _abandon(self, step: Step) -> None:
         for key, consumed in zip(step.window.inputs, step.window.consumed, strict=True):

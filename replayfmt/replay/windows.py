@@ -62,6 +62,11 @@ class Window:
     def last_ordinal(self) -> int:
         return self.first_ordinal + self.count - 1
 
+    @property
+    def lines(self) -> range:
+        """The numbers that lines of the function's text may have, from 0."""
+        return range(_HEADER_LINES + 1 + len(self.line_ordinals))
+
     def ordinal_of_line(self, line: int) -> int:
         """Which record a line of the function's text belongs to."""
         index = line - _HEADER_LINES - 1

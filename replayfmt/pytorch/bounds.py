@@ -1,0 +1,100 @@
+"""Tensors against their memory: whether what they say of themselves lies inside of what is there.
+
+PyTorch checks that when it makes a tensor, and relies on it ever after. Memory that becomes shorter under a tensor, and
+tensors that are made of parts without a look at them, are where it has to be checked again: kernels read and write what
+a tensor says. Call inside `undispatched()`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+# Operators that make a view without comparing it with its memory.
+UNCHECKED_VIEWS = frozenset({"aten::_reshape_alias", "aten::_reshape_alias_copy"})
+_COMPRESSED_DIMENSION = {torch.sparse_csr: 0, torch.sparse_bsr: 0, torch.sparse_csc: 1, torch.sparse_bsc: 1}
+
+
+def require_inside(tensor: Any) -> Any:
+    """The same tensor (or tensors in lists). Raises RuntimeError where one goes beyond its storage."""
+    if isinstance(tensor, list | tuple):
+        for each in tensor:
+            require_inside(each)
+    elif isinstance(tensor, torch.Tensor):
+        for part in _dense_parts(tensor):
+            needed, there = _end(part), part.untyped_storage().nbytes()
+            if needed > there:
+                raise RuntimeError(f"a tensor needs {needed} bytes of a storage that has {there}")
+    return tensor
+
+
+def check_sparse_coo(indices: torch.Tensor, values: torch.Tensor, sizes: Sequence[int]) -> None:
+    """Raises ValueError where indices lie outside of `sizes`, or do not go with the values."""
+    if indices.dim() != 2 or indices.dtype != torch.int64 or values.dim() < 1 or (
+            indices.shape[1] != values.shape[0] or indices.shape[0] + values.dim() - 1 != len(sizes)):
+        raise ValueError("a sparse tensor's indices and values do not go with its sizes")
+    sparse = indices.shape[0]
+    if tuple(values.shape[1:]) != tuple(sizes[sparse:]):
+        raise ValueError("a sparse tensor's values do not go with its sizes")
+    if indices.numel():
+        limits = torch.tensor(list(sizes[:sparse]), device=indices.device)
+        if bool((indices < 0).any()) or bool((indices >= limits.unsqueeze(1)).any()):
+            raise ValueError("a sparse tensor has indices outside of its sizes")
+
+
+def check_sparse_compressed(compressed: torch.Tensor, plain: torch.Tensor, values: torch.Tensor, sizes: Sequence[int],
+                            layout: torch.layout) -> None:
+    """Raises ValueError where PyTorch's own invariants of compressed tensors do not hold."""
+    try:
+        torch._validate_sparse_compressed_tensor_args(compressed, plain, values, list(sizes), layout)
+    except (RuntimeError, IndexError) as error:
+        raise ValueError(f"a sparse tensor's parts do not go together: {str(error).partition(chr(10))[0]}") from None
+
+
+def check_per_channel(integers: torch.Tensor, scales: torch.Tensor, zero_points: torch.Tensor, axis: int) -> None:
+    """Raises ValueError where there is not a scale and a zero point for every channel."""
+    if not 0 <= axis < integers.dim() or not (
+            scales.shape == zero_points.shape == torch.Size([integers.shape[axis]])):
+        raise ValueError("a quantized tensor has not as many scales and zero points as channels")
+
+
+def check_nested(buffer: torch.Tensor, sizes: torch.Tensor, strides: torch.Tensor, offsets: torch.Tensor) -> None:
+    """Raises ValueError where a part of a nested tensor lies outside of its buffer."""
+    parts = (sizes, strides, offsets)
+    if buffer.dim() != 1 or any(each.device.type != "cpu" or each.dtype != torch.int64 for each in parts) or (
+            sizes.shape != strides.shape or offsets.dim() != 1 or sizes.dim() not in (0, 2)
+            or (sizes.dim() == 2 and len(offsets) != len(sizes))):
+        raise ValueError("a nested tensor's sizes, strides and offsets do not go together")
+    rows = zip(sizes.tolist(), strides.tolist(), offsets.tolist(), strict=True) if sizes.dim() == 2 else ()
+    for size, stride, offset in rows:      # in Python's integers, which do not overflow
+        if min(*size, *stride, offset, 0) < 0:
+            raise ValueError("a nested tensor has a negative size, stride or offset")
+        last = offset + sum((extent - 1) * step for extent, step in zip(size, stride, strict=True))
+        if 0 not in size and last >= buffer.numel():
+            raise ValueError("a part of a nested tensor lies outside of its buffer")
+
+
+def _dense_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    if tensor.layout is torch.strided:
+        if tensor.is_nested:
+            return []       # made of a buffer that was checked with it
+        return [] if tensor.device.type == "meta" or tensor._is_zerotensor() else [tensor]
+    if tensor.layout is torch.sparse_coo:
+        return [tensor._indices(), tensor._values()]
+    if tensor.layout in _COMPRESSED_DIMENSION:
+        rows = _COMPRESSED_DIMENSION[tensor.layout] == 0
+        indices = [tensor.crow_indices(), tensor.col_indices()] if rows else [tensor.ccol_indices(),
+                                                                              tensor.row_indices()]
+        return [*indices, tensor.values()]
+    return []
+
+
+def _end(tensor: torch.Tensor) -> int:
+    """How many bytes of its storage a strided tensor reaches."""
+    if not tensor.numel():
+        return 0
+    last = tensor.storage_offset() + sum(
+        (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return int(last + 1) * tensor.element_size()

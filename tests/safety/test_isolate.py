@@ -1,0 +1,75 @@
+"""`--isolate`: a replay that ends its process is a failure like another, with the op's name and exit code 1."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+DEADLY = '''
+import os, signal, torch
+library = torch.library.Library("deadly", "DEF")
+library.define("end(Tensor x, int signal) -> Tensor")
+
+def end(x, number):
+    if os.environ.get("DEADLY"):
+        os.kill(os.getpid(), number)
+    return x * 2
+
+library.impl("end", end, "CompositeExplicitAutograd")
+'''
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A capture whose sixth record ends the process, where the environment says so."""
+    folder = tmp_path_factory.mktemp("deadly")
+    (folder / "deadly_operators.py").write_text(DEADLY)
+    (folder / "program.py").write_text(
+        "import torch, replayfmt, deadly_operators\n"
+        "for number in (11, 6, 9):\n"
+        "    with replayfmt.capture(f'{number}.opreplay'), replayfmt.scope('execute'):\n"
+        "        x = torch.ones(3) + 1\n"
+        "        y = torch.ops.deadly.end(x, number).exp()\n"
+        "        del x, y\n")
+    subprocess.run([sys.executable, "program.py"], cwd=folder, check=True, timeout=600)
+    return folder
+
+
+def _run(folder: Path, tool: str, *arguments: str, deadly: bool) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [Path(sys.executable).with_name(f"opreplay-{tool}"), "--allow-import=deadly_operators", *arguments],
+        cwd=folder, env={"PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1", **({"DEADLY": "1"} if deadly else {})},
+        capture_output=True, text=True, timeout=600)
+
+
+@pytest.mark.parametrize(("number", "name", "arguments"), [
+    (11, "SIGSEGV", ("run",)), (6, "SIGABRT", ("run", "--keep-going")), (9, "SIGKILL", ("run",)),
+    (11, "SIGSEGV", ("benchmark", "--benchmark-min-time=1x")),
+])
+def test_the_death_of_a_replay_is_a_failure_with_the_ops_name(folder: Path, number: int, name: str,
+                                                              arguments: tuple[str, ...]) -> None:
+    done = _run(folder, arguments[0], "--isolate", *arguments[1:], f"{number}.opreplay", deadly=True)
+    assert done.returncode == 1 and "Traceback" not in done.stderr, done
+    (line,) = [line for line in done.stderr.splitlines() if "was ended by" in line]
+    assert line.startswith(f"FAILED_PRECONDITION: {number}.opreplay: the process that worked was ended by {name}"), line
+    if number != 9:     # nobody can write down anything then
+        assert "(deadly::end.default)" in line and "at ordinal" in line
+    else:
+        assert "or later" in line and "no memory left" in line
+
+
+def test_without_it_the_process_ends_as_it_does(folder: Path) -> None:
+    assert _run(folder, "run", "11.opreplay", deadly=True).returncode == -11
+
+
+def test_a_replay_that_lives_prints_and_exits_as_without(folder: Path) -> None:
+    plain = _run(folder, "run", "--format=jsonl", "11.opreplay", deadly=False)
+    apart = _run(folder, "run", "--isolate", "--format=jsonl", "11.opreplay", deadly=False)
+    assert plain.returncode == apart.returncode == 0
+    assert len(plain.stdout.splitlines()) == len(apart.stdout.splitlines()) >= 1 and plain.stderr == apart.stderr
+    for arguments, code in ((("nowhere.opreplay",), 3), (("--verify=what", "11.opreplay"), 2)):
+        done = _run(folder, "run", "--isolate", *arguments, deadly=False)
+        assert done.returncode == code and done.stderr == _run(folder, "run", *arguments, deadly=False).stderr

@@ -1,0 +1,107 @@
+"""`--isolate`: the tool again in a process of its own, whose death is a finding.
+
+Native kernels can end a process, and a capture chooses their arguments. The process that does the work tells this one
+through a file which window of records it is in, and Python's fault handler writes the line it was at.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from replayfmt.errors import OpReplayError, ReplayFailed
+from replayfmt.format.reader import open_capture
+
+from .command import report
+
+if TYPE_CHECKING:
+    from replayfmt.replay.windows import Window
+
+_NOTES = "OPREPLAY_ISOLATED"        # in the environment of the process that works: the folder of its notes
+# The modules that this process finds, it finds as well: --allow-import names them.
+_PROGRAM = "import sys; sys.path[:] = {path!r}; from {module} import main; main()"
+
+
+def isolate_option(function: Any) -> Any:
+    """Add `--isolate` to a tool."""
+    return click.option("--isolate", is_flag=True, is_eager=True, expose_value=False, callback=_isolate,
+                        help="Work in a process of its own: where a kernel ends that process, that is a failure with "
+                             "the op's name and exit code 1.")(function)
+
+
+def _isolate(context: click.Context, _parameter: click.Parameter, wanted: bool) -> None:
+    folder = os.environ.get(_NOTES)
+    if not wanted or context.resilient_parsing:
+        return
+    if folder is not None:
+        _take_notes(Path(folder))
+        return
+    assert context.command.callback is not None
+    program = _PROGRAM.format(path=sys.path, module=context.command.callback.__module__)
+    with tempfile.TemporaryDirectory(prefix="opreplay-") as notes:
+        code = subprocess.call([sys.executable, "-c", program, *sys.argv[1:]], env={**os.environ, _NOTES: notes})
+        if code < 0:
+            report(ReplayFailed(_obituary(-code, Path(notes))))
+            code = 1
+    context.exit(code)
+
+
+# ----------------------------------------------------------------------------------------- in the process that works
+
+
+def _take_notes(folder: Path) -> None:
+    """Write down each window before it runs, and what Python was doing when the process ends."""
+    del os.environ[_NOTES]      # not for the processes that this one starts
+    faulthandler.enable((folder / "fault").open("w"), all_threads=False)
+    notes = (folder / "window").open("w")
+
+    def note(path: str, window: Window) -> None:
+        notes.seek(0)
+        notes.truncate()
+        json.dump({"capture": path, "first": window.first_ordinal, "lines": [
+            window.ordinal_of_line(line) for line in window.lines]}, notes)
+        notes.flush()
+
+    from replayfmt.replay import execute
+
+    execute.before_window = note
+
+
+# ------------------------------------------------------------------------------------------ in the one that waits
+
+
+def _obituary(number: int, folder: Path) -> str:
+    name = signal.Signals(number).name
+    why = ", as the system does where there is no memory left" if number == signal.SIGKILL else ""
+    text = (folder / "window").read_text() if (folder / "window").exists() else ""
+    said = f"the process that worked was ended by {name}{why}"
+    try:
+        noted = json.loads(text)
+    except ValueError:
+        return f"{said}, before the first op"
+    fault = (folder / "fault").read_text()
+    line = re.search(r'File "<opreplay window>", line (\d+)', fault)
+    if line is None:
+        return f"{noted['capture']}: {said}, at ordinal {noted['first']} or later"
+    ordinal = noted["lines"][int(line[1])]
+    return f"{noted['capture']}: {said} at ordinal {ordinal}{_described(noted['capture'], ordinal)}"
+
+
+def _described(path: str, ordinal: int) -> str:
+    try:
+        with open_capture(path) as reader:
+            record = reader.record(ordinal)
+            kernel = reader.kernels[record.signature.kernel] if record.signature.kernel else None
+            return f" ({kernel.qualified_name if kernel is not None else record.kind.name})"
+    except (OpReplayError, IndexError):
+        return ""
