@@ -116,7 +116,7 @@ class JsonLines(Dialect):
         else:
             pieces += self._fields(signature)
         pieces += [',"scope":', Slot(Hole.scope), ',"thread":', Slot(Hole.thread), ',"start_ns":', Slot(Hole.start)]
-        return pieces
+        return [*pieces, Slot(Hole.device_duration)] if signature.kind == RecordKind.unsupported else pieces
 
     def _op(self, signature: Signature) -> list[Piece]:
         kernel = self.reader.kernels[signature.kernel]

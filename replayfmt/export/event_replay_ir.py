@@ -53,6 +53,12 @@ class EntryMaker:
         assert kernel is not None
         return kernel.qualified_name
 
+    def devices(self) -> dict[str, dict[str, str]]:
+        """What the capture says of its devices beside their names."""
+        known = {str(each): {"name": each.name, "fingerprint": each.fingerprint} for each in self._reader.devices
+                 if each is not None and (each.name or each.fingerprint)}
+        return {name: {key: text for key, text in about.items() if text} for name, about in known.items()}
+
     def entry(self, record: Record, count: int = 1) -> dict[str, Any]:
         """The entry of an op. Raises Inexpressible."""
         kernel = self._reader.kernels[record.signature.kernel]

@@ -26,7 +26,7 @@ from replayfmt.format.reader import CaptureReader
 from replayfmt.pytorch.host_operators import refused_names
 from replayfmt.trim.selection import Wanted, resolve
 
-from .event_replay_ir import EntryMaker, Inexpressible
+from .event_replay_ir import OWN, EntryMaker, Inexpressible
 
 IR_NAME, SCRIPT_NAME, README_NAME = "event_replay_ir.json", "replay.py", "README.md"
 _TIMELESS = (1980, 1, 1, 0, 0, 0)     # the same capture gives the same bytes
@@ -109,6 +109,8 @@ def _entries(reader: CaptureReader, wanted: Wanted, unique: bool, exported: Expo
         found[key] = entry
         entries.append(entry)
     exported.entries = len(entries)
+    if entries and (devices := maker.devices()):
+        entries[0][OWN]["devices"] = devices        # the IR is a list: there is no place for what holds for all of it
     return entries
 
 

@@ -45,6 +45,8 @@ COLLECTIVE_FIELDS = ("Collective name", "dtype", "In msg nelems", "Out msg nelem
                      "Src Rank", "Dst Rank")
 
 
+# What launches of kernels that torch.compile generated say beside their inputs.
+TRITON_FIELDS = ("kernel_backend", "kernel_file", "kernel_hash", "kernel_kwargs", "grid", "num_warps", "num_stages")
 _LATEST = 1 << 62
 _DECIMAL = re.compile(r"(-?\d{1,19})(\.\d+)?\Z")
 _NO_FIELDS = "without the fields that events have were left out"
@@ -100,6 +102,7 @@ class OpKind:
     annotation: bool
     recorded: dict[str, list[Any] | None] | None
     collective: dict[str, Any] | None = None
+    triton: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -228,7 +231,9 @@ class Events:
         given = {each: arguments.get(each, arguments.get(_OLD_FIELDS[each])) for each in RECORDED_FIELDS}
         recorded = given if any(value is not None for value in given.values()) else None
         about = {each: arguments[each] for each in COLLECTIVE_FIELDS if each in arguments}
-        number = self.kind_number(OpKind(name, annotation, recorded, about or None))
+        triton = ({each: arguments[each] for each in TRITON_FIELDS if each in arguments}
+                  if "kernel_backend" in arguments or "kernel_hash" in arguments else None)
+        number = self.kind_number(OpKind(name, annotation, recorded, about or None, triton))
         thread, external = self._thread(event), _external(arguments)
         ops = self.ops
         ops.start.append(start)
@@ -240,7 +245,8 @@ class Events:
     def kind_number(self, kind: OpKind) -> int:
         """The number of what all events alike have in common; a new one where none was like it yet."""
         key = (kind.name, kind.annotation, json.dumps(kind.recorded) if kind.recorded else "",
-               json.dumps(kind.collective) if kind.collective else "")
+               json.dumps(kind.collective) if kind.collective else "",
+               json.dumps(kind.triton) if kind.triton else "")
         number = self._kind_ids.setdefault(key, len(self.kinds))
         if number == len(self.kinds):
             self.kinds.append(kind)

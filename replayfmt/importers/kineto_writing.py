@@ -196,10 +196,11 @@ class _Writing:
         if self.trace.facts[number].role is Role.collective:
             call = self._collective(index, kind)
         elif self.trace.facts[number].role is Role.wrapper:
-            triton = kind.name.startswith("triton_")
+            triton = kind.name.startswith("triton_") or kind.triton is not None
             call = Call(kind.name, None, reason="triton_launch" if triton else "outside_operator",
                         detail="a kernel that torch.compile generated" if triton else
-                        "device work that no operator stands for was launched in it")
+                        "device work that no operator stands for was launched in it",
+                        signature=signature_text(read_arguments(kind).arguments) if triton else "")
         else:
             launched = [self.events.work_kinds[self.events.work.kind[each]] for each in work]
             called = self._called(index) if has_lists(kind) else []
@@ -247,6 +248,7 @@ class _Writing:
             annotation["assumed"] = assumed
         if call.operator is None and call.signature:
             annotation["arguments"] = call.signature
+        annotation |= self._triton(self.events.kinds[ops.kind[index]])
         ordinal = None
         reason, detail = call.reason, call.detail
         if call.operator is not None:
@@ -258,6 +260,14 @@ class _Writing:
         if ordinal is None:
             ordinal = self.session.unsupported(reason, call.name, detail, moment, annotation)
         self._report(group, ordinal, reason, detail)
+
+    @staticmethod
+    def _triton(kind: OpKind) -> dict[str, Any]:
+        """What a trace says of a generated kernel: its file, hash, grid and warps, and what it was launched with."""
+        if kind.triton is None:
+            return {}
+        inputs = {name: values for name, values in (kind.recorded or {}).items() if values is not None}
+        return {"triton": {"kernel": kind.name, **kind.triton, **({"inputs": inputs} if inputs else {})}}
 
     def _write_call(self, call: Call, moment: Moment, annotation: dict[str, Any]) -> int:
         assert call.operator is not None
@@ -314,7 +324,10 @@ class _Writing:
         if not work:
             return {}
         kinds = [self.events.work_kinds[self.events.work.kind[each]] for each in work]
-        annotation: dict[str, Any] = {"device_kernels": [kind.row() for kind in kinds[:_SHOWN_KERNELS]]}
+        times = [time if time >= 0 else None for time in (self.events.work.duration[each] for each in work)]
+        annotation: dict[str, Any] = {"device_kernels": [
+            kind.row() | {"duration_ns": time}
+            for kind, time in zip(kinds[:_SHOWN_KERNELS], times, strict=False)]}
         if len(kinds) > _SHOWN_KERNELS:
             annotation["device_kernels_left_out"] = len(kinds) - _SHOWN_KERNELS
         streams = sorted({kind.stream for kind in kinds if kind.stream >= 0})

@@ -7,8 +7,9 @@ devices and shared memory as well, in members named `opreplay`.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from os import PathLike, fspath
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,7 @@ from .json_stream import JsonStream
 from .operators import Choice, Operator, Operators
 from .report import Entry, ImportReport
 from .schema_types import SchemaType, schema_type
-from .synthesis import ImportedSession, Moment, imported_session
+from .synthesis import ImportedSession, Moment, imported_session, plain_device
 from .trace_files import Progress, TraceFile
 from .types import dtype_of
 from .values import Storage, Tensor, bytes_needed, contiguous
@@ -75,6 +76,7 @@ def import_tracelens(path: str | PathLike[str], out: str | PathLike[str], *, lib
             "devices": "recorded" if isinstance(first.get(_OWN), dict) else "assumed"})
         with ImportedSession(out, session, force=force) as capture:
             writer = _Writer(capture, report, operators)
+            _describe_devices(capture, first.get(_OWN), report)
             writer.write(first)
             for entry in entries:
                 if _is_entry(entry):
@@ -91,6 +93,19 @@ def import_tracelens(path: str | PathLike[str], out: str | PathLike[str], *, lib
 def _is_entry(value: Any) -> bool:
     return (isinstance(value, dict) and isinstance(value.get("op_name"), str)
             and isinstance(value.get("replay_ir"), dict))
+
+
+def _describe_devices(capture: ImportedSession, own: Any, report: ImportReport) -> None:
+    """Take over what an export says of the devices it names."""
+    devices = own.get("devices") if isinstance(own, dict) else None
+    for name, about in devices.items() if isinstance(devices, dict) else ():
+        try:
+            texts = [str(about.get(key, "")) for key in ("name", "fingerprint")]
+            if texts[1] and not isinstance(json.loads(texts[1]), dict):
+                raise ValueError("its fingerprint is no JSON object")
+            capture.device(name, replace(plain_device(name), name=texts[0], fingerprint=texts[1]))
+        except (ValueError, AttributeError) as error:
+            report.problems.append(f"what the file says of device {name!r:.40} was passed over: {error}")
 
 
 @dataclass
