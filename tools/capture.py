@@ -46,6 +46,11 @@ _COUNT = click.IntRange(min=0)
 @click.option("--opaque-result", "opaque_results", multiple=True, metavar="OPERATOR[:INDEX]",
               help="Results of this operator, or the one of that index, hold bytes that no replay reproduces "
                    "(addresses, memory left unwritten): they are never compared. Repeatable.")
+@click.option("--inside", multiple=True, metavar="OPERATOR",
+              help="Record what happens inside this operator of another package in its place (NAMESPACE::NAME, * for "
+                   "any). Repeatable.  [default: where one written in Python hides state]")
+@click.option("--whole", multiple=True, metavar="OPERATOR",
+              help="Record this operator of another package as one op, whatever happens inside. Repeatable.")
 @click.option("--mark", "marks", multiple=True, metavar="MODULE:CALLABLE=SCOPE",
               help="Make every call of a callable a scope. Repeatable.")
 @click.option("--module-scopes", is_flag=True, help="Make every call of an nn.Module a scope named by its path.")
@@ -57,9 +62,9 @@ _COUNT = click.IntRange(min=0)
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def cli(output: str, is_module: bool, force: bool, payload: str, files: tuple[str, ...], file_policy: str | None,
         file_validation: str | None, redact: bool, digests: str, audit: bool, compiled: str,
-        opaque_results: tuple[str, ...], marks: tuple[str, ...], module_scopes: bool, start_op: int | None,
-        stop_op: int | None, start_scope: str | None, stop_scope: str | None, program: str,
-        arguments: tuple[str, ...]) -> None:
+        opaque_results: tuple[str, ...], inside: tuple[str, ...], whole: tuple[str, ...], marks: tuple[str, ...],
+        module_scopes: bool, start_op: int | None, stop_op: int | None, start_scope: str | None,
+        stop_scope: str | None, program: str, arguments: tuple[str, ...]) -> None:
     """Run PROGRAM (a script, or with -m a module) with its ARGUMENTS and record what it does into FILE.
 
     The program behaves as under python, and its exit code is passed on; 1 where only the capture failed.
@@ -67,7 +72,8 @@ def cli(output: str, is_module: bool, force: bool, payload: str, files: tuple[st
     """
     options = CaptureOptions(
         payload=payload, files=files, file_policy=file_policy, file_validation=file_validation, redact=redact,
-        digests=digests, audit=audit, compiled=compiled, opaque_results=opaque_results, force=force,
+        digests=digests, audit=audit, compiled=compiled, opaque_results=opaque_results, inside=inside, whole=whole,
+        force=force,
         start_op=start_op, stop_op=stop_op, start_scope=start_scope, stop_scope=stop_scope,
     )
     captured = CapturedProgram(

@@ -8,8 +8,9 @@ states what autocast was. A composite that comes whole is run in parts with all 
 
 from __future__ import annotations
 
+import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import FrameType
 from typing import Any
 
@@ -42,13 +43,11 @@ def _read(device: str) -> str:
     return str(torch.get_autocast_dtype(device)).removeprefix("torch.") if torch.is_autocast_enabled(device) else ""
 
 
-class AsInProgram:
-    """Calls a custom operator from inside a dispatch mode's handler as its program would have called it."""
+class _BelowOwnKernels:
+    """Knows which kernels of an operator's own for what comes before the mode have run, and called what is called in
+    the mode's handler: those for autocast, autograd and views."""
 
-    def __init__(self, func: torch._ops.OpOverload, call: Callable[..., Any]) -> None:
-        """`call` calls the overload."""
-        self._call = call
-        # Kernels of its own for what comes before the mode have run, and called what is called here.
+    def __init__(self, func: torch._ops.OpOverload) -> None:
         self._excluded = torch._C.DispatchKeySet(DispatchKey.Undefined)
         has = torch._C._dispatch_has_kernel_for_dispatch_key
         for key in (*_KEYS.values(), DispatchKey.ADInplaceOrView):
@@ -57,13 +56,73 @@ class AsInProgram:
         if func.name() not in handed_on and any(has(func.name(), key) for key in ("Autograd", *AUTOGRAD_KEYS)):
             self._excluded = self._excluded | _BELOW_AUTOGRAD
 
+
+# Keys of kernels that serve every device, in the order in which the dispatcher takes them.
+_EVERYWHERE = ("CompositeExplicitAutogradNonFunctional", "CompositeExplicitAutograd", "CompositeImplicitAutograd")
+
+
+class AsInProgram(_BelowOwnKernels):
+    """Calls a custom operator from inside a dispatch mode's handler as its program would have called it."""
+
+    def __init__(self, func: torch._ops.OpOverload, call: Callable[..., Any]) -> None:
+        """`call` calls the overload."""
+        super().__init__(func)
+        self._call = call
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if _below_another_handler():
+            return self._call(*args, **kwargs)
         with torch._C._RestorePythonTLSSnapshot():  # type: ignore[attr-defined]
             included, excluded = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
         # The mode is not there for what is called here.
         included = included.remove(DispatchKey.Python).remove(DispatchKey.PythonTLSSnapshot)
         with torch._C._ForceDispatchKeyGuard(included, excluded | self._excluded):
             return self._call(*args, **kwargs)
+
+
+class Body(_BelowOwnKernels):
+    """Runs the kernel of a custom operator from inside a dispatch mode's handler as its program would have run it, with
+    a mode on the stack that sees what it calls."""
+
+    def __init__(self, func: torch._ops.OpOverload) -> None:
+        super().__init__(func)
+        self._func = func
+        self._keys: dict[str, DispatchKey | None] = {}
+
+    def is_python(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether the kernel for some arguments is a Python function."""
+        key = self._key(_device_of((*args, *kwargs.values())))
+        operator = self._func.name().replace("::", "/")
+        names = () if key is None else (key.name, "") if key is DispatchKey.CompositeImplicitAutograd else (key.name,)
+        return any(f"{operator}/{name}" in torch.library._impls for name in names)
+
+    def _key(self, device: str) -> DispatchKey | None:
+        """The key that the operator's kernel for a kind of device is registered for."""
+        if device not in self._keys:
+            has = functools.partial(torch._C._dispatch_has_kernel_for_dispatch_key, self._func.name())
+            names = (device.upper() if device in ("cpu", "cuda", "xpu", "mps", "hpu") else "PrivateUse1", *_EVERYWHERE)
+            found = next(filter(has, names), None)
+            self._keys[device] = None if found is None else getattr(DispatchKey, found)
+        return self._keys[device]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        key = self._key(_device_of((*args, *kwargs.values())))
+        if key is None:      # a kernel from elsewhere, or none: the dispatcher says so
+            return self._func._op(*args, **kwargs)
+        if _below_another_handler():
+            return self._func._op_dk(key, *args, **kwargs)
+        outside = torch._C._RestorePythonTLSSnapshot()  # type: ignore[attr-defined]
+        with outside, torch._C._ExcludeDispatchKeyGuard(self._excluded):
+            return self._func._op_dk(key, *args, **kwargs)
+
+
+def _device_of(values: Iterable[Any]) -> str:
+    """The kind of device that decides which kernel the dispatcher takes."""
+    for value in values:
+        for item in value if isinstance(value, (list, tuple)) else (value,):
+            if isinstance(item, torch.Tensor) and item.device.type != "cpu":
+                return item.device.type
+    return "cpu"
 
 
 class InParts:

@@ -109,18 +109,25 @@ class Calls:
 
     # ---------------------------------------------------------------------------------------------------------- before
 
-    def before(self, facts: KernelFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-        """Record what the op needs: state, content. Raises Unrepresentable."""
+    def before(
+        self, facts: KernelFacts, args: tuple[Any, ...], kwargs: dict[str, Any],
+        drawn: list[tuple[torch.Generator, bytes, bytes]] | None = None,
+    ) -> Call:
+        """Record what the op needs: state, content. `drawn`: it has run, under the settings that the stream is in, and
+        these generators were in these states around it. Raises Unrepresentable."""
         if facts.unnameable:
             raise Unrepresentable("opaque_argument", facts.unnameable)
         call = self._call = Call(facts, args, kwargs)
         self.site = None
         try:
-            self._numeric.check(facts.name)
-            if not facts.own:
-                self._numeric.check_autocast(autocast_of_program())
+            if drawn is None:
+                self._numeric.check(facts.name)
+                if not facts.own:
+                    self._numeric.check_autocast(autocast_of_program())
             self._gather(call)
-            if facts.random and facts.draws(args, kwargs):
+            for generator, before, after in drawn or ():
+                self._generators.drew(generator, before, after)
+            if drawn is None and facts.random and facts.draws(args, kwargs):
                 call.generators = drawn_from(args, kwargs, self._devices(call))
                 self._generators.before(call.generators)
         finally:

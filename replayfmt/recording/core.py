@@ -42,6 +42,7 @@ from .handles import Handles
 from .hooks import hook_policies
 from .implicit_scope import ImplicitScope
 from .in_flight import wait_for_rows
+from .insides import Insides
 from .interrupts import is_interrupt
 from .kernels import KernelFacts, tensors_in
 from .numeric_state import NumericState
@@ -128,6 +129,7 @@ class Core:
         self.ops_seen = 0
         self.stop_scope_left = False  # the scope after which nothing is recorded came to its end
         self.arrivals: Counter[str] = Counter()  # calls that came, of operators of other packages
+        self.insides = Insides(options.inside, options.whole)
         self.implicit: ImplicitScope | None = None  # with one, recording begins with the first thing to record
 
     # --------------------------------------------------------------------------------------------------- start and stop

@@ -50,8 +50,9 @@ _HIDING_NODES = (
 class RecorderForHooks(Protocol):
     """What the hooks need of a recorder."""
 
-    def recording(self) -> bool:
-        """Whether an op that this thread issued now would be recorded: not paused, not inside an op, not closed."""
+    def launching(self) -> bool:
+        """This thread is about to do work that no operator stands for. Whether it is recorded now: not paused, not
+        inside an op, not closed."""
         ...
 
     def unsupported(self, reason: str, op: str, detail: str) -> None: ...
@@ -68,7 +69,7 @@ class RecorderForHooks(Protocol):
 class _NoRecorder:
     """Stands in where the table is only read."""
 
-    def recording(self) -> bool:
+    def launching(self) -> bool:
         return False
 
     def unsupported(self, reason: str, op: str, detail: str) -> None:
@@ -145,7 +146,7 @@ def _region(recorder: RecorderForHooks, describe: Callable[[Any, tuple[Any, ...]
 
     @functools.wraps(original)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not recorder.recording():
+        if not recorder.launching():
             return original(self, *args, **kwargs)
         # Before the call, and without keeping an argument: a region frees them while it runs. What is marked is read at
         # its next recorded use, which comes after the region.
@@ -222,15 +223,13 @@ def _script(recorder: RecorderForHooks, original: Function) -> Function:
 
     @functools.wraps(original)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not recorder.recording():
-            return original(self, *args, **kwargs)
         results = original(self, *args, **kwargs)
         recorder.attempt(leave, self, (args, kwargs, results))
         return results
 
     def leave(region: Any, values: Any) -> None:
         hidden = _hiding_nodes()
-        if hidden:
+        if hidden and recorder.launching():
             recorder.unsupported("compiled_region", f"torch.jit {getattr(region, 'name', type(region).__name__)}",
                                  f"TorchScript ran {', '.join(hidden)}, which call no operators")
             _mark(recorder, _tensors(values))
@@ -250,7 +249,7 @@ def _hiding_nodes() -> list[str]:
 def _launch(recorder: RecorderForHooks, original: Function) -> Function:
     @functools.wraps(original)
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if kwargs.get("warmup") or not recorder.recording():
+        if kwargs.get("warmup") or not recorder.launching():
             return original(self, *args, **kwargs)
         recorder.attempt(_record_launch, recorder, self, (args, kwargs))
         with recorder.paused():  # under the interpreter a launch issues operators of its own
@@ -268,7 +267,7 @@ def _bound_launch(recorder: RecorderForHooks, original: Function) -> Function:
 
         @functools.wraps(runner)
         def run(*args: Any, **kwargs: Any) -> Any:
-            if not recorder.recording():
+            if not recorder.launching():
                 return runner(*args, **kwargs)
             recorder.attempt(_record_launch, recorder, self, (args, kwargs))
             with recorder.paused():
@@ -296,7 +295,7 @@ def _record_launch(recorder: RecorderForHooks, kernel: Any, arguments: Any) -> N
 def _graph_replay(recorder: RecorderForHooks, original: Function) -> Function:
     @functools.wraps(original)
     def replay(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not recorder.recording():
+        if not recorder.launching():
             return original(self, *args, **kwargs)
         recorder.unsupported("cuda_graph", "CUDAGraph.replay",
                              "a CUDA graph replays kernels that were captured into it; what it writes is not known")
@@ -315,7 +314,7 @@ def _graph_begin(
 ) -> Function:
     @functools.wraps(original)
     def capture_begin(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not recorder.recording():
+        if not recorder.launching():
             return original(self, *args, **kwargs)
         result = original(self, *args, **kwargs)
         pause = recorder.paused()

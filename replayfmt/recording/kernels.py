@@ -19,13 +19,14 @@ from replayfmt.format.operator_names import name_problem
 from replayfmt.pytorch.opaque_results import OpaqueResults
 from replayfmt.pytorch.schemas import printed_schema
 
-from .autocast import AsInProgram, InParts
+from .autocast import AsInProgram, Body, InParts
 
 INTERNAL_NAMESPACES = ("aten", "prim", "prims", "quantized", "mkldnn", "mkl", "_quantized")
 
 # Whose composites are what their parts are. Those of other packages are kernels: what they do themselves is not seen.
 PYTORCH_NAMESPACES = (
     *INTERNAL_NAMESPACES, "inductor", "sparse", "onednn", "mkldnn_prepacked", "static_runtime", "_test", "fsdp",
+    "quantized_decomposed",
 )
 
 
@@ -185,26 +186,12 @@ _UNTAGGED_RANDOM = {"_no_grad_normal_", "_no_grad_uniform_", "seed", "manual_see
 
 # Composites for which these backends may have a kernel of their own, which the dispatcher then prefers to the parts.
 _BACKENDS = (
-    "CPU",
-    "CUDA",
-    "Meta",
-    "SparseCPU",
-    "SparseCUDA",
-    "SparseCsrCPU",
-    "SparseCsrCUDA",
-    "QuantizedCPU",
-    "QuantizedCUDA",
-    "NestedTensorCPU",
-    "NestedTensorCUDA",
+    "CPU", "CUDA", "Meta", "SparseCPU", "SparseCUDA", "SparseCsrCPU", "SparseCsrCUDA", "QuantizedCPU", "QuantizedCUDA",
+    "NestedTensorCPU", "NestedTensorCUDA",
 )
 
 _COLLECTIVE_NAMESPACES = (
-    "c10d",
-    "_c10d_functional",
-    "_c10d_functional_autograd",
-    "c10d_functional",
-    "symm_mem",
-    "_dtensor",
+    "c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "symm_mem", "_dtensor",
 )
 _MAPS_FILES = ("aten::from_file",)
 _KNOWN_OPAQUE = OpaqueResults()
@@ -225,6 +212,7 @@ class KernelFacts:
         "action",
         "arguments",
         "beta",
+        "body",
         "call",
         "copies",
         "dropout",
@@ -298,6 +286,8 @@ class KernelFacts:
         self.dropout = self.indices.get("dropout_p", -1) if self.namespace == "aten" else -1
         self.opaque_results = tuple(opaque.of(schema.name, self.overload, self.results))
         self.action = self._choose_action(base)
+        foreign = self.action is Action.record and self.namespace not in PYTORCH_NAMESPACES and not self.unnameable
+        self.body = Body(func) if foreign else None
         composite = self.action is Action.decompose
         self.parts = InParts(func) if composite else None
         own = own_backends(func.name()) if composite else ()

@@ -26,6 +26,7 @@ from .collectives import describe_collective
 from .core import Core
 from .frames import leave_no_frames
 from .higher_order import run_higher_order
+from .insides import Manner
 from .kernels import Action, KernelFacts, caller_of
 from .numeric_state import HALF, SMALLEST
 from .records import Unrepresentable
@@ -41,6 +42,8 @@ class RecordingMode(TorchDispatchMode):
     """Records into one core. Inert once the core is finished: a thread may carry it longer than the capture lasts."""
 
     supports_higher_order_operators = True
+    told = True     # what it sees is recorded at once
+    launched = False  # work that no operator stands for was done under it
 
     def __init__(self, core: Core) -> None:
         super().__init__()
@@ -89,6 +92,15 @@ class RecordingMode(TorchDispatchMode):
             return facts.call(*args, **kwargs)
         if core.options.stop_op is not None and core.attempt(self._ends):
             return facts.call(*args, **kwargs)
+        if facts.body is not None:
+            python = core.attempt(facts.body.is_python, args, kwargs)
+            manner = core.insides.manner(facts.name, bool(python))
+            if manner is Manner.inside:
+                return self.run_inside(facts.body, args, kwargs)
+            if manner is Manner.observed:
+                from .observing import observe
+
+                return observe(self, facts, args, kwargs)
         return self.record(facts, args, kwargs)
 
     # --------------------------------------------------------------------------------------------------------- ordinary

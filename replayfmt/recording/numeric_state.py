@@ -106,12 +106,23 @@ class NumericState:
             self._polled[kernel] = poll
         return self._polled[kernel]
 
-    def check(self, kernel: str) -> None:
-        """Before an op: record what changed since the last one."""
+    def differs(self, kernel: str) -> bool:
+        """Whether a setting that an op of a kernel would run under now is not what the stream says."""
         poll = self.poll_of(kernel)
         with torch._C._EnableTorchFunction():
             unchanged = self.unchanged()
-        if unchanged and (SMALLEST * HALF == 0.0) is self.flushes and (poll is None or poll.same()):
+        return not (unchanged and (SMALLEST * HALF == 0.0) is self.flushes and (poll is None or poll.same()))
+
+    def moved(self, kernel: str, autocast: dict[str, str] | None) -> bool:
+        """Whether an op that is about to run would have other settings stated before it. `autocast`: the program's,
+        where the op may depend on it."""
+        now = read_settings() if self.differs(kernel) else {}
+        settings = {name: value for name, value in now.items() if not name.startswith("autocast.")} | (autocast or {})
+        return any(self.known.get(name) != value for name, value in settings.items())
+
+    def check(self, kernel: str) -> None:
+        """Before an op: record what changed since the last one."""
+        if not self.differs(kernel):
             return
         self._state(read_settings())
         self._take_guard()

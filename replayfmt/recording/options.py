@@ -41,10 +41,12 @@ class CaptureOptions:
     `redact`: leave out host name, user, command line, and the directories of files. `digests`: what verification will
     compare. `audit`: hash every op's inputs before it, and import again what was written from outside. `compiled`:
     torch.compile'd regions run as they would (`keep`) or as their operators (`eager`). `opaque_results` names results
-    that hold bytes no replay reproduces, as OPERATOR[:INDEX]: they are never compared. `start_op` and `stop_op` count
-    ops from 0; ops in [start_op, stop_op) are recorded. `start_scope` and `stop_scope` are scope names: recording
-    starts when the one is first entered, and stops for good when the other is first left after that. `force` overwrites
-    an existing file. `chunk_records`: records a frame.
+    that hold bytes no replay reproduces, as OPERATOR[:INDEX]: they are never compared. `inside` and `whole`: operators
+    of other packages (`vllm::unified_attention`, or a pattern, `vllm::*`) of which is recorded what happens inside, or
+    which are recorded as one op in any case; without, those written in Python are observed (observing.py). `start_op`
+    and `stop_op` count ops from 0; ops in [start_op, stop_op) are recorded. `start_scope` and `stop_scope` are scope
+    names: recording starts when the one is first entered, and stops for good when the other is first left after that.
+    `force` overwrites an existing file. `chunk_records`: records a frame.
     """
 
     payload: str = "full"
@@ -56,6 +58,8 @@ class CaptureOptions:
     audit: bool = False
     compiled: str = "keep"
     opaque_results: Iterable[str] = ()
+    inside: Iterable[str] = ()
+    whole: Iterable[str] = ()
     start_op: int | None = None
     stop_op: int | None = None
     start_scope: str | None = None
@@ -86,6 +90,7 @@ class CaptureOptions:
         given = (self.opaque_results,) if isinstance(self.opaque_results, str) else tuple(self.opaque_results)
         object.__setattr__(self, "opaque_results", given)
         OpaqueResults(given)
+        self._check_operators()
         for name in ("start_op", "stop_op"):
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < 0):
@@ -94,6 +99,21 @@ class CaptureOptions:
             raise UsageError(f"stop_op={self.stop_op} leaves nothing to record after start_op={self.start_op}")
         if type(self.chunk_records) is not int or not 1 <= self.chunk_records <= 1 << 20:
             raise UsageError(f"chunk_records={self.chunk_records!r} must be between 1 and {1 << 20}")
+
+    def _check_operators(self) -> None:
+        for option in ("inside", "whole"):
+            given = getattr(self, option)
+            patterns = (given,) if isinstance(given, str) else tuple(given)
+            for pattern in patterns:
+                namespace, separator, name = pattern.partition("::")
+                if not (namespace and separator and name):
+                    raise UsageError(f"{option}={pattern!r}: expected an operator, NAMESPACE::NAME")
+                if namespace in ("aten", "prims"):
+                    raise UsageError(f"{option}={pattern!r}: PyTorch's own operators are recorded as they run")
+            object.__setattr__(self, option, patterns)
+        both = set(self.inside) & set(self.whole)
+        if both:
+            raise UsageError(f"inside and whole both name {', '.join(sorted(both))}")
 
     def _check_files(self) -> None:
         named = (self.files,) if isinstance(self.files, str | os.PathLike) else tuple(self.files)
@@ -131,6 +151,7 @@ class CaptureOptions:
             "audit": self.audit,
             "compiled": self.compiled,
         }
+        stated |= {name: " ".join(getattr(self, name)) for name in ("inside", "whole") if getattr(self, name)}
         for name in ("start_op", "stop_op", "start_scope", "stop_scope"):
             if getattr(self, name) is not None:
                 stated[name] = getattr(self, name)

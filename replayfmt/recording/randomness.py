@@ -45,11 +45,11 @@ class Generators:
     def _entry(self, generator: torch.Generator) -> _Known:
         # Operators get a new Python object for the same generator each time. Its address may be that of one that died:
         # then its state differs, which is recorded, and the id stands for both.
-        key = (generator.device, _address(generator))
+        key = (generator.device, address(generator))
         known = self._known.get(key)
         if known is None:
             default = default_generator(generator.device)
-            is_default = default is not None and _address(default) == _address(generator)
+            is_default = default is not None and address(default) == address(generator)
             device = self._records.device(generator.device)
             known = _Known(self._buffer.writer.generator(Generator(device, is_default)))
             if len(self._known) >= _REMEMBERED:
@@ -60,12 +60,19 @@ class Generators:
     def before(self, generators: list[torch.Generator]) -> None:
         """An op is about to draw from these: record the states that no replay would be in."""
         for generator in generators:
-            known = self._entry(generator)
-            state = generator_state(generator)
-            if state != known.expected:
-                payload = self._buffer.writer.payload(state) if self._states else 0
-                self._records.generator_state(known.number, payload)
-                known.expected = state
+            self._state(self._entry(generator), generator_state(generator))
+
+    def drew(self, generator: torch.Generator, before: bytes, after: bytes) -> None:
+        """An op that is recorded late drew from a generator: its states around it."""
+        known = self._entry(generator)
+        self._state(known, before)
+        known.expected = after
+
+    def _state(self, known: _Known, state: bytes) -> None:
+        if state != known.expected:
+            payload = self._buffer.writer.payload(state) if self._states else 0
+            self._records.generator_state(known.number, payload)
+            known.expected = state
 
     def after(self, generators: list[torch.Generator]) -> None:
         """The op drew."""
@@ -73,7 +80,7 @@ class Generators:
             self._entry(generator).expected = generator_state(generator)
 
 
-def _address(generator: torch.Generator) -> int:
+def address(generator: torch.Generator) -> int:
     """Where the generator itself is, whatever Python object stands for it."""
     return generator._cdata  # type: ignore[attr-defined]
 

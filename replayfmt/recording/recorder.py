@@ -183,6 +183,7 @@ class Recorder:
         if core is None or core.failure is not None:
             return []
         found = OpaqueResults(self.options.opaque_results).unmatched(core.calls.operators)
+        found += core.insides.unmatched()
         if scope is not None and not core.stop_scope_left:
             found.append(f"--stop-scope={scope}: no scope of that name was left while recording; all that followed is "
                          "recorded")
@@ -277,28 +278,42 @@ class Recorder:
     def present(self) -> bool:
         """Whether this thread is observed now: not paused, not inside an op; recording may still have to begin."""
         core = self._core
-        return core is not None and not core.finished and self._is_on(core)
+        return core is not None and not core.finished and self._own_mode(core) is not None
+
+    def launching(self) -> bool:
+        """This thread is about to do work that no operator stands for. Whether it is recorded now."""
+        core = self._core
+        for mode in (core.attempt(_mode_stack) if core is not None else None) or ():
+            if isinstance(mode, RecordingMode) and mode.core is core:
+                mode.launched = True
+        return self.recording()
 
     def recording(self) -> bool:
         """Whether an op that this thread issued now would be recorded."""
         core = self._core
-        return core is not None and self._is_on(core) and bool(core.on or core.begins())
+        return core is not None and self._own_mode(core) is not None and bool(core.on or core.begins())
 
     def sees_first(self) -> bool:
         """Whether the recorder alone sees what this thread calls now: no mode of the program's lies above or below."""
         core = self._core
-        return core is not None and not core.finished and core.attempt(_mode_stack) == [self._mode]
+        stack = (core.attempt(_mode_stack) if core is not None else None) or ()
+        own = len(stack) == 1 and isinstance(stack[0], RecordingMode) and stack[0].core is core
+        return core is not None and not core.finished and own
 
-    def _is_on(self, core: Core) -> bool:
-        """Whether this thread carries the mode."""
-        return self._mode in (core.attempt(_mode_stack) or ())
+    def _own_mode(self, core: Core) -> RecordingMode | None:
+        """The mode by which what this thread does now is recorded, if it is."""
+        for mode in core.attempt(_mode_stack) or ():
+            if isinstance(mode, RecordingMode) and mode.core is core:
+                return mode if mode.told else None
+        return None
 
     @contextmanager
     def paused(self) -> Iterator[None]:
         """This thread records nothing inside."""
-        mode, core = self._mode, self._core
+        core = self._core
+        mode = self._own_mode(core) if core is not None else None
         stack = core.attempt(_mode_stack) if core is not None else None
-        if core is None or stack is None or mode not in stack:
+        if core is None or mode is None or stack is None:
             yield
             return
         try:

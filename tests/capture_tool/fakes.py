@@ -36,6 +36,9 @@ class FakeRecorder:
         self.pauses = 0
         self.mode = _Mode(self)
 
+    def launching(self):
+        return self.recording()
+
     def recording(self):
         depth = torch._C._len_torch_dispatch_stack()
         return not self.pauses and any(torch._C._get_dispatch_stack_at(i) is self.mode for i in range(depth))

@@ -178,3 +178,25 @@ print(x.sum().item())
     captured = Captured(tmp_path / "t.opreplay")
     assert captured.summary.unsupported == {"triton_launch": 1}
     assert captured.op_names == ["aten::ones.default", "aten::sum.default", "aten::_local_scalar_dense.default"]
+
+
+HALVED = """
+import torch
+
+@torch.library.custom_op("flags::halved", mutates_args=())
+def halved(x: torch.Tensor) -> torch.Tensor:
+    return x / 2
+
+halved(torch.ones(2))
+"""
+
+
+def test_operators_may_be_recorded_inside_or_whole(tmp_path):
+    (tmp_path / "halved.py").write_text(HALVED)
+    done = capture(tmp_path, "-o", "inside.opreplay", "--inside=flags::h*", "halved.py")
+    assert done.returncode == 0, done.stderr
+    assert Captured(tmp_path / "inside.opreplay").op_names == ["aten::ones.default", "aten::div.Tensor"]
+    done = capture(tmp_path, "-o", "whole.opreplay", "--whole=flags::halved", "--inside=flags::doubled", "halved.py")
+    assert done.returncode == 1
+    assert "--inside=flags::doubled: no operator of that name was called while recording" in done.stderr
+    assert Captured(tmp_path / "whole.opreplay").op_names[-1] == "flags::halved.default"

@@ -1,0 +1,46 @@
+"""Of which operators of other packages is recorded what happens inside them: what the user says, and what was seen."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from enum import Enum
+from fnmatch import fnmatchcase
+
+
+class Manner(Enum):
+    """How a call is recorded."""
+
+    whole = 1  # as one op
+    inside = 2  # as the operators that are called inside
+    observed = 3  # as one op, unless its inside is seen to hide state
+
+
+class Insides:
+    """What is decided for each operator, by name (`vllm::unified_attention`)."""
+
+    def __init__(self, inside: Iterable[str], whole: Iterable[str]) -> None:
+        """Patterns of operators' names."""
+        asked = [(pattern, Manner.whole) for pattern in whole] + [(pattern, Manner.inside) for pattern in inside]
+        self._asked = dict(asked)
+        self._unmatched = dict(asked)
+        self._decided: dict[str, Manner] = {}
+
+    def manner(self, name: str, python: bool) -> Manner:
+        """How a call of an operator is recorded. `python`: its kernel is a Python function."""
+        decided = self._decided.get(name)
+        if decided is None:
+            default = Manner.observed if python else Manner.whole
+            matching = [pattern for pattern in self._asked if fnmatchcase(name, pattern)]
+            for pattern in matching:
+                self._unmatched.pop(pattern, None)
+            decided = self._decided[name] = self._asked[matching[0]] if matching else default
+        return decided
+
+    def unmatched(self) -> list[str]:
+        """A sentence for every pattern that no operator had so far."""
+        problem = "no operator of that name was called while recording"
+        return [f"--{manner.name}={pattern}: {problem}" for pattern, manner in self._unmatched.items()]
+
+    def hides_state(self, name: str) -> None:
+        """An operator that was observed hides state: from now on what happens inside is recorded."""
+        self._decided[name] = Manner.inside
