@@ -27,17 +27,23 @@ _MOST_THREADS = 4096     # more than any machine has; that many would be made at
 
 @dataclass(frozen=True)
 class Setting:
-    """One setting. `get` may return None: this build cannot tell; such a setting is not recorded."""
+    """One setting. `get` is PyTorch's own; `read` is how it is asked."""
 
     name: str
     get: Callable[[], Scalar]
     set: Callable[[Any], object]
 
+    def read(self) -> Scalar:
+        """Its present value. None where PyTorch cannot tell; then it is not recorded. So it is with older settings that
+        stand for several newer ones, once those differ: the newer ones are settings of their own."""
+        return guarded(self.get)
 
-def _float32_matmul_precision() -> str | None:
+
+def guarded(get: Callable[[], Any]) -> Any:
+    """What a getter gives; None where PyTorch refuses to tell in the state that it is in."""
     try:
-        return torch.get_float32_matmul_precision()
-    except RuntimeError:  # the program mixed it with the newer fp32_precision settings, which are recorded below
+        return get()
+    except (RuntimeError, AssertionError):
         return None
 
 
@@ -126,7 +132,7 @@ _CANDIDATES: tuple[Setting | None, ...] = (
        "_set_deterministic_fill_uninitialized_memory"),
     Setting("num_threads", torch.get_num_threads, _set_threads),
     Setting("flush_denormal", _flushes_denormals, torch.set_flush_denormal),
-    Setting("float32_matmul_precision", _float32_matmul_precision, _set_matmul_precision),
+    Setting("float32_matmul_precision", torch.get_float32_matmul_precision, _set_matmul_precision),
     _c("cudnn_allow_tf32", "_get_cudnn_allow_tf32", "_set_cudnn_allow_tf32"),
     # After the older flags above, which write some of these too.
     _fp32_precision("generic", "all"),
@@ -175,7 +181,7 @@ def read_settings(names: tuple[str, ...] | None = None) -> dict[str, Scalar]:
     """
     values: dict[str, Scalar] = {}
     for name in names if names is not None else SETTINGS:
-        value = SETTINGS[name].get()
+        value = SETTINGS[name].read()
         if value is not None:
             values[name] = value
     if names is None:
@@ -196,25 +202,46 @@ def check_settings(values: Mapping[str, Scalar]) -> list[str]:
 def apply_settings(values: Mapping[str, Scalar]) -> None:
     """Set every setting in `values`, in the table's order; autocast entries are left to `autocast_as_captured`.
 
-    Raises ReplayRefused where a value is refused by torch.
+    Raises ReplayRefused where a value is refused by torch, or it goes on with another one.
     """
-    for name, setting in SETTINGS.items():
-        if name not in values or setting.get() == values[name]:
-            continue
-        try:
-            setting.set(values[name])
-        except (RuntimeError, ValueError, TypeError) as error:
-            raise ReplayRefused(f"the setting {name} = {values[name]!r} cannot be set here: {error}") from error
+    for name in SETTINGS:
+        if name in values:
+            _apply(name, values[name])
+
+
+def _apply(name: str, value: Scalar) -> None:
+    setting = SETTINGS[name]
+    if _same(setting.read(), value):
+        return
+    try:
+        setting.set(value)
+    except Exception as error:  # a value may be anything, and setters check theirs in many ways
+        raise ReplayRefused(f"the setting {name} = {value!r} cannot be set here: {error}") from error
+
+
+def _same(one: Scalar, other: Scalar) -> bool:
+    return type(one) is type(other) and one == other
 
 
 @contextmanager
 def preserved_settings() -> Iterator[None]:
-    """Put every setting back as it was on leaving."""
+    """Put every setting back as it was on leaving: all that can be, also where one of them resists.
+
+    Raises ReplayRefused for the first one that does.
+    """
     before = read_settings()
     try:
         yield
     finally:
-        apply_settings(before)
+        refused = None
+        for name in SETTINGS:
+            if name in before:
+                try:
+                    _apply(name, before[name])
+                except ReplayRefused as error:
+                    refused = refused or error
+        if refused is not None:
+            raise refused
 
 
 @contextmanager

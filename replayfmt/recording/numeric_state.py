@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch._C._dynamo.guards import GlobalStateGuard
 
-from replayfmt.pytorch.settings import read_settings
+from replayfmt.pytorch.settings import guarded, read_settings
 
 from .interrupts import is_interrupt
 from .records import Records
@@ -172,4 +172,4 @@ class Poll:
         self.same: Callable[[], bool] = namespace["make"](self._values, *getters)
 
     def renew(self) -> None:
-        self._values[:] = [get() for get in self._getters]
+        self._values[:] = [guarded(get) for get in self._getters]

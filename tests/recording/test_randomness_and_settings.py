@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
+from collections.abc import Iterator
 from typing import Any
 
+import pytest
 import torch
 
+from replayfmt.errors import ReplayRefused
 from replayfmt.format.codes import RecordKind
+from replayfmt.pytorch.settings import SETTINGS, preserved_settings, read_settings
 
 from .conftest import Capture
 
@@ -150,3 +155,62 @@ def test_each_threads_settings_are_stated_before_its_ops(capture: Capture) -> No
             assert grad is (name == "aten::sin")
             seen += 1
     assert seen == 400
+
+
+@pytest.fixture
+def mixed_precision() -> Iterator[None]:
+    """Precisions of cuDNN's convolutions and recurrent layers that differ: the older flag for both cannot be read."""
+    conv, rnn = torch.backends.cudnn.conv, torch.backends.cudnn.rnn
+    before = conv.fp32_precision, rnn.fp32_precision
+    conv.fp32_precision, rnn.fp32_precision = "tf32", "ieee"
+    with pytest.raises(RuntimeError):
+        torch._C._get_cudnn_allow_tf32()
+    yield
+    conv.fp32_precision, rnn.fp32_precision = before
+
+
+@pytest.mark.usefixtures("mixed_precision")
+def test_a_setting_that_cannot_be_read_does_not_keep_a_program_from_being_captured(capture: Capture) -> None:
+    def program() -> Any:
+        first = torch.ones(3).exp()
+        torch.backends.cudnn.conv.fp32_precision = "ieee"
+        second = torch.nn.functional.conv1d(torch.ones(1, 1, 4), torch.ones(1, 1, 2))
+        torch.backends.cudnn.conv.fp32_precision = "tf32"
+        return first, second, torch.ones(4).sin()
+
+    captured = capture(program)
+    settings = captured.reader.session.settings
+    assert "cudnn_allow_tf32" not in settings
+    assert (settings["fp32_precision.cuda.conv"], settings["fp32_precision.cuda.rnn"]) == ("tf32", "ieee")
+    before = read_settings()
+    captured.replays()
+    assert read_settings() == before
+    with pytest.raises(RuntimeError):
+        torch._C._get_cudnn_allow_tf32()
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_getter_that_raises_concerns_its_own_setting_only(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    def refuse() -> None:
+        raise RuntimeError("not in this state")
+
+    expected = {key: value for key, value in read_settings().items() if key != name}
+    monkeypatch.setitem(SETTINGS, name, dataclasses.replace(SETTINGS[name], get=refuse))
+    with preserved_settings():
+        assert read_settings() == expected
+
+
+def test_a_setting_that_resists_does_not_keep_the_others_from_being_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = read_settings()
+
+    def refuse(_value: object) -> None:
+        raise ValueError("it stays")
+
+    with pytest.raises(ReplayRefused, match="sdp_flash"), preserved_settings():
+        torch.backends.cuda.enable_flash_sdp(False)
+        torch.backends.cuda.enable_math_sdp(False)
+        torch.set_default_dtype(torch.float64)
+        monkeypatch.setitem(SETTINGS, "sdp_flash", dataclasses.replace(SETTINGS["sdp_flash"], set=refuse))
+    monkeypatch.undo()
+    torch.backends.cuda.enable_flash_sdp(True)
+    assert read_settings() == before

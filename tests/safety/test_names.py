@@ -151,6 +151,25 @@ def test_settings_take_known_names_and_values_and_are_put_back(tmp_path: Path, s
     seen.clean()
 
 
+VALUES: list[Any] = [True, 0, -1, 2**63 - 1, float("nan"), "1", "tf32", "-1,9", "\0", "x" * 10_000, None]
+
+
+def test_no_value_of_any_setting_is_more_than_one_error() -> None:
+    from replayfmt.pytorch.settings import SETTINGS, apply_settings, preserved_settings, read_settings
+
+    before, refused = read_settings(), 0
+    for name in SETTINGS:
+        for value in VALUES:
+            with preserved_settings():
+                try:
+                    apply_settings({name: value})
+                except ReplayRefused as error:
+                    assert f"the setting {name} = " in str(error)
+                    refused += 1
+            assert read_settings() == before, (name, value)
+    assert refused > 100
+
+
 def test_nothing_is_imported_because_a_capture_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A module of the namespace's name is there, and so is one that the table of known libraries names."""
     for name in ("opreplay_trap", "torchvision", "vllm"):
