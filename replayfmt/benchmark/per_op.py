@@ -1,6 +1,7 @@
 """Every op of a capture measured on its own, on the inputs it has in the replay.
 
-The capture is walked through once, op by op; where only some ops are chosen, they and what they need are run alone. The
+The capture is walked through once, op by op; where only some ops are chosen, they and what they need are run alone, as
+is one op of each signature where ops do not depend on each other (most imports) and nothing can be compared. The
 first time that an op of each signature can run, it is run apart from the replay until its times are enough: warmed up,
 devices waited for, what it writes put back between calls. A loop of calls finds inputs and code in the caches as a
 whole replay may not: the sum of isolated times is an estimate.
@@ -20,6 +21,7 @@ import torch
 from replayfmt.replay.isolated import IsolatedOp, call_repeatedly
 from replayfmt.replay.plan import Plan
 from replayfmt.replay.results import Verdict, VerifyMode
+from replayfmt.replay.slices import Slice
 
 from .measure import Progress
 from .min_time import MOST_ITERATIONS, MinTime
@@ -32,6 +34,8 @@ _SAMPLE_NS = 20_000
 _LEAST_SAMPLES = 11
 _WARMUP_CALLS = 3
 _OVERHEAD_CALLS = 1000
+# Imports of these kinds hold single calls, of which none takes what another returned.
+_SINGLE_CALLS = ("kineto", "tracelens")
 _FAILURES = ("failed", "mismatched")
 _SEVERITY: tuple[Verdict, ...] = ("ok", "skipped", "refused", "mismatched", "failed")
 _STOPPED = "an op before it failed, and that ended the measurement"
@@ -119,7 +123,8 @@ def measure_ops(plan: Plan, options: OpOptions, *, clock: Clock | None = None, p
                 on_measured: OnMeasured | None = None) -> PerOpRun:
     """Measure a plan's ops one by one; the plan has to be made with keep_going.
 
-    A verified replay gives the verdicts first (unless `verify` is none). Raises UsageError where no op is chosen.
+    Where there is something to compare with, a verified replay gives the verdicts first. Raises UsageError where no op
+    is chosen.
     """
     chosen = choose(plan.reader, pattern=options.pattern, limit=options.limit, every=options.every, progress=progress)
     walk = _Walk(plan, options, chosen, clock or Clock(), progress, on_measured)
@@ -147,10 +152,11 @@ class _Walk:
         self._verdicts: dict[int, tuple[Verdict, str]] = {}
 
     def run(self) -> PerOpRun:
-        verified = "not verified: --verify=none"
         some = len(self._chosen.groups) < self._chosen.total
         only = self._plan.slice(self._chosen.by_ordinal) if some else None
-        if self._options.verify != "none":
+        verification = self._plan.verification(self._options.verify, only)
+        verified = verification.text if self._options.verify != "none" else "not verified: --verify=none"
+        if verification.mode != "none":
             self._progress("verifying before timing", 0, None)
             result = self._plan.execute(verify=self._options.verify, keep_going=True, only=only)
             verified = result.verified
@@ -160,16 +166,30 @@ class _Walk:
         was_on = gc.isenabled()
         gc.disable()
         try:
-            walked = self._plan.examine(self._op, only)
+            if verification.mode == "none" and self._plan.reader.session.policies.get("import") in _SINGLE_CALLS:
+                self._each_alone()
+            else:
+                self._walk(only)
         except _Stop:
-            stopped, walked = True, ()
+            stopped = True
         finally:
             if was_on:
                 gc.enable()
-        for each in walked:
+        return self._finished(verified, overhead, stopped)
+
+    def _walk(self, only: Slice | None) -> None:
+        for each in self._plan.examine(self._op, only):
             if self._verdicts.get(each.ordinal, ("ok", ""))[0] == "ok":
                 self._verdicts[each.ordinal] = each.verdict, each.reason
-        return self._finished(verified, overhead, stopped)
+
+    def _each_alone(self) -> None:
+        """Of calls that nothing connects, one of each group, with its content alone; where that cannot be run, the
+        others of the group."""
+        self._walk(self._plan.slice(self._ops))
+        others = {ordinal for ordinal, group in self._chosen.by_ordinal.items()
+                  if ordinal not in self._ops and self._ops[group.first_ordinal].ordinal is None}
+        if others:
+            self._walk(self._plan.slice(others))
 
     def _op(self, op: IsolatedOp) -> None:
         """Measure an op that has come up, if its group needs it."""

@@ -273,11 +273,12 @@ class Plan(Preparation):
             self._clock.reset(self.devices, None)
             return self._keep_going(self._machine(), False, None, undrawn, only).verdicts
 
-    def verification(self, verify: VerifyMode) -> Verification:
-        """What verifying comes to here. Raises ReplayRefused where `bitwise` has nothing to compare."""
+    def verification(self, verify: VerifyMode, only: Slice | None = None) -> Verification:
+        """What verifying comes to here, with `only` for a slice. Raises ReplayRefused where `bitwise` has nothing
+        to compare."""
         with self._surroundings():
             self.differences()
-            return self._decide(verify)
+            return self._decide(verify, only)
 
     def watch(self, watcher: Watcher, stop: int, verify: VerifyMode = "auto", *, twice: RunTwice | None = None,
               on_progress: Callable[[int], None] | None = None) -> tuple[Verification, Divergence | None]:
