@@ -103,7 +103,7 @@ class GraphWriter:
                     note["assumed"] = assumed
                 if isinstance(rewritten, str):
                     note["not_rewritten"] = rewritten
-                    self._report.notes.append(f"{kernel.qualified_name} stays as it is: {rewritten}")
+                    self._report.note(f"{kernel.qualified_name} stays as it is: {rewritten}")
                 ordinal = self._capture.op(kernel, arguments, results, moment, note)
         except ValueError as error:
             self._unsupported(step, moment, "import_incomplete", str(error))

@@ -280,6 +280,7 @@ class _Writing:
         rewritten = self.trace.portable.rewrite(kernel, arguments, results) if self.trace.portable is not None else None
         if isinstance(rewritten, str):
             annotation["not_rewritten"] = rewritten
+            self.report.note(f"{kernel.qualified_name} stays as it is: {rewritten}")
         if isinstance(rewritten, Rewritten):
             ordinal = self._rewritten(rewritten, moment, annotation)
         else:

@@ -2,18 +2,22 @@
 
 Each rewriting computes the same results, those that only a backward pass reads included (saved means, logarithms of
 sums), to the accuracy of another implementation; every one is reported and noted in the capture. What has no equal
-replacement (dropout inside of an attention kernel) stays as it is, with the reason. Fused attention is in
-attention_rewrites.py.
+replacement (dropout inside of an attention kernel) stays as it is, with the reason, and so does what has none here.
+Fused attention is in attention_rewrites.py, other fused operators in fused_rewrites.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any
+
+import torch
 
 from replayfmt.format.model import Kernel
 
 from .attention_rewrites import ATTENTION
+from .fused_rewrites import FUSED
 from .rewriting import Arguments, Calls, CannotRewrite, Rewritten, tensors_in
 from .values import Tensor
 
@@ -31,10 +35,11 @@ class Portable:
         `results` are the recorded ones, None where they are not known.
         """
         given = dict(arguments)
-        rule = _RULES.get(kernel.name)
+        rule = _RULES.get(kernel.name) or _RULES.get(kernel.qualified_name)
         tensors = tensors_in([value for _name, value in arguments])
         if rule is None:
-            return _without_pinning(kernel, arguments, results)
+            pinned = _without_pinning(kernel, arguments, results)
+            return _foreign(kernel) if pinned is None else pinned
         if not tensors:
             return f"{kernel.qualified_name}: a call without tensors"
         calls = Calls(tensors[0])
@@ -53,6 +58,24 @@ class Portable:
         for tensor in tensors:
             calls.call("aten::alias", {"self": tensor}, [tensor])
         return Rewritten(calls.made, "portable", f"{name} by aten::alias: {described}, which changes nothing")
+
+
+_EVERYWHERE = ("CPU", "CompositeImplicitAutograd", "CompositeExplicitAutograd",
+               "CompositeExplicitAutogradNonFunctional", "SparseCPU", "SparseCsrCPU", "QuantizedCPU", "NestedTensorCPU",
+               "CompositeImplicitAutogradNestedTensor")
+
+
+@lru_cache(maxsize=4096)
+def _foreign(kernel: Kernel) -> str | None:
+    """That an operator of PyTorch's own stays though this PyTorch has no kernel of it for a CPU, None where it has."""
+    name = kernel.name if kernel.overload == "default" else kernel.qualified_name
+    if not kernel.name.startswith("aten::"):
+        return None
+    try:
+        known = any(torch._C._dispatch_has_kernel_for_dispatch_key(name, key) for key in _EVERYWHERE)
+    except RuntimeError:
+        return None
+    return None if known else f"{kernel.qualified_name}: no replacement is known, and there is no kernel for a CPU"
 
 
 def _without_pinning(kernel: Kernel, arguments: Arguments, results: list[Any] | None) -> Rewritten | None:
@@ -169,4 +192,5 @@ _RULES: dict[str, Rule] = {
     "aten::cudnn_grid_sampler_backward": _grid_sampler_backward,
     "aten::cudnn_affine_grid_generator": _affine_grid,
     **ATTENTION,
+    **FUSED,
 }

@@ -101,6 +101,11 @@ class ImportReport:
         entry.device_ns = _sum(entry.device_ns, device_ns)
         return entry
 
+    def note(self, sentence: str) -> None:
+        """Say something of the whole, once."""
+        if sentence not in self.notes:
+            self.notes.append(sentence)
+
     def unique(self) -> dict[Status, int]:
         """How many different calls have each status."""
         counted = Counter(entry.status for entry in self.entries.values())

@@ -67,7 +67,8 @@ class Machine:
 def rewrite(name: str, given: dict[str, Any], results: list[Any], machine: Machine) -> list[Any]:
     """The results of what takes a call's place, None for those that are no tensors."""
     arguments = [(key, machine.given(value)) for key, value in given.items()]
-    rewritten = Portable().rewrite(Kernel(name, "default", ""), arguments, results)
+    base, _separator, overload = name.partition(".")
+    rewritten = Portable().rewrite(Kernel(base, overload or "default", ""), arguments, results)
     assert isinstance(rewritten, Rewritten), rewritten
     machine.run(rewritten)
     return [machine.values[id(each)] if isinstance(each, Tensor) else None for each in results]
