@@ -39,6 +39,7 @@ _SINGLE_CALLS = ("kineto", "tracelens")
 _FAILURES = ("failed", "mismatched")
 _SEVERITY: tuple[Verdict, ...] = ("ok", "skipped", "refused", "mismatched", "failed")
 _STOPPED = "an op before it failed, and that ended the measurement"
+_ONCE = "it acts on an object that its argument is the address of, which cannot be done again and again"
 _PATIENCE = 5        # restoring is untimed: give up after that many times the time asked for, as the whole replay does
 
 
@@ -197,6 +198,8 @@ class _Walk:
         if group is None:
             return
         measured = self._ops[group.first_ordinal]
+        if self._plan.runs_once(op.signature):
+            self._verdicts[op.ordinal] = "refused", _ONCE
         verdict, _reason = self._verdicts.get(op.ordinal, ("ok", ""))
         if verdict == "ok" and measured.times is None and measured.verdict != "failed":
             self._progress(group.kernel.qualified_name, self._reported, len(self._ops))

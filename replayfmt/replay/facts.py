@@ -166,10 +166,12 @@ def _annotated(layout: Layout, schema: torch.FunctionSchema, in_place_view: bool
 @dataclass(frozen=True)
 class Addresses:
     """Where an op takes and gives addresses of objects as integers, for which the capture has tensors: names of its
-    arguments, indices of its results."""
+    arguments, indices of its results. `once`: all that it does is done to such an object (it releases it, for one), so
+    that it cannot be done twice."""
 
     arguments: tuple[str, ...]
     results: tuple[int, ...]
+    once: bool
 
 
 def addresses_of(layout: Layout, schema: torch.FunctionSchema) -> Addresses | None:
@@ -179,7 +181,9 @@ def addresses_of(layout: Layout, schema: torch.FunctionSchema) -> Addresses | No
                       if each.node.kind is ValueKind.tensor and types.get(each.node.name) == _INTEGER)
     results = tuple(index for index, (each, returned) in enumerate(zip(layout.results, schema.returns, strict=False))
                     if each.node.kind is ValueKind.tensor and returned.type.kind() == _INTEGER)
-    return Addresses(arguments, results) if arguments or results else None
+    writes = any(argument.alias_info is not None and argument.alias_info.is_write for argument in schema.arguments)
+    once = bool(arguments) and not writes and not schema.returns
+    return Addresses(arguments, results, once) if arguments or results else None
 
 
 def leaves_unwritten(reader: CaptureReader, arguments: Iterable[int], results: Iterable[int]) -> bool:

@@ -171,6 +171,7 @@ class OpLine:
             template.kernel, template.layout, template.effects, call,
             (lambda function: function) if template.kernel.own else lambda function: self._custom(function, autocast),
             not leaves_unwritten(walk.reader, taken, given),
+            template.addresses is not None and template.addresses.once,
         )
 
     def _protect(self) -> dict[int, str]:

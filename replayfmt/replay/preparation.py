@@ -25,7 +25,7 @@ from .allowed_imports import AllowedImports
 from .cuts import WindowSize
 from .devices import map_devices, map_generators
 from .external_files import ExternalFiles
-from .facts import Effects, Layout, addresses_of, effects_of, effects_of_missing
+from .facts import Addresses, Effects, Layout, addresses_of, effects_of, effects_of_missing
 from .findings import Findings
 from .known import KnownContent
 from .overview import Work, count_work, describe
@@ -154,12 +154,22 @@ class Preparation:
     def _opaque_of(self, signature: Signature | None) -> Mapping[int, str]:
         if signature is None or signature.kind is not RecordKind.op:
             return {}
-        kernel, resolved = self.reader.kernels[signature.kernel], self.kernels[signature.kernel]
+        kernel = self.reader.kernels[signature.kernel]
         opaque = self.opaque.of(kernel.name, kernel.overload, len(signature.results))
-        if not isinstance(resolved, ResolvedKernel) or resolved.own:
-            return opaque
-        addresses = addresses_of(Layout(signature), resolved.overload._schema)
+        addresses = self._addresses_of(signature)
         return {**opaque, **dict.fromkeys(addresses.results, "it is an address")} if addresses else opaque
+
+    def _addresses_of(self, signature: Signature) -> Addresses | None:
+        resolved = self.kernels[signature.kernel]
+        if not isinstance(resolved, ResolvedKernel) or resolved.own:
+            return None
+        return addresses_of(Layout(signature), resolved.overload._schema)
+
+    def runs_once(self, signature_id: int) -> bool:
+        """Whether what an op of this signature does cannot be done twice."""
+        signature = self.reader.signatures[signature_id]
+        addresses = None if signature is None else self._addresses_of(signature)
+        return addresses is not None and addresses.once
 
     def writes(self, signature_id: int) -> tuple[int, ...]:
         """The tensor slots that an op of this signature may write, announced or not."""

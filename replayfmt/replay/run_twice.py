@@ -64,7 +64,7 @@ class RunTwice:
         self._began = time.monotonic()
 
     def call(self, site: Site) -> tuple[Hashable | None, Callable[..., Any]] | None:
-        if not site.fills or (self._ordinals is not None and site.ordinal not in self._ordinals):
+        if not site.fills or site.once or (self._ordinals is not None and site.ordinal not in self._ordinals):
             return None
         return None, _Twice(self, site)
 

@@ -6,17 +6,22 @@ import ctypes
 import functools
 import gc
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
-from replayfmt.errors import ReplayRefused
+from replayfmt.benchmark.min_time import MinTime
+from replayfmt.benchmark.per_op import OpOptions, measure_ops
+from replayfmt.errors import ReplayRefused, SubstitutionRejected
 from replayfmt.format.codes import RecordKind
 from replayfmt.replay.plan import Plan
 
 from .conftest import Capture
 
-OBJECTS: dict[int, torch.Tensor] = {}      # what lives behind the library, by its address
+OBJECTS: dict[int, float] = {}      # what lives behind the library, by its address: here a factor
+# As operators in C++ are: of those in Python, what happens inside can be recorded.
+WHOLE = ("addresses::apply", "addresses::apply_directly")
 KEPT: list[ctypes.Array[ctypes.c_char]] = []
 
 
@@ -33,7 +38,7 @@ def library() -> Iterator[None]:
         def make(weight: torch.Tensor) -> int:
             KEPT.append(ctypes.create_string_buffer(4096))
             address = ctypes.addressof(KEPT[-1])
-            OBJECTS[address] = weight.clone()
+            OBJECTS[address] = ctypes.c_float.from_address(weight.data_ptr()).value
             return address
 
         def apply(out: torch.Tensor, x: torch.Tensor, handle: torch.Tensor) -> None:
@@ -123,7 +128,7 @@ def test_an_object_made_before_the_capture_is_an_opaque_argument(capture: Captur
         return out
 
     for program in (through_a_tensor, lambda: torch.ops.addresses.apply_directly(torch.ones(3), address)):
-        captured = capture(program)
+        captured = capture(program, whole=WHOLE)
         assert captured.unsupported() == {"opaque_argument": 1}
         (record,) = captured.records(RecordKind.unsupported)
         assert "address" in str(record.argument("detail"))
@@ -139,7 +144,7 @@ def test_a_table_of_addresses_is_an_opaque_argument(capture: Capture) -> None:
         torch.ops.addresses.apply(out, torch.ones(3), table[1])
         return out
 
-    assert capture(program).unsupported() == {"opaque_argument": 1}
+    assert capture(program, whole=WHOLE).unsupported() == {"opaque_argument": 1}
 
 
 def test_memory_of_an_address_that_is_overwritten_is_refused(capture: Capture) -> None:
@@ -170,3 +175,20 @@ def test_a_replay_says_that_addresses_are_not_compared(capture: Capture) -> None
         result = plan.execute(verify="bitwise")
     (opaque,) = result.opaque_results
     assert (opaque.op, opaque.calls) == ("addresses::make.default", 1) and "address" in opaque.why
+
+
+def test_what_releases_an_object_runs_once(capture: Capture, tmp_path: Path) -> None:
+    """Measured on its own, compared with a replacement, or run twice, it would release the object twice."""
+    captured = capture(_through_an_integer)
+    with Plan(captured.path, keep_going=True) as plan:
+        run = measure_ops(plan, OpOptions(MinTime(iterations=2)), progress=lambda *_: None)
+    verdicts = {op.group.kernel.name: (op.verdict, op.reason) for op in run.ops}
+    assert verdicts["addresses::release"][0] == "refused" and "again" in verdicts["addresses::release"][1]
+    assert verdicts["addresses::apply_directly"] == ("ok", "")
+    (tmp_path / "kernels.py").write_text("def release(handle):\n    return None\n")
+    with (
+        pytest.raises(SubstitutionRejected) as rejected,
+        Plan(captured.path, substitutions=[f"addresses::release={tmp_path / 'kernels.py'}"]) as plan,
+    ):
+        plan.execute(verify="auto")
+    assert "cannot be done twice" in str(rejected.value.report.findings)

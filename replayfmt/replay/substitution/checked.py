@@ -107,6 +107,12 @@ class Check:
 
     def call(self, site: Site) -> tuple[Hashable | None, Callable[..., Any]] | None:
         replacement = self._table.find(site.signature_id, site.metas, site.ordinal)
+        if replacement is not None and site.once:
+            check = self.of(site, replacement)
+            check.fault_count += 1
+            check.faults.append(f"ordinal {site.ordinal}: the original acts on an object that its argument is the "
+                                "address of; that cannot be done twice, so nothing can be checked against it")
+            return None
         return None if replacement is None else (None, _CheckedCall(self, site, replacement))
 
     @property

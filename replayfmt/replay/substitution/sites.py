@@ -19,7 +19,7 @@ class Site:
 
     `metas` are the metadata ids of its argument tensors, `original` is what would be called, `wrap` puts a function
     into the surroundings that the original is called in, `fills` is False where the op leaves the memory it returns
-    unwritten.
+    unwritten, `once` is True where what it does cannot be done twice.
     """
 
     ordinal: int
@@ -32,6 +32,7 @@ class Site:
     original: Callable[..., Any]
     wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
     fills: bool
+    once: bool
 
 
 class StandIn(Protocol):
