@@ -164,8 +164,8 @@ class Calls:
         if tracker.size != storage.nbytes() and (known is not None or tracker.alias):
             facts = call.facts
             reads = shape_of(tensor).numel() != 0 and facts.reads(index, call.args, call.kwargs)
-            declared = facts.arguments[index].written and not facts.own
-            tracker = storages.use(tracker, storage, reads, facts.name, declared=declared)
+            as_is = facts.packs or (facts.arguments[index].written and not facts.own)
+            tracker = storages.use(tracker, storage, reads, facts.name, as_is=as_is)
         if tracker.imports and not call.facts.own:
             self._handles.check_content(tensor)
         meta = self._metas.of(tensor, zero)

@@ -229,6 +229,7 @@ class KernelFacts:
         "overwrites_self",
         "own",
         "own_kernels",
+        "packs",
         "parts",
         "quick",
         "random",
@@ -257,6 +258,8 @@ class KernelFacts:
             Argument(a.name, a.name in quiet or (a.alias_info is not None and a.alias_info.is_write), a.kwarg_only)
             for a in schema.arguments
         )
+        # Modules pack the weights that they are made with, which nobody has written, before they are given others.
+        self.packs = self.namespace == "quantized" and base.endswith("_prepack")
         self.unread = _UNREAD.get(func.name(), ())
         self.indices = {a.name: index for index, a in enumerate(self.arguments)}
         only = _ONLY_WITH.get(schema.name)

@@ -269,14 +269,14 @@ class Storages:
                 self._buffer.definitions.append(pack_definition(number, tracker.id, offset, meta))
 
     def use(
-        self, tracker: Tracker, storage: torch.UntypedStorage, reads: bool, op: str, *, declared: bool = False
+        self, tracker: Tracker, storage: torch.UntypedStorage, reads: bool, op: str, *, as_is: bool = False
     ) -> Tracker:
-        """Before an op (or the recorder) uses it. `declared`: the op says that it writes it, and may never read what is
-        there. Returns the tracker to go on with."""
+        """Before an op (or the recorder) uses it. `as_is`: what nobody wrote is no reason to refuse: the
+        op declares that it writes it, say. Returns the tracker to go on with."""
         state = tracker.state
         length = storage.nbytes()
         if state is not None and state.alias_of is not None:
-            return self._use_alias(tracker, state, storage, reads, op, declared)
+            return self._use_alias(tracker, state, storage, reads, op, as_is)
         if length != (tracker.size if state is None else state.length):
             self._records.storage_resize(tracker.id, length)
             self.resized(tracker, length)
@@ -288,14 +288,14 @@ class Storages:
         if reads and length and state.coverage is not None and not state.coverage.touched:
             if state.windowed:
                 self._enter_again(tracker, state, storage, "outside_write")
-            elif not declared:
+            elif not as_is:
                 self._records.unsupported(
                     "unseen_write", op, f"storage {tracker.id} ({length} bytes) is read before any captured op wrote it"
                 )
                 self._enter_again(tracker, state, storage, "unseen_write")
             elif self._content:     # without content it stays what nobody wrote
                 self._enter_again(tracker, state, storage, "written_argument")
-        if state.watched and length and self._content:
+        if state.watched and length:
             content = content_number(storage, state.mapped)
             if state.content is not None and content != state.content:
                 self._enter_again(tracker, state, storage, "outside_write")
@@ -303,7 +303,7 @@ class Storages:
         return tracker
 
     def _use_alias(
-        self, tracker: Tracker, state: State, storage: torch.UntypedStorage, reads: bool, op: str, declared: bool
+        self, tracker: Tracker, state: State, storage: torch.UntypedStorage, reads: bool, op: str, as_is: bool
     ) -> Tracker:
         base = state.alias_of
         assert base is not None
@@ -312,7 +312,7 @@ class Storages:
             # What it shared memory with is gone, so it stands for itself from now on.
             delattr(storage, ATTRIBUTE)
             return self.enter(storage, None)
-        self.use(base, memory, reads, op, declared=declared)
+        self.use(base, memory, reads, op, as_is=as_is)
         return tracker
 
     def _enter_again(
@@ -409,7 +409,7 @@ class Storages:
         if state is not None and state.watched:
             if state.mapped is not None and state.mapped.mapping.shared and tracker.written:
                 state.mapped = None  # the file has what was written, so its memory has to be looked at from now on
-            state.content = content_number(storage, state.mapped) if self._content and storage.nbytes() else None
+            state.content = content_number(storage, state.mapped) if storage.nbytes() else None
 
     # ---------------------------------------------------------------------------------------------------------- deaths
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 import replayfmt
 from replayfmt.format.codes import RecordKind
+from replayfmt.replay.plan import Plan
 
 from .conftest import Capture, Captured
 
@@ -240,3 +242,23 @@ def test_unwritten_memory_that_is_wrapped_again_enters_where_it_is_read(capture:
     captured = capture(program, digests="ops")
     assert captured.unsupported() == {}
     captured.replays()
+
+
+@pytest.mark.parametrize("payload", ["full", "integers", "none"])
+def test_writes_through_arrays_leave_the_same_marks_whatever_is_kept_of_content(
+    capture: Capture, payload: str
+) -> None:
+    def program() -> Any:
+        array = np.ones(4, np.float32)
+        x, rows, places = torch.from_numpy(array), torch.rand(5, 2), torch.arange(3)
+        result, view = x + 1, places.numpy()
+        array[0] = 5
+        view[:] = [4, 3, 1]
+        return result, x * 2, rows[places]
+
+    captured = capture(program, payload=payload)
+    assert imports(captured) == [(0, "first_use"), (1, "outside_write"), (1, "outside_write")]
+    with Plan(captured.path) as plan:
+        filled = [each.initializer for each in plan.synthesis.initialized]
+        assert plan.execute(verify="none" if payload != "full" else "bitwise").outcome == "ok"
+    assert ("index" in filled) is (payload == "none"), "what is looked up is no zeros, and no arange"
