@@ -21,6 +21,7 @@ from replayfmt.format.model import Device
 from replayfmt.pytorch.op_libraries import OpLibraries
 from replayfmt.pytorch.traced_names import TracedNames
 
+from .foreign_rewrites import SCHEMAS
 from .json_stream import JsonStream
 from .kineto_calls import Calls, Placement
 from .kineto_captures import capture_windows, captured
@@ -119,7 +120,8 @@ def import_kineto(path: str | PathLike[str], out: str | PathLike[str], *, librar
         report.notes.append(f"{len(windows)} graphs were captured in it, with {len(graphs.launches)} launches, none of "
                             "which did any work then: there, level leaf chooses the operators that stand for the work")
     _count(report, events, tree, selection, facts, level)
-    trace = Trace(events, tree, selection, facts, Calls(operators, events.kinds), devices(events, report),
+    schemas = SCHEMAS if options.rewrite == "portable" else None
+    trace = Trace(events, tree, selection, facts, Calls(operators, events.kinds, schemas), devices(events, report),
                   options.unique, Portable() if options.rewrite == "portable" else None, level, graphs)
     session = imported_session("kineto", Path(path).name, **_session_fields(events, level, options))
     with ImportedSession(out, session, force=force) as writing:

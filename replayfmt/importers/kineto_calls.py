@@ -7,7 +7,7 @@ what is put in their place is noted for each call.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 
 from replayfmt.format.codes import ITEM_BYTES, DType
 from replayfmt.pytorch.dtypes import TORCH_DTYPE
+from replayfmt.pytorch.schemas import parse_schema
 
 from .arguments import DeviceName, Form, Reader, Recorded, TensorSpec
 from .kineto_arguments import (
@@ -30,7 +31,7 @@ from .kineto_arguments import (
     with_dtype_everywhere,
 )
 from .kineto_events import OpKind, WorkKind
-from .operators import Operator, Operators
+from .operators import Choice, Operator, Operators
 from .report import Status
 from .results import Results, infer, shapes
 from .schema_types import schema_type
@@ -84,9 +85,11 @@ class Hints:
 
 
 class Calls:
-    """Resolves event kinds. `kinds` are all of the trace: they say which dtypes tensors of a size have in it."""
+    """Resolves event kinds. `kinds` are all of the trace: they say which dtypes tensors of a size have in it. `foreign`
+    has the schemas of operators that are replaced, and so need not be here."""
 
-    def __init__(self, operators: Operators, kinds: Iterable[OpKind]) -> None:
+    def __init__(self, operators: Operators, kinds: Iterable[OpKind], foreign: Mapping[str, str] | None = None) -> None:
+        self._foreign = foreign or {}
         self._operators = operators
         self._reader = Reader(operators.names)
         self._results: dict[str, Results] = {}
@@ -115,6 +118,8 @@ class Calls:
         choice = self._operators.choose(kind.name, arguments)
         if choice.reason == "no_schema":
             choice = self._operators.by_types(kind.name, arguments)
+        if choice.operator is None and choice.reason == "no_schema" and kind.name in self._foreign:
+            choice = Choice(Operator(parse_schema(self._foreign[kind.name]), "what --rewrite=portable replaces"))
         if choice.operator is None:
             return Call(kind.name, None, reason=choice.reason, detail=choice.detail, signature=shown)
         binding = self._reader.bind(choice.operator.schema, arguments)

@@ -17,6 +17,7 @@ import torch
 from replayfmt.format.model import Kernel
 
 from .attention_rewrites import ATTENTION
+from .foreign_rewrites import FOREIGN
 from .fused_rewrites import FUSED
 from .rewriting import Arguments, Calls, CannotRewrite, Rewritten, tensors_in
 from .values import Tensor
@@ -193,4 +194,5 @@ _RULES: dict[str, Rule] = {
     "aten::cudnn_affine_grid_generator": _affine_grid,
     **ATTENTION,
     **FUSED,
+    **FOREIGN,
 }

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+import replayfmt
 from replayfmt.format.codes import DType
 from replayfmt.format.model import Kernel
 from replayfmt.importers.importing import import_trace
@@ -105,3 +106,38 @@ def test_what_is_left_is_named(tmp_path: Path) -> None:
     report = import_trace(trace(tmp_path / "t.json", events), tmp_path / "left.opreplay", rewrite="portable")
     assert [note for note in report.notes if "stays as it is" in note] == [
         f"aten::_cslt_compress.default stays as it is: {said}"]
+
+
+def test_aiters_attention_is_replaced_though_the_library_is_not_here(tmp_path: Path) -> None:
+    q, numbers = tensor("c10::BFloat16", 1, 16, 3, 8), ("0.", "0.35355339", "False", "-1", "-1", "True", "False", "2")
+    inputs = [q, q, q, *(("Scalar", [], [], value) for value in numbers), *[("", [], [], "")] * 7]
+    events = [op("aiter::fmha_v3_fwd", 10, 20, inputs), launch(1, 15), kernel(1, 50, 5),
+              op("aiter::_groupnorm_run", 110, 20, [tensor("c10::BFloat16", 1, 8, 4, 4), ("Scalar", [], [], "2"),
+                                                    tensor("c10::BFloat16", 8), tensor("c10::BFloat16", 8),
+                                                    ("Scalar", [], [], "1e-06")]), launch(2, 115), kernel(2, 150, 7)]
+    path, out = trace(tmp_path / "t.json", events), tmp_path / "out.opreplay"
+    report = import_trace(path, out, rewrite="portable")
+    assert report.calls()["incomplete"] == 0
+    assert any("aiter::fmha_v3_fwd by " in note and "aten::_softmax" in note for note in report.notes)
+    with replayfmt.Plan(out, devices=["cpu"]) as plan:
+        assert plan.execute().outcome == "ok"
+    with replayfmt.open(out) as capture:
+        names = [each.kernel.name for each in capture.ops.values()]
+    assert names[-1] == "aten::group_norm" and names.count("aten::matmul") == 2
+    assert import_trace(path, out, force=True).calls()["incomplete"] == 2, "only where that is asked for"
+
+
+def test_aiters_attention_is_attention() -> None:
+    machine = Machine()
+    q, k, v = torch.randn(3, 2, 16, 4, 8).unbind()
+    given = {"q": q, "k": k, "v": v, "dropout_p": 0.0, "softmax_scale": 0.3, "is_causal": True, "window_size_left": -1,
+             "window_size_right": -1, "return_softmax_lse": True, "return_dropout_randval": False,
+             "how_v3_bf16_cvt": 2}
+    result, sums = rewrite("aiter::fmha_v3_fwd", given, [machine.new((2, 16, 4, 8)), machine.new((2, 4, 16))], machine)
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        *(each.transpose(1, 2) for each in (q, k, v)), is_causal=True, scale=0.3).transpose(1, 2)
+    torch.testing.assert_close(result, expected)
+    assert sums.isfinite().all()
+    for more in ({"extra_1": v}, {"return_dropout_randval": True}, {"window_size_left": 4}):
+        arguments = [(name, machine.given(value)) for name, value in (given | more).items()]
+        assert isinstance(Portable().rewrite(Kernel("aiter::fmha_v3_fwd", "default", ""), arguments, None), str)
