@@ -23,10 +23,11 @@ FLATC         ?= flatc
 FLATC_VERSION := flatc version 2.0.8
 GENERATED     := replayfmt/format/generated
 
-.PHONY: demo test bench lint schema help
+.PHONY: demo test fuzz bench lint schema help
 help:
 	@echo 'make demo    capture a GPT-2 training step, replay and verify it, benchmark and dump it'
 	@echo 'make test    the whole test suite'
+	@echo 'make fuzz    change captures behind valid checks and read, plan and replay them, until it is stopped'
 	@echo 'make bench   measure everything into one table (benchmarks/README.md explains it)'
 	@echo 'make lint    ruff and mypy'
 	@echo 'make schema  regenerate $(GENERATED) from schema/opreplay.fbs'
@@ -56,6 +57,12 @@ demo: $(INSTALLED)
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest
+
+# Without end. STAGE is read, plan or run; make fuzz STAGE=run SEED=2000 goes on where it was stopped.
+STAGE ?= read
+SEED  ?= 0
+fuzz: $(INSTALLED)
+	PYTHONPATH=tests $(BIN)/python -m safety.fuzzing --stage=$(STAGE) --seed=$(SEED)
 
 bench: $(BENCHABLE)
 	$(BIN)/python benchmarks/run.py

@@ -21,7 +21,6 @@ _NAMESPACES = {
     "debug_mode_ops": "is a part of PyTorch's debugging",
     "debugprims": "reads files",
     "export": "looks up attributes by name",
-    "fsdp": "talks to other processes",
     "prim": "belongs to the TorchScript interpreter",
     "profiler": "is a part of the profiler",
     "static_runtime": "belongs to the TorchScript interpreter",

@@ -87,10 +87,13 @@ class OpLibraries:
     """The table for one run: what is known, what the user registered, and what may be imported.
 
     `allowed` has namespaces, module names or packages (`vllm` admits `vllm._C` as well); `registered` maps namespaces
-    to modules and comes before the known ones. Registering a library by flag or from Python also allows it.
+    to modules and comes before the known ones. Registering a library by flag or from Python also allows it. `own` says
+    whether PyTorch's own optional modules need no leave: some of them write files and open sockets.
     """
 
-    def __init__(self, allowed: Iterable[str] = (), registered: Mapping[str, Sequence[str]] | None = None) -> None:
+    def __init__(self, allowed: Iterable[str] = (), registered: Mapping[str, Sequence[str]] | None = None,
+                 *, own: bool = True) -> None:
+        self._own = own
         self._allowed = set(allowed)
         self._registered = dict(_registered)
         for namespace, modules in (registered or {}).items():
@@ -110,7 +113,8 @@ class OpLibraries:
 
     def admits(self, namespace: str, module: str) -> bool:
         """Whether a module may be imported for a namespace."""
-        if module in self._registered.get(namespace, ()) or module == "torch" or module.startswith(_OWN):
+        if module in self._registered.get(namespace, ()) or module == "torch" or (
+                self._own and module.startswith(_OWN)):
             return True
         package = module.partition(".")[0]
         return bool(self._allowed & {namespace, module, package})

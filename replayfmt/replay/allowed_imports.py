@@ -47,7 +47,7 @@ class AllowedImports:
             modules.append(module)
             if pair:
                 registered[namespace] = (*registered.get(namespace, ()), module)
-        self._libraries = OpLibraries(modules, registered)
+        self._libraries = OpLibraries(modules, registered, own=False)
         self.problems: list[str] = []
         for name in modules:
             self._import(name)
@@ -81,7 +81,8 @@ class AllowedImports:
             return problem or (f"{' and '.join(known)} was imported and does not register it; if another module does: "
                                f"{FLAG}=MODULE")
         if known:
-            package = known[0].partition(".")[0]
+            # Of PyTorch's own modules only the one that is needed, not all that "torch" would admit.
+            package = namespace if known[0].startswith("torch.") else known[0].partition(".")[0]
             return f"{known[0]} registers {namespace!r}: {FLAG}={package} lets it be imported"
         return (f"import the library that registers namespace {namespace!r} before making the plan, or name it: "
                 f"{FLAG}=MODULE")

@@ -31,7 +31,7 @@ HOST_CALLS = [
     "inductor::_reinterpret_tensor", "inductor::_alloc_from_pool", "profiler::_record_function_enter",
     "export::access_subclass_inner_tensor", "static_runtime::dict_unpack", "c10d::send", "_c10d_functional::isend",
     "symm_mem::memset32_", "prim::Print", "inductor::resize_storage_bytes_", "aten::get_gradients",
-    "aten::_cufft_set_plan_cache_max_size", "aten::_nested_view_from_buffer", "fsdp::chunk_cat",
+    "aten::_cufft_set_plan_cache_max_size", "aten::_nested_view_from_buffer",
 ]
 # What a walk over the registry finds of operators that return no tensor and write none: each of them only looks at its
 # arguments, or makes packed weights. A new one has somebody look at it.
@@ -186,3 +186,20 @@ def test_every_operator_of_this_torch_that_takes_a_path_or_a_name_of_something_i
                 if not isinstance(resolve(kernel, None), str):
                     unknown.add((full, tuple(strings)))
     assert {each for each in unknown if not each[0].startswith("aten::_test")} == set()
+
+
+def test_a_replay_imports_no_optional_module_of_pytorchs_because_a_capture_names_it(source: Path, tmp_path: Path
+                                                                                     ) -> None:
+    """In a process of its own, where nothing has imported them: with leave, and only that one."""
+    path = _named(source, tmp_path, "fsdp::chunk_cat")
+    script = (
+        "import sys, torch, replayfmt.replay.plan as plan\nfrom replayfmt.errors import ReplayRefused\n"
+        "before = set(sys.modules)\n"
+        "for allowed in ([], ['fsdp']):\n"
+        "    try: plan.Plan(sys.argv[1], allow_imports=allowed)\n"
+        "    except ReplayRefused as refused: print(refused.findings[0])\n"
+        "    print(any('fsdp' in each or 'inductor' in each for each in set(sys.modules) - before))\n")
+    done = subprocess.run([sys.executable, "-c", script, path], capture_output=True, text=True, check=True, timeout=600)
+    refused, imported, changed, after = done.stdout.splitlines()
+    assert "--allow-import=fsdp lets it be imported" in refused and imported == "False"
+    assert "fsdp::chunk_cat.default" in changed and "does not exist" not in changed and after == "True"
