@@ -24,6 +24,8 @@ from .trace_files import Progress, TraceFile
 
 _CHUNK_BYTES = 1 << 20
 _LONGEST_ENTRY = 8 << 20           # characters; what is longer is taken for damage
+_MOST_IN_VAIN = 32 << 20           # characters read in vain before nothing more is looked for inside of damage
+_CAREFUL = 32                      # entries that are read for themselves after one that could not be read
 _SHOWN_PROBLEMS = 20
 _DOUBLE_DIGITS = 16                # with the point, 15 digits: those that a double always holds
 # Possessive: a string of millions of characters keeps no way back for each of them.
@@ -73,6 +75,9 @@ class JsonStream:
         self._text = ""
         self._place = 0
         self._before = 0            # bytes before the buffer
+        self._counted = 0, 0        # a place in the buffer, and how many bytes are before it
+        self._careful = 0           # as many entries are still read by their extent
+        self._in_vain = 0           # characters of entries that had no end, or were no JSON
         self._ended = False
         self._not_utf8 = False
         self.problems: list[Problem] = []
@@ -86,7 +91,10 @@ class JsonStream:
     @property
     def offset(self) -> int:
         """Byte offset of what comes next."""
-        return self._before + len(self._text[: self._place].encode("utf-8", "surrogateescape"))
+        place, count = self._counted if self._counted[0] <= self._place else (0, 0)
+        count += len(self._text[place : self._place].encode("utf-8", "surrogateescape"))
+        self._counted = self._place, count
+        return self._before + count
 
     @property
     def member(self) -> str:
@@ -205,6 +213,12 @@ class JsonStream:
         """(True, value) of the value that comes next, or (False, None) after noting why there is none."""
         if not self._peek():
             return self._broken_off(False)
+        if self._careful:
+            # An error's message costs as much as what is before it: after one, an entry is read apart from the rest.
+            self._careful -= 1
+            extent = self._extent()
+            if extent is not None and (extent < len(self._text) or self._ended):
+                return self._apart(extent, recover)
         while True:
             try:
                 value, end = self._decoder.raw_decode(self._text, self._place)
@@ -230,17 +244,38 @@ class JsonStream:
                 return False, None
         return self._repaired(extent, recover)
 
+    def _apart(self, end: int, recover: bool) -> tuple[bool, Any]:
+        """The value up to `end`."""
+        try:
+            value = self._decoder.decode(self._text[self._place : end])
+        except ValueError:
+            return self._repaired(end, recover)
+        except RecursionError:
+            self._note("skipped", "an entry nested too deeply", self.offset)
+            self._resynchronize()
+            return False, None
+        self._place = end
+        return True, value
+
     def _too_long(self) -> bool:
         """Whether what was read of an entry is longer than any is; it is skipped then."""
         if len(self._text) - self._place <= _LONGEST_ENTRY:
             return False
         self._note("skipped", f"an entry of more than {_LONGEST_ENTRY} characters", self.offset)
+        if not self._looks_inside(len(self._text)):
+            self._place = len(self._text)
         self._resynchronize()
         return True
 
+    def _looks_inside(self, end: int) -> bool:
+        """Whether an entry that could not be read up to `end` is looked through for others. Where all of them are
+        damaged, each holds the next one: what is read in vain is bounded, and skipped from there on."""
+        self._in_vain += end - self._place
+        return self._in_vain <= _MOST_IN_VAIN
+
     def _broken_off(self, recover: bool) -> tuple[bool, Any]:
         start = self.offset
-        if recover and self._resynchronize():
+        if recover and self._looks_inside(len(self._text)) and self._resynchronize():
             self._note("skipped", "an entry without an end", start)
             return False, None
         self._note("cut off", "the file ends within an entry", start)
@@ -269,6 +304,7 @@ class JsonStream:
     def _repaired(self, end: int, recover: bool) -> tuple[bool, Any]:
         """The value up to `end`, with what exporters get wrong put right; skipped where that does not help."""
         offset, text = self.offset, self._text[self._place : end]
+        self._careful = _CAREFUL
         for kind, repair in (("trailing comma", _without_trailing_commas), ("bare word", _with_words),
                              ("invalid escape", _with_escapes)):
             repaired = repair(text)
@@ -283,7 +319,8 @@ class JsonStream:
             self._place = end
             return True, value
         self._note("skipped", f"an entry is no JSON: {self._shown()}", offset)
-        next_entry = _NEXT_ENTRY.search(self._text, self._place + 1, end) if recover else None
+        inside = recover and self._looks_inside(end)
+        next_entry = _NEXT_ENTRY.search(self._text, self._place + 1, end) if inside else None
         self._place = self._text.index("{", next_entry.start()) if next_entry else end
         return False, None
 
@@ -328,6 +365,7 @@ class JsonStream:
             self._note("not UTF-8", "bytes that are no UTF-8; they are kept as they are", at)
         if self._place:
             self._before = self.offset
+            self._counted = 0, 0
         self._text = self._text[self._place :] + text
         self._place = 0
 

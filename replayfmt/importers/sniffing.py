@@ -10,6 +10,7 @@ from typing import Literal, get_args
 from replayfmt.errors import InvalidCapture
 
 from .json_stream import JsonStream
+from .trace_files import archive_names, regular_length
 
 TraceKind = Literal["kineto", "execution-trace", "tracelens"]
 KINDS: tuple[TraceKind, ...] = get_args(TraceKind)
@@ -18,10 +19,9 @@ _READ = 64      # entries looked at, at most: what tells stands at the beginning
 
 def sniff(path: str | PathLike[str]) -> TraceKind:
     """The kind of a trace file. Raises CaptureNotFound, and InvalidCapture where it is none that is known."""
-    if zipfile.is_zipfile(path):
-        with zipfile.ZipFile(path) as archive:
-            if any(name.endswith("event_replay_ir.json") for name in archive.namelist()):
-                return "tracelens"
+    regular_length(path)
+    if zipfile.is_zipfile(path) and any(name.endswith("event_replay_ir.json") for name in archive_names(path)):
+        return "tracelens"
     with JsonStream.open(path) as stream:
         for seen, (key, value) in enumerate(stream.entries({"traceEvents", "nodes"})):
             if key == "traceEvents" or (key == "" and isinstance(value, dict) and "ph" in value):

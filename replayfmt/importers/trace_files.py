@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import gzip
 import io
+import lzma
 import os
+import stat
 import tarfile
 import zipfile
 import zlib
@@ -23,7 +25,23 @@ Progress = Callable[[int, int], None]     # bytes of the file read so far, and i
 _BLOCK_BYTES = 1 << 20
 _SHOWN_NAMES = 16
 _LONGEST_HEADER = 1 << 20       # of a tar member: names and attributes
-_CUT = (EOFError, zlib.error, gzip.BadGzipFile, tarfile.TarError, zipfile.BadZipFile, OSError)
+# RuntimeError: a zip's member is encrypted, or compressed in a way that this Python does not know.
+_CUT = (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile, tarfile.TarError, zipfile.BadZipFile, OSError,
+        RuntimeError)
+
+
+def regular_length(path: str | PathLike[str]) -> int:
+    """How long a file is, in bytes. Raises CaptureNotFound where there is none, or it is no regular file: a pipe cannot
+    be read twice, and opening one waits for somebody to write to it."""
+    try:
+        found = os.stat(path)
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise CaptureNotFound(f"{os.fspath(path)}: {reason}; expected a trace file") from error
+    if not stat.S_ISREG(found.st_mode):
+        kind = "a directory" if stat.S_ISDIR(found.st_mode) else "no regular file"
+        raise CaptureNotFound(f"{os.fspath(path)}: is {kind}; expected a trace file")
+    return found.st_size
 
 
 def _damage(error: BaseException) -> str:
@@ -65,7 +83,7 @@ class TraceFile:
         self._progress = progress
         wanted = wanted or (lambda name: name.endswith(".json"))
         try:
-            self.length = Path(self.path).stat().st_size
+            self.length = regular_length(self.path)
             self._raw: IO[bytes] = open(self.path, "rb")  # noqa: SIM115 - closed by close()
         except OSError as error:
             reason = error.strerror or type(error).__name__
@@ -176,7 +194,7 @@ def others_note(path: str | PathLike[str], member: str) -> str:
     """A sentence on which file of an archive was read and which like it were not; "" for a file that is no archive."""
     if not member:
         return ""
-    others = [name for name in _names(path) if name.endswith(Path(member).suffix) and name != member
+    others = [name for name in archive_names(path) if name.endswith(Path(member).suffix) and name != member
               and not Path(name).name.startswith(".")]
     read = f"of the archive, {member} was read, its first JSON file"
     if not others:
@@ -185,7 +203,7 @@ def others_note(path: str | PathLike[str], member: str) -> str:
     return f"{read}; not read, unpack them to import each: {', '.join(others[:_SHOWN_NAMES])}{more}"
 
 
-def _names(path: str | PathLike[str]) -> list[str]:
+def archive_names(path: str | PathLike[str]) -> list[str]:
     """The files of an archive, as far as it can be read."""
     names: list[str] = []
     try:

@@ -25,6 +25,8 @@ def parse_schema(text: str) -> torch.FunctionSchema:
     """The schema that `text` says. Raises ValueError for one that no operator has, RuntimeError as the parser does."""
     if len(text) > _LONGEST:
         raise ValueError(f"a schema of {len(text)} characters; expected at most {_LONGEST}")
+    if not text.isascii():
+        raise ValueError("a schema with characters that no name has")
     depth = 0
     for bracket in _BRACKETS.findall(text):
         depth += 1 if bracket in "([" else -1

@@ -250,7 +250,8 @@ class SetGenerator:
 
     def __init__(self, generator: torch.Generator, state: bytes) -> None:
         self._generator = generator
-        self._state = torch.frombuffer(bytearray(state), dtype=torch.uint8)
+        # frombuffer makes no tensor of no bytes. The generator itself says what is wrong with such a state.
+        self._state = torch.frombuffer(bytearray(state + b"\0"), dtype=torch.uint8)[: len(state)].clone()
 
     def __call__(self) -> None:
         self._generator.set_state(self._state)

@@ -6,6 +6,7 @@ import gzip
 import io
 import json
 import math
+import os
 import tarfile
 import tracemalloc
 import zipfile
@@ -265,3 +266,83 @@ def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
     assert count == 200_001 and len(line) * 200_000 > 15 << 20
     assert peak < 10 << 20
     assert seen[-1] == (path.stat().st_size, path.stat().st_size) and seen == sorted(seen)
+
+
+@pytest.mark.parametrize("entry", [
+    '{a},', '{"ph":1,', '{"ph":[,', '{"ph":1,x{"ph":1,', '1e,', '!,', '{"ph":"x},', '"\\x",', '{"a":nan},', ',,,',
+    '{"ph":1}}', '{"ph":1}\n{a}\n'])
+def test_reading_damage_costs_no_more_than_its_length(
+    entry: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Counted in characters: those that a decoding error looks at (its message has a line number), and those that are
+    looked through for an entry's end."""
+    looked = 0
+
+    class Counted(json.JSONDecodeError):
+        def __init__(self, message: str, text: str, place: int) -> None:
+            nonlocal looked
+            looked += place
+            super().__init__(message, text, place)
+
+    class Structure:
+        def finditer(self, text: str, place: int) -> Any:
+            nonlocal looked
+            for found in structure.finditer(text, place):
+                looked += len(found.group()) + 1
+                yield found
+
+    structure = json_stream._STRUCTURE
+    monkeypatch.setattr(json.decoder, "JSONDecodeError", Counted)
+    monkeypatch.setattr(json_stream, "_STRUCTURE", Structure())
+    monkeypatch.setattr(json_stream, "_MOST_IN_VAIN", 1 << 20)
+    data = '{"traceEvents":[{"ph":"X"},' + entry * 20_000 + '{"ph":"Y"}]}'
+    events, _members, stream = read(data, tmp_path)
+    assert events[0] == {"ph": "X"} and bool(stream.problem_counts) == (entry != ",,,")
+    assert looked < 8 * len(data) + 4 * (1 << 20), looked / len(data)
+
+
+def test_what_is_read_after_damage_has_its_true_place(tmp_path: Path) -> None:
+    good = [{"ph": "X", "name": f"ö{number}"} for number in range(50)]
+    parts = [json.dumps(each, ensure_ascii=False) for each in good]
+    data = '{"traceEvents":[' + ",{a},".join(parts) + ',{"b":c}]}'
+    events, _members, stream = read(data, tmp_path)
+    assert events == good and stream.problem_counts == {"skipped": 50}
+    raw = data.encode()
+    places = [raw.index(b"{a}")]
+    while len(places) < 3:
+        places.append(raw.index(b"{a}", places[-1] + 1))
+    assert [each.offset for each in stream.problems] == places
+
+
+def test_a_pipe_is_refused_at_once(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe.json"
+    os.mkfifo(pipe)
+    for kind in ("auto", "kineto", "execution-trace", "tracelens"):
+        with pytest.raises(CaptureNotFound, match="pipe.json: is no regular file; expected a trace file"):
+            import_trace(pipe, tmp_path / "out.opreplay", kind=kind)
+    with pytest.raises(CaptureNotFound, match="is a directory; expected a trace file"):
+        import_trace(tmp_path, tmp_path / "out.opreplay")
+
+
+@pytest.mark.parametrize(("local", "central", "values"), [(6, 8, (1, 0)), (8, 10, (99, 0))])
+def test_a_zip_that_is_encrypted_or_packed_in_an_unknown_way_is_one_error(
+    local: int, central: int, values: tuple[int, int], tmp_path: Path
+) -> None:
+    path = tmp_path / "trace.zip"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("trace.json", json.dumps(WHOLE))
+    data = bytearray(path.read_bytes())
+    for magic, place in ((b"PK\x03\x04", local), (b"PK\x01\x02", central)):
+        at = data.index(magic) + place
+        data[at:at + 2] = bytes(values)
+    path.write_bytes(data)
+    with pytest.raises(InvalidCapture, match=r"trace.zip: cannot be unpacked: .*(encrypted|not supported)"):
+        import_trace(path, tmp_path / "out.opreplay")
+
+
+def test_a_schema_with_a_lone_surrogate_is_no_schema() -> None:
+    from replayfmt.pytorch.schemas import parse_schema
+
+    for text in ("aten::relu\ud800(Tensor self) -> Tensor", "aten::relü(Tensor self) -> Tensor"):
+        with pytest.raises(ValueError, match="characters that no name has"):
+            parse_schema(text)

@@ -145,8 +145,9 @@ def test_integers_of_any_size_in_a_record_are_one_clear_error(source: Path, tmp_
 
 
 @pytest.mark.parametrize(
-    "change", [lambda content: b"\xff" * len(content), lambda content: content[:100], lambda content: content * 3],
-    ids=["nonsense", "short", "long"],
+    "change", [lambda content: b"\xff" * len(content), lambda content: content[:100], lambda content: content * 3,
+               lambda content: b""],
+    ids=["nonsense", "short", "long", "empty"],
 )
 def test_a_generators_state_is_checked_by_the_generator(
     source: Path, tmp_path: Path, change: Callable[[bytes], bytes]
