@@ -70,6 +70,7 @@ class MeasuredOp:
     times: Statistics | None = None
     cpu_ns: float | None = None      # a call's on average, of the whole process
     host_ns: float | None = None     # a call's, where `times` are the device's
+    returned: tuple[str, ...] | None = None     # what a call gave here, a text for each result
 
     @property
     def estimated_ns(self) -> float | None:
@@ -130,6 +131,21 @@ def measure_ops(plan: Plan, options: OpOptions, *, clock: Clock | None = None, p
     chosen = choose(plan.reader, pattern=options.pattern, limit=options.limit, every=options.every, progress=progress)
     walk = _Walk(plan, options, chosen, clock or Clock(), progress, on_measured)
     return walk.run()
+
+
+def _shown(result: Any) -> tuple[str, ...]:
+    if result is None:
+        return ()
+    return tuple(map(_text, result)) if isinstance(result, tuple) else (_text(result),)
+
+
+def _text(value: Any) -> str:
+    """A replayed result, as captured ones are shown."""
+    if isinstance(value, torch.Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')}[{','.join(map(str, value.shape))}] on {value.device}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(_text, value)) + "]"
+    return repr(value)
 
 
 def _nothing(_inputs: list[Any], _on_scope: None) -> list[Any]:
@@ -221,6 +237,8 @@ class _Walk:
         for _ in range(_WARMUP_CALLS):
             op.restore()
             op.calls(1)
+        op.restore()
+        measured.returned = _shown(op.result())
         self._synchronize()
         op.restore()
         first, _cpu, _host = self._sample(op, 1)

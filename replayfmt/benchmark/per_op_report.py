@@ -167,7 +167,8 @@ def table_lines(report: Report) -> Iterator[str]:
 
 
 def describe(op: MeasuredOp, reader: CaptureReader) -> Iterator[str]:
-    """Each argument's name, schema type and value, and each result's shape, dtype and device, as captured."""
+    """Each argument's name, schema type and value, and each result's shape, dtype and device, as captured and as the op
+    gave it here."""
     record = reader.record(op.group.first_ordinal if op.ordinal is None else op.ordinal)
     types = _schema_types(op.group.kernel.schema)
     shown = signature_of(record, reader, values=True).arguments
@@ -176,7 +177,13 @@ def describe(op: MeasuredOp, reader: CaptureReader) -> Iterator[str]:
     for index, value in enumerate(record.results):
         yield printable(f"    -> {index}: {_result(value, reader)}")
     if not record.results:
-        yield f"    -> {'it raised' if record.signature.status is OpStatus.raised else 'nothing'}"
+        unknown = (record.annotation or {}).get("results")      # an import that could not find out says why
+        yield printable("    -> captured: " + ("it raised" if record.signature.status is OpStatus.raised else
+                                               str(unknown) if unknown else "nothing"))
+    for index, returned in enumerate(op.returned or ()):
+        yield printable(f"    replayed {index}: {returned}")
+    if op.returned is not None and not op.returned:
+        yield "    replayed: nothing"
 
 
 def _schema_types(schema: str) -> dict[str, str]:

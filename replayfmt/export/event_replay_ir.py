@@ -31,6 +31,7 @@ DTYPE_NAMES: dict[DType, str] = {
     DType.float8_e5m2fnuz: "c10::Float8_e5m2fnuz", DType.float8_e4m3fnuz: "c10::Float8_e4m3fnuz",
     DType.float8_e8m0fnu: "c10::Float8_e8m0fnu", DType.float4_e2m1fn_x2: "c10::Float4_e2m1fn_x2",
     DType.uint16: "uint16_t", DType.uint32: "uint32_t", DType.uint64: "uint64_t",
+    **{DType[f"{sign}int{bits}"]: f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8)},
 }
 _REAL = frozenset({DType.float16, DType.bfloat16, DType.float32, DType.float64, DType.complex32, DType.complex64,
                    DType.complex128})

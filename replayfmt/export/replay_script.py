@@ -8,6 +8,7 @@ Each call gets inputs of the recorded dtypes, shapes and strides, with made-up c
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import statistics
 import sys
@@ -16,7 +17,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
+try:
+    import torch
+except ImportError as lacking:
+    sys.exit(f"this needs PyTorch, which cannot be imported here: {lacking}")
 
 DTYPES: dict[str, torch.dtype] = {
     "unsigned char": torch.uint8, "signed char": torch.int8, "short int": torch.int16, "int": torch.int32,
@@ -81,7 +85,7 @@ class Inputs:
 
     def tensor(self, spec: dict[str, Any], more: dict[str, Any]) -> torch.Tensor:
         """A tensor of the recorded geometry."""
-        dtype = DTYPES[spec["dtype"]]
+        dtype = dtype_of(spec.get("dtype"))
         device = torch.device(self.device or more.get("device") or ("cuda" if torch.cuda.is_available() else "cpu"))
         sizes = list(spec["shape"])
         strides = spec.get("strides")
@@ -108,7 +112,12 @@ class Inputs:
         if not count:
             return
         flat = torch.empty(0, dtype=dtype, device=device).set_(storage, 0, [count], [1])
-        if init == "ones":
+        if init == "ones" and dtype == DTYPES.get("c10::Float4_e2m1fn_x2"):
+            flat.view(torch.uint8).fill_(0x22)      # two ones a byte
+        elif str(dtype).removeprefix("torch.").lstrip("u") in [f"int{bits}" for bits in range(1, 8)]:
+            # A byte each, and no kernels.
+            flat.view(torch.uint8).fill_(1 if init == "ones" else 0)
+        elif init == "ones":
             flat.fill_(1)
         elif dtype.is_floating_point or dtype.is_complex:
             if init == "zeros" or dtype.itemsize == 1:
@@ -119,6 +128,16 @@ class Inputs:
                 flat.normal_()
         else:
             flat.zero_()
+
+
+def dtype_of(name: Any) -> torch.dtype:
+    """The dtype of a name as traces print it, or as PyTorch calls it. Raises ValueError."""
+    found = DTYPES.get(name) if isinstance(name, str) else None
+    if found is None and isinstance(name, str):
+        found = getattr(torch, name.removeprefix("torch.").removeprefix("c10::").lower(), None)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"this PyTorch, {torch.__version__}, has no dtype {name!a}")
+    return found
 
 
 def registered(name: str, overload: str) -> bool:
@@ -141,12 +160,31 @@ def operator(entry: dict[str, Any], allowed: Sequence[str] = ()) -> Any:
     if overload is not None:
         overload = "" if overload == "default" else overload
         if not registered(name, overload):
-            raise ValueError(f"no operator {name!a} with the overload {overload!a} is registered")
+            raise ValueError(lacks(f"{name}.{overload or 'default'}"))
         return torch._C._get_operation_overload(name, overload)[0]
     schemas = torch._C._jit_get_schemas_for_operator(name)
     if not any(registered(name, schema.overload_name) for schema in schemas):
-        raise ValueError(f"no operator {name!a} is registered")     # TorchScript's own are none: one writes files
+        raise ValueError(lacks(name))     # TorchScript's own are none: one writes files
     return torch._C._jit_get_operation(name)[0]
+
+
+def lacks(operator: str) -> str:
+    """What to say of an operator that is not there."""
+    return f"no operator {operator!a} is registered; --import=MODULE imports the library that registers it"
+
+
+def entries_of(path: str) -> list[dict[str, Any]]:
+    """The entries of a file. Raises ValueError and OSError, with what is wrong."""
+    with open(path, encoding="utf-8") as file:
+        entries = json.load(file)
+    if not isinstance(entries, list):
+        raise ValueError("no EventReplay IR: expected a list of entries")
+    for number, entry in enumerate(entries, 1):
+        ir = entry.get("replay_ir") if isinstance(entry, dict) else None
+        if not isinstance(ir, dict) or not isinstance(entry.get("op_name"), str) or not all(
+                isinstance(ir.get(key), list) for key in ("list_pos_args", "list_kwargs")):
+            raise ValueError(f"entry {number}: expected op_name, and replay_ir with list_pos_args and list_kwargs")
+    return entries
 
 
 def arguments(entry: dict[str, Any], device: str | None) -> tuple[list[Any], dict[str, Any]]:
@@ -216,6 +254,8 @@ def flags(given: list[str] | None) -> argparse.Namespace:
                         help="measure each call for so long (default 0.02s)")
     parser.add_argument("--allow-operator", action="append", default=[], metavar="NAME",
                         help="run this operator although it does more than compute on tensors")
+    parser.add_argument("--import", dest="modules", action="append", default=[], metavar="MODULE",
+                        help="import this module first: a library that registers operators. Repeatable")
     parser.add_argument("--stop-on-error", action="store_true")
     parser.add_argument("-v", "--verbose", action="store_true", help="print arguments and results")
     return parser.parse_args(given)
@@ -223,8 +263,23 @@ def flags(given: list[str] | None) -> argparse.Namespace:
 
 def main(given: list[str] | None = None) -> int:
     options = flags(given)
-    with open(options.file, encoding="utf-8") as file:
-        entries = json.load(file)
+    for module in options.modules:
+        try:
+            importlib.import_module(module)
+        except Exception as error:      # a foreign library may fail in any way
+            print(f"--import={module}: {type(error).__name__}: {error}".split("\n")[0], file=sys.stderr)
+            return 2
+    try:
+        if options.device is not None:
+            torch.empty(0, device=options.device)
+    except Exception as error:      # each kind of device says it in its own way
+        print(f"--device={options.device}: {error}".split("\n")[0], file=sys.stderr)
+        return 2
+    try:
+        entries = entries_of(options.file)
+    except (OSError, ValueError, RecursionError) as error:
+        print(f"{options.file}: {error}".split("\n")[0], file=sys.stderr)
+        return 2
     chosen = [each for each in entries if not options.op_filter or options.op_filter in each["op_name"]]
     matched = len(chosen)
     if entries and not matched:

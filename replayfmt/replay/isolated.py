@@ -7,6 +7,7 @@ inputs that it only reads are the replay's own.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ class IsolatedOp:
         self.ordinal = step.ordinal
         self.signature = touched.signature
         self._function: Callable[..., list[Any]] = step.window.function
+        self._kernel = step.window.kernel
         self._inputs = tuple(inputs)
         written = [place for place, key in enumerate(step.window.inputs) if key in touched.written_keys]
         self._originals = storages_of(inputs, written)
@@ -49,6 +51,21 @@ class IsolatedOp:
     def call(self) -> list[Any]:
         """Run the op once; what it gives is in the result until that is dropped. Raises whatever the op raises."""
         return self._function(list(self._arguments), None)
+
+    def result(self) -> Any:
+        """Run the op once; what its kernel returned, also what the replay does not need. Raises whatever it raises."""
+        function, place = self._function, self._kernel
+        assert isinstance(function, FunctionType) and function.__defaults__ is not None and place is not None
+        constants, kept = list(function.__defaults__), []
+        kernel = constants[place]
+
+        def keep(*arguments: Any, **named: Any) -> Any:
+            kept.append(kernel(*arguments, **named))
+            return kept[-1]
+
+        constants[place] = keep
+        FunctionType(function.__code__, function.__globals__, "window", tuple(constants))(list(self._arguments), None)
+        return kept[0]
 
     def calls(self, count: int) -> None:
         """Run the op that often, letting go of each call's results at once."""

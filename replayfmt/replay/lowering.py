@@ -156,7 +156,8 @@ class Lowering:
         outputs = [key for key, name in self.names.items() if name[0] == "v"]
         function = text.function(self.context.cache, [self.names[key] for key in outputs])
         window = Window(first, end - first, function, text.inputs, [key in self._consumed for key in text.inputs],
-                        outputs, self._staged, self._hoisted, self._dropped, text.line_ordinals, text.returns_result)
+                        outputs, self._staged, self._hoisted, self._dropped, text.line_ordinals, text.returns_result,
+                        text.kernel)
         self.text, self.names = WindowText(), {}
         self._staged, self._hoisted, self._dropped, self._consumed = [], [], [], set()
         self._hoisted_on.clear()

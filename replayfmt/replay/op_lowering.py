@@ -125,7 +125,9 @@ class OpLine:
                 name = f"{text.shared('storage of', storage_of)}({walk.storage(storage, ordinal)})"
                 values.append(None)
             holes.append(name)
-        return template.text % (self._function(expect_failure, values), *holes), slot_names
+        function = self._function(expect_failure, values)
+        text.kernel = int(function[1:])      # parameters are called a0, a1…
+        return template.text % (function, *holes), slot_names
 
     def _function(self, expect_failure: bool, values: list[Any]) -> str:
         """The parameter that holds what is called, with these values where they are no tensors."""

@@ -57,6 +57,7 @@ class Window:
     dropped: list[int]
     line_ordinals: list[int] = field(repr=False)
     returns_result: bool = False      # the function returns what its op returned, and defines no variables
+    kernel: int | None = None         # which of the function's constants its last op calls; None: there is no op
 
     @property
     def last_ordinal(self) -> int:
@@ -107,6 +108,7 @@ class WindowText:
         self.line_ordinals: list[int] = []
         self.inputs: list[int] = []
         self.returns_result = False
+        self.kernel: int | None = None
         self._constants: list[Any] = []
         self._shared: dict[Hashable, str] = {}
         self._free: list[int] = []

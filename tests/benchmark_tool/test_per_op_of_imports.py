@@ -12,6 +12,7 @@ import torch
 import replayfmt
 from replayfmt.benchmark.min_time import parse_min_time
 from replayfmt.benchmark.per_op import MeasuredOp, OpOptions, PerOpRun, measure_ops
+from replayfmt.benchmark.per_op_report import describe
 from replayfmt.importers.importing import import_trace
 from replayfmt.replay.plan import Plan
 from replayfmt.replay.synthesis import Synthesis
@@ -67,6 +68,25 @@ def test_each_distinct_op_is_measured_once_its_own_content_is_made(capture: Path
     assert not plan._content._kept, "contents are let go of"
 
 
+def test_verbose_shows_what_was_replayed_and_where(capture: Path, monkeypatch: pytest.MonkeyPatch,
+                                                   tmp_path: Path) -> None:
+    run, _at, plan = measured(capture, monkeypatch)
+    lines = list(describe(run.ops[0], plan.reader))
+    assert lines[-1] == "    replayed 0: float32[4,3] on cpu"
+    with replayfmt.capture(tmp_path / "c.opreplay"):
+        x = torch.arange(12.0).reshape(3, 4)
+        x.max(0)
+        x.split(2)
+        x.sum().item()
+        x.add_(1)
+    run, _at, plan = measured(tmp_path / "c.opreplay", monkeypatch)
+    returned = {op.group.kernel.name: op.returned for op in run.ops}
+    assert returned["aten::max"] == ("float32[4] on cpu", "int64[4] on cpu")
+    assert returned["aten::split"] == ("float32[2,4] on cpu", "float32[1,4] on cpu")
+    assert returned["aten::_local_scalar_dense"] == ("66.0",)
+    assert returned["aten::add_"] == ("float32[3,4] on cpu",)
+
+
 def test_every_instance_is_run_where_that_is_asked_for(capture: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run, at, _plan = measured(capture, monkeypatch, every=True)
     assert run.successful == 60 and at[0] == 2 and at[-1] == 100
@@ -85,14 +105,14 @@ def test_another_instance_is_taken_where_the_first_cannot_be_run(capture: Path,
 
 def test_results_of_another_shape_are_found_though_nothing_is_verified_first(tmp_path: Path,
                                                                              monkeypatch: pytest.MonkeyPatch) -> None:
-    made = [torch.zeros(4)]
+    sizes = [4]
     with torch.library._scoped_library("per_op_imports", "FRAGMENT") as library:
         library.define("shape(Tensor x) -> Tensor")
-        library.impl("shape", lambda x: made[0].clone(), "CPU")
+        library.impl("shape", lambda x: torch.zeros(sizes[0]), "CPU")
         with replayfmt.capture(tmp_path / "c.opreplay", payload="none"):
             kept = torch.ops.per_op_imports.shape(torch.ones(2))
         assert kept.shape == (4,)
-        made[0] = torch.zeros(3)
+        sizes[0] = 3
         run, _at, _plan = measured(tmp_path / "c.opreplay", monkeypatch)
     assert {op.group.kernel.name: op.verdict for op in run.ops}["per_op_imports::shape"] in ("failed", "mismatched")
     assert run.failed == 1

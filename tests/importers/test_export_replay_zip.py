@@ -17,7 +17,7 @@ from opreplay_tools.export import cli
 import replayfmt
 from replayfmt.errors import OutputExists, ReplayRefused, UsageError
 from replayfmt.export.replay_zip import escaped, export_replay_zip
-from replayfmt.format.codes import RecordKind
+from replayfmt.format.codes import DType, RecordKind
 from replayfmt.format.reader import CaptureReader, open_capture
 from replayfmt.format.signature_text import signature_of
 from replayfmt.importers.tracelens import import_tracelens
@@ -134,7 +134,7 @@ def test_the_script_takes_a_flag_once_and_a_filter_that_matches(
         assert left.value.code == 2 and f"--{name} is given more than once" in capsys.readouterr().err
     assert (flags(["--op-limit=3"]).op_limit, flags([]).op_limit) == (3, None)
     path = tmp_path / "ir.json"
-    path.write_text(json.dumps([{"op_name": "aten::relu"}]))
+    path.write_text(json.dumps([{"op_name": "aten::relu", "replay_ir": {"list_pos_args": [], "list_kwargs": []}}]))
     assert main([str(path), "--op-filter=nothing"]) == 2
     assert "--op-filter=nothing: no operator's name in" in capsys.readouterr().err
 
@@ -153,6 +153,67 @@ def test_the_script_fails_where_a_call_fails(tmp_path: Path, capsys: pytest.Capt
     assert "2 calls in the file, 1 matched, 1 attempted" in capsys.readouterr().out
     assert main([str(path), "--device=cpu", "--benchmark-min-time=0s", "--stop-on-error", "--op-limit=1"]) == 1
     assert "0 successful, 1 failed" in capsys.readouterr().out
+
+
+def _ir(path: Path, *entries: Any) -> str:
+    path.write_text(json.dumps(list(entries)))
+    return str(path)
+
+
+def test_the_script_runs_custom_operators_once_their_library_is_imported(
+        tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    from replayfmt.export.replay_script import main
+
+    (tmp_path / "script_library.py").write_text(
+        "import torch\nlibrary = torch.library.Library('script_library', 'FRAGMENT')\n"
+        "library.define('twice(Tensor x) -> Tensor')\n"
+        "library.impl('twice', lambda x: x * 2, 'CompositeExplicitAutograd')\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    item = {"arg_name": "x", "arg_type": "Tensor", "value": {"shape": [2], "dtype": "float", "strides": [1]}}
+    entry = {"op_name": "script_library::twice", "replay_ir": {"list_pos_args": [item], "list_kwargs": []},
+             "opreplay": {"overload": "default"}}
+    flags = [_ir(tmp_path / "ir.json", entry), "--device=cpu", "--benchmark-min-time=0s", "-v"]
+    assert main(flags) == 1
+    assert "'script_library::twice.default' is registered; --import=MODULE" in capsys.readouterr().out
+    try:
+        assert main([*flags, "--import=script_library"]) == 0
+        assert "result: Tensor(shape=(2,), dtype=torch.float32, device=cpu)" in capsys.readouterr().out
+    finally:
+        sys.modules.pop("script_library").library._destroy()
+
+
+def test_the_script_names_what_it_lacks_without_a_traceback(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from replayfmt.export.replay_script import main
+
+    good = {"op_name": "aten::relu", "replay_ir": {"list_pos_args": [], "list_kwargs": []}}
+    path = _ir(tmp_path / "ir.json", good)
+    (tmp_path / "no.json").write_text("{")
+    for flags, said in (([str(tmp_path / "nowhere.json")], "No such file"), ([str(tmp_path / "no.json")], "Expecting"),
+                        ([_ir(tmp_path / "a.json", {"op_name": "aten::mm"})], "entry 1: expected op_name"),
+                        ([_ir(tmp_path / "b.json", good, 3)], "entry 2: expected op_name"),
+                        ([path, "--import=not_installed_here"], "--import=not_installed_here: ModuleNotFoundError"),
+                        ([path, "--device=nonsense"], "--device=nonsense: ")):
+        assert main(flags) == 2
+        assert said in (err := capsys.readouterr().err) and err.count("\n") == 1
+    item = {"arg_name": "self", "arg_type": "Tensor", "value": {"shape": [2], "dtype": "float7", "strides": [1]}}
+    odd = {"op_name": "aten::relu", "replay_ir": {"list_pos_args": [item], "list_kwargs": []}}
+    assert main([_ir(tmp_path / "c.json", odd), "--device=cpu"]) == 1
+    assert "has no dtype 'float7'" in capsys.readouterr().out
+
+
+def test_the_script_knows_every_dtype_that_an_export_writes() -> None:
+    from replayfmt.export.event_replay_ir import DTYPE_NAMES
+    from replayfmt.export.replay_script import Inputs, dtype_of
+    from replayfmt.pytorch.dtypes import TORCH_DTYPE
+
+    assert DTYPE_NAMES[DType.int16] == "short int" and DTYPE_NAMES[DType.int32] == "int", "as profilers print them"
+    for dtype, name in DTYPE_NAMES.items():
+        assert dtype_of(name) is dtype_of(str(TORCH_DTYPE[dtype])) is TORCH_DTYPE[dtype]
+        for init in ("normal", "zeros", "ones"):
+            made = Inputs("cpu").tensor({"shape": [4], "dtype": name, "strides": [1], "init": init}, {})
+            assert made.dtype is TORCH_DTYPE[dtype] and made.shape == (4,)
+    plain = [dtype for dtype in TORCH_DTYPE if not dtype.name.startswith(("q", "bits"))]
+    assert [dtype.name for dtype in plain if dtype not in DTYPE_NAMES] == []
 
 
 def test_unique_counts_calls_with_the_same_arguments(capture: Path, tmp_path: Path) -> None:
