@@ -32,7 +32,8 @@ def test_with_device_work_the_operators_that_launched_it_stand_for_it(imported: 
     assert record.device_duration_ns == 30_000 and record.duration_ns == 60_000
     assert record.annotation == {
         "import": "exact", "stream": 7,
-        "device_kernels": [{"name": "gemm", "grid": [4, 1, 1], "block": [128, 1, 1], "stream": 7}]}
+        "device_kernels": [{"name": "gemm", "grid": [4, 1, 1], "block": [128, 1, 1], "stream": 7,
+                            "duration_ns": 30_000}]}
     mat2 = record.argument("mat2")
     assert isinstance(mat2, TensorValue) and mat2.meta.strides == (1, 8)
     assert str(result.reader.devices[mat2.meta.device]) == "cuda:0"
