@@ -8,6 +8,7 @@ on both sides. The forms and their parts, in order:
     quantized_per_tensor                              integers, dtype, scale, zero point
     quantized_per_channel                             integers, dtype, scales, zero points, axis
     nested                                            buffer, sizes, strides, offsets (the last three are tensors)
+    packed_…                                          see packed_parameters.py
 
 `integers` is the quantized tensor's own memory, with its sizes and strides, as int8, uint8 or int32. Call inside
 `undispatched()`.
@@ -20,6 +21,7 @@ from typing import Any
 
 import torch
 
+from . import packed_parameters
 from .bounds import check_nested, check_per_channel, check_sparse_compressed, check_sparse_coo
 from .looks import dtype_of, is_nested, is_quantized, layout_of, offset_of, shape_of, storage_of, stride_of
 from .memory import make_view
@@ -36,7 +38,8 @@ _COMPRESSED_LAYOUT = {form: layout for layout, form in _COMPRESSED.items()}
 _ROWS_ARE_COMPRESSED = (torch.sparse_csr, torch.sparse_bsr)
 _INTEGERS = {torch.qint8: torch.int8, torch.quint8: torch.uint8, torch.qint32: torch.int32}
 
-FORMS = ("sparse_coo", *_COMPRESSED_LAYOUT, "quantized_per_tensor", "quantized_per_channel", "nested")
+FORMS = ("sparse_coo", *_COMPRESSED_LAYOUT, "quantized_per_tensor", "quantized_per_channel", "nested",
+         *packed_parameters.FORMS)
 
 
 def is_composite(tensor: torch.Tensor) -> bool:
@@ -44,11 +47,13 @@ def is_composite(tensor: torch.Tensor) -> bool:
     return layout_of(tensor) is not torch.strided or is_quantized(tensor) or is_nested(tensor)
 
 
-def take_apart(tensor: torch.Tensor) -> tuple[str, Parts]:
-    """(form, parts) of a composite. The tensors among the parts share its memory.
+def take_apart(tensor: torch.Tensor | torch.ScriptObject) -> tuple[str, Parts]:
+    """(form, parts) of a composite. The tensors among the parts share its memory; of packed parameters they are copies.
 
-    Raises TypeError for a layout that has no form here (mkldnn, packed quantized dtypes).
+    Raises TypeError for what has no form here (mkldnn layout, packed quantized dtypes, other objects).
     """
+    if isinstance(tensor, torch.ScriptObject):
+        return packed_parameters.take_apart(tensor, _take_quantized)
     layout = layout_of(tensor)
     if layout is torch.sparse_coo:
         return "sparse_coo", (tensor._indices(), tensor._values(), tuple(shape_of(tensor)), tensor.is_coalesced())
@@ -77,9 +82,11 @@ def _take_quantized(tensor: torch.Tensor) -> tuple[str, Parts]:
     return "quantized_per_channel", (integers, dtype, scales, zero_points, tensor.q_per_channel_axis())
 
 
-def put_together(form: str, parts: Sequence[Any]) -> torch.Tensor:
+def put_together(form: str, parts: Sequence[Any]) -> Any:
     """The composite that `take_apart` took apart, on the memory of its parts. Raises ValueError for other forms, and
     for parts that do not go together: kernels would read beyond them."""
+    if form in packed_parameters.FORMS:
+        return packed_parameters.put_together(form, parts, put_together)
     if form == "sparse_coo":
         indices, values, sizes, is_coalesced = parts
         check_sparse_coo(indices, values, tuple(sizes))

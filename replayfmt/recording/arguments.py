@@ -20,6 +20,7 @@ from replayfmt.pytorch.memory import call_undispatched
 
 from .records import Unrepresentable
 from .trackers import Tracker
+from .unpacked import Unpacked
 
 _INT64 = range(-(1 << 63), 1 << 63)
 
@@ -74,6 +75,7 @@ class Encoder:
         generator: Callable[[torch.Generator], int],
         device: Callable[[torch.device], int],
         large_integer: Callable[[int], int | torch.Tensor | None],
+        unpacked: Unpacked,
     ) -> None:
         """`large_integer`: what is recorded in the place of an integer of more than 32 bits: itself, the tensor that
         stands for an address, or None."""
@@ -82,6 +84,7 @@ class Encoder:
         self._generator = generator
         self._device = device
         self._large_integer = large_integer
+        self._unpacked = unpacked
 
     def add(self, value: Any, values: Values) -> None:
         """Append one value. Raises Unrepresentable."""
@@ -140,6 +143,8 @@ class Encoder:
             key.append(_STORAGE)
             storage = value if isinstance(value, torch.UntypedStorage) else value._untyped_storage
             values.ints.append(self._storage(storage, values.argument))
+        elif isinstance(value, torch.ScriptObject):
+            self._add_composite(value, values)
         elif isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
             self.add(_concrete(value), values)
         elif isinstance(value, (bool, int, float)):  # subclasses
@@ -158,11 +163,14 @@ class Encoder:
         values.tensors.append(use.number)
         values.uses.append(use)
 
-    def _add_composite(self, tensor: torch.Tensor, values: Values) -> None:
-        if layout_of(tensor) is TORCH_LAYOUT[Layout.mkldnn]:
+    def _add_composite(self, value: torch.Tensor | torch.ScriptObject, values: Values) -> None:
+        if isinstance(value, torch.Tensor) and layout_of(value) is TORCH_LAYOUT[Layout.mkldnn]:
             raise Unrepresentable("mkldnn_layout", "a tensor in oneDNN's own layout")
         try:
-            form, parts = call_undispatched(take_apart, tensor)
+            if isinstance(value, torch.Tensor):
+                form, parts = call_undispatched(take_apart, value)
+            else:
+                form, parts = self._unpacked.parts(value)
         except TypeError as error:
             raise Unrepresentable("opaque_argument", str(error)) from error
         values.key.append(Token(ValueKind.composite, form, len(parts)))
@@ -174,7 +182,7 @@ class StructureEncoder(Encoder):
     """Encodes tensors and how they are nested. Scalars and strings, which may tell what is in them, become None."""
 
     def add(self, value: Any, values: Values) -> None:
-        if isinstance(value, (torch.Tensor, list, tuple, torch.UntypedStorage, torch.TypedStorage)):
+        if isinstance(value, (torch.Tensor, list, tuple, torch.UntypedStorage, torch.TypedStorage, torch.ScriptObject)):
             super().add(value, values)
         else:
             recorded = self._large_integer(value) if type(value) is int and value >> 32 > 0 else None

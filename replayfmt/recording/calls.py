@@ -29,6 +29,7 @@ from .randomness import Generators, drawn_from
 from .records import Records, Unrepresentable
 from .storages import Storages
 from .tensor_metas import TensorMetas
+from .unpacked import Unpacked
 
 if TYPE_CHECKING:
     from .sites import Site
@@ -87,12 +88,13 @@ class Calls:
         self.site: Site | None = None      # of the call that was recorded last
         self._kernels: dict[int, KernelFacts] = {}
         self._call: Call | None = None
+        unpacked = Unpacked()
         self._arguments = Encoder(
-            self._use_argument, self._use_storage, generators.number, records.device, self._given_integer
+            self._use_argument, self._use_storage, generators.number, records.device, self._given_integer, unpacked
         )
         results = Encoder if scalars else StructureEncoder
         self._results = results(
-            self._use_result, self._result_storage, generators.number, records.device, self._returned_integer
+            self._use_result, self._result_storage, generators.number, records.device, self._returned_integer, unpacked
         )
 
     def facts(self, func: torch._ops.OpOverload) -> KernelFacts:
@@ -292,19 +294,19 @@ class Calls:
 
     def _note_writes(self, call: Call, values: Values) -> None:
         facts = call.facts
-        unknown = facts.copies >= 0 and self._copies_unknown(call)
+        unknown = self._unknown_in(call) if facts.copies >= 0 else []
         if facts.writes:
             writes = facts.writes_in(call.args, call.kwargs)
             for use in call.values.uses:
                 if use.argument not in writes:
                     continue
                 if unknown:
-                    self._storages.wrote_anything(use.tracker, use.storage)
+                    self._storages.wrote_anything(use.tracker, use.storage, touched=all(unknown))
                 else:
                     self._wrote(use.tensor, facts.writes_all(use.argument))
         elif unknown:
             for use in values.uses:
-                self._storages.wrote_anything(use.tracker, use.storage)
+                self._storages.wrote_anything(use.tracker, use.storage, touched=all(unknown))
         elif facts.in_place_view or facts.namespace != "aten":
             for use in call.values.uses:
                 state = use.tracker.state
@@ -312,13 +314,16 @@ class Calls:
                 if length != (use.tracker.size if state is None else state.length):
                     self._storages.resized(use.tracker, length)
 
-    def _copies_unknown(self, call: Call) -> bool:
-        """Whether a call copies bytes that nobody has written."""
-        return any(
-            use.argument == call.facts.copies and use.tracker.size == -1
-            and not use.tracker.reproducible(self._metas.params[use.meta].region(int(offset_of(use.tensor))))
-            for use in call.values.uses
-        )
+    def _unknown_in(self, call: Call) -> list[bool]:
+        """For each storage with unwritten bytes that a call copies: whether anything of it was written."""
+        unknown = []
+        for use in call.values.uses:
+            if use.argument == call.facts.copies and use.tracker.size == -1:
+                region = self._metas.params[use.meta].region(int(offset_of(use.tensor)))
+                if not use.tracker.reproducible(region):
+                    coverage = use.tracker.state.coverage if use.tracker.state is not None else None
+                    unknown.append(coverage is None or coverage.touched)
+        return unknown
 
     def _wrote(self, tensor: torch.Tensor, everything: bool) -> None:
         storage = storage_of(tensor)

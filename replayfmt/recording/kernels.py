@@ -172,6 +172,7 @@ _ONLY_WITH = {
 
 # The argument whose bytes are copied as they are, all of them, and nothing else.
 _COPIES = {"copy_": 1, "clone": 0, "_to_copy": 0}
+_PACKS = "_prepack"     # in the names of operators that copy a weight into packed parameters
 
 # Arguments that are written without an annotation that says so.
 _RUNNING = ("running_mean", "running_var")
@@ -228,6 +229,7 @@ class KernelFacts:
         "opaque_results",
         "overwrites_self",
         "own",
+        "packs",
         "own_kernels",
         "packs",
         "parts",
@@ -273,7 +275,8 @@ class KernelFacts:
         self.reads_nothing = self.view or (aten and base in _READS_NOTHING) or torch.Tag.inplace_view in func.tags
         self.overwrites_self = aten and base in _OVERWRITES_SELF
         self.writes_some = aten and base in _WRITES_SOME
-        self.copies = _COPIES.get(base, -1) if aten else -1
+        self.packs = self.namespace == "quantized" and _PACKS in base
+        self.copies = 0 if self.packs else _COPIES.get(base, -1) if aten else -1
         self.beta = aten and base in _BETA
         self.in_place_view = torch.Tag.inplace_view in func.tags
         # Views written to nothing: an in-place view changes metadata, not memory.
@@ -348,7 +351,7 @@ class KernelFacts:
         if argument.name == "momentum_buffer_list" and self.name == "aten::_fused_sgd_":
             return not kwargs.get("is_first_step")
         if index == 0:
-            if self.overwrites_self:
+            if self.overwrites_self or self.packs:
                 return False
             if self.writes_some:
                 return any(self.argument(i, args, kwargs) for i in self.accumulates_at)

@@ -354,13 +354,14 @@ class Storages:
 
     # ---------------------------------------------------------------------------------------------------------- writes
 
-    def wrote_anything(self, tracker: Tracker, storage: torch.UntypedStorage) -> None:
-        """A captured op copied bytes to a storage that nobody had written: which of it are known is not followed."""
+    def wrote_anything(self, tracker: Tracker, storage: torch.UntypedStorage, *, touched: bool) -> None:
+        """A captured op copied bytes to a storage that nobody had written: which of it are known is not followed.
+        `touched`: some are."""
         state = self.state(tracker)
         if state.alias_of is not None:
             tracker, state = state.alias_of, self.state(state.alias_of)
         state.coverage = Coverage(state.length)
-        state.coverage.touched = True
+        state.coverage.touched = touched
         tracker.written = None
         tracker.size = -1
         self.synchronize(tracker, storage)

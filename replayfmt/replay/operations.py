@@ -81,7 +81,7 @@ class PutTogether:
     def __init__(self, form: str) -> None:
         self._form = form
 
-    def __call__(self, parts: tuple[Any, ...]) -> torch.Tensor:
+    def __call__(self, parts: tuple[Any, ...]) -> Any:
         return put_together(self._form, list(parts))
 
 
@@ -92,7 +92,7 @@ class TakeApart:
         self._form, self._parts = form, parts
 
     def __call__(self, tensor: Any) -> tuple[Any, ...]:
-        if not isinstance(tensor, torch.Tensor):
+        if not isinstance(tensor, torch.Tensor | torch.ScriptObject):
             raise UnexpectedBehaviour(f"a result is {type(tensor).__name__}, captured was a {self._form} tensor")
         form, parts = take_apart(tensor)
         if form != self._form or len(parts) != self._parts:

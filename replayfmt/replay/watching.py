@@ -103,7 +103,7 @@ def _gather(place: Place, value: Any, found: dict[int, torch.Tensor]) -> None:
         if isinstance(value, torch.Tensor):
             found[place.tensor_slot] = value
         return
-    parts = take_apart(value)[1] if isinstance(value, torch.Tensor) else value
+    parts = take_apart(value)[1] if isinstance(value, torch.Tensor | torch.ScriptObject) else value
     if isinstance(parts, tuple | list) and len(parts) == len(place.children):
         for child, part in zip(place.children, parts, strict=True):
             _gather(child, part, found)
