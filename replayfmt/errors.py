@@ -58,6 +58,14 @@ class CaptureFailed(OpReplayError):
     """The capture could not be started, written or closed. The program under capture goes on."""
 
 
+class NothingCaptured(CaptureFailed):
+    """A capture was closed without an op in it. `file` says what became of the file."""
+
+    def __init__(self, message: str, file: str) -> None:
+        super().__init__(f"{message}; {file}")
+        self.file = file
+
+
 class OutputExists(OpReplayError):
     """A file would be overwritten without --force."""
 

@@ -135,7 +135,7 @@ def _write(out: str | os.PathLike[str], texts: dict[str, str]) -> None:
             info.compress_type = zipfile.ZIP_DEFLATED
             info.external_attr = _EXECUTABLE if name == SCRIPT_NAME else 0o644 << 16
             archive.writestr(info, text)
-    partial = Path(f"{os.fspath(out)}.partial")
+    partial = Path(f"{os.fspath(out)}.{os.getpid()}.partial")  # another export may be writing to the same path
     try:
         partial.write_bytes(buffer.getvalue())
         os.replace(partial, out)

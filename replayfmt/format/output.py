@@ -2,6 +2,10 @@
 
 Owns the descriptor and its position. The first write that fails ends the file: what is on disk by then is left as it
 is (a torn tail is what recovery expects), and every later call raises the same CaptureFailed.
+
+Neither the descriptor nor the names are safe from others: a program under capture may close descriptors that it never
+opened, so that the number soon means a file of its own, and another process may put its file under the same name. So
+before each write, rename and removal the file is compared with the one that was created, by device and inode.
 """
 
 from __future__ import annotations
@@ -47,7 +51,34 @@ def check_place(path: str | os.PathLike[str], force: bool) -> None:
     if not os.path.isdir(folder):
         raise CaptureFailed(f"{name}: there is no directory {folder}; create it first")
     if not os.access(folder, os.W_OK | os.X_OK):
-        raise CaptureFailed(f"{name}: files cannot be created in {folder}: permission denied")
+        reason = "the file system is read-only" if _is_read_only(folder) else "permission denied"
+        raise CaptureFailed(f"{name}: files cannot be created in {folder}: {reason}")
+
+
+def _is_read_only(folder: str) -> bool:
+    try:
+        return bool(os.statvfs(folder).f_flag & os.ST_RDONLY)
+    except OSError:
+        return False
+
+
+Identity = tuple[int, int]  # device and inode
+
+
+def identity(file: str | int) -> Identity | None:
+    """Which file has a name (a link itself, not what it leads to) or is open under a descriptor; None: none."""
+    try:
+        status = os.fstat(file) if isinstance(file, int) else os.lstat(file)
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino
+
+
+def remove(name: str, ours: Identity | None) -> None:
+    """Remove a file, where it still has that name."""
+    if ours is not None and identity(name) == ours:
+        with suppress(FileNotFoundError):
+            os.unlink(name)
 
 
 class Output:
@@ -66,6 +97,8 @@ class Output:
         self._failure: CaptureFailed | None = None
         self._fd = -1
         self._finished = False
+        self._identity: Identity | None = None
+        self._begun = bool(doing)  # what makes a capture from another one removes what it did not complete
         self._process = os.getpid()
         check_place(self.path, force)
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
@@ -74,6 +107,7 @@ class Output:
                 # Not truncated in place: another process may still be writing it, and would write into ours.
                 os.unlink(self.partial)
             self._fd = os.open(self.partial, flags, 0o666)
+            self._identity = identity(self._fd)
         except FileExistsError:
             raise OutputExists(f"{self.partial}: exists already, from a capture that is still being written or was "
                                f"never closed; recover it with opreplay-check {self.partial} --recover OUT, remove it, "
@@ -87,6 +121,9 @@ class Output:
         self.check()
         if os.getpid() != self._process:
             raise CaptureFailed(f"{self.partial}: a forked child tried to write to its parent's capture")
+        if identity(self._fd) != self._identity:
+            self._fd = -1  # whoever has it now: it is not ours to close
+            raise self.fail("its descriptor was closed by the program (os.close, os.closerange, or a library)")
         views = [memoryview(part).cast("B") for part in parts if len(part)]
         try:
             first = 0
@@ -117,9 +154,16 @@ class Output:
     def fail(self, reason: str) -> CaptureFailed:
         """End the file because of `reason`; the error that this and every later call is to raise."""
         if self._failure is None:
-            self._failure = CaptureFailed(f"{self.partial}: {reason}; {self._advice}")
+            advice = self._advice if self._begun else "no capture was begun, and no file is left"
+            self._failure = CaptureFailed(f"{self.partial}: {reason}; {advice}")
             self.release()
+            if not self._begun:
+                remove(self.partial, self._identity)
         return CaptureFailed(*self._failure.args)
+
+    def begun(self) -> None:
+        """The file's beginning is written: from now on what is in it is worth keeping."""
+        self._begun = True
 
     def finish(self) -> None:
         """Give the complete file its final name. Raises CaptureFailed.
@@ -129,6 +173,11 @@ class Output:
         """
         self.check()
         self.release()
+        if identity(self.partial) != self._identity:
+            self._failure = CaptureFailed(
+                f"{self.partial}: was removed or replaced while it was being written, by another capture to the same "
+                "path or by hand, and this capture is lost with it; let each write to a path of its own")
+            raise CaptureFailed(*self._failure.args)
         if os.path.lexists(self.path) and not self._force:
             raise self._complete_but("that name was taken meanwhile")
         try:
@@ -146,13 +195,19 @@ class Output:
         """Close the file and remove it, where it did not get its final name."""
         self.release()
         if not self._finished:
-            with suppress(FileNotFoundError):
-                os.unlink(self.partial)
+            remove(self.partial, self._identity)
+
+    def withdraw(self) -> None:
+        """Remove the complete file, where its name is still its own."""
+        if self._finished:
+            remove(self.path, self._identity)
 
     def release(self) -> None:
         """Close the descriptor and leave the file as it is."""
         if self._fd >= 0:
             fd, self._fd = self._fd, -1
+            if identity(fd) != self._identity:
+                return  # it is someone else's by now
             try:
                 os.close(fd)
             except OSError as error:

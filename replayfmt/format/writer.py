@@ -30,6 +30,7 @@ from .model import (
     Scope,
     Session,
     Signature,
+    Summary,
     TensorMeta,
 )
 from .output import Output
@@ -58,10 +59,12 @@ class CaptureWriter:
         self._payloads = PayloadOutput(self._frames)
         self._definitions = Definitions(self._whole, self._payloads.length)
         self._tally = Tally()
+        self.summary: Summary | None = None  # of all that the capture holds, once it is closed
         self._closed = False
         with self._whole():
             self._output.write([preamble])
             self._frames.write(FrameKind.head, head)
+        self._output.begun()
 
     @property
     def path(self) -> str:
@@ -211,10 +214,14 @@ class CaptureWriter:
         with self._whole():
             self._payloads.flush()
             self._write_definitions()
-            summary = self._tally.summary(self._definitions, self._payloads.raw_bytes, ended_ns)
-            self._frames.finish(self._all_definitions(), summary, self._payloads.rows())
+            self.summary = self._tally.summary(self._definitions, self._payloads.raw_bytes, ended_ns)
+            self._frames.finish(self._all_definitions(), self.summary, self._payloads.rows())
             self._output.finish()
             self._closed = True
+
+    def withdraw(self) -> None:
+        """Remove the capture again after `close`, where no other has taken its name."""
+        self._output.withdraw()
 
     def abandon(self) -> None:
         """Close the descriptor and leave the `.partial` as it is."""

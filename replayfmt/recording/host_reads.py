@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import threading
-import types
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
@@ -19,7 +18,7 @@ from typing import Any, Protocol
 import torch
 
 from .frames import leave_no_frames
-from .patches import Patch, PatchSet
+from .patches import Patch, PatchSet, StandIn
 
 # Tensor.__dlpack__ ends in torch._C, and torch.to_dlpack is the same function under its older name.
 _METHODS = ("tolist", "numpy", "__array__", "__dlpack__")
@@ -72,27 +71,13 @@ class HostReads:
 _inside = threading.local()  # .depth: how many patched reads this thread is in; only the outermost is the program's
 
 
-class _Read:
-    """Takes the place of one method or function.
-
-    It equals the original and hashes like it, because `__torch_function__` gets this object where libraries have tables
-    keyed by the original.
-    """
+class _Read(StandIn):
+    """Takes the place of one function that reads."""
 
     def __init__(self, recorder: RecorderForReads, method: str, original: Callable[..., Any]) -> None:
+        super().__init__(original)
         self._recorder = recorder
         self._method = method
-        self._original = original
-        functools.update_wrapper(self, original)
-
-    def __get__(self, instance: Any, owner: type | None = None) -> Any:
-        return self if instance is None else types.MethodType(self, instance)
-
-    def __eq__(self, other: object) -> bool:
-        return other is self or other is self._original
-
-    def __hash__(self) -> int:
-        return hash(self._original)
 
     def __call__(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
         try:

@@ -15,7 +15,7 @@ import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from types import ModuleType
+from types import MethodType, ModuleType
 from typing import Any
 
 from .import_watch import Watch
@@ -39,6 +39,30 @@ class Patch:
     @property
     def target(self) -> str:
         return f"{self.module}.{self.attribute}"
+
+
+class StandIn:
+    """Takes the place of one method or function. Subclasses say what a call does.
+
+    It equals the original and hashes like it, because `__torch_function__` gets this object where libraries have tables
+    keyed by the original.
+    """
+
+    def __init__(self, original: Callable[..., Any]) -> None:
+        self._original = original
+        functools.update_wrapper(self, original)
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        return self if instance is None else MethodType(self, instance)
+
+    def __eq__(self, other: object) -> bool:
+        return other is self or other is self._original
+
+    def __hash__(self) -> int:
+        return hash(self._original)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError
 
 
 @dataclass

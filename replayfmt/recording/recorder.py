@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -14,32 +15,31 @@ from queue import Empty
 from typing import Any, TypeVar
 
 import torch
-from torch._C import (
-    _get_dispatch_stack_at,
-    _len_torch_dispatch_stack,
-    _pop_torch_dispatch_stack,
-    _push_on_torch_dispatch_stack,
-)
 
-from replayfmt.errors import CaptureFailed
+from replayfmt.errors import CaptureFailed, NothingCaptured
+from replayfmt.format.codes import RecordKind
 from replayfmt.pytorch.opaque_results import OpaqueResults
 
+from . import direct_writes
 from .children import AfterFork
 from .construction import Construction
 from .core import Core
 from .declared_work import DeclaredWork
-from .external_files import DIGESTING
-from .frames import leave_no_frames
+from .direct_writes import DirectWrites
 from .hooks import Hooks
 from .host_reads import HostReads
 from .implicit_scope import ImplicitScope
 from .mode import RecordingMode
+from .mode_stack import mode_stack, remove_finished_modes, remove_mode_at, set_modes
 from .options import CaptureOptions
 from .records import Unrepresentable
+from .replacement import Replacement
 from .termination import Termination
+from .threads import FLUSHING, Threads
 from .whole_composites import WholeComposites
 
 _T = TypeVar("_T")
+Patches = Hooks | HostReads | DirectWrites | WholeComposites | DeclaredWork | Construction | Replacement
 _FLUSH_PERIOD_S = 0.5
 _active: Recorder | None = None
 _activation = threading.Lock()
@@ -53,26 +53,28 @@ class Recorder:
         path: str | os.PathLike[str],
         options: CaptureOptions | None = None,
         implicit_scope: str | None = None,
+        on_replacement: Callable[[str], None] | None = None,
     ) -> None:
-        """`implicit_scope`: the name of the scope that everything is in where the program has none of its own."""
+        """`implicit_scope`: the name of the scope that everything is in where the program has none of its own.
+        `on_replacement` closes the capture, given the name of the function by which the program replaces itself."""
         self.path = os.fspath(path)
         self.options = options or CaptureOptions()
         self._core: Core | None = None
         self._mode: RecordingMode | None = None
-        self._patches: list[Hooks | HostReads | WholeComposites | DeclaredWork | Construction] = []
+        self._patches: list[Patches] = []
+        self._on_replacement = on_replacement or self._close_for_replacement
         self._after_fork: AfterFork | None = None
-        self._thread: int = 0
+        self._threads: Threads | None = None
         self._flusher: threading.Thread | None = None
         self._closed = False
         self._forked = False
-        self._original_run: Any = None
         self._implicit_scope = implicit_scope
         self._termination = Termination(self._close_for_signal)
 
     # -------------------------------------------------------------------------------------------------------- lifecycle
 
     def start(self) -> None:
-        """Begin recording what this thread, and threads it starts from now on, do.
+        """Begin recording what the threads of this process do.
 
         Raises CaptureFailed where another dispatch mode or another capture is active or the file cannot be written,
         OutputExists where the file exists.
@@ -83,9 +85,9 @@ class Recorder:
         with _activation:
             if _active is not None:
                 raise CaptureFailed(f"{self.path}: a capture to {_active.path} is in progress; close it first")
-            _remove_finished_modes()
-            if _len_torch_dispatch_stack() != 0:
-                names = ", ".join(type(mode).__name__ for mode in _mode_stack())
+            remove_finished_modes()
+            if mode_stack():
+                names = ", ".join(type(mode).__name__ for mode in mode_stack())
                 raise CaptureFailed(
                     f"{self.path}: a dispatch mode is active ({names}), so what it replaces could not be replayed; "
                     "start the capture outside of it"
@@ -93,26 +95,26 @@ class Recorder:
             self._core = Core(self.path, self.options)
             _active = self
         self._mode = RecordingMode(self._core)
-        self._thread = threading.get_ident()
+        self._threads = Threads(self._mode, self._core)
         self._after_fork = AfterFork(self.disable_after_fork)
         self._patches = [
-            Hooks(self, self.options.compiled), HostReads(self), Construction(self), WholeComposites(self),
-            DeclaredWork(self, self._core),
+            Hooks(self, self.options.compiled), HostReads(self), DirectWrites(self), Construction(self),
+            WholeComposites(self), DeclaredWork(self, self._core), Replacement(self._on_replacement),
         ]
         for patches in self._patches:
             patches.install()
-        self._patch_threads()
         if self._implicit_scope is not None:
             self._core.implicit = ImplicitScope(self._implicit_scope)
         elif not self.options.limited or (self.options.start_op is None and self.options.start_scope is None):
             self._core.resume()
-        self._flusher = threading.Thread(target=self._flush_loop, name="opreplay-flush", daemon=True)
-        self._flusher.start()
         self._termination.install(only_default=True)
-        self._mode.__enter__()
+        self._threads.install()
+        self._flusher = threading.Thread(target=self._flush_loop, name=FLUSHING, daemon=True)
+        self._flusher.start()
 
     def close(self) -> None:
-        """Stop recording and complete the file. Idempotent. Raises the first failure of any write."""
+        """Stop recording and complete the file. Idempotent. Raises the first failure of any write, and NothingCaptured
+        where no op was recorded."""
         global _active
         if self._closed:
             return
@@ -137,11 +139,27 @@ class Recorder:
             self._flusher.join(_FLUSH_PERIOD_S)
         if core.failure is not None:
             raise core.failure
+        if not self._forked:
+            self._check_content(core)
+
+    def _check_content(self, core: Core) -> None:
+        """A capture that holds no op is none, whatever the reason. Raises NothingCaptured."""
+        summary = core.writer.summary
+        if summary is None or summary.records.get(RecordKind.op):
+            return
+        limits = " between start_op or start_scope and stop_op or stop_scope" if self.options.limited else ""
+        what = f"{self.path}: no op was captured{limits}"
+        if summary.unsupported:
+            raise NothingCaptured(what, "the file was kept for what it says is unsupported")
+        core.writer.withdraw()
+        raise NothingCaptured(f"{what}; this process ran no PyTorch operator", "the empty file was removed")
 
     def _put_back(self, core: Core) -> Exception | None:
         """Undo everything that recording changed in the process; the first problem where something resists."""
         first = None
-        steps = [self._termination.remove, self._take_off, self._unpatch_threads]
+        steps = [self._termination.remove]
+        if self._threads is not None:
+            steps.append(self._threads.remove)
         steps += [patches.remove for patches in self._patches]
         if self._after_fork is not None:
             steps.append(self._after_fork.stop)
@@ -155,8 +173,19 @@ class Recorder:
         return first
 
     def _close_for_signal(self) -> None:
-        with contextlib.suppress(CaptureFailed):  # was reported when it happened
+        try:
             self.close()
+        except NothingCaptured as error:
+            with suppress(Exception):
+                print(f"opreplay: {error}", file=sys.stderr, flush=True)
+        except CaptureFailed:  # was reported when it happened
+            pass
+
+    def _close_for_replacement(self, function: str) -> None:
+        text = f"opreplay: the program replaces itself ({function}): the capture to {self.path} ends here"
+        with suppress(Exception):  # the program's own stderr may refuse it
+            print(text, file=sys.stderr, flush=True)
+        self._close_for_signal()
 
     def disable_after_fork(self) -> None:
         """In a forked child: record nothing, and leave the parent's file alone."""
@@ -166,7 +195,8 @@ class Recorder:
             core.on = core.fast = False
             core.finished = True
             core.lock = core.buffer.lock = threading.RLock()
-            _remove_finished_modes()
+        if self._threads is not None:
+            self._threads.forked()
         for patches in self._patches:
             patches.remove()
         self._termination.remove()
@@ -190,54 +220,15 @@ class Recorder:
         return found
 
     def _flush_loop(self) -> None:
-        core = self._core
-        assert core is not None
+        core, threads = self._core, self._threads
+        assert core is not None and threads is not None
         while not self._closed and core.failure is None:
             with contextlib.suppress(Empty):
                 core.wake.get(timeout=_FLUSH_PERIOD_S)
+            if not core.finished:
+                core.attempt(threads.look)
             if core.buffer.rows or core.storages.dead:
                 core.flush()
-
-    def _take_off(self) -> None:
-        """Take the mode off the dispatch stack of the thread that started, where it is this one."""
-        if threading.get_ident() == self._thread and self._mode in _mode_stack():
-            above = []
-            while _get_dispatch_stack_at(_len_torch_dispatch_stack() - 1) is not self._mode:
-                above.append(_pop_torch_dispatch_stack(None))
-            assert self._mode is not None
-            self._mode.__exit__(None, None, None)
-            for mode in reversed(above):
-                _push_on_torch_dispatch_stack(mode)
-
-    # ---------------------------------------------------------------------------------------------------------- threads
-
-    def _patch_threads(self) -> None:
-        """Threads that the program starts from now on carry the mode."""
-        original, recorder = threading.Thread.run, self
-
-        def run(thread: threading.Thread) -> None:
-            mode, core = recorder._mode, recorder._core
-            own = thread is recorder._flusher or thread.name.startswith(DIGESTING)
-            if mode is None or core is None or core.finished or own:
-                original(thread)
-                return
-            _push_on_torch_dispatch_stack(mode)
-            try:
-                original(thread)
-            except BaseException as error:
-                leave_no_frames(error)
-                raise
-            finally:
-                _pop_torch_dispatch_stack(None)
-                core.thread_ended()
-
-        self._original_run = original
-        self._patched_run = run
-        threading.Thread.run = run  # type: ignore[method-assign, assignment]
-
-    def _unpatch_threads(self) -> None:
-        if self._original_run is not None and threading.Thread.run is self._patched_run:
-            threading.Thread.run = self._original_run  # type: ignore[method-assign]
 
     # ----------------------------------------------------------------------------------------------------------- scopes
 
@@ -283,7 +274,7 @@ class Recorder:
     def launching(self) -> bool:
         """This thread is about to do work that no operator stands for. Whether it is recorded now."""
         core = self._core
-        for mode in (core.attempt(_mode_stack) if core is not None else None) or ():
+        for mode in (core.attempt(mode_stack) if core is not None else None) or ():
             if isinstance(mode, RecordingMode) and mode.core is core:
                 mode.launched = True
         return self.recording()
@@ -296,13 +287,13 @@ class Recorder:
     def sees_first(self) -> bool:
         """Whether the recorder alone sees what this thread calls now: no mode of the program's lies above or below."""
         core = self._core
-        stack = (core.attempt(_mode_stack) if core is not None else None) or ()
+        stack = (core.attempt(mode_stack) if core is not None else None) or ()
         own = len(stack) == 1 and isinstance(stack[0], RecordingMode) and stack[0].core is core
         return core is not None and not core.finished and own
 
     def _own_mode(self, core: Core) -> RecordingMode | None:
         """The mode by which what this thread does now is recorded, if it is."""
-        for mode in core.attempt(_mode_stack) or ():
+        for mode in core.attempt(mode_stack) or ():
             if isinstance(mode, RecordingMode) and mode.core is core:
                 return mode if mode.told else None
         return None
@@ -312,19 +303,19 @@ class Recorder:
         """This thread records nothing inside."""
         core = self._core
         mode = self._own_mode(core) if core is not None else None
-        stack = core.attempt(_mode_stack) if core is not None else None
+        stack = core.attempt(mode_stack) if core is not None else None
         if core is None or mode is None or stack is None:
             yield
             return
         try:
-            core.attempt(_remove_mode_at, stack.index(mode))
+            core.attempt(remove_mode_at, stack.index(mode))
             yield
         finally:
             # A signal handler may raise in the middle: then once more.
             try:
-                core.attempt(_set_modes, stack)
+                core.attempt(set_modes, stack)
             except BaseException:
-                core.attempt(_set_modes, stack)
+                core.attempt(set_modes, stack)
                 raise
 
     def attempt(self, step: Callable[..., _T], *args: Any) -> _T | None:
@@ -339,6 +330,14 @@ class Recorder:
     def mark_outside_write(self, tensor: torch.Tensor) -> None:
         """Something unseen may have written to a tensor: its content enters again at its next use."""
         self._tell(lambda core: core.mark_outside_write(tensor))
+
+    def storage_written(self, storage: torch.UntypedStorage) -> None:
+        """Something unseen wrote to a storage: its content enters again at its next use."""
+        self._tell(lambda core: direct_writes.storage_written(core, storage))
+
+    def storage_resized(self, storage: torch.UntypedStorage) -> None:
+        """A storage was allocated anew outside any op: only its length, and what of it is written, is known."""
+        self._tell(lambda core: direct_writes.storage_resized(core, storage))
 
     def host_read(self, method: str, tensor: torch.Tensor) -> None:
         """A value left the device for the host outside any op."""
@@ -358,8 +357,8 @@ class Recorder:
 def capture(path: str | os.PathLike[str], **options: Any) -> Iterator[Recorder]:
     """Record what happens inside into `path`. Options are those of CaptureOptions.
 
-    Raises what `Recorder.start` raises, and on leaving the first failure of any write, unless an exception of the
-    program is on its way: that one passes (the failure was reported on stderr).
+    Raises what `Recorder.start` raises, and on leaving what `Recorder.close` raises, unless an exception of the program
+    is on its way: that one passes (a failure was reported on stderr).
     """
     recorder = Recorder(path, CaptureOptions(**options))
     recorder.start()
@@ -401,28 +400,3 @@ def _set_inactive(recorder: Recorder) -> None:
     global _active
     if _active is recorder:
         _active = None
-
-
-def _mode_stack() -> list[Any]:
-    return [_get_dispatch_stack_at(index) for index in range(_len_torch_dispatch_stack())]
-
-
-def _remove_mode_at(place: int) -> None:
-    above = [_pop_torch_dispatch_stack(None) for _ in range(_len_torch_dispatch_stack() - place)]
-    for mode in reversed(above[:-1]):
-        _push_on_torch_dispatch_stack(mode)
-
-
-def _set_modes(modes: list[Any]) -> None:
-    """Make these the thread's modes."""
-    while _len_torch_dispatch_stack():
-        _pop_torch_dispatch_stack(None)
-    for mode in modes:
-        _push_on_torch_dispatch_stack(mode)
-
-
-def _remove_finished_modes() -> None:
-    """Take modes of captures that are over off this thread's stack."""
-    for place, mode in reversed(list(enumerate(_mode_stack()))):
-        if isinstance(mode, RecordingMode) and mode.core.finished:
-            _remove_mode_at(place)

@@ -48,6 +48,7 @@ class Scopes:
         self._buffer = buffer
         self._others = threads
         self.records: Records | None = None
+        self.first_record: Callable[[int], None] | None = None  # told of a thread, by ident, before its first record
         self.recorded = False
         self._main = get_ident()
         self._stacks: dict[int, list[Open]] = {self._main: []}
@@ -64,10 +65,13 @@ class Scopes:
         with self._buffer.lock:
             self._threads.setdefault(ident, min(len(self._threads), 0xFFFF))
             context = self._refresh(ident)
-            if ident == self._main or self._others:
-                return context
-            self._others.append(ident)
-        wait_for_rows()  # from now on ops are recorded under the lock
+            noted = ident == self._main or bool(self._others)
+            if not noted:
+                self._others.append(ident)
+        if not noted:
+            wait_for_rows()  # from now on ops are recorded under the lock
+        if self.first_record is not None:
+            self.first_record(ident)
         return context
 
     def _scope_of(self, ident: int) -> int:

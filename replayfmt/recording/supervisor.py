@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import gc
+import io
 import os
 import sys
 import threading
@@ -17,15 +19,16 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from replayfmt.errors import CaptureFailed, OpReplayError, UsageError
+from replayfmt.errors import CaptureFailed, NothingCaptured, OpReplayError, UsageError
 from replayfmt.format.codes import RecordKind
-from replayfmt.format.output import check_place
+from replayfmt.format.output import check_place, identity, remove
 
 from .children import AfterFork, ChildrenSeen
 from .import_watch import Watch
 from .marks import Mark, Marks
 from .options import CaptureOptions
 from .program import Program, compile_source
+from .replacement import Replacement
 from .termination import Termination
 from .torch_first import TorchFirst
 
@@ -80,6 +83,8 @@ class CapturedProgram:
         self._children = ChildrenSeen()
         self._after_fork = AfterFork(self._forget)
         self._termination = Termination(self._finish)
+        self._replacement = Replacement(self._replaced)
+        self._earlier = identity(path) if options.force else None
         self._torch: Watch | None = None
         self._torch_first = TorchFirst()
         self._forked = False
@@ -90,6 +95,7 @@ class CapturedProgram:
         """Run the program; its exit code. The caller leaves with `sys.exit` of it: the capture closes on the way."""
         atexit.register(self._at_exit)  # before any of the program's, so that it runs after them
         self._termination.install()
+        self._replacement.install()
         self._children.install()
         self._marks.install()
         self._torch_first.install()
@@ -112,7 +118,7 @@ class CapturedProgram:
 
             # Marks are scopes of the program's own.
             implicit = None if self._marks.marks or self._options.start_scope is not None else IMPLICIT_SCOPE
-            recorder = Recorder(self._path, self._options, implicit)
+            recorder = Recorder(self._path, self._options, implicit, self._replaced)
             recorder.start()
             self._recorder = recorder
             if self._with_module_scopes:
@@ -141,6 +147,7 @@ class CapturedProgram:
     def _forget(self) -> None:
         """In a forked child: nothing of the capture is left."""
         self._forked = True
+        self._replacement.remove()
         self._children.remove()
         self._marks.remove()
         if self._torch is not None:
@@ -148,6 +155,17 @@ class CapturedProgram:
         if self._module_scopes is not None:
             self._module_scopes.remove()
         self._termination.remove()
+
+    def _replaced(self, function: str) -> None:
+        """The process is about to run another program: nobody would close the capture, or hear of its exit code."""
+        if self._finished or self._forked:
+            return
+        _say(f"opreplay-capture: the program replaces itself ({function}): the capture ends here, and nothing of what "
+             "comes then is in it")
+        self._finish()
+        if self._failure is not None and self._earlier is not None and identity(self._path) == self._earlier:
+            remove(self._path, self._earlier)
+            _say(f"opreplay-capture: the earlier {self._shown_path} was removed: it is not of this program")
 
     def _at_exit(self) -> None:
         if self._forked:
@@ -161,6 +179,7 @@ class CapturedProgram:
             for stream in (sys.stdout, sys.stderr):
                 if stream is not None and not stream.closed:
                     stream.flush()
+            _flush_files()
             os._exit(code)
 
     def _finish(self) -> None:
@@ -171,6 +190,7 @@ class CapturedProgram:
         if self._torch is not None:
             self._torch.stop()
         self._after_fork.stop()
+        self._replacement.remove()
         self._children.remove()
         self._marks.remove()
         if self._module_scopes is not None:
@@ -203,30 +223,40 @@ class CapturedProgram:
                 return ""
             raise CaptureFailed(f"{self._shown_path}: no op was captured, because the program never imported torch; "
                                 f"{self._children.sentence()}{self._about_children()}; no file was written")
-        self._recorder.close()
+        nothing = None
+        try:
+            self._recorder.close()
+        except NothingCaptured as error:
+            nothing = error
+            if not os.path.exists(self._path):
+                raise CaptureFailed(f"{self._shown_path}: {self._about_nothing(nothing)}") from None
         from replayfmt.format.reader import open_capture
 
         with contextlib.closing(open_capture(self._path)) as capture:
             summary, length, kernels = capture.summary, capture.length, len(capture.kernels) - 1
         ops = summary.records.get(RecordKind.op, 0)
-        if ops == 0 and not summary.unsupported:
-            os.unlink(self._path)
-            raise CaptureFailed(f"{self._shown_path}: no op was captured{self._limits()}; {self._children.sentence()}"
-                                f"{self._about_children()}; the empty file was removed")
         unsupported = ", ".join(f"{reason} {count}" for reason, count in sorted(summary.unsupported.items())) or "none"
         scopes = summary.records.get(RecordKind.scope_begin, 0)
         text = (f"{self._shown_path}: {ops:,} ops of {kernels:,} kernels, {scopes:,} scopes, {length:,} bytes; "
                 f"unsupported: {unsupported}")
-        if ops == 0:
-            raise CaptureFailed(f"{text}; no op was captured{self._limits()}; {self._children.sentence()}"
-                                f"{self._about_children()}; the file was kept for what it says is unsupported")
+        if nothing is not None:
+            raise CaptureFailed(f"{text}; {self._about_nothing(nothing)}")
         return text
 
-    def _limits(self) -> str:
-        return " between --start-op or --start-scope and --stop-op or --stop-scope" if self._options.limited else ""
+    def _about_nothing(self, nothing: NothingCaptured) -> str:
+        limits = " between --start-op or --start-scope and --stop-op or --stop-scope" if self._options.limited else ""
+        return f"no op was captured{limits}; {self._children.sentence()}{self._about_children()}; {nothing.file}"
 
     def _about_children(self) -> str:
         return ", and children do not record: capture each with its own opreplay-capture" if self._children.seen else ""
+
+
+def _flush_files() -> None:
+    """Files that the program left open: the interpreter would write them when it takes the program apart."""
+    for item in gc.get_objects():
+        if issubclass(type(item), io.IOBase):
+            with contextlib.suppress(Exception):  # closed, or its disk is full: nobody would hear of that either
+                item.flush()
 
 
 def _say(text: str) -> None:

@@ -21,7 +21,10 @@ TERMINATED = 128 + signal.SIGTERM
 # Frames of this package that are around the program's own code, or around nothing that could be left half done.
 _HARMLESS = {
     f"{__package__}.{name}"
-    for name in ("children", "hooks", "host_reads", "import_watch", "marks", "module_scopes", "program", "supervisor")
+    for name in (
+        "children", "direct_writes", "hooks", "host_reads", "import_watch", "marks", "module_scopes", "program",
+        "supervisor", "threads",
+    )
 }
 _OURS = __package__.partition(".")[0] + "."
 

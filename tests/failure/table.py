@@ -196,6 +196,7 @@ def _cuda_graph(folder: Path, patch: pytest.MonkeyPatch) -> tuple[Path, list[str
 
     patch.setattr(torch.cuda.graphs, "CUDAGraph", CUDAGraph)
     def program() -> None:
+        torch.ones(2)
         CUDAGraph().replay()
 
     return recorded(folder, program), []

@@ -34,14 +34,15 @@ _OTHERS = ("format.writer", "format.frame_output", "format.payload_output", "for
 # something that the program calls, and runs that.
 _DEFENCE = {"Core.attempt", "Core.failed", "Core.fail", "_attempted", "is_interrupt", "_arguments", "_is_frame",
             "leave_no_frames", "leave_no_own_frame", "_next_of_others", "_is_ours", "is_recorders",
-            "CaptureWriter.abandon", "Recorder._put_back", "Recorder._take_off", "_set_inactive", "_mode_stack",
-            "_remove_mode_at", "_set_modes", "Open.__init__"}
+            "CaptureWriter.abandon", "Recorder._put_back", "_set_inactive", "mode_stack",
+            "remove_mode_at", "set_modes", "Open.__init__"}
 _CALLED_BY_PROGRAMS = {"capture", "scope", "Recorder.start", "Recorder.close", "Recorder.scope_begin",
-                       "Recorder.scope_end", "Recorder.__init__"}
+                       "Recorder.scope_end", "Recorder.__init__", "Recorder._check_content"}
 _STANDS_IN = {"RecordingMode.dispatch", "RecordingMode.record", "RecordingMode._record", "RecordingMode._special",
               "RecordingMode.run_inside", "RecordingMode._unrecorded", "RecordingMode._run_unsupported",
               "AsInProgram.__call__", "InParts.__call__", "InParts._run", "Core.late", "construct",
-              "_Read.__get__", "_Read.__hash__", "_Read.__eq__", "_Read.__call__", "_Read._read", "DeclaredWork._watch",
+              "StandIn.__get__", "StandIn.__hash__", "StandIn.__eq__", "_Read.__call__", "_Write.__call__",
+              "_Carrying.__init__", "_Carrying.__call__", "_Carrying.__repr__", "_Read._read", "DeclaredWork._watch",
               "Recorder.recording", "Recorder._is_on", "Recorder.present", "Recorder.sees_first", "Recorder.paused",
               "Recorder.attempt", "Recorder._running", "Core.scope_begin"}
 _LIKE_HANDLERS = {"_in_section"}  # is called with a frame, as the signal handlers of programs are

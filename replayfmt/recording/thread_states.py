@@ -1,0 +1,188 @@
+"""Other threads, as CPython knows them: has each run a function of ours at its next step in Python.
+
+A thread that waits in a queue can be given nothing to do. But CPython keeps a profile and a trace function with the
+state of each thread, and calls them before the next call, return or line, whatever the thread was in the middle of.
+Debuggers set them on all threads in the same way. A function that somebody else has set there is left alone.
+Imports no torch.
+"""
+
+from __future__ import annotations
+
+import _thread
+import ctypes
+import gc
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import accumulate, chain, repeat, takewhile, tee
+from operator import truth
+from typing import Any
+
+_python = ctypes.pythonapi
+_WORD_BYTES = ctypes.sizeof(ctypes.c_void_p)
+_WORDS = 32  # of a thread's state: the profile and trace functions are among the first
+_TracerType = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p)
+_start_new_thread = _thread.start_new_thread
+
+
+def _function(name: str, result: Any, *arguments: Any) -> Any:
+    """A function of CPython's API; None where this interpreter does not export it."""
+    function = getattr(_python, name, None)
+    if function is not None:
+        function.restype, function.argtypes = result, arguments
+    return function
+
+
+_current = _function("PyThreadState_Get", ctypes.c_void_p)
+_interpreter = _function("PyInterpreterState_Get", ctypes.c_void_p)
+_newest = _function("PyInterpreterState_ThreadHead", ctypes.c_void_p, ctypes.c_void_p)
+_next = _function("PyThreadState_Next", ctypes.c_void_p, ctypes.c_void_p)
+_id_of = _function("PyThreadState_GetID", ctypes.c_uint64, ctypes.c_void_p)
+_copy = _function("PyBytes_FromStringAndSize", ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t)
+_SETTER = (ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
+_setters = [_function(name, *_SETTER) for name in ("_PyEval_SetProfile", "_PyEval_SetTrace")]
+_has_lists = None not in (_current, _interpreter, _newest, _next, _id_of)
+
+
+def own_id() -> int:
+    """The id of the calling thread's state: not given again, unlike its address or the thread's ident."""
+    return int(_id_of(_current())) if _has_lists else 0
+
+
+@dataclass(frozen=True)
+class ThreadState:
+    """One thread's state as it was. `words`: its first ones, as integers."""
+
+    address: int
+    id: int
+    words: memoryview
+
+
+def thread_states() -> list[ThreadState]:
+    """All threads that Python knows now. Empty where this interpreter does not tell."""
+    if not _has_lists:
+        return []
+    with _undisturbed():
+        addresses, same, again = tee(_walk(), 3)
+        found = list(zip(addresses, map(_id_of, same), map(_copy, again, repeat(_WORDS * _WORD_BYTES)), strict=True))
+    # Threads of C code make their states without the interpreter's lock, under one that this call takes: what was
+    # found is whole from here on.
+    sys._current_frames()
+    return [ThreadState(address, number, memoryview(words).cast("P")) for address, number, words in found]
+
+
+def _walk() -> Iterator[int]:
+    """The addresses of all threads' states. A state may be freed whenever another thread gets a turn, which it can
+    between any two steps in Python: this iterator and all that is made of it takes none, it is C code throughout."""
+    steps = chain(map(_newest, (_interpreter(),)), repeat(None))
+    return takewhile(truth, accumulate(steps, _next))
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """No garbage collection, which runs code of the program, in between."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+@dataclass(frozen=True)
+class _Slot:
+    """Where a thread's state keeps a function: what sets it, and the words that hold it and its argument."""
+
+    setter: Any
+    function: int
+    argument: int
+
+    def held(self, words: Any) -> int | None:
+        """The address of the function that is there."""
+        return words[self.function] or words[self.argument] or None
+
+
+class NextStep:
+    """Calls `function` in other threads, each at its next step. One for the process: threads may keep it for long.
+
+    `function` returns whether it is done; otherwise it is called at the following step again.
+    """
+
+    def __init__(self, function: Callable[[], bool]) -> None:
+        self._function = function
+        self._tracer = _TracerType(self._step)
+        self._address = ctypes.cast(self._tracer, ctypes.c_void_p).value
+        self._argument = object()
+        self._calibrating = True
+        self._slots: list[_Slot] = []
+        if _has_lists:
+            self._calibrate()
+        self._calibrating = False
+
+    @property
+    def available(self) -> bool:
+        """Whether this interpreter lets functions be set on other threads."""
+        return bool(self._slots)
+
+    def set(self, state: ThreadState) -> bool:
+        """Ask a thread. False: it is gone, or others' functions are in its way."""
+        done = False
+        for slot in self._slots:
+            held = slot.held(state.words)
+            done = (held is None and _give(slot, state, self._address, id(self._argument))) or done
+            done = done or held == self._address
+        return done
+
+    def is_blocked(self, state: ThreadState) -> bool:
+        """Whether others' functions are everywhere in its way."""
+        return all(slot.held(state.words) not in (None, self._address) for slot in self._slots)
+
+    def clear(self, state: ThreadState) -> None:
+        """Take the question back."""
+        for slot in self._slots:
+            if slot.held(state.words) == self._address:
+                _give(slot, state, None, None)
+
+    def _step(self, _argument: Any, _frame: Any, _event: int, _value: Any) -> int:
+        if not self._calibrating and self._function():
+            state = _current()
+            for slot in self._slots:
+                if slot.held(_words(state)) == self._address:
+                    slot.setter(state, None, None)
+        return 0
+
+    def _calibrate(self) -> None:
+        """Find the words, in a thread of its own: the program may have set functions for this one."""
+        done = _thread.allocate_lock()
+        done.acquire()
+        _start_new_thread(self._find_slots, (done,))
+        done.acquire()
+
+    def _find_slots(self, done: Any) -> None:
+        try:
+            state, mine = _current(), {self._address, id(self._argument)}
+            for setter in filter(None, _setters):
+                setter(state, self._address, id(self._argument))
+                words = list(_words(state))
+                setter(state, None, None)
+                if mine <= set(words):
+                    self._slots.append(_Slot(setter, words.index(self._address), words.index(id(self._argument))))
+        finally:
+            done.release()
+
+
+def _give(slot: _Slot, state: ThreadState, function: int | None, argument: int | None) -> bool:
+    """Set a function on a thread that may have ended. Whether it was still there."""
+    matches = filter(state.address.__eq__, _walk())
+    given: deque[int] = deque(maxlen=1)
+    with _undisturbed():
+        given.extend(map(slot.setter, matches, repeat(function), repeat(argument)))
+    return bool(given)
+
+
+def _words(state: int) -> Any:
+    """The words of the calling thread's own state."""
+    return (ctypes.c_void_p * _WORDS).from_address(state)

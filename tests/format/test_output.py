@@ -1,0 +1,140 @@
+"""The file under a capture: what others do to its descriptor, its names, its disk."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from replayfmt.errors import CaptureFailed, OutputExists
+from replayfmt.format.model import Session
+from replayfmt.format.output import Output
+from replayfmt.format.reader import open_capture
+from replayfmt.format.writer import CaptureWriter
+
+
+def session(digit: str) -> Session:
+    return Session(f"{digit * 8}-{digit * 4}-{digit * 4}-{digit * 4}-{digit * 12}", "opreplay", "1")
+
+
+def descriptor(output: Output) -> int:
+    return output._fd
+
+
+def test_a_descriptor_that_became_another_files_is_left_alone(tmp_path: Path) -> None:
+    output = Output(tmp_path / "a.opreplay", False)
+    output.write([b"head"])
+    output.begun()
+    number = descriptor(output)
+    os.close(number)
+    theirs = os.open(tmp_path / "theirs", os.O_RDWR | os.O_CREAT)
+    assert theirs == number
+    with pytest.raises(CaptureFailed, match="descriptor was closed by the program.*--recover OUT keeps what is there"):
+        output.write([b"more"])
+    with pytest.raises(CaptureFailed, match="descriptor was closed by the program"):
+        output.finish()
+    output.release()
+    os.write(number, b"mine")
+    assert (tmp_path / "theirs").read_bytes() == b"mine"
+    assert (tmp_path / "a.opreplay.partial").read_bytes() == b"head"
+    os.close(theirs)
+
+
+def test_a_descriptor_that_is_closed_while_nothing_is_written_is_not_closed_again(tmp_path: Path) -> None:
+    output = Output(tmp_path / "a.opreplay", False)
+    number = descriptor(output)
+    os.closerange(number, number + 1)
+    theirs = os.open(tmp_path / "theirs", os.O_RDWR | os.O_CREAT)
+    assert theirs == number
+    output.discard()
+    assert os.write(theirs, b"mine") == 4
+    os.close(theirs)
+    assert not (tmp_path / "a.opreplay.partial").exists()
+
+
+def test_of_two_forced_captures_to_one_path_the_later_one_is_kept(tmp_path: Path) -> None:
+    path = tmp_path / "a.opreplay"
+    first = CaptureWriter(path, session("0"), force=True)
+    second = CaptureWriter(path, session("1"), force=True)
+    with pytest.raises(CaptureFailed, match="removed or replaced while it was being written, by another capture"):
+        first.close(0)
+    first.withdraw()
+    second.close(0)
+    first.withdraw()
+    assert open_capture(path).session.session_id[0] == "1"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_capture_that_another_one_replaced_is_not_withdrawn(tmp_path: Path) -> None:
+    path = tmp_path / "a.opreplay"
+    first = CaptureWriter(path, session("0"))
+    first.close(0)
+    second = CaptureWriter(path, session("1"), force=True)
+    second.close(0)
+    first.withdraw()
+    assert open_capture(path).session.session_id[0] == "1"
+    second.withdraw()
+    assert not path.exists()
+
+
+@contextmanager
+def _files_no_longer_than(length: int) -> Iterator[None]:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (length, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_capture_that_finds_no_room_leaves_nothing_that_blocks_the_next(tmp_path: Path) -> None:
+    path = tmp_path / "a.opreplay"
+    with _files_no_longer_than(10), pytest.raises(CaptureFailed) as refused:
+        CaptureWriter(path, session("0"))
+    assert "no capture was begun, and no file is left" in str(refused.value)
+    assert "--recover" not in str(refused.value)
+    assert list(tmp_path.iterdir()) == []
+    CaptureWriter(path, session("1")).close(0)
+    assert open_capture(path).complete
+
+
+def test_a_full_disk_is_called_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_descriptor: int, _parts: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "writev", full)
+        with pytest.raises(CaptureFailed, match="the disk is full; no capture was begun"):
+            CaptureWriter(tmp_path / "a.opreplay", session("0"))
+    assert list(tmp_path.iterdir()) == []
+    writer = CaptureWriter(tmp_path / "a.opreplay", session("0"))
+    monkeypatch.setattr(os, "writev", full)
+    with pytest.raises(CaptureFailed, match="the disk is full; the capture ends here.*--recover"):
+        writer.payload(bytes(1 << 20))
+        writer.flush()
+    assert (tmp_path / "a.opreplay.partial").stat().st_size > 0, "what is there can be recovered"
+
+
+def test_a_read_only_file_system_is_called_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class ReadOnly:
+        f_flag = os.ST_RDONLY
+
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    with pytest.raises(CaptureFailed, match="permission denied"):
+        Output(tmp_path / "a.opreplay", False)
+    monkeypatch.setattr(os, "statvfs", lambda _folder: ReadOnly)
+    with pytest.raises(CaptureFailed, match="the file system is read-only"):
+        Output(tmp_path / "a.opreplay", False)
+
+
+def test_without_force_a_partial_of_another_capture_is_not_taken(tmp_path: Path) -> None:
+    writer = CaptureWriter(tmp_path / "a.opreplay", session("0"))
+    with pytest.raises(OutputExists):
+        CaptureWriter(tmp_path / "a.opreplay", session("1"))
+    writer.close(0)
+    assert open_capture(tmp_path / "a.opreplay").session.session_id[0] == "0"
