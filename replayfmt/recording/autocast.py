@@ -57,6 +57,7 @@ class _BelowOwnKernels:
             self._excluded = self._excluded | _BELOW_AUTOGRAD
 
 
+_BACKEND_OF = {"cpu": "CPU", "cuda": "CUDA", "xpu": "XPU", "mps": "MPS", "hpu": "HPU", "meta": "Meta"}
 # Keys of kernels that serve every device, in the order in which the dispatcher takes them.
 _EVERYWHERE = ("CompositeExplicitAutogradNonFunctional", "CompositeExplicitAutograd", "CompositeImplicitAutograd")
 
@@ -89,26 +90,25 @@ class Body(_BelowOwnKernels):
         self._func = func
         self._keys: dict[str, DispatchKey | None] = {}
 
-    def is_python(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether the kernel for some arguments is a Python function."""
-        key = self._key(_device_of((*args, *kwargs.values())))
-        operator = self._func.name().replace("::", "/")
-        names = () if key is None else (key.name, "") if key is DispatchKey.CompositeImplicitAutograd else (key.name,)
-        return any(f"{operator}/{name}" in torch.library._impls for name in names)
-
-    def _key(self, device: str) -> DispatchKey | None:
-        """The key that the operator's kernel for a kind of device is registered for."""
+    def key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DispatchKey | None:
+        """The key that the operator's kernel for some arguments is registered for; None where it has none of its own
+        for them."""
+        device = _device_of((*args, *kwargs.values()))
         if device not in self._keys:
             has = functools.partial(torch._C._dispatch_has_kernel_for_dispatch_key, self._func.name())
-            names = (device.upper() if device in ("cpu", "cuda", "xpu", "mps", "hpu") else "PrivateUse1", *_EVERYWHERE)
-            found = next(filter(has, names), None)
+            found = next(filter(has, (_BACKEND_OF.get(device, "PrivateUse1"), *_EVERYWHERE)), None)
             self._keys[device] = None if found is None else getattr(DispatchKey, found)
         return self._keys[device]
 
+    def is_python(self, key: DispatchKey) -> bool:
+        """Whether the kernel for a key is a Python function."""
+        operator = self._func.name().replace("::", "/")
+        names = (key.name, "") if key is DispatchKey.CompositeImplicitAutograd else (key.name,)
+        return any(f"{operator}/{name}" in torch.library._impls for name in names)
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        key = self._key(_device_of((*args, *kwargs.values())))
-        if key is None:      # a kernel from elsewhere, or none: the dispatcher says so
-            return self._func._op(*args, **kwargs)
+        key = self.key(args, kwargs)
+        assert key is not None
         if _below_another_handler():
             return self._func._op_dk(key, *args, **kwargs)
         outside = torch._C._RestorePythonTLSSnapshot()  # type: ignore[attr-defined]

@@ -92,9 +92,9 @@ class RecordingMode(TorchDispatchMode):
             return facts.call(*args, **kwargs)
         if core.options.stop_op is not None and core.attempt(self._ends):
             return facts.call(*args, **kwargs)
-        if facts.body is not None:
-            python = core.attempt(facts.body.is_python, args, kwargs)
-            manner = core.insides.manner(facts.name, bool(python))
+        key = None if facts.body is None else core.attempt(facts.body.key, args, kwargs)
+        if facts.body is not None and key is not None:
+            manner = core.insides.manner(facts.name, facts.body.is_python(key))
             if manner is Manner.inside:
                 return self.run_inside(facts.body, args, kwargs)
             if manner is Manner.observed:

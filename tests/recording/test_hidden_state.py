@@ -176,6 +176,8 @@ def _remembering(x: torch.Tensor) -> torch.Tensor:
     return x + _layers["made"].add_(1)
 
 
+_library.define("absent_on_meta(Tensor x) -> Tensor")
+_library.impl("absent_on_meta", lambda x: x * 2, "Meta")
 _library.define("remembering(Tensor x) -> Tensor")
 _library.impl("remembering", _remembering, "CPU")
 
@@ -203,6 +205,25 @@ def test_the_user_may_decide(capture: Capture) -> None:
     assert inside.reader.session.policies["inside"] == "opreplay_hidden::halved"
     whole = capture(lambda: attend(x, "first"), whole=["opreplay_hidden::*"])
     assert whole.ops() == ["opreplay_hidden::attend.default"]
+
+
+def test_an_operator_without_a_kernel_for_its_arguments_stays_one(capture: Capture) -> None:
+    """PyTorch says that there is none; what happens inside cannot be recorded."""
+    _library.define("absent(Tensor x) -> Tensor")
+    _library.impl("absent", lambda x: x * 2, "SparseCPU")
+
+    def program() -> Any:
+        torch.ops.opreplay_hidden.absent(torch.ones(2).to_sparse())
+        with pytest.raises(NotImplementedError, match="absent"):
+            torch.ops.opreplay_hidden.absent(torch.ones(2))
+
+    assert own_ops(capture(program, inside="opreplay_hidden::absent")) == ["opreplay_hidden::absent.default"] * 2
+
+
+def test_kernels_for_the_meta_device_are_recorded_inside_too(capture: Capture) -> None:
+    x = torch.ones(2, 3, requires_grad=True)
+    captured = capture(lambda: torch.ops.opreplay_hidden.absent_on_meta(x.detach().to("meta")), inside="*::absent_on_*")
+    assert own_ops(captured) == []
 
 
 @pytest.mark.parametrize(
