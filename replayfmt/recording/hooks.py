@@ -12,6 +12,7 @@ The table at the end is the list of what is hooked. Nothing is imported for a ho
 from __future__ import annotations
 
 import functools
+import os
 import sys
 import warnings
 import weakref
@@ -137,6 +138,7 @@ def hook_policies() -> dict[str, str]:
 # ---------------------------------------------------------------------------------------------------- compiled regions
 
 
+_AOT_COMPILE = os.path.join("torch", "_dynamo", "aot_compile.py")
 _Given = list[tuple[int | None, "weakref.ref[torch.Tensor]"]]
 
 
@@ -209,9 +211,21 @@ def _graph_name(graph: Any, args: tuple[Any, ...]) -> tuple[str, str]:
     direction = "backward" if facts.get("is_backward") else "forward"
     devices = ", ".join(sorted(getattr(graph, "device_types", ())))
     return f"torch.compile {name} ({direction})", (
-        f"Inductor runs fused kernels that no dispatch mode sees; devices: {devices or 'not known'}; "
-        "capture with --compiled=eager to record its operators"
+        f"Inductor runs fused kernels that no dispatch mode sees; devices: {devices or 'not known'}; {_advice()}"
     )
+
+
+def _advice() -> str:
+    """How to capture the operators of the region that is running."""
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")
+    eager = dynamo is not None and dynamo._stance.stance == "force_eager"       # and it runs all the same
+    frame: Any = sys._getframe()
+    while not eager and frame is not None:
+        eager, frame = frame.f_code.co_filename.endswith(_AOT_COMPILE), frame.f_back
+    if eager:
+        return ("it was compiled ahead of time (aot_compile), which --compiled=eager does not undo: let the program "
+                "call the function that was compiled")
+    return "capture with --compiled=eager to record its operators"
 
 
 def _class_name(region: Any, _args: tuple[Any, ...]) -> tuple[str, str]:

@@ -50,6 +50,23 @@ def compiled():
     torch._dynamo.reset()
 
 
+def test_eager_is_not_advised_for_what_was_compiled_ahead_of_time(recorder):
+    def function(x):
+        return x.sin() * 2
+
+    x = torch.randn(4)
+    with recorder.paused():
+        ahead = torch.compile(function, fullgraph=True).aot_compile(((x,), {}))
+    recorder.log.clear()
+    for stance in ("default", "force_eager"):
+        with torch.compiler.set_stance(stance):
+            ahead(x)
+        [event] = recorder.take("unsupported")
+        assert event[1] == "compiled_region" and "let the program call the function that was compiled" in event[3]
+        assert "capture with" not in event[3]
+    torch._dynamo.reset()
+
+
 def test_forward_and_backward_of_a_compiled_function_are_one_record_each(recorder, compiled):
     eager, function = compiled
     x, w, counter = torch.randn(4, 8), torch.randn(8, 8, requires_grad=True), torch.zeros(3)
