@@ -6,6 +6,8 @@ import ctypes
 import functools
 import shutil
 import subprocess
+import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -286,3 +288,41 @@ def test_memory_that_nobody_wrote_may_be_given_to_what_declares_that_it_writes_i
     with replayfmt.Plan(captured.path) as plan:
         result = plan.execute(verify="bitwise" if payload == "full" else "none")
     assert result.outcome == "ok"
+
+
+def test_memory_that_is_written_by_what_is_no_operator_is_an_unseen_write(capture: Capture) -> None:
+    def program() -> Any:
+        out = torch.empty(3)
+        ctypes.memset(out.data_ptr(), 0, out.nbytes)      # as a function of a C++ extension does
+        return out + 1
+
+    assert capture(program).unsupported() == {"unseen_write": 1}
+
+
+@pytest.mark.parametrize("key", ["", "CPU", "AutogradCPU"])
+def test_an_exception_of_an_operator_is_printed_as_without_a_capture(capture: Capture, key: str) -> None:
+    with torch.library._scoped_library("opreplay_raising", "DEF") as library:
+        library.define("fail(Tensor x) -> Tensor")
+        library.impl("fail", _fail, key)
+
+        def program() -> list[str]:
+            printed = []
+            calls: list[Callable[[], Any]] = [
+                lambda: torch.ops.opreplay_raising.fail(torch.ones(1)),
+                lambda: torch.ops.opreplay_raising.fail.default(torch.ones(1)),
+                lambda: torch.ops.opreplay_raising.fail(1, 2),
+                lambda: torch.ops.opreplay_raising.nothing,
+            ]
+            for call in calls:
+                try:
+                    call()
+                except Exception:
+                    printed.append(traceback.format_exc())
+            return printed
+
+        expected = program()
+        assert len(expected) == 4 and capture(program).returned == expected
+
+
+def _fail(x: torch.Tensor) -> torch.Tensor:
+    raise ValueError(f"not with {x.numel()} elements")
