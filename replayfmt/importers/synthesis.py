@@ -86,6 +86,7 @@ class ImportedSession:
         self._writer = CaptureWriter(path, session, force=force)
         self._pending = _Pending()
         self._next_storage, self._next_tensor, self._first_storage = 1, 1, 1
+        self._without_memory: dict[tuple[int, int], int] = {}
         self._devices: dict[str, int] = {}
         self._generators: dict[int, int] = {}
         self._signatures: dict[Any, int] = {}
@@ -204,8 +205,10 @@ class ImportedSession:
     def _use(self, tensors: Sequence[Tensor], metas: Sequence[int]) -> None:
         for tensor, meta in zip(tensors, metas, strict=True):
             if not tensor.id:
-                tensor.id = self._next_tensor
-                self._next_tensor += 1
+                # What lies alike on the same memory is one tensor, however often it is taken.
+                views = self._without_memory if tensor.storage is None else tensor.storage.views
+                tensor.id = views.setdefault((tensor.offset, meta), self._next_tensor)
+                self._next_tensor += tensor.id == self._next_tensor
             storage = tensor.storage.id if tensor.storage is not None else 0
             self._pending.definitions[tensor.id] = (storage, tensor.offset, meta)
 

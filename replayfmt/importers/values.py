@@ -20,7 +20,9 @@ _LEAST, _MOST = -(1 << 63), (1 << 63) - 1
 
 @dataclass(eq=False)
 class Storage:
-    """One allocation. `content` is a payload's bytes or a recipe, where the origin has any; `id` is 0 until used."""
+    """One allocation. `content` is a payload's bytes or a recipe, where it has any. `id` is 0 until it is used; `views`
+    has the ids of the tensors on it that were used, by offset and metadata id.
+    """
 
     bytes: int
     device: int
@@ -29,6 +31,7 @@ class Storage:
     reason: str = "import"     # of the storage_import record that brings it in
     id: int = 0
     released: bool = False
+    views: dict[tuple[int, int], int] = field(default_factory=dict)
 
 
 @dataclass(eq=False)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from replayfmt.format.check import check_capture
 from replayfmt.format.model import Record
 from replayfmt.format.reader import CaptureReader, open_capture
 from replayfmt.importers.kineto import KinetoOptions, import_kineto
@@ -50,6 +51,7 @@ def imported(tmp_path: Path) -> Any:
         path = events if isinstance(events, Path) else trace(tmp_path / "trace.json", events, **top)
         out = tmp_path / "out.opreplay"
         report = import_kineto(path, out, options=KinetoOptions(level, unique), libraries=libraries, force=True)
+        check_capture(out)
         reader = open_capture(out)
         readers.append(reader)
         records = [reader.record(ordinal) for ordinal in range(reader.record_count)]

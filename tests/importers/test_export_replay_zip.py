@@ -17,6 +17,7 @@ from opreplay_tools.export import cli
 import replayfmt
 from replayfmt.errors import OutputExists, ReplayRefused, UsageError
 from replayfmt.export.replay_zip import escaped, export_replay_zip
+from replayfmt.format.check import check_capture
 from replayfmt.format.codes import DType, RecordKind
 from replayfmt.format.reader import CaptureReader, open_capture
 from replayfmt.format.signature_text import signature_of
@@ -89,6 +90,26 @@ def test_it_imports_back_identically(capture: Path, tmp_path: Path) -> None:
     assert report.calls() == {"exact": exported.calls, "inferred": 0, "incomplete": 0}
     with open_capture(capture) as before, open_capture(tmp_path / "back.opreplay") as after:
         assert calls(before) == calls(after)
+
+
+def test_calls_that_take_one_tensor_twice_come_back_as_a_valid_capture(tmp_path: Path) -> None:
+    with replayfmt.capture(tmp_path / "c.opreplay"):
+        x = torch.randn(4, 4)
+        torch.mul(x, x)
+        torch.cat([x, x, x[:2], x[:2]])
+        torch.add(x.t(), x.t())
+        torch.addmm(x, x, x)
+        torch._foreach_add([x, x[1]], [x[1], x])
+    exported = export(tmp_path / "c.opreplay", tmp_path / "x.zip")
+    import_tracelens(tmp_path / "x.zip", tmp_path / "back.opreplay")
+    check_capture(tmp_path / "back.opreplay")
+    with open_capture(tmp_path / "c.opreplay") as before, open_capture(tmp_path / "back.opreplay") as after:
+        assert calls(before) == calls(after) and len(calls(after)) == exported.calls
+        (mul,) = [record for record in after.records() if record.signature.kernel
+                  and after.kernels[record.signature.kernel].name == "aten::mul"]
+        assert mul.args[0] == mul.args[1], "one tensor"
+    with replayfmt.Plan(tmp_path / "back.opreplay", devices=["cpu"]) as plan:
+        assert plan.execute().outcome == "ok"
 
 
 def test_exporting_what_was_imported_gives_the_same_ir(capture: Path, tmp_path: Path) -> None:
