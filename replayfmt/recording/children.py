@@ -108,14 +108,23 @@ class ChildrenSeen:
     def _process(self, original: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(original)
         def start(process: Any) -> None:
+            target = _target(process)      # gone once it runs
             original(process)
-            self._note(process.pid, f"multiprocessing {process.name}")
+            self._note(process.pid, f"multiprocessing {process.name}{target}")
 
         return start
 
 
 _SHOWN = 8            # children that a message lists
 _COMMAND_LENGTH = 120
+
+
+def _target(process: Any) -> str:
+    """What a multiprocessing child calls: ` running package.module:function`, as far as it says."""
+    target = getattr(process, "_target", None) or type(process).run
+    name = getattr(target, "__qualname__", None)
+    known = name is not None and name != "BaseProcess.run"
+    return f" running {getattr(target, '__module__', '')}:{name}" if known else ""
 
 
 def _command(arguments: Any) -> str:

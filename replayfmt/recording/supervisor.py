@@ -248,7 +248,10 @@ class CapturedProgram:
         return f"no op was captured{limits}; {self._children.sentence()}{self._about_children()}; {nothing.file}"
 
     def _about_children(self) -> str:
-        return ", and children do not record: capture each with its own opreplay-capture" if self._children.seen else ""
+        if not self._children.seen:
+            return ""
+        return (", and children do not record: capture the command of each with its own opreplay-capture, let what "
+                "multiprocessing runs call replayfmt.capture, or have the program do its work in one process")
 
 
 def _flush_files() -> None:

@@ -215,9 +215,10 @@ if __name__ == "__main__":
     [line] = done.stderr.splitlines()
     assert "none.opreplay: no op was captured, because the program never imported torch" in line
     assert f"{forked} (forked)" in line
-    assert f"{spawned} (multiprocessing the spawned one)" in line
+    assert f"{spawned} (multiprocessing the spawned one running __main__:child)" in line
     assert re.search(r"\d+ \(\S*python\S* -c .* 'an argument'\)", line)
-    assert "children do not record" in line
+    assert "children do not record: capture the command of each with its own opreplay-capture, let what " in line
+    assert "multiprocessing runs call replayfmt.capture, or have the program do its work in one process" in line
     assert not list(tmp_path.glob("none.opreplay*"))
 
 
