@@ -237,6 +237,7 @@ class KernelFacts:
         "random",
         "reads_nothing",
         "results",
+        "tensor_places",
         "unnameable",
         "unread",
         "view",
@@ -268,6 +269,9 @@ class KernelFacts:
         self.only_with = None if only is None else (self.indices[only[0]], self.indices[only[1]])
         # Lists whose items may be of any type of number: [1], [1.0] and [True] compare equal, and compute other things.
         self.mixed_lists = any("List[number]" in str(a.type) for a in schema.arguments)
+        # Where a number comes in a tensor's place, though a call from Python takes none there.
+        self.tensor_places = () if _takes_numbers(func) else tuple(
+            index for index, a in enumerate(schema.arguments) if isinstance(a.type, torch.TensorType))
         self.results = len(schema.returns)
         aten = self.namespace in ("aten", "prims", "prim", "inductor", "fsdp")
         self.view = func.is_view

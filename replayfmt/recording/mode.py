@@ -33,6 +33,7 @@ from .records import Unrepresentable
 from .sites import Following
 from .storages import RELEASE_BATCH
 from .templates import MISS
+from .wrapped_numbers import with_tensors
 
 _clock = time.perf_counter_ns
 _PLAIN = {(torch.Tensor,), (torch.nn.Parameter,)}  # what `detach` is told of plain tensors; no other op names them
@@ -86,6 +87,7 @@ class RecordingMode(TorchDispatchMode):
             return self._unrecorded(func)(*args, **kwargs)
         if not facts.own:
             core.arrivals[facts.name] += 1
+        args = core.attempt(with_tensors, facts, args) or args
         if facts.action is not Action.record and not core.attempt(facts.has_own_kernel, args, kwargs):
             return self._special(facts, args, kwargs)
         if not core.on and not core.attempt(self._begins):

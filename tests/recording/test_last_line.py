@@ -40,10 +40,12 @@ _CALLED_BY_PROGRAMS = {"capture", "scope", "Recorder.start", "Recorder.close", "
                        "Recorder.scope_end", "Recorder.__init__", "Recorder._check_content"}
 _STANDS_IN = {"RecordingMode.dispatch", "RecordingMode.record", "RecordingMode._record", "RecordingMode._special",
               "RecordingMode.run_inside", "RecordingMode._unrecorded", "RecordingMode._run_unsupported",
-              "AsInProgram.__call__", "InParts.__call__", "InParts._run", "Core.late", "construct",
+              "AsInProgram.__call__", "InParts.__call__", "InParts._run", "Body.__call__", "_below_another_handler",
+              "Core.late", "construct",
               "StandIn.__get__", "StandIn.__hash__", "StandIn.__eq__", "_Read.__call__", "_Write.__call__",
               "_Carrying.__init__", "_Carrying.__call__", "_Carrying.__repr__", "_Read._read", "DeclaredWork._watch",
-              "Recorder.recording", "Recorder._is_on", "Recorder.present", "Recorder.sees_first", "Recorder.paused",
+              "Recorder.recording", "Recorder._own_mode", "Recorder.launching", "Recorder.present",
+              "Recorder.sees_first", "Recorder.paused",
               "Recorder.attempt", "Recorder._running", "Core.scope_begin"}
 _LIKE_HANDLERS = {"_in_section"}  # is called with a frame, as the signal handlers of programs are
 _NO_STEPS = _LIKE_HANDLERS | _DEFENCE | _CALLED_BY_PROGRAMS | _STANDS_IN

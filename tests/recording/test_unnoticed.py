@@ -129,7 +129,16 @@ def own_classes() -> Any:
             type(Plain().data).__name__, bias]
 
 
-PROGRAMS = [own_classes, lazy_modules, logging_subclass, strict_subclass, function_mode, awkward_subclass]
+def wrapped_numbers() -> Any:
+    """C++ code that calls an operator that takes no numbers with a number wrapped as a tensor."""
+    traced = torch.jit.trace(lambda x: x + 1.5, torch.ones(2))
+    gone = torch._efficientzerotensor((2,))
+    return [(x.dtype, x.tolist()) for _ in range(3) for x in (traced(torch.ones(3)), gone + 1, gone + 1.5, gone + 2j)]
+
+
+PROGRAMS = [
+    wrapped_numbers, own_classes, lazy_modules, logging_subclass, strict_subclass, function_mode, awkward_subclass
+]
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
