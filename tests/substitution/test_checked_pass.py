@@ -272,8 +272,8 @@ def test_what_a_custom_operator_writes_without_saying_so_is_judged_as_well(captu
     def program() -> None:
         torch.ops.opreplay_checked.quiet_write(torch.ones(3), torch.arange(3.0))
 
-    path = captured(program)
     selector = "opreplay_checked::quiet_write"
+    path = captured(program, whole=[selector])
     assert check(path, selector, lambda x, y: y.copy_(y + 1) * x).ok
     assert "argument y, where close is" in rejected(path, selector, lambda x, y: (y + 1) * x).findings[0]
     wrong = rejected(path, selector, lambda x, y: (y.copy_(y + 1) * x, x.add_(1))[0])
