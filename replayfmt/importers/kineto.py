@@ -154,6 +154,8 @@ def _facts(kind: OpKind, operators: Operators) -> Facts:
     candidates = [each for each in operators.candidates(kind.name)[0] if each.dispatched]
     if not candidates:
         return Facts(Role.unknown if operators.attribute(kind.name) is None else Role.operator)
+    if not any(each.traceable for each in candidates):
+        return Facts(Role.unknown)      # what it calls can be called again, it cannot
     idle = name in _IDLE or all(each.only_views for each in candidates)
     composite = name not in _COMPUTING and all(each.composite for each in candidates)
     return Facts(Role.operator, composite, not idle, name in _MOVES, "convolution" in name)
@@ -194,9 +196,10 @@ def _count(report: ImportReport, events: Events, tree: Tree, selection: Selectio
         away = around & ~chosen & ~inside & (roles == Role.unknown)
         names = Counter(events.kinds[events.ops.kind[index]].name for index in np.flatnonzero(away).tolist())
         if names:
-            report.notes.append("what these unknown operators called was taken in their place; whether they computed "
-                                "anything beside that is not known: " + ", ".join(
-                                    f"{name} ({count} times)" for name, count in names.most_common()))
+            counted = ", ".join(f"{name} ({count} times)" for name, count in names.most_common())
+            report.notes.append("what these operators called was taken in their place: they are unknown here, or take "
+                                "objects that no trace holds; whether they computed anything beside that is not known: "
+                                + counted)
     report.notes.append("tensor contents are in no trace: a replay makes them up, and says how")
 
 

@@ -23,6 +23,7 @@ from replayfmt.pytorch.schemas import parse_schema, printed_schema
 from replayfmt.pytorch.traced_names import TracedNames
 
 from .arguments import Form, Recorded, score
+from .schema_types import BASES, schema_type
 
 REGISTRY, TORCH_OPS, ATTRIBUTE = "the JIT registry", "torch.ops", "a module's attribute"
 # What traces call code that torch.compile generated: by version, a region, its autograd function, a graph's call.
@@ -67,6 +68,12 @@ class Operator:
         """Whether all it returns are views on its arguments, which it does not write."""
         returns = self.schema.returns
         return bool(returns) and all(each.alias_info is not None and not each.alias_info.is_write for each in returns)
+
+    @property
+    def traceable(self) -> bool:
+        """Whether a trace can say what it was called with: not where it needs an object of its library's own."""
+        return all(schema_type(each).base in BASES or each.has_default_value() or schema_type(each).optional
+                   for each in self.schema.arguments)
 
     def kernel(self) -> Kernel:
         """As a capture names it."""

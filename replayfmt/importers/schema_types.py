@@ -13,6 +13,11 @@ import torch
 _NAMES = {"Scalar": "number", "SymInt": "int", "SymFloat": "float", "SymBool": "bool", "string": "str"}
 
 
+# What the elements of values are that a trace can hold; any other is an object of a library's own.
+BASES = frozenset({"Tensor", "int", "float", "number", "bool", "complex", "str", "ScalarType", "Layout", "MemoryFormat",
+                   "Device", "Generator"})
+
+
 @dataclass(frozen=True)
 class SchemaType:
     """`base` is Tensor, int, float, number, bool, complex, str, ScalarType, Layout, MemoryFormat, Device, Generator,

@@ -189,7 +189,17 @@ def test_an_unknown_operator_that_only_allocates_stands_for_its_own_work(importe
     assert not result.ops and [each.argument("op") for each in result.of("unsupported")] == ["mylib::fused"]
     result = imported([*events, op("aten::mm", 20, 30, MM)])
     assert result.ops == ["aten::empty.memory_format", "aten::mm.default"] and not result.of("unsupported")
-    assert any("unknown operators" in note and "mylib::fused (1 times)" in note for note in result.report.notes)
+    assert any("they are unknown here" in note and "mylib::fused (1 times)" in note for note in result.report.notes)
+
+
+def test_what_an_operator_called_stands_for_it_where_no_trace_holds_its_arguments(imported: Import) -> None:
+    packed = [tensor("float", 2, 3), ("", [], [], ""), scalar("False")]
+    outer = op("quantized::linear_dynamic", 10, 90, packed)
+    result = imported([outer, op("aten::mm", 20, 30, MM)])
+    assert result.ops == ["aten::mm.default"] and not result.of("unsupported")
+    assert any("quantized::linear_dynamic (1 times)" in note for note in result.report.notes)
+    record, = imported([outer]).of("unsupported")
+    assert record.argument("op") == "quantized::linear_dynamic", "it stands for itself where it called nothing"
 
 
 def test_a_collective_says_its_sizes_also_where_its_name_is_all_else(imported: Import) -> None:
