@@ -16,9 +16,10 @@ import torch
 
 from replayfmt.pytorch.looks import shape_of, storage_of
 
+from .composite_operators import PYTORCH_NAMESPACES
 from .core import Core, plain_parts
 from .frames import leave_no_own_frame
-from .kernels import PYTORCH_NAMESPACES, tensors_in
+from .kernels import tensors_in
 from .patches import Patch, PatchSet
 from .trackers import Tracker, has_bytes
 

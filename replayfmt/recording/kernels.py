@@ -20,13 +20,12 @@ from replayfmt.pytorch.opaque_results import OpaqueResults
 from replayfmt.pytorch.schemas import printed_schema
 
 from .autocast import AsInProgram, Body, InParts
-
-INTERNAL_NAMESPACES = ("aten", "prim", "prims", "quantized", "mkldnn", "mkl", "_quantized")
-
-# Whose composites are what their parts are. Those of other packages are kernels: what they do themselves is not seen.
-PYTORCH_NAMESPACES = (
-    *INTERNAL_NAMESPACES, "inductor", "sparse", "onednn", "mkldnn_prepacked", "static_runtime", "_test", "fsdp",
-    "quantized_decomposed",
+from .composite_operators import (
+    INTERNAL_NAMESPACES,
+    PYTORCH_NAMESPACES,
+    comes_whole,
+    is_composite_operator,
+    own_backends,
 )
 
 
@@ -185,12 +184,6 @@ _UNANNOTATED_WRITES = {
 # They draw random numbers, or may, without the tag nondeterministic_seeded.
 _UNTAGGED_RANDOM = {"_no_grad_normal_", "_no_grad_uniform_", "seed", "manual_seed", "initial_seed"}
 
-# Composites for which these backends may have a kernel of their own, which the dispatcher then prefers to the parts.
-_BACKENDS = (
-    "CPU", "CUDA", "Meta", "SparseCPU", "SparseCUDA", "SparseCsrCPU", "SparseCsrCUDA", "QuantizedCPU", "QuantizedCUDA",
-    "NestedTensorCPU", "NestedTensorCUDA",
-)
-
 _COLLECTIVE_NAMESPACES = (
     "c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "symm_mem", "_dtensor",
 )
@@ -314,7 +307,7 @@ class KernelFacts:
             return Action.collective
         if self.func.name() in _MAPS_FILES:
             return Action.ignore  # what it gives enters at its first use, as memory mapped before the capture does
-        if self.namespace in PYTORCH_NAMESPACES and is_composite_operator(self.func.name()):
+        if not comes_whole(self.name) and is_composite_operator(self.func.name()):
             return Action.decompose
         return Action.record
 
@@ -417,25 +410,6 @@ def unheard(func: torch._ops.OpOverload) -> Callable[..., Any]:
 def _takes_numbers(func: torch._ops.OpOverload) -> bool:
     """Whether numbers may stand for tensors among its arguments, which only some ways to call it allow."""
     return bool(torch._C._should_allow_numbers_as_tensors(func._schema.name.partition("::")[2]))
-
-
-def is_composite_operator(name: str) -> bool:
-    """Whether an overload (`aten::add.Tensor`) has a kernel that stands for its parts, gradients included."""
-    return torch._C._dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd")
-
-
-def own_backends(name: str) -> tuple[str, ...]:
-    """The backends for which a composite has a kernel of its own beside its parts."""
-    has = torch._C._dispatch_has_kernel_for_dispatch_key
-    nested = has(name, "CompositeImplicitAutogradNestedTensor")
-    return tuple(key for key in _BACKENDS if has(name, key) or (nested and key.startswith("Nested")))
-
-
-def overload_of(name: str) -> torch._ops.OpOverload:
-    """The overload of a qualified name (`aten::add.Tensor`, `aten::mm`), which must be registered."""
-    namespace, _, rest = name.partition("::")
-    base, _, overload = rest.partition(".")
-    return getattr(getattr(getattr(torch.ops, namespace), base), overload or "default")
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:

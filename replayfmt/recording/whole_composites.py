@@ -23,8 +23,9 @@ from replayfmt.format.operator_names import name_problem
 
 from .autocast import AUTOGRAD_KEYS, BACKENDS, handed_on
 from .calls import dispatches_itself
+from .composite_operators import PYTORCH_NAMESPACES, comes_whole, overload_of, own_backends
 from .frames import leave_no_frames, leave_no_own_frame
-from .kernels import PYTORCH_NAMESPACES, overload_of, own_backends, tensors_in
+from .kernels import tensors_in
 from .patches import Patch, PatchSet
 
 _COMPOSITE = DispatchKey.CompositeImplicitAutograd
@@ -85,7 +86,7 @@ class WholeComposites:
         for name in torch._C._dispatch_get_registrations_for_dispatch_key(_COMPOSITE.name):
             if name not in self._seen:
                 self._seen.add(name)
-                if name.partition("::")[0] not in PYTORCH_NAMESPACES:
+                if comes_whole(name.partition(".")[0]):
                     self._register(name)
 
     def _register(self, name: str) -> None:

@@ -326,3 +326,17 @@ def test_an_exception_of_an_operator_is_printed_as_without_a_capture(capture: Ca
 
 def _fail(x: torch.Tensor) -> torch.Tensor:
     raise ValueError(f"not with {x.numel()} elements")
+
+
+def test_pytorchs_composites_that_write_through_addresses_are_recorded_whole(capture: Capture) -> None:
+    def program() -> torch.Tensor:
+        engine = torch.quasirandom.SobolEngine(3, scramble=True, seed=1)
+        first = engine.draw(5)
+        engine.fast_forward(3)
+        return torch.cat((first, engine.draw(2)))
+
+    captured = capture(program)
+    assert captured.unsupported() == {}
+    assert {"aten::_sobol_engine_draw.default", "aten::_sobol_engine_ff_.default"} <= set(captured.ops())
+    captured.replays()
+    assert torch.equal(captured.returned, program())
