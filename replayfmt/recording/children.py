@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import shlex
 from collections.abc import Callable
 from typing import Any
@@ -76,12 +77,13 @@ class ChildrenSeen:
 
     def sentence(self) -> str:
         """The children as part of a message: `1 child: 4711 (python worker.py)`, or that there was none."""
-        if not self.seen:
-            return "no child process was seen"
-        listed = [f"{pid} ({what})" for pid, what in list(self.seen.items())[:_SHOWN]]
-        more = len(self.seen) - len(listed)
-        return (f"{len(self.seen)} child process{'es' if len(self.seen) > 1 else ''} seen: {', '.join(listed)}"
-                + (f" and {more} more" if more else ""))
+        return _listed(self.seen) if self.seen else "no child process was seen"
+
+    def workers(self) -> str:
+        """Those among them that run Python, listed in the same way; "" where there are none."""
+        workers = {pid: what for pid, what in self.seen.items() if _PYTHON.search(what)
+                   and not _HELPER.search(what)}
+        return _listed(workers) if workers else ""
 
     def _note(self, pid: object, what: str) -> None:
         if isinstance(pid, int) and pid > 0:
@@ -116,7 +118,16 @@ class ChildrenSeen:
 
 
 _SHOWN = 8            # children that a message lists
+_HELPER = re.compile(r"multiprocessing\.(resource_tracker|forkserver)")
+_PYTHON = re.compile(r"\A(forked|multiprocessing )|python|torchrun")
 _COMMAND_LENGTH = 120
+
+
+def _listed(children: dict[int, str]) -> str:
+    listed = [f"{pid} ({what})" for pid, what in list(children.items())[:_SHOWN]]
+    more = len(children) - len(listed)
+    return (f"{len(children)} child process{'es' if len(children) > 1 else ''} seen: {', '.join(listed)}"
+            + (f" and {more} more" if more else ""))
 
 
 def _target(process: Any) -> str:

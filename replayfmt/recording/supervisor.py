@@ -208,6 +208,9 @@ class CapturedProgram:
         else:
             if summary:
                 _say(f"opreplay-capture: {summary}")
+            workers = self._children.workers()
+            if workers:
+                _say(f"opreplay-capture: note: {workers}{self._about_children()}")
         for sentence in self._marks.never_called():
             _say(f"opreplay-capture: warning: {sentence}")
         unmatched = [] if self._recorder is None else self._recorder.unmatched()
