@@ -108,7 +108,8 @@ class _Slot:
 class NextStep:
     """Calls `function` in other threads, each at its next step. One for the process: threads may keep it for long.
 
-    `function` returns whether it is done; otherwise it is called at the following step again.
+    `function` returns whether it is done; otherwise it is called at the following step again. What it raises is raised
+    in the thread at its next step.
     """
 
     def __init__(self, function: Callable[[], bool]) -> None:
@@ -147,12 +148,29 @@ class NextStep:
                 _give(slot, state, None, None)
 
     def _step(self, _argument: Any, _frame: Any, _event: int, _value: Any) -> int:
-        if not self._calibrating and self._function():
-            state = _current()
-            for slot in self._slots:
-                if slot.held(_words(state)) == self._address:
-                    slot.setter(state, None, None)
+        # Nothing may be raised out of here: what that would tell the interpreter is not defined, and ends the process.
+        later: BaseException | None = None
+        try:
+            done = not self._calibrating and self._function()
+        except BaseException as error:
+            done, later = True, error
+        try:
+            if done:
+                self._take_off()
+        except Exception:
+            return 0  # it is tried again at the thread's next step
+        except BaseException as error:
+            later = error
+        if later is not None:
+            _raise_at_next_step(later)
         return 0
+
+    def _take_off(self) -> None:
+        """The calling thread is not asked any more."""
+        state = _current()
+        for slot in self._slots:
+            if slot.held(_words(state)) == self._address:
+                slot.setter(state, None, None)
 
     def _calibrate(self) -> None:
         """Find the words, in a thread of its own: the program may have set functions for this one."""
@@ -172,6 +190,18 @@ class NextStep:
                     self._slots.append(_Slot(setter, words.index(self._address), words.index(id(self._argument))))
         finally:
             done.release()
+
+
+def _raise_at_next_step(error: BaseException) -> None:
+    """Have the calling thread raise an exception: what a tracer in Python raises is raised in what it traces."""
+
+    def tracer(_frame: Any, _event: str, _value: Any) -> None:
+        raise error
+
+    if sys.getprofile() is None:
+        sys.setprofile(tracer)
+    else:
+        sys.settrace(tracer)
 
 
 def _give(slot: _Slot, state: ThreadState, function: int | None, argument: int | None) -> bool:

@@ -22,6 +22,7 @@ from torch.autograd.graph import _engine_run_backward as _run_backward
 
 from .external_files import DIGESTING
 from .frames import leave_no_frames
+from .interrupts import is_interrupt
 from .mode import RecordingMode
 from .mode_stack import mode_stack, remove_finished_modes, remove_mode, set_modes
 from .patches import Patch, PatchSet
@@ -229,12 +230,31 @@ _leaving: dict[int, int] = {}  # by state id: steps left of threads that carry t
 
 
 def _step() -> bool:
-    """A step of a thread that was asked. Whether that was enough."""
+    """A step of a thread that was asked. Whether that was enough. Raises what a signal handler of the program raises
+    meanwhile, and nothing else."""
+    capture = _current
+    if capture is not None:
+        return capture.core.attempt(_take_part, capture) is not False
+    try:
+        return _leave()
+    except BaseException as error:
+        if is_interrupt(error):
+            raise
+        return True  # the capture is over, and a mode of it that stays does nothing
+
+
+def _take_part(capture: Threads) -> bool:
+    """The calling thread joins a capture. Whether it could."""
+    remove_finished_modes()
+    _leaving.pop(own_id(), 0)
+    return capture.join()
+
+
+def _leave() -> bool:
+    """The calling thread gets rid of modes of captures that are over. Whether that is done."""
     gone = remove_finished_modes()
     number = own_id()
     patience = _leaving.pop(number, 0)
-    if _current is not None:
-        return _current.core.attempt(_current.join) is not False
     if patience > 1 and not gone:
         _leaving[number] = patience - 1  # inside an operator, which has put the mode aside
         return False

@@ -205,6 +205,23 @@ def problems(step: tuple[Any, str], path: Path, expected: list[Any], ops: int) -
     return [f"{count(path)} of {ops} ops are there, and nothing says so"]
 
 
+@pytest.fixture
+def another_thread() -> Iterator[None]:
+    """A thread of the program that is always between two steps, so that it is asked to take part at once."""
+    over = threading.Event()
+
+    def step() -> None:
+        while not over.wait(0.001):
+            pass
+
+    thread = threading.Thread(target=step)
+    thread.start()
+    yield
+    over.set()
+    thread.join()
+
+
+@pytest.mark.usefixtures("another_thread")
 def test_a_step_that_goes_wrong_ends_the_capture_and_not_the_program(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

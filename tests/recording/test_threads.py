@@ -391,6 +391,26 @@ def test_a_thread_is_asked_at_its_next_step_and_only_there(serve: Callable[..., 
     assert server.ask(1) == number and len(called) == 2
 
 
+def test_what_is_raised_in_a_thread_that_is_asked_is_raised_where_it_was(serve: Callable[..., Server]) -> None:
+    def interrupted() -> bool:
+        raise KeyboardInterrupt
+
+    steps = NextStep(interrupted)
+
+    def work(asks: bool) -> str:
+        try:
+            if asks:
+                (state,) = [state for state in thread_states() if state.id == own_id()]
+                steps.set(state)
+            own_id()
+        except KeyboardInterrupt:
+            return "interrupted"
+        return "done"
+
+    server = serve(work)
+    assert [server.ask(asks) for asks in (False, True, False)] == ["done", "interrupted", "done"]
+
+
 def test_a_thread_that_is_gone_is_not_asked() -> None:
     steps = NextStep(lambda: True)
     go = threading.Event()
