@@ -80,9 +80,8 @@ class ChildrenSeen:
         return _listed(self.seen) if self.seen else "no child process was seen"
 
     def workers(self) -> str:
-        """Those among them that run Python, listed in the same way; "" where there are none."""
-        workers = {pid: what for pid, what in self.seen.items() if _PYTHON.search(what)
-                   and not _HELPER.search(what)}
+        """Those among them that run the program's own functions, listed in the same way; "" where there are none."""
+        workers = {pid: what for pid, what in self.seen.items() if _WORKER.match(what)}
         return _listed(workers) if workers else ""
 
     def _note(self, pid: object, what: str) -> None:
@@ -118,8 +117,7 @@ class ChildrenSeen:
 
 
 _SHOWN = 8            # children that a message lists
-_HELPER = re.compile(r"multiprocessing\.(resource_tracker|forkserver)")
-_PYTHON = re.compile(r"\A(forked|multiprocessing )|python|torchrun")
+_WORKER = re.compile(r"\A(forked|multiprocessing )")     # not commands: compilers and the like are among them
 _COMMAND_LENGTH = 120
 
 

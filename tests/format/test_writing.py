@@ -77,7 +77,7 @@ def test_with_force_two_writers_of_one_name_do_not_write_into_one_file(tmp_path:
     first.generator(Generator(first.device(Device("cpu")), True))
     second.close(1)
     check_capture(path)
-    with pytest.raises(CaptureFailed, match="could not be renamed"):
+    with pytest.raises(CaptureFailed, match="was removed or replaced while it was being written"):
         first.close(1)
     check_capture(path)
 

@@ -89,7 +89,7 @@ def library() -> Iterator[None]:
 
 def replayed(path: Path, program: Any) -> str:
     """Capture a program without content and replay it; the notes of the plan."""
-    with replayfmt.capture(path, payload="none"), replayfmt.scope("execute"):
+    with replayfmt.capture(path, payload="none", whole=["_C::*"]), replayfmt.scope("execute"):
         program()
     WORK.clear()
     WEIGHTS.clear()
@@ -117,7 +117,7 @@ def test_attention_gets_a_schedule_that_the_library_makes_for_its_batch(tmp_path
 
 def test_a_schedule_of_another_size_is_refused(tmp_path: Path) -> None:
     path, program = tmp_path / "a.opreplay", attention(metadata_bytes=128)
-    with replayfmt.capture(path, payload="none"), replayfmt.scope("execute"):
+    with replayfmt.capture(path, payload="none", whole=["_C::*"]), replayfmt.scope("execute"):
         program()
     with pytest.raises(ReplayRefused) as refused:
         replayfmt.Plan(path)
