@@ -20,7 +20,7 @@ from .composite_operators import PYTORCH_NAMESPACES
 from .core import Core, plain_parts
 from .frames import leave_no_own_frame
 from .kernels import tensors_in
-from .patches import Patch, PatchSet
+from .patches import Patch, Patched, PatchSet
 from .trackers import Tracker, has_bytes
 
 _Written = tuple[torch.Tensor, Tracker | None, set[int] | None]
@@ -33,7 +33,7 @@ class RecorderForWork(Protocol):
     def recording(self) -> bool: ...
 
 
-class DeclaredWork:
+class DeclaredWork(Patched):
     """The patches of one capture that see calls of operators from Python."""
 
     def __init__(self, recorder: RecorderForWork, core: Core) -> None:
@@ -43,17 +43,6 @@ class DeclaredWork:
             [Patch("torch._ops", "OpOverload.__call__", self._around),
              Patch("torch._ops", "OpOverloadPacket.__call__", self._around)]
         )
-
-    @property
-    def missing(self) -> list[str]:
-        return [patch.target for patch in self._patches.missing]
-
-    def install(self) -> None:
-        self._patches.install()
-
-    def remove(self) -> None:
-        """Put everything back as it was. Idempotent."""
-        self._patches.remove()
 
     def _around(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)

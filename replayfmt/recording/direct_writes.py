@@ -15,7 +15,7 @@ import torch
 
 from .frames import leave_no_frames
 from .kernels import tensors_in
-from .patches import Patch, PatchSet, StandIn
+from .patches import Patch, Patched, PatchSet, StandIn
 
 if TYPE_CHECKING:
     from .core import Core
@@ -59,7 +59,7 @@ def storage_resized(core: Core, storage: torch.UntypedStorage) -> None:
         core.storages.use(tracker, storage, False, "resize_")
 
 
-class DirectWrites:
+class DirectWrites(Patched):
     """The patches of one capture that see direct writes."""
 
     def __init__(self, recorder: RecorderForWrites) -> None:
@@ -71,17 +71,6 @@ class DirectWrites:
                for name in _ALLOCATION]
             + [Patch("torch.cuda.nccl", name, functools.partial(writes, None)) for name in _NCCL]
         )
-
-    @property
-    def missing(self) -> list[str]:
-        return [patch.target for patch in self._patches.missing]
-
-    def install(self) -> None:
-        self._patches.install()
-
-    def remove(self) -> None:
-        """Put everything back as it was. Idempotent."""
-        self._patches.remove()
 
 
 class _Write(StandIn):

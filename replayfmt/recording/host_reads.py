@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import torch
 
 from .frames import leave_no_frames
-from .patches import Patch, PatchSet, StandIn
+from .patches import Patch, Patched, PatchSet, StandIn
 
 # Tensor.__dlpack__ ends in torch._C, and torch.to_dlpack is the same function under its older name.
 _METHODS = ("tolist", "numpy", "__array__", "__dlpack__")
@@ -45,7 +45,7 @@ class RecorderForReads(Protocol):
         ...
 
 
-class HostReads:
+class HostReads(Patched):
     """The patches of one capture that see host reads."""
 
     def __init__(self, recorder: RecorderForReads) -> None:
@@ -55,17 +55,6 @@ class HostReads:
             + [Patch(module, name, functools.partial(wraps, name)) for module, name in _FUNCTIONS]
             + [Patch("torch.storage", name, functools.partial(_sharing, recorder)) for name in _SHARES]
         )
-
-    @property
-    def missing(self) -> list[str]:
-        return [patch.target for patch in self._patches.missing]
-
-    def install(self) -> None:
-        self._patches.install()
-
-    def remove(self) -> None:
-        """Put everything back as it was. Idempotent."""
-        self._patches.remove()
 
 
 _inside = threading.local()  # .depth: how many patched reads this thread is in; only the outermost is the program's

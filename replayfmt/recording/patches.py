@@ -136,3 +136,21 @@ def targets(module: ModuleType, attribute: str) -> tuple[list[Any], str]:
     for part in owner.split("."):
         holder = getattr(holder, part, None)
     return ([holder] if holder is not None and hasattr(holder, name) else []), name
+
+
+class Patched:
+    """What has a set of patches, `_patches`, for as long as it is installed."""
+
+    _patches: PatchSet
+
+    @property
+    def missing(self) -> list[str]:
+        """The targets that this build does not have."""
+        return [patch.target for patch in self._patches.missing]
+
+    def install(self) -> None:
+        self._patches.install()
+
+    def remove(self) -> None:
+        """Put everything back as it was. Idempotent."""
+        self._patches.remove()
