@@ -18,9 +18,10 @@ x = torch.rand(600, 600)
 
 PROGRAMS = {
     # Nearly all time is spent in operators, so nearly every signal comes while one is being recorded.
-    "in operators": "print('ready', flush=True)\nwhile True:\n    x = x @ x / 1000\n",
+    "in operators": "x @ x\nprint('ready', flush=True)\nwhile True:\n    x = x @ x / 1000\n",
     "in a backward pass": '''
 w = torch.rand(300, 300, requires_grad=True)
+w @ w
 print('ready', flush=True)
 while True:
     y = w
@@ -80,6 +81,7 @@ with replayfmt.capture("second.opreplay"):
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(600)
     print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+    x @ x
     print("ready", flush=True)
     while True:
         x = x @ x / 1000
@@ -124,6 +126,7 @@ print("still here")
 def test_an_interrupt_is_a_keyboard_interrupt_and_130(tmp_path):
     (tmp_path / "interrupted.py").write_text(HEAD + '''
 try:
+    x @ x
     print('ready', flush=True)
     while True:
         x = x @ x / 1000

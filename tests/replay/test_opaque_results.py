@@ -18,7 +18,7 @@ from replayfmt.format.reader import open_capture
 from replayfmt.pytorch.opaque_results import OpaqueResults, OpaqueSpec
 from replayfmt.replay.plan import Plan
 from replayfmt.replay.results import ReplayResult
-from replayfmt.replay.run_twice import _elements
+from replayfmt.replay.run_twice import _FILLS, _elements
 
 from .conftest import Captured
 from .rewriting import rewrite
@@ -45,10 +45,11 @@ CHANCES = iter(range(10**6))
 
 def half_written(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Twice its argument, and a table of which it writes the first half."""
-    elements = 2 * x.numel()
-    left = torch.full((elements,), float(next(CHANCES)), dtype=x.dtype)
-    del left      # what is allocated next has its memory, and so other content each time
-    table = torch.empty(elements, dtype=x.dtype)
+    table = torch.empty(2 * x.numel(), dtype=x.dtype)
+    rest = table[x.numel():]
+    # What new memory holds may be the same again by chance. Here it never is, except where a search has filled it.
+    if rest.view(torch.uint8)[0] not in _FILLS or len(rest.view(torch.uint8).unique()) != 1:
+        rest.fill_(float(next(CHANCES)) + 0.1)
     table[: x.numel()] = x
     return x * 2, table
 
