@@ -20,7 +20,7 @@ from .replay_flags import ReplayFlags, replay_options, shown_if_rejected
 
 if TYPE_CHECKING:
     from replayfmt.benchmark.measure import Options
-    from replayfmt.benchmark.report import Report
+    from replayfmt.benchmark.reports.rows import Report
     from replayfmt.replay.plan import Plan
 
 _OUT = "--benchmark-out"
@@ -98,7 +98,7 @@ def cli(context: click.Context, /, capture: str, flags: ReplayFlags,
 def _measure(plan: Plan, options: Options) -> Report:
     """Run the benchmark; progress goes to stderr where that is a terminal."""
     from replayfmt.benchmark.measure import measure
-    from replayfmt.benchmark.report import make_report
+    from replayfmt.benchmark.reports.rows import make_report
 
     with _progress() as progress:
         return make_report(measure(plan, options, progress=progress), plan)
@@ -106,7 +106,7 @@ def _measure(plan: Plan, options: Options) -> Report:
 
 def _show(report: Report, form: str) -> None:
     """Print the results on stdout; where that is for a program, what to doubt about them goes to stderr."""
-    from replayfmt.benchmark.console import print_report
+    from replayfmt.benchmark.reports.console import print_report
 
     if form == "console":
         print_report(report)

@@ -7,10 +7,10 @@ import sys
 
 import click
 
-from replayfmt.recording.marks import parse_mark
 from replayfmt.recording.options import COMPILED, DIGESTS, FILE_POLICIES, FILE_VALIDATIONS, PAYLOADS, CaptureOptions
-from replayfmt.recording.program import Program
-from replayfmt.recording.supervisor import CapturedProgram, output_path
+from replayfmt.recording.program.marks import parse_mark
+from replayfmt.recording.program.running import Program
+from replayfmt.recording.program.supervisor import CapturedProgram, output_path
 
 from .command import run_tool, tool
 

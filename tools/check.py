@@ -13,10 +13,10 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-from replayfmt.format.add_digests import add_digests
-from replayfmt.format.check import CheckReport, check_capture
-from replayfmt.format.file_remap import FileRemaps
-from replayfmt.format.recover import recover_capture
+from replayfmt.format.external.file_remap import FileRemaps
+from replayfmt.format.maintenance.add_digests import add_digests
+from replayfmt.format.maintenance.check import CheckReport, check_capture
+from replayfmt.format.maintenance.recover import recover_capture
 
 from .command import reader_may_leave, run_tool, say, tool
 

@@ -34,8 +34,8 @@ def refuse_with_compare(context: click.Context, flags: ReplayFlags, per_op: bool
 def run_compare(plan: Plan, options: Options, form: str, progress: Progress | None,
                 write: Callable[[str], None] | None) -> None:
     """Measure and print; `write` gets the JSON for --benchmark-out."""
-    from replayfmt.benchmark.compare import measure_both
-    from replayfmt.benchmark.compare_report import make_compare_report
+    from replayfmt.benchmark.comparison.compare import measure_both
+    from replayfmt.benchmark.comparison.report import make_compare_report
 
     report = make_compare_report(measure_both(plan, options, progress=progress), plan)
     if write is not None:

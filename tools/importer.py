@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from replayfmt.errors import CaptureFailed, UsageError
-from replayfmt.format.output import check_place
+from replayfmt.format.container.output import check_place
 
 from .command import run_tool, say, tool
 
 if TYPE_CHECKING:
-    from replayfmt.importers.report import ImportReport
+    from replayfmt.importers.common.report import ImportReport
     from replayfmt.pytorch.traced_names import TracedNames
 
 _KINDS = ("auto", "kineto", "execution-trace", "tracelens")

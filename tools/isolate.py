@@ -25,7 +25,7 @@ from replayfmt.format.reader import open_capture
 from .command import report
 
 if TYPE_CHECKING:
-    from replayfmt.replay.windows import Window
+    from replayfmt.replay.codegen.windows import Window
 
 _NOTES = "OPREPLAY_ISOLATED"        # in the environment of the process that works: the folder of its notes
 # The modules that this process finds, it finds as well: --allow-import names them.
@@ -72,7 +72,7 @@ def _take_notes(folder: Path) -> None:
             window.ordinal_of_line(line) for line in window.lines]}, notes)
         notes.flush()
 
-    from replayfmt.replay import execute
+    from replayfmt.replay.run import execute
 
     execute.before_window = note
 

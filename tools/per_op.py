@@ -15,8 +15,8 @@ from .command import reader_may_leave, say
 
 if TYPE_CHECKING:
     from replayfmt.benchmark.measure import Progress
-    from replayfmt.benchmark.per_op import OpOptions, PerOpRun
-    from replayfmt.benchmark.report import Report
+    from replayfmt.benchmark.per_op.measuring import OpOptions, PerOpRun
+    from replayfmt.benchmark.reports.rows import Report
     from replayfmt.replay.plan import Plan
 
 _DEFAULT_MIN_TIME = "0.05s"
@@ -70,7 +70,7 @@ class PerOpFlags:
             if name in given:
                 raise UsageError(f"{_flag(name)} is for whole replays; it does not go with --per-op")
         from replayfmt.benchmark.min_time import parse_min_time
-        from replayfmt.benchmark.per_op import OpOptions
+        from replayfmt.benchmark.per_op.measuring import OpOptions
 
         text = values["benchmark_min_time"] if "benchmark_min_time" in given else _DEFAULT_MIN_TIME
         options = OpOptions(parse_min_time(text), verify, values["op_filter"], values["op_limit"],
@@ -81,8 +81,8 @@ class PerOpFlags:
 def run_per_op(plan: Plan, flags: PerOpFlags, form: str, progress: Progress | None,
                write: Callable[[str], None] | None) -> int:
     """Measure and print; `write` gets the JSON for --benchmark-out. The exit code: 1 where one failed or none ran."""
-    from replayfmt.benchmark.per_op import MeasuredOp, measure_ops
-    from replayfmt.benchmark.per_op_report import describe, make_op_report, progress_line
+    from replayfmt.benchmark.per_op.measuring import MeasuredOp, measure_ops
+    from replayfmt.benchmark.per_op.report import describe, make_op_report, progress_line
 
     def show(op: MeasuredOp, place: int, of: int) -> None:
         # Whoever wants a file gets it, whether or not somebody watches it being made.
@@ -101,7 +101,7 @@ def run_per_op(plan: Plan, flags: PerOpFlags, form: str, progress: Progress | No
 
 
 def _show(report: Report, form: str) -> None:
-    from replayfmt.benchmark.per_op_report import table_lines
+    from replayfmt.benchmark.per_op.report import table_lines
 
     if form == "console":
         click.echo()

@@ -39,13 +39,13 @@ class ProfilingRequest:
 
     def check(self, plan: Any) -> None:
         """Raises UsageError where the plan's devices or this torch cannot give a family."""
-        from replayfmt.benchmark.profiling import check_families
+        from replayfmt.benchmark.meters.profiling import check_families
 
         check_families(self.families, plan.devices)
 
     def profile(self, plan: Any) -> None:
         """Replay the plan once more under the profiler and write the trace; raises what the replay raises."""
-        from replayfmt.benchmark.profiling import profile_replay
+        from replayfmt.benchmark.meters.profiling import profile_replay
 
         profile_replay(plan, self.families, self.output, force=self.force)
 
@@ -82,8 +82,8 @@ def profiling_request(mode: str | None, output: str | None, force: bool, capture
                          "host-ops,shapes")
     if output is None:
         raise UsageError(f"--device-profiling-mode={mode}: give --device-profiling-output=FILE with it")
+    from replayfmt.benchmark.meters.profiling import OUTPUT_FLAG, parse_families
     from replayfmt.benchmark.output import output_file, refuse_input
-    from replayfmt.benchmark.profiling import OUTPUT_FLAG, parse_families
 
     families = parse_families(mode)
     refuse_input(OUTPUT_FLAG, output, capture)

@@ -55,7 +55,7 @@ def cli(context: click.Context, /, capture: str | None, list_initializers: bool,
         from replayfmt.replay.report import as_rows, as_text
 
         if compare_kernels:
-            from replayfmt.benchmark import device_kernels
+            from replayfmt.benchmark.meters import device_kernels
 
             device_kernels.check_device(plan)
             kernels = device_kernels.kernels_of(plan)

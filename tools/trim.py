@@ -107,7 +107,7 @@ def _trim(capture: str, out: str, wanted: Wanted, force: bool, flags: ReplayFlag
 
 
 def _script(capture: str, out: str, data: str | None, wanted: Wanted, force: bool, flags: ReplayFlags) -> None:
-    from replayfmt.trim.script import script_with_data, synthesized_script
+    from replayfmt.trim.script.export import script_with_data, synthesized_script
 
     if data is None:
         _replays_nothing(flags, "--script without --script-data")

@@ -1,5 +1,5 @@
-"""Timing a replay: measure (the loop), stopwatch, scopes, statistics, caveats, report and console, profiling.
+"""Timing a replay: measure (the loop), scopes, statistics; meters, single ops, comparisons and reports in packages.
 
-`measure.measure(plan, options)` gives a `Run`, `report.make_report(run, plan)` its rows. Imports format, pytorch and
-replay; nothing imports it but the tools.
+`measure.measure(plan, options)` gives a `Run`, `reports.rows.make_report(run, plan)` its rows. Imports format,
+pytorch and replay; nothing imports it but the tools.
 """

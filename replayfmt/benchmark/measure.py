@@ -21,14 +21,14 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from replayfmt.errors import ReplayMismatch, UsageError
-from replayfmt.replay.execute import OnScope
 from replayfmt.replay.plan import Plan
 from replayfmt.replay.results import ReplayResult, VerifyMode
+from replayfmt.replay.run.execute import OnScope
 
+from .meters.stopwatch import Clock, ReplayTimer, ScopeWatch, Times, stopwatch_for
 from .min_time import MOST_ITERATIONS, MinTime
 from .scopes import Region, find_regions, whole_capture
 from .statistics import Statistics, summarize
-from .stopwatch import Clock, ReplayTimer, ScopeWatch, Times, stopwatch_for
 
 # Restoring state is untimed and may take many times the replay: --benchmark-min-time counts timed seconds, and gives up
 # after this many times as much real time. The rule and the number are Google Benchmark's.

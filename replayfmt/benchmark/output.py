@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from replayfmt.errors import OpReplayError, OutputExists, UsageError
-from replayfmt.format.output import same_file, unfit
+from replayfmt.format.container.output import same_file, unfit
 
 
 class OutputFile:

@@ -12,7 +12,7 @@ from itertools import count, islice
 from typing import Any
 
 from replayfmt.format.codes import Codec, KernelKind, RecordKind, StorageOrigin, ValueKind
-from replayfmt.format.frames import MAX_NESTING
+from replayfmt.format.container.frames import MAX_NESTING
 from replayfmt.format.json_values import nested_deeper
 from replayfmt.format.model import Device, Session
 from replayfmt.format.printable import printable

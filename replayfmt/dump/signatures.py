@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from replayfmt.errors import UsageError
 from replayfmt.format.reader import CaptureReader
-from replayfmt.format.signature_groups import SignatureGroup, SignatureIndex
+from replayfmt.format.signatures.groups import SignatureGroup, SignatureIndex
 
 from .definitions import lines
 from .selection import Selection, selected_kernels, selects_nothing

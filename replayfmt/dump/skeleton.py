@@ -19,7 +19,7 @@ from replayfmt.format.model import Kernel
 from replayfmt.format.operator_names import name_problem
 from replayfmt.format.operator_schema import OperatorSchema, SchemaArgument, SchemaType, parse_operator_schema
 from replayfmt.format.reader import CaptureReader
-from replayfmt.format.signature_groups import SignatureGroup, SignatureIndex
+from replayfmt.format.signatures.groups import SignatureGroup, SignatureIndex
 
 _SHOWN_SIGNATURES = 40
 _LONGEST_LINE = 400

@@ -15,7 +15,7 @@ from replayfmt.format.codes import DType, Layout, RecordKind, TensorFlag, ValueK
 from replayfmt.format.model import SLOTS, PayloadValue, Signature, StorageValue, TensorMeta
 from replayfmt.format.operator_schema import parse_operator_schema
 from replayfmt.format.reader import CaptureReader, RecordFrame
-from replayfmt.format.values import decode_record
+from replayfmt.format.records.values import decode_record
 
 SHOWN_VALUES = 64           # of a tensor with more elements, none is shown
 MOST_VALUES = 4096          # that can be asked for

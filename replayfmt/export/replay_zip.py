@@ -19,8 +19,8 @@ from typing import Any
 
 from replayfmt.errors import CaptureFailed, ReplayRefused, UsageError
 from replayfmt.format.codes import RecordKind
+from replayfmt.format.container.output import check_place, same_file
 from replayfmt.format.model import Record
-from replayfmt.format.output import check_place, same_file
 from replayfmt.format.printable import printable
 from replayfmt.format.reader import CaptureReader
 from replayfmt.pytorch.host_operators import refused_names

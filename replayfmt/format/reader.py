@@ -2,7 +2,8 @@
 
 Opening reads the preamble, the trailer, the index, the head and the definitions; frames are read, verified and decoded
 when they are asked for, and a few are kept. Nothing a file says is used before it was checked: see frames.py, flat.py,
-definitions.py and record_frames.py for what that means at each level. Not safe for use from several threads at once.
+definitions/checks.py and record_frames.py for what that means at each level. Not safe for use from several threads at
+once.
 """
 
 from __future__ import annotations
@@ -16,17 +17,18 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import InvalidCapture
+from replayfmt.errors import InvalidCapture
+
 from .codes import MINOR_VERSION, FrameKind, StorageOrigin
-from .contents import Contents, find_contents, read_frame, read_preamble, read_session
-from .definitions import Definitions, Frozen
-from .frames import FLAG_CONSOLIDATED, FrameHeader
+from .container.contents import Contents, find_contents, read_frame, read_preamble, read_session
+from .container.frames import FLAG_CONSOLIDATED, FrameHeader
+from .container.payload_input import PayloadInfo, PayloadInput
+from .container.source import Source
+from .definitions.reading import Definitions, Frozen
 from .model import Record, Storage, Summary
-from .payload_input import PayloadInfo, PayloadInput
-from .record_frames import RecordFrame, RecordFrameDecoder
-from .source import Source
+from .records.record_frames import RecordFrame, RecordFrameDecoder
+from .records.values import decode_record
 from .summary import Tally, decode_summary
-from .values import decode_record
 
 _CACHED_FRAMES = 4
 

@@ -9,12 +9,13 @@ from typing import Any
 
 import flatbuffers
 
-from ..errors import InvalidCapture
-from . import flat
+from replayfmt.errors import InvalidCapture
+
+from .container import flat
+from .container.layouts import HEAD
+from .definitions.tables_output import camel, string_vector
 from .generated import Head, KeyValue
-from .layouts import HEAD
 from .model import Session
-from .tables_output import camel, string_vector
 
 _UUID = re.compile(r"[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}")
 _TEXTS = ("torch_version", "python_version", "platform", "host", "cpu", "cpu_capability", "working_directory")

@@ -11,14 +11,15 @@ from typing import Protocol
 import flatbuffers
 import numpy as np
 
-from ..errors import InvalidCapture
-from . import flat
+from replayfmt.errors import InvalidCapture
+
 from .codes import RecordKind, StorageOrigin
+from .container import flat
+from .container.layouts import SUMMARY
+from .definitions.tables_output import string_vector
 from .generated import Summary as Generated
-from .layouts import SUMMARY
 from .model import Summary
-from .record_frames import RecordFrame
-from .tables_output import string_vector
+from .records.record_frames import RecordFrame
 
 _ORIGINS = max(StorageOrigin) + 1
 

@@ -13,12 +13,15 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from ..errors import CaptureFailed, OutputExists
+from replayfmt.errors import CaptureFailed, OutputExists
+
 from .codes import FrameKind
-from .columns import Bounds, RecordColumns, encode_records, pieces
-from .frame_output import Buffer, FrameOutput
-from .frames import MAX_BODY_BYTES, MAX_NESTING, pack_preamble
-from .interning import Definitions
+from .container.frame_output import Buffer, FrameOutput
+from .container.frames import MAX_BODY_BYTES, MAX_NESTING, pack_preamble
+from .container.output import Output
+from .container.payload_output import PayloadOutput
+from .container.uninterrupted import Uninterrupted
+from .definitions.interning import Definitions
 from .json_values import nested_deeper
 from .model import (
     Device,
@@ -33,12 +36,10 @@ from .model import (
     Summary,
     TensorMeta,
 )
-from .output import Output
-from .payload_output import PayloadOutput
+from .records.columns import Bounds, RecordColumns, encode_records, pieces
+from .records.storage_rules import Contents
 from .session import encode_session
-from .storage_rules import Contents
 from .summary import Tally
-from .uninterrupted import Uninterrupted
 
 _TEXT_FLUSH_BYTES = 32 << 20  # that many bytes of new strings are written before more come
 

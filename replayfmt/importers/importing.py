@@ -8,13 +8,13 @@ from os import PathLike
 from typing import Literal
 
 from replayfmt.errors import UsageError
-from replayfmt.format.output import check_place, same_file
+from replayfmt.format.container.output import check_place, same_file
 from replayfmt.pytorch.op_libraries import OpLibraries
 from replayfmt.pytorch.traced_names import TracedNames
 
-from .report import ImportReport
+from .common.report import ImportReport
+from .common.trace_files import Progress
 from .sniffing import KINDS, TraceKind, sniff
-from .trace_files import Progress
 
 LEVELS = ("auto", "leaf", "launching", "root")
 
@@ -48,7 +48,7 @@ def import_trace(path: str | PathLike[str], out: str | PathLike[str], *, kind: T
     libraries, names = libraries or OpLibraries(), names or TracedNames()
     found = sniff(path) if kind == "auto" else kind
     if found == "kineto":
-        from .kineto import KinetoOptions, import_kineto
+        from .kineto.importer import KinetoOptions, import_kineto
 
         options = KinetoOptions(level, unique, rewrite, graph_captures)
         report = import_kineto(path, out, options=options, libraries=libraries, names=names,
@@ -57,7 +57,7 @@ def import_trace(path: str | PathLike[str], out: str | PathLike[str], *, kind: T
         flag = "--unique" if unique else "--graph-capture"
         raise UsageError(f"{flag} is for profiler traces; {path} is of kind {found}")
     elif found == "execution-trace":
-        from .execution_trace import import_execution_trace
+        from .execution_trace.importer import import_execution_trace
 
         report = import_execution_trace(path, out, level="root" if level == "root" else "deepest", rewrite=rewrite,
                                         libraries=libraries, names=names, force=force, progress=progress)

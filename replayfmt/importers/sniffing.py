@@ -9,8 +9,8 @@ from typing import Literal, get_args
 
 from replayfmt.errors import InvalidCapture
 
-from .json_stream import JsonStream
-from .trace_files import archive_names, regular_length
+from .common.json_stream import JsonStream
+from .common.trace_files import archive_names, regular_length
 
 TraceKind = Literal["kineto", "execution-trace", "tracelens"]
 KINDS: tuple[TraceKind, ...] = get_args(TraceKind)

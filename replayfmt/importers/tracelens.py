@@ -22,7 +22,7 @@ from replayfmt.format.model import TensorMeta
 from replayfmt.pytorch.op_libraries import OpLibraries
 from replayfmt.pytorch.traced_names import TracedNames
 
-from .arguments import (
+from .common.arguments import (
     NOTHING,
     UNRECORDED,
     Binding,
@@ -36,14 +36,14 @@ from .arguments import (
     of_value,
     parse,
 )
-from .json_stream import JsonStream
-from .operators import Choice, Operator, Operators
-from .report import Entry, ImportReport
-from .schema_types import SchemaType, schema_type
-from .synthesis import ImportedSession, Moment, imported_session, plain_device
-from .trace_files import Progress, TraceFile
-from .types import dtype_of
-from .values import Storage, Tensor, bytes_needed, contiguous
+from .common.json_stream import JsonStream
+from .common.operators import Choice, Operator, Operators
+from .common.report import Entry, ImportReport
+from .common.schema_types import SchemaType, schema_type
+from .common.synthesis import ImportedSession, Moment, imported_session, plain_device
+from .common.trace_files import Progress, TraceFile
+from .common.types import dtype_of
+from .common.values import Storage, Tensor, bytes_needed, contiguous
 
 KIND = "tracelens"
 BY = "the IR"

@@ -9,18 +9,18 @@ import torch
 
 from replayfmt.errors import UsageError
 
-from .attention import PAGED_ATTENTION
-from .caches import CACHE_INDICES, POSITIONS, SLOT_MAPPING
-from .cpu_engines import CPU_ENGINES
 from .demands import Role
-from .experts import EXPERT_IDS, EXPERT_WEIGHTS, OPTION, SORTED_EXPERTS, parse_routing
 from .floats import DEFAULT_MEAN, DEFAULT_STD, FLOATS, synthesize
 from .integers import fill_integers
-from .packed import PACKED_ATTENTION
-from .ragged import RAGGED
 from .registry import Initializer
 from .request import Request
 from .roles import INTEGERS
+from .serving.attention import PAGED_ATTENTION
+from .serving.caches import CACHE_INDICES, POSITIONS, SLOT_MAPPING
+from .serving.cpu_engines import CPU_ENGINES
+from .serving.experts import EXPERT_IDS, EXPERT_WEIGHTS, OPTION, SORTED_EXPERTS, parse_routing
+from .serving.packed import PACKED_ATTENTION
+from .serving.ragged import RAGGED
 
 
 def _empty(request: Request) -> torch.Tensor:

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from replayfmt.format.model import Recipe, Statistics
-from replayfmt.pytorch.dtypes import TORCH_DTYPE
+from replayfmt.pytorch.tensors.dtypes import TORCH_DTYPE
 
 # What floats are where nothing is known of them: normal, small enough that deep stacks of layers stay finite.
 DEFAULT_MEAN = 0.0

@@ -17,7 +17,7 @@ import torch
 
 from replayfmt.errors import ReplayRefused
 
-from .dtypes import DTYPE_CODE
+from .tensors.dtypes import DTYPE_CODE
 
 Scalar = bool | int | float | str | None
 

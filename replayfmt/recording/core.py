@@ -25,36 +25,36 @@ from replayfmt.format.codes import Layout
 from replayfmt.format.model import Session
 from replayfmt.format.redaction import Redaction
 from replayfmt.format.writer import CaptureWriter
-from replayfmt.pytorch.composites import is_composite, take_apart
-from replayfmt.pytorch.dtypes import TORCH_LAYOUT
 from replayfmt.pytorch.environment import session_fields
-from replayfmt.pytorch.looks import is_zerotensor, layout_of, offset_of, storage_of
-from replayfmt.pytorch.memory import call_undispatched
 from replayfmt.pytorch.opaque_results import OpaqueResults
 from replayfmt.pytorch.settings import read_settings
+from replayfmt.pytorch.tensors.composites import is_composite, take_apart
+from replayfmt.pytorch.tensors.dtypes import TORCH_LAYOUT
+from replayfmt.pytorch.tensors.looks import is_zerotensor, layout_of, offset_of, storage_of
+from replayfmt.pytorch.tensors.memory import call_undispatched
 
-from .buffer import RecordBuffer
-from .calls import Call, Calls, PassedThrough, is_wrapper
-from .content import Contents
-from .digesting import Digests
-from .external_files import ExternalFiles
-from .handles import Handles
-from .hooks import hook_policies
-from .implicit_scope import ImplicitScope
-from .in_flight import wait_for_rows
-from .insides import Insides
+from .custom_operators.insides import Insides
+from .dispatch.calls import Call, Calls, PassedThrough, is_wrapper
+from .dispatch.handles import Handles
+from .dispatch.kernels import KernelFacts, tensors_in
+from .fast_path.sites import Sites
+from .hooks.undispatched import hook_policies
 from .interrupts import is_interrupt
-from .kernels import KernelFacts, tensors_in
-from .numeric_state import NumericState
 from .options import CaptureOptions
-from .randomness import Generators
-from .records import Records, Unrepresentable
-from .redacted_writer import RedactedWriter, user_names
-from .scopes import Open, Scopes
-from .sites import Sites
-from .storages import RELEASE_BATCH, Storages
-from .tensor_metas import TensorMetas
-from .trackers import Tracker
+from .state.numeric_state import NumericState
+from .state.randomness import Generators
+from .storages.content import Contents
+from .storages.external_files import ExternalFiles
+from .storages.identity import RELEASE_BATCH, Storages
+from .storages.trackers import Tracker
+from .stream.buffer import RecordBuffer
+from .stream.digesting import Digests
+from .stream.implicit_scope import ImplicitScope
+from .stream.in_flight import wait_for_rows
+from .stream.records import Records, Unrepresentable
+from .stream.redacted_writer import RedactedWriter, user_names
+from .stream.scopes import Open, Scopes
+from .stream.tensor_metas import TensorMetas
 
 _T = TypeVar("_T")
 _Step = TypeVar("_Step", bound=Callable[..., Any])

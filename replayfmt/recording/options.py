@@ -11,7 +11,7 @@ from replayfmt.errors import UsageError
 from replayfmt.format.policies import OPAQUE_RESULTS
 from replayfmt.pytorch.opaque_results import OpaqueResults
 
-from .known_files import expand, look_at
+from .storages.known_files import expand, look_at
 
 PAYLOADS = ("full", "integers", "none")
 FILE_POLICIES = ("reference", "capture-ranges", "capture-all", "fail")

@@ -20,23 +20,23 @@ from replayfmt.errors import CaptureFailed, NothingCaptured
 from replayfmt.format.codes import RecordKind
 from replayfmt.pytorch.opaque_results import OpaqueResults
 
-from . import direct_writes
-from .children import AfterFork
-from .construction import Construction
 from .core import Core
-from .declared_work import DeclaredWork
-from .direct_writes import DirectWrites
-from .hooks import Hooks
-from .host_reads import HostReads
-from .implicit_scope import ImplicitScope
-from .mode import RecordingMode
-from .mode_stack import mode_stack, remove_finished_modes, remove_mode_at, set_modes
+from .custom_operators.declared_work import DeclaredWork
+from .custom_operators.whole_composites import WholeComposites
+from .dispatch.mode import RecordingMode
+from .dispatch.mode_stack import mode_stack, remove_finished_modes, remove_mode_at, set_modes
+from .hooks import direct_writes
+from .hooks.construction import Construction
+from .hooks.direct_writes import DirectWrites
+from .hooks.host_reads import HostReads
+from .hooks.undispatched import Hooks
 from .options import CaptureOptions
-from .records import Unrepresentable
-from .replacement import Replacement
-from .termination import Termination
-from .threads import FLUSHING, Threads
-from .whole_composites import WholeComposites
+from .program.children import AfterFork
+from .program.replacement import Replacement
+from .program.termination import Termination
+from .program.threads import FLUSHING, Threads
+from .stream.implicit_scope import ImplicitScope
+from .stream.records import Unrepresentable
 
 _T = TypeVar("_T")
 Patches = Hooks | HostReads | DirectWrites | WholeComposites | DeclaredWork | Construction | Replacement

@@ -17,31 +17,31 @@ from replayfmt.format.reader import CaptureReader
 from replayfmt.initializers import Initializer, Registry
 from replayfmt.pytorch.settings import apply_settings
 
-from .content import Content
-from .cuts import WindowSize
-from .execute import Machine, OnScope, RunClock, Timer, surroundings
-from .isolated import IsolatedOp
-from .lowering import Context, Lowering, Shapes
-from .memory import MemoryWatch
-from .op_lowering import lower_op
+from .codegen.lowering import Context, Lowering, Shapes
+from .codegen.op_lowering import lower_op
+from .codegen.templates import DirectFunctions, TemplateMaker
+from .codegen.windows import CodeCache, Window
+from .planning.cuts import WindowSize
+from .planning.memory import MemoryWatch
+from .planning.resolve import ResolvedKernel
+from .planning.scan import Scan
+from .planning.slices import Slice, Slicer
 from .preparation import Preparation
-from .resolve import ResolvedKernel
 from .results import VERIFY_MODES, Divergence, OpVerdict, PeakMemory, ReplayResult, Verification, VerifyMode
-from .run_twice import RunTwice
-from .scan import Scan
-from .scope_times import ScopeTimes
-from .slices import Slice, Slicer
-from .steps import ONE_RECORD, Steps
+from .run.content import Content
+from .run.execute import Machine, OnScope, RunClock, Timer, surroundings
+from .run.isolated import IsolatedOp
+from .run.scope_times import ScopeTimes
+from .run.steps import ONE_RECORD, Steps
+from .run.verdicts import KeepGoing
+from .run.watching import Watcher, lower_watched
 from .substitution.distance import Tolerance
 from .substitution.session import SubstitutionSession
 from .substitution.sites import StandIn
 from .substitution.surroundings import python_dispatch
 from .substitution.table import Asked
-from .templates import DirectFunctions, TemplateMaker
-from .verdicts import KeepGoing
-from .verify import Judge, StopReplay, decide, environment_differences
-from .watching import Watcher, lower_watched
-from .windows import CodeCache, Window
+from .verify.comparison import Judge, StopReplay, decide, environment_differences
+from .verify.run_twice import RunTwice
 
 # Captures of up to this many records keep their windows between runs, at some hundred bytes a record.
 _KEPT_RECORDS = 250_000

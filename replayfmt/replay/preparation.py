@@ -21,20 +21,20 @@ from replayfmt.format.reader import CaptureReader, open_capture
 from replayfmt.initializers import Registry
 from replayfmt.pytorch.opaque_results import OpaqueResults, OpaqueSpec
 
-from .allowed_imports import AllowedImports
-from .cuts import WindowSize
-from .devices import map_devices, map_generators
-from .external_files import ExternalFiles
-from .facts import Addresses, Effects, Layout, addresses_of, effects_of, effects_of_missing
-from .findings import Findings
-from .known import KnownContent
-from .overview import Work, count_work, describe
-from .resolve import ResolvedKernel, resolve
+from .planning.allowed_imports import AllowedImports
+from .planning.cuts import WindowSize
+from .planning.devices import map_devices, map_generators
+from .planning.external_files import ExternalFiles
+from .planning.facts import Addresses, Effects, Layout, addresses_of, effects_of, effects_of_missing
+from .planning.findings import Findings
+from .planning.overview import Work, count_work, describe
+from .planning.resolve import ResolvedKernel, resolve
+from .planning.scan import Scan
 from .results import OpaqueResult
-from .scan import Scan
-from .steps import ONE_RECORD
+from .run.steps import ONE_RECORD
 from .substitution.table import Asked, load
-from .synthesis import Synthesis
+from .synthesis.assignment import Synthesis
+from .synthesis.known import KnownContent
 
 
 class Preparation:

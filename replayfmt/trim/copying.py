@@ -12,7 +12,6 @@ from typing import Any
 
 from replayfmt.errors import InvalidCapture
 from replayfmt.format.codes import RecordKind, StorageOrigin, ValueKind
-from replayfmt.format.columns import RecordColumns
 from replayfmt.format.model import (
     CompositeValue,
     GeneratorValue,
@@ -27,6 +26,7 @@ from replayfmt.format.model import (
     Value,
 )
 from replayfmt.format.reader import CaptureReader
+from replayfmt.format.records.columns import RecordColumns
 from replayfmt.format.redaction import Redaction
 from replayfmt.format.writer import CaptureWriter
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from replayfmt.recording.coverage import Coverage, Region
+from replayfmt.recording.storages.coverage import Coverage, Region
 
 
 def region_of(tensor: torch.Tensor) -> Region:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import torch
 
 from replayfmt.format.codes import OpStatus, RecordKind, StorageOrigin, TensorFlag, ValueKind
-from replayfmt.format.digest import TensorDigest
 from replayfmt.format.model import (
     GeneratorValue,
     Node,
@@ -21,12 +20,13 @@ from replayfmt.format.model import (
     TensorValue,
     Value,
 )
-from replayfmt.pytorch.digests import digest_tensor
-from replayfmt.pytorch.memory import host_view, storage_bytes
-from replayfmt.recording.kernels import KernelFacts
-from replayfmt.replay.facts import Layout, Place
+from replayfmt.format.records.digest import TensorDigest
+from replayfmt.pytorch.tensors.digests import digest_tensor
+from replayfmt.pytorch.tensors.memory import host_view, storage_bytes
+from replayfmt.recording.dispatch.kernels import KernelFacts
 from replayfmt.replay.plan import Plan
-from replayfmt.replay.resolve import ResolvedKernel
+from replayfmt.replay.planning.facts import Layout, Place
+from replayfmt.replay.planning.resolve import ResolvedKernel
 
 from .copying import Copier, walk
 from .defined import Defined

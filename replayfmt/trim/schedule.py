@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from replayfmt.format.codes import ITEM_BYTES, RecordKind, TensorFlag, ValueKind
-from replayfmt.format.frames import MAX_LENGTH
+from replayfmt.format.container.frames import MAX_LENGTH
 from replayfmt.format.model import (
     SLOTS,
     PayloadValue,
@@ -28,7 +28,7 @@ from replayfmt.format.model import (
     Value,
 )
 from replayfmt.format.reader import CaptureReader, RecordFrame
-from replayfmt.format.values import decode_record
+from replayfmt.format.records.values import decode_record
 
 from .open_scopes import OpenScopes
 from .selection import Kept

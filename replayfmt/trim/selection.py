@@ -10,8 +10,8 @@ from replayfmt.dump.selection import Filter, Names, Selection, listed, parse_ran
 from replayfmt.errors import UsageError
 from replayfmt.format.codes import RecordKind
 from replayfmt.format.reader import CaptureReader
-from replayfmt.format.signature_groups import SignatureIndex
-from replayfmt.format.signature_text import parse_signature
+from replayfmt.format.signatures.groups import SignatureIndex
+from replayfmt.format.signatures.text import parse_signature
 
 
 @dataclass(frozen=True)

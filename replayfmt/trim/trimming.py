@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from replayfmt.errors import CaptureFailed, InvalidCapture, OutputExists, ReplayMismatch, ReplayRefused, UsageError
 from replayfmt.format.codes import RecordKind
-from replayfmt.format.file_remap import FileRemaps
+from replayfmt.format.container.output import check_place, same_file
+from replayfmt.format.external.file_remap import FileRemaps
 from replayfmt.format.model import PayloadValue, RangeValue, RecipeValue, Session
-from replayfmt.format.output import check_place, same_file
 from replayfmt.format.policies import (
     OPAQUE_RESULTS,
     TRIMMED_ELSEWHERE,
@@ -185,7 +185,7 @@ def _trim(plan: Plan, partial: str, out: str, wanted: Wanted, asked: Kept, check
           on_prediction: Callable[[Prediction], None], on_progress: Callable[[int, int], None] | None
           ) -> TrimResult | None:
     """One attempt; None where the plan knows more now than when it began."""
-    from replayfmt.replay.run_twice import RunTwice
+    from replayfmt.replay.verify.run_twice import RunTwice
 
     from .materializing import Materializer, overwrites
 

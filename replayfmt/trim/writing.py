@@ -25,7 +25,7 @@ from replayfmt.format.model import (
     TensorValue,
     Value,
 )
-from replayfmt.format.values import decode_record
+from replayfmt.format.records.values import decode_record
 
 from .copying import Copier, Values, walk
 from .schedule import Action, Begin, End, Enter, Release, Schedule, Settings

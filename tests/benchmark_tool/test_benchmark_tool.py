@@ -15,9 +15,9 @@ from opreplay_tools import benchmark, run
 
 import replayfmt
 from replayfmt.format.codes import RecordKind, ValueKind
-from replayfmt.format.columns import RecordColumns
 from replayfmt.format.model import Node, Session, Signature
 from replayfmt.format.reader import open_capture
+from replayfmt.format.records.columns import RecordColumns
 from replayfmt.format.writer import CaptureWriter
 from replayfmt.replay.plan import Plan
 

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from replayfmt.benchmark import caveats
-from replayfmt.benchmark.caveats import measurement_caveats, run_caveats
 from replayfmt.benchmark.measure import Measurement, Options, Run, Sample
+from replayfmt.benchmark.reports import caveats
+from replayfmt.benchmark.reports.caveats import measurement_caveats, run_caveats
 from replayfmt.benchmark.scopes import Region
 from replayfmt.format.model import Device
 from replayfmt.pytorch.environment import cpu_capability, describe_device

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from replayfmt.benchmark.measure import Options, measure
+from replayfmt.benchmark.meters.stopwatch import DeviceStopwatch, ReplayTimer, ScopeWatch, Stopwatch
 from replayfmt.benchmark.min_time import MinTime
 from replayfmt.benchmark.scopes import Region
-from replayfmt.benchmark.stopwatch import DeviceStopwatch, ReplayTimer, ScopeWatch, Stopwatch
 from replayfmt.errors import ReplayFailed, ReplayMismatch, UsageError
 
 from .fakes import EXECUTE, FakePlan, Time

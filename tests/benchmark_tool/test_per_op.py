@@ -8,15 +8,15 @@ import torch
 from opreplay_tools.benchmark import main
 
 import replayfmt
+from replayfmt.benchmark.meters.stopwatch import Clock
 from replayfmt.benchmark.min_time import MinTime
-from replayfmt.benchmark.op_groups import choose
-from replayfmt.benchmark.per_op import OpOptions, measure_ops
-from replayfmt.benchmark.stopwatch import Clock
+from replayfmt.benchmark.per_op.groups import choose
+from replayfmt.benchmark.per_op.measuring import OpOptions, measure_ops
 from replayfmt.format.codes import DType
 from replayfmt.format.model import Kernel
 from replayfmt.format.reader import open_capture
-from replayfmt.importers.synthesis import ImportedSession, Moment, imported_session
-from replayfmt.importers.values import plain_tensor
+from replayfmt.importers.common.synthesis import ImportedSession, Moment, imported_session
+from replayfmt.importers.common.values import plain_tensor
 from replayfmt.replay.plan import Plan
 
 FEW = MinTime(iterations=3)

@@ -11,11 +11,11 @@ import torch
 
 import replayfmt
 from replayfmt.benchmark.min_time import parse_min_time
-from replayfmt.benchmark.per_op import MeasuredOp, OpOptions, PerOpRun, measure_ops
-from replayfmt.benchmark.per_op_report import describe
+from replayfmt.benchmark.per_op.measuring import MeasuredOp, OpOptions, PerOpRun, measure_ops
+from replayfmt.benchmark.per_op.report import describe
 from replayfmt.importers.importing import import_trace
 from replayfmt.replay.plan import Plan
-from replayfmt.replay.synthesis import Synthesis
+from replayfmt.replay.synthesis.assignment import Synthesis
 
 
 def call(name: str, start: int, *sizes: list[int]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from opreplay_tools.profiling_flags import profiling_request
 
-from replayfmt.benchmark.profiling import check_families, parse_families, profile_replay
+from replayfmt.benchmark.meters.profiling import check_families, parse_families, profile_replay
 from replayfmt.errors import OpReplayError, OutputExists, ReplayFailed, UsageError
 
 

@@ -10,13 +10,13 @@ import pytest
 import torch
 from rich.console import Console
 
-from replayfmt.benchmark import caveats
-from replayfmt.benchmark.console import print_report
 from replayfmt.benchmark.measure import Measurement, Options, Run, Sample
 from replayfmt.benchmark.min_time import MinTime
-from replayfmt.benchmark.report import make_report
+from replayfmt.benchmark.reports import caveats
+from replayfmt.benchmark.reports.console import print_report
+from replayfmt.benchmark.reports.rows import make_report
+from replayfmt.benchmark.reports.units import duration, rate
 from replayfmt.benchmark.scopes import Region
-from replayfmt.benchmark.units import duration, rate
 from replayfmt.replay.results import Verification
 
 from .fakes import EXECUTE, FakeReader

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from replayfmt.recording.children import AfterFork, ChildrenSeen
+from replayfmt.recording.program.children import AfterFork, ChildrenSeen
 
 from .running import Captured, capture, plain
 

@@ -10,9 +10,9 @@ import types
 import pytest
 import torch
 
-from replayfmt.recording import hooks as hooks_module
-from replayfmt.recording.hooks import Hooks
-from replayfmt.recording.patches import Patch
+from replayfmt.recording.hooks import undispatched as hooks_module
+from replayfmt.recording.hooks.patches import Patch
+from replayfmt.recording.hooks.undispatched import Hooks
 
 from .fakes import FakeRecorder
 
@@ -206,7 +206,7 @@ def test_an_interpreted_triton_launch_is_one_record_and_leaks_no_ops(tmp_path):
     (tmp_path / "kernels.py").write_text('''
 import torch
 from tests.capture_tool.fakes import FakeRecorder
-from replayfmt.recording.hooks import Hooks
+from replayfmt.recording.hooks.undispatched import Hooks
 
 recorder = FakeRecorder()
 hooks = Hooks(recorder)

@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from replayfmt.recording import import_watch
-from replayfmt.recording.import_watch import Watch
+from replayfmt.recording.hooks import import_watch
+from replayfmt.recording.hooks.import_watch import Watch
 
 
 @pytest.fixture

@@ -9,8 +9,8 @@ import sys
 import pytest
 
 from replayfmt.errors import UsageError
-from replayfmt.recording.marks import Marks, parse_mark
-from replayfmt.recording.program import Program, compile_source
+from replayfmt.recording.program.marks import Marks, parse_mark
+from replayfmt.recording.program.running import Program, compile_source
 
 LIBRARY = '''
 import functools

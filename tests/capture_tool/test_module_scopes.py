@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from replayfmt.recording.module_scopes import ModuleScopes
+from replayfmt.recording.program.module_scopes import ModuleScopes
 
 
 class Log:

@@ -8,7 +8,7 @@ import pytest
 
 RUNNER = """
 import sys
-from replayfmt.recording.program import Program
+from replayfmt.recording.program.running import Program
 module = sys.argv[1] == "-m"
 target, *arguments = sys.argv[1 + module:]
 sys.exit(Program(target, tuple(arguments), module).run())

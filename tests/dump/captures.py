@@ -19,8 +19,6 @@ from replayfmt.format.codes import (
     TensorFlag,
     ValueKind,
 )
-from replayfmt.format.columns import RecordColumns
-from replayfmt.format.digest import TensorDigest
 from replayfmt.format.model import (
     Device,
     ExternalFile,
@@ -35,6 +33,8 @@ from replayfmt.format.model import (
     Statistics,
     TensorMeta,
 )
+from replayfmt.format.records.columns import RecordColumns
+from replayfmt.format.records.digest import TensorDigest
 from replayfmt.format.writer import CaptureWriter
 
 SESSION = Session(

@@ -6,7 +6,6 @@ import math
 from typing import Any
 
 from replayfmt.format.codes import DType, Layout, MemoryFormat, RecordKind, TensorFlag, ValueKind
-from replayfmt.format.digest import TensorDigest
 from replayfmt.format.model import (
     CompositeValue,
     DeviceValue,
@@ -22,6 +21,7 @@ from replayfmt.format.model import (
     TensorValue,
 )
 from replayfmt.format.reader import CaptureReader
+from replayfmt.format.records.digest import TensorDigest
 
 ID_TYPES = StorageValue | GeneratorValue | PayloadValue | RangeValue | RecipeValue
 PLAIN_TYPES = (type(None), bool, int, float, complex, str, DType, Layout, MemoryFormat, DeviceValue, ProcessGroupValue,

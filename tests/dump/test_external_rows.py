@@ -22,7 +22,6 @@ from replayfmt.dump.selection import Selection
 from replayfmt.dump.stream import jsonl_chunks, text_chunks
 from replayfmt.format.codes import DType, OpStatus, RecordKind, StorageOrigin
 from replayfmt.format.codes import ValueKind as V
-from replayfmt.format.digest import TensorDigest
 from replayfmt.format.model import (
     Device,
     ExternalFile,
@@ -37,6 +36,7 @@ from replayfmt.format.model import (
     TensorMeta,
 )
 from replayfmt.format.reader import open_capture
+from replayfmt.format.records.digest import TensorDigest
 
 from .captures import HOSTILE, SESSION, STRIDED, Builder
 from .oracle import exact

@@ -16,7 +16,7 @@ from replayfmt.dump.selection import Selection
 from replayfmt.dump.small_values import SmallValues
 from replayfmt.dump.stream import jsonl_chunks, text_chunks
 from replayfmt.format.reader import CaptureReader, open_capture
-from replayfmt.pytorch.memory import storage_bytes
+from replayfmt.pytorch.tensors.memory import storage_bytes
 from replayfmt.replay.plan import Plan
 
 SCHEMA = json.loads((Path(__file__).parents[2] / "docs" / "rows.schema.json").read_text())

@@ -13,7 +13,7 @@ import torch
 from format.reseal import change_header
 
 from replayfmt.format.codes import Codec, FrameKind
-from replayfmt.format.frames import PREAMBLE_BYTES, PREAMBLE_MAGIC
+from replayfmt.format.container.frames import PREAMBLE_BYTES, PREAMBLE_MAGIC
 
 from .conftest import Tools
 from .table import recorded
@@ -98,11 +98,11 @@ def test_a_truncated_capture_is_incomplete_or_damaged_but_never_complete(tools: 
 
 def test_a_newer_major_version_is_named(tools: Tools, path: Path) -> None:
     from replayfmt.format.codes import MAJOR_VERSION
-    from replayfmt.format.frames import pack_preamble
+    from replayfmt.format.container.frames import pack_preamble
 
     content = path.read_bytes()
     reader_id = "11111111-2222-3333-4444-555555555555"
-    import replayfmt.format.frames as frames_module
+    import replayfmt.format.container.frames as frames_module
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(frames_module, "MAJOR_VERSION", MAJOR_VERSION + 1)

@@ -88,7 +88,8 @@ class _ForeignStorage:
 def test_foreign_memory_on_an_accelerator_is_an_unsupported_record(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("replayfmt.recording.records.describe_device", lambda device: Device("cuda", 0, "no GPU"))
+    monkeypatch.setattr("replayfmt.recording.stream.records.describe_device",
+                        lambda device: Device("cuda", 0, "no GPU"))
     foreign = _ForeignStorage()
     with replayfmt.capture(tmp_path / "foreign.opreplay", payload="none", digests="none") as recorder:
         torch.ones(2)

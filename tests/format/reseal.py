@@ -10,9 +10,9 @@ import flatbuffers
 import numpy as np
 import zstandard
 
-from replayfmt.format import flat
 from replayfmt.format.codes import Codec, FrameKind
-from replayfmt.format.frames import (
+from replayfmt.format.container import flat
+from replayfmt.format.container.frames import (
     FRAME_ROW,
     HEADER_BYTES,
     PAYLOAD_ROW,
@@ -25,9 +25,9 @@ from replayfmt.format.frames import (
     pack_frame_row,
     parse_header,
 )
+from replayfmt.format.container.layouts import RECORDS, TABLES
+from replayfmt.format.definitions.tables_output import FAMILIES, META_COLUMNS, NODE_COLUMNS, camel, encode_tables
 from replayfmt.format.generated import Records
-from replayfmt.format.layouts import RECORDS, TABLES
-from replayfmt.format.tables_output import FAMILIES, META_COLUMNS, NODE_COLUMNS, camel, encode_tables
 
 
 @dataclass

@@ -18,8 +18,6 @@ from replayfmt.format.codes import (
     TensorFlag,
     ValueKind,
 )
-from replayfmt.format.columns import RecordColumns
-from replayfmt.format.digest import TensorDigest
 from replayfmt.format.model import (
     Device,
     ExternalFile,
@@ -34,6 +32,8 @@ from replayfmt.format.model import (
     Statistics,
     TensorMeta,
 )
+from replayfmt.format.records.columns import RecordColumns
+from replayfmt.format.records.digest import TensorDigest
 from replayfmt.format.writer import CaptureWriter
 
 V = ValueKind

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from replayfmt.format.codes import DType, Layout, RecordKind, StorageOrigin
-from replayfmt.format.external import validate
-from replayfmt.format.file_digest import digest_file
+from replayfmt.format.external.file_digest import digest_file
+from replayfmt.format.external.files import validate
 from replayfmt.format.model import Device, ExternalFile, FileIdentity, FileRange, TensorMeta
 from replayfmt.format.reader import open_capture
 from replayfmt.format.writer import CaptureWriter

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from replayfmt.format.frames import HEADER_BYTES
+from replayfmt.format.container.frames import HEADER_BYTES
 from replayfmt.format.model import ExternalFile, FileIdentity, Session
 from replayfmt.format.reader import open_capture
 from replayfmt.format.writer import CaptureWriter

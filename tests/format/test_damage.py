@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from replayfmt.errors import InvalidCapture, OpReplayError
-from replayfmt.format.check import check_capture
 from replayfmt.format.codes import FrameKind
-from replayfmt.format.frames import HEADER_BYTES, PREAMBLE_BYTES, TRAILER_BYTES
+from replayfmt.format.container.frames import HEADER_BYTES, PREAMBLE_BYTES, TRAILER_BYTES
+from replayfmt.format.maintenance.check import check_capture
+from replayfmt.format.maintenance.recover import recover_capture
 from replayfmt.format.reader import open_capture
-from replayfmt.format.recover import recover_capture
 
 from .reading import read_all
 from .samples import write_everything, write_small

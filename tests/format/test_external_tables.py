@@ -13,8 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from replayfmt.errors import InvalidCapture, UnsupportedVersion
-from replayfmt.format.check import check_capture
 from replayfmt.format.codes import ITEM_BYTES, DType, FrameKind, RecordKind, StorageOrigin
+from replayfmt.format.definitions.tables_output import encode_tables
+from replayfmt.format.maintenance.check import check_capture
+from replayfmt.format.maintenance.recover import recover_capture
 from replayfmt.format.model import (
     Device,
     ExternalFile,
@@ -26,8 +28,6 @@ from replayfmt.format.model import (
     Statistics,
 )
 from replayfmt.format.reader import open_capture
-from replayfmt.format.recover import recover_capture
-from replayfmt.format.tables_output import encode_tables
 from replayfmt.format.writer import CaptureWriter
 
 from .reading import read_all, refused

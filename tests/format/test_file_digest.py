@@ -11,8 +11,8 @@ import pytest
 from xxhash import xxh3_128, xxh3_128_digest
 
 from replayfmt.errors import ExternalFileProblem
-from replayfmt.format import file_digest
-from replayfmt.format.file_digest import CHUNK_BYTES, digest_file
+from replayfmt.format.external import file_digest
+from replayfmt.format.external.file_digest import CHUNK_BYTES, digest_file
 
 
 def _defined(data: bytes, chunk_bytes: int) -> str:

@@ -9,13 +9,14 @@ from pathlib import Path
 import pytest
 from xxhash import xxh3_64_intdigest, xxh3_128_intdigest
 
-from replayfmt.format import codes, frames
-from replayfmt.format.check import check_capture
+from replayfmt.format import codes
 from replayfmt.format.codes import FrameKind, RecordKind, ValueKind
-from replayfmt.format.frames import FRAME_ROW, HEADER_BYTES, PAYLOAD_ROW, align, parse_header, parse_trailer
+from replayfmt.format.container import frames
+from replayfmt.format.container.frames import FRAME_ROW, HEADER_BYTES, PAYLOAD_ROW, align, parse_header, parse_trailer
+from replayfmt.format.definitions.signature_rules import ARGUMENTS, CODE_CONSTANTS, DIGEST_ARGUMENTS, TEXT_CONSTANTS
+from replayfmt.format.maintenance.check import check_capture
 from replayfmt.format.model import SLOTS
 from replayfmt.format.reader import open_capture
-from replayfmt.format.signatures import ARGUMENTS, CODE_CONSTANTS, DIGEST_ARGUMENTS, TEXT_CONSTANTS
 
 TEXT = (Path(__file__).parents[2] / "schema" / "FORMAT.md").read_text()
 
@@ -101,8 +102,8 @@ def test_struct_tables_add_up() -> None:
 
 
 def test_setting_names_and_composite_forms_are_those_in_use() -> None:
-    from replayfmt.pytorch.composites import FORMS
     from replayfmt.pytorch.settings import AUTOCAST_DEVICES, SETTINGS
+    from replayfmt.pytorch.tensors.composites import FORMS
 
     named = {name for row in TABLES["setting"] for name in re.findall(r"`([\w.]+)`", row[0])}
     for setting in (*SETTINGS, *(f"autocast.{device}" for device in AUTOCAST_DEVICES)):

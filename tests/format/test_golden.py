@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from opreplay_tools import dump
 
-from replayfmt.format.check import check_capture
 from replayfmt.format.codes import RecordKind, StorageOrigin, ValueKind
-from replayfmt.format.external import OpenedFile, validate
+from replayfmt.format.external.files import OpenedFile, validate
+from replayfmt.format.maintenance.check import check_capture
+from replayfmt.format.maintenance.recover import recover_capture
 from replayfmt.format.reader import open_capture
-from replayfmt.format.recover import recover_capture
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 CAPTURES = sorted(GOLDEN.glob("*.opreplay"))

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from replayfmt.errors import InvalidCapture
-from replayfmt.format.check import check_capture
 from replayfmt.format.codes import FrameKind, RecordKind, ValueKind
+from replayfmt.format.definitions.tables_output import FAMILIES, META_COLUMNS, NODE_COLUMNS, encode_tables
+from replayfmt.format.maintenance.check import check_capture
 from replayfmt.format.reader import open_capture
-from replayfmt.format.tables_output import FAMILIES, META_COLUMNS, NODE_COLUMNS, encode_tables
 
 from .reading import read_all, refused
 from .reseal import (

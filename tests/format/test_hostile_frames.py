@@ -17,10 +17,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from replayfmt.errors import InvalidCapture, OpReplayError, UnsupportedVersion
-from replayfmt.format import flat
-from replayfmt.format.check import check_capture
 from replayfmt.format.codes import Codec, FrameKind, RecordKind, ValueKind
-from replayfmt.format.frames import (
+from replayfmt.format.container import flat
+from replayfmt.format.container.frames import (
     FRAME_ROW,
     HEADER_BYTES,
     MAX_BODY_BYTES,
@@ -31,9 +30,10 @@ from replayfmt.format.frames import (
     parse_header,
     parse_trailer,
 )
-from replayfmt.format.layouts import HEAD, RECORDS, SUMMARY, TABLES, Layout
+from replayfmt.format.container.layouts import HEAD, RECORDS, SUMMARY, TABLES, Layout
+from replayfmt.format.maintenance.check import check_capture
+from replayfmt.format.maintenance.recover import recover_capture
 from replayfmt.format.reader import open_capture
-from replayfmt.format.recover import recover_capture
 from replayfmt.format.summary import encode_summary
 
 from .reading import read_all, refused

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from replayfmt.errors import CaptureFailed, InvalidCapture, OutputExists, UsageError
-from replayfmt.format.check import check_capture
+from replayfmt.format.maintenance.check import check_capture
+from replayfmt.format.maintenance.recover import recover_capture
 from replayfmt.format.reader import open_capture
-from replayfmt.format.recover import recover_capture
 
 from .reading import read_all
 from .samples import write_everything, write_small

@@ -13,10 +13,10 @@ import pytest
 from xxhash import xxh3_64_intdigest
 
 from replayfmt.errors import CaptureNotFound, InvalidCapture
-from replayfmt.format.check import check_capture
 from replayfmt.format.codes import RecordKind
+from replayfmt.format.maintenance.check import check_capture
+from replayfmt.format.maintenance.recover import recover_capture
 from replayfmt.format.reader import open_capture
-from replayfmt.format.recover import recover_capture
 from replayfmt.format.writer import CaptureWriter
 
 from .reading import read_all

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from replayfmt.errors import CaptureFailed, OutputExists
+from replayfmt.format.container.output import Output
 from replayfmt.format.model import Session
-from replayfmt.format.output import Output
 from replayfmt.format.reader import open_capture
 from replayfmt.format.writer import CaptureWriter
 

@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from xxhash import xxh3_128_intdigest
 
-from replayfmt.format.check import check_capture
 from replayfmt.format.codes import (
     Codec,
     DType,
@@ -24,10 +23,10 @@ from replayfmt.format.codes import (
     TensorFlag,
     ValueKind,
 )
-from replayfmt.format.digest import TensorDigest
 from replayfmt.format.generated.Head import Head
 from replayfmt.format.generated.Records import Records as GeneratedRecords
 from replayfmt.format.generated.Tables import Tables
+from replayfmt.format.maintenance.check import check_capture
 from replayfmt.format.model import (
     CompositeValue,
     Device,
@@ -49,6 +48,7 @@ from replayfmt.format.model import (
     TensorValue,
 )
 from replayfmt.format.reader import CaptureReader, open_capture
+from replayfmt.format.records.digest import TensorDigest
 from replayfmt.format.writer import CaptureWriter
 
 from .samples import SESSION, TENSOR_DIGEST, Records, op, write_everything, write_small

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from replayfmt.format import codes, frames, layouts
+from replayfmt.format import codes
+from replayfmt.format.container import frames, layouts
 from replayfmt.format.generated import FrameHeader, FrameRow, PayloadRow, Trailer
 
 ROOT = Path(__file__).parents[2]
@@ -83,7 +84,7 @@ def test_nothing_in_a_capture_can_become_code() -> None:
     """No module of the format has a way to run, import or unpickle what it read."""
     forbidden = {
         "eval", "exec", "compile", "__import__", "pickle", "marshal", "shelve", "importlib", "ctypes", "subprocess"}
-    for path in (ROOT / "replayfmt" / "format").glob("*.py"):
+    for path in (ROOT / "replayfmt" / "format").rglob("*.py"):
         used: set[str | None] = set()
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Name):
@@ -91,7 +92,7 @@ def test_nothing_in_a_capture_can_become_code() -> None:
             elif isinstance(node, ast.Import | ast.ImportFrom):
                 used.update(alias.name.split(".")[0] for alias in node.names)
                 used.add(getattr(node, "module", None))
-        assert not forbidden & used, path.name
+        assert not forbidden & used, str(path)
 
 
 def test_magic_numbers_are_the_bytes_the_schema_says() -> None:

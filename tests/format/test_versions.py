@@ -11,12 +11,12 @@ import pytest
 from xxhash import xxh3_64_intdigest
 
 from replayfmt.errors import InvalidCapture, UnsupportedVersion
-from replayfmt.format.check import check_capture
 from replayfmt.format.codes import Codec, FrameKind
-from replayfmt.format.frames import FLAG_REQUIRED, FrameHeader
+from replayfmt.format.container.frames import FLAG_REQUIRED, FrameHeader
+from replayfmt.format.definitions.tables_output import encode_tables
+from replayfmt.format.maintenance.check import check_capture
+from replayfmt.format.maintenance.recover import recover_capture
 from replayfmt.format.reader import open_capture
-from replayfmt.format.recover import recover_capture
-from replayfmt.format.tables_output import encode_tables
 
 from .reading import read_all
 from .reseal import Frame, change, change_header, join, records_body, records_columns, split, tables_of
@@ -147,7 +147,7 @@ def test_fields_that_a_newer_minor_version_appended_are_ignored(tmp_path: Path) 
     """A Records table with three more fields than this version knows."""
     import flatbuffers
 
-    from replayfmt.format.layouts import RECORDS
+    from replayfmt.format.container.layouts import RECORDS
 
 
     path = tmp_path / "a.opreplay"

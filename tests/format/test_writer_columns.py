@@ -9,8 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from replayfmt.format import columns
-from replayfmt.format.check import check_capture
 from replayfmt.format.codes import (
     DType,
     FrameKind,
@@ -21,12 +19,14 @@ from replayfmt.format.codes import (
     TensorFlag,
     ValueKind,
 )
-from replayfmt.format.columns import RecordColumns, _distinct
-from replayfmt.format.frames import FLAG_CONSOLIDATED
-from replayfmt.format.interning import Definitions
+from replayfmt.format.container.frames import FLAG_CONSOLIDATED
+from replayfmt.format.definitions.interning import Definitions
+from replayfmt.format.maintenance.check import check_capture
+from replayfmt.format.maintenance.recover import recover_capture
 from replayfmt.format.model import Device, Kernel, Node, Session, Signature, TensorMeta
 from replayfmt.format.reader import open_capture
-from replayfmt.format.recover import recover_capture
+from replayfmt.format.records import columns
+from replayfmt.format.records.columns import RecordColumns, _distinct
 from replayfmt.format.writer import CaptureWriter
 
 from .reading import read_all
@@ -112,7 +112,7 @@ def test_records_beyond_a_frames_limits_become_several_frames(tmp_path: Path, mo
 def test_definitions_that_do_not_fit_one_frame_stay_in_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Definitions, "encoded_bytes", property(lambda _self: 1 << 40))
     monkeypatch.setattr("replayfmt.format.writer._TEXT_FLUSH_BYTES", 1000)
-    monkeypatch.setattr("replayfmt.format.recover.MAX_BODY_BYTES", 1000)
+    monkeypatch.setattr("replayfmt.format.maintenance.recover.MAX_BODY_BYTES", 1000)
     path, out = tmp_path / "a.opreplay", tmp_path / "b.opreplay"
     writer = CaptureWriter(path, SESSION)
     strings = [writer.string(f"string {number} " + "x" * 100) for number in range(200)]

@@ -15,7 +15,6 @@ import psutil
 import pytest
 
 from replayfmt.errors import CaptureFailed, OutputExists
-from replayfmt.format.check import check_capture
 from replayfmt.format.codes import (
     Codec,
     DType,
@@ -24,10 +23,11 @@ from replayfmt.format.codes import (
     RecordKind,
     ValueKind,
 )
-from replayfmt.format.columns import RecordColumns
+from replayfmt.format.maintenance.check import check_capture
+from replayfmt.format.maintenance.recover import recover_capture
 from replayfmt.format.model import Device, Generator, TensorMeta
 from replayfmt.format.reader import open_capture
-from replayfmt.format.recover import recover_capture
+from replayfmt.format.records.columns import RecordColumns
 from replayfmt.format.writer import CaptureWriter
 
 from .reading import read_all
@@ -347,7 +347,7 @@ _MANY = """
 import sys, os, gc
 import numpy as np, psutil
 from replayfmt.format.writer import CaptureWriter
-from replayfmt.format.columns import RecordColumns
+from replayfmt.format.records.columns import RecordColumns
 from replayfmt.format.model import Device, Kernel, Node, Session, Signature, TensorMeta
 from replayfmt.format.codes import DType, Layout, OpStatus, RecordKind, ValueKind as V
 

@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from replayfmt.format.check import check_capture
+from replayfmt.format.maintenance.check import check_capture
 from replayfmt.format.model import Record
 from replayfmt.format.reader import CaptureReader, open_capture
-from replayfmt.importers.kineto import KinetoOptions, import_kineto
-from replayfmt.importers.report import ImportReport
+from replayfmt.importers.common.report import ImportReport
+from replayfmt.importers.kineto.importer import KinetoOptions, import_kineto
 
 from .traces import trace
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from replayfmt.format.codes import DType, Layout, MemoryFormat
-from replayfmt.importers.arguments import (
+from replayfmt.importers.common.arguments import (
     HIDDEN_LIST,
     HIDDEN_NUMBER,
     NOTHING,
@@ -28,8 +28,8 @@ from replayfmt.importers.arguments import (
     of_value,
     parse,
 )
-from replayfmt.importers.operators import Operators
-from replayfmt.importers.schema_types import schema_type
+from replayfmt.importers.common.operators import Operators
+from replayfmt.importers.common.schema_types import schema_type
 
 T = of_tensor(TensorSpec(DType.float32, (4, 4), (4, 1)))
 ZERO_DIM = of_tensor(TensorSpec(DType.float64, (), ()))

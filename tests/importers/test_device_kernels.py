@@ -15,8 +15,8 @@ from opreplay_tools.command import run_tool
 from opreplay_tools.run import cli as run
 from torch.profiler import ProfilerActivity, profile
 
-from replayfmt.benchmark import device_kernels
-from replayfmt.benchmark.device_kernels import (
+from replayfmt.benchmark.meters import device_kernels
+from replayfmt.benchmark.meters.device_kernels import (
     Launched,
     captured_kernels,
     check_device,
@@ -26,7 +26,7 @@ from replayfmt.benchmark.device_kernels import (
     replayed_kernels,
 )
 from replayfmt.errors import UsageError
-from replayfmt.importers.kineto import import_kineto
+from replayfmt.importers.kineto.importer import import_kineto
 from replayfmt.replay.plan import Plan
 
 from .conftest import Import

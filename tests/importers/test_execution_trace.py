@@ -15,8 +15,8 @@ from replayfmt.errors import InvalidCapture, UnsupportedVersion
 from replayfmt.format.codes import RecordKind, StorageOrigin
 from replayfmt.format.model import Record, TensorValue
 from replayfmt.format.reader import CaptureReader, open_capture
-from replayfmt.importers import execution_trace_content
-from replayfmt.importers.execution_trace import import_execution_trace
+from replayfmt.importers.execution_trace import content as execution_trace_content
+from replayfmt.importers.execution_trace.importer import import_execution_trace
 from replayfmt.replay.plan import Plan
 
 from .observed import Mlp, as_schema, observe

@@ -19,7 +19,7 @@ import replayfmt
 from replayfmt.errors import InvalidCapture
 from replayfmt.format.codes import RecordKind, StorageOrigin
 from replayfmt.format.reader import open_capture
-from replayfmt.importers.execution_trace import import_execution_trace
+from replayfmt.importers.execution_trace.importer import import_execution_trace
 from replayfmt.importers.sniffing import sniff
 from replayfmt.replay.plan import Plan
 

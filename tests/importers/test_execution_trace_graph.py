@@ -13,9 +13,9 @@ import pytest
 from replayfmt.format.codes import RecordKind, StorageOrigin
 from replayfmt.format.model import Record, TensorValue
 from replayfmt.format.reader import open_capture
-from replayfmt.importers.execution_trace import import_execution_trace
-from replayfmt.importers.execution_trace_nodes import rounded
-from replayfmt.importers.report import ImportReport
+from replayfmt.importers.common.report import ImportReport
+from replayfmt.importers.execution_trace.importer import import_execution_trace
+from replayfmt.importers.execution_trace.nodes import rounded
 
 from .observed import ADD_, MM, RELU, Traced, Written
 

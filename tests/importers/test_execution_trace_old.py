@@ -16,10 +16,10 @@ import replayfmt
 from replayfmt.format.codes import RecordKind
 from replayfmt.format.model import Record
 from replayfmt.format.reader import open_capture
-from replayfmt.importers.execution_trace import import_execution_trace
+from replayfmt.importers.common.report import ImportReport
+from replayfmt.importers.execution_trace.importer import import_execution_trace
 from replayfmt.importers.importing import import_trace
-from replayfmt.importers.kineto import import_kineto
-from replayfmt.importers.report import ImportReport
+from replayfmt.importers.kineto.importer import import_kineto
 
 from .observed import MM, RELU, Traced, Written, as_schema, observe
 from .traces import MM as MM_INPUTS

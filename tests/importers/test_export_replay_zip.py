@@ -17,10 +17,10 @@ from opreplay_tools.export import cli
 import replayfmt
 from replayfmt.errors import OutputExists, ReplayRefused, UsageError
 from replayfmt.export.replay_zip import escaped, export_replay_zip
-from replayfmt.format.check import check_capture
 from replayfmt.format.codes import DType, RecordKind
+from replayfmt.format.maintenance.check import check_capture
 from replayfmt.format.reader import CaptureReader, open_capture
-from replayfmt.format.signature_text import signature_of
+from replayfmt.format.signatures.text import signature_of
 from replayfmt.importers.tracelens import import_tracelens
 from replayfmt.trim.selection import Wanted
 
@@ -225,7 +225,7 @@ def test_the_script_names_what_it_lacks_without_a_traceback(tmp_path: Path, caps
 def test_the_script_knows_every_dtype_that_an_export_writes() -> None:
     from replayfmt.export.event_replay_ir import DTYPE_NAMES
     from replayfmt.export.replay_script import Inputs, dtype_of
-    from replayfmt.pytorch.dtypes import TORCH_DTYPE
+    from replayfmt.pytorch.tensors.dtypes import TORCH_DTYPE
 
     assert DTYPE_NAMES[DType.int16] == "short int" and DTYPE_NAMES[DType.int32] == "int", "as profilers print them"
     for dtype, name in DTYPE_NAMES.items():

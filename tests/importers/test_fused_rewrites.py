@@ -12,7 +12,7 @@ import replayfmt
 from replayfmt.format.codes import DType
 from replayfmt.format.model import Kernel
 from replayfmt.importers.importing import import_trace
-from replayfmt.importers.portable import Portable
+from replayfmt.importers.rewrites.portable import Portable
 
 from .test_portable import Machine, rewrite
 from .traces import kernel, launch, op, tensor, trace

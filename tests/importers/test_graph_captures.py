@@ -12,7 +12,7 @@ from opreplay_tools.importer import main
 from replayfmt.errors import UsageError
 from replayfmt.format.reader import open_capture
 from replayfmt.importers.importing import import_trace
-from replayfmt.importers.kineto import KinetoOptions, import_kineto
+from replayfmt.importers.kineto.importer import KinetoOptions, import_kineto
 
 from .conftest import Import, Imported
 from .observed import RELU as RELU_SCHEMA

@@ -13,7 +13,7 @@ import pytest
 
 from replayfmt.errors import OpReplayError
 from replayfmt.format.reader import open_capture
-from replayfmt.importers.execution_trace import import_execution_trace
+from replayfmt.importers.execution_trace.importer import import_execution_trace
 from replayfmt.importers.tracelens import import_tracelens
 
 from .observed import ADD_, MM, RELU, Traced, Written

@@ -21,10 +21,10 @@ from opreplay_tools.run import cli as run
 
 import replayfmt
 from replayfmt.errors import UsageError
-from replayfmt.importers import kineto
-from replayfmt.importers.json_stream import JsonStream
-from replayfmt.importers.kineto_events import Events
-from replayfmt.importers.portable import Portable
+from replayfmt.importers.common.json_stream import JsonStream
+from replayfmt.importers.kineto import importer as kineto
+from replayfmt.importers.kineto.events import Events
+from replayfmt.importers.rewrites.portable import Portable
 
 from .traces import ADD, H100, MM, SHARED, annotation, kernel, launch, op, tensor, trace
 

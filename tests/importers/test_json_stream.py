@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 
 from replayfmt.errors import CaptureNotFound, InvalidCapture
-from replayfmt.importers import json_stream
+from replayfmt.importers.common import json_stream
+from replayfmt.importers.common.json_stream import JsonStream
+from replayfmt.importers.common.trace_files import TraceFile, archive_texts
 from replayfmt.importers.importing import import_trace
-from replayfmt.importers.json_stream import JsonStream
 from replayfmt.importers.sniffing import sniff
-from replayfmt.importers.trace_files import TraceFile, archive_texts
 
 EVENTS = [{"ph": "X", "name": f"op {i}", "ts": i * 0.5, "args": {"n": [i, -i, 1e-5], "s": 'a"}]\\b{'}}
           for i in range(40)]

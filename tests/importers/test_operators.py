@@ -15,8 +15,8 @@ import torch
 import replayfmt
 from replayfmt.errors import ReplayRefused, UsageError
 from replayfmt.format.codes import DType
-from replayfmt.importers.arguments import TensorSpec, of_tensor
-from replayfmt.importers.operators import ATTRIBUTE, REGISTRY, Operators
+from replayfmt.importers.common.arguments import TensorSpec, of_tensor
+from replayfmt.importers.common.operators import ATTRIBUTE, REGISTRY, Operators
 from replayfmt.pytorch import op_libraries
 from replayfmt.pytorch.op_libraries import KNOWN_LIBRARIES, OpLibraries, parse_op_library
 from replayfmt.pytorch.op_registrations import modules_registering

@@ -10,10 +10,10 @@ import torch
 
 from replayfmt.format.codes import DType, Layout, StorageOrigin, TensorFlag
 from replayfmt.format.model import Kernel, TensorMeta
-from replayfmt.importers.portable import Portable
-from replayfmt.importers.rewriting import Rewritten
-from replayfmt.importers.values import Storage, Tensor, contiguous
-from replayfmt.pytorch.dtypes import DTYPE_CODE, TORCH_DTYPE
+from replayfmt.importers.common.values import Storage, Tensor, contiguous
+from replayfmt.importers.rewrites.portable import Portable
+from replayfmt.importers.rewrites.rewriting import Rewritten
+from replayfmt.pytorch.tensors.dtypes import DTYPE_CODE, TORCH_DTYPE
 
 
 class Machine:

@@ -15,9 +15,9 @@ from opreplay_tools.importer import cli
 import replayfmt
 from replayfmt.errors import UsageError
 from replayfmt.format.reader import open_capture
-from replayfmt.importers.arguments import UNRECORDED, Reader, TensorSpec, of_tensor
+from replayfmt.importers.common.arguments import UNRECORDED, Reader, TensorSpec, of_tensor
+from replayfmt.importers.common.operators import Operators
 from replayfmt.importers.importing import import_trace
-from replayfmt.importers.operators import Operators
 from replayfmt.pytorch import traced_names
 from replayfmt.pytorch.traced_names import Guess, TracedNames, parse_op_alias, parse_string_default, parsed
 

@@ -13,7 +13,7 @@ from replayfmt.errors import InvalidCapture
 from replayfmt.format.codes import DType, MemoryFormat, RecordKind
 from replayfmt.format.model import DeviceValue, Record, TensorValue
 from replayfmt.format.reader import open_capture
-from replayfmt.importers.report import ImportReport
+from replayfmt.importers.common.report import ImportReport
 from replayfmt.importers.tracelens import import_tracelens
 from replayfmt.replay.plan import Plan
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from replayfmt.format.codes import DType, Layout, MemoryFormat
-from replayfmt.importers import types
-from replayfmt.pytorch.dtypes import DTYPE_CODE, LAYOUT_CODE, MEMORY_FORMAT_CODE
+from replayfmt.importers.common import types
+from replayfmt.pytorch.tensors.dtypes import DTYPE_CODE, LAYOUT_CODE, MEMORY_FORMAT_CODE
 
 
 @pytest.mark.parametrize(("name", "dtype"), [

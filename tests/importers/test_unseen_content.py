@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from replayfmt.format.codes import RecordKind, StorageOrigin
 from replayfmt.format.reader import open_capture
-from replayfmt.importers.execution_trace import import_execution_trace
+from replayfmt.importers.execution_trace.importer import import_execution_trace
 from replayfmt.replay.plan import Plan
 
 from .observed import observe

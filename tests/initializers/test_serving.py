@@ -11,7 +11,7 @@ import torch
 import replayfmt
 from replayfmt.errors import ReplayRefused, UsageError
 from replayfmt.initializers import Initializer, Registry, register, unregister
-from replayfmt.initializers.experts import parse_routing
+from replayfmt.initializers.serving.experts import parse_routing
 
 from .serving import engines
 

@@ -12,10 +12,10 @@ import torch
 import replayfmt
 from replayfmt.format.codes import RecordKind, StorageOrigin
 from replayfmt.format.reader import open_capture
-from replayfmt.recording import buffer as module
 from replayfmt.recording.core import Core
 from replayfmt.recording.options import CaptureOptions
 from replayfmt.recording.recorder import Recorder
+from replayfmt.recording.stream import buffer as module
 
 from .conftest import Capture
 

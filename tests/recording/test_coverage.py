@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from replayfmt.recording.coverage import Coverage, Region
+from replayfmt.recording.storages.coverage import Coverage, Region
 
 LENGTH = 96
 

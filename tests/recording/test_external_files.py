@@ -19,8 +19,8 @@ from safetensors.torch import load_file, save_file
 
 import replayfmt
 from replayfmt.format.codes import RecordKind
-from replayfmt.recording import file_mappings, pages
-from replayfmt.recording.storage_content import is_readable
+from replayfmt.recording.storages import file_mappings, pages
+from replayfmt.recording.storages.storage_content import is_readable
 
 from .conftest import Capture, Captured
 from .external import origins, payload_bytes, range_bytes, ranges

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 import torch
 
-from replayfmt.recording import file_mappings, pages
-from replayfmt.recording.file_mappings import FileMappings, MappedRange, read_mappings
-from replayfmt.recording.pages import PAGE, written_pages
+from replayfmt.recording.storages import file_mappings, pages
+from replayfmt.recording.storages.file_mappings import FileMappings, MappedRange, read_mappings
+from replayfmt.recording.storages.pages import PAGE, written_pages
 
 LENGTH = 8 * PAGE
 pytestmark = pytest.mark.skipif(not os.path.exists("/proc/self/maps"), reason="the system does not tell of mappings")

@@ -11,8 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from replayfmt.recording.file_mappings import FileMappings, memory
-from replayfmt.recording.pages import PAGE
+from replayfmt.recording.storages.file_mappings import FileMappings, memory
+from replayfmt.recording.storages.pages import PAGE
 
 LENGTH = 6 * PAGE
 pytestmark = pytest.mark.skipif(not os.path.exists("/proc/self/pagemap"), reason="the system does not tell of pages")

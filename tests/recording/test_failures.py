@@ -14,7 +14,7 @@ import replayfmt
 from replayfmt.errors import CaptureFailed
 from replayfmt.format.codes import OpStatus, RecordKind
 from replayfmt.format.reader import open_capture
-from replayfmt.recording import calls
+from replayfmt.recording.dispatch import calls
 from replayfmt.recording.recorder import Recorder
 
 from .conftest import Capture

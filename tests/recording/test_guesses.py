@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import replayfmt
-from replayfmt.recording.mode import RecordingMode
+from replayfmt.recording.dispatch.mode import RecordingMode
 
 from .conftest import Capture
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from replayfmt.benchmark.min_time import MinTime
-from replayfmt.benchmark.per_op import OpOptions, measure_ops
+from replayfmt.benchmark.per_op.measuring import OpOptions, measure_ops
 from replayfmt.errors import ReplayRefused, SubstitutionRejected
 from replayfmt.format.codes import RecordKind
 from replayfmt.replay.plan import Plan

@@ -17,8 +17,8 @@ import torch
 
 from replayfmt.format.codes import RecordKind
 from replayfmt.format.reader import open_capture
-from replayfmt.recording import in_flight
 from replayfmt.recording.recorder import Recorder
+from replayfmt.recording.stream import in_flight
 from replayfmt.replay.plan import Plan
 
 

@@ -19,7 +19,7 @@ import torch
 
 import replayfmt
 from replayfmt.format.codes import RecordKind
-from replayfmt.recording.records import Records
+from replayfmt.recording.stream.records import Records
 
 from .conftest import Capture
 

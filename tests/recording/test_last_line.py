@@ -27,8 +27,9 @@ from replayfmt.format.reader import open_capture
 from replayfmt.recording import core, recorder
 
 # Beside the recorder itself: what it writes with, and what it knows PyTorch by.
-_OTHERS = ("format.writer", "format.frame_output", "format.payload_output", "format.tables_output", "format.output",
-           "format.interning", "format.columns", "pytorch.memory", "pytorch.digests", "pytorch.composites",
+_OTHERS = ("format.writer", "format.container.frame_output", "format.container.payload_output",
+           "format.definitions.tables_output", "format.container.output", "format.definitions.interning",
+           "format.records.columns", "pytorch.tensors.memory", "pytorch.tensors.digests", "pytorch.tensors.composites",
            "pytorch.settings", "pytorch.environment")
 # Not steps: the defence itself, what a program calls on purpose and has to be told of, and what stands in the place of
 # something that the program calls, and runs that.

@@ -15,7 +15,7 @@ import replayfmt
 from replayfmt.format.codes import RecordKind
 from replayfmt.format.reader import open_capture
 from replayfmt.recording.recorder import Recorder
-from replayfmt.recording.trackers import ATTRIBUTE
+from replayfmt.recording.storages.trackers import ATTRIBUTE
 
 
 class Held:

@@ -17,7 +17,7 @@ from replayfmt.format.codes import OpStatus, RecordKind
 from replayfmt.format.reader import open_capture
 from replayfmt.recording.options import CaptureOptions
 from replayfmt.recording.recorder import Recorder
-from replayfmt.recording.trackers import ATTRIBUTE
+from replayfmt.recording.storages.trackers import ATTRIBUTE
 
 from .conftest import Capture
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from replayfmt.format.codes import RecordKind
-from replayfmt.pytorch.composites import put_together, take_apart
+from replayfmt.pytorch.tensors.composites import put_together, take_apart
 
 from .conftest import Capture
 

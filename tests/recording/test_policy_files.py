@@ -13,10 +13,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from replayfmt.errors import CaptureFailed, UsageError
-from replayfmt.format import external
-from replayfmt.format.file_digest import digest_file
-from replayfmt.recording import external_files
+from replayfmt.format.external import files as external
+from replayfmt.format.external.file_digest import digest_file
 from replayfmt.recording.options import CaptureOptions
+from replayfmt.recording.storages import external_files
 
 from .conftest import Capture, Captured
 from .external import origins, payload_bytes, range_bytes, ranges

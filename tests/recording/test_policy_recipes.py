@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from replayfmt.format.codes import DType
-from replayfmt.recording import recipes
-from replayfmt.recording.recipes import recipe
+from replayfmt.recording.storages import recipes
+from replayfmt.recording.storages.recipes import recipe
 
 
 def of(values: torch.Tensor, number: int = 1) -> recipes.Recipe:

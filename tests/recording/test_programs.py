@@ -66,7 +66,7 @@ def test_the_fast_path_records_the_same_as_the_complete_path(
         ]
 
     fast = recorded()
-    monkeypatch.setattr("replayfmt.recording.sites.TensorGuards", None)
+    monkeypatch.setattr("replayfmt.recording.fast_path.sites.TensorGuards", None)
     complete = recorded()
     assert fast == complete
 

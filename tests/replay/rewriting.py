@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from replayfmt.format.codes import RecordKind
-from replayfmt.format.columns import RecordColumns
 from replayfmt.format.model import Device, Kernel, Recipe, Record, Session, Signature, TensorMeta
 from replayfmt.format.reader import CaptureReader, open_capture
+from replayfmt.format.records.columns import RecordColumns
 from replayfmt.format.writer import CaptureWriter
 
 # Changes a record's int and float slots in place; returns False to leave the record out.

@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 
 import replayfmt
-from replayfmt.replay.cuts import WindowSize
 from replayfmt.replay.plan import Plan
+from replayfmt.replay.planning.cuts import WindowSize
 
 from .conftest import Captured
 

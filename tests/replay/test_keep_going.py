@@ -158,7 +158,7 @@ def test_a_record_that_is_no_op_and_was_not_done_is_said_though_every_op_ran(
     def fails(*_arguments: Any) -> None:
         raise OSError("the disk is gone")
 
-    monkeypatch.setattr("replayfmt.replay.content.Content.load", fails)
+    monkeypatch.setattr("replayfmt.replay.run.content.Content.load", fails)
     result, verdicts = kept_going(path)
     assert [each.verdict for each in verdicts["exp"]] == ["ok"]
     assert result.outcome == "incomplete"

@@ -13,10 +13,10 @@ import torch
 
 from replayfmt.errors import ReplayFailed, ReplayRefused
 from replayfmt.format.codes import RecordKind
-from replayfmt.replay.cuts import WindowSize
-from replayfmt.replay.execute import Machine
-from replayfmt.replay.memory import MemoryWatch
 from replayfmt.replay.plan import Plan
+from replayfmt.replay.planning.cuts import WindowSize
+from replayfmt.replay.planning.memory import MemoryWatch
+from replayfmt.replay.run.execute import Machine
 
 from .conftest import Captured
 from .rewriting import rewrite
@@ -142,7 +142,7 @@ def test_content_that_is_only_read_is_kept_and_written_content_restored(captured
 
 def test_without_room_for_a_pristine_copy_content_comes_from_the_file_again(captured: Captured,
                                                                            monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("replayfmt.replay.content.free_bytes", lambda device: 0)
+    monkeypatch.setattr("replayfmt.replay.run.content.free_bytes", lambda device: 0)
     written = torch.randn(1000)
     path = captured(lambda: written.mul_(2).sum().item())
     with Plan(path) as plan:
@@ -158,13 +158,13 @@ def test_peak_memory_is_reported_or_the_reason_why_not(captured: Captured, monke
         (peak,) = plan.execute().memory
         assert peak.device == "cpu" and peak.peak_bytes is not None and peak.before_bytes is not None
         assert peak.peak_bytes >= peak.before_bytes > 0
-        monkeypatch.setattr("replayfmt.replay.memory._CLEAR", tmp_path / "nowhere" / "clear_refs")
+        monkeypatch.setattr("replayfmt.replay.planning.memory._CLEAR", tmp_path / "nowhere" / "clear_refs")
         (peak,) = plan.execute().memory
         assert peak.peak_bytes is None and "cannot be reset" in peak.note
 
 
 def test_a_peak_is_never_below_what_there_was_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("replayfmt.replay.memory._status_bytes", {"VmRSS": 5000, "VmHWM": 4000}.get)
+    monkeypatch.setattr("replayfmt.replay.planning.memory._status_bytes", {"VmRSS": 5000, "VmHWM": 4000}.get)
     watch = MemoryWatch([torch.device("cpu")])
     watch.start()
     (peak,) = watch.read()

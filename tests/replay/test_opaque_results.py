@@ -18,7 +18,7 @@ from replayfmt.format.reader import open_capture
 from replayfmt.pytorch.opaque_results import OpaqueResults, OpaqueSpec
 from replayfmt.replay.plan import Plan
 from replayfmt.replay.results import ReplayResult
-from replayfmt.replay.run_twice import _FILLS, _elements
+from replayfmt.replay.verify.run_twice import _FILLS, _elements
 
 from .conftest import Captured
 from .rewriting import rewrite

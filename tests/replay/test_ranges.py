@@ -14,9 +14,9 @@ from replayfmt.format.codes import RecordKind
 from replayfmt.format.reader import open_capture
 from replayfmt.initializers import TensorInfo
 from replayfmt.initializers.roles import is_integral
-from replayfmt.replay.calls import Calls
 from replayfmt.replay.plan import Plan
-from replayfmt.replay.ranges import Range, result_range
+from replayfmt.replay.synthesis.calls import Calls
+from replayfmt.replay.synthesis.ranges import Range, result_range
 
 from .conftest import Captured
 

@@ -14,9 +14,9 @@ import replayfmt
 from replayfmt.errors import ReplayFailed
 from replayfmt.format.codes import RecordKind
 from replayfmt.format.model import Record
-from replayfmt.replay.cuts import CutFinder, WindowSize
-from replayfmt.replay.operations import DrawOnHost
+from replayfmt.replay.codegen.operations import DrawOnHost
 from replayfmt.replay.plan import Plan
+from replayfmt.replay.planning.cuts import CutFinder, WindowSize
 
 from .conftest import Captured
 from .rewriting import rewrite

@@ -40,10 +40,10 @@ from format.reseal import (
 from replayfmt.dump.selection import Selection
 from replayfmt.dump.stream import jsonl_chunks
 from replayfmt.errors import OpReplayError
-from replayfmt.format.check import check_capture
 from replayfmt.format.codes import FrameKind
+from replayfmt.format.definitions.tables_output import encode_tables
+from replayfmt.format.maintenance.check import check_capture
 from replayfmt.format.reader import open_capture
-from replayfmt.format.tables_output import encode_tables
 
 _TESTS = Path(__file__).resolve().parents[1]
 STAGES = ("read", "plan", "run")

@@ -17,9 +17,9 @@ from replayfmt.errors import InvalidCapture, OpReplayError, ReplayFailed, Replay
 from replayfmt.format.codes import RecordKind
 from replayfmt.format.model import Record
 from replayfmt.format.reader import open_capture
-from replayfmt.pytorch.bounds import require_inside
-from replayfmt.pytorch.composites import put_together
-from replayfmt.pytorch.memory import undispatched
+from replayfmt.pytorch.tensors.bounds import require_inside
+from replayfmt.pytorch.tensors.composites import put_together
+from replayfmt.pytorch.tensors.memory import undispatched
 from replayfmt.replay.plan import Plan
 
 from .conftest import Tools

@@ -15,10 +15,10 @@ from failure.table import recorded
 from format.reseal import join, split, tables_of
 
 from replayfmt.format.codes import FrameKind, OpStatus, RecordKind, ValueKind
-from replayfmt.format.frames import FLAG_CONSOLIDATED, FREE_DEFINITION_BYTES, MAX_EXPANSION
+from replayfmt.format.container.frames import FLAG_CONSOLIDATED, FREE_DEFINITION_BYTES, MAX_EXPANSION
+from replayfmt.format.definitions.tables_output import FAMILIES, META_COLUMNS, NODE_COLUMNS, encode_tables
 from replayfmt.format.model import Kernel, Node, Signature
 from replayfmt.format.reader import open_capture
-from replayfmt.format.tables_output import FAMILIES, META_COLUMNS, NODE_COLUMNS, encode_tables
 from replayfmt.format.writer import CaptureWriter
 
 from .conftest import Tools

@@ -20,8 +20,8 @@ from replayfmt.export import replay_script
 from replayfmt.format.model import Kernel
 from replayfmt.format.reader import open_capture
 from replayfmt.format.writer import CaptureWriter
-from replayfmt.importers.operators import Operators
-from replayfmt.importers.results import infer
+from replayfmt.importers.common.operators import Operators
+from replayfmt.importers.common.results import infer
 from replayfmt.pytorch.registry import find_overload, overloads_of
 from replayfmt.pytorch.schemas import parse_schema
 from replayfmt.replay.plan import Plan

@@ -13,7 +13,7 @@ from failure.table import recorded
 from format.reseal import rename_kernel
 
 from replayfmt.errors import ReplayRefused
-from replayfmt.importers.operators import Operators
+from replayfmt.importers.common.operators import Operators
 from replayfmt.pytorch.schemas import parse_schema
 from replayfmt.replay.plan import Plan
 

@@ -14,12 +14,12 @@ import pytest
 import torch
 
 import replayfmt
-from replayfmt.benchmark.compare import measure_both
-from replayfmt.benchmark.compare_report import make_compare_report
+from replayfmt.benchmark.comparison.compare import measure_both
+from replayfmt.benchmark.comparison.paired import compare
+from replayfmt.benchmark.comparison.report import make_compare_report
 from replayfmt.benchmark.measure import Options
+from replayfmt.benchmark.meters.stopwatch import Clock
 from replayfmt.benchmark.min_time import MinTime
-from replayfmt.benchmark.paired import compare
-from replayfmt.benchmark.stopwatch import Clock
 from replayfmt.errors import ReplayMismatch, SubstitutionRejected, UsageError
 from replayfmt.replay.plan import Plan
 from replayfmt.replay.substitution.requests import Substitution

@@ -17,9 +17,9 @@ from replayfmt.errors import UsageError
 from replayfmt.format.codes import DType, RecordKind
 from replayfmt.format.model import Record
 from replayfmt.format.reader import CaptureReader, open_capture
-from replayfmt.format.signature_groups import SignatureIndex
-from replayfmt.format.signature_text import matches, parse_signature, signature_of, signature_text
-from replayfmt.format.signature_values import (
+from replayfmt.format.signatures.groups import SignatureIndex
+from replayfmt.format.signatures.text import matches, parse_signature, signature_of, signature_text
+from replayfmt.format.signatures.values import (
     TYPES,
     DeviceText,
     Items,
@@ -200,7 +200,7 @@ def test_only_numbers_that_stand_for_themselves_make_calls_of_one_signature_diff
 
 
 def test_the_signatures_module_needs_no_torch(tmp_path: Path) -> None:
-    code = ("import sys; sys.modules['torch'] = None; from replayfmt.format.signature_text import parse_signature; "
+    code = ("import sys; sys.modules['torch'] = None; from replayfmt.format.signatures.text import parse_signature; "
             "print(parse_signature('aten::mm.default(float32[2,3], *)'))")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, check=True)
     assert done.stdout == "aten::mm.default(float32[2,3], *)\n"

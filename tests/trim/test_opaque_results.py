@@ -14,7 +14,7 @@ import replayfmt
 from replayfmt.format.codes import RecordKind
 from replayfmt.format.reader import open_capture
 from replayfmt.replay.plan import Plan
-from replayfmt.trim.script import script_with_data
+from replayfmt.trim.script.export import script_with_data
 from replayfmt.trim.selection import Wanted
 
 from .conftest import Captured

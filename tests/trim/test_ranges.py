@@ -15,7 +15,7 @@ import torch.nn.functional as F
 import replayfmt
 from replayfmt.format.codes import RecordKind, StorageOrigin
 from replayfmt.format.reader import open_capture
-from replayfmt.format.signature_text import signature_text
+from replayfmt.format.signatures.text import signature_text
 from replayfmt.replay.plan import Plan
 from replayfmt.trim.selection import Wanted
 from replayfmt.trim.trimming import checked_here, trim_capture

@@ -19,13 +19,13 @@ from safetensors.torch import load_file
 import replayfmt
 from replayfmt.errors import OutputExists, ReplayRefused, UsageError
 from replayfmt.format.codes import OpStatus, RecordKind, ValueKind
-from replayfmt.format.columns import RecordColumns
 from replayfmt.format.model import Kernel, Node, Session, Signature
 from replayfmt.format.reader import open_capture
+from replayfmt.format.records.columns import RecordColumns
 from replayfmt.format.writer import CaptureWriter
 from replayfmt.replay.plan import Plan
-from replayfmt.trim.script import ScriptResult, script_with_data, synthesized_script
-from replayfmt.trim.script_values import argument, comment, identifier, scalar
+from replayfmt.trim.script.export import ScriptResult, script_with_data, synthesized_script
+from replayfmt.trim.script.values import argument, comment, identifier, scalar
 from replayfmt.trim.selection import Wanted
 
 from .conftest import Captured
@@ -96,7 +96,7 @@ def everything_a_script_can_do() -> None:
 
 def expected_of(path: Path, first: int, stop: int) -> set[str]:
     """SHA-256 of the results of every op in a range, by a replay of each."""
-    from replayfmt.trim.script import _hash
+    from replayfmt.trim.script.export import _hash
 
     found = set()
     with replayfmt.open(str(path)) as capture:
@@ -217,7 +217,7 @@ def test_what_a_script_cannot_express_is_refused_by_name(captured: Captured, tmp
 def test_too_many_ops_and_existing_files_are_refused(captured: Captured, tmp_path: Path,
                                                      monkeypatch: pytest.MonkeyPatch) -> None:
     path, out = captured(lambda: torch.ones(3).add(1).mul(2)), tmp_path / "script.py"
-    monkeypatch.setattr("replayfmt.trim.script.MOST_OPS", 2)
+    monkeypatch.setattr("replayfmt.trim.script.export.MOST_OPS", 2)
     with open_capture(path) as reader, pytest.raises(UsageError, match="too many for a script"):
         synthesized_script(reader, str(out), Wanted())
     out.write_text("mine")

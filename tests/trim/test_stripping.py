@@ -15,11 +15,11 @@ from replay.rewriting import rewrite
 
 import replayfmt
 from replayfmt.errors import InvalidCapture, ReplayRefused
-from replayfmt.format.check import check_capture
 from replayfmt.format.codes import OpStatus, RecordKind, StorageOrigin, ValueKind
-from replayfmt.format.columns import RecordColumns
+from replayfmt.format.maintenance.check import check_capture
 from replayfmt.format.model import Device, ExternalFile, FileRange, Kernel, Node, Record, Session, Signature
 from replayfmt.format.reader import open_capture
+from replayfmt.format.records.columns import RecordColumns
 from replayfmt.format.writer import CaptureWriter
 from replayfmt.replay.plan import Plan
 from replayfmt.trim.selection import Wanted

@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
-from replayfmt.format.check import check_capture
 from replayfmt.format.codes import RecordKind, StorageOrigin
-from replayfmt.format.digest import TensorDigest
+from replayfmt.format.maintenance.check import check_capture
 from replayfmt.format.model import CompositeValue, Record, TensorValue, Value
 from replayfmt.format.reader import CaptureReader, open_capture
-from replayfmt.pytorch.digests import digest_tensor
-from replayfmt.pytorch.memory import storage_bytes
+from replayfmt.format.records.digest import TensorDigest
+from replayfmt.pytorch.tensors.digests import digest_tensor
+from replayfmt.pytorch.tensors.memory import storage_bytes
 from replayfmt.replay.plan import Plan
 from replayfmt.trim.selection import Wanted
 from replayfmt.trim.trimming import Prediction, TrimResult, checked_here, trim_capture

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from replayfmt.pytorch.composites import is_composite, put_together, take_apart
-from replayfmt.pytorch.memory import host_view, make_view, new_storage
+from replayfmt.pytorch.tensors.composites import is_composite, put_together, take_apart
+from replayfmt.pytorch.tensors.memory import host_view, make_view, new_storage
 
-from ..copies import copied, moved
+from ..run.copies import copied, moved
 
 
 class Clones:

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from replayfmt.pytorch.dtypes import DTYPE_CODE
-from replayfmt.pytorch.memory import host_view
+from replayfmt.pytorch.tensors.dtypes import DTYPE_CODE
+from replayfmt.pytorch.tensors.memory import host_view
 
-from ..verify import LARGEST, TOLERANCE
+from ..verify.comparison import LARGEST, TOLERANCE
 
 # Elements compared at once: double-precision copies of large tensors would need several times their memory.
 _CHUNK = 1 << 20

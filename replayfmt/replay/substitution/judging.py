@@ -16,7 +16,7 @@ from .clones import Clones, bytes_of, copy_of, has_memory, same_bytes, strided_p
 from .distance import Distance, Tolerance, distance
 from .ranges import Ranges
 
-# Numbers that left the device are judged like a digest's statistics (verify.py).
+# Numbers that left the device are judged like a digest's statistics (verify/comparison.py).
 _NUMBERS = (bool, int, float, complex)
 _NUMBER_TOLERANCE = 1e-3
 

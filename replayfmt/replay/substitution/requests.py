@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from replayfmt.errors import UsageError
-from replayfmt.format.signature_parser import Parser
-from replayfmt.format.signature_values import SignatureText
+from replayfmt.format.signatures.parser import Parser
+from replayfmt.format.signatures.values import SignatureText
 
 FLAG = "--replay-kernel-substitution"
 FORM = "SELECTOR[@FORMAT]=PATH[:NAME]"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from replayfmt.errors import ReplayMismatch, SubstitutionRejected
 
-from ..resolve import ResolvedKernel
+from ..planning.resolve import ResolvedKernel
 from .checked import Check, SignatureCheck, distances
 from .distance import Tolerance
 from .replace import Replace

@@ -9,8 +9,8 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from ..facts import Effects, Layout
-from ..resolve import ResolvedKernel
+from ..planning.facts import Effects, Layout
+from ..planning.resolve import ResolvedKernel
 
 
 @dataclass(frozen=True)

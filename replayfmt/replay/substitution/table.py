@@ -18,7 +18,7 @@ from replayfmt.errors import UsageError
 from replayfmt.format.codes import OpStatus, RecordKind
 from replayfmt.format.model import Kernel, TensorValue
 from replayfmt.format.reader import CaptureReader
-from replayfmt.format.signature_groups import Key, KeyedOps, SignatureIndex
+from replayfmt.format.signatures.groups import Key, KeyedOps, SignatureIndex
 
 from .binding import check_binding
 from .loading import Library, Loader, Replacement, replacement_of

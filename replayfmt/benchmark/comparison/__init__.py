@@ -1,0 +1,3 @@
+"""Original against substituted kernels: `compare` measures both in turn, `paired` decides which is faster, `report`
+prints it.
+"""

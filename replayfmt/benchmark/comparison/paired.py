@@ -1,0 +1,67 @@
+"""Whether one of two things is faster, from pairs of measured times: the decision, and nothing that measures.
+
+Each round measures both sides one after the other, so what slows the machine for a while slows both; the side that goes
+first takes turns. What is compared is the ratio within each pair. The interval of the ratio's median is distribution
+free (statistics.median_interval over the logarithms, whose order is that of the ratios): it does not ask that times be
+normal, which they are not, and a few disturbed rounds do not move it. There is a difference where the interval with 95%
+confidence leaves out 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from ..statistics import CONFIDENCE, SMALLEST_FOR_INTERVAL, Interval, median_interval
+
+Verdict = Literal["faster", "slower", "no measurable difference", "not known"]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Two sides of one thing. Times are nanoseconds, one for each round, in order.
+
+    `ratio` is the median of substituted over original in each pair: below 1 the substituted one is faster; None where
+    the clock did not advance. `interval` encloses it; None with the reason where the rounds are too few.
+    """
+
+    original: np.ndarray
+    substituted: np.ndarray
+    ratio: float | None
+    interval: Interval | None
+    reason: str = ""
+
+    @property
+    def rounds(self) -> int:
+        return int(self.original.size)
+
+    @property
+    def verdict(self) -> Verdict:
+        """What the interval says of the substituted side."""
+        if self.interval is None:
+            return "not known"
+        if self.interval.high < 1:
+            return "faster"
+        return "slower" if self.interval.low > 1 else "no measurable difference"
+
+
+def compare(original: Sequence[float] | np.ndarray, substituted: Sequence[float] | np.ndarray) -> Comparison:
+    """Compare pairs of times. Raises ValueError where they are no pairs, or there are none."""
+    mine = np.asarray(original, dtype=np.float64)
+    theirs = np.asarray(substituted, dtype=np.float64)
+    if mine.shape != theirs.shape or mine.ndim != 1 or not mine.size:
+        raise ValueError(f"{mine.size} and {theirs.size} times do not make pairs")
+    if not (mine > 0).all() or not (theirs > 0).all():
+        return Comparison(mine, theirs, None, None, "the clock did not advance in some rounds")
+    logarithms = np.log(theirs) - np.log(mine)
+    ratio = float(np.exp(np.median(logarithms)))
+    found = median_interval(logarithms)
+    if found is None:
+        return Comparison(mine, theirs, ratio, None,
+                          f"{mine.size} rounds cannot enclose the ratio with {CONFIDENCE:.0%} confidence; "
+                          f"{SMALLEST_FOR_INTERVAL} are needed")
+    interval = Interval(float(np.exp(found.low)), float(np.exp(found.high)), found.confidence)
+    return Comparison(mine, theirs, ratio, interval)

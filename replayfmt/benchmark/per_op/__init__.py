@@ -1,0 +1,3 @@
+"""Every op measured on its own: `groups` are the distinct ops, `measuring` times one call of each on the inputs it
+has, `report` prints them.
+"""

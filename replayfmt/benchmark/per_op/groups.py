@@ -1,0 +1,126 @@
+"""The distinct ops of a capture: calls of the same kernel on the same shapes, strides and numbers, counted together.
+
+One pass over the records; no tensor is made. What the capture says about how long calls took is added up on the way.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal
+
+from replayfmt.errors import UsageError
+from replayfmt.format.codes import RecordKind
+from replayfmt.format.model import Kernel, Record
+from replayfmt.format.reader import CaptureReader
+from replayfmt.format.signatures.text import signature_of
+
+Clock = Literal["device", "host"]
+
+
+@dataclass
+class OpGroup:
+    """Ops with one signature. `count` is how often the workload did them: an imported record may stand for many.
+
+    `device_ns` and `host_ns` are totals over the captured calls whose time is known, which `device_calls` and
+    `host_calls` count; a record that stands for many has their mean.
+    """
+
+    signature: str
+    kernel: Kernel
+    first_ordinal: int
+    count: int = 0
+    device_ns: int = 0
+    device_calls: int = 0
+    host_ns: int = 0
+    host_calls: int = 0
+
+    def add(self, record: Record) -> None:
+        """Count one more op. Raises InvalidCapture where the record does not say how many calls it stands for."""
+        calls = record.calls
+        self.count += calls
+        if record.device_duration_ns is not None:
+            self.device_ns += record.device_duration_ns * calls
+            self.device_calls += calls
+        if record.duration_ns is not None:
+            self.host_ns += record.duration_ns * calls
+            self.host_calls += calls
+
+    @property
+    def captured_ns(self) -> float | None:
+        """What a call took when it was captured, on average; None where the capture does not say."""
+        if self.device_calls:
+            return self.device_ns / self.device_calls
+        return self.host_ns / self.host_calls if self.host_calls else None
+
+    @property
+    def captured_clock(self) -> Clock | None:
+        """Whose time `captured_ns` is: the device's where it is known, the recording host's otherwise."""
+        return "device" if self.device_calls else "host" if self.host_calls else None
+
+
+@dataclass
+class Unsupported:
+    """What a capture holds of work that no replay does: calls by reason, and the device's time for them."""
+
+    calls: Counter[str] = field(default_factory=Counter)
+    device_ns: int = 0
+
+    def add(self, record: Record) -> None:
+        self.calls[str(record.argument("reason"))] += record.calls
+        self.device_ns += (record.device_duration_ns or 0) * record.calls
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """The ops to measure. `by_ordinal` has the group of every op that may be measured, `total` and `matched` count
+    groups: in the file, and those that the filter let pass. `device_ns` is the device time that the capture has of all
+    its ops and of `unsupported` work together."""
+
+    groups: list[OpGroup]
+    by_ordinal: dict[int, OpGroup]
+    total: int
+    matched: int
+    unsupported: Unsupported
+    device_ns: int
+
+
+def choose(reader: CaptureReader, *, pattern: str | None, limit: int | None, every: bool,
+           progress: Callable[[str, int, int | None], None]) -> Chosen:
+    """Group a capture's ops, in order of first appearance.
+
+    `pattern` is a shell pattern for operator names, with or without overload; `limit` takes the first groups only;
+    with `every`, each op is a group of its own. Raises UsageError where nothing is left.
+    """
+    groups: dict[str | int, OpGroup] = {}
+    taken: dict[int, OpGroup] = {}     # by first ordinal
+    by_ordinal: dict[int, OpGroup] = {}
+    unsupported = Unsupported()
+    matched = 0
+    for record in reader.records():
+        if not record.ordinal & 0x3FFF:
+            progress("reading ops", record.ordinal, reader.record_count)
+        if record.kind is RecordKind.unsupported:
+            unsupported.add(record)
+        if record.kind is not RecordKind.op:
+            continue
+        signature = str(signature_of(record, reader, values=True))
+        key = record.ordinal if every else signature
+        group = groups.get(key)
+        if group is None:
+            kernel = reader.kernels[record.signature.kernel]
+            group = groups[key] = OpGroup(signature, kernel, record.ordinal)
+            if pattern is None or kernel.fits(pattern):
+                matched += 1
+                if limit is None or len(taken) < limit:
+                    taken[group.first_ordinal] = group
+        group.add(record)
+        if group.first_ordinal in taken:
+            by_ordinal[record.ordinal] = group
+    if not groups:
+        raise UsageError(f"{reader.path}: there is no op in it to measure")
+    if not matched:
+        raise UsageError(f"--op-filter={pattern}: no op of {reader.path} has such a name")
+    device_ns = unsupported.device_ns + sum(group.device_ns for group in groups.values())
+    return Chosen(list(taken.values()), by_ordinal, len(groups), matched, unsupported, device_ns)

@@ -1,0 +1,317 @@
+"""Every op of a capture measured on its own, on the inputs it has in the replay.
+
+The capture is walked through once, op by op; where only some ops are chosen, they and what they need are run alone, as
+is one op of each signature where ops do not depend on each other (most imports) and nothing can be compared. The
+first time that an op of each signature can run, it is run apart from the replay until its times are enough: warmed up,
+devices waited for, what it writes put back between calls. A loop of calls finds inputs and code in the caches as a
+whole replay may not: the sum of isolated times is an estimate.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from replayfmt.replay.plan import Plan
+from replayfmt.replay.planning.slices import Slice
+from replayfmt.replay.results import Verdict, VerifyMode
+from replayfmt.replay.run.isolated import IsolatedOp, call_repeatedly
+
+from ..measure import Progress
+from ..meters.stopwatch import Clock, Stopwatch, stopwatch_for
+from ..min_time import MOST_ITERATIONS, MinTime
+from ..statistics import Statistics, summarize
+from .groups import Chosen, OpGroup, choose
+
+# A sample of calls that leave their inputs alone is at least that long, so that reading the clock does not count.
+_SAMPLE_NS = 20_000
+_LEAST_SAMPLES = 11
+_WARMUP_CALLS = 3
+_OVERHEAD_CALLS = 1000
+# Imports of these kinds hold single calls, of which none takes what another returned.
+_SINGLE_CALLS = ("kineto", "tracelens")
+_FAILURES = ("failed", "mismatched")
+_SEVERITY: tuple[Verdict, ...] = ("ok", "skipped", "refused", "mismatched", "failed")
+_STOPPED = "an op before it failed, and that ended the measurement"
+_ONCE = "it acts on an object that its argument is the address of, which cannot be done again and again"
+_PATIENCE = 5        # restoring is untimed: give up after that many times the time asked for, as the whole replay does
+
+
+@dataclass(frozen=True)
+class OpOptions:
+    """What to measure and how: `min_time` is for each op, in calls or seconds; see `choose` for the selection."""
+
+    min_time: MinTime = field(default_factory=lambda: MinTime(seconds=0.05))
+    verify: VerifyMode = "auto"
+    pattern: str | None = None
+    limit: int | None = None
+    every: bool = False
+    stop_on_error: bool = False
+
+
+@dataclass
+class MeasuredOp:
+    """One group of ops with its verdict. `times` are nanoseconds a call, None where no call was measured.
+
+    `verdict` is the worst that any of the group's ops got; `reason` is that op's, and `ordinal` where it was measured.
+    """
+
+    group: OpGroup
+    verdict: Verdict = "ok"
+    reason: str = ""
+    ordinal: int | None = None
+    calls: int = 0
+    times: Statistics | None = None
+    cpu_ns: float | None = None      # a call's on average, of the whole process
+    host_ns: float | None = None     # a call's, where `times` are the device's
+    returned: tuple[str, ...] | None = None     # what a call gave here, a text for each result
+
+    @property
+    def estimated_ns(self) -> float | None:
+        """Count times the median: its part of the workload."""
+        return None if self.times is None else self.group.count * self.times.median
+
+
+@dataclass
+class PerOpRun:
+    """All groups that were chosen, in order of appearance; `stopped` where an error ended it before the last.
+
+    `verified` says how results were compared; `overhead_ns` is what measuring a call that does nothing gives.
+    """
+
+    options: OpOptions
+    chosen: Chosen
+    ops: list[MeasuredOp]
+    verified: str
+    overhead_ns: float
+    stopped: bool = False
+
+    @property
+    def successful(self) -> int:
+        return sum(op.verdict == "ok" for op in self.ops)
+
+    @property
+    def failed(self) -> int:
+        """Attempted, and raised or gave other results than captured."""
+        return sum(op.verdict in _FAILURES for op in self.ops)
+
+    @property
+    def refused(self) -> Counter[str]:
+        """Ops that were not attempted, by reason."""
+        return Counter(op.reason for op in self.ops if op.verdict in ("refused", "skipped"))
+
+    @property
+    def measured_device_ns(self) -> int:
+        """The device time that the capture has of the measured ops' calls."""
+        return sum(op.group.device_ns for op in self.ops if op.times is not None)
+
+    @property
+    def estimated_ns(self) -> float:
+        """The sum over all measured ops."""
+        return sum(op.estimated_ns or 0.0 for op in self.ops)
+
+
+# The group just measured, its place from 1, and how many there are.
+OnMeasured = Callable[[MeasuredOp, int, int], None]
+
+
+def measure_ops(plan: Plan, options: OpOptions, *, clock: Clock | None = None, progress: Progress,
+                on_measured: OnMeasured | None = None) -> PerOpRun:
+    """Measure a plan's ops one by one; the plan has to be made with keep_going.
+
+    Where there is something to compare with, a verified replay gives the verdicts first. Raises UsageError where no op
+    is chosen.
+    """
+    chosen = choose(plan.reader, pattern=options.pattern, limit=options.limit, every=options.every, progress=progress)
+    walk = _Walk(plan, options, chosen, clock or Clock(), progress, on_measured)
+    return walk.run()
+
+
+def _shown(result: Any) -> tuple[str, ...]:
+    if result is None:
+        return ()
+    return tuple(map(_text, result)) if isinstance(result, tuple) else (_text(result),)
+
+
+def _text(value: Any) -> str:
+    """A replayed result, as captured ones are shown."""
+    if isinstance(value, torch.Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')}[{','.join(map(str, value.shape))}] on {value.device}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(_text, value)) + "]"
+    return repr(value)
+
+
+def _nothing(_inputs: list[Any], _on_scope: None) -> list[Any]:
+    return []
+
+
+class _Stop(Exception):
+    """An op failed and nothing after it is to be measured."""
+
+
+class _Walk:
+    """One pass through a capture, measuring where a group is met that has no times yet."""
+
+    def __init__(self, plan: Plan, options: OpOptions, chosen: Chosen, clock: Clock, progress: Progress,
+                 on_measured: OnMeasured | None) -> None:
+        self._plan, self._options, self._chosen, self._progress = plan, options, chosen, progress
+        self._clock, self._on_measured = clock, on_measured
+        self._stopwatch = stopwatch_for(plan.devices, clock)
+        self._ops = {group.first_ordinal: MeasuredOp(group) for group in chosen.groups}
+        self._reported = 0
+        self._verdicts: dict[int, tuple[Verdict, str]] = {}
+
+    def run(self) -> PerOpRun:
+        some = len(self._chosen.groups) < self._chosen.total
+        only = self._plan.slice(self._chosen.by_ordinal) if some else None
+        verification = self._plan.verification(self._options.verify, only)
+        verified = verification.text if self._options.verify != "none" else "not verified: --verify=none"
+        if verification.mode != "none":
+            self._progress("verifying before timing", 0, None)
+            result = self._plan.execute(verify=self._options.verify, keep_going=True, only=only)
+            verified = result.verified
+            self._verdicts = {each.ordinal: (each.verdict, each.reason) for each in result.verdicts or ()}
+        overhead = self._overhead()
+        stopped = False
+        was_on = gc.isenabled()
+        gc.disable()
+        try:
+            if verification.mode == "none" and self._plan.reader.session.policies.get("import") in _SINGLE_CALLS:
+                self._each_alone()
+            else:
+                self._walk(only)
+        except _Stop:
+            stopped = True
+        finally:
+            if was_on:
+                gc.enable()
+        return self._finished(verified, overhead, stopped)
+
+    def _walk(self, only: Slice | None) -> None:
+        for each in self._plan.examine(self._op, only):
+            if self._verdicts.get(each.ordinal, ("ok", ""))[0] == "ok":
+                self._verdicts[each.ordinal] = each.verdict, each.reason
+
+    def _each_alone(self) -> None:
+        """Of calls that nothing connects, one of each group, with its content alone; where that cannot be run, the
+        others of the group."""
+        self._walk(self._plan.slice(self._ops))
+        others = {ordinal for ordinal, group in self._chosen.by_ordinal.items()
+                  if ordinal not in self._ops and self._ops[group.first_ordinal].ordinal is None}
+        if others:
+            self._walk(self._plan.slice(others))
+
+    def _op(self, op: IsolatedOp) -> None:
+        """Measure an op that has come up, if its group needs it."""
+        group = self._chosen.by_ordinal.get(op.ordinal)
+        if group is None:
+            return
+        measured = self._ops[group.first_ordinal]
+        if self._plan.runs_once(op.signature):
+            self._verdicts[op.ordinal] = "refused", _ONCE
+        verdict, _reason = self._verdicts.get(op.ordinal, ("ok", ""))
+        if verdict == "ok" and measured.times is None and measured.verdict != "failed":
+            self._progress(group.kernel.qualified_name, self._reported, len(self._ops))
+            measured.ordinal, measured.verdict = op.ordinal, "ok"
+            try:
+                self._time(op, measured)
+            except (Exception, SystemExit, GeneratorExit) as error:
+                # Whatever an op raises is its verdict, and the replay goes on.
+                verdict = measured.verdict = "failed"
+                reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+                self._verdicts[op.ordinal] = verdict, reason
+                measured.reason = reason
+            self._report(measured)
+        if self._options.stop_on_error and verdict in _FAILURES:
+            raise _Stop
+
+    def _time(self, op: IsolatedOp, measured: MeasuredOp) -> None:
+        goal = self._options.min_time
+        for _ in range(_WARMUP_CALLS):
+            op.restore()
+            op.calls(1)
+        op.restore()
+        measured.returned = _shown(op.result())
+        self._synchronize()
+        op.restore()
+        first, _cpu, _host = self._sample(op, 1)
+        block = 1 if op.writes else int(max(1.0, min(_SAMPLE_NS / max(first, 1.0), 10_000)))
+        real: list[float] = []
+        cpu: list[float] = []
+        host: list[float] = []
+        calls, timed, began = 0, 0.0, self._clock.real()
+        while not self._enough(calls, len(real), timed, self._clock.real() - began):
+            op.restore()
+            now = block if goal.iterations is None else min(block, goal.iterations - calls)
+            times = self._sample(op, now)
+            calls += now
+            timed += times[0] * now
+            for column, value in zip((real, cpu, host), times, strict=True):
+                if value is not None:
+                    column.append(value)
+        measured.calls, measured.times = calls, summarize(real)
+        measured.cpu_ns = float(np.mean(cpu))
+        measured.host_ns = float(np.mean(host)) if host else None
+
+    def _enough(self, calls: int, samples: int, timed_ns: float, waited_ns: float) -> bool:
+        goal = self._options.min_time
+        if goal.iterations is not None:
+            return calls >= goal.iterations
+        wanted = (goal.seconds or 0.0) * 1e9
+        if samples < _LEAST_SAMPLES:
+            return samples > 0 and waited_ns >= _PATIENCE * max(wanted, 1e9)
+        return timed_ns >= wanted or waited_ns >= _PATIENCE * wanted or calls >= MOST_ITERATIONS
+
+    def _sample(self, op: IsolatedOp, block: int) -> tuple[float, float, float | None]:
+        """Real, CPU and (beside a device's) host nanoseconds a call, over `block` calls."""
+        self._synchronize()
+        self._stopwatch.reset()
+        self._stopwatch.start()
+        op.calls(block)
+        self._stopwatch.stop()
+        self._synchronize()
+        times = self._stopwatch.read()
+        host = None if times.host_ns is None else times.host_ns / block
+        return times.real_ns / block, times.cpu_ns / block, host
+
+    def _synchronize(self) -> None:
+        for device in self._plan.devices:
+            if device.type not in ("cpu", "meta"):
+                torch.accelerator.synchronize(device)
+
+    def _overhead(self) -> float:
+        """What a call that does nothing takes, measured like the others."""
+        watch = Stopwatch(self._clock)
+        for _ in range(2):      # the first one warms up
+            watch.reset()
+            watch.start()
+            call_repeatedly(_nothing, (), _OVERHEAD_CALLS)
+            watch.stop()
+        return watch.read().real_ns / _OVERHEAD_CALLS
+
+    def _report(self, measured: MeasuredOp) -> None:
+        self._reported += 1
+        if self._on_measured is not None:
+            self._on_measured(measured, self._reported, len(self._ops))
+
+    def _finished(self, verified: str, overhead: float, stopped: bool) -> PerOpRun:
+        """Give each group the worst verdict of its ops; report those that could not be measured."""
+        for ordinal, group in self._chosen.by_ordinal.items():
+            verdict, reason = self._verdicts.get(ordinal, ("ok", ""))
+            measured = self._ops[group.first_ordinal]
+            if _SEVERITY.index(verdict) > _SEVERITY.index(measured.verdict) or (verdict == measured.verdict
+                                                                                and not measured.reason):
+                measured.verdict, measured.reason = verdict, reason
+        for measured in self._ops.values():
+            if measured.ordinal is None:
+                if measured.verdict == "ok":
+                    measured.verdict, measured.reason = "skipped", _STOPPED
+                self._report(measured)
+        return PerOpRun(self._options, self._chosen, list(self._ops.values()), verified, overhead, stopped)

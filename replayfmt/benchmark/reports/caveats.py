@@ -1,0 +1,88 @@
+"""What a reader of the figures has to know: reasons to doubt them, said beside them as torch.utils.benchmark does.
+
+Each caveat is one sentence. Those of a measurement come from its own times; those of a run from the machine and from
+what the capture says of where it was made.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from replayfmt.format.reader import CaptureReader
+from replayfmt.pytorch.environment import cpu_capability, describe_device
+
+from ..measure import PATIENCE, Measurement, Run
+from ..statistics import SMALLEST_FOR_INTERVAL, summarize
+from .machine import frequency_scaling
+
+# Standard deviation over mean. torch.utils.benchmark warns at the same shares, of the interquartile range.
+NOISY = 0.10
+VERY_NOISY = 0.25
+
+
+def measurement_caveats(measurement: Measurement) -> list[str]:
+    """What one region's own times say against them."""
+    found = []
+    iterations = len(measurement.samples[0].real)
+    if iterations < SMALLEST_FOR_INTERVAL:
+        found.append(f"only {iterations} iteration{'s' if iterations > 1 else ''}: too few to tell how far the median "
+                     f"can be trusted; give --benchmark-min-time={SMALLEST_FOR_INTERVAL}x or more")
+    for index, sample in enumerate(measurement.samples):
+        variation = sample.statistics().variation
+        if variation is not None and variation > NOISY:
+            cause = ("suggests significant influence from outside" if variation > VERY_NOISY
+                     else "could be other work on the machine")
+            found.append(f"repetition {index + 1}: iterations vary by {variation:.0%} (standard deviation over mean), "
+                         f"which {cause}")
+    if len(measurement.samples) > 1:
+        variation = summarize([float(sample.real.mean()) for sample in measurement.samples]).variation
+        if variation is not None and variation > NOISY:
+            found.append(f"repetitions vary by {variation:.0%}: the machine was not the same throughout")
+    return found
+
+
+def run_caveats(run: Run, reader: CaptureReader, devices: list[torch.device], root: Path = Path("/")) -> list[str]:
+    """What the machine and the capture say against all of a run's figures. `root` is where proc and sys are."""
+    found = []
+    if run.before is None or run.before.verification.mode == "none":
+        why = "--verify=none" if run.before is None else "; ".join(run.before.verification.reasons)
+        found.append(f"nothing was verified ({why}): the times may be of other work than what was captured")
+    if run.cut_short is not None:
+        found.append(f"stopped after {run.cut_short:.3g} s, {PATIENCE} times what --benchmark-min-time asks for, with "
+                     "fewer timed seconds than that: restoring state between replays, which is not timed, takes long")
+    if frequency_scaling(root):
+        found.append("the processor's frequency is left to vary (CPU frequency scaling): real times carry that noise; "
+                     "set the performance governor")
+    if torch.version.debug:
+        found.append("this torch is a debug build: its times say little")
+    load, processors = os.getloadavg()[0], os.cpu_count()
+    if processors and load > processors:
+        found.append(f"the machine was busy: load average {load:.1f} with {processors} processors")
+    threads = reader.session.settings.get("num_threads")
+    if processors and isinstance(threads, int) and threads > processors:
+        found.append(f"the capture's {threads} threads share {processors} processors here")
+    if not reader.complete:
+        found.append(f"the capture is incomplete: {reader.incomplete_reason}")
+    return found + _differences(reader, devices)
+
+
+def _differences(reader: CaptureReader, devices: list[torch.device]) -> list[str]:
+    """Where this is not what the capture was made on: its own times cannot be compared with these."""
+    session = reader.session
+    here = describe_device(torch.device("cpu"))
+    pairs: list[tuple[str, Any, Any]] = [
+        ("torch", session.torch_version, torch.__version__),
+        ("processor", session.cpu, here.name or None),
+        ("CPU capability", session.cpu_capability, cpu_capability()),
+    ]
+    captured = [device for device in reader.devices[1:] if device is not None]
+    names = [device.name for device in captured if device.kind == "cuda"]
+    names_here = [describe_device(device).name for device in devices if device.type == "cuda"]
+    if names or names_here:
+        pairs.append(("CUDA devices", ", ".join(names) or "none", ", ".join(names_here) or "none"))
+    return [f"captured with another {what} ({then}, here {now}): its captured times compare with nothing here"
+            for what, then, now in pairs if then is not None and now is not None and then != now]

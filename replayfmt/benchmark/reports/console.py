@@ -1,0 +1,91 @@
+"""The console's table of a benchmark: what was run, a row for each region and repetition, and what to doubt of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from replayfmt.format.printable import printable
+
+from .rows import Report
+from .units import duration, rate
+
+# Where there is no terminal to fit, nothing is wrapped: the lines are for other programs and for files.
+_UNLIMITED = 10_000
+
+
+def print_report(report: Report, console: Console | None = None) -> None:
+    """Print a report to stdout, or to `console`."""
+    console = console or Console(highlight=False)
+    if not console.is_terminal:
+        console.width = _UNLIMITED
+    with console.capture() as printed:      # rich would make the exit code of a pipe that is closed
+        _print(report, console)
+    console.file.write(printed.get())
+    console.file.flush()
+
+
+def _print(report: Report, console: Console) -> None:
+    context = report.context
+    _line(console, f"capture   {context['capture']} (session {context['capture_session']})")
+    threads = context["torch_num_threads"]
+    _line(console, f"run on    {', '.join(context['devices'])}; torch {context['torch_version']}, {threads} "
+                   f"thread{'s' if threads != 1 else ''}; {context['num_cpus']} CPUs")
+    _line(console, f"verified  {context['verified']}")
+    for text in context.get("substitution_check", ()):
+        _line(console, f"checked   {text.strip()}")
+    console.print()
+    console.print(_table(report.rows))
+    console.print()
+    for row in report.rows:
+        if row.get("repetition_index") == 0:
+            _line(console, _captured(row))
+        if row.get("median_real_time_low") is not None:
+            low, high = duration(row["median_real_time_low"]), duration(row["median_real_time_high"])
+            _line(console, f"{row['name']}: the median is between {low} and {high} with 95% confidence")
+    for warning in report.warnings():
+        _line(console, f"WARNING: {warning}", "yellow")
+
+
+def _line(console: Console, text: str, style: str = "") -> None:
+    console.print(Text(printable(text), style=style), soft_wrap=True)
+
+
+def _captured(row: dict[str, Any]) -> str:
+    if row["captured_time"] is None:
+        return f"{row['run_name']}: time under capture not measured: {row['captured_time_reason']}"
+    passes = f" in {row['passes']} passes" if row["passes"] > 1 else ""
+    return (f"{row['run_name']}: took {duration(row['captured_time'])}{passes} while it was captured, the recorder's "
+            "own work included")
+
+
+def _table(rows: list[dict[str, Any]]) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    host = any("host_time" in row for row in rows)
+    table.add_column("Benchmark", no_wrap=True)
+    names = ["Real mean", "CPU time", *(["Host time"] if host else []), "Iterations", "Median", "Std. dev.",
+             "Minimum", "Ops/s"]
+    for name in names:
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in rows:
+        table.add_row(*(Text(cell) for cell in _cells(row, host)))
+    return table
+
+
+def _cells(row: dict[str, Any], host: bool) -> list[str]:
+    """One row. An aggregate has no figures over iterations, and `_cv` is a share of everything it stands for."""
+    share = row.get("aggregate_unit") == "percentage"
+
+    def shown(name: str) -> str:
+        if name not in row:
+            return ""
+        if share:
+            return "-" if row[name] is None else f"{row[name]:.2%}"
+        return rate(row[name]) if name == "ops_per_second" else duration(row[name])
+
+    return [printable(row["name"]), shown("real_time"), shown("cpu_time"), *([shown("host_time")] if host else []),
+            str(row["iterations"]), shown("median_real_time"), shown("stddev_real_time"), shown("min_real_time"),
+            shown("ops_per_second")]

@@ -1,0 +1,220 @@
+"""A finished benchmark as rows, and the rows as Google Benchmark's JSON and CSV.
+
+The JSON has Google Benchmark's schema, version 1, so that its `compare.py` and everything else that reads it reads
+ours: one row of type `iteration` for each repetition, then the aggregates over them where there are two or more. Its
+`real_time` and `cpu_time` are means over the iterations; the unit is always ns, so that any two files compare. What is
+ours comes as further fields of a row ("counters") and of the context. What is not known is null, and a field of the
+same name with `_reason` says why.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from typing import Any
+
+import torch
+
+from replayfmt.format.printable import printable
+from replayfmt.replay.plan import Plan
+
+from ..measure import Measurement, Run, Sample
+from ..statistics import CONFIDENCE, summarize
+from .caveats import measurement_caveats, run_caveats
+from .machine import machine_context
+
+SCHEMA_VERSION = 1
+_CSV_FIELDS = ("name", "iterations", "real_time", "cpu_time", "time_unit")
+_CSV_FIELDS_NOT_OURS = ("bytes_per_second", "items_per_second", "label", "error_occurred", "error_message")
+# The counters that repetitions have aggregates of. Those that say how an aggregate was made have none.
+_AGGREGATED = ("host_time", "median_real_time", "min_real_time", "max_real_time", "ops_per_second")
+# Fields that are not single figures stay out of the CSV.
+_NOT_COUNTERS = frozenset({"samples", "warnings"})
+_SCHEMA_FIELDS = frozenset({"name", "family_index", "per_family_instance_index", "run_name", "run_type", "repetitions",
+                            "repetition_index", "threads", "aggregate_name", "aggregate_unit", "iterations",
+                            "real_time", "cpu_time", "time_unit"})
+
+
+def csv_field(value: Any) -> Any:
+    """What stands in a field of CSV: nothing for what is not known; names stay on their line."""
+    return "" if value is None else printable(value) if isinstance(value, str) else value
+
+
+@dataclass(frozen=True)
+class Report:
+    """A benchmark's context and rows, ready to be written in any format."""
+
+    context: dict[str, Any]
+    rows: list[dict[str, Any]] = field(default_factory=list)
+
+    def json(self) -> str:
+        """Google Benchmark's JSON document."""
+        return json.dumps({"context": self.context, "benchmarks": self.rows}, indent=2, allow_nan=False) + "\n"
+
+    def warnings(self) -> list[str]:
+        """What to doubt: the context's warnings, then those of each region once, with its name."""
+        regions = [row for row in self.rows if row.get("repetition_index") == 0]
+        return self.context["warnings"] + [f"{row['run_name']}: {text}" for row in regions for text in row["warnings"]]
+
+    def csv(self) -> str:
+        """Google Benchmark's columns, then one for each counter. Fields that a row does not have are empty."""
+        counters = sorted({name for row in self.rows for name, value in row.items()
+                           if name not in _SCHEMA_FIELDS | _NOT_COUNTERS and not isinstance(value, str)})
+        text = io.StringIO()
+        writer = csv.writer(text, lineterminator="\n")
+        writer.writerow([*_CSV_FIELDS, *_CSV_FIELDS_NOT_OURS, *counters])
+        for row in self.rows:
+            # A share has no time unit, which is how Google Benchmark writes `_cv` rows.
+            shown = row | {"time_unit": ""} if row.get("aggregate_unit") == "percentage" else row
+            names = (*_CSV_FIELDS, *_CSV_FIELDS_NOT_OURS, *counters)
+            writer.writerow([csv_field(shown.get(name)) for name in names])
+        return text.getvalue()
+
+
+def make_report(run: Run, plan: Plan) -> Report:
+    """The report of a run of `plan`."""
+    rows = []
+    for index, measurement in enumerate(run.measurements):
+        warnings = measurement_caveats(measurement)
+        family = [_iteration_row(measurement, index, repetition, warnings)
+                  for repetition in range(len(measurement.samples))]
+        rows += family + (_aggregate_rows(family) if len(family) > 1 else [])
+    return Report(_context(run, plan), rows)
+
+
+def plan_context(plan: Plan) -> dict[str, Any]:
+    """What every report on a plan says of machine, versions, capture and devices."""
+    reader = plan.reader
+    threads = reader.session.settings.get("num_threads", torch.get_num_threads())     # a replay runs with the capture's
+    return {
+        **machine_context(),
+        "library_version": version("opreplay"),
+        "library_build_type": "debug" if torch.version.debug else "release",
+        "json_schema_version": SCHEMA_VERSION,
+        "capture": reader.path,
+        "capture_session": reader.session.session_id,
+        "capture_torch_version": reader.session.torch_version,
+        "torch_version": torch.__version__,
+        "torch_num_threads": threads,
+        "devices": [_device_name(device) for device in plan.devices],
+        **_substitution(plan),
+    }
+
+
+def _substitution(plan: Plan) -> dict[str, Any]:
+    """What was found of substituted kernels when they were checked; nothing where there are none."""
+    substitution = getattr(plan, "substitution", None)
+    report = None if substitution is None else substitution.report
+    return {} if report is None else {"substitution_check": report.as_text()}
+
+
+def _context(run: Run, plan: Plan) -> dict[str, Any]:
+    return {
+        **plan_context(plan),
+        "min_time": str(run.options.min_time),
+        "warmup_iterations": run.options.warmup,
+        "verified": _verified(run),
+        "warnings": run_caveats(run, plan.reader, plan.devices),
+    }
+
+
+def _verified(run: Run) -> str:
+    if run.before is None:
+        return "not verified: --verify=none"
+    when = "" if run.before.verification.mode == "none" else "before and after timing, "
+    return f"{when}{run.before.verification.text}"
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type != "cuda":
+        return str(device)
+    return f"{device} {torch.cuda.get_device_name(device)}"
+
+
+def _iteration_row(measurement: Measurement, family: int, repetition: int, warnings: list[str]) -> dict[str, Any]:
+    """One repetition of one region."""
+    region, sample = measurement.region, measurement.samples[repetition]
+    statistics = sample.statistics()
+    row: dict[str, Any] = {
+        "name": region.row,
+        "family_index": family,
+        "per_family_instance_index": 0,
+        "run_name": region.row,
+        "run_type": "iteration",
+        "repetitions": len(measurement.samples),
+        "repetition_index": repetition,
+        "threads": 1,
+        "iterations": statistics.count,
+        "real_time": statistics.mean,
+        "cpu_time": float(sample.cpu.mean()),
+        "time_unit": "ns",
+        "ops": region.ops,
+        "ops_per_second": region.ops / statistics.mean * 1e9 if statistics.mean > 0 else None,
+        "passes": region.passes,
+        "median_real_time": statistics.median,
+        "median_real_time_low": None,
+        "median_real_time_high": None,
+        "median_confidence": CONFIDENCE,
+        "stddev_real_time": statistics.standard_deviation,
+        "min_real_time": statistics.minimum,
+        "max_real_time": statistics.maximum,
+        "captured_time": region.captured_ns,
+    }
+    if statistics.interval is not None:
+        row["median_real_time_low"] = statistics.interval.low
+        row["median_real_time_high"] = statistics.interval.high
+        row["median_confidence"] = statistics.interval.confidence
+    else:
+        row["median_confidence_reason"] = statistics.reasons["interval"]
+        row["median_confidence"] = None
+    if statistics.standard_deviation is None:
+        row["stddev_real_time_reason"] = statistics.reasons["standard_deviation"]
+    if row["ops_per_second"] is None:
+        row["ops_per_second_reason"] = "the clock did not advance"
+    if region.captured_ns is None:
+        row["captured_time_reason"] = region.captured_reason
+    if sample.host is not None:
+        row["host_time"] = float(sample.host.mean())
+    row["samples"] = _samples(sample)
+    row["warnings"] = warnings
+    return row
+
+
+def _samples(sample: Sample) -> dict[str, list[float]]:
+    """Each iteration's times, in order."""
+    columns = {"real_time": sample.real, "cpu_time": sample.cpu, "host_time": sample.host}
+    return {name: column.tolist() for name, column in columns.items() if column is not None}
+
+
+def _aggregate_rows(family: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Mean, median, standard deviation and coefficient of variation over the repetitions of one region."""
+    first = family[0]
+    figures = ["real_time", "cpu_time"]
+    figures += [name for name in _AGGREGATED if all(row.get(name) is not None for row in family)]
+    over = {name: summarize([row[name] for row in family]) for name in figures}
+    rows = []
+    for name in ("mean", "median", "stddev", "cv"):
+        values: dict[str, Any] = {}
+        for figure, statistics in over.items():
+            values[figure] = {"mean": statistics.mean, "median": statistics.median,
+                              "stddev": statistics.standard_deviation, "cv": statistics.variation}[name]
+        rows.append({
+            "name": f"{first['run_name']}_{name}",
+            "family_index": first["family_index"],
+            "per_family_instance_index": 0,
+            "run_name": first["run_name"],
+            "run_type": "aggregate",
+            "repetitions": len(family),
+            "threads": 1,
+            "aggregate_name": name,
+            "aggregate_unit": "percentage" if name == "cv" else "time",
+            "iterations": len(family),
+            "real_time": values.pop("real_time"),
+            "cpu_time": values.pop("cpu_time"),
+            "time_unit": "ns",
+            **values,
+        })
+    return rows

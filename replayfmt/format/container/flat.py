@@ -1,0 +1,172 @@
+"""Reading FlatBuffers that may be hostile: every offset and length is checked against the buffer before it is followed.
+
+FlatBuffers for Python has no verifier, and its generated accessors answer damage with struct.error, TypeError or wrong
+values. A `Table` here resolves a table by its vtable with bounds and alignment checks, and gives columns as numpy views
+of the buffer. Each table also counts what it handed out against the buffer's length, so that offsets that point many
+times to the same bytes cannot make a small buffer expand into a large one.
+"""
+
+from __future__ import annotations
+
+import struct
+
+import numpy as np
+
+from replayfmt.errors import InvalidCapture
+
+from .layouts import KEY_VALUE, SCALARS, Field, Layout
+
+_U32 = struct.Struct("<I")
+_I32 = struct.Struct("<i")
+
+
+class _Buffer:
+    """The bytes, who they are for error messages, and how many of them were not handed out yet."""
+
+    def __init__(self, data: bytes, where: str) -> None:
+        self.data = data
+        self.where = where
+        self.left = len(data)
+
+    def fail(self, what: str) -> InvalidCapture:
+        return InvalidCapture(f"{self.where}: not a valid FlatBuffer: {what} (of {len(self.data)} bytes)")
+
+    def spend(self, count: int, what: str) -> None:
+        self.left -= count
+        if self.left < 0:
+            raise self.fail(f"{what} overlap other fields")
+
+
+class Table:
+    """One verified table. Fields are asked for by name, as layouts.py spells them."""
+
+    def __init__(self, buffer: _Buffer, position: int, layout: Layout) -> None:
+        self._buffer = buffer
+        self._layout = layout
+        self._position = position
+        data, size = buffer.data, len(buffer.data)
+        if position % 4 or not 0 <= position <= size - 4:
+            raise buffer.fail(f"table {layout.name} at {position}")
+        vtable = position - _I32.unpack_from(data, position)[0]
+        if vtable % 2 or not 0 <= vtable <= size - 4:
+            raise buffer.fail(f"vtable of {layout.name} at {vtable}")
+        vtable_bytes, table_bytes = struct.unpack_from("<HH", data, vtable)
+        if vtable_bytes % 2 or vtable_bytes < 4 or vtable + vtable_bytes > size:
+            raise buffer.fail(f"vtable of {layout.name} of {vtable_bytes} bytes at {vtable}")
+        if table_bytes < 4 or position + table_bytes > size:
+            raise buffer.fail(f"table {layout.name} of {table_bytes} bytes at {position}")
+        buffer.spend(table_bytes, f"table {layout.name}")
+        self._table_bytes = table_bytes
+        self._slots = struct.unpack_from(f"<{(vtable_bytes - 4) // 2}H", data, vtable + 4)
+        for name, field in layout.fields.items():
+            if field.required and not self._place(field):
+                raise buffer.fail(f"{layout.name}.{name} is missing")
+
+    def _place(self, field: Field) -> int:
+        """Where a field's inline value lies; 0 where the field is absent."""
+        offset = self._slots[field.slot] if field.slot < len(self._slots) else 0
+        if not offset:
+            return 0
+        size = SCALARS[field.type].itemsize if field.type in SCALARS else 4
+        place = self._position + offset
+        if offset < 4 or offset + size > self._table_bytes or place % size:
+            raise self._buffer.fail(f"{self._layout.name} field {field.slot} at {place}")
+        return place
+
+    def _follow(self, place: int, what: str) -> int:
+        """The position that the offset at `place` points to, with four readable bytes there."""
+        target = place + _U32.unpack_from(self._buffer.data, place)[0]
+        if target % 4 or target > len(self._buffer.data) - 4:
+            raise self._buffer.fail(f"{what} at {target}")
+        return target
+
+    def _vector(self, name: str, item_bytes: int) -> tuple[int, int] | None:
+        """First byte and length of a vector; None where it is absent."""
+        place = self._place(self._layout.fields[name])
+        if not place:
+            return None
+        what = f"{self._layout.name}.{name}"
+        target = self._follow(place, what)
+        count = _U32.unpack_from(self._buffer.data, target)[0]
+        first = target + 4
+        if first + count * item_bytes > len(self._buffer.data) or first % min(item_bytes, 8):
+            raise self._buffer.fail(f"{what} with {count} elements at {first}")
+        self._buffer.spend(4 + count * item_bytes, what)
+        return first, count
+
+    def scalar(self, name: str) -> int:
+        """A scalar field, its default where it is absent."""
+        field = self._layout.fields[name]
+        place = self._place(field)
+        if not place:
+            return field.default
+        return int(np.frombuffer(self._buffer.data, SCALARS[field.type], 1, place)[0])
+
+    def column(self, name: str) -> np.ndarray | None:
+        """A vector of scalars as a read-only view of the buffer; None where it is absent."""
+        dtype = SCALARS[self._layout.fields[name].type[1:-1]]
+        vector = self._vector(name, dtype.itemsize)
+        return None if vector is None else np.frombuffer(self._buffer.data, dtype, vector[1], vector[0])
+
+    def string(self, name: str) -> str | None:
+        """A string; None where it is absent."""
+        vector = self._vector(name, 1)
+        return None if vector is None else self._text(vector[0], vector[1], name)
+
+    def _text(self, first: int, count: int, name: str) -> str:
+        data = self._buffer.data
+        if first + count >= len(data) or data[first + count]:
+            raise self._buffer.fail(f"{self._layout.name}.{name} has a string at {first} without its final zero")
+        try:
+            return data[first:first + count].decode()
+        except UnicodeDecodeError as error:
+            raise self._buffer.fail(f"{self._layout.name}.{name} has a string at {first} that is not UTF-8: "
+                                    f"{error.reason}") from None
+
+    def _targets(self, name: str) -> np.ndarray:
+        """What a vector of offsets points to, as checked positions."""
+        vector = self._vector(name, 4)
+        if vector is None:
+            return np.zeros(0, np.int64)
+        first, count = vector
+        offsets = np.frombuffer(self._buffer.data, "<u4", count, first).astype(np.int64)
+        targets = offsets + np.arange(first, first + 4 * count, 4)
+        if count and (int(targets.max()) > len(self._buffer.data) - 4 or (targets % 4).any()):
+            raise self._buffer.fail(f"{self._layout.name}.{name} has an offset that leads nowhere")
+        return targets
+
+    def strings(self, name: str) -> list[str]:
+        """A vector of strings, empty where it is absent."""
+        targets = self._targets(name)
+        if not len(targets):
+            return []
+        data = self._buffer.data
+        words = np.frombuffer(data, "<u4", len(data) // 4)
+        lengths = words[targets // 4].astype(np.int64)
+        ends = targets + 4 + lengths
+        if int(ends.max()) >= len(data):
+            raise self._buffer.fail(f"{self._layout.name}.{name} has a string that runs past the end")
+        self._buffer.spend(int(lengths.sum()) + 5 * len(targets), f"{self._layout.name}.{name}")
+        if np.frombuffer(data, "u1")[ends].any():
+            raise self._buffer.fail(f"{self._layout.name}.{name} has a string without its final zero")
+        try:
+            return [data[begin:end].decode() for begin, end in zip((targets + 4).tolist(), ends.tolist(), strict=True)]
+        except UnicodeDecodeError as error:
+            what = f"{self._layout.name}.{name} has a string that is not UTF-8: {error.reason}"
+            raise self._buffer.fail(what) from None
+
+    def pairs(self, name: str) -> list[tuple[str, str]]:
+        """A vector of KeyValue tables, empty where it is absent."""
+        tables = (Table(self._buffer, target, KEY_VALUE) for target in self._targets(name).tolist())
+        return [(table.string("key") or "", table.string("value") or "") for table in tables]
+
+
+def root(data: bytes, layout: Layout, where: str) -> Table:
+    """The root table of a buffer. Raises InvalidCapture where it is not whole, and so does asking for its fields.
+
+    Ask for each field once: what is handed out is counted.
+    """
+    buffer = _Buffer(data, where)
+    if len(data) < 8:
+        raise buffer.fail("too short")
+    return Table(buffer, _U32.unpack_from(data, 0)[0], layout)

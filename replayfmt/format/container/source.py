@@ -1,0 +1,160 @@
+"""Reading bytes of a capture that may be damaged, truncated, hostile or still growing.
+
+Frames are read with pread, never through a map: a file that is truncated under a map kills the process with SIGBUS,
+a short pread is an error like any other. Bodies are handed out only after their hash, their padding and their declared
+lengths were verified. This module owns the file descriptor; it knows frames, not what is in them.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+
+import zstandard
+
+from replayfmt.errors import CaptureNotFound, InvalidCapture
+
+from ..codes import Codec, FrameKind
+from .frames import HEADER_BYTES, PAYLOAD_ROW, FrameHeader, align, body_hash, parse_header
+
+
+class DamagedBody(InvalidCapture):
+    """A body is not what its header says was written."""
+
+
+class Source:
+    """A capture's bytes. `length` is the file's length when it was opened; a file that grows is read up to there."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        """Open a file for reading. Raises CaptureNotFound where there is none or it cannot be read."""
+        self.path = os.fspath(path)
+        try:
+            self._fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        except OSError as error:
+            raise CaptureNotFound(_why_not(self.path, error)) from None
+        except ValueError as error:  # a NUL inside the name
+            raise CaptureNotFound(f"{self.path!r}: {error}") from None
+        try:
+            status = os.fstat(self._fd)
+            if not stat.S_ISREG(status.st_mode):
+                kind = "a directory" if stat.S_ISDIR(status.st_mode) else "not a regular file"
+                raise CaptureNotFound(f"{self.path}: is {kind}; expected a capture file")
+            self.length = status.st_size
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def fd(self) -> int:
+        """The descriptor, which stays this object's."""
+        return self._fd
+
+    def close(self) -> None:
+        """Close the descriptor. Closing twice does nothing."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def read(self, offset: int, length: int, what: str) -> bytes:
+        """Exactly `length` bytes from `offset`. Raises InvalidCapture where the file does not have them."""
+        if offset + length <= self.length:
+            try:
+                data = os.pread(self._fd, length, offset)
+            except OSError as error:
+                raise self._unreadable(offset, error) from None
+            if len(data) == length:
+                return data
+        # More than one read returns, or less than there should be: the slow way decides which.
+        self._check_bounds(offset, length, what)
+        buffer = bytearray(length)
+        self.read_into(offset, memoryview(buffer), what)
+        return bytes(buffer)
+
+    def read_into(self, offset: int, view: memoryview, what: str) -> None:
+        """Fill `view` with the bytes from `offset`. Raises InvalidCapture where the file does not have them."""
+        self._check_bounds(offset, len(view), what)
+        done = 0
+        while done < len(view):
+            try:
+                count = os.preadv(self._fd, [view[done:]], offset + done)
+            except OSError as error:
+                raise self._unreadable(offset + done, error) from None
+            if not count:
+                raise InvalidCapture(f"{self.path}: the file was truncated while it was read: {what} of {len(view)} "
+                                     f"bytes at {offset:#x} has only {done}")
+            done += count
+
+    def _check_bounds(self, offset: int, length: int, what: str) -> None:
+        if offset + length > self.length:
+            raise InvalidCapture(f"{self.path}: {what} of {length} bytes at {offset:#x} runs past the end of the file "
+                                 f"({max(0, self.length - offset)} left)")
+
+    def _unreadable(self, offset: int, error: OSError) -> CaptureNotFound:
+        return CaptureNotFound(f"{self.path}: cannot be read at {offset:#x}: {error.strerror}")
+
+    def where(self, offset: int, header: FrameHeader | None = None) -> str:
+        """How errors name a place: `step.opreplay: frame 17 (records 65536..69631) at 0x4f20`."""
+        if header is None:
+            return f"{self.path}: at {offset:#x}"
+        what = header.name
+        if header.kind == FrameKind.records:
+            what += f" {header.first_ordinal}..{header.first_ordinal + header.count - 1}"
+        return f"{self.path}: frame {header.sequence} ({what}) at {offset:#x}"
+
+    def header(self, offset: int) -> FrameHeader:
+        """The frame header at `offset`, verified, with a body that fits the file. Raises BadHeader and its like."""
+        raw = self.read(offset, min(HEADER_BYTES, max(0, self.length - offset)), "frame header")
+        return parse_header(raw, self.where(offset))
+
+    def body(self, offset: int, header: FrameHeader) -> bytes:
+        """A frame's body, decompressed, after its padding and hash were verified; of a payload frame only its rows."""
+        where = self.where(offset, header)
+        begin = offset + HEADER_BYTES
+        hashed = header.stored_bytes
+        if header.kind == FrameKind.payload:
+            hashed = header.count * PAYLOAD_ROW.itemsize
+            if hashed > header.stored_bytes:
+                raise InvalidCapture(f"{where}: {header.count} payload rows do not fit a body of "
+                                     f"{header.stored_bytes} bytes")
+            self._check_bounds(begin, align(header.stored_bytes), f"frame {header.sequence} (payload): body")
+        data = self.read(begin, align(hashed), f"frame {header.sequence} ({header.name}): body")
+        body, padding = memoryview(data)[:hashed], data[hashed:]
+        if body_hash(body) != header.hash:
+            raise DamagedBody(f"{where}: the body is damaged: XXH3-128 {body_hash(body):032x}, "
+                              f"expected {header.hash:032x}")
+        if any(padding):
+            raise DamagedBody(f"{where}: the padding after the body is not zero")
+        if header.codec == Codec.zstd:
+            return decompress(body, header.raw_bytes, where)
+        return bytes(body)
+
+    def frame_end(self, offset: int, header: FrameHeader) -> int:
+        """Where the next frame begins."""
+        return offset + HEADER_BYTES + align(header.stored_bytes)
+
+
+def decompress(stored: bytes | memoryview, raw_bytes: int, where: str) -> bytes:
+    """One whole zstd frame of exactly `raw_bytes`. The caller has bounded `raw_bytes`. Raises InvalidCapture."""
+    try:
+        # The declared size decides how much is allocated, so it is compared before anything is decompressed.
+        declared = zstandard.frame_content_size(stored)
+        if declared != raw_bytes:
+            raise InvalidCapture(f"{where}: the zstd frame declares {declared} bytes, the header {raw_bytes}")
+        data = zstandard.ZstdDecompressor().decompress(stored, max_output_size=raw_bytes, allow_extra_data=False)
+    except zstandard.ZstdError as error:
+        raise InvalidCapture(f"{where}: cannot be decompressed: {error}") from None
+    except MemoryError:
+        raise InvalidCapture(f"{where}: not enough memory to decompress {raw_bytes} bytes") from None
+    if len(data) != raw_bytes:
+        raise InvalidCapture(f"{where}: decompresses to {len(data)} bytes, expected {raw_bytes}")
+    return data
+
+
+def _why_not(path: str, error: OSError) -> str:
+    partial = f"{path}.partial"
+    if error.errno == errno.ENOENT and os.path.isfile(partial):
+        return (f"{path}: no such file, but {partial} is there: that capture is still being written or was never "
+                f"closed; opreplay-check {partial} explains it, and opreplay-check {partial} --recover {path} makes a "
+                "valid capture of it")
+    return f"{path}: {(error.strerror or 'cannot be opened').lower()}; expected a capture file"

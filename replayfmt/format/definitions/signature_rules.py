@@ -1,0 +1,135 @@
+"""What a signature may look like: the rules that the writer applies to its caller and the reader to the file.
+
+A signature is stored as rows of node columns in pre-order. `flatten` makes those rows out of a model.Signature and
+refuses one that breaks the rules; `SignatureColumns.check` finds the same faults in columns that came from a file,
+vectorized, because a capture may have very many. Fixed arguments of record kinds are in ARGUMENTS, as the schema's
+comments on RecordKind name them.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from ..codes import DType, Layout, MemoryFormat, OpStatus, RecordKind, ValueKind
+from ..container.frames import MAX_NESTING
+from ..model import SLOTS, Node, Signature
+
+V = ValueKind
+CONTAINERS = frozenset({V.list, V.tuple, V.composite})
+TEXT_CONSTANTS = frozenset({V.string, V.process_group, V.opaque, V.composite})
+CODE_CONSTANTS: dict[ValueKind, int] = {
+    V.dtype: max(DType), V.layout: max(Layout), V.memory_format: max(MemoryFormat),
+}
+
+# The leading arguments that a record of each kind has, in order, with the value kinds each may have.
+ARGUMENTS: dict[RecordKind, tuple[tuple[str, frozenset[ValueKind]], ...]] = {
+    RecordKind.scope_begin: (("name", frozenset({V.string})),),
+    RecordKind.scope_end: (("name", frozenset({V.string})),),
+    RecordKind.storage_import: (
+        ("storage", frozenset({V.storage})), ("payload", frozenset({V.payload, V.range, V.recipe, V.none})),
+        ("version", frozenset({V.int})), ("reason", frozenset({V.string})),
+    ),
+    RecordKind.storage_resize: (("storage", frozenset({V.storage})), ("bytes", frozenset({V.int}))),
+    RecordKind.storage_release: (("storage", frozenset({V.storage})),),
+    RecordKind.generator_state: (("generator", frozenset({V.generator})), ("payload", frozenset({V.payload, V.none}))),
+    RecordKind.host_read: (("method", frozenset({V.string})), ("tensor", frozenset({V.tensor}))),
+    RecordKind.digest: (
+        ("tensor", frozenset({V.tensor})), ("of", frozenset({V.int})), ("result", frozenset({V.int})),
+    ),
+    RecordKind.synchronize: (("device", frozenset({V.device})),),
+    RecordKind.unsupported: (
+        ("reason", frozenset({V.string})), ("op", frozenset({V.string})), ("detail", frozenset({V.string})),
+    ),
+}
+_NUMBER = frozenset({V.float, V.none})
+# What may follow them in host_read and must follow in digest records: a tensor's digest.
+DIGEST_ARGUMENTS: tuple[tuple[str, frozenset[ValueKind]], ...] = (
+    *((name, frozenset({V.int})) for name in ("hash_low", "hash_high", "elements", "nan", "inf")),
+    *((name, _NUMBER) for name in ("min", "max", "mean", "l2")),
+    ("sample", frozenset({V.list})),
+)
+SETTING_KINDS = frozenset({V.none, V.bool, V.int, V.float, V.string})
+
+
+class Row(NamedTuple):
+    """One node as the columns hold it, its constant not yet replaced by an id."""
+
+    kind: int
+    name: str
+    constant: int | str
+    children: int
+
+
+def slots_by_kind() -> np.ndarray:
+    """How many tensor, int and float slots each value kind takes: int64[kinds, 3]."""
+    table = np.zeros((max(V) + 1, 3), np.int64)
+    for kind, counts in SLOTS.items():
+        table[kind] = counts
+    return table
+
+
+def flatten(signature: Signature) -> list[Row]:
+    """The rows of a signature's nodes in pre-order. Raises ValueError where it breaks a rule of the format."""
+    if (signature.kind == RecordKind.op) != (signature.kernel > 0):
+        raise ValueError(f"a signature of kind {signature.kind.name} with kernel {signature.kernel}")
+    if (signature.kind == RecordKind.op) != (signature.status != OpStatus.none):
+        raise ValueError(f"a signature of kind {signature.kind.name} with status {signature.status.name}")
+    if signature.results and (signature.kind != RecordKind.op or signature.status == OpStatus.raised):
+        raise ValueError(f"a signature of kind {signature.kind.name} and status {signature.status.name} with results")
+    _check_arguments(signature)
+    rows: list[Row] = []
+    # Iterative, so that nesting is bounded by our limit and not by the interpreter's stack.
+    stack = [(node, 1) for node in reversed((*signature.args, *signature.results))]
+    while stack:
+        node, depth = stack.pop()
+        if depth > MAX_NESTING:
+            raise ValueError(f"values nested deeper than {MAX_NESTING}")
+        if node.children and node.kind not in CONTAINERS:
+            raise ValueError(f"a {node.kind.name} node {node.name!r} with children")
+        rows.append(Row(node.kind, node.name, _constant(node), len(node.children)))
+        stack.extend((child, depth + 1) for child in reversed(node.children))
+    return rows
+
+
+def _constant(node: Node) -> int | str:
+    value = node.constant
+    if node.kind in TEXT_CONSTANTS:
+        if isinstance(value, str):
+            return value
+    elif node.kind == V.bool:
+        if value in (0, 1):
+            return int(value)
+    elif node.kind in CODE_CONSTANTS:
+        if isinstance(value, int) and 1 <= value <= CODE_CONSTANTS[node.kind]:
+            return int(value)
+    elif node.kind == V.device:
+        if isinstance(value, int) and value >= 1:
+            return value
+    elif value is None:
+        return 0
+    raise ValueError(f"a {node.kind.name} node {node.name!r} with the constant {value!r}")
+
+
+def _check_arguments(signature: Signature) -> None:
+    """Raise ValueError where a record kind's fixed arguments are not what they must be."""
+    expected = ARGUMENTS.get(signature.kind, ())
+    given = signature.args
+    if signature.kind in (RecordKind.op, RecordKind.collective):
+        return
+    if signature.kind == RecordKind.global_state:
+        wrong = [node.name for node in given if node.kind not in SETTING_KINDS or not node.name]
+        if wrong:
+            raise ValueError(f"global_state with settings {wrong} that are no scalars")
+        return
+    if signature.kind == RecordKind.digest or (signature.kind == RecordKind.host_read and len(given) > len(expected)):
+        expected = (*expected, *DIGEST_ARGUMENTS)
+    fits = len(given) == len(expected) and all(
+        node.name == name and node.kind in kinds for node, (name, kinds) in zip(given, expected, strict=True))
+    if not fits:
+        raise ValueError(f"{signature.kind.name} with arguments {[(n.name, n.kind.name) for n in given]}; "
+                         f"expected {[(name, sorted(k.name for k in kinds)) for name, kinds in expected]}")
+    for node in given:
+        if node.name == "sample" and any(c.kind not in (V.int, V.float, V.complex) for c in node.children):
+            raise ValueError(f"{signature.kind.name} with a sample that holds more than numbers")

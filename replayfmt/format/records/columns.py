@@ -1,0 +1,275 @@
+"""One frame's worth of records as columns, and how they become a Records body.
+
+The writer's side only. The caller hands over global tensor ids; the frame-local table of tensors that slots index is
+made here. What the caller must get right (slot counts, ids) is checked vectorized, because a mistake found here names
+its caller, and one found by a reader is a damaged capture.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from itertools import chain
+from typing import Any
+
+import flatbuffers
+import numpy as np
+
+from ..codes import StorageOrigin
+from ..container.frames import MAX_BODY_BYTES, MAX_FRAME_RECORDS, MAX_LENGTH
+from ..generated import Records
+from .storage_rules import Contents, storages_problem
+
+Column = Any  # a numpy array, an array.array, or anything np.asarray takes without a copy
+
+_LONGEST_DURATION = 0xFFFFFFFF
+
+
+def _empty() -> array:
+    return array("Q")
+
+
+@dataclass
+class RecordColumns:
+    """Consecutive records. Arrays are only read, during the call that takes them.
+
+    `start_ns` are nanoseconds since the session's start; `duration_ns` nanoseconds, saturated at 2^32 - 1, or None
+    where not measured. `device_duration_ns` and `annotation` are None where no record has one; 2^64 - 1 and 0 say so of
+    a single record. `tensors` are global tensor ids in record order, `tensor_definitions` maps each of them to
+    (storage id, offset in elements, meta id), or is an int64[n, 4] of (tensor id, storage id, offset, meta id) by
+    ascending id. The storages born in this frame have consecutive ids from `first_storage`.
+    """
+
+    signature: Column
+    scope: Column
+    thread: Column
+    start_ns: Column
+    duration_ns: Column | None
+    tensors: Column
+    ints: Column
+    floats: Column
+    tensor_definitions: Mapping[int, tuple[int, int, int]] | np.ndarray
+    first_storage: int = 0
+    storage_bytes: Column = field(default_factory=_empty)
+    storage_device: Column = field(default_factory=_empty)
+    storage_origin: Column = field(default_factory=_empty)
+    storage_payload: Column = field(default_factory=_empty)
+    device_duration_ns: Column | None = None
+    annotation: Column | None = None
+
+
+def pieces(given: RecordColumns, slot_counts: tuple[array, array, array]) -> Iterator[RecordColumns]:
+    """The same records in as many frames as the format's limits ask for: nearly always one.
+
+    Storages are born in the first piece. A single record may still be too large for a frame.
+    """
+    signature = np.asarray(given.signature)
+    slots = [np.asarray(column) for column in (given.tensors, given.ints, given.floats)]
+    # At most 32 bytes for a tensor slot and the tensor it may bring along, 8 for others, 64 for record and storage.
+    size = 32 * len(slots[0]) + 8 * len(slots[1]) + 8 * len(slots[2]) + 64 * (len(signature) + len(given.storage_bytes))
+    half = len(signature) // 2
+    if not half or (size < MAX_BODY_BYTES and len(signature) <= MAX_FRAME_RECORDS):
+        yield given
+        return
+    if signature.dtype.kind not in "iu" or int(signature.min()) < 0 or int(signature.max()) >= len(slot_counts[0]):
+        yield given  # encoding says what is wrong with it
+        return
+    cuts = [int(np.asarray(counts)[signature[:half]].sum(dtype=np.int64)) for counts in slot_counts]
+    for place in (slice(None, half), slice(half, None)):
+        first = place.start is None
+
+        def part(column: Column | None, place: slice = place) -> np.ndarray | None:
+            return None if column is None else np.asarray(column)[place]
+
+        def slot(number: int, first: bool = first) -> np.ndarray:
+            return slots[number][:cuts[number]] if first else slots[number][cuts[number]:]
+
+        piece = replace(
+            given, signature=part(signature), scope=part(given.scope), thread=part(given.thread),
+            start_ns=part(given.start_ns), duration_ns=part(given.duration_ns),
+            device_duration_ns=part(given.device_duration_ns), annotation=part(given.annotation),
+            tensors=slot(0), ints=slot(1), floats=slot(2))
+        if not first:
+            piece = replace(piece, first_storage=0, storage_bytes=_empty(), storage_device=_empty(),
+                            storage_origin=_empty(), storage_payload=_empty())
+        yield from pieces(piece, slot_counts)
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """What ids exist when a frame is written: the largest of each family."""
+
+    signatures: int
+    scopes: int
+    metas: int
+    devices: int
+    strings: int
+    next_storage: int
+    contents: Contents
+
+
+def _column(values: Column, dtype: type, name: str) -> np.ndarray:
+    """`values` in the column's type, refused where they do not fit it."""
+    given = np.asarray(values)
+    if given.ndim != 1:
+        raise ValueError(f"column {name} has {given.ndim} dimensions")
+    if given.dtype == dtype or not given.size:
+        return np.ascontiguousarray(given, dtype)
+    if np.issubdtype(dtype, np.integer):
+        limits = np.iinfo(dtype)
+        if given.dtype.kind not in "iu" or int(given.min()) < limits.min or int(given.max()) > limits.max:
+            raise ValueError(f"column {name} does not fit {np.dtype(dtype).name}")
+    return given.astype(dtype)
+
+
+def _limit(column: np.ndarray, lowest: int, highest: int, name: str) -> None:
+    if column.size and not (lowest <= int(column.min()) and int(column.max()) <= highest):
+        raise ValueError(f"column {name} holds {int(column.min())}..{int(column.max())}, allowed {lowest}..{highest}")
+
+
+def _same_length(name: str, length: int, *columns: np.ndarray) -> None:
+    if any(len(column) != length for column in columns):
+        raise ValueError(f"{name} columns have lengths {[len(c) for c in columns]}, expected {length} each")
+
+
+@dataclass(frozen=True)
+class EncodedRecords:
+    """A Records body and what the writer needs to know of it."""
+
+    body: memoryview
+    count: int
+    storages: int
+    signature: np.ndarray
+    storage_origin: np.ndarray
+    storage_bytes: np.ndarray
+    annotation: np.ndarray | None
+
+
+def encode_records(given: RecordColumns, bounds: Bounds, slot_counts: tuple[array, array, array]) -> EncodedRecords:
+    """The Records body of these columns. Raises ValueError where they contradict each other or the definitions."""
+    signature = _column(given.signature, np.uint32, "signature")
+    count = len(signature)
+    _limit(signature, 1, bounds.signatures, "signature")
+    scope, thread = _column(given.scope, np.uint32, "scope"), _column(given.thread, np.uint16, "thread")
+    _limit(scope, 0, bounds.scopes, "scope")
+    start = _column(given.start_ns, np.int64, "start_ns")
+    _same_length("record", count, scope, thread, start)
+    duration = given.duration_ns
+    if duration is not None:
+        duration = _column(np.minimum(np.asarray(duration), _LONGEST_DURATION), np.uint32, "duration_ns")
+        _same_length("record", count, duration)
+    device_duration = given.device_duration_ns
+    if device_duration is not None:
+        device_duration = _column(device_duration, np.uint64, "device_duration_ns")
+        _same_length("record", count, device_duration)
+    annotation = given.annotation
+    if annotation is not None:
+        annotation = _column(annotation, np.uint32, "annotation")
+        _same_length("record", count, annotation)
+        _limit(annotation, 0, bounds.strings, "annotation")
+
+    tensors = _column(given.tensors, np.uint64, "tensors")
+    ints, floats = _column(given.ints, np.int64, "ints"), _column(given.floats, np.float64, "floats")
+    for name, column, per_signature in zip(
+            ("tensors", "ints", "floats"), (tensors, ints, floats), slot_counts, strict=True):
+        expected = int(np.asarray(per_signature)[signature].sum(dtype=np.int64))
+        if len(column) != expected:
+            raise ValueError(f"{len(column)} {name} slots, but the records' signatures have {expected}")
+
+    storage_bytes = _column(given.storage_bytes, np.uint64, "storage_bytes")
+    storage_device = _column(given.storage_device, np.uint32, "storage_device")
+    storage_origin = _column(given.storage_origin, np.uint8, "storage_origin")
+    storage_payload = _column(given.storage_payload, np.uint32, "storage_payload")
+    born = len(storage_bytes)
+    _same_length("storage", born, storage_device, storage_origin, storage_payload)
+    if born and given.first_storage != bounds.next_storage:
+        raise ValueError(f"first_storage is {given.first_storage}, the next storage id is {bounds.next_storage}")
+    _limit(storage_device, 1, bounds.devices, "storage_device")
+    _limit(storage_origin, 1, max(StorageOrigin), "storage_origin")
+    problem = storages_problem(storage_origin, storage_payload, storage_bytes, bounds.contents)
+    if problem:
+        raise ValueError(problem)
+
+    ids, slots = _distinct(tensors)
+    rows = _tensor_rows(ids, given.tensor_definitions)
+    _limit(rows[:, 0], 0, bounds.next_storage + born - 1, "tensor storage")
+    _limit(rows[:, 1], 0, MAX_LENGTH, "tensor offset")
+    _limit(rows[:, 2], 1, bounds.metas, "tensor meta")
+
+    base, delta, gap_position, gap_ns = _times(start)
+    columns: list[tuple[str, np.ndarray | None]] = [
+        ("Signature", signature), ("Scope", scope), ("Thread", thread), ("StartDeltaNs", delta),
+        ("GapPosition", gap_position if gap_position.size else None), ("GapNs", gap_ns if gap_ns.size else None),
+        ("DurationNs", duration), ("DeviceDurationNs", device_duration),
+        ("Tensors", slots.astype(np.uint32)), ("Ints", ints), ("Floats", floats),
+        ("TensorId", ids), ("TensorStorage", rows[:, 0].astype(np.uint64)), ("TensorOffset", rows[:, 1]),
+        ("TensorMeta", rows[:, 2].astype(np.uint32)),
+        ("StorageBytes", storage_bytes), ("StorageDevice", storage_device), ("StorageOrigin", storage_origin),
+        ("StoragePayload", storage_payload), ("Annotation", annotation),
+    ]
+    present = [(name, column) for name, column in columns if column is not None]
+    # Room for everything at once: the builder would otherwise double and copy its buffer again and again.
+    builder = flatbuffers.Builder(sum(column.nbytes + 16 for _name, column in present) + 512)
+    places = [(name, builder.CreateNumpyVector(column)) for name, column in present]
+    Records.Start(builder)
+    for name, place in places:
+        getattr(Records, "Add" + name)(builder, place)
+    Records.AddStartBaseNs(builder, base)
+    Records.AddFirstStorage(builder, bounds.next_storage)
+    builder.Finish(Records.End(builder))
+    body = memoryview(builder.Bytes)[builder.Head():]
+    return EncodedRecords(body, count, born, signature, storage_origin, storage_bytes, annotation)
+
+
+def _distinct(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """What np.unique(values, return_inverse=True) gives, in linear time where most values are close to the largest."""
+    if not values.size:
+        return values, np.zeros(0, np.int64)
+    top = int(values.max())
+    base = max(top - 4 * len(values), 0)
+    recent = values >= base
+    if int(np.count_nonzero(recent)) * 4 < len(values):
+        return np.unique(values, return_inverse=True)
+    seen = np.zeros(top - base + 1, bool)
+    near = (values[recent] - np.uint64(base)).astype(np.int64)
+    seen[near] = True
+    old, old_slots = np.unique(values[~recent], return_inverse=True)
+    slots = np.empty(len(values), np.int64)
+    slots[recent] = (np.cumsum(seen) - 1 + len(old))[near]
+    slots[~recent] = old_slots
+    return np.concatenate((old, np.flatnonzero(seen).astype(np.uint64) + np.uint64(base))), slots
+
+
+def _tensor_rows(ids: np.ndarray, definitions: Mapping[int, tuple[int, int, int]] | np.ndarray) -> np.ndarray:
+    """Storage, offset and meta of each tensor: int64[n, 3]."""
+    if ids.size and not ids[0]:
+        raise ValueError("tensor ids count from 1")
+    if isinstance(definitions, np.ndarray):
+        wanted = ids.astype(np.int64)
+        places = np.searchsorted(definitions[:, 0], wanted)
+        found = places < len(definitions)
+        found[found] = definitions[places[found], 0] == wanted[found]
+        if not found.all():
+            raise ValueError(f"tensor {int(wanted[~found][0])} has no definition")
+        return definitions[places, 1:]
+    try:
+        flat = chain.from_iterable(map(definitions.__getitem__, ids.tolist()))
+        return np.fromiter(flat, np.int64, 3 * len(ids)).reshape(-1, 3)
+    except KeyError as error:
+        raise ValueError(f"tensor {error} has no definition") from None
+
+
+def _times(start: np.ndarray) -> tuple[int, np.ndarray, np.ndarray, np.ndarray]:
+    """start_base_ns, start_delta_ns, gap_position, gap_ns of absolute start times."""
+    if not start.size:
+        return 0, np.zeros(0, np.uint32), np.zeros(0, np.uint32), np.zeros(0, np.uint64)
+    if int(start.min()) < 0:
+        raise ValueError("start_ns is negative")
+    # Threads' records may have begun out of order; capture order wins.
+    steady = np.maximum.accumulate(start)
+    delta = np.diff(steady, prepend=steady[:1])
+    position = np.flatnonzero(delta > _LONGEST_DURATION)
+    gap = delta[position]
+    delta[position] = 0
+    return int(steady[0]), delta.astype(np.uint32), position.astype(np.uint32), gap.astype(np.uint64)

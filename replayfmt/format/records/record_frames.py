@@ -1,0 +1,247 @@
+"""A Records frame decoded: its columns as numpy arrays, every one of them checked.
+
+What is checked here is everything that could make a later index wrong: column lengths, slot sums, every id against what
+the capture defines. Consumers may index without looking.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from replayfmt.errors import InvalidCapture, UnsupportedVersion
+
+from ..codes import MAJOR_VERSION, MINOR_VERSION, RecordKind, StorageOrigin, ValueKind
+from ..container import flat
+from ..container.frames import MAX_LENGTH, FrameHeader
+from ..container.layouts import RECORDS, SCALARS
+from ..definitions.reading import Frozen
+from .storage_rules import Contents, storages_problem
+
+# Values whose int slot holds an id, by the name of its family.
+_REFERENCES = [ValueKind.storage, ValueKind.generator, ValueKind.payload, ValueKind.range, ValueKind.recipe]
+
+
+@dataclass(frozen=True, slots=True)
+class RecordFrame:
+    """Consecutive records as columns; record `first_ordinal + i` is row i.
+
+    `tensor_slots` index the tensor_* columns of this frame. Record i's slots are `tensor_first[i]` to
+    `tensor_first[i + 1]` in `tensor_slots`, and likewise for ints and floats. Times are nanoseconds, `start_ns` since
+    the session's start. Arrays are read-only.
+    """
+
+    first_ordinal: int
+    count: int
+    offset: int
+    signature: np.ndarray
+    scope: np.ndarray
+    thread: np.ndarray
+    start_ns: np.ndarray
+    duration_ns: np.ndarray | None
+    device_duration_ns: np.ndarray | None
+    tensor_slots: np.ndarray
+    ints: np.ndarray
+    floats: np.ndarray
+    tensor_first: np.ndarray
+    int_first: np.ndarray
+    float_first: np.ndarray
+    tensor_id: np.ndarray
+    tensor_storage: np.ndarray
+    tensor_offset: np.ndarray
+    tensor_meta: np.ndarray
+    first_storage: int
+    storage_bytes: np.ndarray
+    storage_device: np.ndarray
+    storage_origin: np.ndarray
+    storage_payload: np.ndarray
+    annotation: np.ndarray | None   # ids for CaptureReader.annotation, 0 for none; None: no record here has one
+
+
+class RecordFrameDecoder:
+    """Decodes the frames of one capture. Knows its definitions and where their records have references."""
+
+    def __init__(self, definitions: Frozen) -> None:
+        self._definitions = definitions
+        self._references = _IntReferences(definitions)
+        self._contents = Contents(0, *(
+            definitions.column(name) for name in ("range_bytes", "recipe_dtype", "recipe_elements")))
+
+    def decode(self, body: bytes, header: FrameHeader, offset: int, where: str,
+               counts: Mapping[str, int]) -> RecordFrame:
+        """A verified frame. `counts` says how many ids of each family of definitions, and of payloads (`payload`), the
+        frame may refer to. Raises InvalidCapture."""
+        contents = Contents(counts["payload"], self._contents.range_bytes[:counts["range"]],
+                            self._contents.recipe_dtype[:counts["recipe"]],
+                            self._contents.recipe_elements[:counts["recipe"]])
+        return _Decoding(self._definitions, self._references, body, header, offset, where, counts, contents).frame()
+
+
+def first_and_storages(body: bytes, where: str) -> tuple[int, int]:
+    """First storage id and number of storages of a Records body, without decoding the rest."""
+    table = flat.root(body, RECORDS, where)
+    born = table.column("storage_bytes")
+    return table.scalar("first_storage"), 0 if born is None else len(born)
+
+
+class _IntReferences:
+    """Which int slots of which signatures hold ids."""
+
+    def __init__(self, definitions: Frozen) -> None:
+        kinds = definitions.column("node_kind")
+        node_slots = np.isin(kinds, [ValueKind.int, *_REFERENCES])
+        self.nodes = np.flatnonzero(np.isin(kinds, _REFERENCES))
+        sizes = definitions.column("signature_nodes").astype(np.int64)
+        owner = np.repeat(np.arange(1, len(sizes) + 1), sizes)[self.nodes]
+        slot = np.concatenate(([0], np.cumsum(node_slots)))[self.nodes]
+        firsts = np.concatenate(([0, 0], np.cumsum(definitions.slots[1:, 1])))
+        # Row by row: the signature, the place among its record's int slots, the kind.
+        self.place = slot - firsts[owner]
+        self.kind = kinds[self.nodes]
+        self.count = np.bincount(owner, minlength=len(sizes) + 1)
+        self.first = np.concatenate(([0], np.cumsum(self.count)))
+
+    def find(self, signature: np.ndarray, int_first: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Positions in a frame's ints that hold ids, and the kind of each."""
+        counts = self.count[signature]
+        rows = np.flatnonzero(counts)
+        counts = counts[rows]
+        if not len(rows):
+            return np.zeros(0, np.int64), np.zeros(0, np.uint8)
+        starts = np.cumsum(counts) - counts
+        within = np.arange(int(counts.sum())) - np.repeat(starts, counts)
+        reference = np.repeat(self.first[signature[rows]], counts) + within
+        return np.repeat(int_first[rows], counts) + self.place[reference], self.kind[reference]
+
+
+class _Decoding:
+    def __init__(self, definitions: Frozen, references: _IntReferences, body: bytes, header: FrameHeader, offset: int,
+                 where: str, counts: Mapping[str, int], contents: Contents) -> None:
+        self._contents = contents
+        self._definitions = definitions
+        self._counts = counts
+        self._references = references
+        self._table = flat.root(body, RECORDS, where)
+        self._header = header
+        self._offset = offset
+        self._where = where
+
+    def _fail(self, what: str) -> InvalidCapture:
+        return InvalidCapture(f"{self._where}: {what}")
+
+    def _get(self, name: str) -> np.ndarray:
+        column = self._table.column(name)
+        return np.zeros(0, SCALARS[RECORDS.fields[name].type[1:-1]]) if column is None else column
+
+    def _rows(self, length: int, *names: str) -> list[np.ndarray]:
+        columns = [self._get(name) for name in names]
+        for name, column in zip(names, columns, strict=True):
+            if len(column) != length:
+                raise self._fail(f"column {name} has {len(column)} rows, expected {length}")
+        return columns
+
+    def _range(self, name: str, column: np.ndarray, lowest: int, highest: int) -> None:
+        if len(column) and not (lowest <= int(column.min()) and int(column.max()) <= highest):
+            raise self._fail(f"{name} holds {int(column.min())}..{int(column.max())}, allowed {lowest}..{highest}")
+
+    def frame(self) -> RecordFrame:
+        definitions, count = self._definitions, self._header.count
+        signature, scope, thread = self._rows(count, "signature", "scope", "thread")
+        self._range("signature", signature, 1, self._counts["signature"])
+        self._range("scope", scope, 0, self._counts["scope"])
+        start = self._start(count)
+        duration = self._optional("duration_ns", count)
+        device_duration = self._optional("device_duration_ns", count)
+        annotation = self._optional("annotation", count)
+        if annotation is not None:
+            self._range("annotation", annotation, 0, self._counts["string"])
+
+        slots = definitions.slots[signature]
+        firsts = np.zeros((count + 1, 3), np.int64)
+        np.cumsum(slots, axis=0, out=firsts[1:])
+        tensors, ints, floats = (
+            self._rows(int(firsts[-1, column]), name)[0] for column, name in enumerate(("tensors", "ints", "floats")))
+        int_first = np.ascontiguousarray(firsts[:, 1])
+
+        first_storage = self._table.scalar("first_storage")
+        storage_bytes = self._get("storage_bytes")
+        born = len(storage_bytes)
+        if not 1 <= first_storage <= MAX_LENGTH:
+            raise self._fail(f"first_storage is {first_storage}")
+        device, origin, payload = self._rows(born, "storage_device", "storage_origin", "storage_payload")
+        self._range("storage_bytes", storage_bytes, 0, MAX_LENGTH)
+        self._range("storage_device", device, 1, self._counts["device"])
+        if born and int(origin.max()) > max(StorageOrigin) and self._header.minor > MINOR_VERSION:
+            raise UnsupportedVersion(f"{self._where}: storage_origin {int(origin.max())} of format version "
+                                     f"{MAJOR_VERSION}.{self._header.minor}")
+        self._range("storage_origin", origin, 1, max(StorageOrigin))
+        problem = storages_problem(origin, payload, storage_bytes, self._contents)
+        if problem:
+            raise self._fail(problem)
+        storages = first_storage + born - 1
+
+        tensor_id = self._get("tensor_id")
+        tensor_storage, tensor_offset, tensor_meta = self._rows(
+            len(tensor_id), "tensor_storage", "tensor_offset", "tensor_meta")
+        self._range("tensors", tensors, 0, len(tensor_id) - 1)
+        self._range("tensor_id", tensor_id, 1, MAX_LENGTH)
+        if len(tensor_id) > 1 and (tensor_id[1:] <= tensor_id[:-1]).any():
+            raise self._fail("tensor_id is not ascending")
+        self._range("tensor_storage", tensor_storage, 0, storages)
+        self._range("tensor_offset", tensor_offset, 0, MAX_LENGTH)
+        self._range("tensor_meta", tensor_meta, 1, self._counts["meta"])
+        self._check_references(signature, ints, int_first, storages)
+        self._check_resizes(signature, ints, int_first)
+        return RecordFrame(
+            self._header.first_ordinal, count, self._offset, signature, scope, thread, start, duration, device_duration,
+            tensors, ints, floats, np.ascontiguousarray(firsts[:, 0]), int_first, np.ascontiguousarray(firsts[:, 2]),
+            tensor_id, tensor_storage, tensor_offset, tensor_meta, first_storage, storage_bytes, device, origin,
+            payload, annotation)
+
+    def _check_resizes(self, signature: np.ndarray, ints: np.ndarray, int_first: np.ndarray) -> None:
+        """The new lengths of storages: what comes behind their ids."""
+        kinds = self._definitions.column("signature_kind")[signature.astype(np.int64) - 1]
+        resizes = kinds == RecordKind.storage_resize
+        self._range("the new length of a storage", ints[int_first[:-1][resizes] + 1], 0, MAX_LENGTH)
+
+    def _optional(self, name: str, count: int) -> np.ndarray | None:
+        column = self._table.column(name)
+        if column is not None and len(column) != count:
+            raise self._fail(f"column {name} has {len(column)} rows, expected {count}")
+        return column
+
+    def _start(self, count: int) -> np.ndarray:
+        base = self._table.scalar("start_base_ns")
+        delta, = self._rows(count, "start_delta_ns")
+        position = self._get("gap_position").astype(np.int64)
+        gap, = self._rows(len(position), "gap_ns")
+        steps = delta.astype(np.int64)
+        if len(position):
+            self._range("gap_position", position, 0, count - 1)
+            if (np.diff(position) <= 0).any():
+                raise self._fail("gap_position is not ascending")
+            self._range("gap_ns", gap, 0, MAX_LENGTH)
+            if float(gap.astype(np.float64).sum()) > MAX_LENGTH:
+                raise self._fail("gap_ns add up to more than 2^60")
+            steps[position] += gap.astype(np.int64)
+        if base > MAX_LENGTH:
+            raise self._fail(f"start_base_ns is {base}")
+        return np.cumsum(steps) + base
+
+    def _check_references(self, signature: np.ndarray, ints: np.ndarray, int_first: np.ndarray, storages: int) -> None:
+        positions, kinds = self._references.find(signature, int_first)
+        if not len(positions):
+            return
+        highest = np.zeros(max(ValueKind) + 1, np.int64)
+        highest[ValueKind.storage] = storages
+        for kind in _REFERENCES[1:]:
+            highest[kind] = self._counts[kind.name]
+        values = ints[positions]
+        wrong = (values < 1) | (values > highest[kinds])
+        if wrong.any():
+            at = int(np.argmax(wrong))
+            kind = ValueKind(int(kinds[at]))
+            raise self._fail(f"int slot {int(positions[at])} refers to {kind.name} {int(values[at])}; "
+                             f"there are {int(highest[kind])}")

@@ -1,0 +1,180 @@
+"""Signatures of ops as text: printed, parsed, compared with the calls of a capture.
+
+    aten::mm.default(float32[64,128], float32[128,64]{1,128})
+
+A signature is a kernel with the structure, dtypes, sizes and strides of its arguments. The grammar is in
+docs/signatures.md. What `signature_text` prints, `parse_signature` reads back to the same; a signature that somebody
+writes may leave things open (`*`) or ask for more (a number instead of `int`). The text never holds an equals sign, so
+that it can stand before one on a command line. Knows nothing of PyTorch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..codes import DType, Layout, MemoryFormat, ValueKind
+from ..model import CompositeValue, DeviceValue, Node, OpaqueValue, ProcessGroupValue, Record, TensorMeta, TensorValue
+from ..operator_schema import parse_operator_schema
+from ..reader import CaptureReader
+from .parser import Parser
+from .values import (
+    NOTED_FLAGS,
+    TYPES,
+    DeviceText,
+    Items,
+    Number,
+    Open,
+    SignatureText,
+    TensorText,
+    Text,
+    ValueText,
+    Word,
+    row_major,
+    runs_of,
+)
+
+__all__ = ["SignatureText", "matches", "parse_signature", "signature_of", "signature_text"]
+
+
+def parse_signature(text: str) -> SignatureText:
+    """The signature that a text says. Raises UsageError that says where it is not one."""
+    return Parser(text).signature()
+
+
+def signature_text(record: Record, reader: CaptureReader) -> str:
+    """The signature of an op of a capture, as text."""
+    return str(signature_of(record, reader))
+
+
+def signature_of(record: Record, reader: CaptureReader, *, values: bool = False) -> SignatureText:
+    """The signature of an op; with `values`, ints and floats stand for themselves instead of for their type."""
+    kernel = reader.kernels[record.signature.kernel]
+    placed = _placed(kernel.schema, [node.name for node in record.signature.args])
+    several = len(reader.devices) > 2
+    made = _Maker(reader, several, values)
+    return SignatureText(kernel.qualified_name, tuple(
+        ("" if in_place else node.name, made.value(node, value))
+        for node, value, in_place in zip(record.signature.args, record.args, placed, strict=True)))
+
+
+def matches(pattern: SignatureText, record: Record, reader: CaptureReader) -> bool:
+    """Whether an op of a capture has this signature."""
+    kernel = reader.kernels[record.signature.kernel]
+    if kernel.qualified_name != pattern.kernel or len(pattern.arguments) != len(record.args):
+        return False
+    actual = signature_of(record, reader, values=True)
+    made = _Maker(reader, True, True)
+    for (wanted_name, wanted), (placed_name, _), node, value in zip(
+            pattern.arguments, actual.arguments, record.signature.args, record.args, strict=True):
+        # Without a name the place decides; a name may always be given.
+        if wanted_name != (node.name if wanted_name else placed_name) or not _fits(wanted, made.value(node, value)):
+            return False
+    return True
+
+
+def _placed(schema: str, names: Sequence[str]) -> list[bool]:
+    """For each given argument, whether its place alone says which it is, as in a call in Python."""
+    try:
+        arguments = parse_operator_schema(schema).arguments
+    except ValueError:
+        return [False] * len(names)
+    placed, unbroken = [], True
+    for position, name in enumerate(names):
+        unbroken = (unbroken and position < len(arguments) and arguments[position].name == name
+                    and not arguments[position].keyword_only)
+        placed.append(unbroken)
+    return placed
+
+
+class _Maker:
+    """Makes value texts of a capture's values."""
+
+    def __init__(self, reader: CaptureReader, devices: bool, values: bool) -> None:
+        self._reader, self._devices, self._values = reader, devices, values
+
+    def value(self, node: Node, value: object) -> ValueText:
+        match node.kind:
+            case ValueKind.none:
+                return Word("None")
+            case ValueKind.bool:
+                return Word("True" if node.constant else "False")
+            case ValueKind.int | ValueKind.float if self._values:
+                assert isinstance(value, int | float)
+                return Number(repr(value))
+            case ValueKind.string:
+                return Text(str(node.constant))
+            case ValueKind.opaque if isinstance(value, OpaqueValue):
+                return Text(value.text, "opaque")
+            case ValueKind.process_group if isinstance(value, ProcessGroupValue):
+                return Text(value.name, "process_group")
+            case ValueKind.device if isinstance(value, DeviceValue):
+                return DeviceText(str(self._reader.devices[value.id]))
+            case ValueKind.tensor if isinstance(value, TensorValue):
+                return self._tensor(value.meta)
+            case ValueKind.list | ValueKind.tuple if isinstance(value, list | tuple):
+                return self._items("[" if node.kind is ValueKind.list else "(", node, value)
+            case ValueKind.composite if isinstance(value, CompositeValue):
+                return self._items(value.form, node, value.parts)
+            case ValueKind.dtype | ValueKind.layout | ValueKind.memory_format:
+                code = {ValueKind.dtype: DType, ValueKind.layout: Layout, ValueKind.memory_format: MemoryFormat}
+                return Word(code[node.kind](int(node.constant or 0)).name)
+        return Word(TYPES[node.kind])
+
+    def _items(self, form: str, node: Node, values: Sequence[object]) -> Items:
+        return Items(form, runs_of(self.value(child, value)
+                                   for child, value in zip(node.children, values, strict=True)))
+
+    def _tensor(self, meta: TensorMeta) -> TensorText:
+        layout = [] if meta.layout is Layout.strided else [meta.layout.name]
+        notes = (*layout, *(str(flag.name) for flag in NOTED_FLAGS if flag in meta.flags))
+        device = str(self._reader.devices[meta.device]) if self._devices else ""
+        strides = None if row_major(meta.sizes, meta.strides) else meta.strides
+        return TensorText(meta.dtype.name, meta.sizes, strides, notes, device)
+
+
+def _fits(wanted: ValueText, actual: ValueText) -> bool:
+    """Whether a captured value (with its numbers and devices) is one that a pattern asks for."""
+    if isinstance(wanted, Open):
+        return True
+    if isinstance(wanted, TensorText):
+        return isinstance(actual, TensorText) and _tensor_fits(wanted, actual)
+    if isinstance(actual, Number):
+        if isinstance(wanted, Word):
+            return wanted.text == actual.type
+        return wanted == actual
+    if isinstance(wanted, Items):
+        return isinstance(actual, Items) and wanted.form == actual.form and _runs_fit(wanted.runs, actual.runs)
+    return wanted == actual
+
+
+def _tensor_fits(wanted: TensorText, actual: TensorText) -> bool:
+    if (wanted.dtype, wanted.notes) != (actual.dtype, actual.notes) or len(wanted.sizes) != len(actual.sizes):
+        return False
+    if wanted.device and wanted.device != actual.device:
+        return False
+    if any(size is not None and size != given for size, given in zip(wanted.sizes, actual.sizes, strict=True)):
+        return False
+    if wanted.strides is None or actual.strides is None or isinstance(wanted.strides, Open):
+        sizes = [size or 0 for size in actual.sizes]
+        return isinstance(wanted.strides, Open) or (
+            actual.strides is None if wanted.strides is None else row_major(sizes, wanted.strides))
+    assert not isinstance(actual.strides, Open)
+    return all(size == 1 or stride == given for size, stride, given
+               in zip(actual.sizes, wanted.strides, actual.strides, strict=True))
+
+
+def _runs_fit(wanted: Sequence[tuple[ValueText, int]], actual: Sequence[tuple[ValueText, int]]) -> bool:
+    """Whether two lists written as runs fit, item by item."""
+    if sum(count for _, count in wanted) != sum(count for _, count in actual):
+        return False
+    pairs = iter(actual)
+    given, left = next(pairs, (None, 0))
+    for value, count in wanted:
+        while count:
+            taken = min(count, left)
+            if given is None or not _fits(value, given):
+                return False
+            count, left = count - taken, left - taken
+            if not left:
+                given, left = next(pairs, (None, 0))
+    return True

@@ -1,0 +1,193 @@
+"""What a call returns, where the trace does not say: found by running the operator on tensors without memory.
+
+Meta tensors have sizes, strides and dtypes and no bytes, so the operator computes the shapes of its results and nothing
+else. Where that fails (the shape depends on the content, or the operator has no such kernel) the results stay unknown.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from replayfmt.format.codes import ITEM_BYTES, DType, Layout, MemoryFormat, StorageOrigin, TensorFlag
+from replayfmt.format.model import TensorMeta
+from replayfmt.pytorch.host_operators import acts_outside
+from replayfmt.pytorch.registry import find_overload
+from replayfmt.pytorch.tensors.dtypes import DTYPE_CODE, TORCH_DTYPE, TORCH_LAYOUT, TORCH_MEMORY_FORMAT
+from replayfmt.pytorch.tensors.memory import mark_view
+
+from .arguments import DefaultGenerator, DeviceName, TensorSpec
+from .values import Storage, Tensor, bytes_needed, contiguous
+
+_MOST_RESULTS = 100_000
+
+
+@dataclass(frozen=True)
+class Same:
+    """A result that is an argument itself; `argument` counts the tensors among the arguments."""
+
+    argument: int
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A tensor result. `shares` is the tensor argument whose storage it is on, None: number `fresh` of new storages."""
+
+    dtype: DType
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+    shares: int | None
+    fresh: int
+
+
+@dataclass(frozen=True)
+class Results:
+    """What a call returns: Same, Shape, None, and lists of these; or why that is not known."""
+
+    values: tuple[Any, ...] | None
+    unknown: str = ""
+
+
+def infer(schema: torch.FunctionSchema, arguments: Sequence[tuple[str, Any]]) -> Results:
+    """What a call with these bound arguments returns."""
+    if not schema.returns:
+        return Results(())
+    name = schema.overload_name or "default"
+    does = acts_outside(schema.name)
+    if does is not None:
+        return Results(None, f"{schema.name} {does}, and is not tried out")
+    overload = find_overload(schema.name, name)
+    if overload is None:
+        return Results(None, f"torch.ops has no {schema.name}.{name}")
+    if _is_endless(schema, arguments):
+        return Results(None, f"it may return more than {_MOST_RESULTS} tensors")
+    tensors: list[torch.Tensor] = []
+    try:
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")     # what an operator warns of is for who calls it, not for who asks
+            positional, keywords = _arguments(schema, arguments, tensors)
+            returned = overload(*positional, **keywords)
+    except Exception as error:   # any operator may fail in any way without content
+        return Results(None, f"{type(error).__name__}: {error}".partition("\n")[0][:200])
+    storages: dict[int, int] = {}
+    values = (returned,) if len(schema.returns) == 1 else tuple(returned)
+    try:
+        return Results(tuple(_described(value, tensors, storages) for value in values))
+    except TypeError as error:
+        return Results(None, str(error))
+
+
+def _is_endless(schema: torch.FunctionSchema, arguments: Sequence[tuple[str, Any]]) -> bool:
+    """Whether an operator that returns a list may return very many tensors: a trace may say any size."""
+    lists = any(isinstance(each.type, torch._C.ListType) for each in schema.returns)
+    return lists and any(isinstance(value, TensorSpec) and max(value.sizes or (0,), default=0) > _MOST_RESULTS
+                         for _name, value in arguments)
+
+
+def _arguments(schema: torch.FunctionSchema, arguments: Sequence[tuple[str, Any]],
+               tensors: list[torch.Tensor]) -> tuple[list[Any], dict[str, Any]]:
+    given = dict(arguments)
+    positional: list[Any] = []
+    keywords: dict[str, Any] = {}
+    gap = False
+    takes_device = False
+    for argument in schema.arguments:
+        takes_device |= argument.name == "device"
+        if argument.name not in given:
+            gap = True
+            continue
+        value = _on_meta(given[argument.name], tensors)
+        if gap or argument.kwarg_only:
+            keywords[argument.name] = value
+        else:
+            positional.append(value)
+    if takes_device and not tensors:
+        keywords["device"] = torch.device("meta")
+    if keywords.get("pin_memory"):
+        keywords["pin_memory"] = False
+    return positional, keywords
+
+
+def _on_meta(value: Any, tensors: list[torch.Tensor]) -> Any:
+    if isinstance(value, TensorSpec):
+        assert value.sizes is not None and value.dtype is not None
+        strides = contiguous(value.sizes) if value.strides is None else value.strides
+        dtype = TORCH_DTYPE[value.dtype]
+        length = bytes_needed(value.dtype, value.sizes, strides, value.offset) // ITEM_BYTES[value.dtype]
+        base = torch.empty(length, dtype=dtype, device="meta")
+        tensor = base.as_strided(value.sizes, strides, value.offset if length else 0)
+        mark_view(tensor, value.flags)
+        tensors.append(tensor)
+        return tensor
+    if isinstance(value, list):
+        return [_on_meta(each, tensors) for each in value]
+    if isinstance(value, DType):
+        return TORCH_DTYPE[value]
+    if isinstance(value, Layout):
+        return TORCH_LAYOUT[value]
+    if isinstance(value, MemoryFormat):
+        return TORCH_MEMORY_FORMAT[value]
+    if isinstance(value, DeviceName):
+        return torch.device("meta")
+    return None if isinstance(value, DefaultGenerator) else value
+
+
+def _described(value: Any, tensors: list[torch.Tensor], storages: dict[int, int]) -> Any:
+    if value is None:
+        return None
+    if isinstance(value, list | tuple):
+        return [_described(each, tensors, storages) for each in value]
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"it returns a {type(value).__name__}, whose value is in no trace")
+    if value.layout is not torch.strided or value.device.type != "meta" or value.dtype not in DTYPE_CODE:
+        raise TypeError(f"it returns a {value.layout} tensor of {value.dtype} on {value.device}")
+    for index, tensor in enumerate(tensors):
+        if value is tensor:
+            return Same(index)
+    memory = value.untyped_storage()._cdata
+    shared = next((i for i, tensor in enumerate(tensors) if tensor.untyped_storage()._cdata == memory), None)
+    fresh = -1 if shared is not None else storages.setdefault(memory, len(storages))
+    return Shape(DTYPE_CODE[value.dtype], tuple(value.shape), tuple(value.stride()), int(value.storage_offset()),
+                 shared, fresh)
+
+
+def realize(results: Results, arguments: Sequence[Tensor], device: int) -> list[Any] | None:
+    """The values of results for one call. `arguments` are its tensors in order, `device` is that of new storages."""
+    if results.values is None:
+        return None
+    lengths: dict[int, int] = {}
+    for shape in shapes(results.values):
+        if shape.shares is None:
+            length = bytes_needed(shape.dtype, shape.sizes, shape.strides, shape.offset)
+            lengths[shape.fresh] = max(length, lengths.get(shape.fresh, 0))
+    storages = {fresh: Storage(length, device, StorageOrigin.op) for fresh, length in lengths.items()}
+
+    def value(each: Any) -> Any:
+        if isinstance(each, Same):
+            return arguments[each.argument]
+        if isinstance(each, list):
+            return [value(child) for child in each]
+        if not isinstance(each, Shape):
+            return None
+        storage = storages[each.fresh] if each.shares is None else arguments[each.shares].storage
+        where = device if each.shares is None else arguments[each.shares].meta.device
+        return Tensor(storage, TensorMeta(each.dtype, Layout.strided, where, each.sizes, each.strides, TensorFlag(0)),
+                      each.offset)
+
+    return [value(each) for each in results.values]
+
+
+def shapes(values: Sequence[Any]) -> list[Shape]:
+    """The tensors among results that are no arguments themselves."""
+    found: list[Shape] = []
+    for each in values:
+        if isinstance(each, Shape):
+            found.append(each)
+        elif isinstance(each, list):
+            found += shapes(each)
+    return found

@@ -1,0 +1,323 @@
+"""From a node of an execution trace to an operator's call: its arguments by name, what they are on, what was assumed.
+
+One `Calls` goes through the chosen nodes in order. It knows which allocation each tensor is on, finds out strides that
+older traces do not have, and reads the arguments by the operator's schema. It does so twice: a first time only to find
+out how long each allocation is.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from replayfmt.format.codes import DType, TensorFlag
+from replayfmt.pytorch.schemas import parse_schema, printed_schema
+
+from ..common.arguments import UNRECORDED, Binding, Reader, Recorded, TensorSpec
+from ..common.operators import Choice, Operators
+from ..common.results import Results, Same, infer
+from ..common.types import dtype_of
+from ..common.values import contiguous
+from .memory import NUMBERS, Allocations, MemoryMap, Placed
+from .nodes import TensorReader, TracedTensor, TraceNode, operator_name, recorded_inputs, rounded
+from .selection import Kind, kind_of
+
+BY = "the execution trace"
+# Operators that return a view which stands for other values than those in memory, or again for those.
+_TURNS = {"aten::_conj": TensorFlag.conj, "aten::_neg_view": TensorFlag.neg}
+# Operators that allocate and write nothing.
+_BLANK = frozenset({"aten::empty", "aten::empty_like", "aten::empty_permuted", "aten::empty_strided", "aten::new_empty",
+                    "aten::new_empty_strided"})
+_RESIZES = frozenset({"aten::resize_", "aten::resize_as_"})
+# In-place operators that change how a tensor lies on its memory, not what is there.
+_GEOMETRY = frozenset({"as_strided_", "detach_", "requires_grad_", "resize_", "resize_as_", "set_", "squeeze_",
+                       "swapaxes_", "swapdims_", "t_", "transpose_", "unsqueeze_"})
+# In-place operators that do not read what they write.
+_OVERWRITES = re.compile("(_foreach_)?(copy|fill|zero)_|"
+                         "(bernoulli|cauchy|exponential|geometric|log_normal|normal|random|uniform)_")
+
+
+@dataclass
+class Step:
+    """One chosen node. `given` and `returned` tell where its tensors are. `choice` and `binding` are those of an
+    operator; `assumed` has what was assumed beside the binding's sentences."""
+
+    node: TraceNode
+    kind: Kind
+    given: dict[TracedTensor, Placed]
+    returned: dict[TracedTensor, Placed] = field(default_factory=dict)
+    choice: Choice | None = None
+    binding: Binding | None = None
+    assumed: list[str] = field(default_factory=list)
+
+
+class _OnAllocations(TensorReader):
+    """Tensors with the number of their allocation as identity."""
+
+    def __init__(self, placed: dict[TracedTensor, Placed]) -> None:
+        self._placed = placed
+
+    def spec(self, tensor: TracedTensor) -> TensorSpec:
+        spec = super().spec(tensor)
+        where = self._placed.get(tensor)
+        return spec if where is None else replace(spec, strides=where.strides, identity=where.allocation,
+                                                     flags=where.flags)
+
+
+class Calls:
+    """The calls of a trace, in order. With the `allocations` of a first pass, arguments are read as well."""
+
+    def __init__(self, operators: Operators, allocations: Allocations | None = None,
+                 inferred: Inferred | None = None) -> None:
+        self._operators = operators
+        self._reader = Reader(operators.names)
+        self._full = allocations is not None
+        self.memory = MemoryMap(allocations)
+        self.inferred = inferred or Inferred()
+        self._choices: dict[str, tuple[Choice, torch.FunctionSchema | None]] = {}
+
+    @property
+    def allocations(self) -> Allocations:
+        return self.memory.allocations
+
+    def step(self, node: TraceNode) -> Step:
+        """The next chosen node."""
+        self.memory.access(*self._effects(node))
+        given = self.memory.take(tensor for _position, tensor in node.inputs.tensors)
+        step = Step(node, kind_of(node), {each.tensor: each for each in given})
+        step.assumed += [f"the {list(tensor.sizes)} tensor at the address of one of another kind is a new allocation, "
+                         f"which {BY} does not show" for tensor in self.memory.replaced]
+        step.assumed += [f"the {list(each.tensor.sizes)} tensor taken as {_shown_flags(each.flags)}: {BY} does not say "
+                         "which of the views of its memory it is" for each in given if each.doubtful]
+        strides: Sequence[tuple[int, ...] | None] | None = None
+        if step.kind is Kind.operator and (self._full or node.inputs.strides is None):
+            self._bind(step)
+            if node.outputs.strides is None:
+                strides = self._strides(step)
+        outputs = [tensor for _position, tensor in node.outputs.tensors]
+        returned = self.memory.give(list(zip(outputs, strides or [None] * len(outputs), strict=True)), given,
+                                    known=not node.schema.startswith("aten::set_"),
+                                    blank=_allocates_only(node),
+                                    turned=_TURNS.get(node.name, TensorFlag(0)))
+        step.returned = {each.tensor: each for each in returned}
+        return step
+
+    def inside(self, node: TraceNode) -> None:
+        """A node within a chosen one: memory that it allocates has no other owner any more."""
+        self.memory.forget(tensor for _position, tensor in node.outputs.tensors)
+
+    def _effects(self, node: TraceNode) -> tuple[list[TracedTensor], list[TracedTensor]]:
+        """The tensors whose content a node reads, and those that it writes: all, where it does not tell."""
+        given = node.inputs.tensors
+        everything = [tensor for _position, tensor in given]
+        if kind_of(node) is not Kind.operator:
+            return [], everything
+        schema = self._choose(node.schema)[1]
+        if schema is None:
+            return [], everything
+        name = schema.name.partition("::")[2]
+        if name in _GEOMETRY or name.endswith("_like") or name.startswith("new_"):
+            return [], []
+        in_place = name.endswith("_") and not _OVERWRITES.fullmatch(name)
+        returned = {(tensor.device, tensor.storage) for _position, tensor in node.outputs.tensors}
+        read, written = [], []
+        for position, tensor in given:
+            argument = schema.arguments[position] if position < len(schema.arguments) else None
+            if argument is None or (argument.alias_info is not None and argument.alias_info.is_write):
+                written.append(tensor)
+                if in_place and position == 0:
+                    read.append(tensor)
+            elif (tensor.device, tensor.storage) not in returned or in_place:
+                read.append(tensor)     # what returns its argument's memory is a view
+        return read, written
+
+    # ------------------------------------------------------------------------------------------------------- arguments
+
+    def _bind(self, step: Step) -> None:
+        node = step.node
+        recorded = recorded_inputs(node.inputs, _OnAllocations(step.given))
+        step.choice, traced = self._choose(node.schema)
+        if step.choice.operator is None:
+            other = self._operators.choose(operator_name(node.schema)[0], recorded)
+            if other.operator is None:
+                return
+            traced = None
+            step.choice = replace(other, assumed=(
+                *other.assumed, f"overload {other.operator.overload}: the traced one is not here, {node.schema}; this "
+                                "one takes the recorded arguments"))
+        assert step.choice.operator is not None
+        schema = step.choice.operator.schema
+        unknown: list[str] = []
+        if traced is not None and printed_schema(traced) != printed_schema(schema):
+            recorded, unknown = _by_name(traced, schema, recorded)
+        step.binding = self._reader.bind(schema, recorded, by=BY)
+        step.binding.missing += unknown
+        if len(node.inputs) > len((traced or schema).arguments):
+            step.binding.missing.append(f"{BY} has {len(node.inputs)} arguments, the operator takes "
+                                        f"{len((traced or schema).arguments)}")
+        step.assumed += [f"{name}={value!r}: {BY} keeps six decimals" for name, value in step.binding.arguments
+                         if isinstance(value, float) and rounded(value)]
+        if node.inputs.strides is None:
+            self._say_strides(step)
+        if not step.binding.missing:
+            self._numbers(step)
+
+    def _choose(self, text: str) -> tuple[Choice, torch.FunctionSchema | None]:
+        known = self._choices.get(text)
+        if known is None:
+            try:
+                traced = parse_schema(text)
+            except (RuntimeError, ValueError):
+                traced = None
+            known = self._choices[text] = self._operators.by_schema(text), traced
+        return known
+
+    def _say_strides(self, step: Step) -> None:
+        """Older traces have no strides: say where those of the arguments come from."""
+        known: dict[Any, bool] = {
+            (each.allocation, each.tensor.sizes, each.strides, each.tensor.offset): each.strides_known
+            for each in step.given.values()}
+        names: dict[str, set[str]] = {}
+        for name, spec in _specs(step.binding):
+            if _strides_tell(spec):
+                computed = known.get((spec.identity, spec.sizes, spec.strides, spec.offset), False)
+                plain = spec.strides == contiguous(spec.sizes or ())
+                names.setdefault("computed" if computed else "contiguous" if plain else "alike", set()).add(name)
+        if "contiguous" in names:
+            step.assumed.append(f"strides of {', '.join(sorted(names['contiguous']))}: {BY} has none; contiguous")
+        if "alike" in names:
+            step.assumed.append(f"strides of {', '.join(sorted(names['alike']))}: {BY} has none; those of another "
+                                "tensor of these sizes on the same memory")
+        if "computed" in names:
+            step.assumed.append(f"strides of tensors that operators before this one returned: {BY} has none; "
+                                "computed by running the operators without data")
+
+    def _made(self, spec: TensorSpec) -> bool:
+        """Whether an operator before returned the memory that a tensor is on."""
+        return isinstance(spec.identity, int) and bool(self.allocations.made[spec.identity])
+
+    def _strides(self, step: Step) -> list[tuple[int, ...] | None] | None:
+        """Strides of everything an operator returned, by running it without data; None where that does not tell."""
+        if step.choice is None or step.choice.operator is None or step.binding is None or step.binding.missing:
+            return None
+        returned = self.inferred.of(step.choice.operator.schema, step.binding.arguments)
+        outputs = [tensor for _position, tensor in step.node.outputs.tensors]
+        if returned is None or len(returned) != len(outputs):
+            return None
+        return [spec.strides if spec.sizes == tensor.sizes else None
+                for spec, tensor in zip(returned, outputs, strict=True)]
+
+    def _numbers(self, step: Step) -> None:
+        """Python numbers reach operators as tensors without dimensions that do not take part in type promotion; in a
+        trace they look like tensors that do. Where that matters, the recorded result tells."""
+        binding, choice = step.binding, step.choice
+        assert binding is not None and choice is not None and choice.operator is not None
+        outputs = [dtype_of(tensor.type_name) for _position, tensor in step.node.outputs.tensors]
+        candidates = [position for position, (_name, value) in enumerate(binding.arguments)
+                      if isinstance(value, TensorSpec) and value.sizes == () and value.device == "cpu"
+                      and value.dtype in NUMBERS and not self._made(value)]
+        tensors = sum(isinstance(value, TensorSpec) for _name, value in binding.arguments)
+        if not candidates or tensors < 2 or not outputs or outputs[0] is None:
+            return
+        if self._returns(choice, binding.arguments) in (None, outputs):
+            return
+        changed = list(binding.arguments)
+        for position in candidates:
+            name, spec = changed[position]
+            changed[position] = name, replace(spec, dtype=outputs[0], number=True)
+        if self._returns(choice, changed) == outputs:
+            binding.arguments = changed
+            names = ", ".join(changed[position][0] for position in candidates)
+            step.assumed.append(f"{names}: a Python number that was passed as a tensor; taken as {outputs[0].name}, "
+                                "with which the result has its recorded dtype")
+
+    def _returns(self, choice: Choice, arguments: Sequence[tuple[str, Any]]) -> list[DType | None] | None:
+        assert choice.operator is not None
+        returned = self.inferred.of(choice.operator.schema, arguments)
+        return None if returned is None else [spec.dtype for spec in returned]
+
+
+class Inferred:
+    """What operators return for given arguments, found out once for each."""
+
+    def __init__(self) -> None:
+        self._known: dict[Any, list[TensorSpec] | None] = {}
+
+    def of(self, schema: torch.FunctionSchema, arguments: Sequence[tuple[str, Any]]) -> list[TensorSpec] | None:
+        """Dtype, sizes, strides and offset of every tensor that is returned, those in lists too; None where PyTorch
+        cannot tell without data."""
+        key = (schema.name, schema.overload_name, tuple((name, _key(value)) for name, value in arguments))
+        if key not in self._known:
+            given = [spec for _name, value in arguments for spec in _tensors(value)]
+            self._known[key] = _returned(infer(schema, arguments), given)
+        return self._known[key]
+
+
+def _key(value: Any) -> Any:
+    if isinstance(value, TensorSpec):
+        return value.dtype, value.sizes, value.strides, value.offset, value.flags
+    if isinstance(value, list):
+        return tuple(_key(each) for each in value)
+    return type(value).__name__, repr(value)
+
+
+def _returned(results: Results, given: Sequence[TensorSpec]) -> list[TensorSpec] | None:
+    if results.values is None:
+        return None
+    found: list[TensorSpec] = []
+    waiting = list(results.values)
+    while waiting:
+        each = waiting.pop(0)
+        if isinstance(each, list):
+            waiting = [*each, *waiting]
+        elif isinstance(each, Same):
+            found.append(given[each.argument])
+        elif each is not None:
+            found.append(TensorSpec(each.dtype, each.sizes, each.strides, None, each.offset))
+    return found
+
+
+def _tensors(value: Any) -> list[TensorSpec]:
+    if isinstance(value, TensorSpec):
+        return [value]
+    return [spec for each in value for spec in _tensors(each)] if isinstance(value, list) else []
+
+
+def _by_name(traced: torch.FunctionSchema, here: torch.FunctionSchema,
+             recorded: list[Recorded]) -> tuple[list[Recorded], list[str]]:
+    """Arguments in the order of the schema here, and sentences on those that it does not have."""
+    by_name = {argument.name: each for argument, each in zip(traced.arguments, recorded, strict=False)}
+    names = [argument.name for argument in here.arguments]
+    unknown = [f"{name}: the operator here has no such argument" for name in by_name if name not in names]
+    known = [position for position, name in enumerate(names) if name in by_name]
+    last = max(known, default=-1)
+    return [by_name.get(name, UNRECORDED) for name in names[: last + 1]], unknown
+
+
+def _allocates_only(node: TraceNode) -> bool:
+    """Whether an operator writes nothing to what it allocates. What `resize_` keeps of older content counts as
+    written."""
+    name = operator_name(node.schema)[0]
+    given = node.inputs.tensors
+    return name in _BLANK or (name in _RESIZES and bool(given) and not given[0][1].elements)
+
+
+def _shown_flags(flags: TensorFlag) -> str:
+    named = [word for flag, word in ((TensorFlag.conj, "conjugated"), (TensorFlag.neg, "negated")) if flags & flag]
+    return " and ".join(named) or "neither conjugated nor negated"
+
+
+def _specs(binding: Binding | None) -> list[tuple[str, TensorSpec]]:
+    """Every tensor of a call with the name of the argument it is in."""
+    arguments = binding.arguments if binding is not None else ()
+    return [(name, spec) for name, value in arguments for spec in _tensors(value)]
+
+
+def _strides_tell(spec: TensorSpec) -> bool:
+    """Whether strides of this tensor mean anything."""
+    return sum(size != 1 for size in spec.sizes or ()) > 0 and 0 not in (spec.sizes or ())
+

@@ -1,0 +1,112 @@
+"""What an execution trace says of content: integer tensors' ranges, and the files of those that were saved whole.
+
+Both exist only where the traced program asked for them (ENABLE_PYTORCH_EXECUTION_TRACE_SAVE_INTEGRAL_TENSOR_RANGE and
+_DATA). Whatever else was not produced by a call has no content in the trace.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import torch
+
+from replayfmt.format.codes import ITEM_BYTES, DType, StorageOrigin
+from replayfmt.format.model import Recipe, Statistics
+from replayfmt.pytorch.tensors.dtypes import TORCH_DTYPE
+
+from ..common.trace_files import archive_texts
+from ..common.values import Storage, contiguous
+from .memory import Placed
+
+_INTEGERS = frozenset({DType.uint8, DType.int8, DType.int16, DType.int32, DType.int64, DType.uint16, DType.uint32,
+                       DType.uint64})
+_UNSIGNED = frozenset({DType.uint8, DType.uint16, DType.uint32, DType.uint64})
+_LARGEST_CONSTANT = 64 << 20
+_RESOURCES = "_resources"
+
+
+# Arithmetic with a number that leaves the other operand as it is: by operator, without a trailing underscore.
+_NEUTRAL = {"aten::add": 0, "aten::sub": 0, "aten::mul": 1, "aten::div": 1, "aten::pow": 1}
+
+
+@dataclass(frozen=True)
+class Found:
+    """Content for a storage; `told` says where it is from, for the call that takes it."""
+
+    origin: StorageOrigin
+    content: bytes | Recipe
+    told: str
+
+
+class TracedContent:
+    """The resources of one trace: Triton sources by file name, saved tensors by node and number. `problems` are
+    sentences on resources that could not be read."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self.problems: list[str] = []
+
+    @cached_property
+    def _files(self) -> dict[str, bytes]:
+        def wanted(name: str) -> bool:
+            return _RESOURCES in name and (name.endswith(".py") or name.endswith(".dat"))
+
+        members, damage = archive_texts(self._path, wanted)
+        if damage:
+            self.problems.append(f"resources of the trace may be missing: {damage}")
+        found = {Path(name).name: data for name, data in members.items()}
+        folder = self._folder()
+        if folder is not None:
+            for each in sorted(folder.iterdir()):
+                if each.suffix in (".py", ".dat") and each.is_file():
+                    found.setdefault(each.name, each.read_bytes())
+        return found
+
+    def _folder(self) -> Path | None:
+        """Where the observer puts resources: beside `x.json`, in `x_resources`."""
+        path = Path(self._path)
+        stem = path.name
+        for suffix in (".gz", ".json"):
+            stem = stem.removesuffix(suffix)
+        folder = path.with_name(stem + _RESOURCES)
+        return folder if folder.is_dir() else None
+
+    def source(self, name: str) -> str | None:
+        """A Triton kernel's source, by the name of its file."""
+        data = self._files.get(name)
+        return None if data is None else data.decode(errors="replace")
+
+    def number(self, operator: str, dtype: DType, storage: Storage) -> Found | None:
+        """A Python number's value, which no trace has: the one that changes nothing, where the operator has one."""
+        neutral = _NEUTRAL.get(operator.removesuffix("_"))
+        torch_dtype = TORCH_DTYPE.get(dtype)
+        if neutral is None or torch_dtype is None or storage.bytes < torch_dtype.itemsize:
+            return None
+        element = bytes(torch.tensor(neutral, dtype=torch_dtype).reshape(1).view(torch.uint8).tolist())
+        return Found(StorageOrigin.payload, element.ljust(storage.bytes, b"\0"),
+                     f"a Python number whose value is not in the trace; taken as {neutral}, which changes nothing")
+
+    def find(self, node: int, number: int, placed: Placed, dtype: DType, storage: Storage,
+             span: tuple[int, int] | None) -> Found | None:
+        """The content of a storage that this tensor is the first to use, as far as the trace has it."""
+        tensor = placed.tensor
+        whole = (dtype in _INTEGERS and not tensor.offset and placed.strides == contiguous(tensor.sizes)
+                 and tensor.elements * ITEM_BYTES[dtype] == storage.bytes)
+        if not whole or not storage.bytes:
+            return None
+        saved = self._files.get(f"nid_{node}_tid_{number}.dat")
+        if saved is not None and len(saved) == storage.bytes:
+            return Found(StorageOrigin.payload, saved, "its content is saved with the trace")
+        if span is None:
+            return None
+        low, high = span
+        if low == high and storage.bytes <= _LARGEST_CONSTANT:
+            element = low.to_bytes(ITEM_BYTES[dtype], "little", signed=dtype not in _UNSIGNED)
+            return Found(StorageOrigin.payload, element * tensor.elements, f"all of its elements are {low}")
+        spread = (high - low) / 12 ** 0.5
+        statistics = Statistics((low + high) / 2, spread, float(low), float(high), 0, 0, 0, 0)
+        recipe = Recipe(dtype, tensor.elements, node * 1009 + number, statistics)
+        return Found(StorageOrigin.initializer, recipe,
+                     f"its elements lie between {low} and {high} in the trace; drawn evenly from there")

@@ -1,0 +1,238 @@
+"""Importing a PyTorch execution trace (ExecutionTraceObserver): a graph, in which what one call returns another takes.
+
+Three passes over the file, so that it need not fit into memory: which nodes stand for the work, how long each
+allocation is, and writing. Calls keep the order they had; storages and views are those of the traced program. What no
+call produced has no content in the trace.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from itertools import takewhile
+from os import PathLike, fspath
+from pathlib import Path
+from typing import Any
+
+from replayfmt.errors import InvalidCapture
+from replayfmt.pytorch.op_libraries import OpLibraries
+from replayfmt.pytorch.traced_names import TracedNames
+
+from ..common.json_stream import JsonStream
+from ..common.operators import Operators
+from ..common.report import ImportReport
+from ..common.synthesis import ImportedSession, Moment, imported_session
+from ..common.trace_files import Progress, others_note
+from ..rewrites.portable import REWRITES, Portable
+from .calls import Calls
+from .content import TracedContent
+from .nodes import TraceNode, node_of, schema_version
+from .selection import Path as MarkPath
+from .selection import Selection, Skeleton
+from .writing import GraphWriter
+
+KIND = "execution-trace"
+_PASSES = 3
+
+
+def import_execution_trace(path: str | PathLike[str], out: str | PathLike[str], *,
+                           libraries: OpLibraries | None = None, names: TracedNames | None = None,
+                           force: bool = False, progress: Progress | None = None, rewrite: str = "none",
+                           level: str = "deepest") -> ImportReport:
+    """Make a capture of an execution trace, plain, gzip or in a tar archive with its resources.
+
+    `rewrite="portable"` puts operators that every device has in the place of those that only the traced one has.
+    `level="root"` imports the outermost operators instead of the deepest that have all of the work. `progress` is
+    called with bytes done and in all.
+
+    Raises CaptureNotFound and InvalidCapture for the file, UnsupportedVersion for a schema that is not known,
+    OutputExists and CaptureFailed for the capture.
+    """
+    trace = _Trace(fspath(path), progress)
+    report = ImportReport(Path(trace.path).name, KIND)
+    selection = trace.select(roots=level == "root")
+    if level not in ("deepest", "leaf", "root"):
+        report.notes.append(f"level {level}: an execution trace does not show what launched work; the deepest "
+                            "operators are taken")
+    operators = Operators(libraries, names)
+    first = Calls(operators)
+    for node, _position, chosen in trace.nodes(selection, 1):
+        if chosen:
+            first.step(node)
+        else:
+            first.inside(node)
+    calls = Calls(operators, first.allocations, first.inferred)
+    session = imported_session(KIND, report.source, world_size=trace.world_size, policies={
+        "schema": trace.schema, "traced": trace.time, "rewrite": rewrite})
+    content = TracedContent(trace.path)
+    with ImportedSession(out, session, force=force) as capture:
+        writer = GraphWriter(capture, report, calls, content,
+                             Portable() if rewrite in REWRITES else None, trace.groups)
+        marks = _Marks(capture)
+        for node, position, chosen in trace.nodes(selection, 2):
+            if not chosen:
+                calls.inside(node)
+                writer.inside(node)
+                continue
+            scope = marks.enter(selection.path_of(position), node.thread)
+            writer.write(calls.step(node), scope, selection.wrappers_of(position))
+        marks.enter((), 0)
+    report.problems += trace.problems + selection.problems + content.problems
+    _finish(report, trace, selection)
+    return report
+
+
+def _finish(report: ImportReport, trace: _Trace, selection: Selection) -> None:
+    report.counts["nodes"] = trace.nodes_read
+    if trace.member:
+        report.notes.append(others_note(trace.path, trace.member))
+    if selection.dropped:
+        report.notes.append(f"no work, left out: {_most(selection.dropped)}")
+    if trace.version < (1, 1, 1):
+        report.notes.append(f"schema {trace.schema} has no strides: they are computed where operators tell, else taken "
+                            "for contiguous")
+    report.notes.append("tensors that no call produced have no content in the trace")
+
+
+def _most(counted: Counter[str]) -> str:
+    shown = ", ".join(f"{count} {name}" for name, count in counted.most_common(6))
+    more = len(counted) - 6
+    return shown + (f" and {more} more" if more > 0 else "")
+
+
+class _Trace:
+    """The file, read as often as it takes."""
+
+    def __init__(self, path: str, progress: Progress | None) -> None:
+        self.path = path
+        self._progress = progress
+        self.member = ""
+        self.schema = ""
+        self.time: str | None = None
+        self.version = (0, 0, 0)
+        self.problems: list[str] = []
+        self._broken: set[int] = set()      # entries that are no nodes, by their place in the file
+        self.nodes_read = 0
+        self.world_size = 1
+        self.groups: dict[str, dict[str, Any]] = {}
+
+    def _rows(self, number: int) -> Iterator[tuple[str, Any]]:
+        with JsonStream.open(self.path, self._share(number)) as stream:
+            self.member = stream.member
+            yield from stream.entries({"nodes"})
+            if number == 0:
+                self.problems = [*(str(problem) for problem in stream.problems), *self.problems]
+
+    def _share(self, number: int) -> Progress | None:
+        """The progress of one pass as a part of the whole."""
+        progress = self._progress
+        if progress is None:
+            return None
+        return lambda done, length: progress((number * length + done) // _PASSES, length)
+
+    def select(self, *, roots: bool) -> Selection:
+        """The first pass. Raises InvalidCapture where this is no execution trace."""
+        skeleton = Skeleton(self.path)
+        entry = -1
+        for key, value in self._rows(0):
+            entry += key == "nodes"
+            if key == "schema":
+                self.schema, self.version = str(value), schema_version(value, self.path)
+            elif key == "time":
+                self.time = str(value)
+            elif key == "nodes":
+                if not self.schema:
+                    raise InvalidCapture(f"{self.path}: no execution trace: its nodes come before a schema version")
+                try:
+                    node = node_of(value)
+                except ValueError as error:
+                    self._broken.add(entry)
+                    self.problems.append(f"entry {entry} of the nodes was passed over: {error}")
+                    continue
+                skeleton.add(node)
+                if node.name == "## process_group:init ##":
+                    self._groups(node)
+        if not self.schema or not len(skeleton):
+            raise InvalidCapture(f"{self.path}: no execution trace: expected an object with a schema version and nodes"
+                                 + "".join(f"; {problem}" for problem in self.problems[:1]))
+        self.nodes_read = len(skeleton)
+        return skeleton.select(roots=roots)
+
+    def _groups(self, node: TraceNode) -> None:
+        try:
+            groups = json.loads(node.inputs.values[0]) if node.inputs.values else []
+        except (json.JSONDecodeError, TypeError):
+            return
+        for group in groups if isinstance(groups, list) else []:
+            if isinstance(group, dict):
+                self.groups[str(group.get("pg_name"))] = group
+                if group.get("pg_desc") == "default_pg" and isinstance(group.get("group_size"), int):
+                    self.world_size = max(1, group["group_size"])
+
+    def nodes(self, selection: Selection, number: int) -> Iterator[tuple[TraceNode, int, bool]]:
+        """The chosen nodes in the order they ran in, with True; between them those inside of them that say something
+        about memory or collectives, with False."""
+        found = self._wanted(selection, number)
+        if selection.ordered:
+            yield from found
+        else:
+            yield from _by_id(found, selection.before)
+
+    def _wanted(self, selection: Selection, number: int) -> Iterator[tuple[TraceNode, int, bool]]:
+        chosen = iter(selection.chosen)
+        following = next(chosen, None)
+        position = entry = -1
+        for key, row in self._rows(number):
+            entry += key == "nodes"
+            if key != "nodes" or entry in self._broken:
+                continue
+            position += 1
+            if position == following:
+                yield node_of(row), position, True
+                following = next(chosen, None)
+            elif selection.inside[position] and str(row.get("name", "")).startswith(_TELLING):
+                yield node_of(row), position, False
+
+
+def _by_id(found: Iterator[tuple[TraceNode, int, bool]],
+           before: Mapping[int, int]) -> Iterator[tuple[TraceNode, int, bool]]:
+    """The chosen nodes by id, each after those inside of it, and after those that ran before it."""
+    groups: list[list[tuple[TraceNode, int, bool]]] = [[]]
+    for each in found:
+        groups[-1].append(each)
+        if each[2]:
+            groups.append([])
+
+    def moment(group: list[tuple[TraceNode, int, bool]]) -> tuple[int, bool]:
+        node, position, _chosen = group[-1]
+        return before.get(position, node.id), position not in before
+
+    for group in sorted(groups[:-1], key=moment):
+        yield from group
+
+
+_TELLING = ("aten::empty", "record_param_comms")
+
+
+class _Marks:
+    """Begins and ends scopes, so that the records between are inside the marks that they were inside of."""
+
+    def __init__(self, capture: ImportedSession) -> None:
+        self._capture = capture
+        self._path: MarkPath = ()
+        self._scopes: list[int] = []
+
+    def enter(self, path: MarkPath, thread: int) -> int:
+        """Be inside these marks; returns the scope."""
+        if path != self._path:
+            common = sum(1 for _pair in takewhile(lambda pair: pair[0] == pair[1], zip(path, self._path, strict=False)))
+            for _position, name in reversed(self._path[common:]):
+                self._capture.scope_end(name, Moment(thread=thread, scope=self._scopes.pop()))
+            for _position, name in path[common:]:
+                scope = self._capture.scope(self._scopes[-1] if self._scopes else 0, name)
+                self._scopes.append(scope)
+                self._capture.scope_begin(name, Moment(thread=thread, scope=scope))
+            self._path = path
+        return self._scopes[-1] if self._scopes else 0
+

@@ -1,0 +1,238 @@
+"""Which allocation a traced tensor is on.
+
+An execution trace names memory by its address, and an allocator hands out the same address again: what an operator
+returns, and did not get as an argument, is a new allocation, whoever had that address before. What an operator is
+given, and nothing before it returned, was there when the trace began (or was made unseen). Going through the same nodes
+in the same order gives the same numbers, so a first pass finds out how long each allocation must be, and a second one
+uses that.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from replayfmt.format.codes import DType, TensorFlag
+
+from ..common.types import dtype_of
+from ..common.values import contiguous
+from .nodes import TracedTensor
+
+Address = tuple[str, int]
+_NO_FLAGS = TensorFlag(0)
+# What Python numbers become where an operator takes tensors.
+NUMBERS = frozenset({DType.float64, DType.int64, DType.complex128, DType.bool})
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A tensor, its strides, and the number of its allocation, from 1. `flags` tell whether it is a conjugated or
+    negated view; `doubtful`: there are such views of this memory, and no trace says which of them a tensor is.
+    `strides_known`: the strides are those of the trace, or of what an operator returned."""
+
+    tensor: TracedTensor
+    strides: tuple[int, ...]
+    allocation: int
+    flags: TensorFlag = _NO_FLAGS
+    doubtful: bool = False
+    strides_known: bool = True
+
+
+class _Seen(NamedTuple):
+    """How a tensor lies on its memory, and whether that is known or guessed."""
+
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+    known: bool
+
+
+@dataclass
+class _Live:
+    """The allocation that an address stands for now. `exact`: an operator made it, just as long as what it returned;
+    `returned`: an operator returned it, or wrote to it; `blank`: none has written to it since it was allocated. `flags`
+    are those of tensors by id, `flagged` whether any ever had one."""
+
+    number: int
+    exact: bool
+    end: int
+    tensors: dict[int, _Seen] = field(default_factory=dict)
+    types: set[str] = field(default_factory=set)
+    returned: bool = False
+    blank: bool = False
+    flags: dict[int, TensorFlag] = field(default_factory=dict)
+    flagged: bool = False
+
+
+class Allocations:
+    """All allocations of a trace. By number, from 1: `bytes` at least needed, whether an operator `made` them, which
+    step uses them `last`."""
+
+    def __init__(self) -> None:
+        self.bytes, self.made, self.last = array("q", [0]), array("b", [0]), array("q", [0])
+        self.devices: list[str] = [""]
+
+    def new(self, device: str, made: bool) -> int:
+        """The number of a new allocation."""
+        self.bytes.append(0)
+        self.made.append(made)
+        self.last.append(0)
+        self.devices.append(device)
+        return len(self.made) - 1
+
+
+class MemoryMap:
+    """Follows addresses through a trace. `replaced` tells of the last step which tensors were taken for others' memory
+    that the trace does not show being allocated. `unseen` are the allocations whose content something wrote that is not
+    in the trace."""
+
+    def __init__(self, allocations: Allocations | None = None) -> None:
+        """With the `allocations` of an earlier pass over the same nodes, their numbers and lengths are used."""
+        self.allocations = allocations or Allocations()
+        self._again = allocations is not None
+        self._next = 1
+        self._live: dict[Address, _Live] = {}
+        self._empty: dict[Address, _Live] = {}
+        self.replaced: list[TracedTensor] = []
+        self.unseen: set[int] = set()
+        self.steps = 0
+
+    # ------------------------------------------------------------------------------------------------------------ steps
+
+    def access(self, read: Iterable[TracedTensor], written: Iterable[TracedTensor]) -> None:
+        """What an operator is about to read and write. Memory that was allocated, and is read before anything wrote to
+        it, got its content unseen (`torch.tensor` fills it so): from here on it is an allocation that nothing made."""
+        for tensor in read:
+            live = self._live.get(_address(tensor))
+            if live is not None and live.blank:
+                new = self._live[_address(tensor)] = self._new(tensor.device, made=False)
+                new.tensors, new.types, new.returned = live.tensors, live.types, True
+                new.flags, new.flagged = live.flags, live.flagged
+                self.unseen.add(new.number)
+        for tensor in written:
+            live = self._live.get(_address(tensor))
+            if live is not None:
+                live.blank = False
+
+    def take(self, inputs: Iterable[TracedTensor]) -> list[Placed]:
+        """What an operator is given."""
+        self.replaced = []
+        self.steps += 1
+        return [self._given(tensor) for tensor in inputs]
+
+    def give(self, outputs: Sequence[tuple[TracedTensor, tuple[int, ...] | None]], given: Sequence[Placed],
+             *, known: bool = True, blank: bool = False, turned: TensorFlag = _NO_FLAGS) -> list[Placed]:
+        """What an operator returns, each with its strides (None: those of the trace, or contiguous).
+
+        `known` is False for operators that return memory of others without being given it (`set_` of a storage),
+        `blank` True for those that leave what they allocate as it is. Views have the flags of what they are views of,
+        `turned` for `_conj` and `_neg_view`.
+        """
+        old = {_address(each.tensor) for each in given if each.tensor.elements}
+        old_empty = {_address(each.tensor) for each in given if not each.tensor.elements}
+        flags = {_address(each.tensor): each.flags for each in reversed(given)}
+        flags_by_id = {(_address(each.tensor), each.tensor.id): each.flags for each in given}
+        fresh: dict[Address, _Live] = {}
+        placed = []
+        for tensor, strides in outputs:
+            address = _address(tensor)
+            steps = tensor.strides if strides is None else strides
+            computed = steps is not None and len(steps) == len(tensor.sizes)
+            steps = steps if steps is not None and computed else contiguous(tensor.sizes)
+            if not tensor.elements:
+                live = self._returned_empty(tensor, address in old or address in old_empty)
+            elif address in fresh:
+                live = fresh[address]
+            elif address in self._live and (address in old or not known):
+                live = self._live[address]
+            else:
+                live = fresh[address] = self._live[address] = self._new(tensor.device, made=known)
+                live.blank = blank
+                self._empty.pop(address, None)
+            live.returned = True
+            viewed = flags_by_id.get((address, tensor.id), flags.get(address, _NO_FLAGS))
+            live.flags[tensor.id] = _NO_FLAGS if address in fresh else viewed ^ turned
+            placed.append(self._note(live, tensor, steps, known=computed))
+        return placed
+
+    def forget(self, tensors: Iterable[TracedTensor]) -> None:
+        """Something that cannot be replayed made these: what is on their memory now comes from nothing before."""
+        for tensor in tensors:
+            self._live.pop(_address(tensor), None)
+            self._empty.pop(_address(tensor), None)
+
+    # ----------------------------------------------------------------------------------------------------------- memory
+
+    def _given(self, tensor: TracedTensor) -> Placed:
+        address = _address(tensor)
+        live = self._live.get(address)
+        if live is None and not tensor.elements:
+            live = self._empty.get(address)
+        strides, computed = self._strides(tensor, live)
+        if live is not None and like_number(tensor) and not (
+                live.returned and tensor.id in live.tensors and tensor.type_name in live.types):
+            live = None
+        if live is not None and live.exact and (
+                tensor.end(strides) > live.end or tensor.type_name not in live.types):
+            # A tensor's id is an address as well: that it was seen before on this memory proves nothing.
+            self.replaced.append(tensor)
+            live = None
+        if live is None:
+            live = self._new(tensor.device, made=False)
+            (self._live if tensor.elements else self._empty)[address] = live
+        return self._note(live, tensor, strides, known=computed)
+
+    def _strides(self, tensor: TracedTensor, live: _Live | None) -> tuple[tuple[int, ...], bool]:
+        """Strides, and whether they are known. A tensor that is new on its memory (autograd keeps others than those
+        that it was given) lies there as the last one of its sizes did."""
+        if tensor.strides is not None:
+            return tensor.strides, True
+        tensors = live.tensors if live is not None else {}
+        seen = tensors.get(tensor.id)
+        if seen is not None and seen.sizes == tensor.sizes:
+            return seen.strides, seen.known
+        alike = (each for each in reversed(tensors.values())
+                 if (each.sizes, each.offset) == (tensor.sizes, tensor.offset))
+        last = next(alike, None)
+        return (contiguous(tensor.sizes) if last is None else last.strides), False
+
+    def _returned_empty(self, tensor: TracedTensor, alias: bool) -> _Live:
+        address = _address(tensor)
+        if alias and address in self._live:
+            return self._live[address]
+        if alias and address in self._empty:
+            return self._empty[address]
+        live = self._empty[address] = self._new(tensor.device, made=True)
+        return live
+
+    def _new(self, device: str, *, made: bool) -> _Live:
+        if self._again:
+            number = self._next
+            self._next += 1
+            return _Live(number, made, 0)
+        return _Live(self.allocations.new(device, made), made, 0)
+
+    def _note(self, live: _Live, tensor: TracedTensor, strides: tuple[int, ...], *, known: bool) -> Placed:
+        end = tensor.end(strides)
+        live.end = max(live.end, end)
+        live.tensors.pop(tensor.id, None)       # the last one is at the end
+        live.tensors[tensor.id] = _Seen(tensor.sizes, strides, tensor.offset, known)
+        live.types.add(tensor.type_name)
+        flags = live.flags.get(tensor.id, _NO_FLAGS)
+        live.flagged |= bool(flags)
+        if not self._again:
+            self.allocations.bytes[live.number] = max(self.allocations.bytes[live.number], end)
+            self.allocations.last[live.number] = self.steps
+        return Placed(tensor, strides, live.number, flags, live.flagged, known)
+
+
+def _address(tensor: TracedTensor) -> Address:
+    return tensor.device, tensor.storage
+
+
+def like_number(tensor: TracedTensor) -> bool:
+    """Whether this may be a Python number that an operator was given as a tensor: each is a short allocation of its
+    own, often where the one before was."""
+    return tensor.device == "cpu" and not tensor.sizes and dtype_of(tensor.type_name) in NUMBERS

@@ -1,0 +1,303 @@
+"""The nodes of a PyTorch execution trace, in one form for every schema version.
+
+ExecutionTraceObserver writes a node when its function returns, so children come before their parent; a node's id was
+given when the function was entered. Schema 1.0.1 keeps everything in flat keys; from 1.0.2 on values, types and
+attributes are grouped; 1.0.4 names the files of Triton kernels; 1.1.0 describes collectives; 1.1.1 has strides, and
+ranges of integer tensors where the program asked for them.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+from typing import Any
+
+from replayfmt.errors import InvalidCapture, UnsupportedVersion
+
+from ..common.arguments import NOTHING, Form, Recorded, TensorSpec, of_list
+from ..common.types import dtype_of, wrapped
+from ..common.values import contiguous
+
+OLDEST, NEWEST = (1, 0, 1), (1, 1, 1)
+# The observer stops after this many items of a list, one more than its limit.
+_CUT_LIST_ITEMS = 4097
+_VERSION = re.compile(r"(\d+)\.(\d+)\.(\d+)(?:-.*)?\Z")
+_TENSOR_FIELDS = 6      # tensor id, storage id, offset, elements, bytes an element, device
+_INTEGER = frozenset({int})
+_LIMIT = 1 << 60
+_wrapped = lru_cache(maxsize=4096)(wrapped)
+USER_SCOPE = 7          # at::RecordScope::USER_SCOPE: record_function and the profiler's own marks
+
+
+def schema_version(text: object, path: str) -> tuple[int, int, int]:
+    """The version of a trace's `schema` field. Raises where it is none, or one that this reader does not know."""
+    found = _VERSION.match(text) if isinstance(text, str) else None
+    if found is None:
+        raise InvalidCapture(f"{path}: the execution trace's schema is {text!r}, expected a version such as 1.1.1")
+    version = int(found[1]), int(found[2]), int(found[3])
+    if not OLDEST <= version <= NEWEST:
+        raise UnsupportedVersion(f"{path}: execution trace schema {text}; this reader knows 1.0.1 to 1.1.1; record the "
+                                 "trace with another PyTorch, or update OpReplay")
+    return version
+
+
+def operator_name(schema: str) -> tuple[str, str]:
+    """(`aten::add_`, `Tensor`) of `aten::add_.Tensor(Tensor(a!) self, ...) -> Tensor(a!)`; "" without an overload."""
+    name, _separator, overload = schema.partition("(")[0].partition(".")
+    return name, overload
+
+
+@dataclass(frozen=True)
+class Values:
+    """A node's inputs or outputs, by position. `strides` is None before schema 1.1.1."""
+
+    values: list[Any]
+    shapes: list[Any]
+    types: list[str]
+    strides: list[Any] | None
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    @cached_property
+    def tensors(self) -> list[tuple[int, TracedTensor]]:
+        """Every tensor, those in lists too, with the position of the argument it is in."""
+        found: list[tuple[int, TracedTensor]] = []
+        for position in range(len(self.values)):
+            kind = self.types[position] if position < len(self.types) else ""
+            if "Tensor" in kind:
+                found += ((position, each) for each in _tensors(
+                    self.values[position], _at(self.shapes, position), _at(self.strides, position), kind))
+        return found
+
+
+@dataclass(frozen=True)
+class TraceNode:
+    """One node. `schema` is "" for what is no operator; `kernel_file` names a Triton kernel's source."""
+
+    id: int
+    name: str
+    parent: int
+    thread: int
+    scope: int
+    schema: str
+    inputs: Values
+    outputs: Values
+    kernel_backend: str = ""
+    kernel_file: str = ""
+    attributes: Mapping[str, Any] = field(default_factory=dict)
+
+    def ranges(self) -> dict[int, tuple[int, int]]:
+        """Smallest and largest element of integer input tensors, by number among all input tensors."""
+        text = self.attributes.get("tensor_range")
+        if not isinstance(text, str) or not text:
+            return {}
+        try:
+            found = json.loads(text)
+            return {int(index): (int(low), int(high)) for index, (low, high) in found.items()}
+        except (ValueError, TypeError, AttributeError):
+            return {}
+
+
+def node_of(row: Any) -> TraceNode:
+    """A node from its JSON object. Raises ValueError where it is none, or a field that every node has is not there."""
+    if not isinstance(row, dict):
+        raise ValueError(f"it is no object: {json.dumps(row)[:60]}")
+    try:
+        if "attrs" in row:
+            attributes = {each["name"]: each["value"] for each in row["attrs"]}
+            return TraceNode(
+                _number(row["id"]), str(row["name"]), _number(row["ctrl_deps"]), _number(attributes.get("tid", 0)),
+                _number(attributes.get("scope", 0)), str(attributes.get("op_schema", "")), _grouped(row["inputs"]),
+                _grouped(row["outputs"]), str(attributes.get("kernel_backend", "")),
+                str(attributes.get("kernel_file", "")), attributes)
+        return TraceNode(
+            _number(row["id"]), str(row["name"]), _number(row["parent"]), _number(row["tid"]), _number(row["scope"]),
+            str(row.get("op_schema", "")), _flat(row, "input", "inputs"), _flat(row, "output", "outputs"))
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ValueError(f"{type(error).__name__}: {error}: {json.dumps(row)[:80]}") from None
+
+
+def communication(node: TraceNode) -> Mapping[str, Any]:
+    """What a `record_param_comms` node says of its collective: `collective_name`, `dtype`, `in_msg_nelems`,
+    `out_msg_nelems`, `pg_name`, `pg_desc`, `pg_size`, as far as it does. Empty where it says nothing.
+
+    Schemas before 1.1.0 have no attributes for it, but the function's inputs: tensors (not those that only wait), a
+    sequence number, the group (a number, from 1.0.3 on a name and a description), the rank, the collective's name, the
+    splits of what goes in and out, and from 1.0.3 on the group's first rank, stride and size.
+    """
+    if "collective_name" in node.attributes:
+        return node.attributes
+    values, kinds = node.inputs.values, node.inputs.types
+    place = next((place for place, kind in enumerate(kinds) if kind == "String"), 0)
+    if place < 3 or place >= len(values):
+        return {}
+    group, splits = values[place - 2], [each for each in values[place + 1 : place + 3] if isinstance(each, list)]
+    facts: dict[str, Any] = {"collective_name": str(values[place])}
+    if isinstance(group, list) and len(group) == 2:
+        facts |= {"pg_name": str(group[0]), "pg_desc": str(group[1])}
+    elif isinstance(group, int):
+        facts["pg_name"] = str(group)
+    given = [tensor for position, tensor in node.inputs.tensors if position < place]
+    if given:
+        facts |= {"dtype": given[0].type_name, "in_msg_nelems": sum(tensor.elements for tensor in given)}
+    returned = [tensor for _position, tensor in node.outputs.tensors]
+    if returned:
+        facts["out_msg_nelems"] = sum(tensor.elements for tensor in returned)
+    size = values[place + 5] if place + 5 < len(values) else max(map(len, splits), default=0)
+    return facts | {"pg_size": size} if isinstance(size, int) and size > 0 else facts
+
+
+def _number(value: Any) -> int:
+    """An id. Raises ValueError where it is none."""
+    if type(value) is not int or not 0 <= value < _LIMIT:
+        raise ValueError(f"{value!r:.40} is no id")
+    return value
+
+
+def _grouped(group: Mapping[str, Any]) -> Values:
+    strides = group.get("strides")
+    return Values(list(group["values"]), list(group["shapes"]), [str(each) for each in group["types"]],
+                  None if strides is None else list(strides))
+
+
+def _flat(row: Mapping[str, Any], prefix: str, values: str) -> Values:
+    types = [str(each) for each in row[f"{prefix}_types"]]
+    return Values(list(row[values]), list(row[f"{prefix}_shapes"]), types, None)
+
+
+@dataclass(frozen=True)
+class TracedTensor:
+    """A tensor as a node has it. `storage` stands for the address of its memory: another allocation may get the same
+    one later. `strides` is None where the trace has none."""
+
+    id: int
+    storage: int
+    offset: int
+    elements: int
+    item_bytes: int
+    device: str
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...] | None
+    type_name: str
+
+    @property
+    def defined(self) -> bool:
+        """Whether there is a tensor at all."""
+        return bool(self.device)
+
+    def end(self, strides: tuple[int, ...]) -> int:
+        """Where its memory ends, in bytes from its storage's begin, with these strides."""
+        if not self.elements:
+            return 0
+        last = sum((size - 1) * stride for size, stride in zip(self.sizes, strides, strict=True))
+        return (self.offset + last + 1) * self.item_bytes
+
+
+def traced_tensor(value: object, sizes: object, strides: object, type_name: str) -> TracedTensor | None:
+    """A tensor out of its six numbers; None where they are no tensor's."""
+    if not isinstance(value, list) or len(value) != _TENSOR_FIELDS or not isinstance(value[5], str):
+        return None
+    if not set(map(type, value[:5])) <= _INTEGER or min(value[:5]) < 0 or max(value[:5]) >= _LIMIT:
+        return None
+    shape = _integers(sizes)
+    step = _integers(strides)
+    if shape is None:
+        return None
+    if step is not None and len(step) != len(shape):
+        step = None
+    number, storage, offset, elements, item_bytes, device = value
+    tensor = TracedTensor(number, storage, offset, elements, item_bytes, device, shape, step, type_name)
+    if device and elements != math.prod(shape):
+        return None
+    return tensor if tensor.end(contiguous(shape) if step is None else step) < _LIMIT else None
+
+
+def _integers(values: object) -> tuple[int, ...] | None:
+    if not isinstance(values, list) or not set(map(type, values)) <= _INTEGER or (values and min(values) < 0):
+        return None
+    return tuple(values)
+
+
+def _tensors(value: object, sizes: object, strides: object, kind: str) -> Iterator[TracedTensor]:
+    head, inner = _wrapped(kind)
+    if head == "Tensor":
+        found = traced_tensor(value, sizes, strides, inner[0] if inner else "")
+        if found is not None and found.defined:
+            yield found
+    elif isinstance(value, list) and head in ("GenericList", "Tuple", "TensorList"):
+        for index, item in enumerate(value):
+            yield from _tensors(item, _at(sizes, index), _at(strides, index), _at(inner, index) or "")
+
+
+def _at(values: Any, index: int) -> Any:
+    """An element that may be missing."""
+    return values[index] if isinstance(values, list) and index < len(values) else None
+
+
+class TensorReader:
+    """Gives the TensorSpec of a traced tensor; what it is made of is the caller's business."""
+
+    def spec(self, tensor: TracedTensor) -> TensorSpec:
+        """As the trace says it, without knowing which allocation it is on."""
+        return TensorSpec(dtype_of(tensor.type_name), tensor.sizes, tensor.strides, tensor.device, tensor.offset)
+
+
+def recorded_inputs(values: Values, reader: TensorReader) -> list[Recorded]:
+    """What the trace says of each argument, in the schema's order."""
+    return [_recorded(value, _at(values.shapes, position), _at(values.strides, position),
+                      _at(values.types, position) or "", reader)
+            for position, value in enumerate(values.values)]
+
+
+def _recorded(value: object, sizes: object, strides: object, kind: str, reader: TensorReader) -> Recorded:
+    head, inner = _wrapped(kind)
+    shown = json.dumps(value)
+    if head == "Tensor":
+        tensor = traced_tensor(value, sizes, strides, inner[0] if inner else "")
+        if tensor is None:
+            return Recorded(Form.truncated, shown=shown)
+        if not tensor.defined:
+            # Tensors without a storage (sparse, nested, of symbolic sizes) have a dtype all the same.
+            undefined = tensor.type_name.startswith("nullptr")
+            return NOTHING if undefined else Recorded(Form.truncated, shown=f"a tensor without a storage: {shown}")
+        return Recorded(Form.tensor, tensor=reader.spec(tensor), shown=shown)
+    if isinstance(value, list):
+        if len(value) >= _CUT_LIST_ITEMS:
+            return Recorded(Form.truncated, shown=f"a list of which {len(value)} items are recorded")
+        items = [_recorded(item, _at(sizes, index), _at(strides, index), _at(inner, index) or "", reader)
+                 for index, item in enumerate(value)]
+        return of_list(items, shown)
+    if isinstance(value, str):
+        return _text(value, head)
+    if value is None:
+        return NOTHING
+    if isinstance(value, bool | int | float):
+        return Recorded(Form.number, float(value) if head == "Double" else value, shown=shown)
+    return Recorded(Form.truncated, shown=shown)
+
+
+_REAL_WORDS = {"inf": float("inf"), "-inf": float("-inf"), "nan": float("nan"), "-nan": float("nan")}
+
+
+def _text(value: str, kind: str) -> Recorded:
+    if kind == "None" or value == "<None>":
+        return NOTHING
+    if kind == "Double" and value.lower() in _REAL_WORDS:
+        return Recorded(Form.number, _REAL_WORDS[value.lower()], shown=value)
+    if kind in ("String", "Device", "Storage"):
+        return Recorded(Form.text, value, shown=value)
+    # "<Generator>", "<Object>", "<ComplexDouble>": the observer prints the kind of such values, not the value.
+    return Recorded(Form.unrecorded if kind == "Generator" else Form.truncated, shown=value)
+
+
+def rounded(value: float) -> bool:
+    """Whether a number may have lost digits: the observer prints six decimals, so 1e-8 becomes 0.000000."""
+    if value != value or value in (float("inf"), float("-inf")):
+        return False
+    text = f"{value:.6f}"
+    return float(text) == value and (value == 0 or text[-1] != "0")

@@ -1,0 +1,70 @@
+"""Parts of a profiler trace in which a CUDA or HIP graph was captured: operators run there, but not what they launch.
+
+What they launch becomes a node of the graph; the device does it each time that the graph is launched. So the operators
+cannot be chosen by the device work that they launched, as there is none.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from .events import Events
+from .tree import Captured, Tree
+
+# What puts a node into a graph; everything else only asks the runtime something.
+_NODE = re.compile(r"Launch(?!HostFunc)|Memcpy|Memset|launch_kernel", re.IGNORECASE)
+_BEGINS, _ENDS = "BeginCapture", "EndCapture"
+_MOST = 1 << 62
+
+
+@dataclass(frozen=True)
+class Window:
+    """One capture of a graph: what thread `thread` did from `start` to `end`, in nanoseconds. `launches` are those that
+    became nodes of it, in their order."""
+
+    thread: int
+    start: int
+    end: int
+    launches: list[int] = field(default_factory=list)
+
+
+def capture_windows(events: Events) -> list[Window]:
+    """Every capture of a graph, in order of time; without its beginning or end in the trace it reaches to its edge."""
+    launches = events.launches
+    names = list(launches.names)
+    marks = [place for place, name in enumerate(names) if _BEGINS in name or _ENDS in name]
+    if not marks:
+        return []
+    name, start, thread = (np.asarray(column, np.int64) for column in (launches.name, launches.start, launches.thread))
+    windows: list[Window] = []
+    for each in np.unique(thread[np.isin(name, marks)]).tolist():
+        own = np.flatnonzero(thread == each)
+        begun = -_MOST
+        for index in own[np.argsort(start[own], kind="stable")].tolist():
+            if _BEGINS in names[name[index]]:
+                begun = int(start[index])
+            elif _ENDS in names[name[index]]:
+                windows.append(Window(each, begun, int(start[index])))
+                begun = _MOST
+        if begun not in (_MOST, -_MOST):
+            windows.append(Window(each, begun, _MOST))
+    nodes = np.asarray([_NODE.search(each) is not None and "Graph" not in each for each in names], bool)[name]
+    for window in windows:
+        inside = np.flatnonzero(nodes & (thread == window.thread) & (start > window.start) & (start < window.end))
+        window.launches.extend(inside[np.argsort(start[inside], kind="stable")].tolist())
+    return sorted((window for window in windows if window.launches), key=lambda window: window.start)
+
+
+def captured(events: Events, tree: Tree, windows: list[Window]) -> Captured:
+    """What of a trace was captured into graphs: its operators, and its launches that did no work."""
+    start, thread = np.asarray(events.ops.start, np.int64), np.asarray(events.ops.thread, np.int64)
+    ops = np.zeros(len(start), bool)
+    for window in windows:
+        ops |= (thread == window.thread) & (start > window.start) & (start < window.end)
+    launches = np.asarray(sorted(launch for window in windows for launch in window.launches), np.int64)
+    worked = np.zeros(len(events.launches.start), bool)
+    worked[tree.work_launch[tree.work_launch >= 0]] = True
+    return Captured(ops, launches[~worked[launches]] if len(launches) else launches)

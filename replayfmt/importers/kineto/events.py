@@ -1,0 +1,361 @@
+"""Reading a profiler trace: every event that matters, in columns, while the file streams by.
+
+Of an event of a few hundred bytes of JSON some fifty remain: times, thread, ids, and a number that stands for what all
+events alike have in common (an operator with its recorded arguments, a device kernel with its grid). A trace of
+gigabytes is read in a tenth of its size.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from array import array
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..common.json_stream import JsonStream, LongFloat
+
+# Categories by what they are. The first names are those of today, the capitalized ones of PyTorch before 1.12.
+OPERATOR_CATEGORIES = frozenset({"cpu_op", "Operator", "operator"})
+ANNOTATION_CATEGORIES = frozenset({"user_annotation"})
+LAUNCH_CATEGORIES = frozenset({
+    "cuda_runtime", "cuda_driver", "hip_runtime", "hip_driver", "xpu_runtime", "xpu_driver", "privateuse1_runtime",
+    "privateuse1_driver", "mtia_runtime", "Runtime", "runtime",
+})
+DEVICE_CATEGORIES = frozenset({"kernel", "gpu_memcpy", "gpu_memset", "Kernel", "Memcpy", "Memset", "concurrent_kernel",
+                               "mtia_ccp_events", "privateuse1_kernel"})
+# What else profilers write, none of it a call: stacks, flows, counters, the device's view of annotations.
+OTHER_CATEGORIES = frozenset({
+    "python_function", "gpu_user_annotation", "Trace", "overhead", "cuda_sync", "cpu_instant_event", "ac2g", "fwdbwd",
+    "async", "async_cpu_to_gpu", "external_correlation", "cuda_profiler_range", "gpu_pm_counter", "collective_comm",
+    "mtia_insight", "mtia_counters", "glow_runtime", "ProfilerStep", "Python", "PythonFunction",
+})
+_READ_CATEGORIES = OPERATOR_CATEGORIES | ANNOTATION_CATEGORIES | LAUNCH_CATEGORIES | DEVICE_CATEGORIES
+OPERATOR_NAME = re.compile(r"[A-Za-z_]\w*::[A-Za-z_]\w*(\.\w+)?\Z")
+# What the runtime that launched work calls its devices; CUDA and HIP are both `cuda` to PyTorch.
+_DEVICE_TYPES = {"xpu": "xpu", "mtia": "mtia", "privateuse1": "privateuseone"}
+RECORDED_FIELDS = ("Input Dims", "Input type", "Input Strides", "Concrete Inputs")
+_OLD_FIELDS = {"Input Dims": "Input dims", "Input type": "Input types", "Input Strides": "Input strides",
+               "Concrete Inputs": "Concrete inputs"}
+# What collectives say beside their inputs.
+COLLECTIVE_FIELDS = ("Collective name", "dtype", "In msg nelems", "Out msg nelems", "Group size", "Process Group Name",
+                     "Process Group Description", "Process Group Ranks", "Rank", "In split size", "Out split size",
+                     "Src Rank", "Dst Rank")
+
+
+# What launches of kernels that torch.compile generated say beside their inputs.
+TRITON_FIELDS = ("kernel_backend", "kernel_file", "kernel_hash", "kernel_kwargs", "grid", "num_warps", "num_stages")
+_LATEST = 1 << 62
+_DECIMAL = re.compile(r"(-?\d{1,19})(\.\d+)?\Z")
+_NO_FIELDS = "without the fields that events have were left out"
+
+
+def _q() -> array:
+    return array("q")
+
+
+@dataclass
+class Ops:
+    """Operator events and annotations. `kind` indexes `kinds`; `external` is -1 where there is none."""
+
+    start: array = field(default_factory=_q)      # ns since the epoch of the trace
+    duration: array = field(default_factory=_q)
+    thread: array = field(default_factory=_q)
+    external: array = field(default_factory=_q)
+    kind: array = field(default_factory=_q)
+
+
+@dataclass
+class Launches:
+    """Calls of a device's runtime. `name` indexes `names`, `work` what they launch in Events.launch_kinds, -1 where the
+    trace does not say; ids are -1 where there are none."""
+
+    start: array = field(default_factory=_q)
+    thread: array = field(default_factory=_q)
+    correlation: array = field(default_factory=_q)
+    external: array = field(default_factory=_q)
+    name: array = field(default_factory=_q)
+    work: array = field(default_factory=_q)
+    graph: array = field(default_factory=lambda: array("b"))
+    names: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass
+class DeviceWork:
+    """What ran on a device: kernels, copies, fills. `kind` indexes `work`; -1: no such id, or no duration."""
+
+    start: array = field(default_factory=_q)
+    duration: array = field(default_factory=_q)
+    correlation: array = field(default_factory=_q)
+    external: array = field(default_factory=_q)
+    kind: array = field(default_factory=_q)
+
+
+@dataclass(frozen=True)
+class OpKind:
+    """What all events of one operator with the same recorded arguments share. `recorded` is None where the trace has no
+    arguments at all; its fields are lists, None where a field is missing."""
+
+    name: str
+    annotation: bool
+    recorded: dict[str, list[Any] | None] | None
+    collective: dict[str, Any] | None = None
+    triton: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class WorkKind:
+    """What all launches of one kernel with the same grid share. `stream` and `device` are -1 where not said."""
+
+    name: str
+    category: str
+    grid: tuple[int, ...] | None
+    block: tuple[int, ...] | None
+    stream: int
+    device: int
+
+    def row(self) -> dict[str, Any]:
+        """As an annotation holds it."""
+        row: dict[str, Any] = {"name": self.name, "grid": list(self.grid) if self.grid else None,
+                               "block": list(self.block) if self.block else None}
+        return row | {"stream": self.stream if self.stream >= 0 else None}
+
+
+class Events:
+    """Everything of a trace that the import needs. `problems` counts what was wrong with events, `others` those that
+    are no calls, by category."""
+
+    def __init__(self) -> None:
+        self.ops, self.launches, self.work = Ops(), Launches(), DeviceWork()
+        self.kinds: list[OpKind] = []
+        self.work_kinds: list[WorkKind] = []
+        self.launch_kinds: list[WorkKind] = []
+        self.threads: list[tuple[str, str]] = []
+        self.borrowed: dict[int, int] = {}      # threads that stand for others
+        self.durations: dict[int, int] = {}     # of operator events there: the column has their order alone
+        self.metadata: dict[str, Any] = {}
+        self.memory_devices: set[int] = set()
+        self.device_type = "cuda"
+        self.problems: Counter[str] = Counter()
+        self.others: Counter[str] = Counter()
+        self._begun: dict[tuple[str, str], list[dict[str, Any]]] = {}
+        self._kind_ids: dict[Any, int] = {}
+        self._work_ids: dict[Any, int] = {}
+        self._launch_ids: dict[WorkKind, int] = {}
+        self._thread_ids: dict[tuple[str, str], int] = {}
+
+    def read(self, stream: JsonStream) -> Events:
+        """Take everything in. An outer array is taken as the events themselves, as Chrome's format allows."""
+        for key, value in stream.entries({"traceEvents"}):
+            if key in ("traceEvents", ""):
+                self._event(value)
+            else:
+                self.metadata[key] = value
+        for events in self._begun.values():
+            self.problems["begin (ph B) and never end; they were left out"] += len(events)
+        return self
+
+    def problem_lines(self) -> Iterator[str]:
+        """What was wrong with events, as sentences."""
+        return (f"{count} events {what}" for what, count in self.problems.items() if count)
+
+    def _event(self, event: Any) -> None:
+        if not isinstance(event, dict):
+            self.problems[_NO_FIELDS] += 1
+            return
+        try:
+            phase, category = event.get("ph"), event.get("cat")
+            if phase in ("B", "E"):
+                event = self._paired(event)
+                phase = "X" if event else ""
+                category = (event or {}).get("cat")
+            if phase == "X" and event is not None:
+                self._span(event, category)
+            elif phase and category in _READ_CATEGORIES:
+                self.problems[f"are of category {category} and phase {str(phase)!r}, which is not read"] += 1
+            elif isinstance(phase, str) and phase:
+                self.others[str(category or f"phase {phase}")] += 1
+                if event is not None and event.get("name") == "[memory]":
+                    self._memory(event.get("args"))
+            elif phase is None:
+                # Exporters end lists with an empty entry, so as not to care for the last comma.
+                self.problems[_NO_FIELDS] += bool(event)
+        except (AttributeError, KeyError, TypeError, ValueError, OverflowError):
+            self.problems[_NO_FIELDS] += 1
+
+    def _span(self, event: dict[str, Any], category: Any) -> None:
+        """An event with a beginning and a duration."""
+        if category is None:
+            named = OPERATOR_NAME.match(str(event["name"])) is not None
+            self.problems["have no category; those named like operators are taken for operators, the others left out"
+                          ] += 1
+            category = "cpu_op" if named else ""
+        if category in OPERATOR_CATEGORIES or category in ANNOTATION_CATEGORIES:
+            duration = _duration(event)
+            if duration >= 0 or category in ANNOTATION_CATEGORIES:
+                self._op(event, category in ANNOTATION_CATEGORIES, max(0, duration))
+            if duration < 0:
+                done = "taken as moments" if category in ANNOTATION_CATEGORIES else "left out"
+                self.problems[f"of category {category} have no duration, or one below zero; they were {done}"] += 1
+        elif category in LAUNCH_CATEGORIES:
+            self.device_type = _DEVICE_TYPES.get(category.partition("_")[0], self.device_type)
+            self._launch(event)
+        elif category in DEVICE_CATEGORIES:
+            self._work(event, str(category))
+        elif isinstance(category, str) and category in OTHER_CATEGORIES:
+            self.others[category] += 1
+        elif category != "":
+            self.problems[f"are of category {str(category)[:60]!r}, which is not known; they were left out"] += 1
+
+    def _paired(self, event: dict[str, Any]) -> dict[str, Any] | None:
+        """The span that an end event (ph E) completes; None for one that begins."""
+        begun = self._begun.setdefault((str(event.get("pid")), str(event.get("tid"))), [])
+        if event["ph"] == "B":
+            nanoseconds(event["ts"])
+            begun.append(event)
+            return None
+        if not begun:
+            self.problems["end (ph E) and never begin; they were left out"] += 1
+            return None
+        first = begun.pop()
+        arguments = {**(first.get("args") or {}), **(event.get("args") or {})}
+        duration = (nanoseconds(event["ts"]) - nanoseconds(first["ts"])) / 1000
+        return {**first, "ph": "X", "dur": duration, "args": arguments}
+
+    def _op(self, event: dict[str, Any], annotation: bool, duration: int) -> None:
+        arguments = event.get("args") or {}
+        name = str(event["name"])
+        start = nanoseconds(event["ts"])
+        given = {each: arguments.get(each, arguments.get(_OLD_FIELDS[each])) for each in RECORDED_FIELDS}
+        recorded = given if any(value is not None for value in given.values()) else None
+        about = {each: arguments[each] for each in COLLECTIVE_FIELDS if each in arguments}
+        triton = ({each: arguments[each] for each in TRITON_FIELDS if each in arguments}
+                  if "kernel_backend" in arguments or "kernel_hash" in arguments else None)
+        number = self.kind_number(OpKind(name, annotation, recorded, about or None, triton))
+        thread, external = self._thread(event), _external(arguments)
+        ops = self.ops
+        ops.start.append(start)
+        ops.duration.append(duration)
+        ops.thread.append(thread)
+        ops.external.append(external)
+        ops.kind.append(number)
+
+    def kind_number(self, kind: OpKind) -> int:
+        """The number of what all events alike have in common; a new one where none was like it yet."""
+        key = (kind.name, kind.annotation, json.dumps(kind.recorded) if kind.recorded else "",
+               json.dumps(kind.collective) if kind.collective else "",
+               json.dumps(kind.triton) if kind.triton else "")
+        number = self._kind_ids.setdefault(key, len(self.kinds))
+        if number == len(self.kinds):
+            self.kinds.append(kind)
+        return number
+
+    def borrow_thread(self, thread: int) -> int:
+        """A new thread for what another one did elsewhere, which has an order here and no times."""
+        self.borrowed[len(self.threads)] = thread
+        self.threads.append(self.threads[thread])
+        return len(self.threads) - 1
+
+    def _launch(self, event: dict[str, Any]) -> None:
+        arguments = event.get("args") or {}
+        correlation, external = integer(arguments.get("correlation")), _external(arguments)
+        if correlation < 0 and external < 0:
+            return
+        start, thread, name = nanoseconds(event["ts"]), self._thread(event), str(event["name"])
+        launches = self.launches
+        launches.start.append(start)
+        launches.thread.append(thread)
+        launches.correlation.append(correlation)
+        launches.external.append(external)
+        launches.name.append(launches.names.setdefault(name, len(launches.names)))
+        launches.work.append(self._launched(arguments))
+        launches.graph.append("graphlaunch" in name.lower())
+
+    def _launched(self, arguments: dict[str, Any]) -> int:
+        """The number of what a launch says that it launches, as ROCm's do."""
+        kernel = arguments.get("kernel")
+        if not isinstance(kernel, str) or not kernel:
+            return -1
+        kind = WorkKind(kernel, "kernel", _triple(arguments.get("grid")), _triple(arguments.get("block")), -1, -1)
+        number = self._launch_ids.setdefault(kind, len(self.launch_kinds))
+        if number == len(self.launch_kinds):
+            self.launch_kinds.append(kind)
+        return number
+
+    def _work(self, event: dict[str, Any], category: str) -> None:
+        arguments = event.get("args") or {}
+        start = nanoseconds(event["ts"])
+        duration = _duration(event)
+        if duration < 0:
+            self.problems[f"of category {category} have no duration, or one below zero; it is not known"] += 1
+        kind = WorkKind(str(event["name"]), category.lower(), _triple(arguments.get("grid")),
+                        _triple(arguments.get("block")), integer(arguments.get("stream")),
+                        integer(arguments.get("device")))
+        number = self._work_ids.get(kind)
+        if number is None:
+            number = self._work_ids[kind] = len(self.work_kinds)
+            self.work_kinds.append(kind)
+        self.work.start.append(start)
+        self.work.duration.append(duration)
+        self.work.correlation.append(integer(arguments.get("correlation")))
+        self.work.external.append(_external(arguments))
+        self.work.kind.append(number)
+
+    def _memory(self, arguments: Any) -> None:
+        """Allocations name devices as PyTorch numbers them."""
+        if isinstance(arguments, dict) and integer(arguments.get("Device Type")) not in (-1, 0):
+            self.memory_devices.add(integer(arguments.get("Device Id")))
+
+    def _thread(self, event: dict[str, Any]) -> int:
+        key = (str(event.get("pid")), str(event.get("tid")))
+        number = self._thread_ids.get(key)
+        if number is None:
+            number = self._thread_ids[key] = len(self.threads)     # none is borrowed while a trace is read
+            self.threads.append(key)
+        return number
+
+
+def nanoseconds(microseconds: Any) -> int:
+    """A time in whole nanoseconds. Raises ValueError, OverflowError and TypeError for what is none."""
+    text = microseconds.text if isinstance(microseconds, LongFloat) else microseconds
+    if isinstance(text, str):
+        exact = _DECIMAL.match(text)        # since 1970 there are more nanoseconds than a double holds
+        if exact:
+            fraction = round(float(exact[2] or 0) * 1000)
+            time = int(exact[1]) * 1000 + (-fraction if text.startswith("-") else fraction)
+        else:
+            time = round(float(text) * 1000)
+    else:
+        time = microseconds * 1000 if isinstance(microseconds, int) else round(microseconds * 1000)
+    if not -_LATEST < time < _LATEST:
+        raise ValueError(f"{microseconds} is no time")
+    return time
+
+
+def _duration(event: dict[str, Any]) -> int:
+    """In nanoseconds; -1: none, or one below zero. Raises as `nanoseconds` does."""
+    return max(-1, nanoseconds(event["dur"])) if event.get("dur") is not None else -1
+
+
+def integer(value: Any) -> int:
+    """An id as a number, -1 where it is missing or none."""
+    if isinstance(value, bool) or value is None:
+        return -1
+    try:
+        number = int(value)
+    except (TypeError, ValueError, OverflowError):
+        return -1
+    return number if 0 <= number < 1 << 62 else -1
+
+
+def _external(arguments: dict[str, Any]) -> int:
+    return integer(arguments.get("External id", arguments.get("external id")))
+
+
+def _triple(value: Any) -> tuple[int, ...] | None:
+    if isinstance(value, Iterable) and not isinstance(value, str | bytes | dict):
+        numbers = tuple(integer(each) for each in value)
+        return numbers if numbers and min(numbers) >= 0 else None
+    return None

@@ -1,0 +1,230 @@
+"""Giving the kernels of graph launches their operators: out of the trace that was taken while the graph was captured.
+
+A trace of a graph's execution has one launch and all of its kernels; the trace of its capture has the operators and
+their launches, and no kernels. A launch of the one becomes a kernel of the other, in the same order. So the operators
+of a capture are put where the graph was launched, on a thread of their own, and each of their launches gets the kernel
+that it became. The rest of an import knows nothing of it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from .captures import Window, capture_windows
+from .events import Events
+
+_ALLOWED_LOSS = 100     # one kernel of so many may be missing: profilers lose some
+
+
+@dataclass(frozen=True)
+class _Node:
+    """What a launch put into a graph, or a piece of work was: `kernel`, `memcpy` or `memset`, and the kernel's name,
+    "" where the trace does not say."""
+
+    kind: str
+    name: str = ""
+
+
+@dataclass
+class _Capture:
+    """A capture of a graph in a trace of its own."""
+
+    file: str
+    events: Events
+    window: Window
+    nodes: list[_Node]
+
+
+def give_operators(events: Events, captures: Sequence[tuple[str, Events]]) -> list[str]:
+    """Put the operators of captures (by the name of their file) where `events` launch their graphs; sentences on what
+    came of it."""
+    known = [_Capture(name, each, window, _launched(each, window))
+             for name, each in captures for window in capture_windows(each)]
+    notes = [f"{name}: no graph was captured in it" for name, each in captures
+             if not any(capture.events is each for capture in known)]
+    if not any(events.launches.graph):
+        return [*notes, "no graph is launched in the trace: its graph captures were not needed"]
+    given, kernels, unknown, lost = Counter[str](), Counter[str](), 0, 0
+    unnamed: set[str] = set()
+    next_id = 1 + max((max(column, default=0) for column in (events.launches.correlation, events.work.correlation)),
+                      default=0)
+    graphs = _graph_launches(events)
+    matching = _Matching(known, [[_ran(events, each) for each in work] for _launch, work in graphs])
+    for place, (launch, work) in enumerate(graphs):
+        capture = matching.capture(place)
+        nodes = None if capture is None else matching.nodes(capture, place)
+        if capture is None or nodes is None:
+            unknown += 1
+            continue
+        next_id = _Splice(events, launch, capture).splice(dict(zip(nodes, work, strict=True)), next_id)
+        given[capture.file] += 1
+        kernels[capture.file] += len(work)
+        lost += len(capture.nodes) - len(work)
+        if not all(node.name or node.kind != "kernel" for node in capture.nodes):
+            unnamed.add(capture.file)
+    for name, count in given.items():
+        how = "by their order alone: its launches do not name kernels" if name in unnamed else "by name and order"
+        notes.append(f"{kernels[name]} kernels of {count} graph launches were given to the operators that {name} shows "
+                     f"while the graph was captured, {how}")
+    if lost:
+        notes.append(f"{lost} nodes of these graphs have no kernel in the trace")
+    if unknown and known:
+        notes.append(f"{unknown} graph launches fit none of the captures, or several different ones")
+    return notes
+
+
+def _graph_launches(events: Events) -> list[tuple[int, list[int]]]:
+    """Every launch of a graph with its work, both in order of time."""
+    launches, by_id = events.launches, dict[int, int]()
+    for launch in np.flatnonzero(np.asarray(launches.graph, bool)).tolist():
+        by_id[launches.correlation[launch]] = launch
+    by_id.pop(-1, None)
+    found: dict[int, list[int]] = defaultdict(list)
+    for each, number in enumerate(events.work.correlation):
+        if number in by_id:
+            found[by_id[number]].append(each)
+    return [(launch, sorted(work, key=lambda each: events.work.start[each]))
+            for launch, work in sorted(found.items(), key=lambda item: launches.start[item[0]])]
+
+
+def _launched(events: Events, window: Window) -> list[_Node]:
+    launches, names = events.launches, list(events.launches.names)
+    nodes = []
+    for launch in window.launches:
+        name, work = names[launches.name[launch]].lower(), launches.work[launch]
+        kind = next((each for each in ("memcpy", "memset") if each in name), "kernel")
+        nodes.append(_Node(kind, events.launch_kinds[work].name if work >= 0 and kind == "kernel" else ""))
+    return nodes
+
+
+def _ran(events: Events, work: int) -> _Node:
+    kind = events.work_kinds[events.work.kind[work]]
+    return _Node(next((each for each in ("memcpy", "memset") if each in kind.category), "kernel"), kind.name)
+
+
+class _Matching:
+    """Which capture each graph launch is an execution of. `ran` is the work of each launch."""
+
+    def __init__(self, known: list[_Capture], ran: list[list[_Node]]) -> None:
+        self._known, self._ran = known, ran
+        self._matched: dict[tuple[tuple[_Node, ...], tuple[_Node, ...]], list[int] | None] = {}
+        turns = [turn for turn in range(len(known)) if all(
+            self.nodes(known[(turn + place) % len(known)], place) is not None for place in range(len(ran)))]
+        self._turn = turns[0] if len(turns) == 1 else None      # they are launched one after the other, as captured
+
+    def nodes(self, capture: _Capture, place: int) -> list[int] | None:
+        """Which node of a capture each piece of a launch's work is; None where it is another graph."""
+        key = tuple(capture.nodes), tuple(self._ran[place])
+        if key not in self._matched:
+            self._matched[key] = match(*key)
+        return self._matched[key]
+
+    def capture(self, place: int) -> _Capture | None:
+        """The capture of a launch; None where none fits, or several that differ."""
+        if self._turn is not None:
+            return self._known[(self._turn + place) % len(self._known)]
+        fitting = [each for each in self._known if self.nodes(each, place) is not None]
+        return fitting[0] if fitting and all(_alike(fitting[0], each) for each in fitting[1:]) else None
+
+
+def match(nodes: Sequence[_Node], ran: Sequence[_Node]) -> list[int] | None:
+    """Which node each piece of work is: in the same order, where few may be missing; or, where kernels overtake each
+    other on several streams, by name and in the order of that name. None where neither is so."""
+    found: list[int] = []
+    place = 0
+    for each in ran:
+        while place < len(nodes) and not _same(nodes[place], each):
+            place += 1
+        if place == len(nodes):
+            break
+        found.append(place)
+        place += 1
+    missing = len(nodes) - len(ran)
+    if len(found) == len(ran) and missing <= max(1, len(nodes) // _ALLOWED_LOSS) and (
+            not missing or all(node.name for node in nodes if node.kind == "kernel")):
+        return found
+    if missing or not all(node.name for node in nodes if node.kind == "kernel"):
+        return None
+    waiting: dict[tuple[str, str], deque[int]] = defaultdict(deque)
+    for index, node in enumerate(nodes):
+        waiting[node.kind, node.name].append(index)
+    keys = [(each.kind, each.name if each.kind == "kernel" else "") for each in ran]
+    return [waiting[key].popleft() for key in keys] if Counter(keys) == {
+        key: len(places) for key, places in waiting.items()} else None
+
+
+def _same(node: _Node, ran: _Node) -> bool:
+    return node.kind == ran.kind and (not node.name or node.name == ran.name)
+
+
+def _alike(one: _Capture, other: _Capture) -> bool:
+    return one.events is other.events and _kinds(one) == _kinds(other)
+
+
+def _kinds(capture: _Capture) -> list[int]:
+    ops = capture.events.ops
+    return [ops.kind[index] for index in _ops_of(capture)]
+
+
+def _ops_of(capture: _Capture) -> list[int]:
+    """The operators around the launches of a capture, callers before what they call."""
+    ops, window = capture.events.ops, capture.window
+    start, thread = np.asarray(ops.start, np.int64), np.asarray(ops.thread, np.int64)
+    end = start + np.asarray(ops.duration, np.int64)
+    inside = np.flatnonzero((thread == window.thread) & (start > window.start) & (start < window.end))
+    times = np.sort(np.asarray([capture.events.launches.start[launch] for launch in window.launches], np.int64))
+    around = np.searchsorted(times, start[inside], "left") < np.searchsorted(times, end[inside], "right")
+    chosen = [each for each in inside[around].tolist() if not capture.events.kinds[ops.kind[each]].annotation]
+    return sorted(chosen, key=lambda each: (ops.start[each], ops.external[each], -ops.duration[each]))
+
+
+class _Splice:
+    """One graph launch of `events` that is to have the operators of a capture."""
+
+    def __init__(self, events: Events, launch: int, capture: _Capture) -> None:
+        self._events, self._launch, self._capture = events, launch, capture
+
+    def splice(self, work: dict[int, int], next_id: int) -> int:
+        """Add the operators and launches of the capture, with the work by node; returns the next free id.
+
+        Their times are their order: as many nanoseconds after the graph's launch as there are beginnings and ends
+        before them.
+        """
+        events, source, window = self._events, self._capture.events, self._capture.window
+        chosen = _ops_of(self._capture)
+        moments = [time for each in chosen for time in (source.ops.start[each],
+                                                        source.ops.start[each] + source.ops.duration[each])]
+        moments += [source.launches.start[launch] for launch in window.launches]
+        begin = events.launches.start[self._launch]
+        when = {time: begin + place for place, time in enumerate(sorted(set(moments)), 1)}
+        thread = events.borrow_thread(events.launches.thread[self._launch])
+        for each in chosen:
+            start, end = source.ops.start[each], source.ops.start[each] + source.ops.duration[each]
+            events.durations[len(events.ops.start)] = end - start
+            events.ops.start.append(when[start])
+            events.ops.duration.append(when[end] - when[start])
+            events.ops.thread.append(thread)
+            events.ops.external.append(-1)
+            events.ops.kind.append(events.kind_number(source.kinds[source.ops.kind[each]]))
+        for node, launch in enumerate(window.launches):
+            if node in work:
+                self._node(work[node], launch, when[source.launches.start[launch]], thread, next_id)
+                next_id += 1
+        return next_id
+
+    def _node(self, work: int, launch: int, start: int, thread: int, number: int) -> None:
+        launches, source = self._events.launches, self._capture.events.launches
+        launches.start.append(start)
+        launches.thread.append(thread)
+        launches.correlation.append(number)
+        launches.external.append(-1)
+        name = list(source.names)[source.name[launch]]
+        launches.name.append(launches.names.setdefault(name, len(launches.names)))
+        launches.work.append(-1)
+        launches.graph.append(0)
+        self._events.work.correlation[work] = number
+        self._events.work.external[work] = -1

@@ -1,0 +1,276 @@
+"""Importing a PyTorch profiler trace (Kineto): from its events to a capture, and the report of what that took.
+
+The trace has no tensor identity, so each call gets inputs of its own, of the recorded shapes, whose content a replay
+synthesizes; nothing connects one call's results with another's inputs.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from replayfmt.errors import CaptureFailed, InvalidCapture, UsageError
+from replayfmt.format.model import Device
+from replayfmt.pytorch.op_libraries import OpLibraries
+from replayfmt.pytorch.traced_names import TracedNames
+
+from ..common.json_stream import JsonStream
+from ..common.operators import Operators, without_overload
+from ..common.report import ImportReport
+from ..common.synthesis import ImportedSession, imported_session
+from ..common.trace_files import Progress, TraceFile, others_note
+from ..rewrites.foreign import SCHEMAS
+from ..rewrites.portable import Portable
+from .calls import Calls, Placement
+from .captures import capture_windows, captured
+from .events import OPERATOR_NAME, Events, OpKind, integer
+from .graphs import give_operators
+from .tree import LEVELS, Captured, Facts, Level, Role, Selection, Tree, build, compact, select
+from .writing import Trace, write
+
+_MOST_RANKS = 1 << 24
+_MOST_DEVICES = 1 << 16
+_COLLECTIVE = ("c10d::", "_c10d_functional::", "c10d_functional::", "nccl:", "gloo:", "rccl:", "mpi:", "ucc:")
+# Operators that only allocate, look at metadata, or name what is there.
+_IDLE = frozenset({
+    "aten::empty", "aten::empty_strided", "aten::empty_like", "aten::new_empty", "aten::new_empty_strided",
+    "aten::empty_quantized", "aten::resize_", "aten::resize_as_", "aten::set_", "aten::result_type",
+    "aten::is_nonzero", "aten::lift_fresh", "aten::lift", "aten::resolve_conj", "aten::resolve_neg",
+    "aten::is_same_size", "aten::_has_compatible_shallow_copy_type", "aten::is_pinned",
+    "aten::sym_size", "aten::size", "aten::stride", "aten::output_nr", "aten::_version", "aten::requires_grad_",
+    "aten::can_cast", "aten::numel", "aten::dim",
+    # In place, and still no more than another view on the same memory.
+    "aten::as_strided_", "aten::detach_", "aten::transpose_", "aten::t_", "aten::squeeze_", "aten::unsqueeze_",
+    "aten::swapaxes_", "aten::swapdims_",
+})
+_NO_WORK = frozenset({"aten::record_stream"})       # tells the allocator which stream uses memory
+# Composites for the dispatcher that compute outside of the operators they call, whatever those do.
+_COMPUTING = frozenset({"aten::mkldnn_convolution", "aten::convolution_backward"})
+# Operators that only fill or copy memory: beside what they prepare, the work of a convolution is its own.
+_MOVES = frozenset({"aten::copy_", "aten::clone", "aten::contiguous", "aten::_to_copy", "aten::fill_", "aten::zero_",
+                    "aten::zeros", "aten::zeros_like", "aten::to"})
+_MOST_NAMED = 8
+
+
+@dataclass(frozen=True)
+class KinetoOptions:
+    """How to import. `level`: which operators stand for the work; `unique`: one record for each different call;
+    `rewrite`: `portable` puts operators that every device has in the place of those that only the traced one has;
+    `graph_captures`: traces taken while the graphs were captured that this one launches."""
+
+    level: Level = "auto"
+    unique: bool = False
+    rewrite: Literal["none", "portable"] = "none"
+    graph_captures: Sequence[str | PathLike[str]] = ()
+
+
+def import_kineto(path: str | PathLike[str], out: str | PathLike[str], *, libraries: OpLibraries | None = None,
+                  names: TracedNames | None = None, options: KinetoOptions = KinetoOptions(), force: bool = False,
+                  progress: Progress | None = None,
+                  on_record: Callable[[int, int], None] | None = None) -> ImportReport:
+    """Make the capture `out` of a profiler trace, and report on it.
+
+    Raises CaptureNotFound and InvalidCapture for a trace that cannot be read at all, CaptureFailed where it has device
+    work and nothing can be taken for it, OutputExists and CaptureFailed where `out` cannot be written. A trace that is
+    damaged gives what can be read of it; the report says what was not.
+    """
+    if options.level not in LEVELS:
+        raise UsageError(f"level={options.level!r}: expected one of {', '.join(LEVELS)}")
+    with JsonStream(TraceFile(path, progress=progress), exact=True) as stream:
+        events = Events().read(stream)
+    if not events.ops.start and not events.work.start:
+        problems = _problems(stream, events)
+        raise InvalidCapture(f"{path}: no profiler trace: it has no operators and no device work"
+                             + (f" ({problems[0]})" if problems else ""))
+    graph_notes = give_operators(events, [_capture_trace(each) for each in options.graph_captures]
+                                 ) if options.graph_captures else []
+    operators = Operators(libraries, names)
+    facts = [_facts(kind, operators) for kind in events.kinds]
+    annotations = np.asarray([facts[kind].role is Role.annotation for kind in events.ops.kind], bool)
+    detached = np.asarray([facts[kind].role is Role.collective and events.kinds[kind].annotation
+                           for kind in events.ops.kind], bool)
+    calling = np.asarray([facts[kind].composite or facts[kind].role in (Role.wrapper, Role.unknown)
+                          for kind in events.ops.kind], bool)
+    tree = build(events, annotations, detached, calling)
+    level: Level = options.level
+    graphs: Captured | None = None
+    if level == "auto":
+        level = "launching" if len(events.work.start) else "leaf"
+        windows = capture_windows(events)
+        graphs = captured(events, tree, windows) if windows else None
+    selection = select(tree, events.ops.kind, facts, level, graphs)
+    if len(events.work.start) and not len(selection.chosen) and not (tree.work_launch >= 0).any():
+        raise CaptureFailed(f"{path}: none of its {len(events.work.start)} kernels and copies can be linked to a "
+                            "launch or an operator (no id of theirs, correlation or External id, is one of those), so "
+                            f"nothing is taken at level {level}"
+                            + ("; level leaf takes operators by what they are, without their kernels"
+                               if level == "launching" and events.ops.start else ""))
+    report = ImportReport(Path(path).name, "kineto", problems=_problems(stream, events))
+    report.notes += graph_notes
+    if stream.member:
+        report.notes.append(others_note(path, stream.member))
+    if graphs is not None:
+        report.notes.append(f"{len(windows)} graphs were captured in it, with {len(graphs.launches)} launches, none of "
+                            "which did any work then: there, level leaf chooses the operators that stand for the work")
+    _count(report, events, tree, selection, facts, level)
+    schemas = SCHEMAS if options.rewrite == "portable" else None
+    trace = Trace(events, tree, selection, facts, Calls(operators, events.kinds, schemas), devices(events, report),
+                  options.unique, Portable() if options.rewrite == "portable" else None, level, graphs)
+    session = imported_session("kineto", Path(path).name, **_session_fields(events, level, options))
+    with ImportedSession(out, session, force=force) as writing:
+        write(trace, writing, report, on_record)
+    return report
+
+
+def _capture_trace(path: str | PathLike[str]) -> tuple[str, Events]:
+    """The name and the events of a trace in which graphs were captured."""
+    with JsonStream(TraceFile(path), exact=True) as stream:
+        return Path(path).name, Events().read(stream)
+
+
+def _problems(stream: JsonStream, events: Events) -> list[str]:
+    problems = [str(problem) for problem in stream.problems]
+    problems += [f"{kind}: {count} times in all" for kind, count in stream.problem_counts.items() if count > 1]
+    return [*problems, *events.problem_lines()]
+
+
+def _facts(kind: OpKind, operators: Operators) -> Facts:
+    name = kind.name
+    if "::" in name or operators.names.renamed(name):
+        name = operators.names.meant(without_overload(name))[-1]
+    if kind.annotation and not name.startswith("nccl:"):
+        return Facts(Role.annotation)
+    if name == "record_param_comms" or name.startswith(_COLLECTIVE):
+        return Facts(Role.collective)
+    if not OPERATOR_NAME.match(name) or name.startswith("torch::autograd::") or name in _NO_WORK:
+        return Facts(Role.wrapper)
+    candidates = [each for each in operators.candidates(kind.name)[0] if each.dispatched]
+    if not candidates:
+        return Facts(Role.unknown if operators.attribute(kind.name) is None else Role.operator)
+    if not any(each.traceable for each in candidates):
+        return Facts(Role.unknown)      # what it calls can be called again, it cannot
+    idle = name in _IDLE or all(each.only_views for each in candidates)
+    composite = name not in _COMPUTING and all(each.composite for each in candidates)
+    return Facts(Role.operator, composite, not idle, name in _MOVES, "convolution" in name)
+
+
+def _count(report: ImportReport, events: Events, tree: Tree, selection: Selection, facts: Sequence[Facts],
+           level: Level) -> None:
+    """Say what of the trace does not become records, and why."""
+    roles = np.asarray([facts[kind].role for kind in events.ops.kind], np.int64)
+    chosen = np.zeros(len(roles), bool)
+    chosen[selection.chosen] = True
+    called = np.isin(roles, [int(Role.operator), int(Role.unknown), int(Role.collective)])
+    inside = called & ~chosen & (selection.stands_in >= 0)
+    above = bytearray(len(roles))          # something inside was chosen
+    parents = compact(tree.parent)
+    for index in reversed(compact(tree.order)):
+        if parents[index] >= 0 and (above[index] or selection.stands_in[index] == index):
+            above[parents[index]] = True
+    around = np.frombuffer(above, bool)
+    report.counts = {
+        "events": len(roles), "operators": int(called.sum()), "taken": len(selection.chosen),
+        "inside taken": int(inside.sum()), "around taken": int((called & ~chosen & around).sum()),
+        "no work": int((called & ~chosen & ~inside & ~around).sum()), "wrappers": int((roles == Role.wrapper).sum()),
+        "annotations": int((roles == Role.annotation).sum()), "device work": len(events.work.start),
+        "other events": events.others.total(),
+    }
+    if events.others:
+        report.notes.append("other events are no calls: " + ", ".join(
+            f"{count} {category}" for category, count in events.others.most_common()))
+    report.notes.append(f"level {level}: " + {
+        "launching": "operators that launched device work stand for it; those that launched none are left out",
+        "leaf": "the deepest operators that do work themselves stand for it",
+        "root": "the outermost operators stand for the work",
+        "auto": "",
+    }[level])
+    if level == "leaf":
+        report.notes += _untaken(events, tree, facts, around, inside | chosen)
+        away = around & ~chosen & ~inside & (roles == Role.unknown)
+        names = Counter(events.kinds[events.ops.kind[index]].name for index in np.flatnonzero(away).tolist())
+        if names:
+            counted = ", ".join(f"{name} ({count} times)" for name, count in names.most_common())
+            report.notes.append("what these operators called was taken in their place: they are unknown here, or take "
+                                "objects that no trace holds; whether they computed anything beside that is not known: "
+                                + counted)
+    report.notes.append("tensor contents are in no trace: a replay makes them up, and says how")
+
+
+def _untaken(events: Events, tree: Tree, facts: Sequence[Facts], around: np.ndarray, taken: np.ndarray) -> list[str]:
+    """A note naming composites whose callees were taken though most of the time was spent outside of those."""
+    durations = np.asarray(events.ops.duration, np.int64)
+    nested = tree.parent >= 0
+    inner = np.bincount(tree.parent[nested], weights=durations[nested], minlength=len(durations))
+    kinds = np.asarray(events.ops.kind, np.int64)
+    operators = np.asarray([fact.role is Role.operator for fact in facts], bool)
+    times: dict[str, tuple[int, int]] = {}
+    for index in np.flatnonzero(around & ~taken & operators[kinds]).tolist():
+        name = events.kinds[kinds[index]].name
+        total, own = times.get(name, (0, 0))
+        times[name] = total + int(durations[index]), own + int(durations[index]) - int(inner[index])
+    named = sorted((name for name, (total, own) in times.items() if own * 2 > total), key=lambda name: -times[name][1])
+    if not named:
+        return []
+    shown = ", ".join(f"{name} ({times[name][1] / 1000:.1f} of {times[name][0] / 1000:.1f} us)"
+                      for name in named[:_MOST_NAMED])
+    more = f", and {len(named) - _MOST_NAMED} more" if len(named) > _MOST_NAMED else ""
+    return ["what these operators called was taken in their place, but more than half of their host time passed "
+            f"outside of it, in overhead or in work of their own; level root takes them: {shown}{more}"]
+
+
+def _session_fields(events: Events, level: Level, options: KinetoOptions) -> dict[str, Any]:
+    metadata = events.metadata
+    distributed = metadata.get("distributedInfo")
+    distributed = distributed if isinstance(distributed, dict) else {}
+    libraries = {name: value for name, value in metadata.items()
+                 if name.endswith("_version") and isinstance(value, str | int | float)}
+    rank, world = integer(distributed.get("rank")), integer(distributed.get("world_size"))
+    version = metadata.get("torch_version", metadata.get("pytorch_version"))
+    return {
+        "rank": rank if 0 <= rank < _MOST_RANKS else 0,
+        "world_size": world if 1 <= world <= _MOST_RANKS else 1,
+        "libraries": libraries,
+        "torch_version": version if isinstance(version, str) else None,
+        "policies": {"results": "inferred", "import_level": level, "import_unique": options.unique,
+                     "import_rewrite": options.rewrite},
+    }
+
+
+def devices(events: Events, report: ImportReport) -> Mapping[int, Device]:
+    """The accelerators of the trace by the number its events give them; what is said of each, as far as known."""
+    raw = sorted({kind.device for kind in events.work_kinds if 0 <= kind.device < _MOST_DEVICES})
+    # A graph that is captured does no work: launches tell that there is a device.
+    raw = raw or [0] * any("BeginCapture" in name for name in events.launches.names)
+    listed = events.metadata.get("deviceProperties")
+    properties = {integer(each.get("id")): each for each in (listed if isinstance(listed, list) else ())
+                  if isinstance(each, dict) and 0 <= integer(each.get("id")) < _MOST_DEVICES}
+    numbers = {number: number for number in raw}
+    allocated = {number for number in events.memory_devices if 0 <= number < _MOST_DEVICES}
+    if len(raw) == 1 and len(allocated) == 1 and raw[0] not in allocated:
+        numbers[raw[0]] = next(iter(allocated))
+        report.notes.append(f"device {raw[0]} of the kernels is device {numbers[raw[0]]} of the allocations")
+    elif len(raw) == 1 and len(properties) == 1 and raw[0] not in properties:
+        numbers[raw[0]] = next(iter(properties))
+        report.notes.append(f"device {raw[0]} of the kernels is taken for {numbers[raw[0]]}, the only one listed")
+    found = {}
+    for number, index in numbers.items():
+        about = properties.get(index, properties.get(number, {}))
+        fingerprint: dict[str, Any] = {}
+        if isinstance(about.get("computeMajor"), int):
+            fingerprint["capability"] = f"{about['computeMajor']}.{about.get('computeMinor', 0)}"
+        for name, key in (("memory_bytes", "totalGlobalMem"), ("multiprocessors", "numSms")):
+            if isinstance(about.get(key), int):
+                fingerprint[name] = about[key]
+        text = json.dumps(fingerprint) if fingerprint else ""
+        found[number] = Device(events.device_type, index, str(about.get("name", "")), text)
+    return found
+
+
+__all__ = ["KinetoOptions", "Placement", "import_kineto"]

@@ -1,0 +1,272 @@
+"""Who called whom in a profiler trace, who launched what, and which calls stand for the work.
+
+Events of one thread nest by time. A kernel belongs to the innermost operator that was running when it was launched;
+`links` finds its launch. `select` then chooses operators so that every piece of work is among them once: no operator is
+chosen inside another one.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Literal
+
+import numpy as np
+
+from .events import Events
+from .links import ROUNDING_NS, link
+
+Level = Literal["auto", "leaf", "launching", "root"]
+LEVELS: tuple[Level, ...] = ("auto", "leaf", "launching", "root")
+
+
+class Role(IntEnum):
+    """What an event is to the selection."""
+
+    annotation = 0     # the user's: a scope
+    wrapper = 1        # no operator: the autograd engine's functions, compiled regions, the profiler's own ranges
+    operator = 2       # can be called
+    unknown = 3        # named like an operator, but none of that name is here
+    collective = 4
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What the selection has to know of an event's kind. `composite`: its kernel only calls other operators; `works`:
+    it does more than to allocate or to make views. `moves`: it only fills or copies memory. `computes`: it may compute
+    outside of the operators that it calls; where those only move memory, it does."""
+
+    role: Role
+    composite: bool = False
+    works: bool = True
+    moves: bool = False
+    computes: bool = False
+
+
+@dataclass
+class Tree:
+    """Indices are those of Events.ops, launches and work; -1 stands for none.
+
+    `order`: events, callers before what they call. `parent`: the event around it that is no annotation. `scope`: the
+    innermost annotation around it on its thread. `work_op`: the event that launched a piece of work. `graph_launch`:
+    pieces of work launched by a graph, by launch; those belong to no operator.
+    """
+
+    order: np.ndarray
+    parent: np.ndarray
+    scope: np.ndarray
+    work_op: np.ndarray
+    work_launch: np.ndarray
+    launch_op: np.ndarray
+    launch_scope: np.ndarray
+    by_graph: np.ndarray
+
+
+def build(events: Events, annotations: np.ndarray, detached: np.ndarray | None = None,
+          calling: np.ndarray | None = None) -> Tree:
+    """The tree of a trace. `annotations`, `detached` and `calling` are masks over the operator events: detached ones
+    may end later than what they began in, such as collectives that nobody waits for; calling ones do their work by
+    calls. What is odd is added to `events.problems`."""
+    ops, launches = events.ops, events.launches
+    count, launched = len(ops.start), len(launches.start)
+    start = np.concatenate((_array(ops.start), _array(launches.start)))
+    duration = np.concatenate((_array(ops.duration), np.zeros(launched, np.int64)))
+    thread = np.concatenate((_array(ops.thread), _array(launches.thread)))
+    # What begins at one moment: the profiler counts external ids up as operators begin.
+    tie = np.concatenate((_array(ops.external), np.full(launched, 1 << 62)))
+    order = np.lexsort((-duration, tie, start, thread))
+    none = np.zeros(count, bool)
+    masks = [(none if mask is None else mask).tobytes() for mask in (annotations, detached, calling)]
+    nesting = _Nesting(compact(start), compact(start + duration), compact(thread), count, *masks)
+    nesting.fill(compact(order))
+    events.problems[_CROSSING] += nesting.crossing
+    events.problems[_MOMENTS] += nesting.moments
+    parent, scope = np.asarray(nesting.parent, np.int64), np.asarray(nesting.scope, np.int64)
+    links = link(events, parent[count:], annotations)
+    return Tree(order[order < count], parent[:count], scope[:count], links.op, links.launch, parent[count:],
+                scope[count:], links.by_graph)
+
+
+def _array(values: Sequence[int]) -> np.ndarray:
+    return np.asarray(values, np.int64)
+
+
+def compact(values: np.ndarray) -> array:
+    """The numbers of an array, quick to take one by one and eight bytes each."""
+    numbers = array("q")
+    numbers.frombytes(np.ascontiguousarray(values, np.int64).tobytes())
+    return numbers
+
+
+_CROSSING = "begin inside another one of their thread and end after it; they are taken for calls beside it"
+_MOMENTS = ("of no length are at the moment that an operator ends which does its work by calls; they are taken for "
+            "calls of it")
+_DEEPEST = 512          # callers looked at for one that ends late enough
+
+
+class _Nesting:
+    """Finds out which events were going on as another one began: its caller and its scope.
+
+    `crossing` counts events that overlap another one partly, `moments` those that are too short for the trace's clock:
+    where it counts whole microseconds, operators end with calls that seem to take no time.
+    """
+
+    def __init__(self, start: array, end: array, thread: array, count: int, annotations: bytes, detached: bytes,
+                 calling: bytes) -> None:
+        self._start, self._end, self._thread, self._count = start, end, thread, count
+        self._annotations, self._detached, self._calling = annotations, detached, calling
+        self.parent, self.scope = array("q", (-1,)) * len(start), array("q", (-1,)) * len(start)
+        self.crossing = self.moments = 0
+
+    def fill(self, order: array) -> None:
+        """Go through events in order of their beginning, thread by thread."""
+        current = -1
+        stack: list[tuple[int, int, int, int]] = []     # (end, event, innermost operator, innermost annotation)
+        for index in order:
+            if self._thread[index] != current:
+                current, stack = self._thread[index], []
+            begin, end = self._start[index], self._end[index]
+            moment = begin == end and index < self._count
+            while stack and stack[-1][0] <= begin and not (moment and stack[-1][0] == begin):
+                stack.pop()
+            operator = annotation = -1
+            around = self._around(stack, index)
+            if around is not None:
+                operator, annotation = around[2], around[3]
+                end = min(end, around[0])       # what a clock's rounding makes it last longer
+            self.parent[index], self.scope[index] = operator, annotation
+            if index >= self._count:
+                continue
+            self.moments += moment and around is not None and around[0] == begin
+            if self._annotations[index]:
+                annotation = index
+            else:
+                operator = index
+            stack.append((end, index, operator, annotation))
+
+    def _around(self, stack: list[tuple[int, int, int, int]], index: int) -> tuple[int, int, int, int] | None:
+        """The innermost of the events that are going on which this one is inside of."""
+        begin, end = self._start[index], self._end[index]
+        moment = begin == end and index < self._count
+        late = index < self._count and self._detached[index]
+        crossing, found = False, None
+        for each in stack[: -_DEEPEST - 1 : -1]:
+            if each[0] <= begin and not (moment and each[0] == begin and self._calling[each[1]]):
+                continue
+            if late or each[0] + ROUNDING_NS >= end:
+                found = each
+                break
+            crossing = True
+        self.crossing += crossing
+        return found
+
+
+@dataclass
+class Selection:
+    """`chosen`: the events that stand for the work, callers first. `stands_in`: for each event, the chosen one that it
+    is or is inside of."""
+
+    chosen: np.ndarray
+    stands_in: np.ndarray
+
+
+@dataclass(frozen=True)
+class Captured:
+    """What was captured into a graph: a mask of the operator events, and the launches, none of which did any work."""
+
+    ops: np.ndarray
+    launches: np.ndarray
+
+
+def select(tree: Tree, kinds: Sequence[int], facts: Sequence[Facts], level: Level,
+           captured: Captured | None = None) -> Selection:
+    """Choose events by `level`, which must not be `auto`. `kinds` gives each event's kind, `facts` what kinds are. Of
+    what was captured into a graph the leaves are taken in the place of what launched work."""
+    order, parents = compact(tree.order), compact(tree.parent)
+    roles = bytes(facts[kind].role for kind in kinds)
+    direct = np.zeros(len(parents), bool)
+    direct[tree.work_op[tree.work_op >= 0]] = True
+    if captured is not None:
+        launching = tree.launch_op[captured.launches]
+        direct[launching[launching >= 0]] = True
+    if level == "root":
+        wanted = bytearray(role in (Role.operator, Role.unknown, Role.collective) for role in roles)
+        _add_stranded(wanted, direct.tobytes(), order, parents)
+    elif level == "launching":
+        wanted = _launching(order, parents, roles, direct)
+        if captured is not None:
+            leaves = _leaves(order, parents, direct.tobytes(), kinds, facts)
+            for index in np.flatnonzero(captured.ops).tolist():
+                wanted[index] = leaves[index]
+    else:
+        wanted = _leaves(order, parents, direct.tobytes(), kinds, facts)
+    for index in _outermost_collectives(order, parents, roles):
+        wanted[index] = True
+    chosen = array("q")
+    stands_in = array("q", (-1,)) * len(parents)
+    for index in order:
+        parent = parents[index]
+        around = stands_in[parent] if parent >= 0 else -1
+        if around >= 0:
+            stands_in[index] = around
+        elif wanted[index] and roles[index] != Role.annotation:
+            stands_in[index] = index
+            chosen.append(index)
+    return Selection(np.asarray(chosen, np.int64), np.asarray(stands_in, np.int64))
+
+
+def _outermost_collectives(order: array, parents: array, roles: bytes) -> list[int]:
+    inside = bytearray(len(parents))
+    found = []
+    for index in order:
+        parent = parents[index]
+        within = parent >= 0 and inside[parent]
+        if roles[index] == Role.collective and not within:
+            found.append(index)
+        inside[index] = within or roles[index] == Role.collective
+    return found
+
+
+def _launching(order: array, parents: array, roles: bytes, direct: np.ndarray) -> bytearray:
+    """The events that launched work themselves; what cannot be called hands over to the operator around it."""
+    around = array("q", (-1,)) * len(parents)     # the nearest operator around, the event itself included
+    for index in order:
+        parent = parents[index]
+        callable_ = roles[index] in (Role.operator, Role.collective)
+        around[index] = index if callable_ else around[parent] if parent >= 0 else -1
+    wanted = bytearray(len(parents))
+    for index in np.flatnonzero(direct).tolist():
+        wanted[around[index] if around[index] >= 0 else index] = True
+    return wanted
+
+
+def _add_stranded(wanted: bytearray, direct: bytes, order: array, parents: array) -> None:
+    """Work that no operator stands for is told by the event that launched it."""
+    inside = bytearray(len(parents))
+    for index in order:
+        parent = parents[index]
+        inside[index] = wanted[index] or (parent >= 0 and inside[parent])
+        if direct[index] and not inside[index]:
+            wanted[index] = inside[index] = True
+
+
+def _leaves(order: array, parents: array, direct: bytes, kinds: Sequence[int], facts: Sequence[Facts]) -> bytearray:
+    """The operators that do work themselves: those with a kernel of their own, and composite ones that call nothing
+    which does any, or where they may compute themselves, nothing that does more than to move memory."""
+    below = bytearray(len(parents))        # something below stands for work
+    computed = bytearray(len(parents))     # something below stands for work that is more than moving memory
+    wanted = bytearray(len(parents))
+    for index in reversed(order):
+        fact, parent = facts[kinds[index]], parents[index]
+        if fact.role is Role.operator:
+            wanted[index] = direct[index] or not fact.composite or not (computed if fact.computes else below)[index]
+        elif fact.role is Role.unknown:
+            wanted[index] = direct[index] or not computed[index]    # what only allocates may compute itself
+        elif fact.role is Role.wrapper:
+            wanted[index] = direct[index]
+        if parent >= 0:
+            below[parent] |= below[index] or (wanted[index] and fact.works)
+            computed[parent] |= computed[index] or (wanted[index] and fact.works and not fact.moves)
+    return wanted

@@ -1,0 +1,420 @@
+"""Writing a profiler trace's selected calls, annotations and stray device work as records, in order of time."""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from replayfmt.format.model import Device
+
+from ..common.arguments import DefaultGenerator, TensorSpec
+from ..common.report import DeviceTime, Entry, ImportReport
+from ..common.results import realize
+from ..common.synthesis import ImportedSession, Moment
+from ..common.values import Tensor, plain_tensor
+from ..rewrites.portable import Portable
+from ..rewrites.rewriting import Rewritten
+from .arguments import has_lists, read_arguments, signature_text
+from .calls import Call, Calls, Hints, Placement
+from .events import Events, OpKind
+from .scopes import Scopes
+from .strays import Stray, captured_outside, compiled_regions, unclaimed_work
+from .tree import Captured, Facts, Level, Role, Selection, Tree, compact
+
+_END, _BEGIN, _CALL, _STRAY = range(4)     # what happens at a moment, in this order
+# As CUDA's and newer ROCm builds, older ROCm builds, and XPU builds name copies.
+_UPLOAD, _DOWNLOAD = re.compile("HtoD|HostToDevice|[HM]2D"), re.compile("DtoH|DeviceToHost|D2[HM]")
+_SHOWN_KERNELS = 256       # of one record; the rest is counted
+
+
+@dataclass
+class Trace:
+    """What is written: events, their tree and the choice among them. `devices` by the number that events give them,
+    `portable` where operators of one device alone are to be replaced."""
+
+    events: Events
+    tree: Tree
+    selection: Selection
+    facts: Sequence[Facts]
+    calls: Calls
+    devices: Mapping[int, Device]
+    unique: bool
+    portable: Portable | None
+    level: Level
+    captured: Captured | None = None
+
+
+@dataclass
+class _Group:
+    """Calls that become one record: one call, or with `unique` all that are alike."""
+
+    index: int
+    call: Call
+    placement: Placement
+    work: list[int]
+    count: int
+    host_ns: int
+    device_ns: int | None      # None: no device work, or its time is not known
+
+
+def write(trace: Trace, session: ImportedSession, report: ImportReport,
+          on_record: Callable[[int, int], None] | None = None) -> None:
+    """Write everything. `on_record(done, all)` is told of progress."""
+    _Writing(trace, session, report).write(on_record)
+
+
+class _Writing:
+    def __init__(self, trace: Trace, session: ImportedSession, report: ImportReport) -> None:
+        self.trace, self.session, self.report = trace, session, report
+        self.events, self.tree = trace.events, trace.tree
+        self._resolved: dict[Any, Call] = {}
+        starts = [np.asarray(column, np.int64) for column in (self.events.ops.start, self.events.launches.start)
+                  if len(column)]
+        self._base = int(min((column.min() for column in starts), default=0))
+        stands = trace.selection.stands_in
+        self._work_of = np.where(self.tree.work_op >= 0, stands[np.maximum(self.tree.work_op, 0)], -1) if len(
+            stands) else np.full(len(self.events.work.start), -1, np.int64)
+        by_op = np.argsort(self._work_of, kind="stable")
+        self._by_op, self._sorted = compact(by_op), compact(self._work_of[by_op])
+        self._scopes = Scopes(self.events, self.tree, trace.facts, session)
+        for device in trace.devices.values():
+            session.device(str(device), device)
+        self._on_graph = self._stand_for_nodes()
+        self._default_device = str(next(iter(trace.devices.values()))) if trace.devices else "cpu"
+
+    def _stand_for_nodes(self) -> set[int]:
+        """The chosen events that stand for nodes of a graph that was captured."""
+        if self.trace.captured is None:
+            return set()
+        launching = self.tree.launch_op[self.trace.captured.launches]
+        return set(self.trace.selection.stands_in[launching[launching >= 0]].tolist())
+
+    # ------------------------------------------------------------------------------------------------------------ order
+
+    def write(self, on_record: Callable[[int, int], None] | None) -> None:
+        self._resolve_all()
+        groups = self._alike() if self.trace.unique else None
+        strays = self._strays()
+        starts = np.asarray(self.events.ops.start, np.int64)
+        durations = np.maximum(np.asarray(self.events.ops.duration, np.int64), 1)      # a scope begins before it ends
+        taken = self.trace.selection.chosen if groups is None else np.asarray(list(groups), np.int64)
+        marks = np.asarray(self._scopes.annotations if groups is None else [], np.int64)
+        beginnings = np.asarray([alike[0].start for alike in strays], np.int64)
+        # At one moment inner scopes end before outer ones, all before others begin, and those before calls.
+        parts = ((_END, starts[marks] + durations[marks], -starts[marks], marks),
+                 (_BEGIN, starts[marks], -durations[marks], marks), (_CALL, starts[taken], taken * 0, taken),
+                 (_STRAY, beginnings, beginnings * 0, np.arange(len(strays))))
+        what = np.concatenate([np.full(len(index), code) for code, _time, _tie, index in parts])
+        time, tie, which = (np.concatenate([part[column] for part in parts]) for column in (1, 2, 3))
+        order = np.lexsort((tie, what, time))
+        for done, (code, index) in enumerate(zip(compact(what[order]), compact(which[order]), strict=True)):
+            if code == _CALL:
+                self._op(groups[index] if groups is not None else self._group(index))
+            elif code == _STRAY:
+                self._stray(strays[index])
+            else:
+                self._scope(index, begins=code == _BEGIN)
+            if on_record is not None and not done % 1024:
+                on_record(done, len(order))
+        self.report.device_time = self._device_time()
+
+    def _device_time(self) -> DeviceTime | None:
+        work = self.events.work
+        if not len(work.start):
+            return None
+        durations = np.asarray(work.duration, np.int64)
+        lost = (self._work_of < 0) & (self.tree.work_launch < 0) & (
+            (np.asarray(work.correlation, np.int64) > 0) | (np.asarray(work.external, np.int64) > 0))
+        timed = durations >= 0
+        return DeviceTime(int(durations[timed].sum()), int(durations[timed & lost].sum()), int((~timed).sum()))
+
+    def _resolve_all(self) -> None:
+        """Resolve every kind of call once. Lists of tensors last: what their dtypes are is learned from the results of
+        other calls."""
+        chosen = self.trace.selection.chosen
+        lists = np.asarray([has_lists(kind) for kind in self.events.kinds], bool)
+        late = lists[np.asarray(self.events.ops.kind, np.int64)[chosen]]
+        for index in compact(np.concatenate((chosen[~late], chosen[late]))):
+            self._group(index)
+
+    def _group(self, index: int) -> _Group:
+        """One chosen call with the work that it stands for."""
+        work = self._work(index)
+        placement = self._placement(index, work)
+        device_ns = self._device_ns(work)
+        ops = self.events.ops
+        host_ns = self.events.durations.get(index, ops.duration[index])
+        return _Group(index, self._resolve(index, placement, work), placement, work, 1, host_ns, device_ns)
+
+    def _alike(self) -> dict[int, _Group]:
+        """One for all calls that are alike, by the first one's index."""
+        alike: dict[tuple[int, Placement], _Group] = {}
+        for index in compact(self.trace.selection.chosen):
+            group = self._group(index)
+            known = alike.setdefault((self.events.ops.kind[index], group.placement), group)
+            if known is not group:
+                known.count += 1
+                known.host_ns += group.host_ns
+                known.device_ns = _total([known.device_ns, group.device_ns])
+        return {group.index: group for group in alike.values()}
+
+    def _device_ns(self, work: Sequence[int]) -> int | None:
+        """How long pieces of device work took in all; None where there are none, or one's time is not known."""
+        times = [self.events.work.duration[each] for each in work]
+        return sum(times) if times and min(times) >= 0 else None
+
+    def _work(self, index: int) -> list[int]:
+        """The device work that an event stands for, in the order of the trace."""
+        first = bisect_left(self._sorted, index)
+        return sorted(self._by_op[first : bisect_right(self._sorted, index, first)])
+
+    # -------------------------------------------------------------------------------------------------------- resolving
+
+    def _placement(self, index: int, work: list[int]) -> Placement:
+        if not self.trace.devices:
+            return Placement("cpu")
+        kinds = [self.events.work_kinds[self.events.work.kind[each]] for each in work]
+        numbers = [kind.device for kind in kinds if kind.device in self.trace.devices]
+        if not numbers:
+            on_host = self.trace.facts[self.events.ops.kind[index]].works and index not in self._on_graph
+            return Placement("cpu" if on_host else self._default_device)
+        names = [kind.name for kind in kinds if "memcpy" in kind.category]
+        return Placement(str(self.trace.devices[numbers[0]]), any(_UPLOAD.search(name) for name in names),
+                         any(_DOWNLOAD.search(name) for name in names))
+
+    def _resolve(self, index: int, placement: Placement, work: list[int]) -> Call:
+        number = self.events.ops.kind[index]
+        known = self._resolved.get((number, placement))
+        if known is not None:
+            return known
+        kind = self.events.kinds[number]
+        if self.trace.facts[number].role is Role.collective:
+            call = self._collective(index, kind)
+        elif self.trace.facts[number].role is Role.wrapper:
+            triton = kind.name.startswith("triton_") or kind.triton is not None
+            call = Call(kind.name, None, reason="triton_launch" if triton else "outside_operator",
+                        detail="a kernel that torch.compile generated" if triton else
+                        "device work that no operator stands for was launched in it",
+                        signature=signature_text(read_arguments(kind).arguments) if triton else "")
+        else:
+            launched = [self.events.work_kinds[self.events.work.kind[each]] for each in work]
+            called = self._called(index) if has_lists(kind) else []
+            call = self.trace.calls.resolve(kind, placement, Hints(called, launched))
+            if len(self.trace.devices) and placement.device == "cpu" and call.operator is not None:
+                call = replace(call, assumed=(*call.assumed, "it ran on the host: it launched no device work"))
+        self._resolved[number, placement] = call
+        return call
+
+    def _called(self, index: int) -> list[OpKind]:
+        """The kinds of what a chosen event called."""
+        inside = np.flatnonzero(self.trace.selection.stands_in == index).tolist()
+        return [self.events.kinds[self.events.ops.kind[each]] for each in inside if each != index]
+
+    def _collective(self, index: int, kind: OpKind) -> Call:
+        """What is known of a collective, from the event itself and those inside it."""
+        about: dict[str, Any] = dict(kind.collective or {})
+        for each in self._called(index):
+            about = {**(each.collective or {}), **about}
+        texts = [f"{name}: {value}" for name, value in about.items() if value not in ("", None)]
+        taken = signature_text(read_arguments(kind).arguments)
+        texts += [f"arguments: {taken}"] if taken else []
+        return Call(kind.name, None, reason="collective", detail="; ".join(texts) or "nothing is recorded about it",
+                    signature=taken)
+
+    # ---------------------------------------------------------------------------------------------------------- records
+
+    def _op(self, group: _Group) -> None:
+        index, call = group.index, group.call
+        ops = self.events.ops
+        moment = Moment(ops.start[index] - self._base, group.host_ns // group.count, self._thread(ops.thread[index]),
+                        self._scopes.at(int(self.tree.scope[index]), ops.start[index]),
+                        None if group.device_ns is None else group.device_ns // group.count)
+        annotation: dict[str, Any] = {"import": call.status}
+        assumed = list(call.assumed)
+        annotation |= self._work_annotation(group.work)
+        around = self._wrappers(index)
+        if around:
+            annotation["within"] = around
+        if self.trace.unique:
+            annotation["count"] = group.count
+        if call.operator is not None and call.results.values is None:
+            annotation["results"] = f"not known: {call.results.unknown}"
+        if assumed:
+            annotation["assumed"] = assumed
+        if call.operator is None and call.signature:
+            annotation["arguments"] = call.signature
+        annotation |= self._triton(self.events.kinds[ops.kind[index]])
+        ordinal = None
+        reason, detail = call.reason, call.detail
+        if call.operator is not None:
+            try:
+                ordinal = self._write_call(call, moment, annotation)
+            except ValueError as error:
+                reason, detail = "import_incomplete", f"a capture cannot hold it: {error}"
+                annotation["import"] = "incomplete"
+        if ordinal is None:
+            ordinal = self.session.unsupported(reason, call.name, detail, moment, annotation)
+        self._report(group, ordinal, reason, detail)
+
+    @staticmethod
+    def _triton(kind: OpKind) -> dict[str, Any]:
+        """What a trace says of a generated kernel: its file, hash, grid and warps, and what it was launched with."""
+        if kind.triton is None:
+            return {}
+        inputs = {name: values for name, values in (kind.recorded or {}).items() if values is not None}
+        return {"triton": {"kernel": kind.name, **kind.triton, **({"inputs": inputs} if inputs else {})}}
+
+    def _write_call(self, call: Call, moment: Moment, annotation: dict[str, Any]) -> int:
+        assert call.operator is not None
+        tensors: list[Tensor] = []
+        arguments = [(name, self._value(value, tensors)) for name, value in call.arguments]
+        where = next((tensor.meta.device for tensor in tensors if tensor.meta.sizes), None)
+        where = where if where is not None else tensors[0].meta.device if tensors else self._factory_device(call)
+        results = realize(call.results, tensors, where)
+        kernel = call.operator.kernel()
+        rewritten = self.trace.portable.rewrite(kernel, arguments, results) if self.trace.portable is not None else None
+        if isinstance(rewritten, str):
+            annotation["not_rewritten"] = rewritten
+            self.report.note(f"{kernel.qualified_name} stays as it is: {rewritten}")
+        if isinstance(rewritten, Rewritten):
+            ordinal = self._rewritten(rewritten, moment, annotation)
+        else:
+            ordinal = self.session.op(kernel, arguments, results, moment, annotation)
+        storages = [tensor.storage for tensor in (*tensors, *_tensors(results)) if tensor.storage is not None]
+        self.session.release(list(dict.fromkeys(storages)), replace(moment, device_duration_ns=None, duration_ns=None))
+        return ordinal
+
+    def _rewritten(self, rewritten: Rewritten, moment: Moment, annotation: dict[str, Any]) -> int:
+        """Write what takes a call's place; the first has the call's times and device work. Returns its ordinal."""
+        annotation["import"] = "inferred"
+        annotation["rewritten"] = rewritten.what
+        annotation["assumed"] = [*annotation.get("assumed", ()), rewritten.note]
+        if rewritten.sentence not in self.report.notes:
+            self.report.notes.append(rewritten.sentence)
+        first: int | None = None
+        for kernel, arguments, results in rewritten.calls:
+            ordinal = self.session.op(kernel, arguments, results, moment, annotation)
+            if first is None:
+                first = ordinal
+                moment = replace(moment, duration_ns=None, device_duration_ns=None)
+                annotation = {key: annotation[key] for key in ("import", "rewritten", "assumed")}
+        assert first is not None
+        return first
+
+    def _factory_device(self, call: Call) -> int:
+        named = next((value.name for name, value in call.arguments if name == "device" and value is not None), None)
+        return self.session.device(named or "cpu")
+
+    def _value(self, value: Any, tensors: list[Tensor]) -> Any:
+        if isinstance(value, TensorSpec):
+            assert value.dtype is not None and value.sizes is not None
+            tensor = plain_tensor(value.dtype, value.sizes, value.strides,
+                                  self.session.device(value.device or self._default_device), value.offset)
+            tensors.append(tensor)
+            return tensor
+        if isinstance(value, list):
+            return [self._value(each, tensors) for each in value]
+        return DefaultGenerator(self._default_device) if isinstance(value, DefaultGenerator) else value
+
+    def _work_annotation(self, work: list[int]) -> dict[str, Any]:
+        if not work:
+            return {}
+        kinds = [self.events.work_kinds[self.events.work.kind[each]] for each in work]
+        times = [time if time >= 0 else None for time in (self.events.work.duration[each] for each in work)]
+        annotation: dict[str, Any] = {"device_kernels": [
+            kind.row() | {"duration_ns": time}
+            for kind, time in zip(kinds[:_SHOWN_KERNELS], times, strict=False)]}
+        if len(kinds) > _SHOWN_KERNELS:
+            annotation["device_kernels_left_out"] = len(kinds) - _SHOWN_KERNELS
+        streams = sorted({kind.stream for kind in kinds if kind.stream >= 0})
+        if streams:
+            annotation["stream"] = streams[0] if len(streams) == 1 else streams
+        return annotation
+
+    def _thread(self, thread: int) -> int:
+        return self.events.borrowed.get(thread, thread)
+
+    def _wrappers(self, index: int) -> list[str]:
+        """The names of what is around an event and is no operator, outermost first."""
+        names: list[str] = []
+        parent = int(self.tree.parent[index])
+        while parent >= 0:
+            number = self.events.ops.kind[parent]
+            if self.trace.facts[number].role is Role.wrapper:
+                names.append(self.events.kinds[number].name)
+            parent = int(self.tree.parent[parent])
+        if self.events.ops.thread[index] in self.events.borrowed:
+            names.append("graph launch")
+        return names[::-1]
+
+    def _report(self, group: _Group, ordinal: int, reason: str, detail: str) -> None:
+        call = group.call
+        status = call.status if not reason else "incomplete"
+
+        def entry() -> Entry:
+            operator = call.operator
+            return Entry(call.name, operator.overload if operator else "", status, call.signature,
+                         operator.found if operator else "", call.assumed, reason, detail)
+
+        self.report.add((self.events.ops.kind[group.index], group.placement, reason), entry, ordinal, group.count,
+                        group.host_ns, group.device_ns)
+
+    # ----------------------------------------------------------------------------------------------------------- strays
+
+    def _strays(self) -> list[list[Stray]]:
+        """Work that no operator stands for; with `unique` those that are alike together."""
+        strays = [*unclaimed_work(self.events, self.tree, self._work_of, self.report)]
+        if self.trace.captured is not None:
+            strays += captured_outside(self.events, self.tree, self.trace.captured)
+        if self.trace.level != "launching":
+            strays += compiled_regions(self.events, self.tree)
+        if not self.trace.unique:
+            return [[each] for each in strays]
+        alike: dict[tuple[str, str, str], list[Stray]] = {}
+        for each in sorted(strays, key=lambda each: each.start):
+            alike.setdefault((each.reason, each.name, each.detail), []).append(each)
+        return list(alike.values())
+
+    def _stray(self, alike: list[Stray]) -> None:
+        first, count = alike[0], len(alike)
+        host_ns = _total([each.duration for each in alike])
+        device_ns = _total([self._device_ns(each.work) for each in alike])
+        moment = Moment(first.start - self._base, None if host_ns is None else host_ns // count,
+                        self._thread(first.thread),
+                        self._scopes.at(first.scope, first.start), None if device_ns is None else device_ns // count)
+        annotation = {"import": "incomplete", **self._work_annotation(first.work)}
+        if self.trace.unique:
+            annotation["count"] = count
+        ordinal = self.session.unsupported(first.reason, first.name, first.detail, moment, annotation)
+        self.report.add((first.reason, first.name, first.detail), lambda: Entry(
+            first.name, "", "incomplete", first.shown, reason=first.reason, detail=first.detail),
+            ordinal, count, host_ns, device_ns)
+
+    # ----------------------------------------------------------------------------------------------------------- scopes
+
+    def _scope(self, index: int, *, begins: bool) -> None:
+        ops = self.events.ops
+        name = self.events.kinds[ops.kind[index]].name
+        start = ops.start[index] + (0 if begins else max(1, ops.duration[index]))
+        moment = Moment(start - self._base, None, ops.thread[index], self._scopes[index])
+        if begins:
+            iteration = self._scopes.iteration(index)
+            self.session.scope_begin(name, moment, {"iteration": iteration.row()} if iteration else None)
+        else:
+            self.session.scope_end(name, moment)
+
+
+def _total(times: Sequence[int | None]) -> int | None:
+    known = [each for each in times if each is not None]
+    return sum(known) if len(known) == len(times) else None
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    if isinstance(values, Tensor):
+        return [values]
+    return [tensor for each in values for tensor in _tensors(each)] if isinstance(values, list | tuple) else []

@@ -1,0 +1,149 @@
+"""Tells of operators of other packages whose work passed the recorder by.
+
+What such an operator returns, or declares that it writes, has to be some recorded op's work: its own, or that of the
+operators that it calls. Where neither is so (a kernel for an autograd key that does the work itself, a mode of the
+program's around a composite), the work was done and no replay does it, which is an unsupported record. Seen are calls
+from Python; a caller in C++ does not pass here.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+from replayfmt.pytorch.tensors.looks import shape_of, storage_of
+
+from ..core import Core, plain_parts
+from ..dispatch.kernels import tensors_in
+from ..frames import leave_no_own_frame
+from ..hooks.patches import Patch, Patched, PatchSet
+from ..storages.trackers import Tracker, has_bytes
+from .composite_operators import PYTORCH_NAMESPACES
+
+_Written = tuple[torch.Tensor, Tracker | None, set[int] | None]
+_UNSEEN = "the operator's kernel did its work where no recorded op did it: "
+
+
+class RecorderForWork(Protocol):
+    """What this needs of a recorder."""
+
+    def recording(self) -> bool: ...
+
+
+class DeclaredWork(Patched):
+    """The patches of one capture that see calls of operators from Python."""
+
+    def __init__(self, recorder: RecorderForWork, core: Core) -> None:
+        self._recorder = recorder
+        self._core = core
+        self._patches = PatchSet(
+            [Patch("torch._ops", "OpOverload.__call__", self._around),
+             Patch("torch._ops", "OpOverloadPacket.__call__", self._around)]
+        )
+
+    def _around(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def call(operator: Any, /, *args: Any, **kwargs: Any) -> Any:
+            try:
+                name = self._core.attempt(_name, operator) or ""
+                if not name or name.partition("::")[0] in PYTORCH_NAMESPACES or not self._recorder.recording():
+                    return original(operator, *args, **kwargs)
+                return self._watch(functools.partial(original, operator), operator, name, args, kwargs)
+            except BaseException as error:
+                leave_no_own_frame(error)
+                raise
+
+        return call
+
+    def _watch(
+        self, original: Callable[..., Any], operator: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        core = self._core
+        before = core.arrivals[name]
+        written = core.attempt(self._forget_writes, operator, args, kwargs) or []
+        unwritten: list[torch.Tensor] = []
+        try:
+            result = original(*args, **kwargs)
+        finally:
+            unwritten += [tensor for tensor, tracker, known in written if not _remember(tracker, known)]
+        if core.arrivals[name] == before and core.on:
+            core.attempt(self._tell, name, unwritten, result)
+        return result
+
+    def _forget_writes(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[_Written]:
+        """What a call is declared to write, with what is known of recorded writes to it: that is taken off for as long
+        as the operator runs."""
+        written = []
+        for tensor in _written(operator, args, kwargs):
+            tracker = self._core.storages.known(storage_of(tensor))
+            written.append((tensor, tracker, None if tracker is None else tracker.written))
+            if tracker is not None:
+                tracker.written = None
+        return written
+
+    def _tell(self, name: str, unwritten: list[torch.Tensor], result: Any) -> None:
+        core = self._core
+        with core.lock:
+            if unwritten:
+                core.records.unsupported("unseen_work", name, f"{_UNSEEN}it declares that it writes an argument")
+                for tensor in unwritten:
+                    core.mark_outside_write(tensor)
+            if any(self._is_no_ops_work(tensor) for tensor in _memories(tensors_in(result))):
+                core.records.unsupported("unseen_work", name, f"{_UNSEEN}it returned what no op wrote")
+
+    def _is_no_ops_work(self, tensor: torch.Tensor) -> bool:
+        if shape_of(tensor).numel() == 0:
+            return False
+        storage = storage_of(tensor)
+        tracker = self._core.storages.known(storage)
+        if tracker is None:
+            return has_bytes(storage, storage.nbytes(), storage.device)
+        state = tracker.state
+        return state is not None and state.coverage is not None and not state.coverage.touched
+
+
+def _name(operator: Any) -> str:
+    """An overload's or a packet's name without overload."""
+    if isinstance(operator, torch._ops.OpOverload):
+        return operator._schema.name
+    return operator._qualified_op_name
+
+
+def _remember(tracker: Tracker | None, known: set[int] | None) -> bool:
+    """Put together what was known of writes before and what was written since. Whether anything was."""
+    if tracker is None:
+        return False
+    since = tracker.written
+    tracker.written = since if known is None else known if since is None else known | since
+    return since is not None
+
+
+def _written(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """The tensors that a call of an operator is declared to write."""
+    given: dict[int, torch.Tensor] = {}
+    for place, name in _written_places(operator):
+        value = args[place] if place < len(args) else kwargs.get(name)
+        given.update((id(tensor), tensor) for tensor in _memories(tensors_in(value)))
+    return list(given.values())
+
+
+@functools.lru_cache(maxsize=4096)
+def _written_places(operator: Any) -> tuple[tuple[int, str], ...]:
+    """Place and name of each argument that an overload, or any of a packet's, is declared to write."""
+    schemas = [operator._schema] if isinstance(operator, torch._ops.OpOverload) else operator._schemas.values()
+    written = {
+        (place, argument.name): None
+        for schema in schemas
+        for place, argument in enumerate(schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    }
+    return tuple(written)
+
+
+def _memories(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """What of some tensors, or of their parts, has memory of its own to look at."""
+    own = [tensor for tensor in tensors if not torch._C._functorch.is_functorch_wrapped_tensor(tensor)]
+    return [part for tensor in own for part in plain_parts(tensor)]

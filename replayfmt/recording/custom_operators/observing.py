@@ -1,0 +1,274 @@
+"""Operators of other packages that are written in Python: recorded whole, or as what happens inside where they hide
+state.
+
+A replay calls an operator with its recorded arguments. That reproduces it only where it depends on nothing else: an
+attention operator that is given a layer's name finds that layer's caches by it, in this process. So the inside of each
+call is observed. As long as it uses only the call's arguments, and memory that it makes itself, nothing is recorded,
+and in the end the op is one record: its kernel can be substituted by name. Once the inside
+
+- uses memory from elsewhere, or a generator from elsewhere,
+- writes an argument that the schema does not declare as written,
+- changes numeric settings, or what memory a tensor stands for,
+- or returns memory that the capture knows from elsewhere,
+
+what has happened inside so far is recorded as the operators that it was, the rest follows one by one, and so do all
+later calls of that operator. Memory that the inside makes from host values (`torch.tensor`, `from_numpy`) is its own.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from replayfmt.pytorch.tensors.looks import shape_of, storage_of
+
+from ..core import Core, plain_parts
+from ..dispatch.calls import Call, PassedThrough
+from ..dispatch.kernels import Action, KernelFacts, tensors_in
+from ..dispatch.mode import RecordingMode
+from ..state.autocast import autocast_of_program
+from ..state.randomness import address, drawn_from, generator_state
+from ..storages.identity import Storages
+from ..stream.records import Unrepresentable
+
+_clock = time.perf_counter_ns
+_LIFTS = ("aten::lift_fresh", "aten::lift", "aten::lift_fresh_copy")
+_MOVES = ("aten::set_", "aten::resize_", "aten::resize_as_", "aten::_resize_output_", "inductor::resize_storage_bytes_")
+_LAUNCHED = "inside the operator ran a compiled region or a launch, before it was seen to hide state"
+_KEPT = (
+    "the operator is written in Python and keeps memory that it made, which a replay of the call would not find again; "
+    "capture with --inside and its name to record what happens inside"
+)
+
+
+class Told(NamedTuple):
+    """An op that has run and is not recorded."""
+
+    facts: KernelFacts
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    result: Any
+    started: int
+    ended: int
+    drawn: list[tuple[torch.Generator, bytes, bytes]]     # generators with their states before and after it
+
+
+def observe(mode: RecordingMode, facts: KernelFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an operator that is written in Python and record it."""
+    core = mode.core
+    assert facts.body is not None
+    around = mode if isinstance(mode, Observer) and not mode.told else None
+    if around is not None and core.attempt(around.hides, facts, args, kwargs) is not False:
+        around.tell()
+        around = None
+    call: Call | None = None
+    if around is None:
+        begun = core.before(facts, args, kwargs)
+        if isinstance(begun, Unrepresentable):     # the call cannot be recorded, so what it does has to be
+            core.insides.hides_state(facts.name)
+            return mode.run_inside(facts.body, args, kwargs)
+        if begun is None:
+            return facts.call(*args, **kwargs)
+        call = begun
+    observer = Observer(core, facts, args, kwargs, around)
+    states = observer.states(facts, args, kwargs) if around is not None else []
+    started = _clock()
+    try:
+        result = observer.run_inside(facts.body, args, kwargs)
+    except BaseException:
+        if call is not None and not observer.told:
+            core.raised(call, started, _clock())
+        raise
+    ended = _clock()
+    core.attempt(observer.look_at_result, result)
+    if not observer.told:
+        if call is not None:
+            core.returned(call, result, started, ended)
+        elif around is not None:
+            around.note(facts, args, kwargs, result, started, ended, states)
+        core.attempt(observer.leave, result)
+    core.pump()
+    return result
+
+
+class Observer(RecordingMode):
+    """Sees what happens inside one call. `told`: that is recorded; all that follows is, too."""
+
+    def __init__(
+        self, core: Core, facts: KernelFacts, args: tuple[Any, ...], kwargs: dict[str, Any], around: Observer | None
+    ) -> None:
+        TorchDispatchMode.__init__(self)     # without the fast path
+        self.core = core
+        self.told = False
+        self._facts = facts
+        self._around = around
+        self._pending: list[Told] = []
+        self._skipped_scopes = 0
+        given = list(_given(facts, args, kwargs))
+        self._own = {number for _index, number, _tensor in given}
+        self._writable = {number for index, number, _tensor in given if facts.arguments[index].written}
+        self._made: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._generators = {address(v) for v in (*args, *kwargs.values()) if isinstance(v, torch.Generator)}
+
+    # ---------------------------------------------------------------------------------------------------------- the ops
+
+    def record(self, facts: KernelFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        core = self.core
+        if not self.told and core.attempt(self.hides, facts, args, kwargs) is not False:
+            self.tell()
+        if self.told:
+            return super().record(facts, args, kwargs)
+        states = self.states(facts, args, kwargs)
+        started = _clock()
+        result = facts.call(*args, **kwargs)
+        self.note(facts, args, kwargs, result, started, _clock(), states)
+        return result
+
+    def _run_unsupported(
+        self, facts: KernelFacts, args: tuple[Any, ...], kwargs: dict[str, Any], problem: Unrepresentable
+    ) -> Any:
+        self.tell()
+        return super()._run_unsupported(facts, args, kwargs, problem)
+
+    def _special(self, facts: KernelFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        entered, left = facts.action is Action.scope_enter, facts.action is Action.scope_exit
+        if (entered and not self.told) or (left and self._skipped_scopes):
+            self._skipped_scopes += 1 if entered else -1
+            return facts.call(*args, **kwargs)
+        return super()._special(facts, args, kwargs)
+
+    def _ends(self) -> bool:
+        return self.told and super()._ends()
+
+    def hides(self, facts: KernelFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether an op that is about to run makes the call one that has to be recorded as what happens inside."""
+        autocast = None if facts.own else autocast_of_program()
+        if self.core.numeric.moved(facts.name, autocast) or facts.name in _MOVES:
+            return True
+        if facts.in_place_view and facts.name != "aten::detach_":
+            return True
+        for value in (*args, *kwargs.values()):
+            if isinstance(value, (torch.UntypedStorage, torch.TypedStorage)):
+                return True
+            if isinstance(value, torch.Generator) and address(value) not in self._generators:
+                return True
+        for index, number, tensor in _given(facts, args, kwargs):
+            written = facts.arguments[index].written
+            if number not in self._own:
+                if written or facts.name not in _LIFTS:
+                    return True
+                self._own.add(number)
+            elif written and (number not in self._writable or shape_of(tensor).numel() == 0 or _is_watched(tensor)):
+                return True
+        return False
+
+    def states(
+        self, facts: KernelFacts, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> list[tuple[torch.Generator, bytes]]:
+        """The generators that an op may draw from, and their states before it."""
+        if not (facts.random and facts.draws(args, kwargs)):
+            return []
+        tensors = tensors_in((*args, *kwargs.values()))
+        devices = {torch.device("cpu"), *(tensor.device for tensor in tensors)}
+        return [(each, generator_state(each)) for each in drawn_from(args, kwargs, devices)]
+
+    def note(
+        self, facts: KernelFacts, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, started: int, ended: int,
+        states: list[tuple[torch.Generator, bytes]],
+    ) -> None:
+        """An op ran."""
+        self.core.attempt(self._note, facts, args, kwargs, result, started, ended, states)
+
+    def _note(
+        self, facts: KernelFacts, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, started: int, ended: int,
+        states: list[tuple[torch.Generator, bytes]],
+    ) -> None:
+        for storage in _storages(result):
+            number = storage._cdata
+            if number not in self._own:
+                self._own.add(number)
+                self._writable.add(number)
+                self._made[number] = weakref.ref(storage)
+        drawn = [(generator, before, generator_state(generator)) for generator, before in states]
+        self._pending.append(Told(facts, args, kwargs, result, started, ended, drawn))
+
+    def tell(self) -> None:
+        """Record what has happened inside, and from now on whatever happens."""
+        if self.told:
+            return
+        if self._around is not None:
+            self._around.tell()
+        self.told = True
+        self.core.insides.hides_state(self._facts.name)
+        if self.launched:
+            self.core.attempt(self._unsupported, "unseen_work", _LAUNCHED)
+        for op in self._pending:
+            self.core.attempt(_tell_late, self.core, op)
+        self._pending.clear()
+
+    # ------------------------------------------------------------------------------------------------------- the end
+
+    def look_at_result(self, result: Any) -> None:
+        """The call returned."""
+        known = self.core.storages.known
+        if any(storage._cdata not in self._own and known(storage) is not None for storage in _storages(result)):
+            self.tell()
+
+    def leave(self, result: Any) -> None:
+        """The call was recorded whole. Memory that it made and that lives on is state that no replay has, unless it is
+        there for gradients."""
+        for storage in _storages(result):
+            self._made.pop(storage._cdata, None)
+        self._pending.clear()
+        if self._around is not None:
+            self._around._made.update(self._made)
+        elif not any(tensor.requires_grad for tensor in tensors_in(result)) and any(
+            storage() is not None for storage in self._made.values()
+        ):
+            self.core.insides.hides_state(self._facts.name)
+            self._unsupported("hidden_state", _KEPT)
+
+    def _unsupported(self, reason: str, detail: str) -> None:
+        with self.core.lock:
+            self.core.records.unsupported(reason, self._facts.name, detail)
+
+
+def _tell_late(core: Core, op: Told) -> None:
+    """Record an op that has run."""
+    with core.lock:
+        if core.on:
+            try:
+                call = core.calls.before(op.facts, op.args, op.kwargs, op.drawn)
+                core.calls.after(call, op.result, op.started, op.ended)
+            except PassedThrough:
+                pass
+            except Unrepresentable as problem:
+                core.unsupported_op(op.facts, op.args, op.kwargs, problem)
+
+
+def _is_watched(tensor: torch.Tensor) -> bool:
+    """Whether the recorder compares its content at each use, so that a write must be recorded when it happens."""
+    tracker = Storages.known(storage_of(tensor))
+    return tracker is not None and tracker.state is not None and tracker.state.watched
+
+
+def _given(
+    facts: KernelFacts, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Iterator[tuple[int, int, torch.Tensor]]:
+    """For each tensor that has memory: the argument's index, a number for its storage while it lives, and itself."""
+    values = (*enumerate(args), *((facts.indices[name], value) for name, value in kwargs.items()))
+    for index, value in values:
+        for tensor in tensors_in(value):
+            for part in plain_parts(tensor):
+                yield index, storage_of(part)._cdata, part
+
+
+def _storages(value: Any) -> Iterator[torch.UntypedStorage]:
+    for tensor in tensors_in(value):
+        for part in plain_parts(tensor):
+            yield storage_of(part)

@@ -1,0 +1,158 @@
+"""Has the composite operators of other packages come whole to the recorder, as the kernels that they are.
+
+An operator that is registered without a dispatch key (`m.def(schema, function)`) is a composite to PyTorch: where
+gradients may be needed, its function runs above dispatch modes, which see the operators that it calls, and nothing of
+what it does to memory itself. While a capture runs, such operators have kernels for the autograd keys that hand them
+on to the recorder where it is the one to see them, and run the function as ever where it is not: in other threads,
+under modes and transforms of the program's, for tensors that dispatch themselves. Callers in C++ make no difference.
+
+Libraries may be loaded while the capture runs. They are looked at when an extension has been loaded, when a kernel was
+registered from Python, and when an operator is looked up in `torch.ops` for the first time.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch._C import DispatchKey
+
+from replayfmt.format.operator_names import name_problem
+
+from ..dispatch.calls import dispatches_itself
+from ..dispatch.kernels import tensors_in
+from ..frames import leave_no_frames, leave_no_own_frame
+from ..hooks.patches import Patch, PatchSet
+from ..state.autocast import AUTOGRAD_KEYS, BACKENDS, handed_on
+from .composite_operators import PYTORCH_NAMESPACES, comes_whole, overload_of, own_backends
+
+_COMPOSITE = DispatchKey.CompositeImplicitAutograd
+
+
+class RecorderForComposites(Protocol):
+    """What the kernels need of a recorder."""
+
+    def sees_first(self) -> bool:
+        """Whether the recorder alone sees what this thread calls now."""
+        ...
+
+    def attempt(self, step: Callable[..., Any], *args: Any) -> Any:
+        """Do something whose failure ends the recording, not the program."""
+        ...
+
+
+class WholeComposites:
+    """The kernels of one capture."""
+
+    def __init__(self, recorder: RecorderForComposites) -> None:
+        self._recorder = recorder
+        self._libraries: dict[str, Any] = {}     # by namespace; what they registered goes with them
+        self._seen: set[str] = set()
+        self._active = False
+        self._patches = PatchSet(
+            [
+                Patch("importlib.machinery", "ExtensionFileLoader.create_module", self._after),
+                Patch("torch._ops", "_Ops.load_library", self._after),
+                Patch("torch.library", "Library.impl", self._after),
+                Patch("torch._ops", "_OpNamespace.__getattr__", self._after_lookup),
+            ]
+        )
+
+    @property
+    def missing(self) -> list[str]:
+        return [patch.target for patch in self._patches.missing]
+
+    def install(self) -> None:
+        self._active = True
+        self.look()
+        self._patches.install()
+
+    def remove(self) -> None:
+        """Put everything back as it was. Idempotent."""
+        self._active = False
+        self._patches.remove()
+        while self._libraries:
+            self._libraries.popitem()[1].reset()
+        handed_on.clear()
+
+    def look(self) -> None:
+        """Register for the composites that were not here when this was called last."""
+        if self._active:
+            self._recorder.attempt(self._look)
+
+    def _look(self) -> None:
+        for name in torch._C._dispatch_get_registrations_for_dispatch_key(_COMPOSITE.name):
+            if name not in self._seen:
+                self._seen.add(name)
+                if comes_whole(name.partition(".")[0]):
+                    self._register(name)
+
+    def _register(self, name: str) -> None:
+        namespace, _, base = name.partition("::")
+        operator, _, overload = name.partition(".")
+        if name_problem(operator, overload or "default"):
+            return      # PyTorch itself cannot be asked about it
+        has = torch._C._dispatch_has_kernel_for_dispatch_key
+        if any(has(name, key) for key in AUTOGRAD_KEYS):
+            return      # it takes care of gradients itself, and calls what comes below dispatch modes
+        if namespace not in self._libraries:
+            self._libraries[namespace] = torch._C._dispatch_library("IMPL", namespace, "")
+        handed_on.add(name)
+        # For a backend with a kernel of its own the operator comes whole anyway.
+        own = own_backends(name)
+        kernel = self._kernel(name)
+        for backend in (*BACKENDS, *(() if own else ("Other",))):
+            if backend not in own:
+                self._libraries[namespace].impl(base, f"Autograd{backend}", kernel, True)
+
+    def _kernel(self, name: str) -> Callable[..., Any]:
+        recorder = self._recorder
+
+        def kernel(keys: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+            operator = overload_of(name)
+            try:
+                if (
+                    recorder.sees_first()
+                    and torch._C._functorch.peek_interpreter_stack() is None
+                    and not any(dispatches_itself(type(tensor)) for tensor in tensors_in((*args, *kwargs.values())))
+                ):
+                    return operator.redispatch(keys & torch._C._after_autograd_keyset, *args, **kwargs)
+                return operator._op_dk(_COMPOSITE, *args, **kwargs)
+            except BaseException as error:
+                leave_no_frames(error)
+                raise
+
+        return kernel
+
+    # ------------------------------------------------------------------------------------------------------- libraries
+
+    def _after(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """The function, and a look at what it may have registered."""
+
+        @functools.wraps(original)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            try:
+                result = original(*args, **kwargs)
+            except BaseException as error:
+                leave_no_own_frame(error)
+                raise
+            self.look()
+            return result
+
+        return call
+
+    def _after_lookup(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def find(namespace: Any, operator: str) -> Any:
+            try:
+                found = original(namespace, operator)
+            except BaseException as error:
+                leave_no_own_frame(error)
+                raise
+            if namespace.name not in PYTORCH_NAMESPACES:
+                self.look()
+            return found
+
+        return find

@@ -1,0 +1,209 @@
+"""Turns the values of one call into a signature key and slots.
+
+The key is everything about the values that is constant in a signature: kinds, nesting, constants. It is a flat tuple of
+tokens, so that interning a signature is one dictionary lookup; only an unknown key is turned into signature nodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from replayfmt.format.codes import Layout, ValueKind
+from replayfmt.format.model import Node
+from replayfmt.pytorch.tensors.composites import is_composite, take_apart
+from replayfmt.pytorch.tensors.dtypes import DTYPE_CODE, LAYOUT_CODE, MEMORY_FORMAT_CODE, TORCH_LAYOUT
+from replayfmt.pytorch.tensors.looks import layout_of
+from replayfmt.pytorch.tensors.memory import call_undispatched
+
+from ..storages.trackers import Tracker
+from ..stream.records import Unrepresentable
+from .unpacked import Unpacked
+
+_INT64 = range(-(1 << 63), 1 << 63)
+
+
+class Token(NamedTuple):
+    """One node of a key: its kind, its constant, the number of children that follow."""
+
+    kind: ValueKind
+    constant: int | str | None = None
+    children: int = 0
+
+
+_NONE = Token(ValueKind.none)
+_FALSE, _TRUE = Token(ValueKind.bool, 0), Token(ValueKind.bool, 1)
+_INT, _FLOAT, _COMPLEX = Token(ValueKind.int), Token(ValueKind.float), Token(ValueKind.complex)
+_TENSOR, _STORAGE, _GENERATOR = Token(ValueKind.tensor), Token(ValueKind.storage), Token(ValueKind.generator)
+
+
+class Use(NamedTuple):
+    """A plain tensor that a call was given or gave: `argument` is the schema's (or result's) index."""
+
+    argument: int
+    tensor: torch.Tensor
+    storage: torch.UntypedStorage
+    tracker: Tracker
+    number: int  # tensor id
+    meta: int
+
+
+class Values:
+    """The values of one call, being gathered."""
+
+    __slots__ = ("addresses", "argument", "floats", "ints", "key", "tensors", "uses")
+
+    def __init__(self) -> None:
+        self.key: list[Token] = []
+        self.tensors: list[int] = []
+        self.ints: list[int] = []
+        self.floats: list[float] = []
+        self.uses: list[Use] = []
+        self.addresses = False  # an integer was an address, and is recorded as something else
+        self.argument = 0
+
+
+class Encoder:
+    """Encodes values. `tensor` resolves a plain tensor to its use, `storage` and `generator` give ids."""
+
+    def __init__(
+        self,
+        tensor: Callable[[torch.Tensor, int], Use],
+        storage: Callable[[torch.UntypedStorage, int], int],
+        generator: Callable[[torch.Generator], int],
+        device: Callable[[torch.device], int],
+        large_integer: Callable[[int], int | torch.Tensor | None],
+        unpacked: Unpacked,
+    ) -> None:
+        """`large_integer`: what is recorded in the place of an integer of more than 32 bits: itself, the tensor that
+        stands for an address, or None."""
+        self._tensor = tensor
+        self._storage = storage
+        self._generator = generator
+        self._device = device
+        self._large_integer = large_integer
+        self._unpacked = unpacked
+
+    def add(self, value: Any, values: Values) -> None:
+        """Append one value. Raises Unrepresentable."""
+        kind = type(value)
+        if isinstance(value, torch.Tensor):
+            self._add_tensor(value, values)
+        elif value is None:
+            values.key.append(_NONE)
+        elif kind is bool:
+            values.key.append(_TRUE if value else _FALSE)
+        elif kind is int:
+            self._add_int(value, values)
+        elif kind is float:
+            values.key.append(_FLOAT)
+            values.floats.append(value)
+        elif kind in (list, tuple, torch.Size) or isinstance(value, (list, tuple)):
+            values.key.append(Token(ValueKind.tuple if isinstance(value, tuple) else ValueKind.list, None, len(value)))
+            for item in value:
+                self.add(item, values)
+        else:
+            self._add_constant(value, values)
+
+    def _add_int(self, value: int, values: Values) -> None:
+        if value not in _INT64:
+            raise Unrepresentable("opaque_argument", f"the integer {value} does not fit 64 bits")
+        if value >> 32 > 0:
+            recorded = self._large_integer(value)
+            if recorded is not value:
+                values.addresses = True
+                self.add(recorded, values)
+                return
+        values.key.append(_INT)
+        values.ints.append(value)
+
+    def _add_constant(self, value: Any, values: Values) -> None:
+        key = values.key
+        if isinstance(value, str):
+            key.append(Token(ValueKind.string, value))
+        elif isinstance(value, torch.dtype):
+            if value not in DTYPE_CODE:
+                raise Unrepresentable("opaque_argument", f"the format has no code for {value}")
+            key.append(Token(ValueKind.dtype, int(DTYPE_CODE[value])))
+        elif isinstance(value, torch.device):
+            key.append(Token(ValueKind.device, self._device(value)))
+        elif isinstance(value, torch.memory_format):
+            key.append(Token(ValueKind.memory_format, int(MEMORY_FORMAT_CODE[value])))
+        elif isinstance(value, torch.layout):
+            key.append(Token(ValueKind.layout, int(LAYOUT_CODE[value])))
+        elif isinstance(value, complex):
+            key.append(_COMPLEX)
+            values.floats += (value.real, value.imag)
+        elif isinstance(value, torch.Generator):
+            key.append(_GENERATOR)
+            values.ints.append(self._generator(value))
+        elif isinstance(value, (torch.UntypedStorage, torch.TypedStorage)):
+            key.append(_STORAGE)
+            storage = value if isinstance(value, torch.UntypedStorage) else value._untyped_storage
+            values.ints.append(self._storage(storage, values.argument))
+        elif isinstance(value, torch.ScriptObject):
+            self._add_composite(value, values)
+        elif isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+            self.add(_concrete(value), values)
+        elif isinstance(value, (bool, int, float)):  # subclasses
+            self.add(int(value) if isinstance(value, int) else float(value), values)
+        else:
+            raise Unrepresentable(
+                "opaque_argument", f"a value of type {type(value).__module__}.{type(value).__qualname__}"
+            )
+
+    def _add_tensor(self, tensor: torch.Tensor, values: Values) -> None:
+        if is_composite(tensor):
+            self._add_composite(tensor, values)
+            return
+        use = self._tensor(tensor, values.argument)
+        values.key.append(_TENSOR)
+        values.tensors.append(use.number)
+        values.uses.append(use)
+
+    def _add_composite(self, value: torch.Tensor | torch.ScriptObject, values: Values) -> None:
+        if isinstance(value, torch.Tensor) and layout_of(value) is TORCH_LAYOUT[Layout.mkldnn]:
+            raise Unrepresentable("mkldnn_layout", "a tensor in oneDNN's own layout")
+        try:
+            if isinstance(value, torch.Tensor):
+                form, parts = call_undispatched(take_apart, value)
+            else:
+                form, parts = self._unpacked.parts(value)
+        except TypeError as error:
+            raise Unrepresentable("opaque_argument", str(error)) from error
+        values.key.append(Token(ValueKind.composite, form, len(parts)))
+        for part in parts:
+            self.add(part, values)
+
+
+class StructureEncoder(Encoder):
+    """Encodes tensors and how they are nested. Scalars and strings, which may tell what is in them, become None."""
+
+    def add(self, value: Any, values: Values) -> None:
+        if isinstance(value, (torch.Tensor, list, tuple, torch.UntypedStorage, torch.TypedStorage, torch.ScriptObject)):
+            super().add(value, values)
+        else:
+            recorded = self._large_integer(value) if type(value) is int and value >> 32 > 0 else None
+            super().add(recorded if isinstance(recorded, torch.Tensor) else None, values)
+
+
+def _concrete(value: torch.SymInt | torch.SymFloat | torch.SymBool) -> int | float | bool:
+    node = value.node
+    for convert in ("maybe_as_int", "maybe_as_float", "maybe_as_bool"):
+        known = getattr(node, convert, lambda: None)()
+        if known is not None:
+            return known
+    raise Unrepresentable("symbolic_argument", "a symbolic number without a concrete value")
+
+
+def build_nodes(tokens: Sequence[Token], names: Sequence[str]) -> tuple[Node, ...]:
+    """The nodes of a flat key: as many top-level ones as there are names."""
+    remaining = iter(tokens)
+    return tuple(_build_node(remaining, name) for name in names)
+
+
+def _build_node(remaining: Iterator[Token], name: str) -> Node:
+    token = next(remaining)
+    return Node(token.kind, name, token.constant, tuple(_build_node(remaining, "") for _ in range(token.children)))

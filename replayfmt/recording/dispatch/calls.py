@@ -1,0 +1,373 @@
+"""One operator call as the capture sees it: what has to be recorded before it runs, and its record after.
+
+This is the complete path, which every call can take. Callers hold the recorder's lock around `before` and `after`, not
+while the operator runs.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from replayfmt.format.codes import OpStatus, RecordKind
+from replayfmt.format.model import Kernel, Signature
+from replayfmt.pytorch.opaque_results import OpaqueResults
+from replayfmt.pytorch.tensors.looks import dtype_of, is_zerotensor, offset_of, shape_of, storage_of
+
+from ..interrupts import is_interrupt
+from ..state.autocast import autocast_of_program
+from ..state.numeric_state import NumericState
+from ..state.randomness import Generators, drawn_from
+from ..storages.identity import Storages
+from ..stream.buffer import RecordBuffer, packer
+from ..stream.digesting import Digests
+from ..stream.records import Records, Unrepresentable
+from ..stream.tensor_metas import TensorMetas
+from .arguments import Encoder, StructureEncoder, Use, Values, build_nodes
+from .handles import Handles
+from .kernels import KernelFacts
+from .unpacked import Unpacked
+
+if TYPE_CHECKING:
+    from ..fast_path.sites import Site
+
+
+class Call:
+    """A call that is being recorded."""
+
+    __slots__ = ("args", "facts", "generators", "kwargs", "values")
+
+    def __init__(self, facts: KernelFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.facts = facts
+        self.args = args
+        self.kwargs = kwargs
+        self.values = Values()
+        self.generators: list[torch.Generator] = []
+
+
+class PassedThrough(Exception):
+    """The op returned a wrapper subclass: what it holds was or will be recorded on its own."""
+
+
+class Calls:
+    """Records calls."""
+
+    def __init__(
+        self,
+        buffer: RecordBuffer,
+        records: Records,
+        metas: TensorMetas,
+        storages: Storages,
+        generators: Generators,
+        numeric: NumericState,
+        digests: Digests,
+        handles: Handles,
+        *,
+        digest_results: bool,
+        scalars: bool,
+        opaque: OpaqueResults,
+        threads: list[int],
+        learn: Callable[[int, Call, Values, Any], Site | None],
+    ) -> None:
+        """`scalars`: record the scalars that ops return. `opaque` are results that are never compared."""
+        self._buffer = buffer
+        self._records = records
+        self._metas = metas
+        self._storages = storages
+        self._generators = generators
+        self._numeric = numeric
+        self._digests = digests
+        self._handles = handles
+        self._digest_results = digest_results
+        self._opaque = opaque
+        self._threads = threads
+        self._learn = learn
+        self.site: Site | None = None      # of the call that was recorded last
+        self._kernels: dict[int, KernelFacts] = {}
+        self._call: Call | None = None
+        unpacked = Unpacked()
+        self._arguments = Encoder(
+            self._use_argument, self._use_storage, generators.number, records.device, self._given_integer, unpacked
+        )
+        results = Encoder if scalars else StructureEncoder
+        self._results = results(
+            self._use_result, self._result_storage, generators.number, records.device, self._returned_integer, unpacked
+        )
+
+    def facts(self, func: torch._ops.OpOverload) -> KernelFacts:
+        """What is known of an overload; computed at its first call."""
+        facts = self._kernels.get(id(func))
+        if facts is None:
+            facts = self._kernels[id(func)] = KernelFacts(func, self._opaque)
+        return facts
+
+    @property
+    def operators(self) -> list[tuple[str, str, int]]:
+        """Name, overload and number of results of what was called so far."""
+        return [(facts.name, facts.overload, facts.results) for facts in self._kernels.values()]
+
+    # ---------------------------------------------------------------------------------------------------------- before
+
+    def before(
+        self, facts: KernelFacts, args: tuple[Any, ...], kwargs: dict[str, Any],
+        drawn: list[tuple[torch.Generator, bytes, bytes]] | None = None,
+    ) -> Call:
+        """Record what the op needs: state, content. `drawn`: it has run, under the settings that the stream is in, and
+        these generators were in these states around it. Raises Unrepresentable."""
+        if facts.unnameable:
+            raise Unrepresentable("opaque_argument", facts.unnameable)
+        call = self._call = Call(facts, args, kwargs)
+        self.site = None
+        try:
+            if drawn is None:
+                self._numeric.check(facts.name)
+                if not facts.own:
+                    self._numeric.check_autocast(autocast_of_program())
+            self._gather(call)
+            for generator, before, after in drawn or ():
+                self._generators.drew(generator, before, after)
+            if drawn is None and facts.random and facts.draws(args, kwargs):
+                call.generators = drawn_from(args, kwargs, self._devices(call))
+                self._generators.before(call.generators)
+        finally:
+            self._call = None     # nothing here may hold on to the program's tensors
+        return call
+
+    def _gather(self, call: Call) -> None:
+        values, add = call.values, self._arguments.add
+        for index, value in enumerate(call.args):
+            values.argument = index
+            add(value, values)
+        for name, value in call.kwargs.items():
+            values.argument = call.facts.indices[name]
+            add(value, values)
+
+    @staticmethod
+    def _devices(call: Call) -> set[torch.device]:
+        device = call.kwargs.get("device")
+        devices = {use.storage.device for use in call.values.uses}
+        if device is not None:
+            devices.add(torch.device(device))
+        if call.facts.namespace != "aten":
+            devices.add(torch.device("cpu"))
+        return devices
+
+    def _use_argument(self, tensor: torch.Tensor, index: int) -> Use:
+        storage = storage_of(tensor)
+        zero = is_zerotensor(tensor)
+        storages, call = self._storages, self._call
+        assert call is not None
+        tracker = known = storages.known(storage)
+        if tracker is None:
+            tracker = storages.enter(storage, dtype_of(tensor))
+        if tracker.size != storage.nbytes() and (known is not None or tracker.alias):
+            facts = call.facts
+            reads = shape_of(tensor).numel() != 0 and facts.reads(index, call.args, call.kwargs)
+            as_is = facts.packs or (facts.arguments[index].written and not facts.own)
+            tracker = storages.use(tracker, storage, reads, facts.name, as_is=as_is)
+        if tracker.imports and not call.facts.own:
+            self._handles.check_content(tensor)
+        meta = self._metas.of(tensor, zero)
+        number = storages.view(tracker, meta, int(offset_of(tensor)), self._metas.params[meta].item)
+        return Use(index, tensor, storage, tracker, number, meta)
+
+    def _given_integer(self, value: int) -> int | torch.Tensor:
+        """What is recorded in the place of a large integer that the op was given."""
+        assert self._call is not None
+        tensor = None if self._call.facts.own else self._handles.passed(value)
+        return value if tensor is None else tensor
+
+    def _returned_integer(self, value: int) -> int | torch.Tensor | None:
+        """What is recorded in the place of a large integer that the op returned."""
+        assert self._call is not None
+        if self._call.facts.own:      # read out of a tensor: no number to compare, and no new object
+            return value if self._handles.known(value) is None else None
+        tensor = self._handles.returned(value)
+        return value if tensor is None else tensor
+
+    def _use_storage(self, storage: torch.UntypedStorage, index: int) -> int:
+        tracker = self._storages.known(storage)
+        if tracker is None:
+            tracker = self._storages.enter(storage, self._dtype_beside())
+        elif tracker.size != storage.nbytes():
+            call = self._call
+            assert call is not None
+            reads = storage.nbytes() != 0 and call.facts.reads(index, call.args, call.kwargs)
+            tracker = self._storages.use(tracker, storage, reads, call.facts.name)
+        state = tracker.state
+        if state is not None and state.alias_of is not None and (state.delta or state.length != state.alias_of.size):
+            raise Unrepresentable("overlapping_storages", "a storage that is a part of another one was passed as such")
+        return tracker.id
+
+    def _dtype_beside(self) -> torch.dtype | None:
+        """What a storage that is an argument itself is to be seen as: `set_` gives it to a tensor."""
+        assert self._call is not None
+        return next((dtype_of(value) for value in self._call.args if isinstance(value, torch.Tensor)), None)
+
+    # ----------------------------------------------------------------------------------------------------------- after
+
+    def after(self, call: Call, result: Any, started: int, ended: int) -> None:
+        """The op returned. Raises Unrepresentable or PassedThrough; then nothing was recorded of it."""
+        facts = call.facts
+        values = Values()
+        if facts.results == 1:
+            results = (result,)
+        else:
+            results = tuple(result) if facts.results else ()
+        self._call = call
+        try:
+            for index, value in enumerate(results):
+                values.argument = index
+                self._results.add(value, values)
+        finally:
+            self._call = None
+        if self._threads:
+            self._numeric.check(facts.name)  # another thread's op may have stated its own settings since
+        signature = self._commit(call, OpStatus.ok, values, len(results), started, ended)
+        self._note_writes(call, values)
+        if call.generators:
+            self._generators.after(call.generators)
+        if self._digest_results:
+            self._digest(call, values, self._buffer.appended - 1)
+        # The fast path cannot tell negative views from others.
+        self.site = None if self._metas.negative else self._learn(signature, call, values, result)
+
+    def raised(self, call: Call, started: int, ended: int) -> None:
+        """The op raised: it has no results. Call while the exception is being handled."""
+        if is_interrupt(sys.exception()):
+            # Ctrl-C, exit, a timeout: not the op's own doing, and no replay would raise. What it wrote enters again.
+            for use in call.values.uses:
+                self._storages.mark_written_outside(use.tracker)
+            return
+        self._commit(call, OpStatus.raised, Values(), 0, started, ended)
+        if call.generators:
+            self._generators.after(call.generators)
+
+    def _use_result(self, tensor: torch.Tensor, index: int) -> Use:
+        if is_wrapper(tensor):
+            raise PassedThrough
+        storage = storage_of(tensor)
+        zero = is_zerotensor(tensor)
+        call, storages = self._call, self._storages
+        assert call is not None
+        tracker = storages.known(storage)
+        if tracker is None:
+            tracker = storages.produced(storage, uninitialized=call.facts.empty and not _fills_empty())
+            if index in call.facts.opaque_results or self._handles.stands_for(storage):
+                storages.state(tracker).opaque = True
+        meta = self._metas.of(tensor, zero)
+        number = storages.view(tracker, meta, int(offset_of(tensor)), self._metas.params[meta].item)
+        storages.synchronize(tracker, storage)
+        return Use(index, tensor, storage, tracker, number, meta)
+
+    def _result_storage(self, storage: torch.UntypedStorage, _index: int) -> int:
+        tracker = self._storages.known(storage)
+        return (tracker or self._storages.produced(storage, uninitialized=False)).id
+
+    def _commit(self, call: Call, status: OpStatus, values: Values, results: int, started: int, ended: int) -> int:
+        given, facts = call.values, call.facts
+        key = (facts, status, len(call.args), tuple(call.kwargs), tuple(given.key), tuple(values.key))
+
+        def make() -> Signature:
+            names = [facts.arguments[i].name for i in range(len(call.args))] + list(call.kwargs)
+            return Signature(
+                RecordKind.op, build_nodes(given.key, names), build_nodes(values.key, [""] * results),
+                self._kernel(facts), status,
+            )
+
+        signature = self._records.signature(key, make)
+        words = (*given.tensors, *values.tensors, *given.ints, *values.ints)
+        floats = (*given.floats, *values.floats)
+        begin = self._records.started
+        pack = packer(len(words), len(floats))
+        context = self._records.context()
+        self._buffer.append(pack(signature, context, started - begin, ended - started, *words, *floats))
+        return signature
+
+    def _kernel(self, facts: KernelFacts) -> int:
+        if not facts.id:
+            facts.id = self._buffer.writer.kernel(Kernel(facts.name, facts.overload, facts.schema))
+        return facts.id
+
+    def _note_writes(self, call: Call, values: Values) -> None:
+        facts = call.facts
+        unknown = self._unknown_in(call) if facts.copies >= 0 else []
+        if facts.writes:
+            writes = facts.writes_in(call.args, call.kwargs)
+            for use in call.values.uses:
+                if use.argument not in writes:
+                    continue
+                if unknown:
+                    self._storages.wrote_anything(use.tracker, use.storage, touched=all(unknown))
+                else:
+                    self._wrote(use.tensor, facts.writes_all(use.argument))
+        elif unknown:
+            for use in values.uses:
+                self._storages.wrote_anything(use.tracker, use.storage, touched=all(unknown))
+        elif facts.in_place_view or facts.namespace != "aten":
+            for use in call.values.uses:
+                state = use.tracker.state
+                length = use.storage.nbytes()
+                if length != (use.tracker.size if state is None else state.length):
+                    self._storages.resized(use.tracker, length)
+
+    def _unknown_in(self, call: Call) -> list[bool]:
+        """For each storage with unwritten bytes that a call copies: whether anything of it was written."""
+        unknown = []
+        for use in call.values.uses:
+            if use.argument == call.facts.copies and use.tracker.size == -1:
+                region = self._metas.params[use.meta].region(int(offset_of(use.tensor)))
+                if not use.tracker.reproducible(region):
+                    coverage = use.tracker.state.coverage if use.tracker.state is not None else None
+                    unknown.append(coverage is None or coverage.touched)
+        return unknown
+
+    def _wrote(self, tensor: torch.Tensor, everything: bool) -> None:
+        storage = storage_of(tensor)
+        tracker = self._storages.known(storage)
+        if tracker is not None:
+            meta, offset = self._metas.of(tensor, is_zerotensor(tensor)), int(offset_of(tensor))
+            number = self._storages.view(tracker, meta, offset, self._metas.params[meta].item)
+            self._storages.wrote(tracker, storage, number, meta, offset, everything)
+
+    # --------------------------------------------------------------------------------------------------------- digests
+
+    def _digest(self, call: Call, values: Values, ordinal: int) -> None:
+        """Digest every result of the op just recorded, and what it wrote that is not among them."""
+        facts = call.facts
+        uses = [use for use in values.uses if use.argument not in facts.opaque_results] if not facts.empty else []
+        seen = {use.number for use in uses}
+        for use in uses:
+            self._digest_use(use.tensor, use.argument, ordinal)
+        writes = facts.writes_in(call.args, call.kwargs)
+        for use in call.values.uses:
+            if use.argument in writes and use.number not in seen:
+                self._digest_use(use.tensor, -1, ordinal)
+
+    def _digest_use(self, tensor: torch.Tensor, result: int, ordinal: int) -> None:
+        storage = storage_of(tensor)
+        tracker = self._storages.known(storage)
+        if tracker is None:
+            return
+        meta, offset = self._metas.of(tensor, is_zerotensor(tensor)), int(offset_of(tensor))
+        if tracker.reproducible(self._metas.params[meta].region(offset)):
+            self._digests.record(tracker, storage, meta, offset, ordinal, result)
+
+
+def dispatches_itself(kind: type) -> bool:
+    """Whether a tensor class has a `__torch_dispatch__` of its own."""
+    dispatch = kind.__torch_dispatch__  # type: ignore[attr-defined]
+    return dispatch is not torch.Tensor.__torch_dispatch__ and dispatch is not torch._C._disabled_torch_dispatch_impl
+
+
+def is_wrapper(tensor: torch.Tensor) -> bool:
+    """Whether a tensor stands for others, whose operators come one by one."""
+    return dispatches_itself(type(tensor))
+
+
+def _fills_empty() -> bool:
+    """Whether torch fills memory that `empty` returns with a known value."""
+    return torch._C._get_deterministic_algorithms() and torch._C._get_deterministic_fill_uninitialized_memory()

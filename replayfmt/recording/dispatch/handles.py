@@ -1,0 +1,106 @@
+"""Addresses that operators give the program: handles of objects that live behind an operator library.
+
+Such an operator returns the address of an object as an integer, and later calls take it back: as an integer, or in a
+tensor of one element that the program made of it. A replay has other addresses, so the number itself must not enter the
+capture. It is recorded as what it is, a result of the operator that made the object: an int64 tensor without dimensions
+on a storage of its own, which stands wherever the program passed the address on. An address of this process that no
+captured operator gave is an opaque argument.
+"""
+
+from __future__ import annotations
+
+import bisect
+import re
+
+import torch
+
+from replayfmt.pytorch.tensors.memory import call_undispatched, fill_storage, host_view, make_view, new_storage
+
+from ..stream.records import Unrepresentable
+
+_LEAST_ADDRESS = 1 << 32      # what is below is a count or a size, wherever a process may have memory there
+_LARGEST_TABLE_BYTES = 512    # of integers: longer ones are data
+_MAPPED = re.compile(rb"^([0-9a-f]+)-([0-9a-f]+) ", re.MULTILINE)
+
+
+class Handles:
+    """The addresses that captured operators gave, and the tensors that stand for them. Callers hold the recorder's
+    lock."""
+
+    def __init__(self) -> None:
+        self._tensors: dict[int, torch.Tensor] = {}      # by address
+        self._storages: set[int] = set()                 # storages of those tensors, by their identity
+
+    def returned(self, value: int) -> torch.Tensor | None:
+        """The tensor for an integer that an operator library's operator returned; None where it is no address."""
+        if not is_address(value):
+            return None
+        # The same address again is another object: the memory of one that was freed was given out again.
+        tensor = self._tensors[value] = call_undispatched(_as_tensor, value)
+        self._storages.add(tensor.untyped_storage()._cdata)
+        return tensor
+
+    def known(self, value: int) -> torch.Tensor | None:
+        """The tensor for an address that a captured operator gave."""
+        return self._tensors.get(value)
+
+    def passed(self, value: int) -> torch.Tensor | None:
+        """The tensor for an integer given to an operator library's operator; None where it is a number.
+
+        Raises Unrepresentable for an address that no captured operator gave.
+        """
+        tensor = self._tensors.get(value)
+        if tensor is None and is_address(value):
+            raise Unrepresentable(
+                "opaque_argument",
+                "an integer is the address of something in this process that no captured operator returned",
+            )
+        return tensor
+
+    def stands_for(self, storage: torch.UntypedStorage) -> bool:
+        """Whether a storage is the recorder's own, in the place of an address."""
+        return storage._cdata in self._storages
+
+    def held_by(self, storage: torch.UntypedStorage) -> torch.UntypedStorage | None:
+        """The storage of the address that is all that a storage of the program holds on the CPU, if it is known."""
+        if not self._tensors or storage.nbytes() != 8:
+            return None
+        tensor = self._tensors.get(_integers(storage)[0])
+        return None if tensor is None else tensor.untyped_storage()
+
+    def check_content(self, tensor: torch.Tensor) -> None:
+        """Raises Unrepresentable where a table of integers that entered as content holds an address."""
+        storage = tensor.untyped_storage()
+        if tensor.dtype not in (torch.int64, torch.uint64) or storage.device.type != "cpu":
+            return
+        if storage.nbytes() > _LARGEST_TABLE_BYTES or storage.nbytes() % 8:
+            return
+        if any(value in self._tensors or is_address(value) for value in _integers(storage)):
+            raise Unrepresentable(
+                "opaque_argument",
+                "a tensor holds the address of something in this process that a replay has elsewhere",
+            )
+
+
+def is_address(value: int) -> bool:
+    """Whether an integer is an address in the memory of this process."""
+    if value < _LEAST_ADDRESS:
+        return False
+    try:
+        with open("/proc/self/maps", "rb") as file:
+            mapped = _MAPPED.findall(file.read())
+    except OSError:
+        return False      # nothing tells; on Linux with /proc this does not happen
+    begins = [int(begin, 16) for begin, _end in mapped]
+    place = bisect.bisect_right(begins, value) - 1
+    return place >= 0 and value < int(mapped[place][1], 16)
+
+
+def _as_tensor(value: int) -> torch.Tensor:
+    storage = new_storage(8, torch.device("cpu"))
+    fill_storage(storage, value.to_bytes(8, "little"))
+    return make_view(storage, torch.int64, (), ())
+
+
+def _integers(storage: torch.UntypedStorage) -> list[int]:
+    return host_view(storage).cast("q").tolist()

@@ -1,0 +1,310 @@
+"""The dispatch mode: sees every operator call of the threads that carry it, and hands it on to be recorded.
+
+What a call's kind demands is decided here: composites are run in parts, wrapper subclasses unwrapped, fake and
+functional tensors left alone, collectives and opaque arguments noted as unsupported. The operator itself always runs,
+with the arguments it was given, and what it returns or raises is what the program gets.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from types import MethodType
+from typing import Any
+
+import torch
+from torch._C import (
+    _len_torch_dispatch_stack,
+    _pop_torch_dispatch_stack,
+    _push_on_torch_dispatch_stack,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ..core import Core
+from ..custom_operators.insides import Manner
+from ..fast_path.sites import Following
+from ..fast_path.templates import MISS
+from ..frames import leave_no_frames
+from ..state.numeric_state import HALF, SMALLEST
+from ..storages.identity import RELEASE_BATCH
+from ..stream.records import Unrepresentable
+from .calls import dispatches_itself
+from .collectives import describe_collective
+from .higher_order import run_higher_order
+from .kernels import Action, KernelFacts, caller_of
+from .wrapped_numbers import with_tensors
+
+_clock = time.perf_counter_ns
+_PLAIN = {(torch.Tensor,), (torch.nn.Parameter,)}  # what `detach` is told of plain tensors; no other op names them
+
+
+class RecordingMode(TorchDispatchMode):
+    """Records into one core. Inert once the core is finished: a thread may carry it longer than the capture lasts."""
+
+    supports_higher_order_operators = True
+    told = True     # what it sees is recorded at once
+    launched = False  # work that no operator stands for was done under it
+
+    def __init__(self, core: Core) -> None:
+        super().__init__()
+        self.core = core
+        if core.sites.enabled:
+            # On the instance, as a closure: looking up attributes would cost more than all else the fast path does.
+            self.__torch_dispatch__ = MethodType(_fast_path(self), self)  # type: ignore[method-assign]
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        # Compiled code runs as it would without a capture; hooks record that it did.
+        return True
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        try:
+            return self.dispatch(func, types, args, kwargs or {})
+        except BaseException as error:
+            leave_no_frames(error)
+            raise
+
+    def dispatch(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The complete path: decides what kind of call this is."""
+        core = self.core
+        if core.finished:
+            return self._unrecorded(func)(*args, **kwargs)
+        if types and any(map(dispatches_itself, types)):  # `detach` names plain classes too
+            return func(*args, **kwargs) if _is_tracing(types) else NotImplemented
+        if _len_torch_dispatch_stack():
+            return self._beneath(func, args, kwargs)
+        if not isinstance(func, torch._ops.OpOverload):
+            return run_higher_order(self, func, args, kwargs)
+        facts = core.attempt(core.calls.facts, func)
+        if facts is None:
+            return self._unrecorded(func)(*args, **kwargs)
+        if not facts.own:
+            core.arrivals[facts.name] += 1
+        args = core.attempt(with_tensors, facts, args) or args
+        if facts.action is not Action.record and not core.attempt(facts.has_own_kernel, args, kwargs):
+            return self._special(facts, args, kwargs)
+        if not core.on and not core.attempt(self._begins):
+            return facts.call(*args, **kwargs)
+        if core.options.stop_op is not None and core.attempt(self._ends):
+            return facts.call(*args, **kwargs)
+        key = None if facts.body is None else core.attempt(facts.body.key, args, kwargs)
+        if facts.body is not None and key is not None:
+            manner = core.insides.manner(facts.name, facts.body.is_python(key))
+            if manner is Manner.inside:
+                return self.run_inside(facts.body, args, kwargs)
+            if manner is Manner.observed:
+                from ..custom_operators.observing import observe
+
+                return observe(self, facts, args, kwargs)
+        return self.record(facts, args, kwargs)
+
+    # --------------------------------------------------------------------------------------------------------- ordinary
+
+    def record(self, facts: KernelFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run one op and record it."""
+        core = self.core
+        if facts.random and facts.namespace == "aten" and core.attempt(facts.draws, args, kwargs):
+            # The order of draws is the order of records. (Other operators may wait for threads that record, too.)
+            with core.lock:
+                return self._record(facts, args, kwargs)
+        return self._record(facts, args, kwargs)
+
+    def _record(self, facts: KernelFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        core = self.core
+        try:
+            call = core.before(facts, args, kwargs)
+        except BaseException:
+            core.interrupted(args, kwargs, None)
+            raise
+        # The op runs outside of every handler: what it raises has the context that it has without a capture.
+        if call is None:
+            return facts.call(*args, **kwargs)
+        if isinstance(call, Unrepresentable):
+            return self._run_unsupported(facts, args, kwargs, call)
+        started = _clock()
+        try:
+            result = facts.call(*args, **kwargs)
+        except BaseException:
+            core.raised(call, started, _clock())
+            raise
+        try:
+            core.returned(call, result, started, _clock())
+        except BaseException:
+            core.interrupted(args, kwargs, result)
+            raise
+        core.pump()
+        return result
+
+    def _begins(self) -> bool:
+        """Before recording has begun: whether this op is where it begins."""
+        core, options = self.core, self.core.options
+        with core.lock:
+            if core.finished:
+                return False
+            core.ops_seen += 1
+            waits_for_scope = options.start_scope is not None and not self._inside(options.start_scope)
+            if waits_for_scope or core.ops_seen <= (options.start_op or 0):
+                return False
+            core.ops_seen -= 1
+            core.resume()
+            return core.on
+
+    def _inside(self, name: str) -> bool:
+        return self.core.scopes.find(lambda scope: scope.name == name) is not None
+
+    def _ends(self) -> bool:
+        """While ops are counted: whether this op is past the last one to record."""
+        core = self.core
+        with core.lock:
+            core.ops_seen += 1
+            assert core.options.stop_op is not None
+            if core.ops_seen > core.options.stop_op:
+                core.stop()
+        return not core.on
+
+    # ---------------------------------------------------------------------------------------------------- special cases
+
+    def _beneath(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Another mode lies beneath: a tracer that runs nothing for real, or a mode that replaces what is called."""
+        keys = torch._C._TorchDispatchModeKey
+        if any(torch._C._get_dispatch_mode(key) is not None for key in (keys.FAKE, keys.PROXY, keys.FUNCTIONAL)):
+            return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        problem = "another dispatch mode lies beneath the recorder and may have replaced the op"
+        facts = self.core.attempt(self.core.calls.facts, func)
+        if facts is not None:
+            self.core.unsupported_op(facts, args, kwargs, Unrepresentable("host_call", problem))
+        return result
+
+    def _special(self, facts: KernelFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        core = self.core
+        if facts.action is Action.decompose:
+            assert facts.parts is not None
+            return self.run_inside(facts.parts, (bool(core.attempt(facts.parts.unmasks)), *args), kwargs)
+        if facts.action is Action.collective:
+            detail = core.attempt(describe_collective, (*args, *kwargs.values()))
+            return self._run_unsupported(facts, args, kwargs, Unrepresentable("collective", detail or ""))
+        result = facts.call(*args, **kwargs)
+        if facts.action is Action.scope_enter:
+            core.scope_begin(str(args[0]), user=False, token="record_function")
+        elif facts.action is Action.scope_exit:
+            core.attempt(self._leave_function)
+        return result
+
+    def _leave_function(self) -> None:
+        scopes = self.core.scopes
+        scope = scopes.find(lambda entry: entry.token == "record_function")
+        if scope is not None:
+            self.core.scope_end(scope)
+
+    def run_inside(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call something whose operators are to be recorded, from within a call that is not."""
+        depth = _len_torch_dispatch_stack()
+        try:
+            _push_on_torch_dispatch_stack(self)
+            return function(*args, **kwargs)
+        finally:
+            # A signal handler may raise after any call, the one that puts the mode there or takes it off among them.
+            try:
+                if _len_torch_dispatch_stack() > depth:
+                    _pop_torch_dispatch_stack(None)
+            except BaseException:
+                if _len_torch_dispatch_stack() > depth:
+                    _pop_torch_dispatch_stack(None)
+                raise
+
+    def _unrecorded(self, func: Any) -> Callable[..., Any]:
+        """What runs an operator that is not recorded."""
+        if not isinstance(func, torch._ops.OpOverload):
+            return func
+        return self.core.attempt(caller_of, func) or func
+
+    def _run_unsupported(
+        self, facts: KernelFacts, args: tuple[Any, ...], kwargs: dict[str, Any], problem: Unrepresentable
+    ) -> Any:
+        result = facts.call(*args, **kwargs)
+        self.core.unsupported_op(facts, args, kwargs, problem)
+        return result
+
+
+def _fast_path(mode: RecordingMode) -> Callable[..., Any]:
+    """`__torch_dispatch__` with the fast path in front (see sites.py)."""
+    core = mode.core
+    sites, numeric, calls, metas = core.sites, core.numeric, core.calls, core.metas
+    complete = mode.dispatch
+    depth, pump, dead = _len_torch_dispatch_stack, core.pump, core.storages.dead
+    following: Following = {}
+    after_site, after_other = following, None      # what followed the last site, the last operator without one
+    no_keywords: dict[str, Any] = {}
+
+    def dispatch(
+        _mode: RecordingMode, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] = no_keywords
+    ) -> Any:
+        nonlocal following
+        try:
+            if (types and types not in _PLAIN) or not core.fast or depth():
+                return complete(func, types, args, kwargs)
+            number = id(func)
+            if numeric.unchanged() and (SMALLEST * HALF == 0.0) is numeric.flushes:
+                site = following.get(number)
+                if site is not None and (site.polls is None or site.polls.same()):
+                    result = site.run(args, kwargs)
+                    if result is not MISS:
+                        following = site.following
+                        if len(dead) >= RELEASE_BATCH:
+                            pump()
+                        return result
+                for other in sites.state.candidates.get(number, ()):
+                    if other is not site and (other.polls is None or other.polls.same()):
+                        result = other.run(args, kwargs)
+                        if result is not MISS:
+                            following[number] = other
+                            following = other.following
+                            pump()
+                            return result
+            before, state = following, sites.state
+            calls.site = None
+            result = complete(func, types, args, kwargs)
+            if metas.negative:
+                core.fast = False
+            core.attempt(follow, number, before, state)
+            return result
+        except BaseException as error:
+            leave_no_frames(error)
+            raise
+
+    def follow(number: int, before: Following, state: Any) -> None:
+        """A call took the complete path: what comes after it is guessed from it."""
+        nonlocal following, after_site, after_other
+        made = calls.site
+        # It may be another operator's: of the last part of a composite, or of another thread's call.
+        if made is None or made.func_id != number:
+            if before is not after_other:
+                after_site = before
+            following = after_other = sites.following(after_site, number)
+        else:
+            if sites.state is state:
+                before[number] = made
+            following = made.following
+
+    return dispatch
+
+
+def _is_tracing(types: Any) -> bool:
+    """Whether an op is about tensors that stand for others: nothing is computed."""
+    names = (
+        ("torch._subclasses.fake_tensor", "FakeTensor"),
+        ("torch._subclasses.functional_tensor", "FunctionalTensor"),
+    )
+    for module, name in names:
+        kept = getattr(sys.modules.get(module), name, None)  # None: torch is just importing it
+        if kept is not None and any(issubclass(kind, kept) for kind in types):
+            return True
+    return False

@@ -1,0 +1,61 @@
+"""What packed parameters hold, as tensors that stay the same from use to use.
+
+An object is unpacked at each use, and has no identity that outlives it: what it gives is compared with what an object
+at the same place gave before, so that its content enters the capture once. The copies are kept for that; what the
+object hands out of its own (a bias that is the program's) is not.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any
+
+import torch
+import xxhash
+
+from replayfmt.pytorch.tensors.composites import take_apart
+from replayfmt.pytorch.tensors.memory import call_undispatched, storage_bytes
+
+_MOST_OBJECTS = 1024
+
+Known = tuple[str, dict[int, torch.Tensor], list[Any]]
+
+
+class Unpacked:
+    """The objects of one capture. Callers hold the recorder's lock."""
+
+    def __init__(self) -> None:
+        self._known: OrderedDict[int, Known] = OrderedDict()
+
+    def parts(self, packed: torch.ScriptObject) -> tuple[str, tuple[Any, ...]]:
+        """(form, parts). Raises TypeError for objects that cannot be unpacked."""
+        return call_undispatched(self._parts, packed)
+
+    def _parts(self, packed: torch.ScriptObject) -> tuple[str, tuple[Any, ...]]:
+        form, parts = take_apart(packed)
+        content = [_content(part) for part in parts]
+        place = hash(packed)
+        known = self._known.get(place)
+        if known is None or (known[0], known[2]) != (form, content):
+            again = take_apart(packed)[1]
+            copies = {
+                index: part for index, (part, other) in enumerate(zip(parts, again, strict=True))
+                if isinstance(part, torch.Tensor) and _place(part) != _place(other)
+            }
+            known = self._known[place] = form, copies, content
+            if len(self._known) > _MOST_OBJECTS:
+                self._known.popitem(last=False)
+        self._known.move_to_end(place)
+        return form, tuple(known[1].get(index, part) for index, part in enumerate(parts))
+
+
+def _place(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _content(part: Any) -> Any:
+    """What tells a part from another one."""
+    if not isinstance(part, torch.Tensor):
+        return part
+    content = xxhash.xxh3_128_intdigest(storage_bytes(part.untyped_storage()))
+    return part.dtype, tuple(part.shape), part.stride(), part.storage_offset(), content

@@ -1,0 +1,117 @@
+"""Functions of PyTorch that write memory without an operator: what they wrote enters again at its next use.
+
+`apply_` and the `map_` family call Python code for each element; a storage reads a file into itself, swaps its bytes or
+its memory, or is allocated anew; NCCL is called directly. NumPy views and the like are in host_reads.py. Writes through
+an address (`data_ptr`, ctypes, a C extension) are seen by an audit alone.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+import torch
+
+from ..dispatch.kernels import tensors_in
+from ..frames import leave_no_frames
+from .patches import Patch, Patched, PatchSet, StandIn
+
+if TYPE_CHECKING:
+    from ..core import Core
+
+_T = TypeVar("_T")
+_ELEMENTWISE = ("apply_", "map_", "map2_")
+_STORAGE = ("_byteswap", "_set_from_file", "_swap_data_ptr_")
+_ALLOCATION = ("resize_", "_resize_with_addr_")
+_NCCL = ("all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter")
+
+
+class RecorderForWrites(Protocol):
+    """What the direct writes need of a recorder."""
+
+    def recording(self) -> bool: ...
+
+    def attempt(self, step: Callable[..., _T], *args: Any) -> _T | None: ...
+
+    def mark_outside_write(self, tensor: torch.Tensor) -> None: ...
+
+    def storage_written(self, storage: torch.UntypedStorage) -> None:
+        """Something unseen wrote to a storage."""
+        ...
+
+    def storage_resized(self, storage: torch.UntypedStorage) -> None:
+        """A storage was allocated anew, outside any op."""
+        ...
+
+
+def storage_written(core: Core, storage: torch.UntypedStorage) -> None:
+    """Something unseen wrote to a storage."""
+    tracker = core.storages.known(storage)
+    if tracker is not None:
+        core.storages.mark_written_outside(tracker)
+
+
+def storage_resized(core: Core, storage: torch.UntypedStorage) -> None:
+    """A storage was allocated anew outside any op."""
+    tracker = core.storages.known(storage)
+    if tracker is not None and tracker.size != storage.nbytes():
+        core.storages.use(tracker, storage, False, "resize_")
+
+
+class DirectWrites(Patched):
+    """The patches of one capture that see direct writes."""
+
+    def __init__(self, recorder: RecorderForWrites) -> None:
+        writes = functools.partial(_Write, recorder)
+        self._patches = PatchSet(
+            [Patch("torch", f"Tensor.{name}", functools.partial(writes, 1)) for name in _ELEMENTWISE]
+            + [Patch("torch.storage", f"UntypedStorage.{name}", functools.partial(writes, 2)) for name in _STORAGE]
+            + [Patch("torch.storage", f"UntypedStorage.{name}", functools.partial(_resize, recorder))
+               for name in _ALLOCATION]
+            + [Patch("torch.cuda.nccl", name, functools.partial(writes, None)) for name in _NCCL]
+        )
+
+
+class _Write(StandIn):
+    """Takes the place of one function that writes to tensors or storages among its first `count` arguments (None: all
+    of them)."""
+
+    def __init__(self, recorder: RecorderForWrites, count: int | None, original: Callable[..., Any]) -> None:
+        super().__init__(original)
+        self._recorder = recorder
+        self._count = count
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        observed = self._recorder.recording()
+        try:
+            return self._original(*args, **kwargs)
+        except BaseException as error:
+            leave_no_frames(error)
+            raise
+        finally:  # what raised may have written a part
+            if observed:
+                written = (*args[: self._count], *(kwargs.values() if self._count is None else ()))
+                self._recorder.attempt(self._tell, written)
+
+    def _tell(self, values: tuple[Any, ...]) -> None:
+        for tensor in tensors_in(values):
+            self._recorder.mark_outside_write(tensor)
+        for value in values:
+            if isinstance(value, torch.UntypedStorage):
+                self._recorder.storage_written(value)
+
+
+def _resize(recorder: RecorderForWrites, original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def resize(storage: torch.UntypedStorage, *args: Any, **kwargs: Any) -> Any:
+        try:
+            resized = original(storage, *args, **kwargs)
+        except BaseException as error:
+            leave_no_frames(error)
+            raise
+        if recorder.recording():
+            recorder.attempt(recorder.storage_resized, storage)
+        return resized
+
+    return resize

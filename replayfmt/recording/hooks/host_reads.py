@@ -1,0 +1,117 @@
+"""Records values that leave the device for the host without an operator: `tolist`, `numpy`, `__array__`, DLPack.
+
+`item()`, `bool()` and the like are operators and need nothing. What else reads memory behind the dispatcher's back and
+is not seen: `repr` and printing, pickling and `torch.save`, a storage's own `tolist` and indexing, `data_ptr` and the
+DLPack C exchange interface; none of them is a value that programs branch on.
+
+The program gets exactly what it would get: the original runs first, and what it returned or raised is passed on.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+
+from ..frames import leave_no_frames
+from .patches import Patch, Patched, PatchSet, StandIn
+
+# Tensor.__dlpack__ ends in torch._C, and torch.to_dlpack is the same function under its older name.
+_METHODS = ("tolist", "numpy", "__array__", "__dlpack__")
+_FUNCTIONS = (("torch", "to_dlpack"), ("torch.utils.dlpack", "to_dlpack"))
+# How a storage is moved to memory that other processes can have, `share_memory_` and multiprocessing alike.
+_SHARES = ("UntypedStorage._share_fd_cpu_", "UntypedStorage._share_filename_cpu_")
+
+
+class RecorderForReads(Protocol):
+    """What the host reads need of a recorder."""
+
+    def recording(self) -> bool: ...
+
+    def attempt(self, step: Callable[..., Any], *args: Any) -> Any:
+        """Do something of the recorder's own: what goes wrong in it ends the recording, not the program."""
+        ...
+
+    def paused(self) -> AbstractContextManager[Any]: ...
+
+    def host_read(self, method: str, tensor: torch.Tensor) -> None: ...
+
+    def watch(self, storage: torch.UntypedStorage) -> None:
+        """Others may write to a storage from now on."""
+        ...
+
+
+class HostReads(Patched):
+    """The patches of one capture that see host reads."""
+
+    def __init__(self, recorder: RecorderForReads) -> None:
+        wraps = functools.partial(_Read, recorder)
+        self._patches = PatchSet(
+            [Patch("torch", f"Tensor.{name}", functools.partial(wraps, name)) for name in _METHODS]
+            + [Patch(module, name, functools.partial(wraps, name)) for module, name in _FUNCTIONS]
+            + [Patch("torch.storage", name, functools.partial(_sharing, recorder)) for name in _SHARES]
+        )
+
+
+_inside = threading.local()  # .depth: how many patched reads this thread is in; only the outermost is the program's
+
+
+class _Read(StandIn):
+    """Takes the place of one function that reads."""
+
+    def __init__(self, recorder: RecorderForReads, method: str, original: Callable[..., Any]) -> None:
+        super().__init__(original)
+        self._recorder = recorder
+        self._method = method
+
+    def __call__(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return self._read(tensor, *args, **kwargs)
+        except BaseException as error:
+            leave_no_frames(error)
+            raise
+
+    def _read(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        # A __torch_function__ override or mode comes first, and may come back here with what it wants read.
+        if (
+            getattr(_inside, "depth", 0)
+            or not self._recorder.recording()
+            or torch._C._has_torch_function_unary(tensor)
+            or not self._recorder.attempt(_has_values, tensor)
+        ):
+            return self._original(tensor, *args, **kwargs)
+        _inside.depth = 1
+        try:
+            values = self._original(tensor, *args, **kwargs)
+        finally:
+            _inside.depth = 0
+        self._recorder.attempt(self._recorder.host_read, self._method, tensor)
+        return values
+
+
+def _sharing(recorder: RecorderForReads, original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def share(storage: torch.UntypedStorage, *args: Any, **kwargs: Any) -> Any:
+        try:
+            shared = original(storage, *args, **kwargs)
+            if recorder.recording():
+                recorder.attempt(recorder.watch, storage)
+            return shared
+        except BaseException as error:
+            leave_no_frames(error)
+            raise
+
+    return share
+
+
+def _has_values(tensor: Any) -> bool:
+    """Whether this tensor itself holds the bytes that are read: not a wrapper, nor what compilers trace with."""
+    return (
+        isinstance(tensor, torch.Tensor)
+        and type(tensor).__torch_dispatch__ is torch._C._disabled_torch_dispatch_impl
+        and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    )

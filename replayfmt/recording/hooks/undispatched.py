@@ -1,0 +1,397 @@
+"""Sees the work that reaches devices without passing the dispatcher, and records it as unsupported.
+
+Compiled regions (Inductor graphs, ahead-of-time compiled models, TorchScript fusion groups), Triton launches and CUDA
+graph replays run kernels that a dispatch mode never sees; a replay without them would be silently wrong. Each is
+replaced by a function that writes an `unsupported` record, runs the original with recording paused on this thread, and
+has whatever the work may have written imported again at its next use. Inside an op (a custom operator that launches
+Triton, say) and inside another hooked region nothing is recorded: the replay calls the outer op as a whole.
+
+The table at the end is the list of what is hooked. Nothing is imported for a hook's sake (see patches.py).
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol, TypeVar
+
+import torch
+
+from replayfmt.pytorch.tensors.looks import layout_of, storage_of
+
+from ..frames import leave_no_frames
+from .import_watch import Watch
+from .patches import Patch, PatchSet, targets
+
+Function = Callable[..., Any]
+_T = TypeVar("_T")
+
+# Nodes of an executed TorchScript graph that run kernels of their own instead of calling operators.
+_HIDING_NODES = (
+    "prim::TensorExprGroup",
+    "prim::TensorExprDynamicGroup",
+    "prim::CudaFusionGroup",
+    "prim::FusionGroup",
+    "prim::oneDNNFusionGroup",
+    "prim::mkldnn_convolution",
+    "prim::BroadcastMKLDNNTensors",
+    "prim::MKLDNNLayerNorm",
+    "prim::MKLDNNHardSwish",
+    "prim::MKLDNNHardSigmoid",
+    "prim::MKLDNNHardTanh",
+    "prim::MKLDNNClamp",
+)
+
+
+class RecorderForHooks(Protocol):
+    """What the hooks need of a recorder."""
+
+    def launching(self) -> bool:
+        """This thread is about to do work that no operator stands for. Whether it is recorded now: not paused, not
+        inside an op, not closed."""
+        ...
+
+    def unsupported(self, reason: str, op: str, detail: str) -> None: ...
+
+    def paused(self) -> AbstractContextManager[Any]: ...
+
+    def mark_outside_write(self, tensor: torch.Tensor) -> None: ...
+
+    def attempt(self, step: Callable[..., _T], *args: Any) -> _T | None:
+        """Do something of the recorder's own: what goes wrong in it ends the recording, not the program."""
+        ...
+
+
+class _NoRecorder:
+    """Stands in where the table is only read."""
+
+    def launching(self) -> bool:
+        return False
+
+    def unsupported(self, reason: str, op: str, detail: str) -> None:
+        raise AssertionError("nothing records")
+
+    def paused(self) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def mark_outside_write(self, tensor: torch.Tensor) -> None:
+        raise AssertionError("nothing records")
+
+    def attempt(self, step: Callable[..., _T], *args: Any) -> _T | None:
+        raise AssertionError("nothing records")
+
+
+class Hooks:
+    """The hooks of one capture. `missing` lists targets that this build lacks, among the modules imported so far."""
+
+    def __init__(self, recorder: RecorderForHooks, compiled: str = "keep") -> None:
+        """`compiled`: `keep` lets compiled regions run as they are, `eager` has torch.compile run their operators."""
+        self._recorder = recorder
+        self._compiled = compiled
+        self._patches = PatchSet(table(recorder), self._report_missing)
+        self._dynamo: Watch | None = None
+        self._stance: Any = None
+
+    @property
+    def missing(self) -> list[str]:
+        return [patch.target for patch in self._patches.missing]
+
+    def install(self) -> None:
+        if self._compiled == "eager":
+            self._dynamo = Watch("torch._dynamo", self._force_eager)
+        self._patches.install()
+
+    def remove(self) -> None:
+        """Put everything back as it was. Idempotent."""
+        self._patches.remove()
+        if self._dynamo is not None:
+            self._dynamo.stop()
+            self._dynamo = None
+        if self._stance is not None:
+            self._stance.__exit__(None, None, None)  # back to the stance that it replaced
+            self._stance = None
+
+    def _force_eager(self, dynamo: Any) -> None:
+        if self._stance is None:
+            self._stance = dynamo.set_stance("force_eager")
+
+    def _report_missing(self, patch: Patch) -> None:
+        """A target that this build lacks: its work would go unseen, so no strict replay may trust the capture."""
+        detail = f"this build has no {patch.target}, so work that goes through it cannot be seen"
+        if patch.vital:
+            self._recorder.unsupported(patch.reason, patch.target, detail)
+        warnings.warn(f"opreplay: {detail}", RuntimeWarning, stacklevel=2)
+
+
+def hook_policies() -> dict[str, str]:
+    """What the session says of the hooks: the targets that this build lacks, among the modules imported now."""
+    rows = [row for row in table(_NoRecorder()) if row.module in sys.modules]
+    absent = [row.target for row in rows if not targets(sys.modules[row.module], row.attribute)[0]]
+    return {"hooks_missing": ", ".join(absent)} if absent else {}
+
+
+# ---------------------------------------------------------------------------------------------------- compiled regions
+
+
+_AOT_COMPILE = os.path.join("torch", "_dynamo", "aot_compile.py")
+_Given = list[tuple[int | None, "weakref.ref[torch.Tensor]"]]
+
+
+def _region(recorder: RecorderForHooks, describe: Callable[[Any, tuple[Any, ...]], tuple[str, str]], original: Function
+            ) -> Function:
+    """A compiled region: its kernels are fused or call the C library directly, so none of its work may be recorded."""
+
+    @functools.wraps(original)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not recorder.launching():
+            return original(self, *args, **kwargs)
+        # Before the call, and without keeping an argument: a region frees them while it runs. What is marked is read at
+        # its next recorded use, which comes after the region.
+        given = recorder.attempt(enter, self, args, kwargs)
+        with recorder.paused():
+            results = original(self, *args, **kwargs)
+        recorder.attempt(leave, given, results)
+        return results
+
+    def enter(region: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Given:
+        recorder.unsupported("compiled_region", *describe(region, args))
+        _mark(recorder, _written_arguments(region, args, kwargs))
+        return [(_storage(tensor), weakref.ref(tensor)) for tensor in _tensors((args, kwargs))]
+
+    def leave(given: _Given | None, results: Any) -> None:
+        # A region may reuse a former result's memory for a result, or that of an argument that nobody else has. What
+        # it passes through (a forward region returns what its backward needs) is as it was.
+        kept = {storage for storage, tensor in given or () if tensor() is not None}
+        _mark(recorder, (tensor for tensor in _tensors(results) if _storage(tensor) not in kept))
+
+    return call
+
+
+def _leaving_no_frames(call: Function) -> Function:
+    """`call`, so that what it raises has no frames of the recorder in its traceback."""
+
+    @functools.wraps(call)
+    def outermost(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return call(*args, **kwargs)
+        except BaseException as error:
+            leave_no_frames(error)
+            raise
+
+    return outermost
+
+
+def _storage(tensor: torch.Tensor) -> int | None:
+    """What tensors on the same memory have in common, while one of them lives. None: no memory of its own."""
+    return storage_of(tensor)._cdata if layout_of(tensor) is torch.strided else None
+
+
+def _mark(recorder: RecorderForHooks, tensors: Iterable[torch.Tensor]) -> None:
+    for tensor in tensors:
+        recorder.mark_outside_write(tensor)
+
+
+def _written_arguments(region: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
+    """The arguments that a region may write: those that Inductor says, else all."""
+    indices = getattr(region, "mutated_input_idxs", None)
+    if indices is None or len(args) != 1 or not isinstance(args[0], (list, tuple)):
+        yield from _tensors((args, kwargs))
+    else:
+        yield from _tensors([args[0][i] for i in indices if i < len(args[0])])
+
+
+def _graph_name(graph: Any, args: tuple[Any, ...]) -> tuple[str, str]:
+    facts = getattr(graph, "fx_kwargs", None) or {}
+    name = getattr(graph, "compile_region_name", None) or f"graph {facts.get('graph_id')}"
+    direction = "backward" if facts.get("is_backward") else "forward"
+    devices = ", ".join(sorted(getattr(graph, "device_types", ())))
+    return f"torch.compile {name} ({direction})", (
+        f"Inductor runs fused kernels that no dispatch mode sees; devices: {devices or 'not known'}; {_advice()}"
+    )
+
+
+def _advice() -> str:
+    """How to capture the operators of the region that is running."""
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")
+    eager = dynamo is not None and dynamo._stance.stance == "force_eager"       # and it runs all the same
+    frame: Any = sys._getframe()
+    while not eager and frame is not None:
+        eager, frame = frame.f_code.co_filename.endswith(_AOT_COMPILE), frame.f_back
+    if eager:
+        return ("it was compiled ahead of time (aot_compile), which --compiled=eager does not undo: let the program "
+                "call the function that was compiled")
+    return "capture with --compiled=eager to record its operators"
+
+
+def _class_name(region: Any, _args: tuple[Any, ...]) -> tuple[str, str]:
+    return type(region).__qualname__, "a model compiled ahead of time runs kernels that no dispatch mode sees"
+
+
+def _script(recorder: RecorderForHooks, original: Function) -> Function:
+    """A TorchScript call: its operators are recorded as they are issued; groups that were fused hide theirs."""
+
+    @functools.wraps(original)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        results = original(self, *args, **kwargs)
+        recorder.attempt(leave, self, (args, kwargs, results))
+        return results
+
+    def leave(region: Any, values: Any) -> None:
+        hidden = _hiding_nodes()
+        if hidden and recorder.launching():
+            recorder.unsupported("compiled_region", f"torch.jit {getattr(region, 'name', type(region).__name__)}",
+                                 f"TorchScript ran {', '.join(hidden)}, which call no operators")
+            _mark(recorder, _tensors(values))
+
+    return call
+
+
+def _hiding_nodes() -> list[str]:
+    """The kinds of nodes in the TorchScript graph this thread executed last that run kernels unseen."""
+    graph: Any = torch._C._last_executed_optimized_graph()
+    return [] if graph is None else [kind for kind in _HIDING_NODES if graph.findAllNodes(kind)]
+
+
+# ------------------------------------------------------------------------------------------------------------- Triton
+
+
+def _launch(recorder: RecorderForHooks, original: Function) -> Function:
+    @functools.wraps(original)
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("warmup") or not recorder.launching():
+            return original(self, *args, **kwargs)
+        recorder.attempt(_record_launch, recorder, self, (args, kwargs))
+        with recorder.paused():  # under the interpreter a launch issues operators of its own
+            return original(self, *args, **kwargs)
+
+    return run
+
+
+def _bound_launch(recorder: RecorderForHooks, original: Function) -> Function:
+    """`compiled_kernel[grid]` gives a launcher that goes past JITFunction.run."""
+
+    @functools.wraps(original)
+    def bind(self: Any, grid: Any) -> Function:
+        runner = original(self, grid)
+
+        @functools.wraps(runner)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if not recorder.launching():
+                return runner(*args, **kwargs)
+            recorder.attempt(_record_launch, recorder, self, (args, kwargs))
+            with recorder.paused():
+                return runner(*args, **kwargs)
+
+        return run
+
+    return bind
+
+
+def _record_launch(recorder: RecorderForHooks, kernel: Any, arguments: Any) -> None:
+    function: Any = getattr(kernel, "fn", None)
+    while hasattr(function, "fn"):  # an autotuner around a kernel
+        function = function.fn
+    name = getattr(function, "__qualname__", None) or getattr(kernel, "name", None) or type(kernel).__name__
+    code = getattr(function, "__code__", None)
+    where = f" ({code.co_filename}:{code.co_firstlineno})" if code is not None else ""
+    recorder.unsupported("triton_launch", name, f"a Triton kernel{where} was launched; it may write what it is given")
+    _mark(recorder, _tensors(arguments))
+
+
+# -------------------------------------------------------------------------------------------------------- CUDA graphs
+
+
+def _graph_replay(recorder: RecorderForHooks, original: Function) -> Function:
+    @functools.wraps(original)
+    def replay(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not recorder.launching():
+            return original(self, *args, **kwargs)
+        recorder.unsupported("cuda_graph", "CUDAGraph.replay",
+                             "a CUDA graph replays kernels that were captured into it; what it writes is not known")
+        with recorder.paused():
+            return original(self, *args, **kwargs)
+
+    return replay
+
+
+# While a stream is being captured into a graph, its operators do not run, and reading memory would break that capture:
+# recording is paused in between. `pauses` is keyed by the graph's identity.
+
+
+def _graph_begin(
+    recorder: RecorderForHooks, pauses: dict[int, AbstractContextManager[Any]], original: Function
+) -> Function:
+    @functools.wraps(original)
+    def capture_begin(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not recorder.launching():
+            return original(self, *args, **kwargs)
+        result = original(self, *args, **kwargs)
+        pause = recorder.paused()
+        pause.__enter__()
+        pauses[id(self)] = pause
+        return result
+
+    return capture_begin
+
+
+def _graph_end(
+    _recorder: RecorderForHooks, pauses: dict[int, AbstractContextManager[Any]], original: Function
+) -> Function:
+    @functools.wraps(original)
+    def capture_end(self: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            pause = pauses.pop(id(self), None)
+            if pause is not None:
+                pause.__exit__(None, None, None)
+
+    return capture_end
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    """Every tensor in arguments or results: also inside lists, tuples, dicts and Triton's tensor descriptors."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _tensors(item)
+    elif isinstance(getattr(value, "base", None), torch.Tensor):
+        yield value.base
+
+
+# ---------------------------------------------------------------------------------------------------------- the table
+
+
+def table(recorder: RecorderForHooks) -> list[Patch]:
+    """Every hook, for one recorder."""
+
+    def hook(make: Callable[..., Function], *extra: Any) -> Callable[[Function], Function]:
+        return lambda original: _leaving_no_frames(make(recorder, *extra, original))
+
+    inductor, graphs = "torch._inductor.output_code", "torch.cuda.graphs"
+    heuristics = "torch._inductor.runtime.triton_heuristics"
+    pauses: dict[int, AbstractContextManager[Any]] = {}
+    return [
+        Patch(inductor, "CompiledFxGraph.__call__", hook(_region, _graph_name), "compiled_region", vital=True),
+        Patch(inductor, "CompiledAOTI.__call__", hook(_region, _class_name), "compiled_region"),
+        Patch("torch._C._aoti", "AOTIModel*.run", hook(_region, _class_name), "compiled_region", vital=True),
+        Patch("torch._C._aoti", "AOTIModel*.boxed_run", hook(_region, _class_name), "compiled_region"),
+        Patch("torch._C", "ScriptFunction.__call__", hook(_script), "compiled_region", vital=True),
+        Patch("torch._C", "ScriptMethod.__call__", hook(_script), "compiled_region", vital=True),
+        Patch("triton.runtime.jit", "JITFunction.run", hook(_launch), "triton_launch", vital=True),
+        Patch("triton.runtime.interpreter", "InterpretedFunction.run", hook(_launch), "triton_launch", vital=True),
+        Patch("triton.compiler.compiler", "CompiledKernel.__getitem__", hook(_bound_launch), "triton_launch"),
+        Patch(heuristics, "CachingAutotuner.run", hook(_launch), "triton_launch", vital=True),
+        Patch(graphs, "CUDAGraph.replay", hook(_graph_replay), "cuda_graph", vital=True),
+        Patch(graphs, "CUDAGraph.capture_begin", hook(_graph_begin, pauses), "cuda_graph"),
+        Patch(graphs, "CUDAGraph.capture_end", hook(_graph_end, pauses), "cuda_graph"),
+    ]

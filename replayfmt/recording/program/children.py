@@ -1,0 +1,144 @@
+"""Children of the program under capture: they never record, and a capture without ops names those it saw.
+
+A forked child inherits the recorder, its mode, its patches and its file descriptor. Right after the fork, before any of
+the program's code runs in the child, `AfterFork` calls what takes them out of action; so DataLoader workers run
+at full speed, the parent's file is never written, and a child that leaves the parent's `with` block leaves quietly.
+A spawned child starts afresh and knows nothing of the capture. `ChildrenSeen` notes process ids and commands.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import shlex
+from collections.abc import Callable
+from typing import Any
+
+from ..hooks.patches import Patch, PatchSet
+
+_in_child: list[Callable[[], None]] = []
+_registered = False
+
+
+class AfterFork:
+    """Calls `disable` in every child that this process forks, until `stop()`. It runs first thing in the child, where
+    other threads' locks may be held for ever: it must take none."""
+
+    def __init__(self, disable: Callable[[], None]) -> None:
+        global _registered
+        self._disable = disable
+        _in_child.append(disable)
+        if not _registered:
+            # Cannot be undone, so it is done once for the process.
+            os.register_at_fork(after_in_child=_disable_in_child)
+            _registered = True
+
+    def stop(self) -> None:
+        """Idempotent."""
+        if self._disable in _in_child:
+            _in_child.remove(self._disable)
+
+
+def _disable_in_child() -> None:
+    # A child's own children have nothing left to disable.
+    waiting = _in_child[:]
+    _in_child.clear()
+    for disable in waiting:
+        disable()
+
+
+class ChildrenSeen:
+    """The children that this process started while installed: `seen` maps their process ids to what is known of them.
+
+    Sees os.fork, posix_spawn, subprocess and multiprocessing (fork, spawn and the fork server itself), not what C
+    libraries start.
+    """
+
+    def __init__(self) -> None:
+        self.seen: dict[int, str] = {}
+        forks = functools.partial(self._returning_pid, lambda _arguments: "forked")
+        spawns = functools.partial(self._returning_pid, lambda arguments: _command(arguments[1]))
+        self._patches = PatchSet([
+            Patch("os", "fork", forks),
+            Patch("os", "forkpty", forks),
+            Patch("os", "posix_spawn", spawns),
+            Patch("os", "posix_spawnp", spawns),
+            Patch("multiprocessing.util", "spawnv_passfds", spawns),
+            Patch("subprocess", "Popen.__init__", self._popen),
+            Patch("multiprocessing.process", "BaseProcess.start", self._process),
+        ])
+
+    def install(self) -> None:
+        self._patches.install()
+
+    def remove(self) -> None:
+        self._patches.remove()
+
+    def sentence(self) -> str:
+        """The children as part of a message: `1 child: 4711 (python worker.py)`, or that there was none."""
+        return _listed(self.seen) if self.seen else "no child process was seen"
+
+    def workers(self) -> str:
+        """Those among them that run the program's own functions, listed in the same way; "" where there are none."""
+        workers = {pid: what for pid, what in self.seen.items() if _WORKER.match(what)}
+        return _listed(workers) if workers else ""
+
+    def _note(self, pid: object, what: str) -> None:
+        if isinstance(pid, int) and pid > 0:
+            self.seen[pid] = what
+
+    def _returning_pid(self, describe: Callable[[tuple[Any, ...]], str], original: Callable[..., Any]
+                       ) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def start(*args: Any, **kwargs: Any) -> Any:
+            result = original(*args, **kwargs)
+            self._note(result[0] if isinstance(result, tuple) else result, describe(args))
+            return result
+
+        return start
+
+    def _popen(self, original: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(original)
+        def init(popen: Any, *args: Any, **kwargs: Any) -> None:
+            original(popen, *args, **kwargs)
+            self._note(popen.pid, _command(popen.args))
+
+        return init
+
+    def _process(self, original: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(original)
+        def start(process: Any) -> None:
+            target = _target(process)      # gone once it runs
+            original(process)
+            self._note(process.pid, f"multiprocessing {process.name}{target}")
+
+        return start
+
+
+_SHOWN = 8            # children that a message lists
+_WORKER = re.compile(r"\A(forked|multiprocessing )")     # not commands: compilers and the like are among them
+_COMMAND_LENGTH = 120
+
+
+def _listed(children: dict[int, str]) -> str:
+    listed = [f"{pid} ({what})" for pid, what in list(children.items())[:_SHOWN]]
+    more = len(children) - len(listed)
+    return (f"{len(children)} child process{'es' if len(children) > 1 else ''} seen: {', '.join(listed)}"
+            + (f" and {more} more" if more else ""))
+
+
+def _target(process: Any) -> str:
+    """What a multiprocessing child calls: ` running package.module:function`, as far as it says."""
+    target = getattr(process, "_target", None) or type(process).run
+    name = getattr(target, "__qualname__", None)
+    known = name is not None and name != "BaseProcess.run"
+    return f" running {getattr(target, '__module__', '')}:{name}" if known else ""
+
+
+def _command(arguments: Any) -> str:
+    if isinstance(arguments, (str, bytes, os.PathLike)):
+        text = os.fsdecode(arguments)
+    else:
+        text = shlex.join(os.fsdecode(part) for part in arguments)
+    return text if len(text) <= _COMMAND_LENGTH else text[: _COMMAND_LENGTH - 1] + "…"

@@ -1,0 +1,40 @@
+"""`os.execv` and its family: the process gets another program, and nothing of this one runs any more, atexit included.
+
+So the capture is completed before. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from ..hooks.patches import Patch, PatchSet
+
+_NAMES = ("execv", "execve")  # what os.execl, os.execvp and the others call
+
+
+class Replacement:
+    """Calls `finish`, with the name of the function, before this process is given another program."""
+
+    def __init__(self, finish: Callable[[str], None]) -> None:
+        self._finish = finish
+        self._patches = PatchSet(
+            Patch(module, name, functools.partial(self._finishing, f"os.{name}"))
+            for module in ("os", "posix") for name in _NAMES
+        )
+
+    def install(self) -> None:
+        self._patches.install()
+
+    def remove(self) -> None:
+        """Idempotent."""
+        self._patches.remove()
+
+    def _finishing(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def replace(*args: Any, **kwargs: Any) -> Any:
+            self._finish(name)
+            return original(*args, **kwargs)
+
+        return replace

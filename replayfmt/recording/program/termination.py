@@ -1,0 +1,87 @@
+"""SIGTERM during a capture: the file is closed properly, then the process leaves with 143.
+
+By default SIGTERM ends a process where it stands. `Termination` puts a handler in its place that first calls `finish`,
+outside of any recorder code: where the signal finds the main thread inside the recorder (it usually does, because ops
+are issued there), it waits for the program's own next step. A handler that the program sets replaces ours, and the one
+that was there before is called after the capture is closed. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+TERMINATED = 128 + signal.SIGTERM
+
+_OURS = __package__.partition(".")[0] + "."
+# Frames of this package that are around the program's own code, or around nothing that could be left half done.
+_HARMLESS = {
+    f"{_OURS}recording.{name}"
+    for name in (
+        "hooks.direct_writes", "hooks.host_reads", "hooks.import_watch", "hooks.undispatched", "program.children",
+        "program.marks", "program.module_scopes", "program.running", "program.supervisor", "program.threads",
+    )
+}
+
+
+class Termination:
+    """The SIGTERM handler of one capture."""
+
+    def __init__(self, finish: Callable[[], None]) -> None:
+        self._finish = finish
+        self._previous: Any = None
+        self._installed = False
+
+    def install(self, only_default: bool = False) -> None:
+        """Set the handler, in the main thread; not where SIGTERM is ignored, as it is for some background jobs, or with
+        `only_default` where the program has a handler of its own."""
+        if threading.current_thread() is not threading.main_thread():
+            return
+        previous = signal.getsignal(signal.SIGTERM)
+        if previous is signal.SIG_DFL or (callable(previous) and not only_default):
+            self._previous = previous
+            signal.signal(signal.SIGTERM, self._handle)
+            self._installed = True
+
+    def remove(self) -> None:
+        """Put the former handler back, unless the program has set its own. Idempotent. In another thread than the main
+        one nothing can be put back: SIGTERM then still leaves with 143, with nothing left to close."""
+        if self._installed and threading.current_thread() is threading.main_thread():
+            self._installed = False
+            if signal.getsignal(signal.SIGTERM) == self._handle:
+                signal.signal(signal.SIGTERM, self._previous)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        inside = _outermost_of_ours(frame)
+        if inside is None or inside.f_back is None:
+            self._leave(number, frame)
+            return
+        # Trace the frame that called into the recorder: its next step is outside.
+        caller = inside.f_back
+        caller.f_trace_opcodes = True
+        caller.f_trace = lambda frame, _event, _argument: self._leave(number, frame)
+        sys.settrace(lambda _frame, _event, _argument: None)
+
+    def _leave(self, number: int, frame: FrameType | None) -> None:
+        sys.settrace(None)
+        self._finish()
+        if callable(self._previous):
+            self._previous(number, frame)
+        # As the signal's default action: no `finally`, no atexit, nothing flushed.
+        os._exit(TERMINATED)
+
+
+def _outermost_of_ours(frame: FrameType | None) -> FrameType | None:
+    """The frame of recorder code that lies deepest in the stack, or None where the recorder is not at work."""
+    found = None
+    while frame is not None:
+        name = frame.f_globals.get("__name__", "")
+        if name.startswith(_OURS) and name not in _HARMLESS:
+            found = frame
+        frame = frame.f_back
+    return found

@@ -1,0 +1,266 @@
+"""The threads of the program under capture: each takes part, whenever and however it began.
+
+A dispatch mode sees the operators of one thread. Threads that Python code starts carry it from their first step on.
+Those that ran before the capture take it at their next step (thread_states.py), and so do those that C code makes, once
+they are met in Python: if one of these turns out to run operators, that it may have run others before is told as
+unsupported. What a thread runs that is never met in Python is not seen. When the capture ends, every thread is rid of
+the mode at its next step.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from threading import get_ident
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.autograd.graph import _engine_run_backward as _run_backward
+
+from ..dispatch.mode import RecordingMode
+from ..dispatch.mode_stack import mode_stack, remove_finished_modes, remove_mode, set_modes
+from ..frames import leave_no_frames
+from ..hooks.patches import Patch, PatchSet
+from ..interrupts import is_interrupt
+from ..storages.external_files import DIGESTING
+from .thread_states import NextStep, own_id, thread_states
+
+if TYPE_CHECKING:
+    from ..core import Core
+
+FLUSHING = "opreplay-flush"  # the name of the recorder's own thread
+
+# Every function of Python that starts a thread, under each name that modules call it by.
+_STARTERS = (
+    ("_thread", "start_new_thread"),
+    ("_thread", "start_new"),
+    ("_thread", "start_joinable_thread"),  # Python 3.13 and later
+    ("threading", "_start_new_thread"),
+    ("threading", "_start_joinable_thread"),
+)
+_PATIENCE = 10_000  # steps of a thread that is to leave, and is inside an operator of the former capture
+
+
+class Threads:
+    """The threads of one capture. Made, installed and removed by the recorder."""
+
+    def __init__(self, mode: RecordingMode, core: Core) -> None:
+        self._mode = mode
+        self.core = core
+        self._known: set[int] = set()  # by id of the state: threads that carry the mode, were asked to, or must not
+        self._carrying: set[int] = set()
+        self._late: set[int] = set()  # of those that began unseen
+        self._late_idents: set[int] = set()
+        self._installed = False
+        self._patches = PatchSet([
+            Patch(module, name, self._starting) for module, name in _STARTERS if hasattr(sys.modules[module], name)
+        ])
+        core.scopes.first_record = self._first_record
+
+    # --------------------------------------------------------------------------------------------------- start and stop
+
+    def install(self) -> None:
+        """Begin, with the calling thread and all others."""
+        global _current
+        self._patches.install()
+        self._known.add(own_id())
+        _current = self
+        self._mode.__enter__()
+        self._carrying.add(own_id())
+        self._installed = True
+        if not _next_step().available and threading.active_count() > 1:
+            self._tell("this Python interpreter gives no access to threads that ran before the capture began: what "
+                       "they do is not recorded")
+        self.core.attempt(self._tell_of_backward_passes)
+        self.core.attempt(self._meet, False)
+
+    def look(self) -> None:
+        """Meet the threads that began unseen. Costs some microseconds a thread."""
+        self._meet(late=True)
+
+    def remove(self) -> None:
+        """The calling thread does not carry the mode any more, the others do until their next step. Idempotent."""
+        global _current
+        if not self._installed:
+            return
+        self._installed = False
+        if _current is self:
+            _current = None
+        stack = [mode for mode in mode_stack() if mode is not self._mode]
+        set_modes([self._mode])
+        self._mode.__exit__(None, None, None)  # also puts back what entering it told the whole process
+        set_modes(stack)
+        self._patches.remove()
+        self._carrying.discard(own_id())
+        for state in thread_states():
+            if state.id in self._carrying:
+                _leaving[state.id] = _PATIENCE
+                _next_step().set(state)
+            elif state.id in self._known:
+                _next_step().clear(state)
+
+    def forked(self) -> None:
+        """In a forked child, whose only thread this is."""
+        global _current
+        _current = None
+        _leaving.clear()
+        self._patches.remove()
+        remove_finished_modes()
+
+    # ------------------------------------------------------------------------------------------------------ new threads
+
+    def _starting(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """What takes the place of a function that starts threads: the thread's function comes first."""
+
+        @functools.wraps(original)
+        def start(function: Any, *args: Any, **kwargs: Any) -> Any:
+            if self.core.finished or not callable(function):
+                return original(function, *args, **kwargs)
+            return original(_Carrying(self, function), *args, **kwargs)
+
+        return start
+
+    def begun(self, function: Any) -> None:
+        """The calling thread begins, with `function`."""
+        number, ident = own_id(), get_ident()
+        self._known.add(number)
+        self._late.discard(number)
+        self._late_idents.discard(ident)
+        owner = getattr(function, "__self__", None)
+        name = vars(owner).get("_name", "") if issubclass(type(owner), threading.Thread) else ""
+        if name == FLUSHING or name.startswith(DIGESTING):
+            remove_mode(self._mode)  # it may have been met before it got here
+            self._carrying.discard(number)
+            return
+        self.join()  # without the lock: who starts this thread waits for it, and may hold it
+
+    def ended(self) -> None:
+        """The calling thread ends."""
+        remove_finished_modes()
+        remove_mode(self._mode)
+        if own_id() in self._carrying:  # not the recorder's own: the lock may be with who waits for them
+            self._carrying.discard(own_id())
+            self.core.thread_ended()
+
+    # ---------------------------------------------------------------------------------------------------- other threads
+
+    def _meet(self, late: bool) -> None:
+        """Have the threads that are not known join at their next step. `late`: they began while all was watched."""
+        for state in thread_states():
+            if state.id in self._known:
+                continue
+            if late:
+                self._late.add(state.id)
+            if _next_step().set(state):
+                self._known.add(state.id)
+            elif self.core.on and _next_step().is_blocked(state):
+                self._known.add(state.id)
+                self._tell("a thread has a profile and a trace function of the program's own, so it could not be asked "
+                           "to take part: what it does is not recorded")
+
+    def join(self) -> bool:
+        """The calling thread takes part from here on, with the mode as outermost of those that it has. Whether it
+        could. Takes no lock: the thread may be anywhere."""
+        stack = mode_stack()
+        if self.core.finished or any(isinstance(mode, RecordingMode) and mode.core is self.core for mode in stack):
+            return True
+        if torch._C._current_graph_task_id() != -1:
+            return False  # inside a backward pass, which puts the thread's modes back as it found them
+        number, ident = own_id(), get_ident()
+        if number in self._late:
+            self._late_idents.add(ident)
+        if number not in self._carrying:
+            self._carrying.add(number)
+            self.core.scopes.contexts.pop(ident, None)  # of a thread that had this ident before
+            set_modes([self._mode, *stack])
+        return True
+
+    # ----------------------------------------------------------------------------------------------------- what to tell
+
+    def _tell(self, sentence: str) -> None:
+        """Threads did, or may have done, what is not recorded."""
+        with self.core.lock:
+            if self.core.on:
+                self.core.records.unsupported("unseen_thread", "", sentence)
+
+    def _tell_of_backward_passes(self) -> None:
+        """Of those that have begun in other threads: what is left of them runs without a step in Python."""
+        for ident, frame in sys._current_frames().items():
+            codes = {inner.f_code for inner, _line in traceback.walk_stack(frame)}
+            if ident != get_ident() and _run_backward.__code__ in codes:
+                self._tell("a backward pass began in another thread before the capture: what it still did is not "
+                           "recorded")
+
+    def _first_record(self, ident: int) -> None:
+        """A thread has something recorded for the first time."""
+        if ident in self._late_idents:
+            self._late_idents.discard(ident)
+            self._tell("C code made a thread, or Python code past the threading module: what it did before it was met "
+                       "is not recorded")
+
+
+class _Carrying:
+    """A thread's function, called with the mode in place. Looks like the function where the interpreter shows it."""
+
+    def __init__(self, threads: Threads, function: Callable[..., Any]) -> None:
+        self._threads = threads
+        self._function = function
+
+    def __repr__(self) -> str:
+        return repr(self._function)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        threads = self._threads
+        threads.core.attempt(threads.begun, self._function)
+        try:
+            return self._function(*args, **kwargs)
+        except BaseException as error:
+            leave_no_frames(error)
+            raise
+        finally:
+            for capture in {threads, _current or threads}:  # it may have lived from one capture into the next
+                capture.core.attempt(capture.ended)
+
+
+_current: Threads | None = None
+_leaving: dict[int, int] = {}  # by state id: steps left of threads that carry the mode of a capture that is over
+
+
+def _step() -> bool:
+    """A step of a thread that was asked. Whether that was enough. Raises what a signal handler of the program raises
+    meanwhile, and nothing else."""
+    capture = _current
+    if capture is not None:
+        return capture.core.attempt(_take_part, capture) is not False
+    try:
+        return _leave()
+    except BaseException as error:
+        if is_interrupt(error):
+            raise
+        return True  # the capture is over, and a mode of it that stays does nothing
+
+
+def _take_part(capture: Threads) -> bool:
+    """The calling thread joins a capture. Whether it could."""
+    remove_finished_modes()
+    _leaving.pop(own_id(), 0)
+    return capture.join()
+
+
+def _leave() -> bool:
+    """The calling thread gets rid of modes of captures that are over. Whether that is done."""
+    gone = remove_finished_modes()
+    number = own_id()
+    patience = _leaving.pop(number, 0)
+    if patience > 1 and not gone:
+        _leaving[number] = patience - 1  # inside an operator, which has put the mode aside
+        return False
+    return True
+
+
+@functools.cache
+def _next_step() -> NextStep:
+    return NextStep(_step)

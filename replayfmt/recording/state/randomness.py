@@ -1,0 +1,113 @@
+"""Random generators: whose state the stream has to state before an op draws from them.
+
+The state after a captured draw is what a replay's generator will be in too, so it is predicted; a state is recorded
+only where the generator is in another one (first use, seeding, draws nobody saw). The state itself is left out of
+captures that hold no content: it tells the seed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from replayfmt.format.model import Generator
+from replayfmt.pytorch.tensors.memory import call_undispatched, host_view
+
+from ..stream.buffer import RecordBuffer
+from ..stream.records import Records
+
+_REMEMBERED = 4096  # generators; a program that makes more gets new ids for the oldest
+
+
+class _Known:
+    __slots__ = ("expected", "number")
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.expected: bytes | None = None
+
+
+class Generators:
+    """The generators of the program. Callers hold the recorder's lock."""
+
+    def __init__(self, buffer: RecordBuffer, records: Records, states: bool = True) -> None:
+        """`states`: record them. Without, a record says only that the generator is in another state."""
+        self._buffer = buffer
+        self._records = records
+        self._states = states
+        self._known: dict[tuple[torch.device, int], _Known] = {}
+
+    def number(self, generator: torch.Generator) -> int:
+        """The id of a generator, a new one where it is not known."""
+        return self._entry(generator).number
+
+    def _entry(self, generator: torch.Generator) -> _Known:
+        # Operators get a new Python object for the same generator each time. Its address may be that of one that died:
+        # then its state differs, which is recorded, and the id stands for both.
+        key = (generator.device, address(generator))
+        known = self._known.get(key)
+        if known is None:
+            default = default_generator(generator.device)
+            is_default = default is not None and address(default) == address(generator)
+            device = self._records.device(generator.device)
+            known = _Known(self._buffer.writer.generator(Generator(device, is_default)))
+            if len(self._known) >= _REMEMBERED:
+                del self._known[next(iter(self._known))]
+            self._known[key] = known
+        return known
+
+    def before(self, generators: list[torch.Generator]) -> None:
+        """An op is about to draw from these: record the states that no replay would be in."""
+        for generator in generators:
+            self._state(self._entry(generator), generator_state(generator))
+
+    def drew(self, generator: torch.Generator, before: bytes, after: bytes) -> None:
+        """An op that is recorded late drew from a generator: its states around it."""
+        known = self._entry(generator)
+        self._state(known, before)
+        known.expected = after
+
+    def _state(self, known: _Known, state: bytes) -> None:
+        if state != known.expected:
+            payload = self._buffer.writer.payload(state) if self._states else 0
+            self._records.generator_state(known.number, payload)
+            known.expected = state
+
+    def after(self, generators: list[torch.Generator]) -> None:
+        """The op drew."""
+        for generator in generators:
+            self._entry(generator).expected = generator_state(generator)
+
+
+def address(generator: torch.Generator) -> int:
+    """Where the generator itself is, whatever Python object stands for it."""
+    return generator._cdata  # type: ignore[attr-defined]
+
+
+def default_generator(device: torch.device) -> torch.Generator | None:
+    """The device's default generator, where this build can tell."""
+    if device.type == "cpu":
+        return torch.default_generator
+    if device.type == "cuda" and torch.cuda.is_initialized():
+        index = torch.cuda.current_device() if device.index is None else device.index
+        return torch.cuda.default_generators[index]
+    return None
+
+
+def generator_state(generator: torch.Generator) -> bytes:
+    return call_undispatched(_state_bytes, generator)
+
+
+def _state_bytes(generator: torch.Generator) -> bytes:
+    storage = generator.get_state().untyped_storage()  # held while it is read: the view does not
+    return bytes(host_view(storage))
+
+
+def drawn_from(args: tuple[Any, ...], kwargs: dict[str, Any], devices: set[torch.device]) -> list[torch.Generator]:
+    """The generators a random op may draw from: those it was given, else the defaults of its devices."""
+    given = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Generator)]
+    if given:
+        return given
+    defaults = [default_generator(device) for device in devices or {torch.device("cpu")}]
+    return [generator for generator in defaults if generator is not None]

@@ -1,0 +1,230 @@
+"""Storages whose bytes are in a file: found, and recorded as the file policy says.
+
+A storage is a file's where it is an untouched mapping of it (file_mappings.py), or where its content is that of a range
+of a file the user named (known_files.py), or of the file that its `filename` names where mappings cannot be looked at.
+What a capture refers to instead of embedding it must still be there at its end: `changed` says what is not.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from replayfmt.errors import CaptureFailed, ExternalFileProblem, UsageError
+from replayfmt.format.external.files import OpenedFile
+from replayfmt.format.model import ExternalFile, FileIdentity, FileRange
+from replayfmt.format.redaction import Redaction
+from replayfmt.format.writer import CaptureWriter
+
+from ..options import CaptureOptions
+from .file_mappings import FileMappings, MappedRange, identity_of
+from .known_files import KnownFile, KnownFiles, format_of, hash_of_range, look_at
+from .storage_content import content_hash, embed, is_monotonous
+
+DIGESTING = "file-digest"  # what the names of the threads that hash files begin with
+_PROGRESS_FROM_BYTES = 1 << 30
+
+
+@dataclass(frozen=True)
+class FoundRange:
+    """Where a storage's bytes are. `range`: its id in the capture. `mapped`: the storage is that very file's memory."""
+
+    range: int
+    mapped: MappedRange | None
+
+
+@dataclass(frozen=True)
+class _Place:
+    """A range of a file as it was found."""
+
+    path: str
+    file_bytes: int
+    identity: FileIdentity
+    format: str
+    offset: int
+
+
+class ExternalFiles:
+    """The files of one capture. Callers hold the recorder's lock."""
+
+    def __init__(self, writer: CaptureWriter, options: CaptureOptions, redaction: Redaction | None) -> None:
+        """Raises UsageError where a file that the user named cannot be used."""
+        self._writer = writer
+        self._policy = options.file_policy
+        self._digests = options.file_validation == "digest"
+        self._redaction = redaction
+        self._mappings = FileMappings()
+        self._known = KnownFiles(options.known_files)
+        self._ids: dict[tuple[str, FileIdentity], int] = {}
+        self._referenced: dict[tuple[str, FileIdentity], int] = {}  # length of each, where its content is not embedded
+        self._names: dict[str, list[str]] = {}  # by redacted name: the paths that have it
+
+    def find(self, storage: torch.UntypedStorage, length: int, foreign: bool) -> FoundRange | None:
+        """The range that holds the storage's bytes, or None. `foreign`: its memory is not torch's own.
+
+        Raises CaptureFailed where the policy forbids known files, or one cannot be embedded or digested as asked.
+        """
+        mapped = None
+        if foreign and storage.device.type == "cpu":
+            mapped = self._mappings.find(storage.data_ptr(), length)
+        if mapped is not None:
+            place = _Place(mapped.path, mapped.file_bytes, mapped.identity, format_of(mapped.path), mapped.offset)
+            number = self._range(place, storage, length)
+            if number is not None:
+                return FoundRange(number, mapped)
+        named = self._named(storage, length)
+        if named is None and foreign and not self._mappings.available:
+            named = self._by_filename(storage, length)
+        if named is None:
+            return None
+        file, offset = named
+        number = self._range(_Place(file.path, file.bytes, file.identity, file.format, offset), storage, length)
+        return None if number is None else FoundRange(number, None)
+
+    def keep(self, found: FoundRange, alive: Callable[[], object | None]) -> None:
+        """`alive` gives something but None as long as the storage lives."""
+        if found.mapped is not None:
+            self._mappings.keep(found.mapped, alive)
+
+    def changed(self) -> list[str]:
+        """What became of referenced files that are no longer what they were: a sentence each."""
+        sentences = []
+        for (path, identity), length in self._referenced.items():
+            shown = self._shown(path)
+            try:
+                status = os.stat(path)
+            except OSError as error:
+                sentences.append(f"{shown} cannot be found any more: {error.strerror}")
+                continue
+            if (status.st_dev, status.st_ino) != (identity.device, identity.inode):
+                sentences.append(f"{shown} was replaced by another file")
+            elif identity_of(status) != identity or status.st_size != length:
+                sentences.append(f"{shown} was modified")
+        return sentences
+
+    # ------------------------------------------------------------------------------------------------------ by content
+
+    def _named(self, storage: torch.UntypedStorage, length: int) -> tuple[KnownFile, int] | None:
+        if not self._known.has_length(length):
+            return None
+        if self._policy == "fail" and is_monotonous(storage):
+            return None  # a counter at zero comes from nowhere in particular
+        return self._known.find(length, content_hash(storage))
+
+    def _by_filename(self, storage: torch.UntypedStorage, length: int) -> tuple[KnownFile, int] | None:
+        """The file that a storage says it was made from, where it has the same bytes."""
+        if not storage.filename:
+            return None
+        path = os.path.realpath(storage.filename)
+        try:
+            file = look_at(path, raw=True)
+        except UsageError:  # gone, or cannot be read: the content is embedded
+            return None
+        if file.bytes < length or hash_of_range(file, 0, length) != content_hash(storage):
+            return None
+        return file, 0
+
+    # ------------------------------------------------------------------------------------------------------- recording
+
+    def _range(self, place: _Place, storage: torch.UntypedStorage, length: int) -> int | None:
+        """The id of a range, after what the policy demands. None: it cannot be referred to."""
+        if not _storable(place.path):
+            return None
+        if self._policy == "fail":
+            raise CaptureFailed(
+                f"{self._writer.path}: a storage of {length} bytes on {storage.device} is in the file "
+                f"{self._shown(place.path)} at {place.offset}, and file-policy=fail allows no content of known files; "
+                "capture with another file policy, or load the content from elsewhere"
+            )
+        file = self._file(place)
+        payload = 0
+        if self._policy == "capture-ranges":
+            payload = embed(self._writer, storage)
+        return self._writer.range(FileRange(file, place.offset, length, payload))
+
+    def _file(self, place: _Place) -> int:
+        key = (place.path, place.identity)
+        number = self._ids.get(key)
+        if number is None:
+            digest = self._digest(place) if self._digests else None
+            payload = self._embedded(place) if self._policy == "capture-all" else 0
+            file = ExternalFile(self._shown(place.path), place.file_bytes, place.identity, digest, payload,
+                                place.format)
+            number = self._ids[key] = self._writer.file(file)
+            if self._policy == "reference":
+                self._referenced[key] = place.file_bytes
+        return number
+
+    def _opened(self, place: _Place) -> OpenedFile:
+        try:
+            opened = OpenedFile(place.path)
+        except ExternalFileProblem as error:
+            raise CaptureFailed(f"{self._writer.path}: {self._told(str(error))}") from None
+        if opened.identity != place.identity:
+            opened.close()
+            raise self._changed(place)
+        return opened
+
+    def _digest(self, place: _Place) -> str:
+        with self._opened(place) as opened, _progress(place.path, place.file_bytes) as progress:
+            try:
+                return opened.digest(progress)
+            except ExternalFileProblem as error:
+                raise CaptureFailed(f"{self._writer.path}: {self._told(str(error))}") from None
+
+    def _embedded(self, place: _Place) -> int:
+        """The payload id of a whole file. Its pages pass through the page cache, not through this process's memory."""
+        with self._opened(place), open(place.path, "rb") as file:
+            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content, memoryview(content) as view:
+                payload = self._writer.payload(view)
+            if identity_of(os.fstat(file.fileno())) != place.identity:
+                raise self._changed(place)
+        return payload
+
+    def _changed(self, place: _Place) -> CaptureFailed:
+        return CaptureFailed(f"{self._writer.path}: the file {self._shown(place.path)} changed while it was captured")
+
+    def _shown(self, path: str) -> str:
+        """The path as the capture tells it. Redacted, files of the same name in different places stay apart."""
+        if self._redaction is None:
+            return path
+        name = self._redaction.file(ExternalFile(path, 0)).path
+        paths = self._names.setdefault(name, [])
+        if path not in paths:
+            paths.append(path)
+        place = paths.index(path) + 1
+        return name if place == 1 else f"{place}/{name}"
+
+    def _told(self, text: str) -> str:
+        return text if self._redaction is None else self._redaction.text(text)
+
+
+def _storable(path: str) -> bool:
+    """Whether a capture can name this path: its text is Unicode."""
+    try:
+        path.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+@contextmanager
+def _progress(path: str, length: int) -> Iterator[Callable[[int], None] | None]:
+    """A progress bar on stderr for a large file, where that is a terminal."""
+    if length < _PROGRESS_FROM_BYTES or sys.stderr is None or sys.stderr.closed or not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    # Without a thread of its own, which could be taken for the program's.
+    with Progress(*columns, console=Console(stderr=True), transient=True, auto_refresh=False) as bar:
+        task = bar.add_task(f"opreplay: digest of {os.path.basename(path)}", total=length)
+        yield lambda done: bar.update(task, advance=done, refresh=True)

@@ -1,0 +1,448 @@
+"""The program's storages: who is who, how they enter the capture, how they die.
+
+A storage is known by its tracker (trackers.py), whose callback tells its death. A callback may run at any time in any
+thread, so all it does is to append to a deque, which is drained when it suits.
+
+A storage that no captured op produced is imported at its first use, in the state it has then. Ordinary storages cost
+one comparison of their length at each use. Those that need more care (uninitialized, watched for writes from outside,
+marked as written) have `size` -1 and a `State`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+import torch
+
+from replayfmt.format.codes import StorageOrigin
+
+from ..dispatch.handles import Handles
+from ..stream.buffer import RecordBuffer, pack_birth, pack_definition
+from ..stream.records import Records, Unrepresentable
+from ..stream.tensor_metas import MetaParams, TensorMetas
+from .addresses import HostMemory
+from .content import UNREADABLE, Content, Contents
+from .coverage import Coverage, Region
+from .recipes import is_synthesized
+from .storage_content import content_number
+from .trackers import ATTRIBUTE, State, Tracker, has_bytes
+
+RELEASE_BATCH = 64
+_CPU = torch.device("cpu")
+
+
+class Storages:
+    """Every storage the capture knows. Callers hold the recorder's lock, except for what the hot path inlines."""
+
+    def __init__(
+        self, buffer: RecordBuffer, records: Records, metas: TensorMetas, contents: Contents, handles: Handles, *,
+        audit: bool,
+    ) -> None:
+        self._buffer = buffer
+        self._records = records
+        self._metas = metas
+        self._contents = contents
+        self._handles = handles
+        self._content = contents.recorded
+        self._audit = audit and contents.recorded
+        self.live: dict[int, Tracker] = {}
+        self.dead: deque[Tracker] = deque()
+        self._memory = HostMemory(self.live)
+        self._aliases: dict[int, list[Tracker]] = {}  # by storage id: others on the same memory
+
+    # -------------------------------------------------------------------------------------------------------- identity
+
+    @staticmethod
+    def known(storage: torch.UntypedStorage) -> Tracker | None:
+        return getattr(storage, ATTRIBUTE, None)
+
+    def _track(self, storage: torch.UntypedStorage, number: int, length: int) -> Tracker:
+        tracker = Tracker(storage, self.dead.append)
+        tracker.id = number
+        tracker.size = length
+        tracker.meta = tracker.offset = tracker.tensor = tracker.meta2 = 0
+        tracker.views = None
+        tracker.imports = 0
+        tracker.state = None
+        tracker.written = None
+        setattr(storage, ATTRIBUTE, tracker)
+        return tracker
+
+    def _bear(
+        self, storage: torch.UntypedStorage, length: int, device: torch.device, origin: StorageOrigin, payload: int,
+        readable: bool,
+    ) -> Tracker:
+        number = next(self._buffer.next_storage)
+        self._buffer.births.append(pack_birth(number, length, self._records.device(device), origin, payload))
+        tracker = self.live[number] = self._track(storage, number, length)
+        if self._audit:
+            self.watch(tracker)
+        if not readable and device.type != "meta":  # a ZeroTensor's: not to be taken for others of the same metadata
+            self.state(tracker).unreadable = True
+            tracker.size = -1
+        return tracker
+
+    def view(self, tracker: Tracker, meta: int, offset: int, item: int) -> int:
+        """The tensor id of a view. `offset` is in elements of `item` bytes."""
+        state = tracker.state
+        if state is not None and state.alias_of is not None:
+            if state.delta % item:
+                shared = f"memory shared {state.delta} bytes into a storage, with elements of {item} bytes"
+                raise Unrepresentable("overlapping_storages", shared)
+            return self.view(state.alias_of, meta, offset + state.delta // item, item)
+        if tracker.meta == meta and tracker.offset == offset:
+            return tracker.tensor
+        if tracker.meta2 == meta and tracker.offset2 == offset:
+            return tracker.tensor2
+        number = tracker.views.get((meta, offset)) if tracker.views is not None else None
+        if number is not None:
+            return number
+        if state is not None and state.synthesized and not tracker.written:
+            self._reveal(tracker, state, self._metas.params[meta])
+        number = next(self._buffer.next_tensor)
+        self._buffer.definitions.append(pack_definition(number, tracker.id, offset, meta))
+        if not tracker.meta:
+            tracker.tensor, tracker.offset, tracker.meta = number, offset, meta  # the last one makes it count
+        elif not tracker.meta2:
+            tracker.tensor2, tracker.offset2, tracker.meta2 = number, offset, meta
+        else:
+            if tracker.views is None:
+                tracker.views = {}
+            tracker.views[meta, offset] = number
+        return number
+
+    def _reveal(self, tracker: Tracker, state: State, params: MetaParams) -> None:
+        """A storage whose content was left out as floats is about to be seen as something else. As integers its bytes
+        count, so they enter; as bytes it is loaded, copied or saved."""
+        storage = tracker()
+        if is_synthesized(params.dtype) or params.dtype is torch.uint8 or storage is None:
+            return
+        self._enter_again(tracker, state, storage, "integer_use", params.dtype)
+
+    # ---------------------------------------------------------------------------------------------------------- births
+
+    def produced(self, storage: torch.UntypedStorage, *, uninitialized: bool) -> Tracker:
+        """A storage that an op returned and nobody knew."""
+        length, device = storage.nbytes(), storage.device
+        readable = has_bytes(storage, length, device)
+        if not uninitialized:
+            return self._bear(storage, length, device, StorageOrigin.op, 0, readable)
+        tracker = self._bear(storage, length, device, StorageOrigin.uninitialized, 0, readable)
+        if length and readable:
+            self.state(tracker).coverage = Coverage(length)
+            tracker.size = -1
+        return tracker
+
+    def enter(self, storage: torch.UntypedStorage, dtype: torch.dtype | None, reason: str = "first_use") -> Tracker:
+        """A storage that no captured op produced, at its first use, as `dtype` (None: as such): its content enters the
+        capture."""
+        length, device = storage.nbytes(), storage.device
+        if not length or not has_bytes(storage, length, device):
+            return self._bear(storage, length, device, StorageOrigin.uninitialized, 0, not length)
+        held = self._handles.held_by(storage) if device == _CPU else None
+        if held is not None and (base := self.known(held)) is not None:
+            return self._alias(storage, base, 0, length)
+        # Memory that torch did not allocate, or that other processes have: others may write it.
+        external = device == _CPU and (not storage.resizable() or storage.is_shared())
+        shared = False
+        if device == _CPU and (external or self._memory.shared):
+            alias = self._containing(storage, length, dtype)
+            if alias is not None:
+                return alias
+            shared = self._watch_overlapping(storage, length)
+        content = self._contents.first(storage, dtype, external)
+        if reason == "first_use" and content.found is not None and content.found.mapped is not None:
+            reason = "mapped_file"      # its place in memory is the file's, which decides last bits of some kernels
+        try:
+            tracker = self._bear(storage, length, device, content.origin, content.id, True)
+            self._records.storage_import(tracker.id, content, 0, reason)
+        except BaseException:
+            self._disown(storage)  # an interrupt: without its import the storage is not known, and enters as another
+            raise
+        tracker.imports = 1
+        if external:
+            self._memory.add_external(tracker.id, storage)
+        if external or shared:
+            self.watch(tracker)
+        if device != _CPU and not storage.resizable():
+            self._records.unsupported(
+                "foreign_memory",
+                "",
+                f"{length} bytes on {device} that torch did not allocate (another process's, or another library's): "
+                "who else writes them is not seen",
+            )
+        self._note_content(tracker, content)
+        self.synchronize(tracker, storage)
+        return tracker
+
+    def _note_content(self, tracker: Tracker, content: Content) -> None:
+        """What there is to remember of content that entered."""
+        if content is UNREADABLE:
+            self.state(tracker).opaque, self.state(tracker).mapped = True, None
+            self._records.unsupported(
+                "foreign_memory", "", f"storage {tracker.id} is memory that cannot be read: its file was made shorter"
+            )
+        synthesized = content.origin is StorageOrigin.initializer
+        if synthesized or tracker.state is not None:
+            self.state(tracker).synthesized = synthesized
+        if content.found is not None and content.found.mapped is not None:
+            self._contents.keep(content.found, tracker)
+            if not self._audit:
+                self.state(tracker).mapped = content.found.mapped
+
+    # ------------------------------------------------------------------------------------------------- shared memory
+
+    def _containing(self, storage: torch.UntypedStorage, length: int, dtype: torch.dtype | None) -> Tracker | None:
+        """A tracker for memory that another storage of the capture holds all of, or None."""
+        begin = storage.data_ptr()
+        for base, low in self._memory.containing(begin, begin + length):
+            delta = begin - low
+            if not (delta % dtype.itemsize if dtype is not None else delta):
+                return self._alias(storage, base, delta, length)
+        return None
+
+    def _watch_overlapping(self, storage: torch.UntypedStorage, length: int) -> bool:
+        """Whether a storage shares memory with others that do not hold all of it. They are watched from now on: what is
+        written to one is written to the others from outside."""
+        begin = storage.data_ptr()
+        others = self._memory.overlapping(begin, begin + length)
+        for other in others:
+            memory = other()
+            if memory is not None and not self.state(other).watched:
+                self.watch(other, windowed=True)
+                self.synchronize(other, memory)
+        return bool(others)
+
+    def _alias(self, storage: torch.UntypedStorage, base: Tracker, delta: int, length: int) -> Tracker:
+        tracker = self._track(storage, base.id, -1)
+        state = tracker.state = State(length)
+        state.alias_of, state.delta = base, delta
+        self._aliases.setdefault(base.id, []).append(tracker)
+        self.watch(base, windowed=True)
+        return tracker
+
+    # ------------------------------------------------------------------------------------------------------------ uses
+
+    def state(self, tracker: Tracker) -> State:
+        if tracker.state is None:
+            tracker.state = State(tracker.size)
+        return tracker.state
+
+    def watch(self, tracker: Tracker, *, windowed: bool = False) -> None:
+        """Compare its content at each use from now on. `windowed`: because the program has a window on it. The caller
+        synchronizes."""
+        state = self.state(tracker)
+        state.watched = True
+        state.windowed |= windowed
+        tracker.size = -1
+
+    def mark_written_outside(self, tracker: Tracker, reason: str = "outside_write") -> None:
+        """Its content enters again at its next use."""
+        state = self.state(tracker)
+        if state.alias_of is not None:
+            tracker, state = state.alias_of, self.state(state.alias_of)
+        state.outside = reason
+        self._define_again(tracker)
+        tracker.size = -1
+
+    def forget(self, storage: torch.UntypedStorage) -> None:
+        """A storage whose origin was not recorded: it enters at its next use, if it has one."""
+        tracker = self.known(storage)
+        if tracker is not None and not tracker.imports and tracker.state is None:
+            delattr(storage, ATTRIBUTE)
+            self.live.pop(tracker.id, None)
+
+    def _disown(self, storage: torch.UntypedStorage) -> None:
+        tracker = self.known(storage)
+        if tracker is not None:
+            delattr(storage, ATTRIBUTE)
+            self.live.pop(tracker.id, None)
+
+    def _define_again(self, tracker: Tracker) -> None:
+        """Its tensors' definitions, which may have been lost with the row that was to hold them."""
+        views = dict(tracker.views or {})
+        views[tracker.meta, tracker.offset] = tracker.tensor
+        if tracker.meta2:
+            views[tracker.meta2, tracker.offset2] = tracker.tensor2
+        for (meta, offset), number in views.items():
+            if meta:
+                self._buffer.definitions.append(pack_definition(number, tracker.id, offset, meta))
+
+    def use(
+        self, tracker: Tracker, storage: torch.UntypedStorage, reads: bool, op: str, *, as_is: bool = False
+    ) -> Tracker:
+        """Before an op (or the recorder) uses it. `as_is`: what nobody wrote is no reason to refuse: the
+        op declares that it writes it, say. Returns the tracker to go on with."""
+        state = tracker.state
+        length = storage.nbytes()
+        if state is not None and state.alias_of is not None:
+            return self._use_alias(tracker, state, storage, reads, op, as_is)
+        if length != (tracker.size if state is None else state.length):
+            self._records.storage_resize(tracker.id, length)
+            self.resized(tracker, length)
+            state = tracker.state
+        if state is None:
+            return tracker
+        if state.outside is not None and length:
+            self._enter_again(tracker, state, storage, state.outside)
+        if reads and length and state.coverage is not None and not state.coverage.touched:
+            if state.windowed:
+                self._enter_again(tracker, state, storage, "outside_write")
+            elif not as_is:
+                self._records.unsupported(
+                    "unseen_write", op, f"storage {tracker.id} ({length} bytes) is read before any captured op wrote it"
+                )
+                self._enter_again(tracker, state, storage, "unseen_write")
+            elif self._content:     # without content it stays what nobody wrote
+                self._enter_again(tracker, state, storage, "written_argument")
+        if state.watched and length:
+            content = content_number(storage, state.mapped)
+            if state.content is not None and content != state.content:
+                self._enter_again(tracker, state, storage, "outside_write")
+            state.content = content
+        return tracker
+
+    def _use_alias(
+        self, tracker: Tracker, state: State, storage: torch.UntypedStorage, reads: bool, op: str, as_is: bool
+    ) -> Tracker:
+        base = state.alias_of
+        assert base is not None
+        memory = base()
+        if memory is None or storage.nbytes() != state.length:
+            # What it shared memory with is gone, so it stands for itself from now on.
+            delattr(storage, ATTRIBUTE)
+            return self.enter(storage, None)
+        self.use(base, memory, reads, op, as_is=as_is)
+        return tracker
+
+    def _enter_again(
+        self, tracker: Tracker, state: State, storage: torch.UntypedStorage, reason: str,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        unwritten = reason in ("unseen_write", "written_argument")
+        version = tracker.imports if unwritten else max(tracker.imports, 1)
+        tracker.imports = version + 1
+        content = self._contents.again(storage, self._dtype(tracker) if dtype is None else dtype)
+        self._records.storage_import(tracker.id, content, version, reason)
+        self._note_content(tracker, content)
+        state.outside = None
+        state.coverage = None
+        self.synchronize(tracker, storage)
+        tracker.settle()
+
+    def _dtype(self, tracker: Tracker) -> torch.dtype | None:
+        """What a storage is used as: integers where any view of it is, bytes only where all are. None: by no view."""
+        metas = [tracker.meta, tracker.meta2, *(meta for meta, _ in tracker.views or ())]
+        dtypes = [self._metas.params[meta].dtype for meta in metas if meta]
+        dtypes = [dtype for dtype in dtypes if dtype is not torch.uint8] or dtypes
+        return next((dtype for dtype in dtypes if not is_synthesized(dtype)), dtypes[0] if dtypes else None)
+
+    def resized(self, tracker: Tracker, length: int) -> None:
+        """Its length changed. Bytes that were added are not written."""
+        state = self.state(tracker)
+        before, state.length = state.length, length
+        if length > before:
+            coverage = Coverage(length)
+            if before and (state.coverage is None or state.coverage.touched):
+                coverage.write(Region(0, (before,), (1,), 1))
+            state.coverage = coverage
+        elif length == 0:
+            state.coverage = None
+            tracker.written = None
+        state.content = None
+        tracker.settle()
+
+    # ---------------------------------------------------------------------------------------------------------- writes
+
+    def wrote_anything(self, tracker: Tracker, storage: torch.UntypedStorage, *, touched: bool) -> None:
+        """A captured op copied bytes to a storage that nobody had written: which of it are known is not followed.
+        `touched`: some are."""
+        state = self.state(tracker)
+        if state.alias_of is not None:
+            tracker, state = state.alias_of, self.state(state.alias_of)
+        state.coverage = Coverage(state.length)
+        state.coverage.touched = touched
+        tracker.written = None
+        tracker.size = -1
+        self.synchronize(tracker, storage)
+
+    def wrote(
+        self, tracker: Tracker, storage: torch.UntypedStorage, tensor: int, meta: int, offset: int, everything: bool
+    ) -> None:
+        """A captured op wrote to a view. `everything`: to every element of it."""
+        state = self.state(tracker)
+        if state.alias_of is not None:
+            memory = state.alias_of()
+            if memory is not None:
+                if self._handles.stands_for(memory):
+                    self._records.unsupported("opaque_argument", "", f"storage {tracker.id} held an address")
+                item = self._metas.params[meta].item
+                self.wrote(state.alias_of, memory, tensor, meta, offset + state.delta // item, everything)
+            return
+        length = storage.nbytes()
+        if length != state.length:
+            self.resized(tracker, length)  # the op itself resized it, as it will on replay
+        if tracker.written is None:
+            tracker.written = {tensor}
+        else:
+            tracker.written.add(tensor)
+        if state.coverage is not None:
+            if everything:
+                params = self._metas.params[meta]
+                state.coverage.write(params.region(offset))
+                if state.coverage.complete:
+                    state.coverage = None
+                    tracker.settle()
+            else:
+                state.coverage.touched = True
+        self.synchronize(tracker, storage)
+
+    def was_written_outside(self, tracker: Tracker) -> bool:
+        """Whether a watched storage holds something else than what the stream says."""
+        state, storage = tracker.state, tracker()
+        if state is None or storage is None or not state.watched or state.content is None or not storage.nbytes():
+            return False
+        return content_number(storage, state.mapped) != state.content
+
+    def synchronize(self, tracker: Tracker, storage: torch.UntypedStorage) -> None:
+        """What it holds now is known: by an import or a captured write."""
+        state = tracker.state
+        if state is not None and state.watched:
+            if state.mapped is not None and state.mapped.mapping.shared and tracker.written:
+                state.mapped = None  # the file has what was written, so its memory has to be looked at from now on
+            state.content = content_number(storage, state.mapped) if storage.nbytes() else None
+
+    # ---------------------------------------------------------------------------------------------------------- deaths
+
+    def drain(self) -> None:
+        """Record the deaths that were told since the last time."""
+        dead = [self.dead.popleft() for _ in range(len(self.dead))]
+        ids = [tracker.id for tracker in dead if tracker.state is None or self._forget(tracker)]
+        for number in ids:
+            self.live.pop(number, None)
+            self._memory.forget(number)
+        if ids:
+            self._records.storage_releases(ids)
+
+    def _forget(self, tracker: Tracker) -> bool:
+        """A storage out of the ordinary died. Whether that is the end of its id."""
+        number = tracker.id
+        if self.live.get(number) is not tracker:
+            others = self._aliases.get(number, [])
+            others[:] = [other for other in others if other is not tracker]
+            return False
+        self._aliases.pop(number, None)
+        return True
+
+    def forget_all(self) -> None:
+        """Take the trackers off the program's storages."""
+        for tracker in list(self.live.values()):
+            storage = tracker()
+            if storage is not None and self.known(storage) is tracker:
+                delattr(storage, ATTRIBUTE)
+            for alias in self._aliases.get(tracker.id, ()):
+                shared = alias()
+                if shared is not None and self.known(shared) is alias:
+                    delattr(shared, ATTRIBUTE)
+        self.live.clear()
+        self.dead.clear()

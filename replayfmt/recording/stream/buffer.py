@@ -1,0 +1,341 @@
+"""Buffered records: packed rows that any thread appends, turned into columns and handed to the writer.
+
+A record is one `bytes` object, appended in one step that the interpreter does not interrupt, so that recording an op
+takes no lock while one thread records. A row is a run of 64-bit words:
+
+    signature, context, start_ns, duration_ns, tensor slots..., int slots..., float slots (as doubles)...
+
+A context stands for a thread and the scope it is in. Two kinds of rows say more in fewer words:
+
+    site row     FROM_SITE + site, context, start_ns, duration_ns, tensor slots..., (storage id, offset) for each view
+                 that the op made: what is constant for a site (signature, constants, metadata) is in the site's tables
+    release run  RELEASES + signature, context, now, 0, storage id...: one release record for each
+
+Storages (births) and tensors (definitions) that do not come from sites have rows of their own lists, appended before
+the first record that needs them. Ids of storages are given in the order of the records that bear them: where several
+threads record, whoever takes an id appends its row under the same lock.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from struct import Struct
+from typing import Any
+
+import numpy as np
+
+from replayfmt.format.codes import StorageOrigin
+from replayfmt.format.container.uninterrupted import Uninterrupted
+from replayfmt.format.records.columns import RecordColumns
+from replayfmt.format.writer import CaptureWriter
+
+from .in_flight import wait_for_rows
+
+HEAD_WORDS = 4  # signature, context, start, duration
+FROM_SITE = 1 << 32
+RELEASES = 1 << 33
+_FRAME_WORDS = 1 << 20  # a frame is also cut when that many words wait
+
+pack_birth = Struct("<5q").pack  # storage id, bytes, device id, origin, payload id
+pack_definition = Struct("<4q").pack  # tensor id, storage id, offset, meta id
+
+_packs: dict[tuple[int, int], Callable[..., bytes]] = {}
+
+
+def packer(words: int, floats: int) -> Callable[..., bytes]:
+    """Packs a row's head with `words` integers and `floats` doubles after it."""
+    pack = _packs.get((words, floats))
+    if pack is None:
+        pack = _packs[words, floats] = Struct(f"<{HEAD_WORDS + words}q{floats}d").pack
+    return pack
+
+
+@dataclass(frozen=True)
+class MadeView:
+    """A view that a site's op makes: the slot its tensor id is in, its meta id, and the length in bytes of its storage
+    where that is new (otherwise -1)."""
+
+    slot: int
+    meta: int
+    new_bytes: int
+
+
+class SiteTables:
+    """What is constant for each site, in columns by site number."""
+
+    def __init__(self) -> None:
+        self.signature, self.tensors, self.device = array("q"), array("q"), array("q")
+        self.ints, self.first_int, self.int_count = array("q"), array("q"), array("q")
+        self.floats, self.first_float, self.float_count = array("d"), array("q"), array("q")
+        self.made_slot, self.made_meta, self.made_bytes = array("q"), array("q"), array("q")
+        self.first_made, self.made_count = array("q"), array("q")
+
+    def add(
+        self,
+        signature: int,
+        tensors: int,
+        ints: Sequence[int],
+        floats: Sequence[float],
+        made: Sequence[MadeView],
+        device: int,
+    ) -> int:
+        """The number of a new site. `device` is that of new storages."""
+        with Uninterrupted():  # all columns, or none
+            return self._add(signature, tensors, ints, floats, made, device)
+
+    def _add(
+        self,
+        signature: int,
+        tensors: int,
+        ints: Sequence[int],
+        floats: Sequence[float],
+        made: Sequence[MadeView],
+        device: int,
+    ) -> int:
+        self.signature.append(signature)
+        self.tensors.append(tensors)
+        self.device.append(device)
+        given: tuple[tuple[Sequence[Any], array, array, array], ...] = (
+            (ints, self.ints, self.first_int, self.int_count),
+            (floats, self.floats, self.first_float, self.float_count),
+        )
+        for values, column, first, count in given:
+            first.append(len(column))
+            count.append(len(values))
+            column.extend(values)
+        self.first_made.append(len(self.made_slot))
+        self.made_count.append(len(made))
+        for view in made:
+            self.made_slot.append(view.slot)
+            self.made_meta.append(view.meta)
+            self.made_bytes.append(view.new_bytes)
+        return len(self.signature) - 1
+
+
+class RecordBuffer:
+    """Records on their way to the writer. `lock` guards the writer; whoever calls the writer holds it."""
+
+    def __init__(self, writer: CaptureWriter, chunk_records: int, lock: threading.RLock) -> None:
+        self.writer = writer
+        self.lock = lock
+        self.chunk_records = chunk_records
+        self.rows: list[bytes] = []
+        self.births: list[bytes] = []
+        self.definitions: list[bytes] = []
+        self.sites = SiteTables()
+        self.next_storage: Iterator[int] = itertools.count(1)
+        self.next_tensor: Iterator[int] = itertools.count(1)
+        self.appended = 0  # records that did not take the fast path: counts all where none does
+        self._first_storage = 1
+        self._slots = tuple(array("q", [0]) for _ in range(3))  # by signature id: tensors, ints, floats
+        self._entering = array("q", [0])  # by signature id: whether its records let a storage's content enter
+        self._contexts = array("q")  # by context id: thread, scope
+        self._births = np.zeros((0, 5), np.int64)  # that came out of turn
+        self._known = np.zeros((0, 4), np.int64)  # definitions of live tensors, by id
+
+    def note_signature(self, number: int, tensors: int, ints: int, floats: int, enters: bool) -> None:
+        """How many slots records of a new signature have; `enters`: the first int is a storage whose content enters."""
+        with Uninterrupted():  # all columns, or none
+            for column, count in zip((*self._slots, self._entering), (tensors, ints, floats, int(enters)), strict=True):
+                column.extend([0] * (number + 1 - len(column)))
+                column[number] = count
+
+    def context(self, thread: int, scope: int) -> int:
+        """A context id for a thread and the scope it is in."""
+        with self.lock:
+            self._contexts.extend((thread, scope))  # in one step, which no signal handler interrupts
+            return len(self._contexts) // 2 - 1
+
+    def append(self, row: bytes, records: int = 1) -> None:
+        """Add a row of the complete path. The caller holds the lock."""
+        self.rows.append(row)
+        self.appended += records
+
+    # ----------------------------------------------------------------------------------------------------------- flush
+
+    def flush(self) -> None:
+        """Write what is buffered, in frames of about `chunk_records`. Raises what the writer raises."""
+        # An interrupt must not come between taking rows out of the buffer and writing them.
+        with Uninterrupted(), self.lock:
+            waiting = len(self.rows)
+            while waiting > 0:
+                waiting -= self._flush_frame()
+
+    def _flush_frame(self) -> int:
+        """Write one frame; how many rows it took."""
+        making = True
+        count = min(len(self.rows), self.chunk_records)
+        while True:
+            batch = Batch(self.rows[:count], self.sites, self._slots, self._entering)
+            count = batch.rows
+            self._define(batch)
+            newest = max(batch.newest_storage, self._newest_of(batch.tensors))
+            births = self._born(batch)
+            in_turn = int(np.count_nonzero(births[:, 0] == np.arange(len(births)) + self._first_storage))
+            # A thread took an id and was suspended before it appended the row: that row has to be in the frame, too.
+            # An exception from a signal handler may have ended it there for good: then nobody else has that id.
+            if newest < self._first_storage + in_turn:
+                break
+            if not making:
+                births, in_turn = _fill_gaps(births, self._first_storage, newest)
+                break
+            wait_for_rows()
+            making = False
+            count = len(self.rows)
+        del self.rows[:count]
+        definitions = self._known
+        if len(batch.released):
+            self._known = definitions[~np.isin(definitions[:, 1], batch.released)]
+        first, self._first_storage, self._births = self._first_storage, self._first_storage + in_turn, births[in_turn:]
+        births = births[:in_turn]
+        threads, scopes = np.frombuffer(self._contexts, np.int64).reshape(-1, 2)[batch.context].T
+        self.writer.records(
+            RecordColumns(
+                signature=batch.signature,
+                scope=scopes,
+                thread=threads,
+                start_ns=batch.start_ns,
+                duration_ns=batch.duration_ns,
+                tensors=batch.tensors,
+                ints=batch.ints,
+                floats=batch.floats,
+                tensor_definitions=definitions,
+                first_storage=first,
+                storage_bytes=births[:, 1],
+                storage_device=births[:, 2],
+                storage_origin=births[:, 3],
+                storage_payload=births[:, 4],
+            )
+        )
+        return count
+
+    def _born(self, batch: Batch) -> np.ndarray:
+        """All births known and not written, by id. Those that came by list stay in `_births` for a next try."""
+        self._births = np.concatenate((self._births, _take(self.births, 5)))
+        births = np.concatenate((self._births, batch.births))
+        return births[np.argsort(births[:, 0], kind="stable")]
+
+    def _define(self, batch: Batch) -> None:
+        """Add to the known definitions what is new, the batch's too, in order of the tensors' ids."""
+        known = np.concatenate((self._known, _take(self.definitions, 4), batch.definitions))
+        known = known[np.argsort(known[:, 0], kind="stable")]
+        if len(known) > 1:
+            known = known[np.concatenate((known[1:, 0] != known[:-1, 0], [True]))]
+        self._known = known
+
+    def _newest_of(self, tensors: np.ndarray) -> int:
+        """The largest storage id among defined tensors."""
+        if not len(tensors) or not len(self._known):
+            return 0
+        places = np.minimum(np.searchsorted(self._known[:, 0], np.unique(tensors)), len(self._known) - 1)
+        return int(self._known[places, 1].max())
+
+
+class Batch:
+    """Rows taken apart into columns: those of a frame, and what the rows of sites say of new storages and tensors."""
+
+    def __init__(
+        self, rows: list[bytes], sites: SiteTables, slots: tuple[array[int], ...], entering: array[int]
+    ) -> None:
+        """Takes the rows, or the first of them where they are too long for one frame; `rows` says how many."""
+        lengths = np.fromiter(map(len, rows), np.int64, len(rows)) >> 3
+        ends = np.cumsum(lengths)
+        if ends[-1] > _FRAME_WORDS and len(rows) > 1:
+            fitting = max(1, int(np.searchsorted(ends, _FRAME_WORDS)))
+            rows, lengths, ends = rows[:fitting], lengths[:fitting], ends[:fitting]
+        self.rows = len(rows)
+        self.newest_storage = 0  # the largest storage id that the rows speak of, ops' arguments apart
+        words = np.frombuffer(b"".join(rows), np.int64)
+        begins = ends - lengths
+        head = words[begins]
+        released = head >= RELEASES
+        at_site = (head >= FROM_SITE) & ~released
+        site = head[at_site] - FROM_SITE
+
+        signature = np.where(released, head - RELEASES, head)
+        signature[at_site] = _column(sites.signature)[site]
+        slot_begins = begins + HEAD_WORDS
+        kind = np.where(released, 0, signature)
+        tensor_count, int_count, float_count = (_column(column)[kind] for column in slots)
+        self.tensors = words[_spans(slot_begins, tensor_count)]
+
+        # Constants of sites lie behind the rows' own words.
+        int_begins = slot_begins + tensor_count
+        int_begins[at_site] = len(words) + _column(sites.first_int)[site]
+        int_count = np.where(released, lengths - HEAD_WORDS, int_count)
+        int_begins[released] = slot_begins[released]
+        self.ints = np.concatenate((words, _column(sites.ints)))[_spans(int_begins, int_count)]
+        float_begins = slot_begins + tensor_count + int_count
+        float_begins[at_site] = len(words) + _column(sites.first_float)[site]
+        self.floats = np.concatenate((words.view(np.float64), _column(sites.floats, np.float64)))[
+            _spans(float_begins, float_count)
+        ]
+
+        records = np.where(released, lengths - HEAD_WORDS, 1)
+        self.signature = np.repeat(signature, records)
+        self.context = np.repeat(words[begins + 1], records)
+        self.start_ns = np.repeat(words[begins + 2], records)
+        self.duration_ns = np.repeat(words[begins + 3], records)
+        self.released = words[_spans(slot_begins[released], records[released])]
+        self._note_newest(self.released)
+        self._note_newest(words[int_begins[(_column(entering)[kind] != 0) & ~at_site]])
+        self._take_made(words, slot_begins[at_site], tensor_count[at_site], site, sites)
+
+    def _take_made(
+        self, words: np.ndarray, slot_begins: np.ndarray, tensor_count: np.ndarray, site: np.ndarray, sites: SiteTables
+    ) -> None:
+        """`definitions` of the views that sites' ops made, `births` of the storages that are new among them."""
+        count = _column(sites.made_count)[site]
+        made = _spans(_column(sites.first_made)[site], count)
+        pairs = _spans(np.zeros(len(count), np.int64), count) * 2 + np.repeat(slot_begins + tensor_count, count)
+        storage, offset = words[pairs], words[pairs + 1]
+        tensor = words[np.repeat(slot_begins, count) + _column(sites.made_slot)[made]]
+        self.definitions = np.stack((tensor, storage, offset, _column(sites.made_meta)[made]), axis=1)
+        length = _column(sites.made_bytes)[made]
+        new = length >= 0
+        device = np.repeat(_column(sites.device)[site], count)[new]
+        self.births = np.stack(
+            (storage[new], length[new], device, np.full_like(device, StorageOrigin.op), np.zeros_like(device)), axis=1
+        )
+        self._note_newest(storage)
+
+    def _note_newest(self, storages: np.ndarray) -> None:
+        if len(storages):
+            self.newest_storage = max(self.newest_storage, int(storages.max()))
+
+
+def _column(values: array[int] | array[float], dtype: type = np.int64) -> np.ndarray:
+    """A view of an array; it must not outlive the lock, because a viewed array cannot grow."""
+    return np.frombuffer(values, dtype) if values else np.zeros(0, dtype)
+
+
+def _take(rows: list[bytes], words: int) -> np.ndarray:
+    """Empty a list of rows of equal length."""
+    count = len(rows)
+    taken = np.frombuffer(b"".join(rows[:count]), np.int64).reshape(-1, words)
+    del rows[:count]
+    return taken
+
+
+def _spans(first: np.ndarray, count: np.ndarray) -> np.ndarray:
+    """All of first[i], first[i] + 1, ..., first[i] + count[i] - 1, for each i in turn."""
+    ends = np.cumsum(count)
+    total = int(ends[-1]) if len(ends) else 0
+    return np.repeat(first - (ends - count), count) + np.arange(total)
+
+
+def _fill_gaps(births: np.ndarray, first: int, newest: int) -> tuple[np.ndarray, int]:
+    """The births up to `newest` with empty storages for the ids that are missing, then the others; how many the former
+    are."""
+    count = newest - first + 1
+    near = births[births[:, 0] <= newest]
+    filled = np.zeros((count, 5), np.int64)
+    filled[:] = near[0] if len(near) else births[0] if len(births) else (0, 0, 1, StorageOrigin.op, 0)
+    filled[:, 0] = np.arange(first, newest + 1)
+    filled[:, 1], filled[:, 3], filled[:, 4] = 0, StorageOrigin.op, 0
+    filled[near[:, 0] - first] = near
+    return np.concatenate((filled, births[births[:, 0] > newest])), count

@@ -1,0 +1,126 @@
+"""Digests for verification: of live storages at chosen moments, or of every op's results.
+
+Only what captured ops wrote is digested: bytes that nobody wrote differ between identical runs.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from replayfmt.format.codes import TensorFlag
+from replayfmt.format.records.digest import TensorDigest
+from replayfmt.pytorch.tensors.digests import digest_tensor
+from replayfmt.pytorch.tensors.memory import call_undispatched, make_view
+
+from ..storages.identity import Storages
+from ..storages.trackers import State, Tracker
+from .buffer import RecordBuffer
+from .records import Records
+from .tensor_metas import MetaParams, TensorMetas
+
+_REPEATED_BYTES = 1 << 20   # a view that repeats its elements is digested as it is up to this size
+_VIEWS = 64   # written views of one storage that are digested one by one
+
+
+class Digests:
+    """Computes digests and records them. Callers hold the recorder's lock."""
+
+    def __init__(self, buffer: RecordBuffer, records: Records, metas: TensorMetas, storages: Storages) -> None:
+        self._buffer = buffer
+        self._records = records
+        self._metas = metas
+        self._storages = storages
+        self._fresh_from = 1     # storages with ids from here on were born after the last sweep
+
+    def sweep(self) -> None:
+        """Digest every live storage that captured ops wrote since the last sweep."""
+        newest = self._fresh_from
+        for number, tracker in list(self._storages.live.items()):
+            newest = max(newest, number + 1)
+            views = self._written_views(number, tracker)
+            storage = tracker()
+            if views and storage is not None:
+                for meta, offset in views.values():
+                    self.record(tracker, storage, meta, offset, -1, -1)
+        self._fresh_from = newest
+
+    def _written_views(self, number: int, tracker: Tracker) -> dict[int, tuple[int, int]]:
+        """The views of one storage that a sweep digests."""
+        state = tracker.state
+        fresh = number >= self._fresh_from
+        first = {tracker.tensor: (tracker.meta, tracker.offset)} if tracker.meta else {}
+        if state is None and tracker.written is None:
+            return first if fresh and not tracker.imports else {}
+        written = self._places(tracker)
+        tracker.written = None
+        if state is None:
+            state = State(tracker.size)
+        if state.opaque or state.outside is not None or self._storages.was_written_outside(tracker):
+            return {}
+        if fresh and not tracker.imports and state.coverage is None:
+            written.update(first)
+        params = self._metas.params
+        for tensor, (meta, offset) in written.items():
+            if params[meta].region(offset).dense() == (0, state.length):
+                return {tensor: (meta, offset)}
+        if len(written) > _VIEWS and state.coverage is None:
+            return first
+        kept = list(written.items())[:_VIEWS]
+        coverage = state.coverage
+        return {t: (m, o) for t, (m, o) in kept if coverage is None or coverage.covers(params[m].region(o))}
+
+    @staticmethod
+    def _places(tracker: Tracker) -> dict[int, tuple[int, int]]:
+        """Meta id and offset of each tensor of a storage that was written in place."""
+        written = tracker.written
+        if not written:
+            return {}
+        places = {tracker.tensor: (tracker.meta, tracker.offset)}
+        if tracker.meta2:
+            places[tracker.tensor2] = (tracker.meta2, tracker.offset2)
+        places.update((tensor, place) for place, tensor in (tracker.views or {}).items())
+        return {tensor: places[tensor] for tensor in sorted(written)}
+
+    def record(
+        self, tracker: Tracker, storage: torch.UntypedStorage, meta: int, offset: int, of: int, result: int
+    ) -> None:
+        """Record the digest of a view, where it has one: as a result of the op `of`, or (-1, -1) as a live tensor."""
+        tensor, digest = self.of_view(tracker, storage, meta, offset)
+        if digest is not None:
+            self._records.digest(tensor, of, result, digest)
+
+    def of_view(
+        self, tracker: Tracker, storage: torch.UntypedStorage, meta: int, offset: int
+    ) -> tuple[int, TensorDigest | None]:
+        """(tensor id, digest) of a view; no digest where it has none (no bytes, bytes freed, packed dtype).
+
+        Where it is far larger than its storage, because it is expanded, the tensor is one that has each of its elements
+        once. Overlapping views of that kind have no digest.
+        """
+        params = self._metas.params[meta]
+        tensor = self._storages.view(tracker, meta, offset, params.item)
+        largest = max(storage.nbytes(), _REPEATED_BYTES)
+        if params.elements * params.item > largest:
+            meta = self._metas.once(meta, storage.device)
+            params = self._metas.params[meta]
+            if params.elements * params.item > largest:
+                return tensor, None
+            tensor = self._storages.view(tracker, meta, offset, params.item)
+        return tensor, self._digest(storage, params, offset)
+
+    @staticmethod
+    def _digest(storage: torch.UntypedStorage, params: MetaParams, offset: int) -> TensorDigest | None:
+        if storage.device.type == "meta" or params.flags & TensorFlag.zero:
+            return None
+        region = params.region(offset)
+        span = sum((n - 1) * s for n, s in zip(region.sizes, region.strides, strict=True)) + region.item
+        if not region.empty and region.start + span > storage.nbytes():
+            return None
+        try:
+            return call_undispatched(_digest_of_view, storage, params, offset)
+        except TypeError:
+            return None
+
+
+def _digest_of_view(storage: torch.UntypedStorage, params: MetaParams, offset: int) -> TensorDigest:
+    return digest_tensor(make_view(storage, params.dtype, params.sizes, params.strides, offset, params.flags))

@@ -1,0 +1,194 @@
+"""The records that are not ops: their signatures, made once each, and their rows.
+
+Every method appends one record (or a run of releases) to the buffer, stamped with the calling thread's context and the
+time. Ids are the capture's.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from replayfmt.format.codes import RecordKind, ValueKind
+from replayfmt.format.model import Device, Node, Signature
+from replayfmt.format.records.digest import TensorDigest
+from replayfmt.pytorch.environment import describe_device
+
+from ..storages.content import Content
+from .buffer import RELEASES, RecordBuffer, packer
+
+_DISTINCT_DETAILS = (
+    4096  # beyond that many different unsupported records, details are left out: the tables must not grow
+)
+
+
+class Unrepresentable(Exception):
+    """A value that a capture cannot hold. `reason` is that of the unsupported record."""
+
+    def __init__(self, reason: str, detail: str) -> None:
+        super().__init__(detail)
+        self.reason = reason
+        self.detail = detail
+
+
+class Records:
+    """Writes the records around the ops. `context` gives the calling thread's context id."""
+
+    def __init__(self, buffer: RecordBuffer, context: Callable[[], int], started: int) -> None:
+        self._buffer = buffer
+        self._writer = buffer.writer
+        self._lock = buffer.lock
+        self.context = context
+        self.started = started  # perf_counter_ns of the session's start
+        self._signatures: dict[Any, int] = {}
+        self._devices: dict[torch.device, int] = {}
+        self._details: set[tuple[str, str, str]] = set()
+
+    def signature(self, key: Any, make: Callable[[], Signature]) -> int:
+        """The id of the signature known by `key`, made at first use."""
+        number = self._signatures.get(key)
+        if number is None:
+            with self._lock:
+                signature = make()
+                number = self._writer.signature(signature)
+                enters = signature.kind is RecordKind.storage_import
+                self._buffer.note_signature(number, *signature.slots, enters)
+                self._signatures[key] = number
+        return number
+
+    def device(self, device: torch.device) -> int:
+        number = self._devices.get(device)
+        if number is None:
+            with self._lock:
+                number = self._devices[device] = self._writer.device(describe_device(device))
+        return number
+
+    def plain_device(self, device: Device) -> int:
+        with self._lock:
+            return self._writer.device(device)
+
+    def now(self) -> int:
+        return time.perf_counter_ns() - self.started
+
+    def _add(self, signature: int, words: Sequence[int] = (), floats: Sequence[float] = ()) -> None:
+        pack = packer(len(words), len(floats))
+        self._buffer.append(pack(signature, self.context(), self.now(), 0, *words, *floats))
+
+    def _constant(
+        self,
+        key: tuple[Any, ...],
+        nodes: Callable[[], tuple[Node, ...]],
+        words: Sequence[int] = (),
+        floats: Sequence[float] = (),
+    ) -> None:
+        """A record whose signature is known by `key`, a record kind and what of its nodes differs."""
+        signature = self._signatures.get(key)
+        if signature is None:
+            signature = self.signature(key, lambda: Signature(key[0], nodes()))
+        self._add(signature, words, floats)
+
+    # ------------------------------------------------------------------------------------------------------- storages
+
+    def storage_import(self, storage: int, content: Content, version: int, reason: str) -> None:
+        """Content enters."""
+        kind = content.kind
+        self._constant(
+            (RecordKind.storage_import, kind, reason),
+            lambda: (
+                Node(ValueKind.storage, "storage"),
+                Node(kind, "payload"),
+                Node(ValueKind.int, "version"),
+                Node(ValueKind.string, "reason", reason),
+            ),
+            (storage, version) if kind is ValueKind.none else (storage, content.id, version),
+        )
+
+    def storage_resize(self, storage: int, length: int) -> None:
+        self._constant(
+            (RecordKind.storage_resize,),
+            lambda: (Node(ValueKind.storage, "storage"), Node(ValueKind.int, "bytes")),
+            (storage, length),
+        )
+
+    def storage_releases(self, storages: Sequence[int]) -> None:
+        """One release record for each storage, in one go."""
+        kind = RecordKind.storage_release
+        signature = self.signature((kind,), lambda: Signature(kind, (Node(ValueKind.storage, "storage"),)))
+        run = packer(len(storages), 0)(RELEASES + signature, self.context(), self.now(), 0, *storages)
+        self._buffer.append(run, len(storages))
+
+    # ---------------------------------------------------------------------------------------------------------- state
+
+    def generator_state(self, generator: int, payload: int) -> None:
+        """`payload` 0: the state is not captured."""
+        kind = ValueKind.payload if payload else ValueKind.none
+        self._constant(
+            (RecordKind.generator_state, kind),
+            lambda: (Node(ValueKind.generator, "generator"), Node(kind, "payload")),
+            (generator, payload) if payload else (generator,),
+        )
+
+    def global_state(self, changes: dict[str, bool | int | float | str | None]) -> None:
+        nodes = tuple(Node.scalar(name, value) for name, value in changes.items())
+        words = [v for v in changes.values() if isinstance(v, int) and not isinstance(v, bool)]
+        floats = [v for v in changes.values() if isinstance(v, float)]
+        self._constant((RecordKind.global_state, nodes), lambda: nodes, words, floats)
+
+    # ------------------------------------------------------------------------------------------------ scopes and notes
+
+    def scope_begin(self, name: str) -> None:
+        self._constant((RecordKind.scope_begin, name), lambda: (Node(ValueKind.string, "name", name),))
+
+    def scope_end(self, name: str) -> None:
+        self._constant((RecordKind.scope_end, name), lambda: (Node(ValueKind.string, "name", name),))
+
+    def unsupported(self, reason: str, op: str, detail: str) -> None:
+        if (reason, op, detail) not in self._details:
+            if len(self._details) >= _DISTINCT_DETAILS:
+                op, detail = "", "too many different ones to describe each"
+            self._details.add((reason, op, detail))
+        texts = (("reason", reason), ("op", op), ("detail", detail))
+        self._constant(
+            (RecordKind.unsupported, reason, op, detail),
+            lambda: tuple(Node(ValueKind.string, name, text) for name, text in texts),
+        )
+
+    # -------------------------------------------------------------------------------------------------------- digests
+
+    def digest(self, tensor: int, of: int, result: int, digest: TensorDigest) -> None:
+        """What verification compares; `of` is the ordinal of the op whose result it is, -1 for a live tensor."""
+        ints, floats = digest.slots()
+        self._constant(
+            (RecordKind.digest, *_digest_key(digest)),
+            lambda: (
+                Node(ValueKind.tensor, "tensor"),
+                Node(ValueKind.int, "of"),
+                Node(ValueKind.int, "result"),
+                *digest.nodes(),
+            ),
+            (tensor, of, result, *ints),
+            floats,
+        )
+
+    def host_read(self, method: str, tensor: int, digest: TensorDigest | None) -> None:
+        """A value left the device for the host. No digest: its value is not recorded."""
+        ints, floats = digest.slots() if digest is not None else ([], [])
+        self._constant(
+            (RecordKind.host_read, method, *(_digest_key(digest) if digest is not None else ())),
+            lambda: (
+                Node(ValueKind.string, "method", method),
+                Node(ValueKind.tensor, "tensor"),
+                *(digest.nodes() if digest is not None else ()),
+            ),
+            (tensor, *ints),
+            floats,
+        )
+
+
+def _digest_key(digest: TensorDigest) -> tuple[Any, ...]:
+    """What of a digest decides its nodes."""
+    statistics = (digest.min, digest.max, digest.mean, digest.l2)
+    return (*(value is None for value in statistics), *map(type, digest.sample))

@@ -1,0 +1,78 @@
+"""Tensor metadata as the capture interns it: dtype, sizes, strides, device and flags under one id."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from replayfmt.format.codes import Layout, TensorFlag
+from replayfmt.format.model import TensorMeta
+from replayfmt.pytorch.tensors.dtypes import DTYPE_CODE
+from replayfmt.pytorch.tensors.looks import device_of, dtype_of, is_complex, is_conj, is_neg, shape_of, stride_of
+
+from ..storages.coverage import Region
+from .buffer import RecordBuffer
+from .records import Records
+
+Key = tuple[torch.dtype, torch.Size, tuple[int, ...], torch.device, int]
+
+
+@dataclass(frozen=True, slots=True)
+class MetaParams:
+    """What it takes to make a tensor of a meta id again."""
+
+    dtype: torch.dtype
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    flags: TensorFlag
+    item: int  # bytes an element
+    elements: int
+
+    def region(self, offset: int) -> Region:
+        """The bytes of a view with this metadata, `offset` elements into its storage."""
+        item = self.item
+        return Region(offset * item, self.sizes, tuple(stride * item for stride in self.strides), item)
+
+
+class TensorMetas:
+    """Meta ids by content. `ids` is read by the hot path without a lock; `params` is indexed by meta id."""
+
+    def __init__(self, buffer: RecordBuffer, records: Records) -> None:
+        self._buffer = buffer
+        self._records = records
+        self.ids: dict[Key, int] = {}
+        self.params: list[MetaParams] = []
+        self.negative = False  # a tensor with the lazy negative bit was seen
+
+    def of(self, tensor: torch.Tensor, zero: bool = False) -> int:
+        """The meta id of a strided tensor as it is now."""
+        conj = is_complex(tensor) and is_conj(tensor)
+        neg = is_neg(tensor)
+        self.negative = self.negative or neg
+        flags = (TensorFlag.conj if conj else 0) | (TensorFlag.neg if neg else 0) | (TensorFlag.zero if zero else 0)
+        key = (dtype_of(tensor), shape_of(tensor), stride_of(tensor), device_of(tensor), int(flags))
+        number = self.ids.get(key)
+        return self._add(key) if number is None else number
+
+    def once(self, meta: int, device: torch.device) -> int:
+        """The meta id of the view that has each element of an expanded one once: repeated dimensions have size 1."""
+        params = self.params[meta]
+        sizes = [size if stride else min(size, 1) for size, stride in zip(params.sizes, params.strides, strict=True)]
+        key = (params.dtype, torch.Size(sizes), params.strides, device, int(params.flags))
+        number = self.ids.get(key)
+        return self._add(key) if number is None else number
+
+    def _add(self, key: Key) -> int:
+        dtype, sizes, strides, device, bits = key
+        flags = TensorFlag(bits)
+        with self._buffer.lock:
+            number = self._buffer.writer.meta(
+                TensorMeta(
+                    DTYPE_CODE[dtype], Layout.strided, self._records.device(device), tuple(sizes), strides, flags
+                )
+            )
+            while len(self.params) <= number:
+                self.params.append(MetaParams(dtype, tuple(sizes), strides, flags, dtype.itemsize, sizes.numel()))
+            self.ids[key] = number
+        return number

@@ -1,0 +1,397 @@
+"""From records to windows: goes through a capture once, in order, and writes the code of each window.
+
+The walk knows which variables are live and where each is named. It decides nothing that the scan before it did not
+find out: where windows are cut, when everything is last used, what is written. Ops are lowered in op_lowering.py, this
+module does the other records and the boundaries of windows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import IntEnum
+from functools import partial
+from typing import Any
+
+import torch
+
+from replayfmt.errors import ReplayRefused
+from replayfmt.format.codes import RecordKind, StorageOrigin, TensorFlag, ValueKind
+from replayfmt.format.model import TensorValue
+from replayfmt.format.reader import CaptureReader
+from replayfmt.format.records.digest import TensorDigest
+from replayfmt.pytorch.tensors.bounds import require_inside
+from replayfmt.pytorch.tensors.dtypes import TORCH_DTYPE
+
+from ..planning.devices import DeviceMap
+from ..planning.identity import TensorKeys
+from ..planning.resolve import ResolvedKernel
+from ..planning.scan import Scan, enters
+from ..planning.sources import MAPPED_FILE, NOTHING, Source
+from ..substitution.sites import StandIn
+from ..verify.comparison import CheckDigest, Judge, Where
+from .frame_lists import FrameLists
+from .liveness import Variables
+from .operations import (
+    ApplySettings,
+    LoadContent,
+    Pausable,
+    ResizeStorage,
+    SeedGenerator,
+    SetGenerator,
+    Synchronize,
+    View,
+    Zeros,
+)
+from .templates import DirectFunctions, Template, TemplateMaker
+from .windows import CodeCache, Staged, Window, WindowText
+
+
+class Shapes(IntEnum):
+    """Of which ops the dtypes and sizes of results are checked in a replay that does not verify."""
+
+    unchecked = 0
+    content_decides = 1      # those whose result sizes depend on content, and custom operators
+    all = 2
+
+
+@dataclass
+class Context:
+    """What lowering takes from the plan: the capture, the mapping to this machine, and the objects of a running replay.
+
+    `kernels` has the operator of each kernel id, None where there is none; `refused` has the op signatures that cannot
+    be run. Both matter only to plans that keep going, others are refused. `load(storage, source, version, target)`
+    puts new content into a storage that is there. `draws_on` is where random ops of a CPU
+    capture deliver their numbers, None: on the CPU itself. `opaque` has the tensor slots of results that hold bytes no
+    replay reproduces, by signature. `stand_in` puts other functions in the place of kernels.
+    """
+
+    reader: CaptureReader
+    devices: DeviceMap
+    generators: tuple[torch.Generator | None, ...]
+    kernels: tuple[ResolvedKernel | None, ...]
+    templates: TemplateMaker
+    clock: Pausable
+    judge: Judge
+    cache: CodeCache
+    refused: Mapping[int, str]
+    direct: DirectFunctions
+    load: Callable[[int, Source, int, torch.UntypedStorage], None]
+    draws_on: torch.device | None = None
+    shapes: Shapes = Shapes.unchecked
+    opaque: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    stand_in: StandIn | None = None
+
+
+class Lowering:
+    """One walk over the records up to the scan's stop. `compare`: with digests, host reads and structures."""
+
+    def __init__(self, context: Context, scan: Scan, *, compare: bool) -> None:
+        self.context = context
+        self.scan = scan
+        self.compare = compare
+        self.reader = context.reader
+        self.settings: dict[str, Any] = dict(context.reader.session.settings)
+        self.variables = Variables()
+        self.unbounded = False      # whether memory may have become shorter than tensors on it say
+        self.names: dict[int, str] = {}              # live variables that have a name in this window
+        self.text = WindowText()
+        self.frame: FrameLists
+        self._staged: list[Staged] = []
+        self._hoisted: list[tuple[int, int, View]] = []
+        self._hoisted_on: set[int] = set()
+        self._dropped: list[int] = []
+        self._consumed: set[int] = set()
+        self._templates: dict[int, Template | None] = {}
+        self._opaque: set[int] = set()               # storages that hold bytes that no replay reproduces
+        self._kinds = [0, *(int(signature.kind) for signature in self.reader.signatures[1:] if signature is not None)]
+
+    def windows(self, op: Callable[[Lowering, int, int], None]) -> Iterator[Window]:
+        """The windows in order; `op` lowers one op: (this walk, row in the frame, ordinal)."""
+        cuts = iter([*self.scan.cuts, self.scan.stop])
+        cut = next(cuts)
+        first = 0
+        keys = TensorKeys(self.reader.metas)
+        others: dict[int, Callable[[int, int], None]] = {
+            RecordKind.scope_begin: self._scope, RecordKind.scope_end: self._scope,
+            RecordKind.storage_import: self._import, RecordKind.storage_resize: self._resize,
+            RecordKind.generator_state: self._generator_state, RecordKind.global_state: self._global_state,
+            RecordKind.synchronize: self._synchronize,
+        }
+        needed = self.scan.needed
+        if self.scan.checks:
+            others |= {RecordKind.digest: self._digest, RecordKind.host_read: self._host_read}
+        for index, info in enumerate(self.reader.record_frames):
+            if info.first_ordinal >= self.scan.stop:
+                break
+            count = min(info.count, self.scan.stop - info.first_ordinal)
+            self.frame = FrameLists(self.reader.frame(index), count, keys, self.scan)
+            ordinal = info.first_ordinal
+            for row, signature in enumerate(self.frame.signatures):
+                if ordinal == cut:
+                    yield self._finish(first, ordinal)
+                    first, cut = ordinal, next(cuts)
+                kind = self._kinds[signature]
+                if needed is not None and not needed[ordinal]:
+                    pass
+                elif kind == RecordKind.op:
+                    op(self, row, ordinal)
+                    if signature in self.context.opaque:
+                        first_slot = self.frame.tensor_first[row]
+                        self._opaque.update(self.frame.storages[first_slot + slot]
+                                            for slot in self.context.opaque[signature])
+                else:
+                    handler = others.get(kind)
+                    if handler is not None:
+                        handler(row, ordinal)
+                ordinal += 1
+        if self.scan.stop > first:
+            yield self._finish(first, self.scan.stop)
+
+    def _finish(self, first: int, end: int) -> Window:
+        """The window that ends before `end`; the next one starts empty."""
+        for storage in self._hoisted_on:
+            self._let_go_of_storage(storage)
+        text = self.text
+        outputs = [key for key, name in self.names.items() if name[0] == "v"]
+        function = text.function(self.context.cache, [self.names[key] for key in outputs])
+        window = Window(first, end - first, function, text.inputs, [key in self._consumed for key in text.inputs],
+                        outputs, self._staged, self._hoisted, self._dropped, text.line_ordinals, text.returns_result,
+                        text.kernel)
+        self.text, self.names = WindowText(), {}
+        self._staged, self._hoisted, self._dropped, self._consumed = [], [], [], set()
+        self._hoisted_on.clear()
+        return window
+
+    def _let_go_of_storage(self, storage: int) -> None:
+        """After views were made of a staged storage, the storage itself need not be kept beside them."""
+        key = -storage
+        if key in self.variables and key not in self.names and not self.variables.alone(key):
+            self.drop([key])
+
+    # -------------------------------------------------------------------------------------------------------- variables
+
+    def template(self, signature: int) -> Template | None:
+        """The template of an op's signature, None where its kernel has no operator here."""
+        if signature not in self._templates:
+            layout = self.scan.layout(signature)
+            kernel = self.context.kernels[layout.signature.kernel]
+            template = None
+            if kernel is not None and signature not in self.context.refused:
+                template = self.context.templates.make(signature, layout, kernel)
+            self._templates[signature] = template
+        return self._templates[signature]
+
+    def checks_shapes(self, template: Template) -> bool:
+        """Whether an op's results are looked at."""
+        if self.compare:
+            return True
+        shapes = self.context.shapes
+        return shapes is Shapes.all or (shapes is Shapes.content_decides and template.kernel.content_decides_sizes)
+
+    def view(self, slot: int) -> View:
+        """How to make the tensor of a slot from its storage."""
+        meta = self.reader.metas[self.frame.metas[slot]]
+        assert meta is not None
+        return View(TORCH_DTYPE[meta.dtype], meta.sizes, meta.strides, self.frame.offset(slot), meta.flags)
+
+    def acquire(self, slot: int, ordinal: int) -> str:
+        """The name of a slot's tensor in this window; taken in or made where it has none yet."""
+        frame, variables = self.frame, self.variables
+        key, storage = frame.keys[slot], frame.storages[slot]
+        if key in variables:
+            return self._named(key)
+        meta = self.reader.metas[frame.metas[slot]]
+        assert meta is not None
+        if meta.flags & TensorFlag.zero:
+            name = self.text.register()
+            zeros = Zeros(TORCH_DTYPE[meta.dtype], meta.sizes, self.context.devices.target(meta.device))
+            self.text.line(ordinal, f"{name} = {self.text.constant(zeros)}()")
+            self._define(key, storage, name, ordinal)
+            return name
+        base, view = self._base(storage, ordinal), self.view(slot)
+        if base == -storage and base not in self.names and view.end() <= self.reader.storage(storage).bytes:
+            # Made ahead of the window, so that it costs the replay nothing: content entered ahead of it too.
+            self._hoisted.append((key, base, view))
+            self._hoisted_on.add(storage)
+            name = self.text.input(key)
+        else:
+            base_name = self._named(base)
+            name = self.text.register()
+            self.text.line(ordinal, f"{name} = {self.text.constant(view)}({base_name})")
+        self._define(key, storage, name, ordinal)
+        return name
+
+    def storage(self, storage: int, ordinal: int) -> str:
+        """The name of any variable on a storage."""
+        return self._named(self._base(storage, ordinal))
+
+    def _named(self, key: int) -> str:
+        name = self.names.get(key)
+        if name is None:
+            name = self.names[key] = self.text.input(key)
+        return name
+
+    def _define(self, key: int, storage: int, name: str, ordinal: int) -> None:
+        self.drop_after(self.variables.define(key, storage), ordinal)
+        self.names[key] = name
+
+    def _base(self, storage: int, ordinal: int) -> int:
+        """Any variable on a storage."""
+        base = self.variables.base(storage)
+        if base is not None:
+            return base
+        if not storage:
+            raise ReplayRefused(f"{self.reader.path}: ordinal {ordinal} uses a tensor without memory that nothing "
+                                "before it produced; the capture contradicts itself, capture it again")
+        born = self.reader.storage(storage)
+        device = self.reader.devices[born.device]
+        assert device is not None
+        if born.bytes and device.kind != "meta" and born.origin is not StorageOrigin.absent:
+            raise ReplayRefused(f"{self.reader.path}: ordinal {ordinal} uses storage {storage}, which nothing before "
+                                "it produced or imported; the capture contradicts itself, capture it again")
+        self._stage(storage, NOTHING)
+        return -storage
+
+    def _stage(self, storage: int, source: Source, *, in_file: bool = False) -> None:
+        born = self.reader.storage(storage)
+        self._staged.append(Staged(storage, source, born.bytes, self.context.devices.target(born.device), in_file))
+        self.variables.define(-storage, storage)
+
+    def drop(self, keys: list[int]) -> list[str]:
+        """These variables are not needed any more; returns the names to delete."""
+        if not keys:
+            return []
+        self.variables.forget(keys)
+        names = []
+        for key in keys:
+            name = self.names.pop(key, None)
+            if name is None:
+                self._dropped.append(key)
+                continue
+            if name[0] == "i":
+                self._consumed.add(key)
+            names.append(name)
+        return names
+
+    def drop_after(self, keys: list[int], ordinal: int) -> None:
+        """Drop variables in a line of their own."""
+        names = self.drop(keys)
+        if names:
+            self.text.line(ordinal, f"del {', '.join(names)}")
+            for name in names:
+                self.text.free(name)
+
+    def expire(self, storage: int, ordinal: int) -> None:
+        """A record that is no op used a storage: the last time, perhaps."""
+        if self.scan.last_use_of(storage) == ordinal:
+            self.drop_after(self.variables.all_on(storage), ordinal)
+
+    # ---------------------------------------------------------------------------------------------------- other records
+
+    def _ints(self, row: int) -> tuple[list[int], int]:
+        return self.frame.ints, self.frame.int_first[row]
+
+    def _scope(self, row: int, ordinal: int) -> None:
+        signature = self.reader.signatures[self.frame.signatures[row]]
+        assert signature is not None
+        event = "begin" if signature.kind is RecordKind.scope_begin else "end"
+        values = (signature.args[0].constant, self.reader.scope_path(self.frame.scopes[row]), ordinal)
+        constants = ", ".join(self.text.constant(value) for value in values)
+        self.text.line(ordinal, f"if s is not None: s('{event}', {constants})")
+
+    def _import(self, row: int, ordinal: int) -> None:
+        layout = self.scan.layout(self.frame.signatures[row])
+        ints, first = self._ints(row)
+        fields = {each.node.name: each for each in layout.args}
+        storage = ints[first + fields["storage"].int_slot]
+        content = fields["payload"]
+        kind = content.node.kind
+        source = NOTHING if kind is ValueKind.none else Source(kind, ints[first + content.int_slot])
+        version = ints[first + fields["version"].int_slot]
+        self._opaque.discard(storage)
+        if enters(version, self.reader.storage(storage)):
+            if self.scan.last_use_of(storage) >= 0:
+                self._stage(storage, source, in_file=fields["reason"].node.constant == MAPPED_FILE)
+            return
+        if self.scan.last_use_of(storage) < 0:
+            return
+        load = LoadContent(partial(self.context.load, storage, source, version), self.context.clock)
+        self.text.line(ordinal, f"{self.text.constant(load)}({self.storage(storage, ordinal)})")
+        self.expire(storage, ordinal)
+
+    def _resize(self, row: int, ordinal: int) -> None:
+        layout = self.scan.layout(self.frame.signatures[row])
+        ints, first = self._ints(row)
+        fields = {each.node.name: each for each in layout.args}
+        storage = ints[first + fields["storage"].int_slot]
+        if self.scan.last_use_of(storage) < 0:
+            return
+        resize = ResizeStorage(ints[first + fields["bytes"].int_slot])
+        self.unbounded = True
+        self.text.line(ordinal, f"{self.text.constant(resize)}({self.storage(storage, ordinal)})")
+        self.expire(storage, ordinal)
+
+    def _generator_state(self, row: int, ordinal: int) -> None:
+        layout = self.scan.layout(self.frame.signatures[row])
+        ints, first = self._ints(row)
+        fields = {each.node.name: each for each in layout.args}
+        generator = self.context.generators[ints[first + fields["generator"].int_slot]]
+        if generator is None:
+            return      # nothing draws from it here: ops that would are refused
+        if fields["payload"].node.kind is ValueKind.none:
+            self.text.line(ordinal, f"{self.text.constant(SeedGenerator(generator, ordinal))}()")
+            return
+        state = bytes(self.reader.payload(ints[first + fields["payload"].int_slot]))
+        self.text.line(ordinal, f"{self.text.constant(SetGenerator(generator, state))}()")
+
+    def _global_state(self, row: int, ordinal: int) -> None:
+        layout = self.scan.layout(self.frame.signatures[row])
+        frame = self.frame
+        changes = {
+            each.node.name: self.context.templates.builder(each)(frame.ints, frame.int_first[row], frame.floats,
+                                                                 frame.float_first[row])
+            for each in layout.args
+        }
+        self.settings.update(changes)
+        self.text.line(ordinal, f"{self.text.constant(ApplySettings(changes))}()")
+
+    def _synchronize(self, row: int, ordinal: int) -> None:
+        device = self.scan.layout(self.frame.signatures[row]).args[0].node.constant
+        assert isinstance(device, int)
+        self.text.line(ordinal, f"{self.text.constant(Synchronize(self.context.devices.target(device)))}()")
+
+    # ----------------------------------------------------------------------------------------------------------- checks
+
+    def _digest(self, row: int, ordinal: int) -> None:
+        record = self.reader.record(ordinal)
+        of, result = record.argument("of"), record.argument("result")
+        assert isinstance(of, int) and isinstance(result, int)
+        where = Where(ordinal if of < 0 else of, None if result < 0 else result, ordinal)
+        self._compare(row, ordinal, TensorDigest.from_record(record), record.argument("tensor"), where, host_read=False)
+
+    def _host_read(self, row: int, ordinal: int) -> None:
+        record = self.reader.record(ordinal)
+        self._compare(row, ordinal, TensorDigest.from_record(record), record.argument("tensor"),
+                      Where(ordinal, None, ordinal), host_read=True)
+
+    def _compare(self, row: int, ordinal: int, expected: TensorDigest | None, tensor: Any, where: Where, *,
+                 host_read: bool) -> None:
+        slot = self.frame.tensor_first[row]
+        key = self.frame.keys[slot] if slot < self.frame.tensor_first[row + 1] else None
+        opaque = not host_read and isinstance(tensor, TensorValue) and tensor.storage in self._opaque
+        if self.compare and expected is not None and isinstance(tensor, TensorValue) and not opaque:
+            name = self.names.get(self.frame.keys[slot]) or self.acquire(slot, ordinal)
+            check = CheckDigest(self.context.judge, where, expected, host_read=host_read)
+            if self.unbounded:
+                name = f"{self.text.shared('inside', require_inside)}({name})"
+            self.text.line(ordinal, f"{self.text.constant(check)}({name})")
+        if key is None:
+            return
+        if self.frame.storage_ends[slot]:
+            self.drop_after(self.variables.all_on(self.frame.storages[slot]), ordinal)
+        elif self.frame.ends[slot] and key in self.variables:
+            if self.variables.alone(key):
+                self.variables.keep_idle(key)
+            else:
+                self.drop_after([key], ordinal)

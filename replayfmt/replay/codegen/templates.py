@@ -1,0 +1,269 @@
+"""From an op's signature to the text of its call: everything of the generated code that all its records share.
+
+A template is the call's text with a hole for each operand and, for each hole, where its value comes from: a tensor
+slot, a constant that every record of the signature shares, or a constant made of the record's own numbers. Constants
+never appear in the text, they are parameters of the generated function, so that two passes through the same ops give
+the same text even where their numbers differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import IntEnum
+from keyword import iskeyword
+from typing import Any
+
+import torch
+
+from replayfmt.format.codes import DType, MemoryFormat, OpStatus, ValueKind
+from replayfmt.format.codes import Layout as LayoutCode
+from replayfmt.format.model import Node
+from replayfmt.pytorch.tensors.dtypes import TORCH_DTYPE, TORCH_LAYOUT, TORCH_MEMORY_FORMAT
+
+from ..planning.devices import DeviceMap
+from ..planning.facts import Addresses, Effects, Layout, Place, addresses_of, effects_of
+from ..planning.resolve import ResolvedKernel
+from .direct import direct_function
+from .operations import PutTogether
+
+
+class Operand(IntEnum):
+    """Where an operand's value comes from; what `Template.operands` holds beside it."""
+
+    tensor = 1      # tensor slot
+    storage = 2     # int slot with a storage id
+    own = 3         # builder of a constant from the record's own numbers
+    shared = 4      # (key, value): the same for every record
+
+
+class Leaf(IntEnum):
+    """What one result is; what `Template.leaves` holds beside it."""
+
+    tensor = 1      # tensor slot
+    nothing = 2     # None
+    scalar = 3      # builder of the expected value
+    composite = 4   # (form, parts): a tensor made of component values
+
+
+# Gives a value out of a record's columns: (ints, first int slot, floats, first float slot).
+Builder = Callable[[list[int], int, list[float], int], Any]
+
+
+@dataclass(frozen=True)
+class Result:
+    """One leaf of an op's results. `parts` are the components of a composite."""
+
+    leaf: Leaf
+    what: Any
+    index: int                     # which of the op's results it belongs to
+    parts: tuple[Result, ...] = ()
+
+
+@dataclass(frozen=True)
+class Template:
+    """How to write one signature's op. `text` has a `%s` for the function, then one for each operand.
+
+    `target` is the assignment's left side with a `%s` for each leaf, "" where the op has no result.
+    """
+
+    signature_id: int
+    layout: Layout
+    kernel: ResolvedKernel
+    kernel_id: int
+    raises: bool
+    text: str
+    operands: tuple[tuple[Operand, Any], ...]
+    target: str
+    leaves: tuple[Result, ...]
+    effects: Effects
+    addresses: Addresses | None
+
+
+class DirectFunctions:
+    """What each template calls: found once for every way a kernel is called in."""
+
+    def __init__(self) -> None:
+        self._by_signature: dict[int, Callable[..., Any]] = {}
+        self._by_call: dict[Any, Callable[..., Any]] = {}
+
+    def function(self, template: Template, values: list[Any]) -> Callable[..., Any]:
+        """What to call for a template; `values` are its operands' in one record, None for tensors and storages."""
+        known = self._by_signature.get(template.signature_id)
+        if known is None:
+            known = self._by_signature[template.signature_id] = self._find(template, values)
+        return known
+
+    def _find(self, template: Template, values: list[Any]) -> Callable[..., Any]:
+        kinds = {operand for operand, _what in template.operands}
+        plain = Operand.storage not in kinds and not any(isinstance(value, PutTogether) for value in values)
+        overload = template.kernel.overload
+        # What returns nothing is in-place work on lists, which some functions return after all.
+        if template.raises or not template.kernel.own or not plain or not overload._schema.returns:
+            call: Callable[..., Any] = overload._op
+            return call
+        key = (template.kernel_id, template.text, tuple(map(_type_of, values)))
+        if key not in self._by_call:
+            tensors = [i for i, (operand, _what) in enumerate(template.operands) if operand is Operand.tensor]
+            self._by_call[key] = direct_function(overload, template.text, values, tensors)
+        return self._by_call[key]
+
+
+def _type_of(value: Any) -> Any:
+    return tuple(map(_type_of, value)) if isinstance(value, list | tuple) else type(value)
+
+
+class TemplateMaker:
+    """Makes templates for one device mapping."""
+
+    def __init__(self, devices: DeviceMap, generators: tuple[torch.Generator | None, ...]) -> None:
+        self._devices = devices
+        self._generators = generators
+
+    def make(self, signature_id: int, layout: Layout, kernel: ResolvedKernel) -> Template:
+        """The template of an op's signature."""
+        operands: list[tuple[Operand, Any]] = []
+        pieces = []
+        names = [argument.name for argument in kernel.overload._schema.arguments]
+        keyword_only = {argument.name for argument in kernel.overload._schema.arguments if argument.kwarg_only}
+        given = 0
+        device = self._factory_device(layout, kernel)
+        for each in layout.args:
+            if device is not None and each.node.name == "device":
+                continue
+            text = self._piece(each, operands)
+            # Positional as long as nothing before it was left to its default.
+            if given < len(names) and names[given] == each.node.name and each.node.name not in keyword_only:
+                pieces.append(text)
+                given += 1
+            else:
+                given = len(names)
+                name = each.node.name
+                pieces.append(f"**{{{name!r}: {text}}}" if iskeyword(name) else f"{name}={text}")
+        if device is not None:
+            pieces.append("device=%s")
+            operands.append((Operand.shared, (("device", str(device)), device)))
+        leaves: list[Result] = []
+        targets = [self._target(each, leaves, index) for index, each in enumerate(layout.results)]
+        target = targets[0] if len(targets) == 1 else f"({', '.join(targets)})" if targets else ""
+        raises = layout.signature.status is OpStatus.raised
+        return Template(signature_id, layout, kernel, layout.signature.kernel, raises,
+                        f"%s({', '.join(pieces)})", tuple(operands), target, tuple(leaves), effects_of(layout, kernel),
+                        addresses_of(layout, kernel.overload._schema))
+
+    # -------------------------------------------------------------------------------------------------------- arguments
+
+    def _piece(self, each: Place, operands: list[tuple[Operand, Any]]) -> str:
+        """The text of one argument; its operands are appended in the order of their holes."""
+        kind = each.node.kind
+        if kind is ValueKind.tensor:
+            operands.append((Operand.tensor, each.tensor_slot))
+            return "%s"
+        if kind is ValueKind.storage:
+            operands.append((Operand.storage, each.int_slot))
+            return "%s"
+        if kind is ValueKind.composite:
+            form = str(each.node.constant)
+            operands.append((Operand.shared, (("put together", form), PutTogether(form))))
+            return f"%s(({''.join(self._piece(child, operands) + ', ' for child in each.children)}))"
+        if kind in (ValueKind.list, ValueKind.tuple) and not _scalars_only(each):
+            inner = "".join(self._piece(child, operands) + ", " for child in each.children)
+            return f"[{inner}]" if kind is ValueKind.list else f"({inner})"
+        if each.constant and kind not in (ValueKind.list, ValueKind.tuple):
+            return self._literal(each.node, operands)
+        operands.append((Operand.own, self.builder(each)))
+        return "%s"
+
+    def _literal(self, node: Node, operands: list[tuple[Operand, Any]]) -> str:
+        if node.kind is ValueKind.none:
+            return "None"
+        if node.kind is ValueKind.bool:
+            return str(self._bool(node))
+        operands.append((Operand.shared, ((node.kind, node.constant), self.value(node))))
+        return "%s"
+
+    def _bool(self, node: Node) -> bool:
+        # Host memory can only be pinned where there is an accelerator to pin it for.
+        return bool(node.constant) and not (node.name == "pin_memory" and not torch.accelerator.is_available())
+
+    def value(self, node: Node) -> Any:
+        """The value of a node that takes no slot, mapped to this replay's devices."""
+        constant = node.constant
+        match node.kind:
+            case ValueKind.none:
+                return None
+            case ValueKind.bool:
+                return self._bool(node)
+            case ValueKind.string:
+                return constant
+        assert isinstance(constant, int)
+        match node.kind:
+            case ValueKind.dtype:
+                return TORCH_DTYPE[DType(constant)]
+            case ValueKind.layout:
+                return TORCH_LAYOUT[LayoutCode(constant)]
+            case ValueKind.memory_format:
+                return TORCH_MEMORY_FORMAT[MemoryFormat(constant)]
+            case ValueKind.device:
+                return self._devices.target(constant)
+        raise AssertionError(f"a plan with a {node.kind.name} value is refused before its code is written")
+
+    def builder(self, each: Place) -> Builder:
+        """What makes an argument's value out of a record's numbers."""
+        slot, real = each.int_slot, each.float_slot
+        match each.node.kind:
+            case ValueKind.int:
+                return lambda ints, i, floats, f: ints[i + slot]
+            case ValueKind.float:
+                return lambda ints, i, floats, f: floats[f + real]
+            case ValueKind.complex:
+                return lambda ints, i, floats, f: complex(floats[f + real], floats[f + real + 1])
+            case ValueKind.generator:
+                return lambda ints, i, floats, f: self._generators[ints[i + slot]]
+            case ValueKind.list if each.children and all(c.node.kind is ValueKind.int for c in each.children):
+                end = slot + len(each.children)
+                return lambda ints, i, floats, f: ints[i + slot : i + end]
+            case ValueKind.list:
+                builders = [self.builder(child) for child in each.children]
+                return lambda ints, i, floats, f: [build(ints, i, floats, f) for build in builders]
+            case ValueKind.tuple:
+                builders = [self.builder(child) for child in each.children]
+                return lambda ints, i, floats, f: tuple(build(ints, i, floats, f) for build in builders)
+        value = self.value(each.node)
+        return lambda ints, i, floats, f: value
+
+    def _factory_device(self, layout: Layout, kernel: ResolvedKernel) -> torch.device | None:
+        """Where a captured factory's result belongs, if it was left to the default device and that is mapped away."""
+        if layout.arg_tensors or not layout.slots[0]:
+            return None
+        takes_device = any(argument.name == "device" for argument in kernel.overload._schema.arguments)
+        given = layout.arg("device")
+        if not takes_device or (given is not None and given.node.kind is not ValueKind.none):
+            return None
+        return self._devices.host_goes_to
+
+    # ---------------------------------------------------------------------------------------------------------- results
+
+    def _target(self, each: Place, leaves: list[Result], index: int) -> str:
+        """The assignment target of one result; its leaves are appended in the order of their holes."""
+        if each.node.kind in (ValueKind.list, ValueKind.tuple) and not _scalars_only(each):
+            return f"({''.join(self._target(child, leaves, index) + ', ' for child in each.children)})"
+        leaves.append(self._leaf(each, index))
+        return "%s"
+
+    def _leaf(self, each: Place, index: int) -> Result:
+        match each.node.kind:
+            case ValueKind.tensor:
+                return Result(Leaf.tensor, each.tensor_slot, index)
+            case ValueKind.none:
+                return Result(Leaf.nothing, None, index)
+            case ValueKind.composite:
+                parts = tuple(self._leaf(child, index) for child in each.children)
+                return Result(Leaf.composite, str(each.node.constant), index, parts)
+        return Result(Leaf.scalar, self.builder(each), index)
+
+
+def _scalars_only(each: Place) -> bool:
+    """Whether nothing of a value is a tensor, a storage or a composite."""
+    kinds = {node.kind for node in each.node.walk()}
+    return not kinds & {ValueKind.tensor, ValueKind.storage, ValueKind.composite}

@@ -1,0 +1,161 @@
+"""One window of a capture as straight-line Python: its text, its constants, what it takes in and hands on.
+
+`WindowText` collects lines and names while a window is being lowered; `Window` is the finished function. Text that was
+compiled before is not compiled again: two windows with the same text share one code object and differ in the constants
+that are the function's default arguments.
+"""
+
+from __future__ import annotations
+
+import builtins
+import types
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ..planning.sources import Source
+from .operations import View
+
+FILENAME = "<opreplay window>"
+_CACHED_CODE = 256
+# Lines of a window's text before its first statement: the def, and the line that takes in the inputs.
+_HEADER_LINES = 2
+
+
+@dataclass(frozen=True)
+class Staged:
+    """A storage whose first content enters in a window. `in_file`: the program's memory was a map of the file."""
+
+    storage: int
+    source: Source
+    length_bytes: int
+    device: torch.device
+    in_file: bool = False
+
+
+@dataclass
+class Window:
+    """A run of records, ready to be called as `function(inputs, on_scope)`; returns the values of `outputs`.
+
+    Variables are known by key: a tensor key, or minus the id of a storage for the storage itself. `inputs` are taken
+    from what the windows before left, those in `consumed` are not needed after; `staged` enter before the call, and
+    `hoisted` are views (key, key of the base, view) made before it; `dropped` are no longer needed once those are made.
+    `line_ordinals` gives the record of each line.
+    """
+
+    first_ordinal: int
+    count: int
+    function: Callable[..., list[Any]]
+    inputs: list[int]
+    consumed: list[bool]
+    outputs: list[int]
+    staged: list[Staged]
+    hoisted: list[tuple[int, int, View]]
+    dropped: list[int]
+    line_ordinals: list[int] = field(repr=False)
+    returns_result: bool = False      # the function returns what its op returned, and defines no variables
+    kernel: int | None = None         # which of the function's constants its last op calls; None: there is no op
+
+    @property
+    def last_ordinal(self) -> int:
+        return self.first_ordinal + self.count - 1
+
+    @property
+    def lines(self) -> range:
+        """The numbers that lines of the function's text may have, from 0."""
+        return range(_HEADER_LINES + 1 + len(self.line_ordinals))
+
+    def ordinal_of_line(self, line: int) -> int:
+        """Which record a line of the function's text belongs to."""
+        index = line - _HEADER_LINES - 1
+        return self.line_ordinals[index] if 0 <= index < len(self.line_ordinals) else self.first_ordinal
+
+
+class CodeCache:
+    """Compiled code by text; the least recently used goes first."""
+
+    def __init__(self, limit: int = _CACHED_CODE) -> None:
+        self._limit = limit
+        self._codes: OrderedDict[str, types.CodeType] = OrderedDict()
+        self.compiled = 0
+
+    def code(self, text: str) -> types.CodeType:
+        """The code object of the one function that a text defines."""
+        known = self._codes.get(text)
+        if known is not None:
+            self._codes.move_to_end(text)
+            return known
+        module = compile(text, FILENAME, "exec", dont_inherit=True)
+        (code,) = (constant for constant in module.co_consts if isinstance(constant, types.CodeType))
+        self.compiled += 1
+        self._codes[text] = code
+        if len(self._codes) > self._limit:
+            self._codes.popitem(last=False)
+        return code
+
+
+class WindowText:
+    """The text of one window while it grows.
+
+    Names: `v` registers, `i` inputs, `a` constants, `s` the scope callback.
+    """
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        self.line_ordinals: list[int] = []
+        self.inputs: list[int] = []
+        self.returns_result = False
+        self.kernel: int | None = None
+        self._constants: list[Any] = []
+        self._shared: dict[Hashable, str] = {}
+        self._free: list[int] = []
+        self._registers = 0
+
+    def line(self, ordinal: int, text: str) -> None:
+        """One line of code that belongs to a record."""
+        self.lines.append(text)
+        self.line_ordinals.append(ordinal)
+
+    def constant(self, value: Any) -> str:
+        """A parameter of its own for a value."""
+        self._constants.append(value)
+        return f"a{len(self._constants) - 1}"
+
+    def shared(self, key: Hashable, value: Any) -> str:
+        """A parameter for a value that is the same wherever `key` is."""
+        name = self._shared.get(key)
+        if name is None:
+            name = self._shared[key] = self.constant(value)
+        return name
+
+    def input(self, key: int) -> str:
+        """The name of a value that comes from before the window."""
+        self.inputs.append(key)
+        return f"i{len(self.inputs) - 1}"
+
+    def register(self) -> str:
+        """A free register."""
+        if self._free:
+            return f"v{self._free.pop()}"
+        self._registers += 1
+        return f"v{self._registers - 1}"
+
+    def free(self, name: str) -> None:
+        """Take back a register. Inputs' names are not used again."""
+        if name[0] == "v":
+            self._free.append(int(name[1:]))
+
+    def function(self, cache: CodeCache, outputs: list[str]) -> Callable[..., list[Any]]:
+        """The finished function."""
+        constants = self._constants
+        parameters = "".join(f", a{index}" for index in range(len(constants)))
+        taken = "".join(f"i{index}, " for index in range(len(self.inputs)))
+        # Clearing the list leaves the window's names as the only references, so that `del` frees memory at once.
+        take_in = f"[{taken}] = I; I.clear()" if self.inputs else "pass"
+        body = "\n ".join([f"def window(I, s{parameters}):", take_in, *self.lines, f"return [{', '.join(outputs)}]"])
+        code = cache.code(body + "\n")
+        # PyTorch imports things from under the caller's frame, which takes the builtins from its globals.
+        return types.FunctionType(code, {"__builtins__": builtins}, "window", tuple(constants))

@@ -1,0 +1,181 @@
+"""The external files of a capture in a replay: found, validated, and held open from the plan to its last run.
+
+What is validated and what content comes from is the same descriptor. Before each run the files are looked at again: one
+that was changed, made shorter, or whose path was given to another file ends the replay before its first op. What cannot
+be guaranteed: a change within the time stamp's granularity that keeps the length, and a file that is made shorter while
+ops run on a map of it, which ends the process. Owns the descriptors; maps outlive it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+
+from replayfmt.errors import ExternalFileProblem, ReplayRefused
+from replayfmt.format.external.file_digest import Progress
+from replayfmt.format.external.file_remap import FileRemaps
+from replayfmt.format.external.files import OpenedFile
+from replayfmt.format.model import ExternalFile, FileRange
+from replayfmt.format.reader import CaptureReader
+
+# PyTorch's own memory begins at multiples of this. Kernels give other last bits at other places (gemv at 8 bytes past a
+# multiple of 16 does), so content is where it was under capture: as PyTorch places it, or as the file does.
+_ALIGNMENT = 64
+# Where the program used elements in place, in its map of the file, they are at least at multiples of this.
+_MAP_ALIGNMENT = 8
+
+
+class ExternalFiles:
+    """The files that a capture's ranges are in. Close it when no more runs follow."""
+
+    def __init__(self, reader: CaptureReader, remaps: Sequence[str] = ()) -> None:
+        """`remaps` are CAPTURED=REPLAY texts. Raises UsageError where one is wrong or matches no file."""
+        self._reader = reader
+        self._remaps = FileRemaps.parse(remaps)
+        if self._remaps:
+            self._remaps.check_used([file.path for file in reader.files[1:] if file is not None])
+        self._opened: dict[int, OpenedFile] = {}
+        self._whole: dict[int, memoryview] = {}       # embedded files that are in use, by payload id
+
+    def validate(self, on_bytes: Callable[[int, int], None] | None = None) -> list[str]:
+        """Open every file that content is to come from; a sentence for each that is not what was captured.
+
+        `on_bytes(done, of all)` is called, from any thread, while digests are computed.
+        """
+        findings = []
+        progress = None if on_bytes is None else _summed(on_bytes, self._bytes_to_digest())
+        for number in sorted(self._needed()):
+            file = self._file(number)
+            path = self._remaps.apply(file.path)
+            remapped = path != file.path
+            try:
+                opened = OpenedFile(path)
+            except ExternalFileProblem as error:
+                captured = f" (captured as {file.path})" if remapped else ""
+                findings.append(f"{error}{captured}; --replay-file-remap=CAPTURED=REPLAY says where it is now")
+                continue
+            problem = opened.problem(file, remapped, progress)
+            if problem is None:
+                self._opened[number] = opened
+            else:
+                opened.close()
+                findings.append(problem)
+        return findings
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a user has to know of where content comes from."""
+        embedded = sum(self._payload(each) is not None for each in self._ranges())
+        if not embedded:
+            return ()
+        return (f"the bytes of {embedded} range{'s' if embedded > 1 else ''} of external files come from the capture "
+                "itself: this replay is no benchmark of storage",)
+
+    def check(self) -> None:
+        """Raises ReplayRefused where a file is not what it was when it was validated."""
+        findings = tuple(problem for opened in self._opened.values() if (problem := opened.changed()) is not None)
+        if findings:
+            raise ReplayRefused(f"{self._reader.path}: external files are not what they were when the plan was made; "
+                                "make a new plan", findings)
+
+    def problem(self, number: int) -> str | None:
+        """Why a range by id has no content here; None where it has."""
+        captured = self._range(number)
+        if self._payload(captured) is not None or captured.file in self._opened:
+            return None
+        return f"external file {self._file(captured.file).path} is not here as it was captured"
+
+    def mapped(self, number: int, *, in_place: bool) -> torch.UntypedStorage | None:
+        """A host storage that is a private map of a range by id: only pages that are touched are read, and writes stay
+        in memory. `in_place`: the program used it as a map too, so it may be where the file has it.
+
+        None where the range is in the capture, or where its bytes are not where they should be in memory.
+        """
+        captured = self._range(number)
+        alignment = _MAP_ALIGNMENT if in_place else _ALIGNMENT
+        if self._payload(captured) is not None or captured.offset % alignment or not captured.bytes:
+            return None
+        try:
+            view = self._open(captured).map(captured.offset, captured.bytes, copy_on_write=True)
+        except ExternalFileProblem:
+            return None         # too many maps, or no address space: reading finds what else may be wrong
+        return torch.frombuffer(view, dtype=torch.uint8).untyped_storage()
+
+    def placed_alike(self, number: int) -> torch.UntypedStorage:
+        """A host storage for a range by id, unfilled, that begins as far past a multiple of 64 as a map of it would."""
+        captured = self._range(number)
+        if not captured.bytes:
+            return torch.UntypedStorage(0)
+        memory = bytearray(captured.bytes + _ALIGNMENT)
+        begin = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
+        shift = (captured.offset - begin) % _ALIGNMENT
+        view = memoryview(memory)[shift : shift + captured.bytes]
+        return torch.frombuffer(view, dtype=torch.uint8).untyped_storage()
+
+    def read_into(self, number: int, buffer: memoryview, offset: int) -> None:
+        """Fill `buffer` with a range's bytes from `offset` within it on. Raises ReplayRefused where they are gone."""
+        captured = self._range(number)
+        payload = self._payload(captured)
+        if payload is None:
+            try:
+                self._open(captured).read_into(captured.offset + offset, buffer)
+            except ExternalFileProblem as error:
+                raise ReplayRefused(f"{self._reader.path}: {error}", (str(error),)) from None
+            return
+        number_of_payload, start = payload
+        if number_of_payload not in self._whole:
+            self._whole[number_of_payload] = memoryview(self._reader.payload(number_of_payload)).cast("B")
+        whole = self._whole[number_of_payload]
+        buffer[:] = whole[start + offset : start + offset + len(buffer)]
+
+    def close(self) -> None:
+        """Close the files. Closing twice does nothing."""
+        for opened in self._opened.values():
+            opened.close()
+        self._opened.clear()
+        self._whole.clear()
+
+    def _needed(self) -> set[int]:
+        return {each.file for each in self._ranges() if self._payload(each) is None}
+
+    def _bytes_to_digest(self) -> int:
+        """How much validation may have to read: the lengths of the files that have a digest."""
+        return sum(self._file(number).bytes for number in self._needed() if self._file(number).digest is not None)
+
+    def _ranges(self) -> Iterator[FileRange]:
+        return (each for each in self._reader.ranges[1:] if each is not None)
+
+    def _range(self, number: int) -> FileRange:
+        captured = self._reader.ranges[number]
+        assert captured is not None
+        return captured
+
+    def _file(self, number: int) -> ExternalFile:
+        file = self._reader.files[number]
+        assert file is not None
+        return file
+
+    def _open(self, captured: FileRange) -> OpenedFile:
+        opened = self._opened.get(captured.file)
+        if opened is None:      # a plan that keeps going, although the file is not what it was
+            raise ExternalFileProblem(f"external file {self._file(captured.file).path} was not validated")
+        return opened
+
+    def _payload(self, captured: FileRange) -> tuple[int, int] | None:
+        """Where the capture itself has a range's bytes: payload id and offset in it; None where it does not."""
+        if captured.payload:
+            return captured.payload, 0
+        whole = self._file(captured.file).payload
+        return (whole, captured.offset) if whole else None
+
+
+def _summed(on_bytes: Callable[[int, int], None], total: int) -> Progress:
+    done = 0
+
+    def progress(count: int) -> None:
+        nonlocal done
+        done += count
+        on_bytes(done, total)
+
+    return progress

@@ -1,0 +1,80 @@
+"""How much memory a replay takes at most, per device, where the system tells.
+
+On the CPU it is the resident set's high-water mark, which Linux lets a process reset; on CUDA the allocator's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+
+from ..results import PeakMemory
+
+_STATUS = Path("/proc/self/status")
+_CLEAR = Path("/proc/self/clear_refs")
+_RESET_HIGH_WATER = "5"
+_GROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
+
+
+class MemoryWatch:
+    """Watches from `start` to `read`."""
+
+    def __init__(self, devices: Iterable[torch.device]) -> None:
+        self._devices = [device for device in devices if device.type in ("cpu", "cuda")]
+        self._host_before: int | None = None
+        self._host_problem = ""
+        self._before: dict[torch.device, int] = {}
+
+    def start(self) -> None:
+        """Forget earlier peaks. On the CPU that resets the process's high-water mark."""
+        for device in self._devices:
+            if device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats(device)
+                self._before[device] = torch.cuda.memory_allocated(device)
+        try:
+            _CLEAR.write_text(_RESET_HIGH_WATER)
+            self._host_before = _status_bytes("VmRSS")
+        except OSError as error:
+            self._host_problem = f"the high-water mark cannot be reset: {error.strerror}"
+
+    def read(self) -> tuple[PeakMemory, ...]:
+        """The peaks since `start`."""
+        return tuple(self._of(device) for device in self._devices)
+
+    def _of(self, device: torch.device) -> PeakMemory:
+        if device.type == "cuda":
+            return PeakMemory(str(device), torch.cuda.max_memory_allocated(device), self._before.get(device),
+                              "allocated by torch")
+        peak = _status_bytes("VmHWM") if not self._host_problem else None
+        if peak is None or self._host_before is None:
+            return PeakMemory("cpu", None, None, self._host_problem or "this system does not tell the high-water mark")
+        # Linux counts a process's pages only roughly, and the mark in another way than what is resident now.
+        return PeakMemory("cpu", max(peak, self._host_before), self._host_before, "resident set of the process")
+
+
+def host_memory_bytes() -> int | None:
+    """How much memory this process can have at most: the machine's with its swap, or what its control group allows.
+    None where the system does not tell."""
+    try:
+        fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+        total = sum(int(fields[name].split()[0]) * 1024 for name in ("MemTotal", "SwapTotal"))
+    except (OSError, KeyError, ValueError):
+        return None
+    for limit in _GROUP_LIMITS:
+        try:
+            total = min(total, int(limit.read_text()))
+        except (OSError, ValueError):       # not there, or "max"
+            continue
+    return total
+
+
+def _status_bytes(name: str) -> int | None:
+    try:
+        for line in _STATUS.read_text().splitlines():
+            if line.startswith(f"{name}:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        return None
+    return None

@@ -1,0 +1,239 @@
+"""Running prepared windows: fresh state, the clock, the variables between windows, and failures that name their op.
+
+What surrounds a run is put back as it was, also when an op fails: numeric settings, random generators, Python's cyclic
+garbage collector.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+
+from replayfmt.errors import OpReplayError, ReplayFailed
+from replayfmt.format.codes import RecordKind
+from replayfmt.format.reader import CaptureReader
+from replayfmt.pytorch.settings import apply_settings, preserved_settings
+from replayfmt.pytorch.tensors.memory import undispatched
+
+from ..codegen.windows import FILENAME, Window
+from ..results import UnexpectedBehaviour
+from ..substitution.sites import StandIn
+from ..verify.comparison import Judge, StopReplay, Where
+from .content import Content
+
+OnScope = Callable[[str, str, str, int], None]
+
+
+class Timer(Protocol):
+    """A stopwatch of the caller that runs while ops do: started before the first one, stopped after the last."""
+
+    def start(self) -> None: ...
+
+    def pause(self) -> None: ...
+
+    def resume(self) -> None: ...
+
+    def stop(self) -> None: ...
+
+
+class RunClock:
+    """Adds up the time ops take on the host, waiting for devices included. Pauses nest; the clock begins paused."""
+
+    def __init__(self) -> None:
+        self.elapsed_ns = 0
+        self._devices: list[torch.device] = []
+        self._timer: Timer | None = None
+        self._started = False
+        self._pauses = 1
+        self._since = 0
+
+    def reset(self, devices: Iterable[torch.device], timer: Timer | None) -> None:
+        """Ready for a run: paused, at zero."""
+        self._devices = [device for device in devices if device.type not in ("cpu", "meta")]
+        self._timer = timer
+        self._started = False
+        self.elapsed_ns, self._pauses = 0, 1
+
+    def resume(self) -> None:
+        """Work of the capture follows."""
+        self._pauses -= 1
+        if self._pauses:
+            return
+        self._synchronize()
+        if self._timer is not None:
+            if self._started:
+                self._timer.resume()
+            else:
+                self._timer.start()
+        self._started = True
+        self._since = time.perf_counter_ns()
+
+    def pause(self) -> None:
+        """What follows is no work of the capture."""
+        self._pauses += 1
+        if self._pauses == 1:
+            self._halt(self._timer.pause if self._timer is not None else None)
+
+    def halt(self) -> None:
+        """Pause, whether or not something that failed has left the clock paused."""
+        if not self._pauses:
+            self.pause()
+        self._pauses = 1
+
+    def stop(self) -> None:
+        """The run is over, however it ended."""
+        stop = self._timer.stop if self._timer is not None and self._started else None
+        if not self._pauses:
+            self._halt(stop)
+        elif stop is not None:
+            stop()
+        self._started = False
+        self._pauses = 1
+
+    def _halt(self, timer: Callable[[], None] | None) -> None:
+        # A timer with events on the devices has to record them before anybody waits; on the host it is the outer one.
+        if not self._devices:
+            self.elapsed_ns += time.perf_counter_ns() - self._since
+        if timer is not None:
+            timer()
+        if self._devices:
+            self._synchronize()
+            self.elapsed_ns += time.perf_counter_ns() - self._since
+
+    def _synchronize(self) -> None:
+        for device in self._devices:
+            torch.accelerator.synchronize(device)
+
+    def now(self) -> int:
+        """Nanoseconds of work so far, without waiting for devices."""
+        return self.elapsed_ns + (0 if self._pauses else time.perf_counter_ns() - self._since)
+
+
+# Told of each window before it runs, with the capture's path: for who wants to know where a process was that died.
+before_window: Callable[[str, Window], None] | None = None
+
+
+class Machine:
+    """Runs windows one after the other. `values` are the live variables between them, by key."""
+
+    def __init__(self, reader: CaptureReader, content: Content, clock: RunClock, judge: Judge,
+                 describe: Callable[[int], tuple[str, str]], stand_in: StandIn | None = None) -> None:
+        self.values: dict[int, Any] = {}
+        self._stand_in = stand_in
+        self._reader = reader
+        self.content = content
+        self._clock = clock
+        self._judge = judge
+        self.describe = describe
+
+    def run(self, windows: Iterable[Window], on_scope: OnScope | None, on_progress: Callable[[int], None] | None, *,
+            prepared: bool) -> None:
+        """All windows. Only the ops count as time, not what is done between windows: staging content, and preparing
+        the next window where that was not done before (`prepared` False).
+
+        Raises ReplayFailed where an op fails, StopReplay where the judge found the first divergence.
+        """
+        self.values.clear()
+        between = not prepared or on_progress is not None
+        running = False
+        try:
+            for window in windows:
+                if running and (window.staged or window.hoisted):
+                    self._clock.pause()
+                    running = False
+                self.prepare(window)
+                inputs = self.take(window)
+                if not running:
+                    self._clock.resume()
+                    running = True
+                outputs = self.call(window, inputs, on_scope)
+                if between:
+                    self._clock.pause()
+                    running = False
+                self.values.update(zip(window.outputs, outputs, strict=True))
+                del outputs
+                if on_progress is not None:
+                    on_progress(window.last_ordinal + 1)
+        finally:
+            self._clock.stop()
+            self.values.clear()
+
+    def prepare(self, window: Window) -> None:
+        """What a window needs before its first op: content, and views on it. Raises ReplayFailed."""
+        values = self.values
+        try:
+            for staged in window.staged:
+                values[-staged.storage] = self.content.stage(staged)
+            for key, base, view in window.hoisted:
+                values[key] = view(values[base])
+        except (RuntimeError, MemoryError) as error:
+            raise ReplayFailed(f"{self._reader.path}: the content that ordinals {window.first_ordinal} to "
+                               f"{window.last_ordinal} need cannot be put in place: {_first_line(error)}") from error
+        for key in window.dropped:
+            values.pop(key, None)
+
+    def take(self, window: Window) -> list[Any]:
+        """A window's inputs; those that nobody needs after it are handed over altogether. KeyError: one is missing."""
+        values = self.values
+        return [values.pop(key) if consumed else values[key]
+                for key, consumed in zip(window.inputs, window.consumed, strict=True)]
+
+    def call(self, window: Window, inputs: list[Any], on_scope: OnScope | None) -> list[Any]:
+        """Run a window's ops; failures become ReplayFailed, other behaviour than captured a divergence."""
+        if before_window is not None:
+            before_window(self._reader.path, window)
+        try:
+            return window.function(inputs, on_scope)
+        except (StopReplay, OpReplayError):
+            raise
+        except (Exception, SystemExit, GeneratorExit) as error:      # an op that ends the process has not been replayed
+            ordinal = _failing_ordinal(window, error)
+            if self._reader.record(ordinal).kind in (RecordKind.scope_begin, RecordKind.scope_end):
+                raise       # the caller's callback
+            if isinstance(error, UnexpectedBehaviour):
+                self._judge.diverged(Where(ordinal, None, ordinal), "what it did when it was captured", str(error))
+                raise StopReplay from None
+            message = None if self._stand_in is None else self._stand_in.failure(ordinal, error)
+            if message is not None:
+                raise ReplayFailed(message) from error
+            what, scope = self.describe(ordinal)
+            inside = f", scope {scope}" if scope else ""
+            raise ReplayFailed(f"{self._reader.path}: ordinal {ordinal} ({what}{inside}) failed: "
+                               f"{type(error).__name__}: {_first_line(error)}") from error
+
+
+def _failing_ordinal(window: Window, error: BaseException) -> int:
+    """Which record a window was at when it raised."""
+    traceback = error.__traceback__
+    while traceback is not None:
+        if traceback.tb_frame.f_code.co_filename == FILENAME:
+            return window.ordinal_of_line(traceback.tb_lineno)
+        traceback = traceback.tb_next
+    return window.first_ordinal
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0]
+
+
+@contextmanager
+def surroundings(settings: dict[str, Any], generators: Sequence[torch.Generator | None]) -> Iterator[None]:
+    """The state a capture's ops run in: below autograd, under its settings; all put back afterwards."""
+    unique = [generator for generator in dict.fromkeys(generators) if generator is not None]
+    states = [generator.get_state() for generator in unique]
+    collects = gc.isenabled()
+    with preserved_settings(), undispatched(), torch._C._AutoDispatchBelowADInplaceOrView():
+        try:
+            gc.disable()
+            apply_settings(settings)
+            yield
+        finally:
+            for generator, state in zip(unique, states, strict=True):
+                generator.set_state(state)
+            if collects:
+                gc.enable()

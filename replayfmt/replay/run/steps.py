@@ -1,0 +1,102 @@
+"""A replay one record at a time: for verdicts on every op, for running an op twice, for one op alone.
+
+Every record becomes a window of its own, so that what one op does stays apart from the others. Slow beside windows of
+thousands of ops, and used only where a replay is being examined.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from replayfmt.format.codes import RecordKind
+from replayfmt.format.model import CompositeValue, StorageValue, TensorValue, Value
+
+from ..codegen.lowering import Context, Lowering
+from ..codegen.op_lowering import lower_op, lower_result
+from ..codegen.windows import Window
+from ..planning.cuts import WindowSize
+from ..planning.facts import leaves_unwritten
+from ..planning.scan import Scan
+
+ONE_RECORD = WindowSize(least=1, most=1)
+
+
+@dataclass(frozen=True)
+class Touched:
+    """What an op touches, as storage ids: of its arguments, those it may write, of its results.
+
+    `written_keys` are the tensors among its arguments that it may write; `fills` is False where it leaves the memory it
+    returns unwritten (the empty family).
+    """
+
+    signature: int
+    reads: frozenset[int]
+    writes: frozenset[int]
+    results: frozenset[int]
+    written_keys: frozenset[int]
+    fills: bool
+
+
+@dataclass(frozen=True)
+class Step:
+    """One record. `op` is None for records that are no op; `storages` are those a record that is no op deals with."""
+
+    ordinal: int
+    kind: RecordKind
+    window: Window
+    op: Touched | None
+    storages: frozenset[int]
+
+
+def _storages(values: Iterable[Value]) -> Iterator[int]:
+    for value in values:
+        if isinstance(value, TensorValue):
+            yield value.storage
+        elif isinstance(value, StorageValue):
+            yield value.id
+        elif isinstance(value, list | tuple):
+            yield from _storages(value)
+        elif isinstance(value, CompositeValue):
+            yield from _storages(value.parts)
+
+
+class Steps:
+    """Goes through the records of a scan made with ONE_RECORD windows.
+
+    Records that the scan does not need are passed over. The op at `result_of` gives its results as they are, instead
+    of variables.
+    """
+
+    def __init__(self, context: Context, scan: Scan, *, compare: bool, result_of: int | None = None) -> None:
+        self._context, self._scan, self._compare, self._result_of = context, scan, compare, result_of
+        self._touched: Touched | None = None
+
+    def __iter__(self) -> Iterator[Step]:
+        walk = Lowering(self._context, self._scan, compare=self._compare)
+        needed = self._scan.needed
+        for window in walk.windows(self._lower):
+            if needed is not None and not needed[window.first_ordinal]:
+                continue
+            touched, self._touched = self._touched, None
+            record = self._context.reader.record(window.first_ordinal)
+            storages = frozenset(_storages((*record.args, *record.results)))
+            yield Step(record.ordinal, record.kind, window, touched, storages)
+
+    def _lower(self, walk: Lowering, row: int, ordinal: int) -> None:
+        frame, signature = walk.frame, walk.frame.signatures[row]
+        first, end = frame.tensor_first[row], frame.tensor_first[row + 1]
+        layout = walk.scan.layout(signature)
+        middle = first + layout.arg_tensors
+        effects = walk.scan.effects(signature)
+        written = [first + slot for slot in effects.writes]
+        results = frozenset(frame.storages[middle:end])
+        taken = frozenset(frame.storages[first:middle])
+        self._touched = Touched(
+            signature, taken, frozenset(frame.storages[slot] for slot in written),
+            results, frozenset(frame.keys[slot] for slot in written), not leaves_unwritten(walk.reader, taken, results),
+        )
+        if ordinal == self._result_of:
+            lower_result(walk, row, ordinal)
+        else:
+            lower_op(walk, row, ordinal)

@@ -1,0 +1,410 @@
+"""Content that is neither in the capture nor in a file it refers to: which initializer fills which storage.
+
+Decided when the plan is made, for everything at once. Integers are made then too, because a wrong one is found before
+the first op; floating point content is made when its storage is needed, from a seed, so that it is the same every time.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+import xxhash
+
+from replayfmt.errors import OpReplayError, ReplayRefused
+from replayfmt.format.codes import RecordKind, ValueKind
+from replayfmt.format.model import Recipe
+from replayfmt.format.reader import CaptureReader
+from replayfmt.initializers import Call, Demand, Initializer, Registry, Request, Role, TensorInfo, Use
+from replayfmt.initializers.demands import Conflict, combine, pull_back
+from replayfmt.initializers.floats import contradiction
+from replayfmt.initializers.roles import is_integral
+from replayfmt.pytorch.tensors.dtypes import TORCH_DTYPE
+from replayfmt.pytorch.tensors.memory import make_view, new_storage, undispatched
+
+from ..planning.resolve import ResolvedKernel
+from ..planning.scan import Scan
+from ..planning.sources import Entrance
+from .filling import Wrong, by_label, called, check
+from .ranges import Range, Ranges
+from .uses import FoundUse, Uses
+
+_NOBODY = Call(-1, "", "", {}, (), "", {})
+_SHOWN_STORAGES = 6
+_HOST = torch.device("cpu")
+# The captured content of a tensor, on the host; None where it is not in the capture, or was written before its use.
+KnownContent = Callable[[TensorInfo], torch.Tensor | None]
+
+
+@dataclass(frozen=True)
+class Initialized:
+    """What one initializer fills: a storage, or `tensor` of it, as `argument` of the op at `ordinal` (-1: of none)."""
+
+    storage: int
+    version: int
+    bytes: int
+    tensor: TensorInfo
+    initializer: str
+    op: str
+    argument: str
+    ordinal: int
+    why: str
+
+
+@dataclass
+class _Choice:
+    """An initializer for one entrance, and the content where it was made already."""
+
+    initializer: Initializer
+    request: Request
+    filled: Initialized
+    made: torch.Tensor | None = None
+
+
+@dataclass
+class _Sought:
+    """Content that is wanted, and what is known of it. `dtype` is None where its uses do not agree on one; `whole` is
+    the request for all of the storage, once it was needed."""
+
+    entrance: Entrance
+    found: list[FoundUse]
+    demand: Demand | Conflict | None
+    recipe: Recipe | None
+    dtype: torch.dtype | None
+    whole: Request | None = None
+
+    @property
+    def role(self) -> Role | None:
+        """None where uses do not tell."""
+        return self.demand.role if isinstance(self.demand, Demand) else None
+
+
+class Synthesis:
+    """Fills storages whose content was not captured. `findings` say which cannot be, and what to do about it."""
+
+    def __init__(self, reader: CaptureReader, scan: Scan, kernels: tuple[ResolvedKernel | str | None, ...],
+                 registry: Registry, known: KnownContent) -> None:
+        self._reader = reader
+        self._registry = registry
+        self._known = known
+        self._choices: dict[tuple[int, int], _Choice] = {}
+        self._refused: dict[tuple[int, int], str] = {}
+        self._notes: list[str] = []
+        self._shared: dict[Any, Any] = {}
+        self._constants: dict[int, Demand] = {}
+        self.findings: list[str] = []
+        self._unsaved_states = _unsaved_states(reader, scan)
+        entrances = scan.entrances()
+        self._wanted = {(each.storage, each.version): each for each in entrances}
+        if entrances:
+            self._uses = Uses(reader, scan, kernels, {each.storage for each in entrances})
+            with undispatched():
+                self._choose(entrances)
+
+    # -------------------------------------------------------------------------------------------------- what came of it
+
+    @property
+    def initialized(self) -> list[Initialized]:
+        """Everything that is filled, in capture order."""
+        return [self._choices[key].filled for key in self._wanted if key in self._choices]
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a user has to know: what initializers said, and which of the user's were not needed."""
+        used = {id(choice.initializer) for choice in self._choices.values()}
+        unused = tuple(f"initializer {each.name}, for {each.wanted}, filled nothing: the capture has no such "
+                       "use, has its content, or another initializer came first"
+                       for each in self._registry.users if id(each) not in used)
+        if not self.reason:
+            return unused
+        return (*dict.fromkeys(self._notes), *unused,
+                "values that the program read and branched on are the captured ones, whatever the replay computes")
+
+    @cached_property
+    def reason(self) -> str:
+        """Why results cannot be those of the capture, "" where they can."""
+        storages = {choice.filled.storage for choice in self._choices.values()}
+        parts = []
+        if storages:
+            parts.append(f"the content of {len(storages)} storage{'s' if len(storages) > 1 else ''} was synthesized")
+        if self._unsaved_states:
+            one = self._unsaved_states == 1
+            states = "a state of a random generator" if one else f"{self._unsaved_states} states of random generators"
+            parts.append(f"{states}, not in the capture, {'was' if one else 'were'} seeded")
+        return " and ".join(parts)
+
+    def missing(self, storage: int, version: int) -> str | None:
+        """Why a storage cannot be filled, None where it can be, or need not."""
+        return self._refused.get((storage, version))
+
+    def fill(self, storage: int, version: int, target: torch.UntypedStorage) -> None:
+        """Put content into a storage. Does nothing where none is needed. Raises ReplayRefused where its initializer
+        fails."""
+        choice = self._choices.get((storage, version))
+        if choice is None:
+            return
+        content = choice.made
+        if content is None:
+            try:
+                content = self._make(choice)
+            except Wrong as wrong:
+                raise ReplayRefused(f"{self._reader.path}: {wrong}", (str(wrong),)) from wrong.__cause__
+        view = choice.filled.tensor
+        length = view.elements * view.dtype.itemsize
+        if length < target.nbytes():
+            make_view(target, torch.uint8, (target.nbytes(),), (1,)).zero_()
+        make_view(target, view.dtype, view.sizes, view.strides, view.offset).copy_(content)
+
+    # --------------------------------------------------------------------------------------------------------- choosing
+
+    def _choose(self, entrances: list[Entrance]) -> None:
+        """Try each initializer on everything that is still without one, so that an earlier one never finds its content
+        filled by a later one that fills several arguments together; what is known by then, later ones fit to."""
+        self._find_constants(entrances)
+        wrong: dict[tuple[int, int], str] = {}
+        sought: dict[tuple[int, int], _Sought] = {}
+        for key, entrance in self._wanted.items():
+            try:
+                sought[key] = self._seek(entrance)
+            except Wrong as error:
+                wrong[key] = str(error)
+        for initializer in self._registry:
+            for key, each in list(sought.items()):
+                if key not in self._choices:
+                    try:
+                        self._offer(initializer, each)
+                    except Wrong as error:
+                        wrong[key] = str(error)
+                if key in self._choices or key in wrong:
+                    del sought[key]
+        wrong |= {key: self._nothing_matches(each.found, each.demand, each.dtype) for key, each in sought.items()}
+        self._refuse({key: wrong[key] for key in self._wanted if key in wrong})
+
+    def _refuse(self, wrong: Mapping[tuple[int, int], str]) -> None:
+        """What cannot be filled, with the reason: one finding for all that are alike."""
+        refusals: dict[tuple[str, str], list[tuple[int, int]]] = defaultdict(list)
+        for (storage, version), reason in wrong.items():
+            entrance, found = self._wanted[storage, version], self._uses.of(storage)
+            first = found[0].ordinal if found else entrance.ordinal
+            refusals[self._subject(entrance, found), reason].append((storage, first))
+            self._refused[storage, version] = f"the content of storage {storage} is not in the capture: {reason}"
+        policy = self._reader.session.policies.get("payload", "not recorded")
+        for (subject, reason), places in refusals.items():
+            self.findings.append(f"{_named([storage for storage, _first in places])} ({subject}, first at ordinal "
+                                 f"{places[0][1]}): {reason}; or capture with payload=full (this is payload={policy})")
+
+    def _demand(self, storage: int) -> Demand | Conflict | None:
+        """What all uses of a storage ask together, None where one of them is not understood."""
+        return self._constants.get(storage) or _demanded(self._uses.of(storage))
+
+    def _find_constants(self, entrances: list[Entrance]) -> None:
+        """A number for integers from which indices are computed in ways that are not followed back: 1, else 0, where
+        going forward with it through all ops shows that it is good for every use."""
+        unsure: set[int] = set()
+        decided: dict[int, Range] = {}
+        for entrance in entrances:
+            found = self._uses.of(entrance.storage)
+            demand = _demanded(found)
+            if demand is None and _only_computed(found):
+                unsure.add(entrance.storage)
+            elif isinstance(demand, Demand) and demand.low is not None and demand.high is not None:
+                decided[entrance.storage] = Range(demand.low, demand.high)
+        for number in (1, 0) if unsure else ():
+            contents = decided | dict.fromkeys(unsure, Range(number, number))
+            if Ranges(self._reader, self._uses.calls, contents, self._uses.asking(unsure)).holds:
+                why = f"computed with, and {number} is good for every use"
+                self._constants = dict.fromkeys(unsure, Demand(Role.bounded, number, number, why=why))
+                return
+
+    def _subject(self, entrance: Entrance, found: list[FoundUse]) -> str:
+        if not found:
+            return f"{self._reader.storage(entrance.storage).bytes} bytes"
+        first, tensor = found[0], found[0].tensor
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        return f"{dtype}{list(tensor.sizes)}, {first.label} of {first.op}"
+
+    def _seek(self, entrance: Entrance) -> _Sought:
+        """What is known of content that is wanted. Raises Wrong where its recipe is impossible."""
+        found, demand = self._uses.of(entrance.storage), self._demand(entrance.storage)
+        recipe = self._recipe(entrance)
+        return _Sought(entrance, found, demand, recipe, self._dtype(entrance, found, recipe))
+
+    def _offer(self, initializer: Initializer, sought: _Sought) -> None:
+        """Take an initializer if it matches. Raises Wrong where what it makes is no good."""
+        if initializer.whole:
+            if sought.dtype is None or not initializer.matches_content(sought.dtype, sought.role):
+                return
+            request = sought.whole = sought.whole or self._whole_request(sought, sought.dtype)
+        else:
+            use = self._match(initializer, sought.found, sought.role)
+            if use is None:
+                return
+            request = self._request(sought, initializer, use)
+        try:
+            if initializer.accepts is None or initializer.accepts(request):
+                self._take(initializer, request, sought)
+        except OpReplayError as error:
+            raise Wrong(f"initializer {initializer.name}: {error}") from error
+
+    def _match(self, initializer: Initializer, found: list[FoundUse], role: Role | None) -> Use | None:
+        """The first use that an initializer for an operator is for."""
+        for each in found:
+            if each.view is None or each.steps or not each.followed:
+                continue
+            if (initializer.names(each.op, each.overload, each.argument, each.label)
+                    and initializer.matches_content(each.view.dtype, role)):
+                return self._uses.use(each)
+        return None
+
+    def _dtype(self, entrance: Entrance, found: list[FoundUse], recipe: Recipe | None) -> torch.dtype | None:
+        """The dtype of a storage as a whole, None where its uses do not agree on one."""
+        if recipe is not None:
+            return TORCH_DTYPE.get(recipe.dtype)
+        dtypes = {each.tensor.dtype for each in found if each.tensor.storage == entrance.storage}
+        if not found:
+            return torch.uint8
+        return next(iter(dtypes)) if len(dtypes) == 1 else None
+
+    def _recipe(self, entrance: Entrance) -> Recipe | None:
+        recipe = self._reader.recipes[entrance.recipe] if entrance.recipe else None
+        if recipe is not None:
+            problem = contradiction(recipe)
+            if problem is not None:
+                raise Wrong(f"its recipe contradicts itself: {problem}")
+        return recipe
+
+    def _whole_request(self, sought: _Sought, dtype: torch.dtype) -> Request:
+        entrance, found = sought.entrance, sought.found
+        born = self._reader.storage(entrance.storage)
+        info = TensorInfo(entrance.storage, dtype, (born.bytes // dtype.itemsize,), (1,), 0,
+                          str(self._reader.devices[born.device]))
+        first = self._uses.use(found[0]) if found else None
+        return self._asked(sought, _NOBODY if first is None else first.call,
+                           {"storage" if first is None else first.label: info})
+
+    def _request(self, sought: _Sought, initializer: Initializer, use: Use) -> Request:
+        assert use.view is not None
+        wanted = {use.label: use.view}
+        if initializer.joint:
+            wanted |= self._companions(initializer, use, sought.entrance.version)
+        return self._asked(sought, use.call, wanted)
+
+    def _asked(self, sought: _Sought, call: Call, wanted: Mapping[str, TensorInfo]) -> Request:
+        demand = sought.demand if isinstance(sought.demand, Demand) else None
+        return Request(call, wanted, tuple(map(self._uses.use, sought.found)), demand, sought.recipe,
+                       sought.entrance.version, self._seed(sought.entrance, sought.recipe), self._content, self._notes,
+                       self._registry.options, self._shared)
+
+    def _companions(self, initializer: Initializer, use: Use, version: int) -> Mapping[str, TensorInfo]:
+        """The other arguments of a call that a joint initializer fills: they have no content, and no other one yet."""
+        companions: dict[str, TensorInfo] = {}
+        for storage, each in self._uses.direct_at(use.call.ordinal):
+            free = (storage, version) in self._wanted and (storage, version) not in self._choices
+            if free and each.view is not None and initializer.names(each.op, each.overload, each.argument, each.label):
+                companions[each.label] = each.view
+        return companions
+
+    def _seed(self, entrance: Entrance, recipe: Recipe | None) -> int:
+        if recipe is not None:
+            return recipe.seed
+        return int(xxhash.xxh3_64_intdigest(f"storage {entrance.storage} version {entrance.version}".encode()))
+
+    # ----------------------------------------------------------------------------------------------------------- making
+
+    def _take(self, initializer: Initializer, request: Request, sought: _Sought) -> None:
+        """Keep an initializer for what it is wanted for, with the content where that is made now. Raises Wrong."""
+        entrance, made, choices = sought.entrance, dict[str, torch.Tensor](), dict[tuple[int, int], _Choice]()
+        eager = initializer.joint or is_integral(request.tensor.dtype)
+        if eager and not (initializer.whole and not request.uses):
+            made = by_label(initializer, request, called(initializer, request))
+        for label, info in request.wanted.items():
+            if (info.storage, entrance.version) not in self._wanted:
+                continue
+            own = sought.demand if info.storage == entrance.storage else self._demand(info.storage)
+            if label in made:
+                check(initializer, request, label, info, made[label], own)
+            born = self._reader.storage(info.storage)
+            why = own.why if isinstance(own, Demand) else ""
+            filled = Initialized(info.storage, entrance.version, born.bytes, info, initializer.name, request.call.name,
+                                 label, request.call.ordinal, why)
+            choices[info.storage, entrance.version] = _Choice(initializer, request, filled, made.get(label))
+        self._choices |= choices
+
+    def _make(self, choice: _Choice) -> torch.Tensor:
+        content = by_label(choice.initializer, choice.request, called(choice.initializer, choice.request))
+        label, info = choice.request.label, choice.request.tensor
+        check(choice.initializer, choice.request, label, info, content[label], None)
+        return content[label]
+
+    def _content(self, info: TensorInfo) -> torch.Tensor | None:
+        """For initializers: what another tensor of their op holds."""
+        choice = self._choices.get((info.storage, 0))
+        if choice is None:
+            return self._known(info)
+        if choice.made is None:
+            return None
+        storage = new_storage(choice.filled.bytes, _HOST)
+        self.fill(info.storage, 0, storage)
+        return make_view(storage, info.dtype, info.sizes, info.strides, info.offset).clone()
+
+    def _nothing_matches(self, found: list[FoundUse], demand: Demand | Conflict | None,
+                         dtype: torch.dtype | None) -> str:
+        """Why no initializer is for a storage, and what to write."""
+        unknown = next((each for each in found if _own_demand(each) is None), None)
+        if isinstance(demand, Conflict):
+            why, example = demand.why, found[0]
+        elif unknown is not None:
+            how = "" if unknown.followed and not unknown.steps else "what was computed from it is "
+            why, example = f"{how}an argument of {unknown.op} for which no safe value is known", unknown
+        elif dtype is None:
+            why, example = "ops read it as different dtypes", found[0]
+        else:
+            return f"no initializer is for {dtype}; give one with --replay-initializer=FILE.py"
+        direct = next((each for each in [example, *found] if each.view is not None), None)
+        if direct is None:
+            return f"{why}; give one with --replay-initializer=FILE.py that is for its dtype"
+        return (f"{why}; write to FILE.py what it holds and add --replay-initializer=FILE.py: "
+                f"from replayfmt.initializers import register; @register({direct.op!r}, argument={direct.argument!r}); "
+                "def content(request): return torch.zeros(request.tensor.sizes, dtype=request.tensor.dtype)")
+
+
+def _unsaved_states(reader: CaptureReader, scan: Scan) -> int:
+    """How many states of random generators the capture mentions without having them."""
+    return sum(int(scan.signature_calls[number]) for number, signature in enumerate(reader.signatures)
+               if signature is not None and signature.kind is RecordKind.generator_state
+               and any(node.name == "payload" and node.kind is ValueKind.none for node in signature.args))
+
+
+def _own_demand(found: FoundUse) -> Demand | None:
+    """What a use asks of the content itself, None where that is not known."""
+    if found.demand is None or (not found.followed and found.demand.role is not Role.number):
+        return None
+    return pull_back(found.demand, found.steps) if found.followed else found.demand
+
+
+def _only_computed(found: list[FoundUse]) -> bool:
+    """Whether all uses are understood for what an op reads, if not for the content that it was computed from."""
+    return all(is_integral(each.tensor.dtype) and each.demand is not None
+               and each.demand.role in (Role.number, Role.index, Role.bounded) for each in found)
+
+
+def _demanded(found: list[FoundUse]) -> Demand | Conflict | None:
+    """What all uses ask together, None where one of them is not understood."""
+    demands = [_own_demand(each) for each in found]
+    known = [each for each in demands if each is not None]
+    if len(known) < len(demands):
+        return None
+    return combine(known) if known else Demand(Role.number)
+
+
+def _named(storages: list[int]) -> str:
+    """`storages 4, 9 and 12 have no content in the capture`."""
+    if len(storages) == 1:
+        return f"storage {storages[0]} has no content in the capture"
+    shown = ", ".join(map(str, storages[:_SHOWN_STORAGES]))
+    rest = f" and {len(storages) - _SHOWN_STORAGES} more" if len(storages) > _SHOWN_STORAGES else ""
+    return f"{len(storages)} storages ({shown}{rest}) have no content in the capture"

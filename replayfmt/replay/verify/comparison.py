@@ -1,0 +1,271 @@
+"""Comparing what a replay computed with what the capture says: bit for bit, or close by tolerances.
+
+Close compares a digest's statistics and sample. Values are apart by at most the tolerance of their dtype, relative to
+the larger of the expected value and the tensor's root mean square; integers, and how many elements are NaN or infinite,
+are compared exactly. The time comparisons take is not the replay's: they stop its clock.
+"""
+
+from __future__ import annotations
+
+import cmath
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from replayfmt.format.codes import DType
+from replayfmt.format.model import Session
+from replayfmt.format.policies import TRIMMED_ELSEWHERE
+from replayfmt.format.records.digest import TensorDigest
+from replayfmt.pytorch.environment import describe_device, session_fields
+from replayfmt.pytorch.tensors.digests import digest_tensor
+from replayfmt.pytorch.tensors.dtypes import DTYPE_CODE
+
+from ..codegen.operations import Pausable
+from ..planning.devices import DeviceMap
+from ..results import Divergence, Verification, VerifyMode
+
+# How far close values may be apart, relative as described above. A whole model's result carries the rounding of every
+# op before it, so these are wider than one op's: float32 leaves room for TF32 against full precision.
+TOLERANCE: dict[DType, float] = {
+    DType.float64: 1e-7, DType.complex128: 1e-7,
+    DType.float32: 1e-3, DType.complex64: 1e-3,
+    DType.float16: 1e-2, DType.complex32: 1e-2,
+    DType.bfloat16: 5e-2,
+    DType.float8_e4m3fn: 0.15, DType.float8_e4m3fnuz: 0.15, DType.float8_e5m2: 0.3, DType.float8_e5m2fnuz: 0.3,
+    DType.float8_e8m0fnu: 0.5,
+}
+_SCALAR_TOLERANCE = 1e-3
+# Numbers from here on stand for infinities (masks are filled with the least number of a dtype). They say nothing of the
+# size of the others: by a root mean square with them in it, anything would be close.
+LARGEST = {code: torch.finfo(dtype).max / 2 for dtype, code in DTYPE_CODE.items() if code in TOLERANCE}
+
+
+class StopReplay(Exception):
+    """Internal: the first divergence was found, nothing after it is worth running."""
+
+
+@dataclass(frozen=True, slots=True)
+class Where:
+    """What is compared: `ordinal` is the op's, `result` which of its results, `found_at` the record that tells."""
+
+    ordinal: int
+    result: int | None
+    found_at: int
+
+
+class Judge:
+    """Compares, counts and keeps what differs. One belongs to a plan and is reset for every replay.
+
+    `describe` gives the name of what a record does and the path of its scope.
+    """
+
+    def __init__(self, clock: Pausable, describe: Callable[[int], tuple[str, str]]) -> None:
+        self._clock = clock
+        self._describe = describe
+        self.bitwise = True
+        self.compares_scalars = True        # not where content is other than the captured one
+        self.stop_at_first = True
+        self.found: list[Divergence] = []
+        self.verification = Verification("none", "none")
+
+    def reset(self, verification: Verification, *, bitwise: bool, stop_at_first: bool) -> None:
+        """Ready for a replay."""
+        self.verification, self.bitwise, self.stop_at_first = verification, bitwise, stop_at_first
+        self.found = []
+
+    def diverged(self, where: Where, expected: str, got: str, distance: str | None = None) -> None:
+        """Keep a divergence; raises StopReplay where the first one ends the replay."""
+        what, scope = self._describe(where.ordinal)
+        self.found.append(Divergence(where.ordinal, what, where.result, scope, expected, got, distance, where.found_at))
+        if self.stop_at_first:
+            raise StopReplay
+
+    def scalar(self, where: Where, expected: Any, got: Any, *, read: bool) -> None:
+        """Compare a result that is no tensor. `read`: the program got it, so it left the device."""
+        if not self.compares_scalars:
+            return
+        self.verification.scalars += read
+        if _same_scalar(expected, got) or (not self.bitwise and _close_scalar(expected, got)):
+            return
+        self.diverged(where, repr(expected), repr(got), _scalar_distance(expected, got))
+
+    def digest(self, where: Where, expected: TensorDigest, tensor: torch.Tensor, *, host_read: bool) -> None:
+        """Compare a tensor with its captured digest."""
+        self._clock.pause()
+        got = digest_tensor(tensor)
+        if host_read:
+            self.verification.host_reads += 1
+        else:
+            self.verification.digests += 1
+        same = (expected.hash_low, expected.hash_high, expected.elements) == (got.hash_low, got.hash_high, got.elements)
+        if not same:
+            difference: tuple[str, str] | None = _summary(expected), _summary(got)
+            if not self.bitwise:
+                difference = digests_differ(expected, got, DTYPE_CODE[tensor.dtype])
+            if difference is not None:
+                self.diverged(where, *difference, sample_distance(expected, got))
+        self._clock.resume()
+
+
+class CheckScalar:
+    """Called with a result that is no tensor; compares it with the captured one."""
+
+    __slots__ = ("_expected", "_judge", "_read", "_where")
+
+    def __init__(self, judge: Judge, where: Where, expected: Any, *, read: bool) -> None:
+        self._judge, self._where, self._expected, self._read = judge, where, expected, read
+
+    def __call__(self, got: Any) -> None:
+        self._judge.scalar(self._where, self._expected, got, read=self._read)
+
+
+class CheckDigest:
+    """Called with a tensor; compares it with the captured digest."""
+
+    __slots__ = ("_expected", "_host_read", "_judge", "_where")
+
+    def __init__(self, judge: Judge, where: Where, expected: TensorDigest, *, host_read: bool) -> None:
+        self._judge, self._where, self._expected, self._host_read = judge, where, expected, host_read
+
+    def __call__(self, tensor: torch.Tensor) -> None:
+        self._judge.digest(self._where, self._expected, tensor, host_read=self._host_read)
+
+
+def digests_differ(expected: TensorDigest, got: TensorDigest, dtype: DType) -> tuple[str, str] | None:
+    """What is not close between two digests of one dtype, as (expected, got); None where all is."""
+    tolerance = TOLERANCE.get(dtype)
+    if tolerance is None:
+        return _summary(expected), _summary(got)      # integers, bools and patterns: only the hash counts
+    for name in ("elements", "nan", "inf"):
+        if getattr(expected, name) != getattr(got, name):
+            return f"{name} {getattr(expected, name)}", f"{name} {getattr(got, name)}"
+    scale = _scale(expected, LARGEST[dtype])
+    for name in ("min", "max", "mean"):
+        mine, theirs = getattr(expected, name), getattr(got, name)
+        if not _close(mine, theirs, tolerance, scale):
+            return f"{name} {mine!r}", f"{name} {theirs!r}"
+    if not _close(expected.l2, got.l2, tolerance, 0.0):
+        return f"l2 {expected.l2!r}", f"l2 {got.l2!r}"
+    for position, (mine, theirs) in enumerate(zip(expected.sample, got.sample, strict=True)):
+        if not _close(mine, theirs, tolerance, scale):
+            return f"sample[{position}] {mine!r}", f"sample[{position}] {theirs!r}"
+    return None
+
+
+def _scale(digest: TensorDigest, largest: float) -> float:
+    """The root mean square of a digest's numbers, those from `largest` on aside: then of its sample, which is all that
+    is known of the others."""
+    if digest.min is not None and digest.max is not None and max(-digest.min, digest.max) >= largest:
+        rest = [abs(each) for each in digest.sample if abs(each) < largest]
+        return math.sqrt(sum(each * each for each in rest) / len(rest)) if rest else 0.0
+    finite = digest.elements - digest.nan - digest.inf
+    return (digest.l2 or 0.0) / math.sqrt(finite) if finite > 0 else 0.0
+
+
+def sample_distance(expected: TensorDigest, got: TensorDigest) -> str | None:
+    """How far two samples are apart, for people; None where they cannot be compared."""
+    if len(expected.sample) != len(got.sample) or not expected.sample:
+        return None
+    pairs = list(zip(expected.sample, got.sample, strict=True))
+    differing = [(a, b) for a, b in pairs if not _same_scalar(a, b)]
+    if not differing:
+        return f"the sample of {len(pairs)} elements is equal"
+    finite = [(a, b) for a, b in differing if cmath.isfinite(a) and cmath.isfinite(b)]
+    text = f"{len(differing)} of {len(pairs)} sampled elements differ"
+    if finite:
+        largest = max(abs(a - b) for a, b in finite)
+        text += f", by at most {largest:.3g}"
+        relative = [abs(a - b) / abs(a) for a, b in finite if a]
+        if relative:
+            text += f" (relative {max(relative):.3g})"
+    return text
+
+
+def _summary(digest: TensorDigest) -> str:
+    text = f"{digest.elements} elements, hash {digest.hex[:16]}"
+    if digest.mean is not None and digest.l2 is not None:
+        text += f", mean {digest.mean:.6g}, l2 {digest.l2:.6g}"
+    return text
+
+
+def _close(expected: complex | None, got: complex | None, tolerance: float, scale: float) -> bool:
+    if expected is None or got is None:
+        return expected is None and got is None
+    if not (cmath.isfinite(expected) and cmath.isfinite(got)):
+        return _same_scalar(expected, got)
+    return abs(expected - got) <= tolerance * max(abs(expected), scale)
+
+
+def _same_scalar(expected: Any, got: Any) -> bool:
+    if isinstance(expected, list | tuple) and isinstance(got, list | tuple):
+        return len(expected) == len(got) and all(map(_same_scalar, expected, got))
+    if type(expected) is not type(got):
+        return False
+    if isinstance(expected, complex):
+        return _same_scalar(expected.real, got.real) and _same_scalar(expected.imag, got.imag)
+    if isinstance(expected, float):
+        same_sign = math.copysign(1.0, expected) == math.copysign(1.0, got)  # 0.0 and -0.0 are not the same
+        return (expected == got and same_sign) or (math.isnan(expected) and math.isnan(got))
+    return bool(expected == got)
+
+
+def _close_scalar(expected: Any, got: Any) -> bool:
+    if isinstance(expected, list | tuple) and isinstance(got, list | tuple):
+        return len(expected) == len(got) and all(map(_close_scalar, expected, got))
+    if isinstance(expected, float | complex) and isinstance(got, int | float | complex):
+        return _close(expected, got, _SCALAR_TOLERANCE, 0.0)
+    return _same_scalar(expected, got)
+
+
+def _scalar_distance(expected: Any, got: Any) -> str | None:
+    numbers = (int, float, complex)
+    if isinstance(expected, numbers) and isinstance(got, numbers):
+        return f"apart by {abs(expected - got):.3g}"
+    return None
+
+
+def environment_differences(session: Session, devices: DeviceMap) -> list[str]:
+    """Why results of this machine need not equal the captured ones bit for bit; empty where they should."""
+    here = session_fields()
+    differences = []
+
+    def compare(name: str, captured: Any, present: Any) -> None:
+        if captured != present:
+            differences.append(f"{name} {present} here, {captured} in the capture")
+
+    compare("torch", session.torch_version, here["torch_version"])
+    for name in sorted({*session.libraries, *here["libraries"]}):
+        compare(name, session.libraries.get(name), here["libraries"].get(name))
+    compare("CPU", session.cpu, here["cpu"])
+    compare("CPU capability", session.cpu_capability, here["cpu_capability"])
+    for captured, target in zip(devices.captured, devices.targets, strict=True):
+        if captured is None or target is None or captured.kind == "meta":
+            continue
+        present = describe_device(target)
+        if captured.kind != target.type:
+            differences.append(f"{captured} is replayed on {target}")
+        elif captured.kind != "cpu":
+            compare(f"{captured}:", f"{captured.name} {captured.fingerprint}", f"{present.name} {present.fingerprint}")
+    elsewhere = session.policies.get(TRIMMED_ELSEWHERE)
+    if elsewhere is not None:
+        differences.append(f"what it was trimmed from was replayed elsewhere ({elsewhere})")
+    captured_threads = session.settings.get("num_threads")
+    if captured_threads is not None:
+        compare("threads", captured_threads, torch.get_num_threads())
+    return differences
+
+
+def decide(asked: VerifyMode, differences: list[str], comparable: int, why_nothing: str) -> Verification:
+    """What a request for verification comes to. `comparable` is how much the capture holds to compare with."""
+    if asked == "none":
+        return Verification(asked, "none", ("verification was not asked for",))
+    if comparable == 0:
+        return Verification(asked, "none", (why_nothing,))
+    if asked != "auto":
+        return Verification(asked, asked, ("as asked",))
+    if differences:
+        return Verification(asked, "close", tuple(differences))
+    return Verification(asked, "bitwise", ("same device, torch, libraries, thread count and CPU capability",))

@@ -1,0 +1,228 @@
+"""Running operators twice, on memory that holds other bytes each time: what of their results no replay reproduces.
+
+Both runs have the same arguments, on copies, and the same state of the random generators. A byte of a result that shows
+what the memory held before is one that the kernel left unwritten; a word that is an address in both is an address of
+the process. Both make a result opaque: nothing is to be compared with it, or embedded of it. Any other difference is
+chance, and makes the operator one that no replay can reproduce. Done where a replay differs from its capture, and
+before content is taken out of a replay.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from replayfmt.pytorch.tensors.memory import make_view, new_storage, storage_bytes
+
+from ..substitution.clones import Clones, has_memory, strided_parts
+from ..substitution.sites import Site
+from .comparison import StopReplay
+
+_MOST_REPORTED = 10
+# What new memory holds in the first and in the second run. No bytes that kernels like to write.
+_FILLS = (0xA5, 0x5C)
+_LIBC = ctypes.CDLL(None)
+_M_PERTURB = -6         # of glibc: what memory is filled with when it is allocated, inverted
+_WORD = 8
+
+
+@dataclass(frozen=True)
+class OpaqueFound:
+    """Result `index` of the op at an ordinal holds bytes that no replay reproduces, and why."""
+
+    ordinal: int
+    kernel_id: int
+    index: int
+    why: str
+
+
+class RunTwice:
+    """Stands in for kernels, which then run twice on copies before they do what they are to do.
+
+    `ordinals` are the ops to look at, None for all. With `patience_s` the replay is stopped after that many seconds,
+    and where enough was found. `opaque` has what was found of single results, `unsteady` the ops that differ otherwise,
+    by ordinal, and how.
+    """
+
+    reason = ""
+
+    def __init__(self, generators: Sequence[torch.Generator | None], ordinals: Collection[int] | None = None,
+                 patience_s: float | None = None) -> None:
+        self.opaque: list[OpaqueFound] = []
+        self.unsteady: dict[int, str] = {}
+        self.given_up = ""
+        self._generators = [generator for generator in dict.fromkeys(generators) if generator is not None]
+        self._ordinals = ordinals
+        self._patience_s = patience_s
+        self._began = time.monotonic()
+
+    def call(self, site: Site) -> tuple[Hashable | None, Callable[..., Any]] | None:
+        if not site.fills or site.once or (self._ordinals is not None and site.ordinal not in self._ordinals):
+            return None
+        return None, _Twice(self, site)
+
+    def failure(self, ordinal: int, error: BaseException) -> str | None:
+        return None
+
+    def look(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Run the op of a site twice on copies, and keep what differs."""
+        if self._patience_s is not None and time.monotonic() - self._began > self._patience_s:
+            self.given_up = f"the search was given up at ordinal {site.ordinal}, after {self._patience_s:.0f} s"
+            raise StopReplay
+        try:
+            first = self._run(site, args, kwargs, _FILLS[0], {})
+            lengths = first.lengths()
+            if any(device.type != "cpu" for device in lengths):     # its memory can be filled once its length is known
+                first = self._run(site, args, kwargs, _FILLS[0], lengths)
+            second = self._run(site, args, kwargs, _FILLS[1], lengths)
+        except (RuntimeError, ValueError, TypeError, IndexError, NotImplementedError, MemoryError):
+            return      # the call that counts raises it, too, and says where
+        for (label, place), value in first.values.items():
+            if (label, place) in second.values:
+                self._compare(site, label, value, second.values[label, place])
+        if self._patience_s is not None and len(self.unsteady) >= _MOST_REPORTED:
+            self.given_up = f"the search ended there, at ordinal {site.ordinal}"
+            raise StopReplay
+
+    def _run(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any], fill: int,
+             lengths: dict[torch.device, list[int]]) -> _Run:
+        clones = Clones()
+        copies, named = clones.of(args), clones.of(kwargs)
+        with self._undrawn(), _new_memory_filled(fill, lengths):
+            return _Run.of(site, site.original(*copies, **named), copies, named)
+
+    def _compare(self, site: Site, label: int | str, first: torch.Tensor, second: torch.Tensor) -> None:
+        if first.dtype != second.dtype or first.shape != second.shape:
+            self.unsteady.setdefault(site.ordinal, "its results have other shapes")
+            return
+        one, other = _elements(first), _elements(second)
+        unequal = one != other
+        if not unequal.any():
+            return
+        why = _explained(one, other, unequal)
+        if why is not None and isinstance(label, int):
+            self.opaque.append(OpaqueFound(site.ordinal, site.kernel_id, label, why))
+            return
+        difference = _difference(first, second)
+        if difference is not None:
+            self.unsteady.setdefault(site.ordinal, difference)
+
+    @contextmanager
+    def _undrawn(self) -> Iterator[None]:
+        states = [generator.get_state() for generator in self._generators]
+        try:
+            yield
+        finally:
+            for generator, state in zip(self._generators, states, strict=True):
+                generator.set_state(state)
+
+
+class _Twice:
+    """Called where the kernel of a site is."""
+
+    def __init__(self, search: RunTwice, site: Site) -> None:
+        self._search, self._site = search, site
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self._search.look(self._site, args, kwargs)
+        return self._site.original(*args, **kwargs)
+
+
+@dataclass(frozen=True)
+class _Run:
+    """What a call gave: results by index, arguments that it may have written by name; the parts of composites and
+    lists under the same label are numbered in the label's text."""
+
+    values: dict[tuple[int | str, str], torch.Tensor]
+
+    @staticmethod
+    def of(site: Site, returned: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> _Run:
+        schema = site.kernel.overload._schema
+        names = [argument.name for argument in schema.arguments]
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        slots = set(site.effects.writes) | set(site.effects.unsure)
+        written = {each.node.name: given[each.node.name] for each in site.layout.args
+                   if set(each.tensors) & slots and each.node.name in given}
+        results = (returned,) if len(schema.returns) == 1 else returned if schema.returns else ()
+        labelled: list[tuple[int | str, Any]] = [*enumerate(results if isinstance(results, list | tuple) else ())]
+        labelled += written.items()
+        return _Run({(label, place): value for label, whole in labelled for place, value in strided_parts(whole, "")
+                     if isinstance(value, torch.Tensor) and has_memory(value)})
+
+    def lengths(self) -> dict[torch.device, list[int]]:
+        """How long the memory is that was returned, by device."""
+        found: dict[torch.device, list[int]] = {}
+        for (label, _place), value in self.values.items():
+            if isinstance(label, int):
+                found.setdefault(value.device, []).append(value.untyped_storage().nbytes())
+        return found
+
+
+@contextmanager
+def _new_memory_filled(fill: int, lengths: dict[torch.device, list[int]]) -> Iterator[None]:
+    """Memory that is allocated meanwhile holds this byte: all that comes from malloc, and what an allocator that keeps
+    memory gives for storages of these lengths."""
+    _LIBC.mallopt(_M_PERTURB, fill ^ 0xFF)
+    try:
+        for device, all_of in lengths.items():
+            _dirty([new_storage(length, device) for length in all_of], fill)
+        yield
+    finally:
+        _LIBC.mallopt(_M_PERTURB, 0)
+
+
+def _dirty(storages: list[torch.UntypedStorage], fill: int) -> None:
+    """Fill storages before they are let go of."""
+    for storage in storages:
+        make_view(storage, torch.uint8, (storage.nbytes(),), (1,)).fill_(fill)
+
+
+def _elements(tensor: torch.Tensor) -> np.ndarray:
+    """The bytes of a strided tensor's elements in row-major order, copied: what is made contiguous lives no longer."""
+    flat = tensor.resolve_conj().resolve_neg().cpu().contiguous()
+    start = int(flat.storage_offset()) * flat.element_size()
+    content = np.frombuffer(storage_bytes(flat.untyped_storage()), np.uint8)
+    return content[start:start + flat.numel() * flat.element_size()].copy()
+
+
+def _explained(one: np.ndarray, other: np.ndarray, unequal: np.ndarray) -> str | None:
+    """Why two runs may differ in these bytes; None where that is chance."""
+    unwritten = (one == _FILLS[0]) & (other == _FILLS[1])
+    rest = unequal & ~unwritten
+    if not rest.any():
+        return f"{int(unwritten.sum())} of its {len(one)} bytes are left unwritten"
+    if len(one) % _WORD:
+        return None
+    words = np.flatnonzero(rest.reshape(-1, _WORD).any(axis=1))
+    starts, ends = _mapped()
+    for run in (one, other):
+        values = run.view(np.uint64)[words]
+        place = np.searchsorted(starts, values, "right")
+        if not place.all() or (values >= ends[place - 1]).any():
+            return None
+    return f"{len(words)} of its {len(one) // _WORD} words are addresses"
+
+
+def _mapped() -> tuple[np.ndarray, np.ndarray]:
+    """Where memory of this process begins and ends, ascending."""
+    with open("/proc/self/maps", encoding="ascii", errors="replace") as maps:
+        ranges = [line.partition(" ")[0].split("-") for line in maps]
+    bounds = np.array([[int(bound, 16) for bound in each] for each in ranges], np.uint64).reshape(-1, 2)
+    return bounds[:, 0], bounds[:, 1]
+
+
+def _difference(one: torch.Tensor, other: torch.Tensor) -> str | None:
+    """How far two results of one op are apart; None where they are equal as numbers."""
+    unequal = (one != other) & ~(one.isnan() & other.isnan())
+    count = int(unequal.sum())
+    if not count:
+        return None
+    largest = float((one.to(torch.float64) - other.to(torch.float64)).abs().nan_to_num().max())
+    return f"{count} of {one.numel()} elements differ, by at most {largest:.3g}"

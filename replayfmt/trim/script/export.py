@@ -1,0 +1,188 @@
+"""A few ops of a capture as one Python file that needs torch alone: to read, to run, to change.
+
+The inputs are synthesized from a seed, or taken out of a verified replay and written to a safetensors file beside the
+script. Then the script also knows what the ops gave, and says whether they still do.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+from replayfmt.errors import CaptureFailed, ReplayMismatch, ReplayRefused, UsageError
+from replayfmt.format.container.output import check_place
+from replayfmt.format.model import Record, TensorValue
+from replayfmt.format.reader import CaptureReader
+from replayfmt.pytorch.settings import read_settings
+from replayfmt.replay.plan import Plan
+from replayfmt.replay.planning.facts import Layout, effects_of
+from replayfmt.replay.planning.resolve import resolve as resolve_kernel
+from replayfmt.replay.verify.run_twice import RunTwice
+
+from ..copying import Copier, walk
+from ..materializing import Materializer
+from ..producers import givers, with_producers
+from ..safetensors import Array, write_safetensors
+from ..schedule import Planner, Schedule
+from ..selection import Kept, Wanted, resolve
+from ..stripping import Absent
+from ..trimming import Prediction, Verify, predict, refuse_incomplete, refuse_unsupported, rename
+from ..writing import Writing
+from .events import Events
+from .file import ScriptFile
+from .text import Body, BodyWriter
+from .values import ALWAYS_STATED
+
+MOST_OPS = 2000      # of a script; beyond that nobody reads it
+
+
+@dataclass(frozen=True)
+class ScriptResult:
+    """What was written. `verified` is empty where nothing was replayed."""
+
+    path: str
+    ops: int
+    inputs: int
+    data_path: str | None
+    data_bytes: int
+    verified: str = ""
+
+
+def synthesized_script(reader: CaptureReader, out: str, wanted: Wanted, *, force: bool = False,
+                       allow_incomplete: bool = False,
+                       on_prediction: Callable[[Prediction], None] = lambda prediction: None) -> ScriptResult:
+    """Write a script that makes its inputs up. Raises UsageError, OutputExists, ReplayRefused for what no script can
+    do."""
+    refuse_incomplete(reader, allow_incomplete)
+    with _outputs(reader, force, out) as (partial,):
+        kept = _resolved(reader, wanted)
+        schedule = Planner(reader, kept, None).plan()
+        on_prediction(predict(reader, kept, schedule, content=False))
+        events = Events(reader)
+        Writing(cast(Copier, events), schedule, kept, Absent(reader), annotate=False).finish()
+        _write(partial, out, events, schedule, kept, wanted, None, {}, numbers=False)
+        return ScriptResult(out, kept.ops, len(events.inputs), None, 0)
+
+
+def script_with_data(plan: Plan, out: str, data: str, wanted: Wanted, *, verify: Verify = "auto", force: bool = False,
+                     on_prediction: Callable[[Prediction], None] = lambda prediction: None) -> ScriptResult:
+    """Write a script and its inputs, which a verified replay gives. Raises what `trim_capture` raises, and
+    ReplayRefused for what no script can do."""
+    reader = plan.reader
+    with _outputs(reader, force, out, data) as (partial, partial_data):
+        while True:     # each time more results are known that hold bytes no replay reproduces
+            kept = with_producers(reader, _resolved(reader, wanted), plan.opaque_slots(), plan.writes)
+            schedule = Planner(reader, kept, plan.writes).plan()
+            on_prediction(predict(reader, kept, schedule))
+            refuse_unsupported(reader, kept, schedule)
+            events = Events(reader)
+            watcher = _Hashing(plan, cast(Copier, events), schedule, kept, digests=False, references=False)
+            twice = RunTwice(plan.generators, givers(reader, schedule, kept.stop, plan.writes))
+            verification, divergence = plan.watch(watcher, kept.stop, verify, twice=twice)
+            if not plan.learn(twice) and (divergence is None or not plan.find_opaque(divergence.seen_at + 1)):
+                break
+        if divergence is not None:
+            raise ReplayMismatch(f"{reader.path}: its replay differs from what was captured: {divergence}")
+        watcher.finish()
+        arrays = _write(partial, out, events, schedule, kept, wanted, data, watcher.hashes,
+                        numbers=not plan.synthesis.reason)
+        write_safetensors(partial_data, arrays)
+        return ScriptResult(out, kept.ops, len(events.inputs), data, sum(len(each.data) for each in arrays),
+                            verification.text)
+
+
+class _Hashing(Materializer):
+    """Also keeps a hash of every result that each replay gives, by ordinal and slot."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.hashes: dict[tuple[int, int], str] = {}
+
+    def after(self, ordinal: int, results: dict[int, torch.Tensor], args: dict[int, torch.Tensor]) -> None:
+        super().after(ordinal, results, args)
+        for slot, tensor in results.items():
+            if self.is_reproducible(slot, tensor):
+                self.hashes[ordinal, slot] = _hash(tensor)
+
+
+def _hash(tensor: torch.Tensor) -> str:
+    """What the script computes of a tensor, too: SHA-256 of its elements in row-major order."""
+    flat = tensor.resolve_conj().resolve_neg().cpu().contiguous()
+    start = flat.data_ptr() if flat.numel() else 0
+    return hashlib.sha256(ctypes.string_at(start, flat.numel() * flat.element_size())).hexdigest()
+
+
+def _resolved(reader: CaptureReader, wanted: Wanted) -> Kept:
+    kept = resolve(reader, wanted)
+    if kept.ops > MOST_OPS:
+        raise UsageError(f"{wanted.text}: {kept.ops} ops are too many for a script, {MOST_OPS} are the most; select "
+                         "fewer, or write a capture")
+    return kept
+
+
+def _changes(reader: CaptureReader) -> Callable[[Record], set[int]]:
+    """Which arguments an op gives other metadata in place."""
+    def changes(record: Record) -> set[int]:
+        kernel = reader.kernels[record.signature.kernel]
+        assert kernel is not None
+        resolved = resolve_kernel(kernel, reader.session.torch_version)
+        if isinstance(resolved, str):
+            raise ReplayRefused(f"{reader.path}: ordinal {record.ordinal}: {resolved}")
+        effects = effects_of(Layout(record.signature), resolved)
+        ids = [each.id for each in walk((*record.args, *record.results)) if isinstance(each, TensorValue)]
+        return {slot for slot, result in effects.rebinds if ids[slot] != ids[result]} | set(effects.reshapes)
+
+    return changes
+
+
+def _settings(schedule: Schedule) -> dict[str, Any]:
+    """The settings that a new process does not have by itself, as far as can be told, and some that are always said."""
+    here = read_settings()
+    return {name: value for name, value in schedule.settings.items() if not name.startswith("autocast.")
+            and (name in ALWAYS_STATED or here.get(name) != value)}
+
+
+def _write(partial: str, out: str, events: Events, schedule: Schedule, kept: Kept, wanted: Wanted, data: str | None,
+           hashes: dict[tuple[int, int], str], *, numbers: bool) -> list[Array]:
+    """Write the script; returns what its data file has to hold."""
+    body: Body = BodyWriter(events, _changes(events.reader)).write()
+    if data is None:    # what a generator's state was is not known; whatever draws is seeded
+        body.generators.update(number for number, each in enumerate(events.reader.generators)
+                               if each is not None and each.default)
+    beside = None if data is None else os.path.relpath(data, os.path.dirname(os.path.abspath(out)))
+    file = ScriptFile(events, body, _settings(schedule), hashes, numbers=numbers)
+    arrays = file.arrays() if data is not None else []
+    Path(partial).write_text(file.text(wanted, kept, beside), encoding="utf-8")
+    return arrays
+
+
+@contextmanager
+def _outputs(reader: CaptureReader, force: bool, *paths: str) -> Iterator[list[str]]:
+    """`.partial` names for new files, which get their names once everything inside has succeeded."""
+    if len({os.path.realpath(path) for path in (*paths, reader.path)}) <= len(paths):
+        raise UsageError(f"{', '.join(paths)}: the capture, the script and its data have to be different files")
+    for path in paths:
+        check_place(path, force)
+    partials = [f"{path}.partial" for path in paths]
+    with ExitStack() as stack:
+        for partial in partials:
+            stack.callback(_remove, partial)
+        try:
+            yield partials
+        except OSError as error:
+            raise CaptureFailed(f"{error.filename or paths[0]}: cannot be written: {error.strerror}") from error
+        for partial, path in zip(partials, paths, strict=True):
+            rename(partial, path)
+
+
+def _remove(path: str) -> None:
+    with suppress(FileNotFoundError):
+        os.unlink(path)
