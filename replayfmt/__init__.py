@@ -1,6 +1,6 @@
 """OpReplay: capture the operators a PyTorch program issues into one file, and do that work again without the program.
 
-Every name is imported when it is first used: `open` needs no torch, `capture`, `scope`, `Recorder` and `Plan` do.
+Every name is imported when it is first used: `open` needs no torch, `capture`, `run` and `Plan` do.
 """
 
 from __future__ import annotations
@@ -10,49 +10,74 @@ from typing import TYPE_CHECKING, Any
 from replayfmt.errors import OpReplayError, ReplayMismatch, ReplayRefused
 
 if TYPE_CHECKING:
-    from replayfmt.api import Capture, open
+    from replayfmt.api import Capture, Op, Ops, open
+    from replayfmt.benchmark.one_call import Benchmarked, benchmark
     from replayfmt.importers.importing import import_trace
     from replayfmt.pytorch.op_libraries import register_op_library
     from replayfmt.pytorch.traced_names import register_op_alias, register_string_default
     from replayfmt.recording.recorder import Recorder, capture, scope
+    from replayfmt.replay.one_call import Replayed, run
     from replayfmt.replay.plan import Plan
     from replayfmt.replay.substitution.requests import Substitution
 
+    __version__: str
+
+# Where each public name that is not here already is defined; "" names a package, which stands for itself.
+_HOME = {
+    "Benchmarked": "replayfmt.benchmark.one_call",
+    "Capture": "replayfmt.api",
+    "Op": "replayfmt.api",
+    "Ops": "replayfmt.api",
+    "Plan": "replayfmt.replay.plan",
+    "Recorder": "replayfmt.recording.recorder",
+    "Replayed": "replayfmt.replay.one_call",
+    "Substitution": "replayfmt.replay.substitution.requests",
+    "benchmark": "",
+    "capture": "replayfmt.recording.recorder",
+    "import_trace": "replayfmt.importers.importing",
+    "open": "replayfmt.api",
+    "register_op_alias": "replayfmt.pytorch.traced_names",
+    "register_op_library": "replayfmt.pytorch.op_libraries",
+    "register_string_default": "replayfmt.pytorch.traced_names",
+    "run": "replayfmt.replay.one_call",
+    "scope": "replayfmt.recording.recorder",
+}
+
 __all__ = [
+    "Benchmarked",
     "Capture",
+    "Op",
     "OpReplayError",
+    "Ops",
     "Plan",
     "Recorder",
     "ReplayMismatch",
     "ReplayRefused",
+    "Replayed",
     "Substitution",
+    "__version__",
+    "benchmark",
     "capture",
     "import_trace",
     "open",
     "register_op_alias",
     "register_op_library",
     "register_string_default",
+    "run",
     "scope",
 ]
 
-_HOME = {
-    "Capture": "replayfmt.api",
-    "open": "replayfmt.api",
-    "Recorder": "replayfmt.recording.recorder",
-    "capture": "replayfmt.recording.recorder",
-    "scope": "replayfmt.recording.recorder",
-    "Plan": "replayfmt.replay.plan",
-    "import_trace": "replayfmt.importers.importing",
-    "register_op_library": "replayfmt.pytorch.op_libraries",
-    "register_op_alias": "replayfmt.pytorch.traced_names",
-    "register_string_default": "replayfmt.pytorch.traced_names",
-    "Substitution": "replayfmt.replay.substitution.requests",
-}
-
 
 def __getattr__(name: str) -> Any:
+    from importlib import import_module, metadata
+
+    if name == "__version__":
+        return metadata.version("opreplay")
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from importlib import import_module
+    home = _HOME[name]
+    return getattr(import_module(home), name) if home else import_module(f"{__name__}.{name}")
 
-    return getattr(import_module(_HOME[name]), name)
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

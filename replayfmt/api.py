@@ -1,19 +1,25 @@
-"""The library's front door: `open` a capture and look at it, replay one op of it. Imports torch only to replay."""
+"""The library's front door: `open` a capture and look at it, replay one op of it.
+
+Imports torch only for an op's values and to replay; pandas only where a table is asked for.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from os import PathLike, fspath
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack, overload
 
-from replayfmt.errors import UsageError
+from replayfmt.errors import OpReplayError, UsageError
 from replayfmt.format.codes import RecordKind
 from replayfmt.format.model import Kernel, Record, Session, Summary
 from replayfmt.format.reader import CaptureReader, open_capture
 
 if TYPE_CHECKING:
+    import pandas
+
     from replayfmt.initializers import Initializer
+    from replayfmt.replay.one_call import PlanOptions
 
 
 class Op:
@@ -36,6 +42,43 @@ class Op:
         """Path of the scope it ran in, "" outside any."""
         return self._reader.scope_path(self.record.scope)
 
+    @property
+    def duration_ns(self) -> int | None:
+        """What the call took on the host while it was captured, in nanoseconds, the recorder's own work included. None:
+        not measured."""
+        return self.record.duration_ns
+
+    @property
+    def device_duration_ns(self) -> int | None:
+        """What its work took on the device, in nanoseconds, where a trace told. None: not measured."""
+        return self.record.device_duration_ns
+
+    def inputs(self, *, replay: bool = False, **options: Unpack[PlanOptions]) -> dict[str, Any]:
+        """The op's arguments by name, as PyTorch has them, with the content they had right before it.
+
+        Without `replay` nothing runs: tensors are on the CPU, in memory of their own, and hold what the capture holds:
+        content that entered from outside and that no op has written since. With `replay` the capture is replayed up to
+        the op and verified, and tensors are where the replay has them; `options` are those of Plan. Tensors that share
+        memory share it here, too.
+
+        Raises ContentNotCaptured, which says why, where the capture does not hold a tensor's content.
+        """
+        from replayfmt.replay.one_call import named, op_values
+
+        return named(self.record, op_values(self._reader, self.record, results=False, replay=replay, options=options))
+
+    def results(self, *, replay: bool = False, **options: Unpack[PlanOptions]) -> list[Any]:
+        """What the op returned, in the order of its schema, right after it; see `inputs`.
+
+        A capture seldom holds results: of what ops computed it has digests at most. It holds numbers that they gave to
+        the program, and results that are views on captured memory. The others need `replay`.
+
+        Raises ContentNotCaptured, which says why, where the capture does not hold a tensor's content.
+        """
+        from replayfmt.replay.one_call import op_values
+
+        return op_values(self._reader, self.record, results=True, replay=replay, options=options)
+
     def replay(self, device: str | None = None, *, file_remaps: Sequence[str] = (),
                initializers: Sequence[Initializer] = ()) -> Any:
         """Run this op alone on the inputs it had, and return its results as the kernel gives them.
@@ -53,18 +96,38 @@ class Op:
 
 
 class Ops(Mapping[int, Op]):
-    """The ops of a capture by ordinal. Ordinals count every record, so not every number below the last is an op."""
+    """The ops of a capture by ordinal. Ordinals count every record, so not every number below the last is an op.
+
+    A slice is a list of the ops with ordinals from its start up to, not including, its stop, as `--ops=A:B`.
+    """
 
     def __init__(self, reader: CaptureReader) -> None:
         self._reader = reader
 
-    def __getitem__(self, ordinal: int) -> Op:
+    @overload
+    def __getitem__(self, ordinal: int) -> Op: ...
+
+    @overload
+    def __getitem__(self, ordinal: slice) -> list[Op]: ...
+
+    def __getitem__(self, ordinal: int | slice) -> Op | list[Op]:
+        """Raises KeyError where no op has the ordinal, UsageError for a slice with a step or negative bounds."""
+        if isinstance(ordinal, slice):
+            return self._slice(ordinal)
         if not 0 <= ordinal < self._reader.record_count:
             raise KeyError(ordinal)
         record = self._reader.record(ordinal)
         if record.kind is not RecordKind.op:
             raise KeyError(ordinal)
         return Op(self._reader, record)
+
+    def _slice(self, wanted: slice) -> list[Op]:
+        start, stop = 0 if wanted.start is None else wanted.start, wanted.stop
+        bounds = (start,) if stop is None else (start, stop)
+        if wanted.step not in (None, 1) or not all(isinstance(each, int) and each >= 0 for each in bounds):
+            raise UsageError("ops are sliced by ordinal, from 0 and without a step: ops[10:20], ops[500:]")
+        return [Op(self._reader, record) for record in self._reader.records(start, stop)
+                if record.kind is RecordKind.op]
 
     def __iter__(self) -> Iterator[int]:
         return (record.ordinal for record in self._reader.records() if record.kind is RecordKind.op)
@@ -110,6 +173,36 @@ class Capture:
     @cached_property
     def ops(self) -> Ops:
         return Ops(self.reader)
+
+    def to_pandas(self) -> pandas.DataFrame:
+        """A DataFrame with a row for each op, indexed by ordinal: op, overload, kernel (its id), signature, scope,
+        thread, device (None without tensors), status, start_ns (since the capture began), duration_ns and
+        device_duration_ns (nanoseconds; NA: not measured).
+
+        Raises OpReplayError where pandas is not installed.
+        """
+        try:
+            import pandas
+        except ImportError as error:
+            if error.name != "pandas":
+                raise
+            raise OpReplayError("to_pandas() needs pandas, which is not installed: pip install 'opreplay[pandas]'"
+                                ) from None
+        from replayfmt.dump.table import DURATIONS, op_columns
+
+        columns = op_columns(self.reader)
+        for name in DURATIONS:
+            columns[name] = pandas.arrays.IntegerArray(*columns[name])
+        return pandas.DataFrame(columns).set_index("ordinal")
+
+    def _repr_html_(self) -> str:
+        from replayfmt.dump.html import capture_html
+
+        return capture_html(self.reader)
+
+    def __repr__(self) -> str:
+        state = "" if self.complete else ", incomplete"
+        return f"<capture {self.path}: {len(self.ops):,} ops of {len(self.kernels):,} kernels{state}>"
 
     def close(self) -> None:
         self.reader.close()

@@ -76,6 +76,10 @@ class ExternalFileProblem(OpReplayError):
     """A file that a capture refers to is missing, cannot be read, or is not the one that was captured."""
 
 
+class ContentNotCaptured(OpReplayError):
+    """A tensor's content is asked of a capture that does not hold it: it was computed, or left out."""
+
+
 class ReplayRefused(OpReplayError):
     """The plan found work it cannot reproduce; nothing was run.
 

@@ -197,8 +197,13 @@ def counted(number: int, noun: str) -> str:
 
 def summary_text(reader: CaptureReader) -> str:
     """The summary as aligned lines, with an empty line after it."""
-    facts = [*_file_facts(reader), *_origin_facts(reader.session), *_content_facts(reader)]
-    return "".join(f"{name:<14}{printable(value, SHOWN_LINE)}\n" for name, value in facts if value) + "\n"
+    return "".join(f"{name:<14}{printable(value, SHOWN_LINE)}\n" for name, value in summary_facts(reader) if value
+                   ) + "\n"
+
+
+def summary_facts(reader: CaptureReader) -> list[tuple[str, str]]:
+    """What the summary says: names and texts, "" where there is nothing to say."""
+    return [*_file_facts(reader), *_origin_facts(reader.session), *_content_facts(reader)]
 
 
 def _file_facts(reader: CaptureReader) -> list[tuple[str, str]]:

@@ -56,7 +56,7 @@ def test_the_wheel_holds_what_the_tree_holds(wheel: Path) -> None:
         packed = {name for name in archive.namelist() if ".dist-info/" not in name}
     library = {str(path.relative_to(ROOT)) for path in (ROOT / "replayfmt").rglob("*.py")}
     tools = {f"opreplay_tools/{path.name}" for path in (ROOT / "tools").iterdir() if path.suffix in {".py", ".md"}}
-    assert packed == library | tools
+    assert packed == library | tools | {"replayfmt/py.typed"}
     assert "opreplay_tools/playbook.md" in packed
 
 

@@ -8,7 +8,7 @@ ops run on a map of it, which ends the process. Owns the descriptors; maps outli
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 import torch
 
@@ -38,14 +38,19 @@ class ExternalFiles:
         self._opened: dict[int, OpenedFile] = {}
         self._whole: dict[int, memoryview] = {}       # embedded files that are in use, by payload id
 
-    def validate(self, on_bytes: Callable[[int, int], None] | None = None) -> list[str]:
-        """Open every file that content is to come from; a sentence for each that is not what was captured.
+    def validate(self, on_bytes: Callable[[int, int], None] | None = None, *, ranges: Collection[int] | None = None
+                 ) -> list[str]:
+        """Open every file that content is to come from, or those that these ranges are in; a sentence for each that is
+        not what was captured.
 
         `on_bytes(done, of all)` is called, from any thread, while digests are computed.
         """
         findings = []
         progress = None if on_bytes is None else _summed(on_bytes, self._bytes_to_digest())
-        for number in sorted(self._needed()):
+        needed = self._needed()
+        if ranges is not None:
+            needed &= {self._range(number).file for number in ranges}
+        for number in sorted(needed - set(self._opened)):
             file = self._file(number)
             path = self._remaps.apply(file.path)
             remapped = path != file.path

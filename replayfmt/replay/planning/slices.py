@@ -34,7 +34,7 @@ class Slice:
 
 
 @dataclass(frozen=True)
-class _Row:
+class Row:
     """A record as the walks see it: its storages by what it does with them."""
 
     ordinal: int
@@ -65,7 +65,7 @@ class Slicer:
                                                       for index in range(len(self._reader.record_frames)))])
         wanted: set[int] = set()
         drawing = False
-        for row in self._rows(stop, backwards=True):
+        for row in self.rows(stop, backwards=True):
             if row.kind is RecordKind.op:
                 takes_part = row.ordinal in ordinals or not wanted.isdisjoint(row.given) or (drawing and row.draws)
                 drawing = drawing or (takes_part and row.draws)
@@ -79,7 +79,7 @@ class Slicer:
     def _comparisons(self, needed: np.ndarray, wanted: set[int]) -> int:
         """Add the comparisons that hold to `needed`; how many there are."""
         comparable, stale = 0, set[int]()
-        for row in self._rows(len(needed), backwards=False):
+        for row in self.rows(len(needed), backwards=False):
             if row.kind is RecordKind.op:
                 if needed[row.ordinal]:
                     comparable += row.scalars
@@ -97,14 +97,15 @@ class Slicer:
 
     # ------------------------------------------------------------------------------------------------------------- rows
 
-    def _rows(self, stop: int, *, backwards: bool) -> Iterator[_Row]:
+    def rows(self, stop: int, *, backwards: bool) -> Iterator[Row]:
+        """The ops, content and comparisons before an ordinal."""
         indices = range(len(self._reader.record_frames))
         for index in reversed(indices) if backwards else indices:
             frame = self._reader.frame(index)
             rows = range(max(0, min(frame.count, stop - frame.first_ordinal)))
             yield from self._of_frame(frame, reversed(rows) if backwards else iter(rows))
 
-    def _of_frame(self, frame: RecordFrame, rows: Iterator[int]) -> Iterator[_Row]:
+    def _of_frame(self, frame: RecordFrame, rows: Iterator[int]) -> Iterator[Row]:
         signatures, first = frame.signature.tolist(), frame.tensor_first.tolist()
         storages = frame.tensor_storage[frame.tensor_slots].tolist()
         int_first, ints = frame.int_first.tolist(), frame.ints.tolist()
@@ -117,7 +118,7 @@ class Slicer:
             tensors = storages[first[row] : first[row + 1]]
             touched = frozenset((*tensors, *(ints[int_first[row] + slot] for slot in passed)))
             results, changed = frozenset(tensors[taken:]), frozenset(tensors[slot] for slot in written)
-            yield _Row(frame.first_ordinal + row, kind, touched, results | changed,
+            yield Row(frame.first_ordinal + row, kind, touched, results | changed,
                        changed | (results - frozenset(tensors[:taken])), draws, scalars)
 
     def _known(self, signature: int) -> tuple[int, tuple[int, ...], tuple[int, ...], bool, int]:

@@ -1,0 +1,81 @@
+"""A benchmark in one call: what `replayfmt.benchmark(...)` does."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+from os import PathLike
+from typing import Any, Unpack
+
+from rich.console import Console
+
+from replayfmt.replay.one_call import PlanOptions
+from replayfmt.replay.plan import Plan
+from replayfmt.replay.results import VerifyMode
+
+from .measure import Options, measure
+from .min_time import parse_min_time
+from .reports.console import print_report
+from .reports.rows import Report, make_report
+
+
+@dataclass(frozen=True)
+class Benchmarked:
+    """A finished benchmark whose verifications held. `rows` are those of Google Benchmark's schema, times in
+    nanoseconds; `context` says on what and how. Prints as opreplay-benchmark's table."""
+
+    report: Report
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        """One for each region and repetition, then the aggregates over repetitions."""
+        return self.report.rows
+
+    @property
+    def context(self) -> dict[str, Any]:
+        return self.report.context
+
+    @property
+    def warnings(self) -> list[str]:
+        """What to doubt of the figures."""
+        return self.report.warnings()
+
+    @property
+    def median_ns(self) -> float:
+        """The median real time of the first region's first repetition, in nanoseconds."""
+        return float(self.rows[0]["median_real_time"])
+
+    def json(self) -> str:
+        """Google Benchmark's JSON document."""
+        return self.report.json()
+
+    def csv(self) -> str:
+        """Google Benchmark's columns, then one for each counter."""
+        return self.report.csv()
+
+    def __str__(self) -> str:
+        text = io.StringIO()
+        print_report(self.report, Console(file=text, highlight=False, force_terminal=False, no_color=True))
+        return text.getvalue().rstrip("\n")
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{escape(str(self))}</pre>"
+
+
+def benchmark(path: str | PathLike[str], *, scopes: Sequence[str] = (), min_time: str = "0.5s", repetitions: int = 1,
+              warmup: int = 2, verify: VerifyMode = "auto", **options: Unpack[PlanOptions]) -> Benchmarked:
+    """Replay a capture repeatedly and measure it, as opreplay-benchmark does: verified before and after timing.
+
+    `scopes` (names, or full paths) measures the time inside them instead of the whole replay's; `min_time` is a number
+    of replays (`20x`) or of timed seconds (`0.5s`); `warmup` counts untimed replays before each repetition. `options`
+    are those of Plan. Raises ReplayMismatch where a replay differs from the capture, and what a Plan raises.
+    """
+    if isinstance(scopes, str):
+        scopes = (scopes,)
+    asked = Options(parse_min_time(min_time), repetitions, warmup, verify, tuple(scopes))
+    with Plan(path, **options) as plan:
+        return Benchmarked(make_report(measure(plan, asked), plan))

@@ -1,0 +1,106 @@
+"""A capture's ops as columns, one row for each, for tables of other libraries. Needs no PyTorch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from replayfmt.format.codes import RecordKind
+from replayfmt.format.reader import CaptureReader, RecordFrame
+from replayfmt.format.signatures.groups import SignatureIndex
+
+from .values import device_slot
+
+_UNKNOWN_NS = 0xFFFFFFFFFFFFFFFF
+# In this order; the docstring of Capture.to_pandas says what each holds.
+COLUMNS = ("ordinal", "op", "overload", "kernel", "signature", "scope", "thread", "device", "status", "start_ns",
+           "duration_ns", "device_duration_ns")
+DURATIONS = ("duration_ns", "device_duration_ns")
+
+
+def op_columns(reader: CaptureReader) -> dict[str, Any]:
+    """The columns by name, in the order of COLUMNS: int64 arrays, object arrays of text, and for durations a pair of an
+    int64 array and a mask that is True where nothing was measured."""
+    parts: dict[str, list[np.ndarray]] = {name: [] for name in COLUMNS}
+    missing: dict[str, list[np.ndarray]] = {name: [] for name in DURATIONS}
+    facts = _Facts(reader)
+    for index in range(len(reader.record_frames)):
+        frame = reader.frame(index)
+        rows = np.flatnonzero(facts.kind[frame.signature] == RecordKind.op)
+        if not len(rows):
+            continue
+        signatures = frame.signature[rows]
+        parts["ordinal"].append(rows + frame.first_ordinal)
+        for name in ("op", "overload", "status"):
+            parts[name].append(getattr(facts, name)[signatures])
+        parts["kernel"].append(facts.kernel[signatures])
+        parts["signature"].append(facts.texts(frame, rows))
+        parts["scope"].append(facts.scope[frame.scope[rows]])
+        parts["thread"].append(frame.thread[rows].astype(np.int64))
+        parts["device"].append(facts.devices(frame, rows))
+        parts["start_ns"].append(frame.start_ns[rows].astype(np.int64))
+        for name in DURATIONS:
+            values, absent = _durations(getattr(frame, name), rows)
+            parts[name].append(values)
+            missing[name].append(absent)
+    joined: dict[str, Any] = {name: _joined(arrays) for name, arrays in parts.items()}
+    for name in DURATIONS:
+        joined[name] = (joined[name].astype(np.int64), _joined(missing[name]).astype(bool))
+    return joined
+
+
+def _joined(arrays: list[np.ndarray]) -> np.ndarray:
+    return np.concatenate(arrays) if arrays else np.zeros(0, np.int64)
+
+
+def _durations(column: np.ndarray | None, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    if column is None:
+        return np.zeros(len(rows), np.int64), np.ones(len(rows), bool)
+    values = column[rows].astype(np.uint64)
+    absent = values == _UNKNOWN_NS
+    return np.where(absent, 0, values).astype(np.int64), absent
+
+
+def _texts(values: list[str | None]) -> np.ndarray:
+    made = np.empty(len(values), object)
+    made[:] = values
+    return made
+
+
+class _Facts:
+    """What is the same for all records of a signature or a scope, by id."""
+
+    def __init__(self, reader: CaptureReader) -> None:
+        self._reader = reader
+        self._index = SignatureIndex(reader)
+        self._signatures = reader.signatures
+        self.kind = np.array([0, *(each.kind for each in reader.signatures[1:])], np.int64)
+        self.kernel = np.array([0, *(each.kernel for each in reader.signatures[1:])], np.int64)
+        kernels = [None if not number else reader.kernels[number] for number in self.kernel.tolist()]
+        self.op = _texts([each and each.name for each in kernels])
+        self.overload = _texts([each and each.overload for each in kernels])
+        self.status = _texts([None, *(each.status.name for each in reader.signatures[1:])])
+        self.scope = _texts([reader.scope_path(number) for number in range(len(reader.scopes))])
+        self._device_slots = {number: device_slot(each) for number, each in enumerate(reader.signatures)
+                              if each is not None and each.kind is RecordKind.op}
+        self._meta_devices = _texts([None, *(str(reader.devices[meta.device]) for meta in reader.metas[1:])])
+
+    def texts(self, frame: RecordFrame, rows: np.ndarray) -> np.ndarray:
+        """The signatures of ops, as text."""
+        made = np.empty(frame.count, object)
+        start = frame.first_ordinal
+        for ops in self._index.walk(None, start, start + frame.count):
+            made[ops.ordinals - start] = self._index.text(ops.key, int(ops.ordinals[0]))
+        return made[rows]
+
+    def devices(self, frame: RecordFrame, rows: np.ndarray) -> np.ndarray:
+        """The devices of ops; None for one without tensors."""
+        made = np.empty(frame.count, object)
+        for number in np.unique(frame.signature[rows]).tolist():
+            slot = self._device_slots[number]
+            if slot is not None:
+                chosen = rows[frame.signature[rows] == number]
+                metas = frame.tensor_meta[frame.tensor_slots[frame.tensor_first[chosen] + slot]]
+                made[chosen] = self._meta_devices[metas]
+        return made[rows]

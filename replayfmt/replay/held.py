@@ -1,0 +1,170 @@
+"""What a capture itself holds of the tensors that an op takes and gives, without running anything.
+
+That is content which entered from outside and which no op has written since. Everything else was computed, and the
+capture has digests of it at most.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from replayfmt.errors import ContentNotCaptured, ExternalFileProblem, InvalidCapture
+from replayfmt.format.codes import RecordKind, StorageOrigin, TensorFlag, ValueKind
+from replayfmt.format.model import Record, TensorValue
+from replayfmt.format.reader import CaptureReader
+from replayfmt.pytorch.tensors.bounds import require_inside
+from replayfmt.pytorch.tensors.dtypes import TORCH_DTYPE
+from replayfmt.pytorch.tensors.memory import host_view, make_view, new_storage
+
+from .op_values import tensors_of
+from .planning.allowed_imports import AllowedImports
+from .planning.external_files import ExternalFiles
+from .planning.facts import Effects, Layout, effects_of, effects_of_missing
+from .planning.overview import describe
+from .planning.resolve import ResolvedKernel, resolve
+from .planning.slices import Slicer
+from .planning.sources import NOTHING, Source, source_of
+
+# Work that no record says the memory of: it may have written any.
+_UNSEEN = (RecordKind.unsupported, RecordKind.collective)
+_BORN_WITH = {StorageOrigin.payload: ValueKind.payload, StorageOrigin.external_file: ValueKind.range,
+              StorageOrigin.initializer: ValueKind.recipe}
+
+
+class HeldContent:
+    """The content around one op. Use it as a context manager: it holds the files open that content stands in."""
+
+    def __init__(self, reader: CaptureReader, file_remaps: Sequence[str] = ()) -> None:
+        """Raises UsageError where a remap is wrong."""
+        self._reader = reader
+        self._files = ExternalFiles(reader, file_remaps)
+        self._layouts: dict[int, Layout] = {}
+        self._sources: dict[int, Source | str] = {}
+        self._storages: dict[int, torch.UntypedStorage] = {}
+
+    def look(self, record: Record, *, results: bool) -> None:
+        """Find out where the content of an op's arguments comes from; with `results`, as the op left it."""
+        wanted = {value.storage for value in tensors_of(record.results if results else record.args)} - {0}
+        slicer = Slicer(self._reader, self._layout, self._effects, lambda number: False)
+        self._sources = {}
+        missing = set(wanted)
+        unseen = self._last_unseen(record.ordinal)
+        for row in slicer.rows(record.ordinal + results, backwards=True):
+            if not missing:
+                return
+            if row.ordinal < unseen:
+                break
+            if row.kind is RecordKind.op:
+                for storage in missing & row.written:
+                    self._sources[storage] = self._computed(row.ordinal, record.ordinal)
+            elif row.kind is RecordKind.storage_import:
+                for storage in missing & row.touched:
+                    self._sources[storage] = source_of(self._reader.record(row.ordinal).argument("payload"))
+            elif row.kind is RecordKind.storage_resize:
+                for storage in missing & row.touched:
+                    self._sources[storage] = f"its memory was resized at ordinal {row.ordinal}"
+            missing -= set(self._sources)
+        for storage in missing:
+            if unseen >= 0:
+                self._sources[storage] = (f"the work of the {self._reader.record(unseen).kind.name} record at ordinal "
+                                          f"{unseen} may have written it")
+                continue
+            born = self._reader.storage(storage)
+            if born.origin in (StorageOrigin.uninitialized, StorageOrigin.op):
+                self._sources[storage] = "nothing that was captured wrote its memory"
+            else:
+                self._sources[storage] = Source(_BORN_WITH[born.origin], born.payload) if born.payload else NOTHING
+
+    def tensor(self, value: TensorValue, name: str) -> torch.Tensor:
+        """A strided tensor of the op that was looked at, on the CPU, in memory of its own that tensors of one storage
+        share. `name` is what it is called in errors.
+
+        Raises ContentNotCaptured where the capture does not hold its content, InvalidCapture where it lies outside of
+        it.
+        """
+        meta = value.meta
+        if meta.dtype not in TORCH_DTYPE:
+            raise ContentNotCaptured(f"{self._reader.path}: {name}: this torch has no dtype {meta.dtype.name}")
+        dtype = TORCH_DTYPE[meta.dtype]
+        if meta.flags & TensorFlag.zero:
+            return torch.zeros(meta.sizes, dtype=dtype)
+        device = self._reader.devices[meta.device]
+        if device is not None and device.kind == "meta":
+            return torch.empty_strided(meta.sizes, meta.strides, dtype=dtype, device="meta")
+        storage = self._storage(value.storage, name)
+        try:
+            return require_inside(make_view(storage, dtype, meta.sizes, meta.strides, value.offset, meta.flags))
+        except RuntimeError as error:
+            raise InvalidCapture(f"{self._reader.path}: {name}: {error}") from None
+
+    def _storage(self, number: int, name: str) -> torch.UntypedStorage:
+        if not number:
+            return torch.UntypedStorage(0)
+        known = self._storages.get(number)
+        if known is None:
+            known = self._storages[number] = self._load(self._sources[number], name)
+        return known
+
+    def _load(self, source: Source | str, name: str) -> torch.UntypedStorage:
+        path = self._reader.path
+        if isinstance(source, str):
+            raise ContentNotCaptured(f"{path}: {name}: the capture does not hold its content: {source}; replay=True "
+                                     "computes it")
+        if source.kind is ValueKind.payload:
+            storage = new_storage(self._reader.payload_info(source.id).raw_bytes, torch.device("cpu"))
+            self._reader.read_payload_into(source.id, host_view(storage))
+            return storage
+        if source.kind is ValueKind.range:
+            captured = self._reader.ranges[source.id]
+            assert captured is not None
+            findings = self._files.validate(ranges=(source.id,))
+            if findings:
+                raise ExternalFileProblem(f"{path}: {name}: {findings[0]}")
+            storage = new_storage(captured.bytes, torch.device("cpu"))
+            self._files.read_into(source.id, host_view(storage), 0)
+            return storage
+        policy = self._reader.session.policies.get("payload", "unknown")
+        raise ContentNotCaptured(f"{path}: {name}: its content was left out of the capture (payload={policy}); "
+                                 "replay=True makes it up as a replay does")
+
+    def _last_unseen(self, stop: int) -> int:
+        """The last record before an ordinal that may have written anything; -1: none."""
+        kinds = np.array([0, *(signature.kind for signature in self._reader.signatures[1:])])
+        if not np.isin(kinds, _UNSEEN).any():
+            return -1
+        for index in range(self._reader.frame_of(stop), -1, -1):
+            frame = self._reader.frame(index)
+            rows = np.flatnonzero(np.isin(kinds[frame.signature[:max(0, stop - frame.first_ordinal)]], _UNSEEN))
+            if len(rows):
+                return frame.first_ordinal + int(rows[-1])
+        return -1
+
+    def _computed(self, giver: int, asked: int) -> str:
+        if giver == asked:
+            return "this op computed it"
+        return f"ordinal {giver} ({describe(self._reader, giver)[0]}) wrote it, or may have"
+
+    def _layout(self, signature_id: int) -> Layout:
+        if signature_id not in self._layouts:
+            self._layouts[signature_id] = Layout(self._reader.signatures[signature_id])
+        return self._layouts[signature_id]
+
+    def _effects(self, signature_id: int) -> Effects:
+        layout = self._layout(signature_id)
+        kernel = self._reader.kernels[layout.signature.kernel]
+        resolved = resolve(kernel, self._reader.session.torch_version, AllowedImports())
+        return (effects_of(layout, resolved) if isinstance(resolved, ResolvedKernel)
+                else effects_of_missing(layout, kernel.schema))
+
+    def close(self) -> None:
+        """Close the files."""
+        self._files.close()
+
+    def __enter__(self) -> HeldContent:
+        return self
+
+    def __exit__(self, *_exception: object) -> None:
+        self.close()

@@ -1,0 +1,140 @@
+"""What chosen ops take and give in a verified replay, shown while it is there.
+
+A replay runs up to the last of them. Nothing is copied here: who looks copies what is to outlive the look.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import Any, Protocol
+
+import torch
+
+from replayfmt.errors import ReplayMismatch
+from replayfmt.format.codes import TensorFlag
+from replayfmt.format.model import Record, TensorValue
+from replayfmt.format.reader import CaptureReader
+from replayfmt.pytorch.tensors.bounds import require_inside
+from replayfmt.pytorch.tensors.dtypes import TORCH_DTYPE
+from replayfmt.pytorch.tensors.memory import make_view
+
+from .op_values import GiveTensor, python_values, tensors_of
+from .plan import Plan
+from .results import Verification, VerifyMode
+from .substitution.clones import Clones
+from .verify.run_twice import RunTwice
+
+
+class Looker(Protocol):
+    """Is shown chosen ops. `give` turns a record's tensor values into the replay's own tensors, in their order."""
+
+    def takes(self, record: Record, give: GiveTensor) -> None:
+        """The op runs next; `give` is for its arguments."""
+        ...
+
+    def gives(self, record: Record, give: GiveTensor) -> None:
+        """The op has run; `give` is for its arguments as it left them, then its results. Not called for an op that
+        raised under capture."""
+        ...
+
+
+def show_ops(plan: Plan, ordinals: Collection[int], make: Callable[[], Looker],
+             verify: VerifyMode = "auto", *, twice: Callable[[], RunTwice] | None = None) -> Verification:
+    """Replay the capture up to the last of these ops, and show them to what `make` makes; how the replay was verified.
+
+    Results that hold bytes which no replay reproduces may be found on the way: then it is done once more, with another
+    looker. `twice` makes what looks for them; what it looks at runs twice. The plan has to be made with keep_going.
+    Raises ReplayMismatch where the replay differs, ReplayRefused where something stands against this part of it, and
+    ReplayFailed.
+    """
+    stop = max(ordinals) + 1
+    while True:
+        watcher = _Showing(plan.reader, frozenset(ordinals), make())
+        search = None if twice is None else twice()
+        verification, divergence = plan.watch(watcher, stop, verify, twice=search)
+        learned = search is not None and plan.learn(search)
+        if learned or (divergence is not None and plan.find_opaque(divergence.seen_at + 1)):
+            continue
+        if divergence is not None:
+            raise ReplayMismatch(f"{plan.reader.path}: its replay differs from what was captured, so nothing can be "
+                                 f"taken from it: {divergence}")
+        return verification
+
+
+class _Showing:
+    """A Watcher of the ops at `ordinals`."""
+
+    def __init__(self, reader: CaptureReader, ordinals: frozenset[int], looker: Looker) -> None:
+        self._reader, self._ordinals, self._looker = reader, ordinals, looker
+
+    def watches(self, ordinal: int) -> bool:
+        return ordinal in self._ordinals
+
+    def before(self, ordinal: int, storages: dict[int, torch.UntypedStorage]) -> None:
+        def give(value: TensorValue, _name: str) -> torch.Tensor:
+            meta = value.meta
+            if meta.flags & TensorFlag.zero:
+                device = next(iter(storages.values())).device if storages else "cpu"
+                return torch.zeros(meta.sizes, dtype=TORCH_DTYPE[meta.dtype], device=device)
+            view = make_view(storages[value.storage], TORCH_DTYPE[meta.dtype], meta.sizes, meta.strides, value.offset,
+                             meta.flags)
+            return require_inside(view)
+
+        self._looker.takes(self._reader.record(ordinal), give)
+
+    def after(self, ordinal: int, results: dict[int, torch.Tensor], args: dict[int, torch.Tensor]) -> None:
+        record = self._reader.record(ordinal)
+        slots = _Slots(record)
+
+        def give(value: TensorValue, _name: str) -> torch.Tensor:
+            slot = slots.of(value)
+            return results[slot] if slot in results else args[slot]
+
+        self._looker.gives(record, give)
+
+
+class _Slots:
+    """The tensor slots of a record's values. One tensor may be in several: they hold the same."""
+
+    def __init__(self, record: Record) -> None:
+        self._slots: dict[int, int] = {}
+        for slot, value in enumerate(tensors_of((*record.args, *record.results))):
+            self._slots[id(value)] = slot
+        self._record = record       # keeps the values, whose ids these are
+
+    def of(self, value: TensorValue) -> int:
+        return self._slots[id(value)]
+
+
+class _Taken:
+    """Copies what one op takes, or gives."""
+
+    def __init__(self, reader: CaptureReader, *, results: bool) -> None:
+        self._reader, self._results = reader, results
+        self.values: list[Any] | None = None
+
+    def takes(self, record: Record, give: GiveTensor) -> None:
+        if not self._results:
+            self.values = Clones().of(python_values(self._reader, record.signature.args, record.args, give, ""))
+
+    def gives(self, record: Record, give: GiveTensor) -> None:
+        if self._results:
+            values = python_values(self._reader, record.signature.results, record.results, give, "result ")
+            self.values = Clones().of(values)
+
+
+def taken(plan: Plan, ordinal: int, *, results: bool) -> list[Any]:
+    """What the op at an ordinal takes in a verified replay, or with `results` what it gives, in memory of its own.
+
+    Raises what `show_ops` raises, and ContentNotCaptured for values that a capture only describes.
+    """
+    last: list[_Taken] = []
+
+    def make() -> _Taken:
+        last[:] = [_Taken(plan.reader, results=results)]
+        return last[0]
+
+    show_ops(plan, (ordinal,), make)
+    values = last[0].values
+    assert values is not None, "a replay that ran did not come to the op"
+    return values
