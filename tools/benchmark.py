@@ -31,7 +31,8 @@ _REDRAW_S = 0.2
 @replay_options
 @click.option("--replay-scope", multiple=True, metavar="NAME",
               help="Report the time inside the scopes of this name, or of this full path (execute/step 3), instead of "
-                   "the whole replay's; all of it still runs. Passes add up, nested ones count once. Repeatable.")
+                   "the whole replay's; all of it still runs. Passes add up, nested ones count once. With --per-op: "
+                   "measure only the ops inside them. Repeatable.")
 @click.option("--benchmark-min-time", default="0.5s", show_default=True, metavar="Nx|SECONDSs",
               help="Time N replays (20x), or replays until they took that many seconds (0.5s) altogether.")
 @click.option("--benchmark-warmup", type=click.IntRange(min=0), default=2, show_default=True, metavar="N",

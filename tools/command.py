@@ -69,7 +69,7 @@ def tool(name: str) -> Callable[[Callable[..., Any]], click.Command]:
 
 def report(error: OpReplayError) -> None:
     """Print an error as the tools do: `STATUS: message` on stderr, then its findings, one a line."""
-    with _said_if_possible():
+    with said_if_possible():
         say(f"{error.status}: {error}", err=True)
         for finding in getattr(error, "findings", ()):
             say(f"  {finding}", err=True)
@@ -125,7 +125,7 @@ def _discard(stream: TextIO) -> None:
 
 
 @contextmanager
-def _said_if_possible() -> Iterator[None]:
+def said_if_possible() -> Iterator[None]:
     """Around messages on stderr. Where that cannot be written there is nobody to tell; the exit code still tells."""
     try:
         yield
@@ -148,7 +148,7 @@ def run_tool(command: click.Command, *, own_streams: bool = True) -> None:
     except click.exceptions.Exit as leaving:
         code = leaving.exit_code
     except click.ClickException as error:
-        with _said_if_possible():
+        with said_if_possible():
             error.show()
         code = error.exit_code
     except (click.Abort, KeyboardInterrupt):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -11,27 +10,35 @@ import click
 
 from replayfmt.errors import UsageError
 
-from .command import reader_may_leave, say
+from .command import reader_may_leave, said_if_possible, say
 
 if TYPE_CHECKING:
     from replayfmt.benchmark.measure import Progress
-    from replayfmt.benchmark.per_op.measuring import OpOptions, PerOpRun
+    from replayfmt.benchmark.per_op.measuring import OpOptions
+    from replayfmt.benchmark.per_op.rows import GroupBy
     from replayfmt.benchmark.reports.rows import Report
     from replayfmt.replay.plan import Plan
 
 _DEFAULT_MIN_TIME = "0.05s"
 # Flags that say how to measure whole replays.
-_WHOLE_ONLY = ("replay_scope", "benchmark_repetitions", "benchmark_warmup", "device_profiling_mode",
+_WHOLE_ONLY = ("benchmark_repetitions", "benchmark_warmup", "device_profiling_mode",
                "device_profiling_output")
-_NEEDS_PER_OP = ("op_filter", "op_limit", "op_instances", "stop_on_error", "verbose")
+_NEEDS_PER_OP = ("op_filter", "op_limit", "op_instances", "group_by", "top", "stop_on_error", "verbose")
 
 
 def per_op_options(function: Callable[..., Any]) -> Callable[..., Any]:
     """Add --per-op and the flags that go with it."""
     for option in (
         click.option("--verbose", is_flag=True,
-                     help="With --per-op: print each argument's name, schema type and value, and each result."),
+                     help="With --per-op: print each op on stderr as soon as it is measured, with each argument's "
+                          "name, schema type and value, and each result."),
         click.option("--stop-on-error", is_flag=True, help="With --per-op: end with the first op that fails."),
+        click.option("--top", type=click.IntRange(min=1), metavar="N",
+                     help="With --per-op: print only the N rows that take most time. What could not be measured is "
+                          "always listed."),
+        click.option("--group-by", type=click.Choice(["kernel", "signature", "scope"]),
+                     help="With --per-op: one row for each operator, each signature, or each scope by what is in it "
+                          "and in no inner one. Default: a row for each op that is measured."),
         click.option("--op-instances", type=click.Choice(["unique", "all"]), default="unique", show_default=True,
                      help="With --per-op: measure ops with the same kernel, shapes, strides and numbers once and count "
                           "them, or measure each one."),
@@ -42,7 +49,9 @@ def per_op_options(function: Callable[..., Any]) -> Callable[..., Any]:
                           "pattern."),
         click.option("--per-op", is_flag=True,
                      help="Measure every op on its own, on the inputs it has in the replay, and estimate its part of "
-                          f"the workload. --benchmark-min-time is then for each op; default {_DEFAULT_MIN_TIME}."),
+                          "the workload, the most expensive first; with --replay-scope, those in these scopes. "
+                          "--benchmark-min-time is then for each op, and the least; default "
+                          f"{_DEFAULT_MIN_TIME}."),
     ):
         function = option(function)
     return function
@@ -53,6 +62,8 @@ class PerOpFlags:
     """What the flags said."""
 
     options: OpOptions
+    group_by: GroupBy | None
+    top: int | None
     verbose: bool
 
     @staticmethod
@@ -74,47 +85,43 @@ class PerOpFlags:
 
         text = values["benchmark_min_time"] if "benchmark_min_time" in given else _DEFAULT_MIN_TIME
         options = OpOptions(parse_min_time(text), verify, values["op_filter"], values["op_limit"],
-                            values["op_instances"] == "all", values["stop_on_error"])
-        return PerOpFlags(options, values["verbose"])
+                            values["op_instances"] == "all", values["replay_scope"], values["stop_on_error"])
+        return PerOpFlags(options, values["group_by"], values["top"], values["verbose"])
 
 
 def run_per_op(plan: Plan, flags: PerOpFlags, form: str, progress: Progress | None,
                write: Callable[[str], None] | None) -> int:
-    """Measure and print; `write` gets the JSON for --benchmark-out. The exit code: 1 where one failed or none ran."""
+    """Measure and print; `write` gets the JSON for --benchmark-out. The exit code: 1 where something that was asked for
+    was not measured, or differs from the capture."""
     from replayfmt.benchmark.per_op.measuring import MeasuredOp, measure_ops
-    from replayfmt.benchmark.per_op.report import describe, make_op_report, progress_line
+    from replayfmt.benchmark.per_op.report import make_op_report
+    from replayfmt.benchmark.per_op.table import describe, progress_line
 
     def show(op: MeasuredOp, place: int, of: int) -> None:
-        # Whoever wants a file gets it, whether or not somebody watches it being made.
-        with reader_may_leave() if write is not None else nullcontext():
-            say(progress_line(op, place, of), err=form != "console")
-            for line in describe(op, plan.reader) if flags.verbose else ():
-                say(line, err=form != "console")
+        with said_if_possible():
+            say(progress_line(op, place, of), err=True)
+            for line in describe(op, plan.reader):
+                say(line, err=True)
 
-    run = measure_ops(plan, flags.options, progress=progress or _unseen, on_measured=show)
-    report = make_op_report(run, plan)
+    run = measure_ops(plan, flags.options, progress=progress or _unseen, on_measured=show if flags.verbose else None)
+    report = make_op_report(run, plan, group_by=flags.group_by, top=flags.top)
     if write is not None:
         write(report.json())
     with reader_may_leave():
         _show(report, form)
-    return _code(run)
+    return 0 if run.complete else 1
 
 
 def _show(report: Report, form: str) -> None:
-    from replayfmt.benchmark.per_op.report import table_lines
+    from replayfmt.benchmark.per_op.table import table_lines
 
     if form == "console":
-        click.echo()
         for line in table_lines(report):
             say(line)
     else:
         click.echo(report.json() if form == "json" else report.csv(), nl=False)
     for warning in report.context["warnings"]:
         say(f"WARNING: {warning}", err=form != "console")
-
-
-def _code(run: PerOpRun) -> int:
-    return 1 if run.failed or not run.successful else 0
 
 
 def _unseen(_what: str, _done: int, _of: int | None) -> None:

@@ -76,6 +76,29 @@ def find_regions(reader: CaptureReader, names: tuple[str, ...]) -> list[Region]:
     return [walk.region() for walk in walks]
 
 
+def matching_scopes(reader: CaptureReader, name: str) -> dict[int, str]:
+    """The scopes that --replay-scope=NAME means, by id, with their full paths. Raises UsageError for none."""
+    paths = {scope: reader.scope_path(scope) for scope in range(1, len(reader.scopes))}
+    matching = {scope: path for scope, path in paths.items() if name in (path, reader.scopes[scope].name)}
+    if not matching:
+        known = list(dict.fromkeys(paths.values()))
+        shown = ", ".join(map(repr, known[:_CLOSEST])) + (f" and {len(known) - _CLOSEST} more"
+                                                          if len(known) > _CLOSEST else "")
+        raise UsageError(f"--replay-scope={name}: {reader.path} has no scope of that name or path; "
+                         + (f"it has {shown}" if known else "it has no scopes at all"))
+    return matching
+
+
+def scopes_inside(reader: CaptureReader, names: tuple[str, ...]) -> set[int]:
+    """The ids of the scopes that any of `names` means, and of all scopes inside them. Raises UsageError for a name
+    that means none."""
+    inside = {scope for name in names for scope in matching_scopes(reader, name)}
+    for scope in range(1, len(reader.scopes)):      # a scope's parent is defined before it
+        if reader.scopes[scope].parent in inside:
+            inside.add(scope)
+    return inside
+
+
 def _measured(begin_ns: int, end_ns: int) -> tuple[int | None, str]:
     """The time between two moments of a capture, None and the reason where the capture's clock stood still."""
     if end_ns > begin_ns:
@@ -89,16 +112,9 @@ class _Walk:
     def __init__(self, reader: CaptureReader, name: str) -> None:
         self._reader = reader
         self._name = name
-        paths = {scope: reader.scope_path(scope) for scope in range(1, len(reader.scopes))}
-        matching = [scope for scope, path in paths.items() if name in (path, reader.scopes[scope].name)]
-        if not matching:
-            known = list(dict.fromkeys(paths.values()))
-            shown = ", ".join(map(repr, known[:_CLOSEST])) + (f" and {len(known) - _CLOSEST} more"
-                                                              if len(known) > _CLOSEST else "")
-            raise UsageError(f"--replay-scope={name}: {reader.path} has no scope of that name or path; "
-                             + (f"it has {shown}" if known else "it has no scopes at all"))
+        matching = matching_scopes(reader, name)
         self.open = dict.fromkeys(matching, 0)     # scope id → how many of it are open
-        self._paths = frozenset(paths[scope] for scope in matching)
+        self._paths = frozenset(matching.values())
         self._depth = 0
         self._outermost = 0                        # ordinal where the outermost open one began
         self._begin_ns = self._captured_ns = 0

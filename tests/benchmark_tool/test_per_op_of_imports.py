@@ -12,7 +12,7 @@ import torch
 import replayfmt
 from replayfmt.benchmark.min_time import parse_min_time
 from replayfmt.benchmark.per_op.measuring import MeasuredOp, OpOptions, PerOpRun, measure_ops
-from replayfmt.benchmark.per_op.report import describe
+from replayfmt.benchmark.per_op.table import describe
 from replayfmt.importers.importing import import_trace
 from replayfmt.replay.plan import Plan
 from replayfmt.replay.synthesis.assignment import Synthesis

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from typing import Literal
 
 from replayfmt.errors import UsageError
@@ -16,6 +17,8 @@ from replayfmt.format.model import Kernel, Record
 from replayfmt.format.reader import CaptureReader
 from replayfmt.format.signatures.text import signature_of
 
+from ..scopes import scopes_inside
+
 Clock = Literal["device", "host"]
 
 
@@ -23,6 +26,7 @@ Clock = Literal["device", "host"]
 class OpGroup:
     """Ops with one signature. `count` is how often the workload did them: an imported record may stand for many.
 
+    `by_scope` has the same count by the id of the innermost scope, 0 for none.
     `device_ns` and `host_ns` are totals over the captured calls whose time is known, which `device_calls` and
     `host_calls` count; a record that stands for many has their mean.
     """
@@ -31,6 +35,7 @@ class OpGroup:
     kernel: Kernel
     first_ordinal: int
     count: int = 0
+    by_scope: Counter[int] = field(default_factory=Counter)
     device_ns: int = 0
     device_calls: int = 0
     host_ns: int = 0
@@ -40,6 +45,7 @@ class OpGroup:
         """Count one more op. Raises InvalidCapture where the record does not say how many calls it stands for."""
         calls = record.calls
         self.count += calls
+        self.by_scope[record.scope] += calls
         if record.device_duration_ns is not None:
             self.device_ns += record.device_duration_ns * calls
             self.device_calls += calls
@@ -75,38 +81,52 @@ class Unsupported:
 @dataclass(frozen=True)
 class Chosen:
     """The ops to measure. `by_ordinal` has the group of every op that may be measured, `total` and `matched` count
-    groups: in the file, and those that the filter let pass. `device_ns` is the device time that the capture has of all
-    its ops and of `unsupported` work together."""
+    groups: in the file, and those that scopes and filter let pass; `everything` where no op of the file stays out.
+    `unsupported` is what they let pass of work that no replay does. `device_ns` is the device time that the capture has
+    of all ops and of all unsupported work in the scopes together."""
 
     groups: list[OpGroup]
     by_ordinal: dict[int, OpGroup]
     total: int
     matched: int
+    everything: bool
     unsupported: Unsupported
     device_ns: int
 
 
-def choose(reader: CaptureReader, *, pattern: str | None, limit: int | None, every: bool,
-           progress: Callable[[str, int, int | None], None]) -> Chosen:
+def choose(reader: CaptureReader, *, pattern: str | None = None, limit: int | None = None, every: bool = False,
+           scopes: tuple[str, ...] = (), progress: Callable[[str, int, int | None], None]) -> Chosen:
     """Group a capture's ops, in order of first appearance.
 
-    `pattern` is a shell pattern for operator names, with or without overload; `limit` takes the first groups only;
-    with `every`, each op is a group of its own. Raises UsageError where nothing is left.
+    `pattern` is a shell pattern for operator names, with or without overload; `scopes` are names or full paths, and
+    leave out what is in none of them; `limit` takes the first groups only; with `every`, each op is a group of its own.
+    Raises UsageError where nothing is left.
     """
+    inside = scopes_inside(reader, scopes) if scopes else None
+    seen: set[str | int] = set()
     groups: dict[str | int, OpGroup] = {}
     taken: dict[int, OpGroup] = {}     # by first ordinal
     by_ordinal: dict[int, OpGroup] = {}
     unsupported = Unsupported()
-    matched = 0
+    matched = ops = unsupported_device_ns = 0
     for record in reader.records():
         if not record.ordinal & 0x3FFF:
             progress("reading ops", record.ordinal, reader.record_count)
-        if record.kind is RecordKind.unsupported:
-            unsupported.add(record)
-        if record.kind is not RecordKind.op:
+        if record.kind not in (RecordKind.op, RecordKind.unsupported):
             continue
+        outside = inside is not None and record.scope not in inside
+        if record.kind is RecordKind.unsupported:
+            if not outside:
+                unsupported_device_ns += (record.device_duration_ns or 0) * record.calls
+                if pattern is None or fnmatchcase(str(record.argument("op")), pattern):
+                    unsupported.add(record)
+            continue
+        ops += 1
         signature = str(signature_of(record, reader, values=True))
         key = record.ordinal if every else signature
+        seen.add(key)
+        if outside:
+            continue
         group = groups.get(key)
         if group is None:
             kernel = reader.kernels[record.signature.kernel]
@@ -118,9 +138,12 @@ def choose(reader: CaptureReader, *, pattern: str | None, limit: int | None, eve
         group.add(record)
         if group.first_ordinal in taken:
             by_ordinal[record.ordinal] = group
-    if not groups:
+    if not seen:
         raise UsageError(f"{reader.path}: there is no op in it to measure")
+    within = f"in {', '.join(f'--replay-scope={name}' for name in scopes)} of {reader.path}" if scopes else reader.path
+    if not groups:
+        raise UsageError(f"there is no op {within}")
     if not matched:
-        raise UsageError(f"--op-filter={pattern}: no op of {reader.path} has such a name")
-    device_ns = unsupported.device_ns + sum(group.device_ns for group in groups.values())
-    return Chosen(list(taken.values()), by_ordinal, len(groups), matched, unsupported, device_ns)
+        raise UsageError(f"--op-filter={pattern}: no op {within if scopes else f'of {within}'} has such a name")
+    device_ns = unsupported_device_ns + sum(group.device_ns for group in groups.values())
+    return Chosen(list(taken.values()), by_ordinal, len(seen), matched, len(by_ordinal) == ops, unsupported, device_ns)

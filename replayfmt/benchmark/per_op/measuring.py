@@ -26,18 +26,23 @@ from replayfmt.replay.run.isolated import IsolatedOp, call_repeatedly
 from ..measure import Progress
 from ..meters.stopwatch import Clock, Stopwatch, stopwatch_for
 from ..min_time import MOST_ITERATIONS, MinTime
-from ..statistics import Statistics, summarize
+from ..statistics import SMALLEST_FOR_INTERVAL, Statistics, summarize
 from .groups import Chosen, OpGroup, choose
 
 # A sample of calls that leave their inputs alone is at least that long, so that reading the clock does not count.
 _SAMPLE_NS = 20_000
 _LEAST_SAMPLES = 11
+# However little is asked for: short ops take turns in rank where they are timed for less, and six samples are what an
+# interval needs. Ops for which that many samples take long have fewer, and no interval.
+_FLOOR_NS = 5e6
+_FLOOR_SAMPLES = SMALLEST_FOR_INTERVAL
+_LONG_NS = 1e9
 _WARMUP_CALLS = 3
 _OVERHEAD_CALLS = 1000
 # Imports of these kinds hold single calls, of which none takes what another returned.
 _SINGLE_CALLS = ("kineto", "tracelens")
 _FAILURES = ("failed", "mismatched")
-_SEVERITY: tuple[Verdict, ...] = ("ok", "skipped", "refused", "mismatched", "failed")
+SEVERITY: tuple[Verdict, ...] = ("ok", "skipped", "refused", "mismatched", "failed")
 _STOPPED = "an op before it failed, and that ended the measurement"
 _ONCE = "it acts on an object that its argument is the address of, which cannot be done again and again"
 _PATIENCE = 5        # restoring is untimed: give up after that many times the time asked for, as the whole replay does
@@ -45,13 +50,15 @@ _PATIENCE = 5        # restoring is untimed: give up after that many times the t
 
 @dataclass(frozen=True)
 class OpOptions:
-    """What to measure and how: `min_time` is for each op, in calls or seconds; see `choose` for the selection."""
+    """What to measure and how: `min_time` is for each op, in calls or seconds, and more is done where that would be too
+    little to rank ops by; see `choose` for the selection."""
 
     min_time: MinTime = field(default_factory=lambda: MinTime(seconds=0.05))
     verify: VerifyMode = "auto"
     pattern: str | None = None
     limit: int | None = None
     every: bool = False
+    scopes: tuple[str, ...] = ()
     stop_on_error: bool = False
 
 
@@ -82,7 +89,8 @@ class MeasuredOp:
 class PerOpRun:
     """All groups that were chosen, in order of appearance; `stopped` where an error ended it before the last.
 
-    `verified` says how results were compared; `overhead_ns` is what measuring a call that does nothing gives.
+    `verified` says how results were compared, `differs` whether any did, also of ops that the chosen ones need;
+    `overhead_ns` is what measuring a call that does nothing gives.
     """
 
     options: OpOptions
@@ -91,6 +99,12 @@ class PerOpRun:
     verified: str
     overhead_ns: float
     stopped: bool = False
+    differs: bool = False
+
+    @property
+    def complete(self) -> bool:
+        """Whether all that was asked for was measured, and nothing differed from the capture."""
+        return not (self.differs or self.chosen.unsupported.calls or any(op.verdict != "ok" for op in self.ops))
 
     @property
     def successful(self) -> int:
@@ -105,6 +119,15 @@ class PerOpRun:
     def refused(self) -> Counter[str]:
         """Ops that were not attempted, by reason."""
         return Counter(op.reason for op in self.ops if op.verdict in ("refused", "skipped"))
+
+    @property
+    def not_measured(self) -> Counter[str]:
+        """Calls of ops that have no times, by verdict."""
+        found: Counter[str] = Counter()
+        for op in self.ops:
+            if op.times is None:
+                found[op.verdict] += op.group.count
+        return found
 
     @property
     def measured_device_ns(self) -> int:
@@ -128,7 +151,8 @@ def measure_ops(plan: Plan, options: OpOptions, *, clock: Clock | None = None, p
     Where there is something to compare with, a verified replay gives the verdicts first. Raises UsageError where no op
     is chosen.
     """
-    chosen = choose(plan.reader, pattern=options.pattern, limit=options.limit, every=options.every, progress=progress)
+    chosen = choose(plan.reader, pattern=options.pattern, limit=options.limit, every=options.every,
+                    scopes=options.scopes, progress=progress)
     walk = _Walk(plan, options, chosen, clock or Clock(), progress, on_measured)
     return walk.run()
 
@@ -167,16 +191,16 @@ class _Walk:
         self._ops = {group.first_ordinal: MeasuredOp(group) for group in chosen.groups}
         self._reported = 0
         self._verdicts: dict[int, tuple[Verdict, str]] = {}
+        self._differs = False
 
     def run(self) -> PerOpRun:
-        some = len(self._chosen.groups) < self._chosen.total
-        only = self._plan.slice(self._chosen.by_ordinal) if some else None
+        only = None if self._chosen.everything else self._plan.slice(self._chosen.by_ordinal)
         verification = self._plan.verification(self._options.verify, only)
         verified = verification.text if self._options.verify != "none" else "not verified: --verify=none"
         if verification.mode != "none":
             self._progress("verifying before timing", 0, None)
             result = self._plan.execute(verify=self._options.verify, keep_going=True, only=only)
-            verified = result.verified
+            verified, self._differs = result.verified, result.divergence is not None
             self._verdicts = {each.ordinal: (each.verdict, each.reason) for each in result.verdicts or ()}
         overhead = self._overhead()
         stopped = False
@@ -233,7 +257,6 @@ class _Walk:
             raise _Stop
 
     def _time(self, op: IsolatedOp, measured: MeasuredOp) -> None:
-        goal = self._options.min_time
         for _ in range(_WARMUP_CALLS):
             op.restore()
             op.calls(1)
@@ -249,10 +272,9 @@ class _Walk:
         calls, timed, began = 0, 0.0, self._clock.real()
         while not self._enough(calls, len(real), timed, self._clock.real() - began):
             op.restore()
-            now = block if goal.iterations is None else min(block, goal.iterations - calls)
-            times = self._sample(op, now)
-            calls += now
-            timed += times[0] * now
+            times = self._sample(op, block)
+            calls += block
+            timed += times[0] * block
             for column, value in zip((real, cpu, host), times, strict=True):
                 if value is not None:
                     column.append(value)
@@ -262,6 +284,8 @@ class _Walk:
 
     def _enough(self, calls: int, samples: int, timed_ns: float, waited_ns: float) -> bool:
         goal = self._options.min_time
+        if waited_ns < _LONG_NS and (timed_ns < _FLOOR_NS or samples < _FLOOR_SAMPLES):
+            return False
         if goal.iterations is not None:
             return calls >= goal.iterations
         wanted = (goal.seconds or 0.0) * 1e9
@@ -306,7 +330,7 @@ class _Walk:
         for ordinal, group in self._chosen.by_ordinal.items():
             verdict, reason = self._verdicts.get(ordinal, ("ok", ""))
             measured = self._ops[group.first_ordinal]
-            if _SEVERITY.index(verdict) > _SEVERITY.index(measured.verdict) or (verdict == measured.verdict
+            if SEVERITY.index(verdict) > SEVERITY.index(measured.verdict) or (verdict == measured.verdict
                                                                                 and not measured.reason):
                 measured.verdict, measured.reason = verdict, reason
         for measured in self._ops.values():
@@ -314,4 +338,5 @@ class _Walk:
                 if measured.verdict == "ok":
                     measured.verdict, measured.reason = "skipped", _STOPPED
                 self._report(measured)
-        return PerOpRun(self._options, self._chosen, list(self._ops.values()), verified, overhead, stopped)
+        return PerOpRun(self._options, self._chosen, list(self._ops.values()), verified, overhead, stopped,
+                        self._differs)

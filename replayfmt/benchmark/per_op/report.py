@@ -1,32 +1,35 @@
-"""Measured ops as rows of Google Benchmark's JSON and CSV, and as text.
+"""Measured ops as rows of Google Benchmark's JSON and CSV.
 
-Each distinct op is one row; `verdict`, `count`, `captured_us`, `estimated_us` (count times the median) and `share` are
-counters of ours. An op without times has none of those keys, but `error_occurred` and its reason.
+Each distinct op is a row, or each kernel, signature or scope, the most expensive first; `verdict`, `count`,
+`captured_us`, `estimated_us` (count times the median), `share` and `rank` are counters of ours. A row without times has
+none of those of times, but `error_occurred` and its reason.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any
 
-from replayfmt.format.codes import OpStatus
-from replayfmt.format.model import CompositeValue, TensorValue, Value
-from replayfmt.format.operator_schema import parse_operator_schema
-from replayfmt.format.printable import printable
-from replayfmt.format.reader import CaptureReader
-from replayfmt.format.signatures.text import signature_of
 from replayfmt.replay.plan import Plan
 
 from ..reports.rows import Report, plan_context
 from ..reports.units import duration
 from .measuring import MeasuredOp, PerOpRun
+from .rows import WIDE, GroupBy, OpRow, make_rows
 
-_NOT_MEASURED = "not measured"
+# Rows below that share of the whole are not worth a warning.
+_SMALL = 0.01
 
 
-def make_op_report(run: PerOpRun, plan: Plan) -> Report:
-    """The report of the measured ops of `plan`."""
+def make_op_report(run: PerOpRun, plan: Plan, *, group_by: GroupBy | None = None, top: int | None = None) -> Report:
+    """The report of the measured ops of `plan`, together by `group_by`; of the rows with times the `top` first ones.
+
+    Rows that have no times are always in it: they may be the most expensive of all.
+    """
     total = run.estimated_ns
+    rows = make_rows(run, group_by, plan.reader)
+    measured, others = [row for row in rows if row.members], [row for row in rows if not row.members]
+    shown = measured[:top]
     context = {
         **plan_context(plan),
         "min_time": str(run.options.min_time),
@@ -39,13 +42,20 @@ def make_op_report(run: PerOpRun, plan: Plan) -> Report:
         "successful": run.successful,
         "failed": run.failed,
         "refused": dict(run.refused),
+        "not_measured_calls": dict(run.not_measured),
         "unsupported": _unsupported(run),
         "captured_device_us": run.chosen.device_ns / 1e3 or None,
         "measured_captured_device_us": run.measured_device_ns / 1e3 if run.chosen.device_ns else None,
         "estimated_us": total / 1e3,
-        "warnings": _warnings(run),
+        "calls": sum(row.calls for row in measured),
+        "group_by": group_by,
+        "top": top,
+        "rows_not_shown": len(measured) - len(shown),
+        "estimated_us_not_shown": sum(row.estimated_ns or 0.0 for row in measured[len(shown):]) / 1e3,
+        "complete": run.complete,
+        "warnings": _warnings(run, shown, total),
     }
-    return Report(context, [_row(op, index, total) for index, op in enumerate(run.ops)])
+    return Report(context, [_row(row, index, total, group_by) for index, row in enumerate([*shown, *others])])
 
 
 def _unsupported(run: PerOpRun) -> dict[str, Any]:
@@ -56,149 +66,128 @@ def _unsupported(run: PerOpRun) -> dict[str, Any]:
             "share_of_device_time": unsupported.device_ns / device_ns if device_ns else None}
 
 
-def _warnings(run: PerOpRun) -> list[str]:
+def _warnings(run: PerOpRun, shown: list[OpRow], total_ns: float) -> list[str]:
     few = [op for op in run.ops if op.times is not None and op.times.interval is None]
     short = [op for op in run.ops if op.times is not None and op.times.median < 5 * run.overhead_ns]
+    large = [row for row in shown if (row.estimated_ns or 0.0) >= _SMALL * total_ns]
+    wide = [row for row in large if row.width is not None and row.width > WIDE]
+    unranked = [row for row in large if row.ranks is not None and row.ranks[0] != row.ranks[1]]
     warnings = []
     if run.chosen.unsupported.calls:
         warnings.append("the capture holds work that is unsupported and was not measured: the estimated total is not "
                         "the whole workload's")
+    if run.not_measured:
+        warnings.append(f"{run.not_measured.total()} calls were not measured: the estimated total is without them, and "
+                        "they have no rank")
     if few:
         warnings.append(f"{len(few)} ops have too few samples for a confidence interval: raise --benchmark-min-time")
+    if wide:
+        warnings.append(f"the time of {_count(wide)} is not known to {WIDE:.0%} (interval): raise "
+                        "--benchmark-min-time, with fewer other programs")
+    if unranked:
+        warnings.append(f"the order is not certain: intervals overlap, so that {_count(unranked)} may have another "
+                        "rank; raise --benchmark-min-time, with fewer other programs")
     if short:
         warnings.append(f"{len(short)} ops are so short that the call around them, {duration(run.overhead_ns)}, is "
                         "more than a fifth of their time; it is not subtracted")
     return warnings
 
 
-def _row(op: MeasuredOp, index: int, total_ns: float) -> dict[str, Any]:
-    group, times = op.group, op.times
-    captured = group.captured_ns
-    row: dict[str, Any] = {
-        "name": f"BM_op/{group.signature}",
+def _count(rows: list[OpRow]) -> str:
+    return f"{rows[0].label}" + (f" and {len(rows) - 1} more rows" if len(rows) > 1 else "")
+
+
+def _row(row: OpRow, index: int, total_ns: float, group_by: GroupBy | None) -> dict[str, Any]:
+    name = f"BM_op/{row.label}" if group_by is None else f"BM_op/{group_by}:{row.label}"
+    calls, estimated, captured = row.calls, row.estimated_ns, row.captured_ns
+    found: dict[str, Any] = {
+        "name": name,
         "family_index": index,
         "per_family_instance_index": 0,
-        "run_name": f"BM_op/{group.signature}",
+        "run_name": name,
         "run_type": "iteration",
         "repetitions": 1,
         "repetition_index": 0,
         "threads": 1,
-        "iterations": op.calls,
-        "real_time": None if times is None else times.mean,
-        "cpu_time": op.cpu_ns,
+        "iterations": sum(op.calls for op, _calls in row.members),
         "time_unit": "ns",
-        "op": group.kernel.qualified_name,
-        "ordinal": group.first_ordinal if op.ordinal is None else op.ordinal,
-        "verdict": op.verdict,
-        "count": group.count,
-        "captured_us": None if captured is None else captured / 1e3,
-        "captured_clock": group.captured_clock,
+        "verdict": row.verdict,
+        "count": calls + row.not_measured.total(),
+        "ops": len(row.members) + len(row.unmeasured),
+        **_of_one(row, group_by),
     }
+    if row.unmeasured:
+        found["not_measured"] = row.not_measured.total()
+        found["reason"] = _reason(row)
+    if estimated is None:
+        # Google's compare.py passes over rows without times, and fails on null.
+        return found | {"error_occurred": True, "error_message": f"{row.verdict}: {_reason(row)}", "warnings": []}
+    assert row.ranks is not None
+    bounds = row.bounds_ns
+    found |= {
+        "real_time": _mean(row, lambda op: None if op.times is None else op.times.mean),
+        "cpu_time": _mean(row, lambda op: op.cpu_ns),
+        "captured_us": None if captured is None else captured / 1e3,
+        "captured_clock": None if captured is None else row.members[0][0].group.captured_clock,
+        "estimated_us": estimated / 1e3,
+        "estimated_us_low": None if bounds is None else bounds[0] / 1e3,
+        "estimated_us_high": None if bounds is None else bounds[1] / 1e3,
+        "share": estimated / total_ns if total_ns else None,
+        "rank": index + 1,
+        "rank_low": row.ranks[0],
+        "rank_high": row.ranks[1],
+        "warnings": [],
+    }
+    if bounds is None:
+        found["estimated_us_low_reason"] = "too few samples for an interval"
     if captured is None:
-        row["captured_us_reason"] = "the capture has no time for it"
-    if op.host_ns is not None:
-        row["host_time"] = op.host_ns
+        found["captured_us_reason"] = "the capture has no time for exactly these calls"
+    if row.inner_ns is not None:
+        found["inclusive_us"] = row.inner_ns / 1e3
+    host = _mean(row, lambda op: op.host_ns)
+    if host is not None:
+        found["host_time"] = host
+    return found
+
+
+def _mean(row: OpRow, of: Callable[[MeasuredOp], float | None]) -> float | None:
+    """The mean over a row's calls, None where it is not known of all of them."""
+    total = 0.0
+    for op, calls in row.members:
+        value = of(op)
+        if value is None:
+            return None
+        total += value * calls
+    return total / row.calls
+
+
+def _of_one(row: OpRow, group_by: GroupBy | None) -> dict[str, Any]:
+    """What only a row of a single op has."""
+    if group_by is not None:
+        return {}
+    (op, _calls), = row.members or row.unmeasured
+    found: dict[str, Any] = {"op": op.group.kernel.qualified_name,
+                             "ordinal": op.group.first_ordinal if op.ordinal is None else op.ordinal}
     if op.reason:
-        row["reason"] = op.reason
+        found["reason"] = op.reason
+    times = op.times
     if times is None:
-        # Absent, not null: Google's compare.py passes over rows without times, and fails on null.
-        del row["real_time"], row["cpu_time"]
-        return row | {"error_occurred": True, "error_message": f"{op.verdict}: {op.reason}", "warnings": []}
-    estimated = op.estimated_ns
-    assert estimated is not None
-    row |= {
+        return found
+    found |= {
         "median_real_time": times.median,
         "median_real_time_low": None if times.interval is None else times.interval.low,
         "median_real_time_high": None if times.interval is None else times.interval.high,
         "min_real_time": times.minimum,
         "stddev_real_time": times.standard_deviation,
         "samples_taken": times.count,
-        "estimated_us": estimated / 1e3,
-        "share": estimated / total_ns if total_ns else None,
-        "warnings": [],
     }
     for name, reason in (("median_real_time_low", "interval"), ("stddev_real_time", "standard_deviation")):
-        if row[name] is None:
-            row[f"{name}_reason"] = times.reasons[reason]
-    return row
+        if found[name] is None:
+            found[f"{name}_reason"] = times.reasons[reason]
+    return found
 
 
-# --------------------------------------------------------------------------------------------------------------- text
-
-
-def progress_line(op: MeasuredOp, place: int, of: int) -> str:
-    """`[i/N]`, verdict, time a call, count, and the op: printed as soon as it is known."""
-    time = _NOT_MEASURED if op.times is None else duration(op.times.median)
-    reason = f"  {op.reason}" if op.reason else ""
-    return printable(f"[{place}/{of}] {op.verdict:<10} {time:>12} x {op.group.count:<6} {op.group.signature}{reason}")
-
-
-def table_lines(report: Report) -> Iterator[str]:
-    """The ops by their part of the workload, the largest first, and the totals."""
-    context = report.context
-    measured = sorted((row for row in report.rows if "estimated_us" in row), key=lambda row: -row["estimated_us"])
-    yield (f"{'estimated':>12} {'share':>7} {'count':>7} {'time/call':>12} {'captured':>12} {'verdict':<10}  op")
-    for row in measured:
-        captured = _NOT_MEASURED if row["captured_us"] is None else duration(row["captured_us"] * 1e3)
-        share = "-" if row["share"] is None else f"{row['share']:.1%}"
-        yield printable(f"{duration(row['estimated_us'] * 1e3):>12} {share:>7} {row['count']:>7} "
-                        f"{duration(row['median_real_time']):>12} {captured:>12} {row['verdict']:<10}  "
-                        f"{row['name'].removeprefix('BM_op/')}")
-    yield ""
-    refused = sum(context["refused"].values())
-    yield (f"distinct ops: {context['distinct_ops']} in the file, {context['matched']} matched, "
-           f"{context['selected']} selected")
-    yield (f"attempted {context['attempted']} = {context['successful']} successful + {context['failed']} failed; "
-           f"refused {refused}")
-    for reason, count in sorted(context["refused"].items(), key=lambda pair: -pair[1]):
-        yield printable(f"  {count} refused: {reason}")
-    unsupported = context["unsupported"]
-    if unsupported["calls"]:
-        reasons = ", ".join(f"{count} {reason}" for reason, count in unsupported["reasons"].items())
-        share = unsupported["share_of_device_time"]
-        yield printable(f"unsupported in the capture, not measured: {unsupported['calls']} calls ({reasons}), "
-                        + ("of unknown device time" if share is None else f"{share:.1%} of the captured device time"))
-    if context["captured_device_us"] is not None:
-        of = context["measured_captured_device_us"] / context["captured_device_us"]
-        yield (f"captured device time: {duration(context['captured_device_us'] * 1e3)}, {of:.1%} of it in the ops "
-               "measured")
-    yield f"estimated total: {duration(context['estimated_us'] * 1e3)}, the sum of count x time per call"
-    yield f"verified  {printable(context['verified'])}"
-
-
-def describe(op: MeasuredOp, reader: CaptureReader) -> Iterator[str]:
-    """Each argument's name, schema type and value, and each result's shape, dtype and device, as captured and as the op
-    gave it here."""
-    record = reader.record(op.group.first_ordinal if op.ordinal is None else op.ordinal)
-    types = _schema_types(op.group.kernel.schema)
-    shown = signature_of(record, reader, values=True).arguments
-    for node, (_name, text) in zip(record.signature.args, shown, strict=True):
-        yield printable(f"    {node.name}: {types.get(node.name, 'type not known')} = {text}")
-    for index, value in enumerate(record.results):
-        yield printable(f"    -> {index}: {_result(value, reader)}")
-    if not record.results:
-        unknown = (record.annotation or {}).get("results")      # an import that could not find out says why
-        yield printable("    -> captured: " + ("it raised" if record.signature.status is OpStatus.raised else
-                                               str(unknown) if unknown else "nothing"))
-    for index, returned in enumerate(op.returned or ()):
-        yield printable(f"    replayed {index}: {returned}")
-    if op.returned is not None and not op.returned:
-        yield "    replayed: nothing"
-
-
-def _schema_types(schema: str) -> dict[str, str]:
-    try:
-        return {each.name: each.type.text for each in parse_operator_schema(schema).arguments}
-    except ValueError:
-        return {}
-
-
-def _result(value: Value, reader: CaptureReader) -> str:
-    if isinstance(value, TensorValue):
-        meta = value.meta
-        return f"{meta.dtype.name}[{','.join(map(str, meta.sizes))}] on {reader.devices[meta.device]}"
-    if isinstance(value, list | tuple):
-        return "[" + ", ".join(_result(each, reader) for each in value) + "]"
-    if isinstance(value, CompositeValue):
-        return f"{value.form}({', '.join(_result(each, reader) for each in value.parts)})"
-    return repr(value)
+def _reason(row: OpRow) -> str:
+    """Why the ops without times have none: the first one's reason, and how many others there are."""
+    reasons = list(dict.fromkeys(op.reason for op, _calls in row.unmeasured))
+    return reasons[0] + (f" (and {len(reasons) - 1} other reasons)" if len(reasons) > 1 else "")

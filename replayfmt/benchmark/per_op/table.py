@@ -1,0 +1,147 @@
+"""Measured ops as text: a table for people, and each op as it is measured with what goes in and comes out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from replayfmt.format.codes import OpStatus
+from replayfmt.format.model import CompositeValue, TensorValue, Value
+from replayfmt.format.operator_schema import parse_operator_schema
+from replayfmt.format.printable import printable
+from replayfmt.format.reader import CaptureReader
+from replayfmt.format.signatures.text import signature_of
+
+from ..reports.rows import Report
+from ..reports.units import duration
+from .measuring import MeasuredOp
+from .rows import GroupBy
+
+_NOT_MEASURED = "not measured"
+_MOST_LISTED = 20
+_HEADS = ("rank", "estimated", "share", "interval", "with inner", "calls", "time/call", "captured", "verdict")
+
+
+def progress_line(op: MeasuredOp, place: int, of: int) -> str:
+    """`[i/N]`, verdict, time a call, count, and the op: printed as soon as it is known."""
+    time = _NOT_MEASURED if op.times is None else duration(op.times.median)
+    reason = f"  {op.reason}" if op.reason else ""
+    return printable(f"[{place}/{of}] {op.verdict:<10} {time:>12} x {op.group.count:<6} {op.group.signature}{reason}")
+
+
+def table_lines(report: Report) -> Iterator[str]:
+    """The rows by their part of the workload, the largest first, those without times, the sum, and the totals."""
+    context = report.context
+    group_by = context["group_by"]
+    measured = [row for row in report.rows if "estimated_us" in row]
+    others = [row for row in report.rows if "estimated_us" not in row]
+    yield _aligned(_HEADS, group_by or "op", group_by)
+    for row in measured:
+        yield _line(row, group_by)
+    for row in others[:_MOST_LISTED]:
+        yield _aligned(("-", _NOT_MEASURED, "-", "-", "-", str(row["count"]), "-", "-", row["verdict"]),
+                       f"{_label(row, group_by)}: {row['reason']}", group_by)
+    if len(others) > _MOST_LISTED:
+        yield f"and {len(others) - _MOST_LISTED} more that were not measured (--benchmark-format=json lists them)"
+    yield ""
+    yield printable(_sum(context, len(measured)))
+    yield (f"distinct ops: {context['distinct_ops']} in the file, {context['matched']} matched, "
+           f"{context['selected']} selected")
+    yield (f"attempted {context['attempted']} = {context['successful']} successful + {context['failed']} failed; "
+           f"refused {sum(context['refused'].values())}")
+    for reason, count in sorted(context["refused"].items(), key=lambda pair: -pair[1]):
+        yield printable(f"  {count} refused: {reason}")
+    unsupported = context["unsupported"]
+    if unsupported["calls"]:
+        share = unsupported["share_of_device_time"]
+        yield printable(f"unsupported in the capture, not measured: {unsupported['calls']} calls "
+                        f"({_counted(unsupported['reasons'])}), "
+                        + ("of unknown device time" if share is None else f"{share:.1%} of the captured device time"))
+    if context["captured_device_us"] is not None:
+        of = context["measured_captured_device_us"] / context["captured_device_us"]
+        yield (f"captured device time: {duration(context['captured_device_us'] * 1e3)}, {of:.1%} of it in the ops "
+               "measured")
+    yield f"verified  {printable(context['verified'])}"
+
+
+def _line(row: dict[str, Any], group_by: GroupBy | None) -> str:
+    ranks = sorted({row["rank_low"], row["rank_high"]})
+    estimated, low, high = row["estimated_us"], row["estimated_us_low"], row["estimated_us_high"]
+    left_out = row.get("not_measured", 0)
+    calls = row["count"] - left_out
+    cells = ("-".join(map(str, ranks)), duration(estimated * 1e3),
+             "-" if row["share"] is None else f"{row['share']:.1%}",
+             "-" if low is None or not estimated else f"+-{(high - low) / estimated / 2:.1%}",
+             duration(row["inclusive_us"] * 1e3) if "inclusive_us" in row else "-",
+             str(calls), duration(estimated * 1e3 / calls),
+             _NOT_MEASURED if row["captured_us"] is None else duration(row["captured_us"] * 1e3), row["verdict"])
+    reason = f" (and {left_out} calls not measured: {row['reason']})" if left_out else ""
+    return _aligned(cells, f"{_label(row, group_by)}{reason}", group_by)
+
+
+def _aligned(cells: tuple[str, ...], last: str, group_by: GroupBy | None) -> str:
+    """A line of the table. Only scopes have others inside them."""
+    rank, estimated, share, interval, inner, calls, each, captured, verdict = cells
+    inside = f"{inner:>12} " if group_by == "scope" else ""
+    return printable(f"{rank:>7} {estimated:>12} {share:>7} {interval:>9} {inside}{calls:>7} {each:>12} "
+                     f"{captured:>12} {verdict:<10}  {last}")
+
+
+def _label(row: dict[str, Any], group_by: GroupBy | None) -> str:
+    return str(row["name"]).removeprefix("BM_op/" if group_by is None else f"BM_op/{group_by}:")
+
+
+def _sum(context: dict[str, Any], rows: int) -> str:
+    """The total, what of it is not shown, and what is not in it."""
+    text = (f"sum: {duration(context['estimated_us'] * 1e3)} in {context['calls']} calls, each row its calls times the "
+            "median of a call")
+    if context["rows_not_shown"]:
+        share = context["estimated_us_not_shown"] / context["estimated_us"] if context["estimated_us"] else 0.0
+        text += f"; the {rows} rows shown are {1 - share:.1%} of it, {context['rows_not_shown']} more are not shown"
+    left_out = dict(context["not_measured_calls"])
+    if context["unsupported"]["calls"]:
+        left_out["unsupported"] = context["unsupported"]["calls"]
+    return text + (f"; not measured and not in it: {sum(left_out.values())} calls ({_counted(left_out)})" if left_out
+                   else "; nothing is left out")
+
+
+def _counted(counts: dict[str, int]) -> str:
+    return ", ".join(f"{count} {name}" for name, count in counts.items())
+
+
+def describe(op: MeasuredOp, reader: CaptureReader) -> Iterator[str]:
+    """Each argument's name, schema type and value, and each result's shape, dtype and device, as captured and as the op
+    gave it here."""
+    record = reader.record(op.group.first_ordinal if op.ordinal is None else op.ordinal)
+    types = _schema_types(op.group.kernel.schema)
+    shown = signature_of(record, reader, values=True).arguments
+    for node, (_name, text) in zip(record.signature.args, shown, strict=True):
+        yield printable(f"    {node.name}: {types.get(node.name, 'type not known')} = {text}")
+    for index, value in enumerate(record.results):
+        yield printable(f"    -> {index}: {_result(value, reader)}")
+    if not record.results:
+        unknown = (record.annotation or {}).get("results")      # an import that could not find out says why
+        yield printable("    -> captured: " + ("it raised" if record.signature.status is OpStatus.raised else
+                                               str(unknown) if unknown else "nothing"))
+    for index, returned in enumerate(op.returned or ()):
+        yield printable(f"    replayed {index}: {returned}")
+    if op.returned is not None and not op.returned:
+        yield "    replayed: nothing"
+
+
+def _schema_types(schema: str) -> dict[str, str]:
+    try:
+        return {each.name: each.type.text for each in parse_operator_schema(schema).arguments}
+    except ValueError:
+        return {}
+
+
+def _result(value: Value, reader: CaptureReader) -> str:
+    if isinstance(value, TensorValue):
+        meta = value.meta
+        return f"{meta.dtype.name}[{','.join(map(str, meta.sizes))}] on {reader.devices[meta.device]}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(_result(each, reader) for each in value) + "]"
+    if isinstance(value, CompositeValue):
+        return f"{value.form}({', '.join(_result(each, reader) for each in value.parts)})"
+    return repr(value)

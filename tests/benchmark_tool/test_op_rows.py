@@ -1,0 +1,150 @@
+"""Measured ops by kernel, signature and scope: sums, ranks that say how sure they are, and what was not measured."""
+
+import csv
+import io
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+from opreplay_tools.benchmark import main
+
+import replayfmt
+from replayfmt.benchmark.min_time import MinTime
+from replayfmt.benchmark.per_op.groups import Chosen, OpGroup, Unsupported
+from replayfmt.benchmark.per_op.measuring import MeasuredOp, OpOptions, PerOpRun, measure_ops
+from replayfmt.benchmark.per_op.rows import NO_SCOPE, make_rows
+from replayfmt.benchmark.statistics import summarize
+from replayfmt.format.model import Kernel, Scope
+from replayfmt.replay.plan import Plan
+
+# Paths: 1 `execute`, 2 `execute/step`, 3 `init`.
+READER = SimpleNamespace(scopes=(None, Scope(0, "execute"), Scope(1, "step"), Scope(0, "init")),
+                         scope_path=("", "execute", "execute/step", "init").__getitem__)
+
+
+def op(kernel, times, by_scope, verdict="ok", reason="", sizes=""):
+    group = OpGroup(f"aten::{kernel}({sizes})", Kernel(f"aten::{kernel}", "default", ""), 0, sum(by_scope.values()))
+    group.by_scope.update(by_scope)
+    return MeasuredOp(group, verdict, reason, calls=len(times), times=summarize(times) if times else None, cpu_ns=1.0)
+
+
+def run_of(*ops):
+    chosen = Chosen([each.group for each in ops], {}, len(ops), len(ops), True, Unsupported(), 0)
+    return PerOpRun(OpOptions(), chosen, list(ops), "not verified: made up", 10.0)
+
+
+def steady(value):
+    return [value] * 20
+
+
+def test_a_kernel_is_the_sum_over_its_signatures_of_calls_times_the_median():
+    rows = make_rows(run_of(op("mm", steady(100), {1: 2}, sizes="a"), op("add", steady(30), {1: 10}),
+                            op("mm", steady(50), {2: 4}, sizes="b")), "kernel", READER)
+    assert [(row.label, row.estimated_ns, row.calls) for row in rows] == [
+        ("aten::mm.default", 400, 6), ("aten::add.default", 300, 10)]
+    assert [row.ranks for row in rows] == [(1, 1), (2, 2)]
+
+
+def test_a_scope_has_the_calls_in_it_and_beside_them_those_of_inner_scopes():
+    rows = make_rows(run_of(op("mm", steady(100), {1: 1, 2: 5, 0: 1}), op("add", steady(10), {3: 1})), "scope", READER)
+    assert [(row.label, row.estimated_ns, row.inner_ns) for row in rows] == [
+        ("execute/step", 500, 500), ("execute", 100, 600), (NO_SCOPE, 100, 100), ("init", 10, 10)]
+    assert sum(row.estimated_ns for row in rows) == 710, "each call counts once"
+
+
+def test_rows_whose_intervals_overlap_share_their_ranks():
+    noisy = [90.0, 95.0, 100.0, 105.0, 110.0] * 4
+    rows = make_rows(run_of(op("a", noisy, {1: 1}), op("b", [each - 2 for each in noisy], {1: 1}),
+                            op("c", steady(20), {1: 1})), "kernel", READER)
+    assert [row.ranks for row in rows] == [(1, 2), (1, 2), (3, 3)]
+    assert rows[0].width > 0.05 and rows[2].width == 0
+
+
+def test_of_too_few_samples_no_rank_follows():
+    rows = make_rows(run_of(op("a", [100.0], {1: 1}), op("b", steady(20), {1: 1})), "kernel", READER)
+    assert [(row.bounds_ns, row.ranks) for row in rows] == [(None, (1, 2)), ((20, 20), (1, 2))]
+
+
+def test_what_has_no_time_comes_last_counts_apart_and_is_never_zero():
+    rows = make_rows(run_of(op("a", [], {1: 7}, "refused", "no library"), op("b", steady(20), {1: 1}, sizes="x"),
+                            op("b", [], {1: 2}, "failed", "RuntimeError: x", sizes="y")), "kernel", READER)
+    assert [(row.label, row.estimated_ns, row.verdict, dict(row.not_measured)) for row in rows] == [
+        ("aten::b.default", 20, "failed", {"failed": 2}), ("aten::a.default", None, "refused", {"refused": 7})]
+    assert rows[1].ranks is None
+
+
+@pytest.fixture
+def partly(tmp_path):
+    """An op that no replay can do any more, in scope `execute`; one that works is in both scopes."""
+    path = tmp_path / "partly.opreplay"
+    with torch.library._scoped_library("op_rows_test", "DEF") as library:
+        library.define("gone(Tensor x) -> Tensor")
+        library.impl("gone", lambda x: x.clone(), "CPU")
+        with replayfmt.capture(path):
+            x = torch.ones(3)
+            with replayfmt.scope("execute"):
+                torch.ops.op_rows_test.gone(x)
+                x.sin()
+            with replayfmt.scope("deinit"):
+                x.sin()
+                x.cos()
+    return path
+
+
+@pytest.mark.parametrize("by", ["kernel", "signature", "scope"])
+def test_the_sum_names_what_was_refused_and_the_exit_code_says_so(partly, tool, by):
+    assert tool(main, "--per-op", f"--group-by={by}", "--benchmark-min-time=1x", partly) == 1
+    (total,) = (line for line in tool.out.splitlines() if line.startswith("sum: "))
+    assert total.endswith("; not measured and not in it: 1 calls (1 refused)")
+    assert "WARNING: 1 calls were not measured" in tool.out
+    assert "op_rows_test::gone" in tool.out
+
+
+def test_what_could_not_be_measured_is_listed_however_few_rows_are_asked_for(partly, tool):
+    assert tool(main, "--per-op", "--top=1", "--benchmark-min-time=1x", "--benchmark-format=json", partly) == 1
+    report = json.loads(tool.out)
+    assert [row["verdict"] for row in report["benchmarks"]] == ["ok", "refused"]
+    assert report["context"]["rows_not_shown"] == 2 and report["context"]["complete"] is False
+    assert report["context"]["not_measured_calls"] == {"refused": 1}
+
+
+def test_a_scope_restricts_what_is_measured(partly, tool):
+    arguments = ("--per-op", "--replay-scope=deinit", "--benchmark-min-time=1x", "--benchmark-format=json")
+    assert tool(main, *arguments, partly) == 0, "what is refused is elsewhere"
+    report = json.loads(tool.out)
+    counts = {row["op"]: row["count"] for row in report["benchmarks"]}
+    assert counts == {"aten::sin.default": 1, "aten::cos.default": 1}
+    assert report["context"]["complete"] is True and report["context"]["distinct_ops"] == 4
+    assert tool(main, *arguments, "--replay-scope=execute", partly) == 1
+    assert {row.get("op"): row["count"] for row in json.loads(tool.out)["benchmarks"]}["aten::sin.default"] == 2
+
+
+@pytest.mark.parametrize("by", ["kernel", "scope", "signature"])
+def test_rows_are_sorted_and_cut_alike_in_every_format(captured, tool, by):
+    flags = ("--per-op", f"--group-by={by}", "--top=2", "--benchmark-min-time=1x")
+    assert tool(main, *flags, "--benchmark-format=json", captured) == 0
+    report = json.loads(tool.out)
+    rows = report["benchmarks"]
+    times = [row["estimated_us"] for row in rows]
+    assert len(rows) == 2 and times == sorted(times, reverse=True) and [row["rank"] for row in rows] == [1, 2]
+    assert all(row["name"].startswith(f"BM_op/{by}:") and row["real_time"] > 0 for row in rows)
+    whole = report["context"]["estimated_us"]
+    assert sum(times) + report["context"]["estimated_us_not_shown"] == pytest.approx(whole)
+    assert all(row["share"] == pytest.approx(row["estimated_us"] / whole) for row in rows)
+    assert all(row["rank_low"] <= row["rank"] <= row["rank_high"] for row in rows)
+    assert all(("inclusive_us" in row) == (by == "scope") for row in rows)
+    assert tool(main, *flags, "--benchmark-format=csv", captured) == 0
+    table = list(csv.DictReader(io.StringIO(tool.out)))
+    assert [row["rank"] for row in table] == ["1", "2"]
+    assert tool(main, *flags, captured) == 0
+    lines = tool.out.splitlines()
+    assert len([line for line in lines[1:lines.index("")] if " ok " in line]) == 2
+    assert "the 2 rows shown are " in tool.out and " more are not shown" in tool.out
+
+
+def test_the_calls_of_all_groups_together_are_those_of_the_capture(captured):
+    with Plan(captured, keep_going=True) as plan:
+        run = measure_ops(plan, OpOptions(MinTime(iterations=1), "none"), progress=lambda *_: None)
+        for by in (None, "kernel", "signature", "scope"):
+            assert sum(row.calls for row in make_rows(run, by, plan.reader)) == len(replayfmt.open(captured).ops)
