@@ -34,13 +34,17 @@ from .replay_flags import ReplayFlags, flag_of, replay_options
               "instead of a capture: one op a line, and a timing loop.")
 @click.option("--script-data", metavar="FILE", help="With --script: write the inputs to FILE (safetensors), which the "
               "script loads. Without it the script synthesizes them.")
-@click.option("--force", is_flag=True, help="Replace an existing file.")
+@click.option("--vectors", metavar="DIR", help="Write each selected op's inputs and results into the new directory DIR "
+              "as test vectors for a kernel, instead of a capture: safetensors and JSON (docs/vectors.md).")
+@click.option("--partial", is_flag=True, help="With --vectors: leave out the ops that a vector cannot express, and "
+              "list them, instead of refusing.")
+@click.option("--force", is_flag=True, help="Replace an existing file, or an existing directory of test vectors.")
 @replay_options
 @click.argument("capture", metavar="IN")
 @click.argument("out", metavar="[OUT]", required=False)
 def cli(capture: str, out: str | None, ops: str | None, scopes: tuple[str, ...], kernels: tuple[str, ...],
-        signatures: tuple[str, ...], payload: str, script: str | None, script_data: str | None, force: bool,
-        flags: ReplayFlags) -> None:
+        signatures: tuple[str, ...], payload: str, script: str | None, script_data: str | None,
+        vectors: str | None, partial: bool, force: bool, flags: ReplayFlags) -> None:
     """Write the selected part of the capture IN to OUT, so that it replays by itself and gives the same results.
 
     What the part needs from before is computed by replaying IN up to its end, and verified. Selections of several
@@ -55,8 +59,15 @@ def cli(capture: str, out: str | None, ops: str | None, scopes: tuple[str, ...],
                          "you replay the result")
     if script is None and script_data is not None:
         raise UsageError("--script-data is for --script")
-    if (script is None) == (out is None):
-        raise UsageError("name one output: OUT for a capture, or --script=OUT.py")
+    if partial and vectors is None:
+        raise UsageError("--partial is for --vectors")
+    if sum(each is not None for each in (script, vectors, out)) != 1:
+        raise UsageError("name one output: OUT for a capture, --script=OUT.py, or --vectors=DIR")
+    if vectors is not None:
+        if payload == "none":
+            raise UsageError("--payload=none is for captures; test vectors are content")
+        _vectors(capture, vectors, wanted, force, partial, flags)
+        return
     if script is not None:
         if payload == "none":
             raise UsageError("--payload=none is for captures; a script without --script-data has no content")
@@ -121,6 +132,21 @@ def _script(capture: str, out: str, data: str | None, wanted: Wanted, force: boo
         say(f"replayed  {result.verified}")
         say(f"{data}: {result.data_bytes:,} bytes of inputs")
     say(f"{result.path}: {result.ops:,} ops, {result.inputs:,} inputs")
+
+
+def _vectors(capture: str, out: str, wanted: Wanted, force: bool, partial: bool, flags: ReplayFlags) -> None:
+    from replayfmt.trim.vectors.export import write_vectors
+
+    with flags.plan(capture, keep_going=True) as plan:
+        result = write_vectors(plan, out, wanted, verify=flags.verify, force=force, partial=partial,
+                               allow_incomplete=flags.allow_incomplete)
+        made_up = plan.synthesis.reason
+    say(f"replayed  {result.verified}")
+    if made_up:
+        say(f"note      inputs that the capture does not hold are made up: {made_up}")
+    for sentence in result.left_out:
+        say(f"left out  {sentence}")
+    say(f"{result.path}: test vectors of {result.ops:,} op{'' if result.ops == 1 else 's'}, {result.bytes:,} bytes")
 
 
 def _predicted(prediction: Prediction) -> None:

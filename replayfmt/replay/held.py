@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 
 from replayfmt.errors import ContentNotCaptured, ExternalFileProblem, InvalidCapture
@@ -23,13 +22,11 @@ from .op_values import tensors_of
 from .planning.allowed_imports import AllowedImports
 from .planning.external_files import ExternalFiles
 from .planning.facts import Effects, Layout, effects_of, effects_of_missing
-from .planning.overview import describe
+from .planning.overview import describe, unseen_before
 from .planning.resolve import ResolvedKernel, resolve
 from .planning.slices import Slicer
 from .planning.sources import NOTHING, Source, source_of
 
-# Work that no record says the memory of: it may have written any.
-_UNSEEN = (RecordKind.unsupported, RecordKind.collective)
 _BORN_WITH = {StorageOrigin.payload: ValueKind.payload, StorageOrigin.external_file: ValueKind.range,
               StorageOrigin.initializer: ValueKind.recipe}
 
@@ -51,7 +48,7 @@ class HeldContent:
         slicer = Slicer(self._reader, self._layout, self._effects, lambda number: False)
         self._sources = {}
         missing = set(wanted)
-        unseen = self._last_unseen(record.ordinal)
+        unseen = next(unseen_before(self._reader, record.ordinal), -1)
         for row in slicer.rows(record.ordinal + results, backwards=True):
             if not missing:
                 return
@@ -129,18 +126,6 @@ class HeldContent:
         policy = self._reader.session.policies.get("payload", "unknown")
         raise ContentNotCaptured(f"{path}: {name}: its content was left out of the capture (payload={policy}); "
                                  "replay=True makes it up as a replay does")
-
-    def _last_unseen(self, stop: int) -> int:
-        """The last record before an ordinal that may have written anything; -1: none."""
-        kinds = np.array([0, *(signature.kind for signature in self._reader.signatures[1:])])
-        if not np.isin(kinds, _UNSEEN).any():
-            return -1
-        for index in range(self._reader.frame_of(stop), -1, -1):
-            frame = self._reader.frame(index)
-            rows = np.flatnonzero(np.isin(kinds[frame.signature[:max(0, stop - frame.first_ordinal)]], _UNSEEN))
-            if len(rows):
-                return frame.first_ordinal + int(rows[-1])
-        return -1
 
     def _computed(self, giver: int, asked: int) -> str:
         if giver == asked:

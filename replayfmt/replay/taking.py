@@ -8,10 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 
-from replayfmt.errors import ReplayMismatch
-from replayfmt.format.codes import TensorFlag
+from replayfmt.errors import ReplayMismatch, ReplayRefused
+from replayfmt.format.codes import RecordKind, StorageOrigin, TensorFlag
 from replayfmt.format.model import Record, TensorValue
 from replayfmt.format.reader import CaptureReader
 from replayfmt.pytorch.tensors.bounds import require_inside
@@ -20,9 +21,14 @@ from replayfmt.pytorch.tensors.memory import make_view
 
 from .op_values import GiveTensor, python_values, tensors_of
 from .plan import Plan
+from .planning.overview import unseen_before
 from .results import Verification, VerifyMode
 from .substitution.clones import Clones
 from .verify.run_twice import RunTwice
+
+# Comparisons that come right behind an op, and what may stand between.
+_PASSED = (RecordKind.digest, RecordKind.host_read, RecordKind.scope_begin, RecordKind.scope_end,
+           RecordKind.storage_release)
 
 
 class Looker(Protocol):
@@ -47,9 +53,11 @@ def show_ops(plan: Plan, ordinals: Collection[int], make: Callable[[], Looker],
     Raises ReplayMismatch where the replay differs, ReplayRefused where something stands against this part of it, and
     ReplayFailed.
     """
-    stop = max(ordinals) + 1
+    stop = _with_checks(plan.reader, max(ordinals) + 1)
+    _refuse_unseen(plan.reader, stop)
+    born = _born_unwritten(plan.reader, stop)
     while True:
-        watcher = _Showing(plan.reader, frozenset(ordinals), make())
+        watcher = _Showing(plan.reader, frozenset(ordinals), born, make())
         search = None if twice is None else twice()
         verification, divergence = plan.watch(watcher, stop, verify, twice=search)
         learned = search is not None and plan.learn(search)
@@ -61,16 +69,61 @@ def show_ops(plan: Plan, ordinals: Collection[int], make: Callable[[], Looker],
         return verification
 
 
-class _Showing:
-    """A Watcher of the ops at `ordinals`."""
+def _with_checks(reader: CaptureReader, stop: int) -> int:
+    """Where to stop instead, so that what the capture says of the last op's results is compared, too."""
+    for record in reader.records(stop):
+        if record.kind not in _PASSED:
+            break
+        stop = record.ordinal + 1
+    return stop
 
-    def __init__(self, reader: CaptureReader, ordinals: frozenset[int], looker: Looker) -> None:
-        self._reader, self._ordinals, self._looker = reader, ordinals, looker
+
+def _refuse_unseen(reader: CaptureReader, stop: int) -> None:
+    unseen = list(unseen_before(reader, stop))[::-1]
+    if unseen:
+        findings = []
+        for ordinal in unseen:
+            record = reader.record(ordinal)
+            texts = ", ".join(str(each) for each in record.args if each)
+            findings.append(f"{record.kind.name} at ordinal {ordinal}: {texts}")
+        raise ReplayRefused(f"{reader.path}: what ops before ordinal {stop} take cannot be computed: no replay does "
+                            "the work of the records below, which may have written any of it", tuple(findings))
+
+
+def _born_unwritten(reader: CaptureReader, stop: int) -> dict[int, set[int]]:
+    """The ops before an ordinal that return memory which nothing has written, with the storages that are it."""
+    found: dict[int, set[int]] = {}
+    for index, info in enumerate(reader.record_frames):
+        if info.first_ordinal >= stop:
+            break
+        frame = reader.frame(index)
+        born = np.flatnonzero(frame.storage_origin == StorageOrigin.uninitialized) + frame.first_storage
+        storages = frame.tensor_storage[frame.tensor_slots]
+        places = np.flatnonzero(np.isin(storages, born))
+        rows = np.searchsorted(frame.tensor_first, places, "right") - 1
+        known: set[int] = set()
+        for row, storage in zip(rows.tolist(), storages[places].tolist(), strict=True):
+            if storage not in known:
+                known.add(storage)
+                found.setdefault(info.first_ordinal + row, set()).add(storage)
+    return found
+
+
+class _Showing:
+    """A Watcher of the ops at `ordinals`. Memory that is born unwritten, by ordinals in `born`, is filled with zeros:
+    it may hold anything, and what is taken of it is to be the same each time, and nothing of this process's."""
+
+    def __init__(self, reader: CaptureReader, ordinals: frozenset[int], born: dict[int, set[int]],
+                 looker: Looker) -> None:
+        self._reader, self._ordinals, self._born, self._looker = reader, ordinals, born, looker
 
     def watches(self, ordinal: int) -> bool:
-        return ordinal in self._ordinals
+        return ordinal in self._ordinals or ordinal in self._born
 
     def before(self, ordinal: int, storages: dict[int, torch.UntypedStorage]) -> None:
+        if ordinal not in self._ordinals:
+            return
+
         def give(value: TensorValue, _name: str) -> torch.Tensor:
             meta = value.meta
             if meta.flags & TensorFlag.zero:
@@ -85,6 +138,11 @@ class _Showing:
     def after(self, ordinal: int, results: dict[int, torch.Tensor], args: dict[int, torch.Tensor]) -> None:
         record = self._reader.record(ordinal)
         slots = _Slots(record)
+        for value in tensors_of(record.results):
+            if value.storage in self._born.get(ordinal, ()) and slots.of(value) in results:
+                _zero(results[slots.of(value)])
+        if ordinal not in self._ordinals:
+            return
 
         def give(value: TensorValue, _name: str) -> torch.Tensor:
             slot = slots.of(value)
@@ -104,6 +162,12 @@ class _Slots:
 
     def of(self, value: TensorValue) -> int:
         return self._slots[id(value)]
+
+
+def _zero(tensor: torch.Tensor) -> None:
+    storage = tensor.untyped_storage()
+    if tensor.device.type != "meta" and storage.nbytes():
+        make_view(storage, torch.uint8, (storage.nbytes(),), (1,)).zero_()
 
 
 class _Taken:

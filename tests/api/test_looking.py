@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from dump import captures
 
 import replayfmt
 from replayfmt.dump.table import COLUMNS, op_columns
 from replayfmt.errors import OpReplayError, UsageError
-from tests.dump import captures
 
 from .conftest import NAME
 

@@ -6,10 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
+from replay.rewriting import rewrite
 
 import replayfmt
 from replayfmt.errors import CaptureNotFound, UsageError
-from tests.replay.rewriting import rewrite
 
 from .conftest import NAME
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from replay.rewriting import rewrite
 
 import replayfmt
 from replayfmt.api import Op
 from replayfmt.errors import ContentNotCaptured, ExternalFileProblem, ReplayMismatch, UsageError
-from tests.replay.rewriting import rewrite
 
 
 def op_of(capture: replayfmt.Capture, name: str, number: int = 0) -> Op:

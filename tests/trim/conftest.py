@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from opreplay_tools import trim as trim_tool
 
 import replayfmt
 
 Captured = Callable[..., Path]
+Tool = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture(autouse=True)
@@ -34,3 +37,17 @@ def captured(tmp_path: Path) -> Captured:
         return path
 
     return capture
+
+
+@pytest.fixture
+def tool(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Tool:
+    """The tool in this process: exit code, stdout, stderr."""
+    def run(*args: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["opreplay-trim", *map(str, args)])
+        with pytest.raises(SystemExit) as left:
+            trim_tool.main()
+        printed = capsys.readouterr()
+        assert "Traceback" not in printed.err
+        return int(left.value.code or 0), printed.out, printed.err
+
+    return run

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from opreplay_tools import trim as trim_tool
 from replay.rewriting import rewrite
 
 import replayfmt
@@ -19,24 +17,8 @@ from replayfmt.format.model import Record
 from replayfmt.format.reader import open_capture
 from replayfmt.replay.plan import Plan
 
-from .conftest import Captured
+from .conftest import Captured, Tool
 from .trimmed import compare, ops
-
-Tool = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def tool(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Tool:
-    """The tool in this process: exit code, stdout, stderr."""
-    def run(*args: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["opreplay-trim", *map(str, args)])
-        with pytest.raises(SystemExit) as left:
-            trim_tool.main()
-        printed = capsys.readouterr()
-        assert "Traceback" not in printed.err
-        return int(left.value.code or 0), printed.out, printed.err
-
-    return run
 
 
 def training() -> None:

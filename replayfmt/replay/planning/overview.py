@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+
+import numpy as np
 
 from replayfmt.format.codes import RecordKind, ValueKind
 from replayfmt.format.reader import CaptureReader
@@ -24,6 +27,21 @@ def describe(reader: CaptureReader, ordinal: int) -> tuple[str, str]:
     if record.kind is RecordKind.digest:
         return "a tensor that is alive here", scope
     return record.kind.name, scope
+
+
+# Work that no replay does, and of which no record says what memory it wrote: it may have written any.
+_UNSEEN = (RecordKind.unsupported, RecordKind.collective)
+
+
+def unseen_before(reader: CaptureReader, stop: int) -> Iterator[int]:
+    """The records before an ordinal that may have written anything, the last one first."""
+    kinds = np.array([0, *(signature.kind for signature in reader.signatures[1:])])
+    if stop < 1 or not np.isin(kinds, _UNSEEN).any():
+        return
+    for index in range(reader.frame_of(stop - 1), -1, -1):
+        frame = reader.frame(index)
+        rows = np.flatnonzero(np.isin(kinds[frame.signature[:stop - frame.first_ordinal]], _UNSEEN))
+        yield from (rows[::-1] + frame.first_ordinal).tolist()
 
 
 @dataclass(frozen=True)

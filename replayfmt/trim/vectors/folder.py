@@ -1,0 +1,78 @@
+"""A directory of result files that is written whole or not at all.
+
+It is made beside its final name and renamed once it is complete. With `force` a directory takes the place of an earlier
+one of the same kind, never of anything else that has the name.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from replayfmt.errors import CaptureFailed, OutputExists, UsageError
+
+INDEX = "index.json"
+FORMAT = "opreplay-vectors"
+_ENDINGS = {".json", ".safetensors"}
+
+
+@contextmanager
+def new_folder(path: str, force: bool) -> Iterator[Path]:
+    """Where to write; it gets its name when all inside has succeeded, else it is removed. It has to hold an INDEX then.
+
+    Raises OutputExists for a directory that is there without `force`, UsageError for what may not be replaced, and
+    CaptureFailed where something cannot be written.
+    """
+    final = Path(path)
+    partial = final.with_name(f"{final.name}.partial") if final.name else final
+    if not final.name:
+        raise UsageError(f"--vectors={path}: expected the name of a directory")
+    try:
+        _check(final, force)
+        if partial.is_dir() and not partial.is_symlink() and force:
+            _check(partial, force=True, index=False)
+            shutil.rmtree(partial)
+        partial.mkdir()
+    except FileExistsError:
+        raise OutputExists(f"{partial}: exists already, from a run that is still going on or was ended; remove it, or "
+                           "use --force") from None
+    except OSError as error:
+        raise CaptureFailed(f"{partial}: cannot be created: {error.strerror}") from None
+    try:
+        yield partial
+        _check(final, force)
+        if final.is_dir():
+            shutil.rmtree(final)
+        os.rename(partial, final)
+    except OSError as error:
+        raise CaptureFailed(f"{error.filename or final}: cannot be written: {error.strerror}") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _check(folder: Path, force: bool, index: bool = True) -> None:
+    """Raise where a directory cannot get this name."""
+    if not os.path.lexists(folder):
+        return
+    if folder.is_symlink() or not folder.is_dir():
+        raise UsageError(f"{folder}: is no directory; name one that is to be made")
+    names = [each.name for each in folder.iterdir()]
+    if not names:
+        return
+    if not force:
+        raise OutputExists(f"{folder}: exists already; remove it, write elsewhere, or use --force")
+    ours = all(Path(name).suffix in _ENDINGS for name in names) and (not index or _is_index(folder / INDEX))
+    if not ours:
+        raise UsageError(f"{folder}: holds other things than test vectors, and is not replaced; name another directory")
+
+
+def _is_index(path: Path) -> bool:
+    try:
+        said = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(said, dict) and said.get("format") == FORMAT
