@@ -23,7 +23,7 @@ from replayfmt.format.container.output import check_place, same_file
 from replayfmt.format.model import Record
 from replayfmt.format.printable import printable
 from replayfmt.format.reader import CaptureReader
-from replayfmt.pytorch.host_operators import refused_names
+from replayfmt.pytorch.operators import refused_names
 from replayfmt.trim.selection import Wanted, resolve
 
 from .event_replay_ir import OWN, EntryMaker, Inexpressible

@@ -1,8 +1,8 @@
 """Results of operators that no replay reproduces, although the operator does: bytes that a kernel leaves unwritten, and
 addresses of the process.
 
-They are never compared, and never embedded in a capture that is made of another one. Some are known here, a user names
-others as `OPERATOR[:INDEX]`, and a replay finds them by running an operator twice.
+They are never compared, and never embedded in a capture that is made of another one. Some are known (operators.py), a
+user names others as `OPERATOR[:INDEX]`, and a replay finds them by running an operator twice.
 """
 
 from __future__ import annotations
@@ -13,15 +13,10 @@ from dataclasses import dataclass
 
 from replayfmt.errors import UsageError
 
+from .operators import opaque_results
+
 FLAG = "--opaque-result"
 
-_UNWRITTEN = "the kernel leaves parts of it unwritten"
-# By operator and index of the result: why.
-_KNOWN: dict[str, dict[int, str]] = {
-    "aten::mkldnn_rnn_layer": {3: _UNWRITTEN},
-    "aten::_ctc_loss": {1: _UNWRITTEN},                         # what lies beyond the end of each target
-    "_C::get_scheduler_metadata": {0: "it holds addresses"},    # of vLLM's attention on CPUs
-}
 _SPEC = re.compile(r"(?P<operator>\w+::\w+(?:\.\w+)?)(?::(?P<index>[0-9]{1,4}))?", re.ASCII)
 
 
@@ -55,7 +50,7 @@ class OpaqueResults:
 
     def of(self, name: str, overload: str, count: int) -> Mapping[int, str]:
         """The opaque ones among the `count` results of an operator, by index, with the reason."""
-        found = {index: why for index, why in _KNOWN.get(name, {}).items() if index < count}
+        found = {index: why for index, why in opaque_results(name).items() if index < count}
         for spec in self._given:
             if spec.operator in (name, f"{name}.{overload}"):
                 indices = range(count) if spec.index is None else (spec.index,) if spec.index < count else ()

@@ -10,6 +10,7 @@ from typing import Any
 from replayfmt.errors import UsageError
 from replayfmt.format.policies import OPAQUE_RESULTS
 from replayfmt.pytorch.opaque_results import OpaqueResults
+from replayfmt.pytorch.operators import is_pytorchs
 
 from .storages.known_files import expand, look_at
 
@@ -108,7 +109,7 @@ class CaptureOptions:
                 namespace, separator, name = pattern.partition("::")
                 if not (namespace and separator and name):
                     raise UsageError(f"{option}={pattern!r}: expected an operator, NAMESPACE::NAME")
-                if namespace in ("aten", "prims"):
+                if is_pytorchs(namespace):
                     raise UsageError(f"{option}={pattern!r}: PyTorch's own operators are recorded as they run")
             object.__setattr__(self, option, patterns)
         both = set(self.inside) & set(self.whole)

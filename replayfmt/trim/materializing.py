@@ -21,6 +21,7 @@ from replayfmt.format.model import (
     Value,
 )
 from replayfmt.format.records.digest import TensorDigest
+from replayfmt.pytorch.operators import known
 from replayfmt.pytorch.tensors.digests import digest_tensor
 from replayfmt.pytorch.tensors.memory import host_view, storage_bytes
 from replayfmt.recording.dispatch.kernels import KernelFacts
@@ -94,7 +95,7 @@ class Materializer:
                 self._defined.wrote(values[slot].storage, args[slot], everything=everything)
         self._note_generators(record)
         unsupported = self._schedule.kept_unsupported
-        if self._digests and not facts.empty and (unsupported is None or unsupported > ordinal):
+        if self._digests and not facts.known.empty and (unsupported is None or unsupported > ordinal):
             self._digest(record, facts, results, args, values, written)
 
     def finish(self) -> None:
@@ -106,7 +107,7 @@ class Materializer:
         record = self._record
         assert record is not None
         value = dict(self._slots((*record.args, *record.results), record))[slot]
-        return not self._facts_of(record).empty and self._defined.covers(value.storage, tensor)
+        return not self._facts_of(record).known.empty and self._defined.covers(value.storage, tensor)
 
     # --------------------------------------------------------------------------------------------------- what is known
 
@@ -248,7 +249,7 @@ def overwrites(plan: Plan, signature_id: int) -> tuple[int, ...]:
     resolved = plan.kernels[layout.signature.kernel]
     if layout.signature.status is not OpStatus.ok or not isinstance(resolved, ResolvedKernel):
         return ()
-    if not KernelFacts(resolved.overload).overwrites_self:
+    if not known(resolved.overload._schema.name).overwrites_self:
         return ()
     name = resolved.overload._schema.arguments[0].name
     return tuple(slot for place in layout.args for slot in place.tensors

@@ -19,7 +19,7 @@ from replayfmt.format.codes import KernelKind
 from replayfmt.format.model import Kernel
 from replayfmt.format.reader import open_capture
 from replayfmt.importers.common.results import infer
-from replayfmt.pytorch.host_operators import COMPUTING, acts_outside
+from replayfmt.pytorch.operators import COMPUTING, acts_outside
 from replayfmt.pytorch.registry import find_overload
 from replayfmt.replay.plan import Plan
 from replayfmt.replay.planning.resolve import resolve

@@ -15,7 +15,7 @@ import torch
 
 from replayfmt.format.codes import ITEM_BYTES, DType, Layout, MemoryFormat, StorageOrigin, TensorFlag
 from replayfmt.format.model import TensorMeta
-from replayfmt.pytorch.host_operators import acts_outside
+from replayfmt.pytorch.operators import acts_outside
 from replayfmt.pytorch.registry import find_overload
 from replayfmt.pytorch.tensors.dtypes import DTYPE_CODE, TORCH_DTYPE, TORCH_LAYOUT, TORCH_MEMORY_FORMAT
 from replayfmt.pytorch.tensors.memory import mark_view

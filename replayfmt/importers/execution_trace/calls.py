@@ -7,7 +7,6 @@ out how long each allocation is.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 import torch
 
 from replayfmt.format.codes import DType, TensorFlag
+from replayfmt.pytorch.operators import known
 from replayfmt.pytorch.schemas import parse_schema, printed_schema
 
 from ..common.arguments import UNRECORDED, Binding, Reader, Recorded, TensorSpec
@@ -29,16 +29,6 @@ from .selection import Kind, kind_of
 BY = "the execution trace"
 # Operators that return a view which stands for other values than those in memory, or again for those.
 _TURNS = {"aten::_conj": TensorFlag.conj, "aten::_neg_view": TensorFlag.neg}
-# Operators that allocate and write nothing.
-_BLANK = frozenset({"aten::empty", "aten::empty_like", "aten::empty_permuted", "aten::empty_strided", "aten::new_empty",
-                    "aten::new_empty_strided"})
-_RESIZES = frozenset({"aten::resize_", "aten::resize_as_"})
-# In-place operators that change how a tensor lies on its memory, not what is there.
-_GEOMETRY = frozenset({"as_strided_", "detach_", "requires_grad_", "resize_", "resize_as_", "set_", "squeeze_",
-                       "swapaxes_", "swapdims_", "t_", "transpose_", "unsqueeze_"})
-# In-place operators that do not read what they write.
-_OVERWRITES = re.compile("(_foreach_)?(copy|fill|zero)_|"
-                         "(bernoulli|cauchy|exponential|geometric|log_normal|normal|random|uniform)_")
 
 
 @dataclass
@@ -120,9 +110,10 @@ class Calls:
         if schema is None:
             return [], everything
         name = schema.name.partition("::")[2]
-        if name in _GEOMETRY or name.endswith("_like") or name.startswith("new_"):
+        operator = known(schema.name)
+        if operator.changes_view or operator.moves_memory or (operator.reads_nothing and not operator.overwrites_self):
             return [], []
-        in_place = name.endswith("_") and not _OVERWRITES.fullmatch(name)
+        in_place = name.endswith("_") and not operator.overwrites_self
         returned = {(tensor.device, tensor.storage) for _position, tensor in node.outputs.tensors}
         read, written = [], []
         for position, tensor in given:
@@ -131,6 +122,9 @@ class Calls:
                 written.append(tensor)
                 if in_place and position == 0:
                     read.append(tensor)
+            elif argument.name in operator.quiet_writes:
+                written.append(tensor)
+                read.append(tensor)
             elif (tensor.device, tensor.storage) not in returned or in_place:
                 read.append(tensor)     # what returns its argument's memory is a view
         return read, written
@@ -301,9 +295,9 @@ def _by_name(traced: torch.FunctionSchema, here: torch.FunctionSchema,
 def _allocates_only(node: TraceNode) -> bool:
     """Whether an operator writes nothing to what it allocates. What `resize_` keeps of older content counts as
     written."""
-    name = operator_name(node.schema)[0]
+    operator = known(operator_name(node.schema)[0])
     given = node.inputs.tensors
-    return name in _BLANK or (name in _RESIZES and bool(given) and not given[0][1].elements)
+    return operator.empty or (operator.resizes and bool(given) and not given[0][1].elements)
 
 
 def _shown_flags(flags: TensorFlag) -> str:

@@ -19,6 +19,7 @@ from enum import IntEnum
 import torch
 
 from replayfmt.errors import InvalidCapture
+from replayfmt.pytorch.operators import known, tells_allocator
 
 from ..common.operators import COMPILED_CODE
 from .copies import KeptCopies
@@ -39,9 +40,7 @@ class Kind(IntEnum):
 
 
 # Operators that choose a backend and do nothing else: what they called was chosen by the traced machine.
-_NO_WORK = frozenset({"aten::record_stream"})       # tells the allocator which stream uses memory
 _SWITCHES = frozenset({"aten::convolution", "aten::_convolution", "aten::convolution_overrideable"})
-_COLLECTIVE_NAMESPACES = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional"})
 _OPERATOR = re.compile(r"\w+::\w+(\.\w+)?\Z", re.ASCII)
 _ROOTS = re.compile(r"\[pytorch\|profiler\|execution_(graph|trace)\|(thread|process)\]\Z")
 # Wrappers of PyTorch itself that may call no operator, and then did nothing.
@@ -73,13 +72,13 @@ def kind_of(node: TraceNode) -> Kind:
     if node.name == "record_param_comms":
         return Kind.idle if communication(node).get("collective_name") in ("wait", "init") else Kind.collective
     if node.schema:
-        if operator_name(node.schema)[0] in _NO_WORK:
+        name = operator_name(node.schema)[0]
+        if tells_allocator(name):
             return Kind.idle
-        namespace = node.schema.partition("::")[0]
         tensors = [tensor for _position, tensor in (*node.inputs.tensors, *node.outputs.tensors)]
         if tensors and all(tensor.device == "meta" for tensor in tensors):
             return Kind.idle
-        return Kind.collective if namespace in _COLLECTIVE_NAMESPACES else Kind.operator
+        return Kind.collective if known(name).collective else Kind.operator
     if _ROOTS.match(node.name):
         return Kind.container
     if COMPILED_CODE.match(node.name):

@@ -19,6 +19,7 @@ import numpy as np
 from replayfmt.errors import CaptureFailed, InvalidCapture, UsageError
 from replayfmt.format.model import Device
 from replayfmt.pytorch.op_libraries import OpLibraries
+from replayfmt.pytorch.operators import known, tells_allocator
 from replayfmt.pytorch.traced_names import TracedNames
 
 from ..common.json_stream import JsonStream
@@ -37,20 +38,7 @@ from .writing import Trace, write
 
 _MOST_RANKS = 1 << 24
 _MOST_DEVICES = 1 << 16
-_COLLECTIVE = ("c10d::", "_c10d_functional::", "c10d_functional::", "nccl:", "gloo:", "rccl:", "mpi:", "ucc:")
-# Operators that only allocate, look at metadata, or name what is there.
-_IDLE = frozenset({
-    "aten::empty", "aten::empty_strided", "aten::empty_like", "aten::new_empty", "aten::new_empty_strided",
-    "aten::empty_quantized", "aten::resize_", "aten::resize_as_", "aten::set_", "aten::result_type",
-    "aten::is_nonzero", "aten::lift_fresh", "aten::lift", "aten::resolve_conj", "aten::resolve_neg",
-    "aten::is_same_size", "aten::_has_compatible_shallow_copy_type", "aten::is_pinned",
-    "aten::sym_size", "aten::size", "aten::stride", "aten::output_nr", "aten::_version", "aten::requires_grad_",
-    "aten::can_cast", "aten::numel", "aten::dim",
-    # In place, and still no more than another view on the same memory.
-    "aten::as_strided_", "aten::detach_", "aten::transpose_", "aten::t_", "aten::squeeze_", "aten::unsqueeze_",
-    "aten::swapaxes_", "aten::swapdims_",
-})
-_NO_WORK = frozenset({"aten::record_stream"})       # tells the allocator which stream uses memory
+_COLLECTIVE = ("nccl:", "gloo:", "rccl:", "mpi:", "ucc:")     # beside the operators
 # Composites for the dispatcher that compute outside of the operators they call, whatever those do.
 _COMPUTING = frozenset({"aten::mkldnn_convolution", "aten::convolution_backward"})
 # Operators that only fill or copy memory: beside what they prepare, the work of a convolution is its own.
@@ -147,16 +135,16 @@ def _facts(kind: OpKind, operators: Operators) -> Facts:
         name = operators.names.meant(without_overload(name))[-1]
     if kind.annotation and not name.startswith("nccl:"):
         return Facts(Role.annotation)
-    if name == "record_param_comms" or name.startswith(_COLLECTIVE):
+    if name == "record_param_comms" or name.startswith(_COLLECTIVE) or known(name).collective:
         return Facts(Role.collective)
-    if not OPERATOR_NAME.match(name) or name.startswith("torch::autograd::") or name in _NO_WORK:
+    if not OPERATOR_NAME.match(name) or name.startswith("torch::autograd::") or tells_allocator(name):
         return Facts(Role.wrapper)
     candidates = [each for each in operators.candidates(kind.name)[0] if each.dispatched]
     if not candidates:
         return Facts(Role.unknown if operators.attribute(kind.name) is None else Role.operator)
     if not any(each.traceable for each in candidates):
         return Facts(Role.unknown)      # what it calls can be called again, it cannot
-    idle = name in _IDLE or all(each.only_views for each in candidates)
+    idle = known(name).idle or all(each.only_views for each in candidates)
     composite = name not in _COMPUTING and all(each.composite for each in candidates)
     return Facts(Role.operator, composite, not idle, name in _MOVES, "convolution" in name)
 

@@ -12,8 +12,6 @@ from typing import Any
 
 import torch
 
-# Operators that make a view without comparing it with its memory.
-UNCHECKED_VIEWS = frozenset({"aten::_reshape_alias", "aten::_reshape_alias_copy"})
 _COMPRESSED_DIMENSION = {torch.sparse_csr: 0, torch.sparse_bsr: 0, torch.sparse_csc: 1, torch.sparse_bsc: 1}
 
 

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import torch
 
+from replayfmt.pytorch.operators import is_pytorchs
 from replayfmt.pytorch.tensors.looks import shape_of, storage_of
 
 from ..core import Core, plain_parts
@@ -21,7 +22,6 @@ from ..dispatch.kernels import tensors_in
 from ..frames import leave_no_own_frame
 from ..hooks.patches import Patch, Patched, PatchSet
 from ..storages.trackers import Tracker, has_bytes
-from .composite_operators import PYTORCH_NAMESPACES
 
 _Written = tuple[torch.Tensor, Tracker | None, set[int] | None]
 _UNSEEN = "the operator's kernel did its work where no recorded op did it: "
@@ -49,7 +49,7 @@ class DeclaredWork(Patched):
         def call(operator: Any, /, *args: Any, **kwargs: Any) -> Any:
             try:
                 name = self._core.attempt(_name, operator) or ""
-                if not name or name.partition("::")[0] in PYTORCH_NAMESPACES or not self._recorder.recording():
+                if not name or is_pytorchs(name.partition("::")[0]) or not self._recorder.recording():
                     return original(operator, *args, **kwargs)
                 return self._watch(functools.partial(original, operator), operator, name, args, kwargs)
             except BaseException as error:

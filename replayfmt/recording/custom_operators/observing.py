@@ -37,8 +37,6 @@ from ..storages.identity import Storages
 from ..stream.records import Unrepresentable
 
 _clock = time.perf_counter_ns
-_LIFTS = ("aten::lift_fresh", "aten::lift", "aten::lift_fresh_copy")
-_MOVES = ("aten::set_", "aten::resize_", "aten::resize_as_", "aten::_resize_output_", "inductor::resize_storage_bytes_")
 _LAUNCHED = "inside the operator ran a compiled region or a launch, before it was seen to hide state"
 _KEPT = (
     "the operator is written in Python and keeps memory that it made, which a replay of the call would not find again; "
@@ -148,7 +146,7 @@ class Observer(RecordingMode):
     def hides(self, facts: KernelFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether an op that is about to run makes the call one that has to be recorded as what happens inside."""
         autocast = None if facts.own else autocast_of_program()
-        if self.core.numeric.moved(facts.name, autocast) or facts.name in _MOVES:
+        if self.core.numeric.moved(facts.name, autocast) or facts.known.moves_memory:
             return True
         if facts.in_place_view and facts.name != "aten::detach_":
             return True
@@ -160,7 +158,7 @@ class Observer(RecordingMode):
         for index, number, tensor in _given(facts, args, kwargs):
             written = facts.arguments[index].written
             if number not in self._own:
-                if written or facts.name not in _LIFTS:
+                if written or not facts.known.lifts:
                     return True
                 self._own.add(number)
             elif written and (number not in self._writable or shape_of(tensor).numel() == 0 or _is_watched(tensor)):

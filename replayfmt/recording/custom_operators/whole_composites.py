@@ -20,13 +20,15 @@ import torch
 from torch._C import DispatchKey
 
 from replayfmt.format.operator_names import name_problem
+from replayfmt.pytorch.operators import is_pytorchs, known
+from replayfmt.pytorch.registry import find_overload
 
 from ..dispatch.calls import dispatches_itself
 from ..dispatch.kernels import tensors_in
 from ..frames import leave_no_frames, leave_no_own_frame
 from ..hooks.patches import Patch, PatchSet
 from ..state.autocast import AUTOGRAD_KEYS, BACKENDS, handed_on
-from .composite_operators import PYTORCH_NAMESPACES, comes_whole, overload_of, own_backends
+from .composite_operators import own_backends
 
 _COMPOSITE = DispatchKey.CompositeImplicitAutograd
 
@@ -86,7 +88,7 @@ class WholeComposites:
         for name in torch._C._dispatch_get_registrations_for_dispatch_key(_COMPOSITE.name):
             if name not in self._seen:
                 self._seen.add(name)
-                if comes_whole(name.partition(".")[0]):
+                if not known(name.partition(".")[0]).in_parts:
                     self._register(name)
 
     def _register(self, name: str) -> None:
@@ -110,8 +112,15 @@ class WholeComposites:
     def _kernel(self, name: str) -> Callable[..., Any]:
         recorder = self._recorder
 
+        @functools.cache
+        def registered() -> torch._ops.OpOverload:
+            operator, _, overload = name.partition(".")
+            found = find_overload(operator, overload or "default")
+            assert found is not None, "it is being called"
+            return found
+
         def kernel(keys: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
-            operator = overload_of(name)
+            operator = registered()
             try:
                 if (
                     recorder.sees_first()
@@ -151,7 +160,7 @@ class WholeComposites:
             except BaseException as error:
                 leave_no_own_frame(error)
                 raise
-            if namespace.name not in PYTORCH_NAMESPACES:
+            if not is_pytorchs(namespace.name):
                 self.look()
             return found
 

@@ -166,7 +166,7 @@ class Calls:
         if tracker.size != storage.nbytes() and (known is not None or tracker.alias):
             facts = call.facts
             reads = shape_of(tensor).numel() != 0 and facts.reads(index, call.args, call.kwargs)
-            as_is = facts.packs or (facts.arguments[index].written and not facts.own)
+            as_is = facts.known.packs or (facts.arguments[index].written and not facts.own)
             tracker = storages.use(tracker, storage, reads, facts.name, as_is=as_is)
         if tracker.imports and not call.facts.own:
             self._handles.check_content(tensor)
@@ -255,7 +255,7 @@ class Calls:
         assert call is not None
         tracker = storages.known(storage)
         if tracker is None:
-            tracker = storages.produced(storage, uninitialized=call.facts.empty and not _fills_empty())
+            tracker = storages.produced(storage, uninitialized=call.facts.known.empty and not _fills_empty())
             if index in call.facts.opaque_results or self._handles.stands_for(storage):
                 storages.state(tracker).opaque = True
         meta = self._metas.of(tensor, zero)
@@ -294,7 +294,7 @@ class Calls:
 
     def _note_writes(self, call: Call, values: Values) -> None:
         facts = call.facts
-        unknown = self._unknown_in(call) if facts.copies >= 0 else []
+        unknown = self._unknown_in(call) if facts.known.copies >= 0 else []
         if facts.writes:
             writes = facts.writes_in(call.args, call.kwargs)
             for use in call.values.uses:
@@ -318,7 +318,7 @@ class Calls:
         """For each storage with unwritten bytes that a call copies: whether anything of it was written."""
         unknown = []
         for use in call.values.uses:
-            if use.argument == call.facts.copies and use.tracker.size == -1:
+            if use.argument == call.facts.known.copies and use.tracker.size == -1:
                 region = self._metas.params[use.meta].region(int(offset_of(use.tensor)))
                 if not use.tracker.reproducible(region):
                     coverage = use.tracker.state.coverage if use.tracker.state is not None else None
@@ -338,7 +338,7 @@ class Calls:
     def _digest(self, call: Call, values: Values, ordinal: int) -> None:
         """Digest every result of the op just recorded, and what it wrote that is not among them."""
         facts = call.facts
-        uses = [use for use in values.uses if use.argument not in facts.opaque_results] if not facts.empty else []
+        uses = [use for use in values.uses if use.argument not in facts.opaque_results] if not facts.known.empty else []
         seen = {use.number for use in uses}
         for use in uses:
             self._digest_use(use.tensor, use.argument, ordinal)

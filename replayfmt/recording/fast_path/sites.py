@@ -189,7 +189,7 @@ class Sites:
     def _make(self, signature: int, call: Call, results: Values, result: Any) -> Site | None:
         facts, core = call.facts, self._core
         if (
-            facts.empty
+            facts.known.empty
             or facts.draws(call.args, call.kwargs)
             or facts.opaque_results
             or facts.in_place_view

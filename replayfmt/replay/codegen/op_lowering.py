@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from typing import Any
 
-from replayfmt.pytorch.tensors.bounds import UNCHECKED_VIEWS, require_inside
+from replayfmt.pytorch.operators import known
+from replayfmt.pytorch.tensors.bounds import require_inside
 
 from ..planning.facts import leaves_unwritten
 from ..substitution.sites import Site
@@ -136,7 +137,7 @@ class OpLine:
         key: tuple[Hashable, ...] = ("kernel", call, self.template.raises)
         if kernel.draws and walk.context.draws_on is not None:
             call = DrawOnHost(call, kernel.overload._schema, walk.context.draws_on)
-        if kernel.overload._schema.name in UNCHECKED_VIEWS:
+        if known(kernel.overload._schema.name).unchecked_view:
             call = CheckedView(call)
         if not kernel.own:
             autocast = self._autocast()

@@ -19,12 +19,12 @@ import torch
 from replayfmt.format.codes import DType, MemoryFormat, OpStatus, ValueKind
 from replayfmt.format.codes import Layout as LayoutCode
 from replayfmt.format.model import Node
+from replayfmt.pytorch.bindings import direct_function
 from replayfmt.pytorch.tensors.dtypes import TORCH_DTYPE, TORCH_LAYOUT, TORCH_MEMORY_FORMAT
 
 from ..planning.devices import DeviceMap
 from ..planning.facts import Addresses, Effects, Layout, Place, addresses_of, effects_of
 from ..planning.resolve import ResolvedKernel
-from .direct import direct_function
 from .operations import PutTogether
 
 

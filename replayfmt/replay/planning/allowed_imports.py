@@ -12,8 +12,8 @@ from typing import Any
 
 from replayfmt.errors import UsageError
 from replayfmt.format.operator_names import name_problem
-from replayfmt.pytorch.host_operators import acts_outside
 from replayfmt.pytorch.op_libraries import OpLibraries
+from replayfmt.pytorch.operators import acts_outside
 
 FLAG = "--allow-import"
 OPERATOR_FLAG = "--allow-operator"

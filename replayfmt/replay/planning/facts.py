@@ -15,6 +15,7 @@ import torch
 from replayfmt.format.codes import StorageOrigin, ValueKind
 from replayfmt.format.model import SLOTS, Node, Signature
 from replayfmt.format.reader import CaptureReader
+from replayfmt.pytorch.operators import known
 from replayfmt.pytorch.schemas import parse_schema
 
 from .resolve import ResolvedKernel
@@ -83,21 +84,7 @@ class Layout:
         return found
 
 
-# Operators whose schemas keep quiet about arguments they write.
-_RUNNING = ("running_mean", "running_var")
-_UNANNOTATED_WRITES = {
-    "aten::native_batch_norm": _RUNNING,
-    "aten::batch_norm": _RUNNING,
-    "aten::_batch_norm_impl_index": _RUNNING,
-    "aten::cudnn_batch_norm": _RUNNING,
-    "aten::miopen_batch_norm": _RUNNING,
-    "aten::instance_norm": _RUNNING,
-    "aten::rrelu_with_noise": ("noise",),
-    "aten::rrelu_with_noise_": ("noise",),
-}
-
 _INTEGER = "IntType"
-_WELL_ANNOTATED = ("aten", "prim", "prims", "quantized")
 
 
 @dataclass(frozen=True)
@@ -130,21 +117,20 @@ def effects_of_missing(layout: Layout, schema: str) -> Effects:
 
 
 def _annotated(layout: Layout, schema: torch.FunctionSchema, in_place_view: bool) -> Effects:
-    unannotated = _UNANNOTATED_WRITES.get(schema.name, ())
+    operator = known(schema.name)
     by_name = {argument.name: argument for argument in schema.arguments}
     returns = schema.returns
     writes: list[int] = []
     rebinds: list[tuple[int, int]] = []
     reshapes: list[int] = []
     unsure: list[int] = []
-    custom = schema.name.partition("::")[0] not in _WELL_ANNOTATED
     for each in layout.args:
         argument = by_name.get(each.node.name)
         alias = argument.alias_info if argument is not None else None
         if alias is None or not alias.is_write:
-            if each.node.name in unannotated:
+            if each.node.name in operator.quiet_writes:
                 writes += each.tensors
-            elif custom:
+            elif not operator.own:
                 unsure += each.tensors
             continue
         writes += each.tensors

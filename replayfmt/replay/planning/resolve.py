@@ -14,20 +14,11 @@ from torch._ops import OpOverload
 from replayfmt.format.codes import KernelKind
 from replayfmt.format.model import Kernel
 from replayfmt.pytorch import plain_callables
-from replayfmt.pytorch.host_operators import COLLECTIVES, acts_outside
+from replayfmt.pytorch.operators import ALWAYS_THERE, acts_outside, known
 from replayfmt.pytorch.registry import find_overload, is_registered
 from replayfmt.pytorch.schemas import parse_schema, printed_schema
 
 from .allowed_imports import FLAG, OPERATOR_FLAG, AllowedImports
-
-# Namespaces whose operators are PyTorch's own: they read no autocast state below the dispatch level of a capture.
-OWN_NAMESPACES = frozenset(
-    {"aten", "prims", "rngprims", "quantized", "sparse", "mkldnn", "mkl", "onednn"}
-)
-# Those that `import torch` registers; others of PyTorch's own come with modules that only the user has imported.
-_ALWAYS_THERE = frozenset({"aten", "quantized", "sparse", "mkldnn", "mkl", "onednn"})
-# Operators that draw random numbers and do not carry the tag that says so.
-_UNTAGGED_DRAWS = frozenset({"aten::_no_grad_normal_", "aten::_no_grad_uniform_"})
 
 
 @dataclass(frozen=True)
@@ -35,7 +26,7 @@ class ResolvedKernel:
     """An operator overload that stands for a captured kernel."""
 
     overload: OpOverload
-    own: bool       # of one of OWN_NAMESPACES
+    own: bool       # its schema says everything that it does
     draws: bool     # takes random numbers from a generator
 
     @property
@@ -65,11 +56,11 @@ def resolve(kernel: Kernel, captured_torch: str | None,
     imports = imports or AllowedImports()
     does = acts_outside(kernel.name)
     if does is not None and not imports.allows_operator(kernel.name):
-        if namespace in COLLECTIVES:
+        if known(kernel.name).collective:
             return f"{named} is a collective; they are not replayed yet"
         return f"{named} {does}; such host calls are not replayed unless {OPERATOR_FLAG}={kernel.name} allows it"
     overload = find_overload(kernel.name, kernel.overload)
-    if overload is None and namespace not in _ALWAYS_THERE:
+    if overload is None and namespace not in ALWAYS_THERE:
         imports.provide(kernel.name, lambda: is_registered(kernel.name, kernel.overload))
         overload = find_overload(kernel.name, kernel.overload)
         if overload is None and kernel.overload == plain_callables.OVERLOAD:
@@ -81,9 +72,8 @@ def resolve(kernel: Kernel, captured_torch: str | None,
     difference = _schema_difference(kernel, overload, captured_torch)
     if difference:
         return difference
-    tags = overload.tags
-    draws = torch.Tag.nondeterministic_seeded in tags or kernel.name in _UNTAGGED_DRAWS
-    return ResolvedKernel(overload, namespace in OWN_NAMESPACES, draws)
+    draws = torch.Tag.nondeterministic_seeded in overload.tags
+    return ResolvedKernel(overload, known(kernel.name).own, draws)
 
 
 def _by_types(kernel: Kernel, imports: AllowedImports) -> ResolvedKernel | str:

@@ -17,6 +17,7 @@ from replayfmt.format.codes import RecordKind
 from replayfmt.format.reader import CaptureReader, RecordFrame
 from replayfmt.initializers import Call, TensorInfo
 from replayfmt.initializers.roles import base_name, is_integral
+from replayfmt.pytorch import operators
 from replayfmt.pytorch.tensors.dtypes import TORCH_DTYPE
 
 from .calls import Calls
@@ -200,10 +201,11 @@ def _summed(call: Call, one: Range) -> Range | None:
 def _written(call: Call) -> list[TensorInfo]:
     """The arguments that an op may write: those its schema says, all of one that is not PyTorch's own."""
     schema = None if call.overload is None else call.overload._schema
-    own = call.name.startswith("aten::") and schema is not None
+    operator = operators.known(call.name)
     names = set(call.arguments)
-    if own and schema is not None:
+    if operator.own and schema is not None:
         names = {each.name for each in schema.arguments if each.alias_info is not None and each.alias_info.is_write}
+        names.update(operator.quiet_writes)
     found = [leaf for name in names for leaf in _leaves(call.arguments.get(name))]
     return [each for each in found if isinstance(each, TensorInfo)]
 

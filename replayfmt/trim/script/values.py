@@ -9,9 +9,8 @@ from keyword import iskeyword
 from replayfmt.errors import ReplayRefused
 from replayfmt.format.codes import DType, Layout, MemoryFormat
 from replayfmt.format.model import Device, Kernel
+from replayfmt.pytorch.operators import WITH_TORCH_ALONE
 from replayfmt.pytorch.tensors.dtypes import TORCH_DTYPE, TORCH_LAYOUT, TORCH_MEMORY_FORMAT
-
-NAMESPACES = ("aten", "prims")      # what torch has without anything else being imported
 
 # Settings that a script states: how. Of the others only those matter that are not what a new process has.
 SETTERS = {
@@ -60,7 +59,7 @@ def identifier(name: str) -> str:
 def operator(kernel: Kernel) -> str:
     """How a script calls an operator. Raises ReplayRefused for one that torch does not have by itself."""
     namespace, _, base = kernel.name.partition("::")
-    if namespace not in NAMESPACES:
+    if namespace not in WITH_TORCH_ALONE:
         raise ReplayRefused(f"{kernel.qualified_name} is no operator of torch's own; a script needs torch alone")
     if iskeyword(kernel.overload):
         return f"getattr(torch.ops.{namespace}.{identifier(base)}, {kernel.overload!a})"

@@ -52,6 +52,11 @@ class _Catch(TorchDispatchMode):
         raise _Arrived
 
 
+def takes_numbers(func: OpOverload) -> bool:
+    """Whether numbers may stand for tensors among its arguments, which only some ways to call it allow."""
+    return bool(torch._C._should_allow_numbers_as_tensors(func._schema.name.partition("::")[2]))
+
+
 def direct_function(overload: OpOverload, text: str, values: Sequence[Any],
                     tensors: Sequence[int]) -> Callable[..., Any]:
     """A function to call as `text` says: one that reaches `overload` directly, or else the overload itself.

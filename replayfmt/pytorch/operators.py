@@ -1,0 +1,266 @@
+"""What is known of operators beside their schemas: one table for recording, replay, imports and exports.
+
+PyTorch's schemas leave out what a capture has to know: who only looks at a tensor's shape, who overwrites without
+reading, who writes arguments that no annotation names, who opens files or talks to other processes. Everything not
+listed reads its inputs, writes its results and what its schema says, and only computes. Operators of other packages
+than PyTorch's are known by their schemas alone.
+
+`tests/safety/test_host_operators.py` and `tests/project/test_operators.py` walk over all operators that PyTorch
+registers and want to know each namespace, and each operator of a kind that might do more than its schema says.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+# ----------------------------------------------------------------------------------------------------------- namespaces
+
+# Those that `import torch` registers; others of PyTorch's come with modules that only the user has imported.
+ALWAYS_THERE = frozenset({
+    "aten", "quantized", "_quantized", "quantization", "sparse", "mkl", "mkldnn", "mkldnn_prepacked", "onednn",
+})
+# Whose operators are what their schemas say: they read no autocast state or other state of the program below the
+# dispatch level of a capture, write what they declare, draw numbers only with the tag that says so.
+OWN = ALWAYS_THERE | {"prim", "prims", "rngprims"}
+# Those that a file can call with torch alone.
+WITH_TORCH_ALONE = ALWAYS_THERE | {"prims"}
+# Whose operators compute on tensors, but those that `acts_outside` knows.
+COMPUTING = (OWN - {"prim"}) | {
+    "_native", "_test", "fsdp", "inductor", "inductor_prims", "quantized_decomposed",
+}
+COLLECTIVES = frozenset({
+    "c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd", "_dtensor", "symm_mem",
+})
+# Whose composites are what their parts are. Those of other packages are kernels: what their functions do to memory
+# themselves is seen in no part.
+_IN_PARTS = COMPUTING | {"prim", "static_runtime"}
+# Whose operators have names that mean what they mean in aten.
+_LIKE_ATEN = frozenset({"aten", "prims", "prim", "inductor", "fsdp"})
+
+_INTERPRETER = "belongs to the TorchScript interpreter"
+_ACTING_NAMESPACES = {
+    **dict.fromkeys(COLLECTIVES, "talks to other processes"),
+    "debug_mode_ops": "is a part of PyTorch's debugging",
+    "debugprims": "reads files",
+    "export": "looks up attributes by name",
+    "prim": _INTERPRETER,
+    "profiler": "is a part of the profiler",
+    "static_runtime": _INTERPRETER,
+}
+
+# ------------------------------------------------------------------------------------------------- beside computing
+
+_UNCHECKED = "makes tensors without looking whether they fit into their memory"
+_ACTING = {
+    "aten::from_file": "opens files, or makes them",
+    "aten::_print": "prints what the capture says",
+    "aten::get_gradients": "is a part of distributed autograd",
+    "aten::_cufft_clear_plan_cache": "changes the state of a device",
+    "aten::_cufft_set_plan_cache_max_size": "changes the state of a device",
+    "aten::_nested_view_from_buffer": _UNCHECKED,
+    "aten::_nested_view_from_buffer_copy": _UNCHECKED,
+    "inductor::_alloc_from_pool": _UNCHECKED,
+    "inductor::_reinterpret_tensor": _UNCHECKED,
+    "inductor::resize_storage_bytes_": "changes the length of memory under the tensors on it",
+    "mkldnn::data_ptr": "gives a memory address",
+}
+# Operators that map a file into memory.
+_MAPS_FILES = frozenset({"aten::from_file"})
+# Operators that make a view without comparing it with its memory.
+_UNCHECKED_VIEWS = frozenset({"aten::_reshape_alias", "aten::_reshape_alias_copy"})
+# Composites that do work of their own, through addresses, which is seen in none of their parts.
+_DO_WORK_THEMSELVES = frozenset(
+    f"aten::_sobol_engine_{what}" for what in ("draw", "ff_", "scramble_", "initialize_state_")
+)
+
+# ------------------------------------------------------------- what is read and written; names as aten has them
+
+# Results are memory that has not been written.
+_EMPTY = frozenset({
+    "empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided", "empty_quantized",
+    "_empty_affine_quantized", "_empty_per_channel_affine_quantized",
+})
+# What an operator does that only looks at metadata.
+_LOOKS = frozenset({
+    "_assert_tensor_metadata", "_fused_sdp_choice", "_has_compatible_shallow_copy_type", "_has_same_storage_numel",
+    "_nested_tensor_storage_offsets", "_version", "can_cast", "device", "dim", "is_contiguous",
+    "is_pinned", "is_same_size", "is_set_to", "layout", "numel", "output_nr",
+    "requires_grad_", "result_type", "size", "stride", "sym_is_contiguous", "sym_numel", "sym_size",
+    "sym_storage_offset", "sym_stride",
+})
+# Tell the allocator which stream uses memory.
+_TELLS_ALLOCATOR = frozenset({"record_stream"})
+_RESIZES = frozenset({"resize_", "resize_as_", "_resize_output_"})
+# Change what memory a tensor stands for, or how much.
+_MOVES_MEMORY = _RESIZES | {"set_", "resize_storage_bytes_"}
+# In place, and still no more than another view on the same memory.
+_VIEWS_IN_PLACE = frozenset({
+    "as_strided_", "detach_", "squeeze_", "swapaxes_", "swapdims_", "t_", "transpose_", "unsqueeze_",
+})
+# Give what they are given; `lift` copies nothing.
+_LIFTS = frozenset({"lift_fresh", "lift", "lift_fresh_copy"})
+# Give what they are given, unless a lazy bit is set.
+_RESOLVES = frozenset({"resolve_conj", "resolve_neg"})
+# Only allocate, look at metadata, or name what is there; `is_nonzero` leaves the rest to what it calls.
+_IDLE = _EMPTY | _LOOKS | _MOVES_MEMORY | _VIEWS_IN_PLACE | _RESOLVES | {"lift_fresh", "lift", "is_nonzero"}
+# New memory is filled with what depends on no content.
+_FILLS_NEW = frozenset({
+    "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like", "new_zeros", "new_ones",
+    "new_full",
+})
+_ZEROES = frozenset({"zero_", "_foreach_zero_"})
+# No bytes of any input are read, only their metadata.
+_READS_NOTHING = (
+    _EMPTY | _FILLS_NEW | _LOOKS | _TELLS_ALLOCATOR | _MOVES_MEMORY | _ZEROES
+    | {"_unsafe_view", "detach_", "as_strided_", "lift"}
+)
+# In-place operators that overwrite all of their first argument without reading it.
+_OVERWRITES_SELF = _ZEROES | {
+    "copy_", "fill_", "uniform_", "normal_", "random_", "bernoulli_", "exponential_", "geometric_", "cauchy_",
+    "log_normal_", "_foreach_copy_", "_resize_output_", "_fill_mem_eff_dropout_mask_", "copy_sparse_to_sparse_",
+}
+# In-place operators that write a part of their first argument, which part depends on data, and read none of it.
+_WRITES_SOME = frozenset({
+    "index_put_", "_index_put_impl_", "scatter_", "index_copy_", "index_fill_", "masked_fill_", "masked_scatter_",
+    "put_", "fill_diagonal_",
+})
+ACCUMULATES = ("accumulate", "reduce")  # with one of these arguments set, the operators above read what they write
+# With beta=0 the first argument is not read.
+_BETA = frozenset({
+    "addmm", "addmm_", "baddbmm", "baddbmm_", "addbmm", "addbmm_", "addmv", "addmv_", "addr", "addr_",
+    "_addmm_activation",
+})
+# Whose second argument lends only its shape or type.
+_LIKE_OTHER = frozenset({"expand_as", "view_as", "type_as", "reshape_as"})
+# The argument whose bytes are copied as they are, all of them, and nothing else.
+_COPIES = {"copy_": 1, "clone": 0, "_to_copy": 0}
+
+# -------------------------------------------------------------------------------- single arguments and results
+
+# Arguments whose bytes are not read, by operator with its overload: tensors that lend only their shape.
+_UNREAD = {
+    "aten::rrelu_with_noise": ("noise",),
+    "aten::rrelu_with_noise_": ("noise",),
+    "aten::bernoulli.p": ("self",),
+}
+# Operators that only use an argument, of what they write or read as the schema says, where another one is true.
+_ONLY_WITH = {
+    "aten::rrelu_with_noise": ("noise", "training"),
+    "aten::rrelu_with_noise_": ("noise", "training"),
+    "aten::rrelu_with_noise_backward": ("noise", "training"),
+}
+# Operators that do not read an argument where another one is true.
+_UNREAD_WITH = {"aten::_fused_sgd_": ("momentum_buffer_list", "is_first_step")}
+# Arguments that are written without an annotation that says so.
+_RUNNING = ("running_mean", "running_var")
+_UNANNOTATED_WRITES = {
+    **{f"aten::{name}": _RUNNING for name in (
+        "native_batch_norm", "batch_norm", "_batch_norm_impl_index", "cudnn_batch_norm", "miopen_batch_norm",
+        "batch_norm_gather_stats", "batch_norm_gather_stats_with_counts", "batch_norm_update_stats", "instance_norm",
+    )},
+    # Annotated since, but not in the captures of every version of PyTorch.
+    "aten::rrelu_with_noise": ("noise",),
+    "aten::rrelu_with_noise_": ("noise",),
+}
+_UNWRITTEN = "the kernel leaves parts of it unwritten"
+# Results that no replay reproduces, by index: why.
+_OPAQUE_RESULTS: dict[str, dict[int, str]] = {
+    "aten::mkldnn_rnn_layer": {3: _UNWRITTEN},
+    "aten::_ctc_loss": {1: _UNWRITTEN},                         # what lies beyond the end of each target
+    "_C::get_scheduler_metadata": {0: "it holds addresses"},    # of vLLM's attention on CPUs
+}
+
+
+@dataclass(frozen=True)
+class Operator:
+    """What is known of one operator beside its schema.
+
+    `own`, `in_parts`: see the namespaces above. `empty`: its results are unwritten memory. `idle`: it only allocates,
+    looks at metadata, or names what is there. `copies`: index of the argument that it copies as it is, -1 for none.
+    `unread`, `quiet_writes`: arguments that it does not read, or writes without an annotation. `only_with`: (argument,
+    the flag without which it is not used), `unread_with`: (argument, the flag with which it is not read).
+    """
+
+    own: bool
+    in_parts: bool
+    empty: bool
+    idle: bool
+    reads_nothing: bool
+    moves_memory: bool
+    resizes: bool
+    changes_view: bool
+    lifts: bool
+    overwrites_self: bool
+    writes_some: bool
+    beta: bool
+    like_other: bool
+    copies: int
+    packs: bool
+    unread: tuple[str, ...]
+    quiet_writes: tuple[str, ...]
+    only_with: tuple[str, str] | None
+    unread_with: tuple[str, str] | None
+    collective: bool
+    maps_files: bool
+    unchecked_view: bool
+
+
+@functools.lru_cache(1 << 14)     # names may come from a file
+def known(name: str, overload: str = "default") -> Operator:
+    """What is known of `aten::add`, with its overload where that matters (`Tensor`)."""
+    namespace, _, base = name.partition("::")
+    named = base if namespace in _LIKE_ATEN else ""
+    packs = namespace == "quantized" and "_prepack" in base     # copies a weight into packed parameters
+    return Operator(
+        own=namespace in OWN,
+        in_parts=namespace in _IN_PARTS and name not in _DO_WORK_THEMSELVES,
+        empty=named in _EMPTY,
+        idle=named in _IDLE,
+        reads_nothing=named in _READS_NOTHING,
+        moves_memory=named in _MOVES_MEMORY,
+        resizes=named in _RESIZES,
+        changes_view=named in _VIEWS_IN_PLACE,
+        lifts=named in _LIFTS,
+        overwrites_self=named in _OVERWRITES_SELF,
+        writes_some=named in _WRITES_SOME,
+        beta=named in _BETA,
+        like_other=namespace == "aten" and base in _LIKE_OTHER,
+        copies=0 if packs else _COPIES.get(named, -1),
+        packs=packs,
+        unread=_UNREAD.get(name if overload == "default" else f"{name}.{overload}", ()),
+        quiet_writes=_UNANNOTATED_WRITES.get(name, ()),
+        only_with=_ONLY_WITH.get(name),
+        unread_with=_UNREAD_WITH.get(name),
+        collective=namespace in COLLECTIVES,
+        maps_files=name in _MAPS_FILES,
+        unchecked_view=name in _UNCHECKED_VIEWS,
+    )
+
+
+def is_pytorchs(namespace: str) -> bool:
+    """Whether composites of a namespace are PyTorch's own, and so are what their parts are."""
+    return namespace in _IN_PARTS
+
+
+def tells_allocator(name: str) -> bool:
+    """Whether an operator does nothing but tell the allocator which stream uses memory."""
+    namespace, _, base = name.partition("::")
+    return namespace in _LIKE_ATEN and base in _TELLS_ALLOCATOR
+
+
+def opaque_results(name: str) -> dict[int, str]:
+    """The results of an operator that no replay reproduces, by index, with the reason."""
+    return _OPAQUE_RESULTS.get(name, {})
+
+
+def acts_outside(name: str) -> str | None:
+    """What an operator of PyTorch's (`aten::from_file`) does beside computing: a verb with its object, None where it
+    only computes. No program needs such an operator replayed: nothing runs it unless the user allows it by name. Of
+    other libraries' operators nothing is known: the user imported them."""
+    return _ACTING.get(name) or _ACTING_NAMESPACES.get(name.partition("::")[0])
+
+
+def refused_names() -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Namespaces and names of all operators that `acts_outside` knows of, for scripts that stand alone."""
+    return tuple(sorted(_ACTING_NAMESPACES)), tuple(sorted(_ACTING))
