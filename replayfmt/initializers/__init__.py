@@ -8,8 +8,9 @@
 """
 
 from .demands import Demand, Role
+from .initializer import Initializer
 from .loading import load_initializers
-from .registry import Initializer, Registry, register, unregister
+from .registry import Registry, register, unregister
 from .request import Call, Request, TensorInfo, Use
 
 __all__ = ["Call", "Demand", "Initializer", "Registry", "Request", "Role", "TensorInfo", "Use", "load_initializers",

@@ -11,8 +11,8 @@ from replayfmt.errors import UsageError
 
 from .demands import Role
 from .floats import DEFAULT_MEAN, DEFAULT_STD, FLOATS, synthesize
+from .initializer import Initializer
 from .integers import fill_integers
-from .registry import Initializer
 from .request import Request
 from .roles import INTEGERS
 from .serving.attention import PAGED_ATTENTION

@@ -11,7 +11,8 @@ from types import ModuleType
 
 from replayfmt.errors import OpReplayError, UsageError
 
-from .registry import Initializer, collecting
+from .initializer import Initializer
+from .registry import collecting
 
 FLAG = "--replay-initializer"
 

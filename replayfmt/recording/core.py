@@ -21,22 +21,20 @@ from typing import Any, TypeVar
 import torch
 
 from replayfmt.errors import CaptureFailed, OpReplayError
-from replayfmt.format.codes import Layout
 from replayfmt.format.model import Session
 from replayfmt.format.redaction import Redaction
 from replayfmt.format.writer import CaptureWriter
 from replayfmt.pytorch.environment import session_fields
 from replayfmt.pytorch.opaque_results import OpaqueResults
 from replayfmt.pytorch.settings import read_settings
-from replayfmt.pytorch.tensors.composites import is_composite, take_apart
-from replayfmt.pytorch.tensors.dtypes import TORCH_LAYOUT
-from replayfmt.pytorch.tensors.looks import is_zerotensor, layout_of, offset_of, storage_of
-from replayfmt.pytorch.tensors.memory import call_undispatched
+from replayfmt.pytorch.tensors.looks import storage_of
 
 from .custom_operators.insides import Insides
-from .dispatch.calls import Call, Calls, PassedThrough, is_wrapper
+from .dispatch.call import Call
+from .dispatch.calls import Calls, PassedThrough
 from .dispatch.handles import Handles
 from .dispatch.kernels import KernelFacts, tensors_in
+from .dispatch.wrappers import plain_parts
 from .fast_path.sites import Sites
 from .hooks.undispatched import hook_policies
 from .interrupts import is_interrupt
@@ -46,6 +44,7 @@ from .state.randomness import Generators
 from .storages.content import Contents
 from .storages.external_files import ExternalFiles
 from .storages.identity import RELEASE_BATCH, Storages
+from .storages.outside import Outside
 from .storages.trackers import Tracker
 from .stream.buffer import RecordBuffer
 from .stream.digesting import Digests
@@ -102,6 +101,8 @@ class Core:
         self.generators = Generators(self.buffer, self.records, states=self.contents.recorded)
         self.numeric = NumericState(self.records)
         self.digests = Digests(self.buffer, self.records, self.metas, self.storages)
+        digests = self.digests if options.digests != "none" else None
+        self.outside = Outside(self.records, self.metas, self.storages, digests)
         self.sites = Sites(self)
         self.calls = Calls(
             self.buffer,
@@ -139,7 +140,7 @@ class Core:
         with self.lock:
             if not self.on and not self.finished:
                 if self.implicit is not None:
-                    self.implicit.begin(self)
+                    self.implicit.begin(self.scopes)
                 self.scopes.record_open()
                 self.on = True
                 self.fast = self.sites.enabled and self.options.stop_op is None
@@ -300,7 +301,7 @@ class Core:
                 self.records.unsupported(problem.reason, facts.name, problem.detail)
                 for index in facts.writes:
                     for tensor in tensors_in(facts.argument(index, args, kwargs)):
-                        self.mark_outside_write(tensor)
+                        self.outside.written(tensor)
 
     @_attempted
     def interrupted(self, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
@@ -310,7 +311,7 @@ class Core:
             if not self.on:
                 return
             for tensor in tensors_in((*args, *kwargs.values())):
-                self.mark_outside_write(tensor)
+                self.outside.written(tensor)
             for plain in (part for tensor in tensors_in(result) for part in plain_parts(tensor)):
                 self.storages.forget(storage_of(plain))
 
@@ -364,7 +365,7 @@ class Core:
             if self.finished:
                 return None
             if user and self.implicit is not None:
-                self.implicit.give_way(self)
+                self.scope_left(self.implicit.give_way(self.scopes))
             if not self.on:
                 self.begins()
             scope = self.scopes.begin(name, user, token)
@@ -394,57 +395,3 @@ class Core:
         if any(scope.name == self.options.stop_scope for scope in left):
             self.stop_scope_left = True
             self.stop()
-
-    # ------------------------------------------------------------------------------------------------ what others tell
-
-    def mark_outside_write(self, tensor: torch.Tensor) -> None:
-        """Something unseen may have written to a tensor. Storages nobody knows enter at their first use anyway."""
-        for plain in plain_parts(tensor):
-            tracker = self.storages.known(storage_of(plain))
-            if tracker is not None:
-                self.storages.mark_written_outside(tracker)
-
-    def watch(self, storage: torch.UntypedStorage) -> None:
-        """Others may write to a storage from now on. One that nobody knows is looked at when it enters."""
-        tracker = self.storages.known(storage)
-        if tracker is not None:
-            if tracker.state is not None and tracker.state.alias_of is not None:
-                tracker = tracker.state.alias_of
-            self.storages.watch(tracker, windowed=True)
-            self.storages.synchronize(tracker, storage)
-
-    def host_read(self, method: str, tensor: torch.Tensor) -> None:
-        """A value left the device for the host. Of storages that no captured op has touched nothing is recorded."""
-        for plain in plain_parts(tensor):
-            storage = storage_of(plain)
-            tracker = self.storages.known(storage)
-            if tracker is None or is_zerotensor(plain):
-                continue
-            if tracker.size != storage.nbytes():
-                tracker = self.storages.use(tracker, storage, False, method)
-            meta, offset = self.metas.of(plain), int(offset_of(plain))
-            params = self.metas.params[meta]
-            number, digest = self.storages.view(tracker, meta, offset, params.item), None
-            if self.options.digests != "none" and tracker.reproducible(params.region(offset)):
-                number, digest = self.digests.of_view(tracker, storage, meta, offset)
-            self.records.host_read(method, number, digest)
-            if method in _SHARING:
-                self.storages.watch(tracker, windowed=True)
-                self.storages.synchronize(tracker, storage)
-
-
-# Host reads that give the host a window on the memory, through which it may write later.
-_SHARING = ("numpy", "__array__", "__array_interface__", "__dlpack__", "to_dlpack")
-
-
-def plain_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """A strided tensor itself, or the tensors a composite is made of; nothing for what has no memory of its own."""
-    if is_wrapper(tensor) or layout_of(tensor) is TORCH_LAYOUT[Layout.mkldnn]:
-        return []
-    if not is_composite(tensor):
-        return [tensor]
-    try:
-        _form, parts = call_undispatched(take_apart, tensor)
-    except TypeError:
-        return []
-    return [part for part in parts if isinstance(part, torch.Tensor)]

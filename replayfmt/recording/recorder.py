@@ -22,6 +22,7 @@ from replayfmt.pytorch.opaque_results import OpaqueResults
 
 from .core import Core
 from .custom_operators.declared_work import DeclaredWork
+from .custom_operators.observing import ObservingMode
 from .custom_operators.whole_composites import WholeComposites
 from .dispatch.mode import RecordingMode
 from .dispatch.mode_stack import mode_stack, remove_finished_modes, remove_mode_at, set_modes
@@ -94,7 +95,7 @@ class Recorder:
                 )
             self._core = Core(self.path, self.options)
             _active = self
-        self._mode = RecordingMode(self._core)
+        self._mode = ObservingMode(self._core)
         self._threads = Threads(self._mode, self._core)
         self._after_fork = AfterFork(self.disable_after_fork)
         self._patches = [
@@ -329,7 +330,7 @@ class Recorder:
 
     def mark_outside_write(self, tensor: torch.Tensor) -> None:
         """Something unseen may have written to a tensor: its content enters again at its next use."""
-        self._tell(lambda core: core.mark_outside_write(tensor))
+        self._tell(lambda core: core.outside.written(tensor))
 
     def storage_written(self, storage: torch.UntypedStorage) -> None:
         """Something unseen wrote to a storage: its content enters again at its next use."""
@@ -341,11 +342,11 @@ class Recorder:
 
     def host_read(self, method: str, tensor: torch.Tensor) -> None:
         """A value left the device for the host outside any op."""
-        self._tell(lambda core: core.host_read(method, tensor))
+        self._tell(lambda core: core.outside.host_read(method, tensor))
 
     def watch(self, storage: torch.UntypedStorage) -> None:
         """Others may write to a storage from now on: its content is looked at before each use."""
-        self._tell(lambda core: core.watch(storage))
+        self._tell(lambda core: core.outside.shared(storage))
 
     def _tell(self, what: Callable[[Core], None]) -> None:
         core = self._core

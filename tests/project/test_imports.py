@@ -79,6 +79,44 @@ def test_a_part_imports_only_the_parts_before_it(part: str) -> None:
     assert not wrong
 
 
+def _edges() -> dict[str, set[str]]:
+    """Which modules of the library each one names in an import, wherever in its code and be it for types alone."""
+    names = {".".join(path.with_suffix("").parts).removesuffix(".__init__"): path for path in modules()
+             if path.parts[0] == "replayfmt"}
+    found: dict[str, set[str]] = {}
+    for name, path in names.items():
+        # An import of a module's name comes as `module.name`, one of a module as itself.
+        targets = {module if module in names else module.rpartition(".")[0] for _line, module in imported(path)}
+        found[name] = (targets & set(names)) - {name}
+    return found
+
+
+def circles(edges: dict[str, set[str]]) -> list[set[str]]:
+    """The groups of modules in which each needs all others: what is left when every module is taken away that needs
+    none of the rest, or that none of the rest needs."""
+    left = {name: set(targets) for name, targets in edges.items()}
+    while True:
+        needed = set().union(*left.values()) if left else set()
+        gone = {name for name, targets in left.items() if not targets & set(left) or name not in needed}
+        if not gone:
+            break
+        left = {name: targets - gone for name, targets in left.items() if name not in gone}
+    groups: list[set[str]] = []
+    for name, targets in left.items():
+        touching = [group for group in groups if group & (targets | {name})]
+        groups = [group for group in groups if group not in touching]
+        groups.append(set().union({name}, targets, *touching))
+    return groups
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    assert not circles(_edges())
+
+
+def test_a_circle_is_seen() -> None:
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"a"}, "e": set()}) == [{"b", "c"}]
+
+
 def test_nothing_that_must_work_without_torch_names_it() -> None:
     wrong = [f"{path}:{line}" for path in modules() if str(path).startswith(WITHOUT_TORCH)
              for line, module in imported(path)

@@ -40,7 +40,8 @@ _DEFENCE = {"Core.attempt", "Core.failed", "Core.fail", "_attempted", "is_interr
 _CALLED_BY_PROGRAMS = {"capture", "scope", "Recorder.start", "Recorder.close", "Recorder.scope_begin",
                        "Recorder.scope_end", "Recorder.__init__", "Recorder._check_content"}
 _STANDS_IN = {"RecordingMode.dispatch", "RecordingMode.record", "RecordingMode._record", "RecordingMode._special",
-              "RecordingMode.run_inside", "RecordingMode._unrecorded", "RecordingMode._run_unsupported",
+              "RecordingMode.run_inside", "RecordingMode.observed", "ObservingMode.observed",
+              "RecordingMode._unrecorded", "RecordingMode._run_unsupported",
               "AsInProgram.__call__", "InParts.__call__", "InParts._run", "Body.__call__", "_below_another_handler",
               "Core.late", "construct",
               "StandIn.__get__", "StandIn.__hash__", "StandIn.__eq__", "_Read.__call__", "_Write.__call__",

@@ -13,7 +13,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from ..registry import Initializer
+from ..initializer import Initializer
 from ..request import Request, first_integer, first_name, first_tensor
 from .batches import Batch, GivenLengths, batch_for
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from ..registry import Initializer
+from ..initializer import Initializer
 from ..request import Request, TensorInfo
 from .attention import CACHES, cache_shape
 from .batches import batch_for, iteration_of, known_batch

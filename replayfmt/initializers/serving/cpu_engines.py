@@ -14,7 +14,7 @@ import torch
 
 from replayfmt.errors import UsageError
 
-from ..registry import Initializer
+from ..initializer import Initializer
 from ..request import Request
 from .attention import cache_shape
 from .batches import Batch, batch_for

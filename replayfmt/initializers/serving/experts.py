@@ -17,7 +17,7 @@ import torch
 from replayfmt.errors import UsageError
 
 from ..floats import FLOATS
-from ..registry import Initializer
+from ..initializer import Initializer
 from ..request import Request, first_integer, first_tensor
 
 OPTION = "moe-routing"

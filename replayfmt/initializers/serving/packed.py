@@ -12,7 +12,7 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 
-from ..registry import Initializer
+from ..initializer import Initializer
 from ..request import Request, TensorInfo, first_name, first_tensor
 from .attention import KEY_STARTS, LAST_PAGES, LENGTHS, PAGE_STARTS, PAGES, QUERIES, QUERY_STARTS, TABLES
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from ..registry import Initializer
+from ..initializer import Initializer
 from ..request import Request, TensorInfo
 
 _VALUES = ("values", "indices", "x_values")

@@ -17,8 +17,9 @@ import torch
 from replayfmt.pytorch.operators import is_pytorchs
 from replayfmt.pytorch.tensors.looks import shape_of, storage_of
 
-from ..core import Core, plain_parts
+from ..core import Core
 from ..dispatch.kernels import tensors_in
+from ..dispatch.wrappers import plain_parts
 from ..frames import leave_no_own_frame
 from ..hooks.patches import Patch, Patched, PatchSet
 from ..storages.trackers import Tracker, has_bytes
@@ -90,7 +91,7 @@ class DeclaredWork(Patched):
             if unwritten:
                 core.records.unsupported("unseen_work", name, f"{_UNSEEN}it declares that it writes an argument")
                 for tensor in unwritten:
-                    core.mark_outside_write(tensor)
+                    core.outside.written(tensor)
             if any(self._is_no_ops_work(tensor) for tensor in _memories(tensors_in(result))):
                 core.records.unsupported("unseen_work", name, f"{_UNSEEN}it returned what no op wrote")
 

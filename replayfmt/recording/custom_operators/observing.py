@@ -27,10 +27,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from replayfmt.pytorch.tensors.looks import shape_of, storage_of
 
-from ..core import Core, plain_parts
-from ..dispatch.calls import Call, PassedThrough
+from ..core import Core
+from ..dispatch.call import Call
+from ..dispatch.calls import PassedThrough
 from ..dispatch.kernels import Action, KernelFacts, tensors_in
 from ..dispatch.mode import RecordingMode
+from ..dispatch.wrappers import plain_parts
 from ..state.autocast import autocast_of_program
 from ..state.randomness import address, drawn_from, generator_state
 from ..storages.identity import Storages
@@ -94,7 +96,14 @@ def observe(mode: RecordingMode, facts: KernelFacts, args: tuple[Any, ...], kwar
     return result
 
 
-class Observer(RecordingMode):
+class ObservingMode(RecordingMode):
+    """The mode of a capture: looks inside operators that are written in Python."""
+
+    def observed(self, facts: KernelFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return observe(self, facts, args, kwargs)
+
+
+class Observer(ObservingMode):
     """Sees what happens inside one call. `told`: that is recorded; all that follows is, too."""
 
     def __init__(

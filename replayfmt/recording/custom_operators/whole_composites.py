@@ -23,8 +23,8 @@ from replayfmt.format.operator_names import name_problem
 from replayfmt.pytorch.operators import is_pytorchs, known
 from replayfmt.pytorch.registry import find_overload
 
-from ..dispatch.calls import dispatches_itself
 from ..dispatch.kernels import tensors_in
+from ..dispatch.wrappers import dispatches_itself
 from ..frames import leave_no_frames, leave_no_own_frame
 from ..hooks.patches import Patch, PatchSet
 from ..state.autocast import AUTOGRAD_KEYS, BACKENDS, handed_on

@@ -27,25 +27,14 @@ from ..stream.digesting import Digests
 from ..stream.records import Records, Unrepresentable
 from ..stream.tensor_metas import TensorMetas
 from .arguments import Encoder, StructureEncoder, Use, Values, build_nodes
+from .call import Call
 from .handles import Handles
 from .kernels import KernelFacts
 from .unpacked import Unpacked
+from .wrappers import is_wrapper
 
 if TYPE_CHECKING:
     from ..fast_path.sites import Site
-
-
-class Call:
-    """A call that is being recorded."""
-
-    __slots__ = ("args", "facts", "generators", "kwargs", "values")
-
-    def __init__(self, facts: KernelFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.facts = facts
-        self.args = args
-        self.kwargs = kwargs
-        self.values = Values()
-        self.generators: list[torch.Generator] = []
 
 
 class PassedThrough(Exception):
@@ -355,17 +344,6 @@ class Calls:
         meta, offset = self._metas.of(tensor, is_zerotensor(tensor)), int(offset_of(tensor))
         if tracker.reproducible(self._metas.params[meta].region(offset)):
             self._digests.record(tracker, storage, meta, offset, ordinal, result)
-
-
-def dispatches_itself(kind: type) -> bool:
-    """Whether a tensor class has a `__torch_dispatch__` of its own."""
-    dispatch = kind.__torch_dispatch__  # type: ignore[attr-defined]
-    return dispatch is not torch.Tensor.__torch_dispatch__ and dispatch is not torch._C._disabled_torch_dispatch_impl
-
-
-def is_wrapper(tensor: torch.Tensor) -> bool:
-    """Whether a tensor stands for others, whose operators come one by one."""
-    return dispatches_itself(type(tensor))
 
 
 def _fills_empty() -> bool:

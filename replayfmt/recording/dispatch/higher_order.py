@@ -8,18 +8,21 @@ back. All the rest run their eager implementation with the recorder active insid
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch._C import DispatchKey
 
-if TYPE_CHECKING:
-    from .mode import RecordingMode
-
 _ONLY_CALL_THEIR_BODY = ("invoke_subgraph", "strict_mode")
 
 
-def run_higher_order(mode: RecordingMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+class Mode(Protocol):
+    """What runs functions with their operators recorded."""
+
+    def run_inside(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
+
+
+def run_higher_order(mode: Mode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run one higher-order operator with its inner operators recorded."""
     name = func.name()
     if name == "cond":
@@ -45,7 +48,7 @@ def _is_base(func: Any) -> bool:
     return isinstance(func, BaseHOP)
 
 
-def _with_recorder(mode: RecordingMode, body: Any) -> Any:
+def _with_recorder(mode: Mode, body: Any) -> Any:
     @functools.wraps(body, updated=())
     def run(*args: Any, **kwargs: Any) -> Any:
         return mode.run_inside(body, args, kwargs)

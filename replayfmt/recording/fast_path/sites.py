@@ -22,8 +22,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from threading import get_ident
-from typing import TYPE_CHECKING, Any
+from threading import RLock, get_ident
+from typing import Any, Protocol
 
 import torch
 
@@ -31,11 +31,17 @@ from replayfmt.format.codes import ValueKind
 from replayfmt.pytorch.tensors.looks import is_zerotensor
 
 from ..dispatch.arguments import Use, Values
+from ..dispatch.call import Call
 from ..dispatch.kernels import KernelFacts
 from ..interrupts import is_interrupt
-from ..state.numeric_state import Poll
+from ..options import CaptureOptions
+from ..state.numeric_state import NumericState, Poll
+from ..storages.identity import Storages
 from ..storages.trackers import Tracker
-from ..stream.buffer import FROM_SITE, MadeView, packer
+from ..stream.buffer import FROM_SITE, MadeView, RecordBuffer, packer
+from ..stream.records import Records
+from ..stream.scopes import Scopes
+from ..stream.tensor_metas import TensorMetas
 from .templates import (
     COMPLEX,
     CONJUGATED,
@@ -52,10 +58,6 @@ from .templates import (
     Place,
     Shape,
 )
-
-if TYPE_CHECKING:
-    from ..core import Core
-    from ..dispatch.calls import Call
 
 # None where this build compares tensors otherwise: then every call takes the complete path.
 TensorGuards: Any = getattr(torch._C._dynamo.guards, "TensorGuards", None)
@@ -104,10 +106,37 @@ class _State:
         self.after_other: dict[tuple[int, int], Following] = {}
 
 
+class Capture(Protocol):
+    """What sites need of the capture that they are of: its parts, and what to do where a call is not as it was."""
+
+    options: CaptureOptions
+    lock: RLock
+    threads: list[int]
+    ended: list[bool]
+    buffer: RecordBuffer
+    records: Records
+    scopes: Scopes
+    storages: Storages
+    metas: TensorMetas
+    numeric: NumericState
+
+    def enter(self, storage: torch.UntypedStorage, dtype: torch.dtype) -> Tracker: ...
+
+    def view(self, tracker: Tracker, meta: int, offset: int) -> int: ...
+
+    def late(self, facts: KernelFacts, args: Any, kwargs: Any, result: Any, started: int, ended: int) -> Any: ...
+
+    def late_raised(self, facts: KernelFacts, args: Any, kwargs: Any, started: int, ended: int) -> None: ...
+
+    def interrupted(self, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None: ...
+
+    def failed(self, error: BaseException) -> bool: ...
+
+
 class Sites:
     """The sites of one capture. `state` changes with the settings."""
 
-    def __init__(self, core: Core) -> None:
+    def __init__(self, core: Capture) -> None:
         self._core = core
         self._seen: set[int] = set()
         self._count = 0

@@ -9,11 +9,8 @@ from __future__ import annotations
 
 import sys
 from threading import get_ident
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from ..core import Core
-    from .scopes import Open
+from .scopes import Open, Scopes
 
 _PACKAGE = __package__.partition(".")[0]
 
@@ -27,17 +24,18 @@ class ImplicitScope:
         self._open: Open | None = None
         self._given_way = False
 
-    def begin(self, core: Core) -> None:
+    def begin(self, scopes: Scopes) -> None:
         """Recording starts."""
         if self._open is None and not self._given_way and not _program_knows_us():
-            self._open = core.scopes.begin(self.name, user=False, thread=self._thread)
+            self._open = scopes.begin(self.name, user=False, thread=self._thread)
 
-    def give_way(self, core: Core) -> None:
-        """The program opens a scope of its own."""
+    def give_way(self, scopes: Scopes) -> list[Open]:
+        """The program opens a scope of its own. Gives the scopes that end with that."""
         self._given_way = True
         if self._open is not None and get_ident() == self._thread:
             entered, self._open = self._open, None
-            core.scope_left(core.scopes.end(entered))
+            return scopes.end(entered)
+        return []
 
 
 def _program_knows_us() -> bool:

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
+
+import torch
 
 from replayfmt.errors import ReplayMismatch, SubstitutionRejected
+from replayfmt.format.reader import CaptureReader
 
+from ..planning.devices import DeviceMap
 from ..planning.resolve import ResolvedKernel
+from ..planning.scan import Scan
+from ..results import ReplayResult
 from .checked import Check, SignatureCheck, distances
 from .distance import Tolerance
 from .replace import Replace
+from .sites import StandIn
 from .table import Loaded, Substitutions
-
-if TYPE_CHECKING:
-    from ..plan import Plan
 
 
 @dataclass(frozen=True)
@@ -70,11 +74,30 @@ def _counted(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
+class Planned(Protocol):
+    """What a session needs of the plan that it belongs to."""
+
+    reader: CaptureReader
+    device_map: DeviceMap
+
+    @property
+    def kernels(self) -> Sequence[ResolvedKernel | str | None]: ...
+
+    @property
+    def generators(self) -> Sequence[torch.Generator | None]: ...
+
+    def scan(self, *, checks: bool) -> Scan: ...
+
+    def describe(self, ordinal: int) -> tuple[str, str]: ...
+
+    def run_with(self, stand_in: StandIn | None, on_progress: Callable[[int], None] | None = None) -> ReplayResult: ...
+
+
 class SubstitutionSession:
     """A plan's substitutions. `replace` stands in the place of kernels in every run; `report` is None before the
     checked pass."""
 
-    def __init__(self, plan: Plan, loaded: Loaded, tolerance: Tolerance) -> None:
+    def __init__(self, plan: Planned, loaded: Loaded, tolerance: Tolerance) -> None:
         """Raises UsageError where what was asked for does not fit the capture."""
         schemas = {number: kernel.overload._schema for number, kernel in enumerate(plan.kernels)
                    if isinstance(kernel, ResolvedKernel)}

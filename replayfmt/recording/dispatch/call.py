@@ -1,0 +1,23 @@
+"""One operator call while it is being recorded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .arguments import Values
+from .kernels import KernelFacts
+
+
+class Call:
+    """A call that is being recorded."""
+
+    __slots__ = ("args", "facts", "generators", "kwargs", "values")
+
+    def __init__(self, facts: KernelFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.facts = facts
+        self.args = args
+        self.kwargs = kwargs
+        self.values = Values()
+        self.generators: list[torch.Generator] = []

@@ -1,0 +1,63 @@
+"""What happens to memory outside of recorded operators, as hooks tell it: it was written unseen, others share it, or a
+value in it left for the host.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from replayfmt.pytorch.tensors.looks import is_zerotensor, offset_of, storage_of
+
+from ..dispatch.wrappers import plain_parts
+from ..stream.digesting import Digests
+from ..stream.records import Records
+from ..stream.tensor_metas import TensorMetas
+from .identity import Storages
+
+# Host reads that give the host a window on the memory, through which it may write later.
+_SHARING = ("numpy", "__array__", "__array_interface__", "__dlpack__", "to_dlpack")
+
+
+class Outside:
+    """Tells the storages of one capture. `digests` is None where none are recorded."""
+
+    def __init__(self, records: Records, metas: TensorMetas, storages: Storages, digests: Digests | None) -> None:
+        self._records = records
+        self._metas = metas
+        self._storages = storages
+        self._digests = digests
+
+    def written(self, tensor: torch.Tensor) -> None:
+        """Something unseen may have written to a tensor. Storages nobody knows enter at their first use anyway."""
+        for plain in plain_parts(tensor):
+            tracker = self._storages.known(storage_of(plain))
+            if tracker is not None:
+                self._storages.mark_written_outside(tracker)
+
+    def shared(self, storage: torch.UntypedStorage) -> None:
+        """Others may write to a storage from now on. One that nobody knows is looked at when it enters."""
+        tracker = self._storages.known(storage)
+        if tracker is not None:
+            if tracker.state is not None and tracker.state.alias_of is not None:
+                tracker = tracker.state.alias_of
+            self._storages.watch(tracker, windowed=True)
+            self._storages.synchronize(tracker, storage)
+
+    def host_read(self, method: str, tensor: torch.Tensor) -> None:
+        """A value left the device for the host. Of storages that no captured op has touched nothing is recorded."""
+        for plain in plain_parts(tensor):
+            storage = storage_of(plain)
+            tracker = self._storages.known(storage)
+            if tracker is None or is_zerotensor(plain):
+                continue
+            if tracker.size != storage.nbytes():
+                tracker = self._storages.use(tracker, storage, False, method)
+            meta, offset = self._metas.of(plain), int(offset_of(plain))
+            params = self._metas.params[meta]
+            number, digest = self._storages.view(tracker, meta, offset, params.item), None
+            if self._digests is not None and tracker.reproducible(params.region(offset)):
+                number, digest = self._digests.of_view(tracker, storage, meta, offset)
+            self._records.host_read(method, number, digest)
+            if method in _SHARING:
+                self._storages.watch(tracker, windowed=True)
+                self._storages.synchronize(tracker, storage)
