@@ -48,7 +48,7 @@ def whole_capture(reader: CaptureReader) -> Region:
     last = reader.frame(len(reader.record_frames) - 1)
     end = int(last.start_ns[-1])
     if last.duration_ns is not None:
-        end += int(last.duration_ns[-1])
+        end += max(0, int(last.duration_ns[-1]))     # an unknown one ends no earlier than it began
     captured, reason = _measured(first, end)
     return Region(None, frozenset(), 1, ops, captured, reason)
 

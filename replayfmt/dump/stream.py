@@ -5,7 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import chain, repeat
 from operator import add
+from typing import Any
 
+import numpy as np
+
+from replayfmt.format.codes import UNKNOWN_NS
 from replayfmt.format.reader import CaptureReader, RecordFrame
 
 from .definitions import definition_rows, file_row, lines, storage_lines, summary_row, summary_text
@@ -92,7 +96,7 @@ def _records(dialect: Dialect, number: int, frame: RecordFrame, chosen: Filter, 
     T, I, F, R, L, D = columns.T, columns.I, columns.F, columns.R, columns.L, columns.D  # noqa: E741
     records = zip(
         dialect.ordinals(ordinals), frame.thread[which].tolist(), dialect.integers(frame.start_ns[which]),
-        repeat("null") if frame.duration_ns is None else frame.duration_ns[which].tolist(),
+        repeat("null") if frame.duration_ns is None else _durations(frame.duration_ns[which]),
         repeat("") if device_duration is None else dialect.device_durations(device_duration[which]),
         frame.tensor_first[:-1][which].tolist(), frame.int_first[:-1][which].tolist(),
         frame.float_first[:-1][which].tolist(), strict=False)
@@ -110,6 +114,12 @@ def _records(dialect: Dialect, number: int, frame: RecordFrame, chosen: Filter, 
             rows = list(map(add, rows, dialect.annotations(notes[first:first + at_once])))
         rows.append("")
         yield tail.join(rows)
+
+
+def _durations(column: np.ndarray) -> list[Any]:
+    durations = column.tolist()
+    return durations if not (column == UNKNOWN_NS).any() else [
+        "null" if each == UNKNOWN_NS else each for each in durations]
 
 
 def _add_values(dialect: Dialect, frame: RecordFrame, columns: Columns, values: dict[int, str]) -> None:

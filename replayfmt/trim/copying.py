@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from replayfmt.errors import InvalidCapture
-from replayfmt.format.codes import RecordKind, StorageOrigin, ValueKind
+from replayfmt.format.codes import UNKNOWN_NS, RecordKind, StorageOrigin, ValueKind
 from replayfmt.format.model import (
     CompositeValue,
     GeneratorValue,
@@ -34,7 +34,7 @@ Values = tuple[Value, ...]
 
 _CONTENT = frozenset({ValueKind.payload, ValueKind.range, ValueKind.recipe})
 _FRAME_RECORDS = 16384
-_UNKNOWN_NS = 0xFFFFFFFFFFFFFFFF
+_UNKNOWN_DEVICE_NS = 0xFFFFFFFFFFFFFFFF
 
 
 class Copier:
@@ -201,8 +201,6 @@ class Copier:
 
     def copy(self, record: Record, annotation: Mapping[str, Any] | None = None) -> int:
         """Write a record of the reader; every storage it names must be there. Returns its ordinal."""
-        if record.kind is RecordKind.op and self._rows and self._timed is (record.duration_ns is None):
-            self.flush()      # a frame's records are all timed, or none of them
         signature, args, results = record.signature, record.args, record.results
         if self.rewrite is not None:
             signature, args, results = self.rewrite(signature, args, results)
@@ -214,7 +212,7 @@ class Copier:
         note = {**(record.annotation or {}), **(annotation or {})}
         if note and self._redaction is not None:
             note = self._redaction.values(note)
-        return self._add(number, record, (*args, *results),
+        return self._add(number, record.kind, record, (*args, *results),
                          self.writer.annotation(note) if note else 0)
 
     def _with_content(self, values: Values) -> Values:
@@ -240,17 +238,19 @@ class Copier:
             scope: int | None = None) -> int:
         """Write a record that the reader does not have, at the time, thread and scope of one that it has."""
         placed = near if scope is None else replace(near, scope=scope)
-        placed = replace(placed, duration_ns=0 if near.duration_ns is not None else None, device_duration_ns=None)
-        return self._add(self.signature(Signature(kind, tuple(nodes))), placed, values, 0)
+        placed = replace(placed, duration_ns=None, device_duration_ns=None)
+        return self._add(self.signature(Signature(kind, tuple(nodes))), kind, placed, values, 0)
 
-    def _add(self, signature: int, record: Record, values: Sequence[Value], annotation: int) -> int:
+    def _add(self, signature: int, kind: RecordKind, record: Record, values: Sequence[Value], annotation: int) -> int:
         for value in values:
             self._take(value)
         duration, device_ns = record.duration_ns, record.device_duration_ns
         self._timed |= duration is not None
         self._device_timed |= device_ns is not None
-        self._rows.append((signature, self.scope(record.scope), record.thread, record.start_ns, duration or 0,
-                           _UNKNOWN_NS if device_ns is None else device_ns, annotation))
+        if duration is None:
+            duration = UNKNOWN_NS if kind is RecordKind.op else 0
+        self._rows.append((signature, self.scope(record.scope), record.thread, record.start_ns, duration,
+                           _UNKNOWN_DEVICE_NS if device_ns is None else device_ns, annotation))
         self.count += 1
         if len(self._rows) >= _FRAME_RECORDS:
             self.flush()

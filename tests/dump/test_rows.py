@@ -126,7 +126,7 @@ def test_definitions_say_what_the_capture_defines(every: Path) -> None:
     found = rows(every)
     assert [row["kind"] for row in found[:3]] == ["file", "summary", "session"]
     with open_capture(every) as reader:
-        assert found[0] == {"kind": "file", "path": str(every), "version": "1.1", "complete": True,
+        assert found[0] == {"kind": "file", "path": str(every), "version": "1.2", "complete": True,
                             "length": every.stat().st_size, "incomplete_reason": None, "warnings": []}
         session = found[2]
         assert session["created_unix_ns"] == str(SESSION.created_unix_ns)

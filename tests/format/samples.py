@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from replayfmt.format.codes import (
+    UNKNOWN_NS,
     DType,
     KernelKind,
     Layout,
@@ -189,7 +190,8 @@ def write_everything(path: Path) -> None:
         (c, a, b, nowhere, b, c), (-(1 << 63), blank, (1 << 63) - 1, own, large, in_file, assumed),
         (float("inf"), -0.0, float("nan"), 1e-310), scope=step, thread=3, start=25, duration=1 << 40)
     remark = writer.annotation({"import": "inferred", "assumed": ["größer", "no strides"], "count": 3})
-    records.add(op(spun, (), (), OpStatus.raised), scope=step, start=6_000_000_000, annotation=remark)
+    records.add(op(spun, (), (), OpStatus.raised), scope=step, start=6_000_000_000, duration=UNKNOWN_NS,
+                annotation=remark)
     records.write()
 
     records.add(Signature(RecordKind.storage_resize, (Node(V.storage, "storage"), Node(V.int, "bytes"))),

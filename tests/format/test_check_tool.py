@@ -31,7 +31,7 @@ def test_a_valid_capture_exits_with_0_and_says_what_is_in_it(run: Run, capture: 
     ran = run(capture)
     assert (ran.code, ran.error) == (0, "")
     lines = ran.output.splitlines()
-    assert lines[0] == f"{capture}: capture of format 1.1, {capture.stat().st_size:,} bytes, complete"
+    assert lines[0] == f"{capture}: capture of format 1.2, {capture.stat().st_size:,} bytes, complete"
     assert lines[-1] == "valid"
     text = "\n".join(lines)
     for part in (SESSION.session_id, "opreplay 0.1.0 with torch 2.13.0", "1 head", "2 records", "3 kernel", "3 op",
@@ -69,7 +69,7 @@ def test_recover_writes_a_valid_capture_and_exits_with_0(run: Run, tmp_path: Pat
     write_small(path, close=False).abandon()
     ran = run(f"{path}.partial", "--recover", out)
     assert (ran.code, ran.error) == (0, "")
-    assert ran.output.splitlines()[0].startswith(f"{out}: capture of format 1.1") and "recovered" in ran.output
+    assert ran.output.splitlines()[0].startswith(f"{out}: capture of format 1.2") and "recovered" in ran.output
     assert ran.output.splitlines()[-1] == f"valid; recovered from {path}.partial"
     assert "left behind: the capture was never closed" in ran.output
     assert run(out).code == 0 and len(read_all(out)[1]) == 4

@@ -22,7 +22,7 @@ CAPTURES = sorted(GOLDEN.glob("*.opreplay"))
 def test_there_are_golden_captures() -> None:
     assert {path.name for path in CAPTURES} >= {
         "everything-1.0.opreplay", "recovered-1.0.opreplay", "step-1.0.opreplay", "everything-1.1.opreplay",
-        "recovered-1.1.opreplay", "reference-1.1.opreplay"}
+        "recovered-1.1.opreplay", "reference-1.1.opreplay", "everything-1.2.opreplay", "recovered-1.2.opreplay"}
 
 
 def test_the_file_of_a_golden_capture_is_known_by_its_digest(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,7 +76,7 @@ def _assert_has(new: object, old: object) -> None:
 
 
 def test_the_golden_captures_have_every_kind_of_record_and_value() -> None:
-    added = {"1.0": set(), "1.1": {ValueKind.range, ValueKind.recipe}}
+    added = {"1.0": set(), "1.1": {ValueKind.range, ValueKind.recipe}, "1.2": set()}
     kinds = set(ValueKind) - {kind for later in added.values() for kind in later}
     for version, more in added.items():
         kinds |= more
@@ -85,7 +85,7 @@ def test_the_golden_captures_have_every_kind_of_record_and_value() -> None:
             assert {node.kind for signature in reader.signatures[1:] for node in signature.nodes} == kinds
 
 
-@pytest.mark.parametrize("version", [(1, 0), (1, 1)])
+@pytest.mark.parametrize("version", [(1, 0), (1, 1), (1, 2)])
 def test_a_recovered_capture_stays_of_its_version(tmp_path: Path, version: tuple[int, int]) -> None:
     cut, out = tmp_path / "cut.opreplay", tmp_path / "out.opreplay"
     cut.write_bytes((GOLDEN / f"everything-{version[0]}.{version[1]}.opreplay").read_bytes()[:-64])

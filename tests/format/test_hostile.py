@@ -75,6 +75,10 @@ def _shorter(name: str) -> Callable[[dict], None]:
     *((_shorter(name), f"column {name} has") for name in (
         "signature", "scope", "thread", "start_delta_ns", "gap_ns", "duration_ns", "tensors", "ints", "floats",
         "tensor_storage", "tensor_offset", "tensor_meta", "storage_device", "storage_origin", "storage_payload")),
+    (lambda c: c.update(untimed=np.array([8], np.uint32)), "untimed holds 8..8, allowed 0..7"),
+    (lambda c: c.update(untimed=np.array([7, 7], np.uint32)), "untimed is not ascending"),
+    (lambda c: c.update(untimed=np.array([5, 7], np.uint32)), "untimed names records that have a duration"),
+    (lambda c: c.pop("duration_ns"), "a frame without durations"),
     (lambda c: c.update(device_duration_ns=np.zeros(3, np.uint64)), "column device_duration_ns has 3 rows, expected 8"),
     (lambda c: c.update(start_base_ns=(1 << 64) - 1), "start_base_ns is"),
     (lambda c: c.update(first_storage=0), "first_storage is 0"),

@@ -68,7 +68,7 @@ def test_a_closed_capture_is_complete_and_has_no_warnings(everything: CaptureRea
     assert everything.complete
     assert everything.incomplete_reason == ""
     assert everything.warnings == []
-    assert everything.version == (1, 1)
+    assert everything.version == (1, 2)
     assert everything.length == Path(everything.path).stat().st_size
 
 
@@ -134,6 +134,8 @@ def test_times_threads_and_scopes_come_back_with_capture_order_winning(everythin
     assert records[5].duration_ns == 700
     assert records[6].duration_ns == 0xFFFFFFFF
     assert records[5].device_duration_ns is None
+    assert records[7].duration_ns is None, "of this op alone it is not known"
+    assert {record.duration_ns for record in records if record.kind is not RecordKind.op} == {None}
     assert [r.ordinal for r in records] == list(range(everything.record_count))
     assert records[7].signature.status == OpStatus.raised
 

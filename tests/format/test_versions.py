@@ -91,7 +91,7 @@ def test_unknown_required_frames_are_refused_with_the_version_named(capture: Pat
     _insert(capture, _unknown(77, required=True), at=3, index=index)
     for read in (open_capture, check_capture, lambda path: recover_capture(path, path.with_suffix(".out"))):
         with pytest.raises(UnsupportedVersion, match=r"required frame of unknown kind 77, of format version 1\.3; "
-                                                     r"this reader knows 1\.1"):
+                                                     r"this reader knows 1\.2"):
             read(capture)
 
 

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
+from opreplay_tools.dump import cli as dump
 
 import replayfmt
 from replayfmt.format.codes import DType
 from replayfmt.format.model import Kernel
+from replayfmt.format.reader import open_capture
 from replayfmt.importers.importing import import_trace
 from replayfmt.importers.rewrites.portable import Portable
+from replayfmt.trim.selection import Wanted
+from replayfmt.trim.trimming import strip_capture
 
 from .test_portable import Machine, rewrite
 from .traces import kernel, launch, op, tensor, trace
@@ -123,7 +129,15 @@ def test_aiters_attention_is_replaced_though_the_library_is_not_here(tmp_path: P
         assert plan.execute().outcome == "ok"
     with replayfmt.open(out) as capture:
         names = [each.kernel.name for each in capture.ops.values()]
+        times = [each.record.duration_ns for each in capture.ops.values()]
     assert names[-1] == "aten::group_norm" and names.count("aten::matmul") == 2
+    assert times == [20_000, *[None] * (len(times) - 2), 20_000], "of what came in an operator's place, nobody knows"
+    rows = [json.loads(line) for line in CliRunner().invoke(dump, [str(out), "--format=jsonl"]).output.splitlines()]
+    assert [row["duration_ns"] for row in rows if row["kind"] == "op"] == times
+    with open_capture(out) as reader:
+        strip_capture(reader, str(tmp_path / "stripped.opreplay"), Wanted())
+    with replayfmt.open(tmp_path / "stripped.opreplay") as capture:
+        assert [each.record.duration_ns for each in capture.ops.values()] == times
     assert import_trace(path, out, force=True).calls()["incomplete"] == 2, "only where that is asked for"
 
 

@@ -578,7 +578,34 @@ class Records(object):
         o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(46))
         return o == 0
 
-def RecordsStart(builder): builder.StartObject(22)
+    # Records
+    def Untimed(self, j):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(48))
+        if o != 0:
+            a = self._tab.Vector(o)
+            return self._tab.Get(flatbuffers.number_types.Uint32Flags, a + flatbuffers.number_types.UOffsetTFlags.py_type(j * 4))
+        return 0
+
+    # Records
+    def UntimedAsNumpy(self):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(48))
+        if o != 0:
+            return self._tab.GetVectorAsNumpy(flatbuffers.number_types.Uint32Flags, o)
+        return 0
+
+    # Records
+    def UntimedLength(self):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(48))
+        if o != 0:
+            return self._tab.VectorLen(o)
+        return 0
+
+    # Records
+    def UntimedIsNone(self):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(48))
+        return o == 0
+
+def RecordsStart(builder): builder.StartObject(23)
 def Start(builder):
     return RecordsStart(builder)
 def RecordsAddSignature(builder, signature): builder.PrependUOffsetTRelativeSlot(0, flatbuffers.number_types.UOffsetTFlags.py_type(signature), 0)
@@ -707,6 +734,12 @@ def AddAnnotation(builder, annotation):
 def RecordsStartAnnotationVector(builder, numElems): return builder.StartVector(4, numElems, 4)
 def StartAnnotationVector(builder, numElems):
     return RecordsStartAnnotationVector(builder, numElems)
+def RecordsAddUntimed(builder, untimed): builder.PrependUOffsetTRelativeSlot(22, flatbuffers.number_types.UOffsetTFlags.py_type(untimed), 0)
+def AddUntimed(builder, untimed):
+    return RecordsAddUntimed(builder, untimed)
+def RecordsStartUntimedVector(builder, numElems): return builder.StartVector(4, numElems, 4)
+def StartUntimedVector(builder, numElems):
+    return RecordsStartUntimedVector(builder, numElems)
 def RecordsEnd(builder): return builder.EndObject()
 def End(builder):
     return RecordsEnd(builder)

@@ -16,7 +16,7 @@ from typing import Any
 import flatbuffers
 import numpy as np
 
-from ..codes import StorageOrigin
+from ..codes import UNKNOWN_NS, StorageOrigin
 from ..container.frames import MAX_BODY_BYTES, MAX_FRAME_RECORDS, MAX_LENGTH
 from ..generated import Records
 from .storage_rules import Contents, storages_problem
@@ -35,10 +35,11 @@ class RecordColumns:
     """Consecutive records. Arrays are only read, during the call that takes them.
 
     `start_ns` are nanoseconds since the session's start; `duration_ns` nanoseconds, saturated at 2^32 - 1, or None
-    where not measured. `device_duration_ns` and `annotation` are None where no record has one; 2^64 - 1 and 0 say so of
-    a single record. `tensors` are global tensor ids in record order, `tensor_definitions` maps each of them to
-    (storage id, offset in elements, meta id), or is an int64[n, 4] of (tensor id, storage id, offset, meta id) by
-    ascending id. The storages born in this frame have consecutive ids from `first_storage`.
+    where not measured; of a single op, UNKNOWN_NS says so (other records have 0). `device_duration_ns` and `annotation`
+    are None where no record has one; 2^64 - 1 and 0 say so of a single record. `tensors` are global tensor ids in
+    record order, `tensor_definitions` maps each of them to (storage id, offset in elements, meta id), or is an
+    int64[n, 4] of (tensor id, storage id, offset, meta id) by ascending id. The storages born in this frame have
+    consecutive ids from `first_storage`.
     """
 
     signature: Column
@@ -156,8 +157,12 @@ def encode_records(given: RecordColumns, bounds: Bounds, slot_counts: tuple[arra
     start = _column(given.start_ns, np.int64, "start_ns")
     _same_length("record", count, scope, thread, start)
     duration = given.duration_ns
+    untimed = np.zeros(0, np.uint32)
     if duration is not None:
-        duration = _column(np.minimum(np.asarray(duration), _LONGEST_DURATION), np.uint32, "duration_ns")
+        given_ns = np.asarray(duration)
+        unknown = given_ns == UNKNOWN_NS
+        untimed = np.flatnonzero(unknown).astype(np.uint32)
+        duration = _column(np.minimum(np.where(unknown, 0, given_ns), _LONGEST_DURATION), np.uint32, "duration_ns")
         _same_length("record", count, duration)
     device_duration = given.device_duration_ns
     if device_duration is not None:
@@ -206,7 +211,7 @@ def encode_records(given: RecordColumns, bounds: Bounds, slot_counts: tuple[arra
         ("TensorId", ids), ("TensorStorage", rows[:, 0].astype(np.uint64)), ("TensorOffset", rows[:, 1]),
         ("TensorMeta", rows[:, 2].astype(np.uint32)),
         ("StorageBytes", storage_bytes), ("StorageDevice", storage_device), ("StorageOrigin", storage_origin),
-        ("StoragePayload", storage_payload), ("Annotation", annotation),
+        ("StoragePayload", storage_payload), ("Annotation", annotation), ("Untimed", untimed if untimed.size else None),
     ]
     present = [(name, column) for name, column in columns if column is not None]
     # Room for everything at once: the builder would otherwise double and copy its buffer again and again.

@@ -13,7 +13,7 @@ import numpy as np
 
 from replayfmt.errors import InvalidCapture, UnsupportedVersion
 
-from ..codes import MAJOR_VERSION, MINOR_VERSION, RecordKind, StorageOrigin, ValueKind
+from ..codes import MAJOR_VERSION, MINOR_VERSION, UNKNOWN_NS, RecordKind, StorageOrigin, ValueKind
 from ..container import flat
 from ..container.frames import MAX_LENGTH, FrameHeader
 from ..container.layouts import RECORDS, SCALARS
@@ -30,7 +30,8 @@ class RecordFrame:
 
     `tensor_slots` index the tensor_* columns of this frame. Record i's slots are `tensor_first[i]` to
     `tensor_first[i + 1]` in `tensor_slots`, and likewise for ints and floats. Times are nanoseconds, `start_ns` since
-    the session's start. Arrays are read-only.
+    the session's start. `duration_ns` is None where nothing was timed, and UNKNOWN_NS of single records that were not.
+    Arrays are read-only.
     """
 
     first_ordinal: int
@@ -152,7 +153,7 @@ class _Decoding:
         self._range("signature", signature, 1, self._counts["signature"])
         self._range("scope", scope, 0, self._counts["scope"])
         start = self._start(count)
-        duration = self._optional("duration_ns", count)
+        duration = self._durations(signature, count)
         device_duration = self._optional("device_duration_ns", count)
         annotation = self._optional("annotation", count)
         if annotation is not None:
@@ -205,6 +206,23 @@ class _Decoding:
         kinds = self._definitions.column("signature_kind")[signature.astype(np.int64) - 1]
         resizes = kinds == RecordKind.storage_resize
         self._range("the new length of a storage", ints[int_first[:-1][resizes] + 1], 0, MAX_LENGTH)
+
+    def _durations(self, signature: np.ndarray, count: int) -> np.ndarray | None:
+        column = self._optional("duration_ns", count)
+        untimed = self._get("untimed").astype(np.int64)
+        if len(untimed):
+            self._range("untimed", untimed, 0, count - 1)
+            if (np.diff(untimed) <= 0).any():
+                raise self._fail("untimed is not ascending")
+            if column is None or column[untimed].any():
+                raise self._fail("untimed names records that have a duration, or a frame without durations")
+        if column is None:
+            return None
+        ops = self._definitions.column("signature_kind")[signature.astype(np.int64) - 1] == RecordKind.op
+        duration = column.astype(np.int64)
+        duration[(column == 0) & ~ops] = UNKNOWN_NS
+        duration[untimed] = UNKNOWN_NS
+        return duration
 
     def _optional(self, name: str, count: int) -> np.ndarray | None:
         column = self._table.column(name)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ..codes import DType, Layout, MemoryFormat, ValueKind
+import numpy as np
+
+from ..codes import UNKNOWN_NS, DType, Layout, MemoryFormat, ValueKind
 from ..definitions.reading import Frozen
 from ..model import (
     CompositeValue,
@@ -22,6 +24,8 @@ from ..model import (
     Value,
 )
 from .record_frames import RecordFrame
+
+_UNKNOWN_DEVICE_NS = 0xFFFFFFFFFFFFFFFF
 
 V = ValueKind
 
@@ -97,8 +101,8 @@ def decode_record(frame: RecordFrame, row: int, definitions: Frozen) -> Record:
     return Record(
         ordinal=frame.first_ordinal + row, signature_id=number, signature=signature, scope=int(frame.scope[row]),
         thread=int(frame.thread[row]), start_ns=int(frame.start_ns[row]),
-        duration_ns=None if frame.duration_ns is None else int(frame.duration_ns[row]),
-        device_duration_ns=_known(frame, row),
+        duration_ns=_known(frame.duration_ns, row, UNKNOWN_NS),
+        device_duration_ns=_known(frame.device_duration_ns, row, _UNKNOWN_DEVICE_NS),
         args=tuple(slots.value(node) for node in signature.args),
         results=tuple(slots.value(node) for node in signature.results),
         frame_offset=frame.offset,
@@ -106,8 +110,6 @@ def decode_record(frame: RecordFrame, row: int, definitions: Frozen) -> Record:
     )
 
 
-def _known(frame: RecordFrame, row: int) -> int | None:
-    if frame.device_duration_ns is None:
-        return None
-    value = int(frame.device_duration_ns[row])
-    return None if value == 0xFFFFFFFFFFFFFFFF else value
+def _known(column: np.ndarray | None, row: int, unknown: int) -> int | None:
+    value = unknown if column is None else int(column[row])
+    return None if value == unknown else value

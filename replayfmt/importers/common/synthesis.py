@@ -14,7 +14,7 @@ from os import PathLike
 from types import TracebackType
 from typing import Any
 
-from replayfmt.format.codes import OpStatus, RecordKind, StorageOrigin, ValueKind
+from replayfmt.format.codes import UNKNOWN_NS, OpStatus, RecordKind, StorageOrigin, ValueKind
 from replayfmt.format.model import Device, Generator, Kernel, Node, Recipe, Session, Signature
 from replayfmt.format.records.columns import RecordColumns
 from replayfmt.format.writer import CaptureWriter
@@ -25,7 +25,6 @@ from .values import NodeMaker, Slots, Storage, Tensor, possible_bytes
 PRODUCER = "opreplay-import"
 _FRAME_RECORDS = 16_384
 _UNKNOWN = 0xFFFFFFFFFFFFFFFF
-_LONGEST = 0xFFFFFFFF
 
 
 @dataclass(frozen=True)
@@ -47,7 +46,7 @@ class _Pending:
     scope: array = field(default_factory=lambda: array("I"))
     thread: array = field(default_factory=lambda: array("I"))
     start: array = field(default_factory=lambda: array("q"))
-    duration: array = field(default_factory=lambda: array("I"))
+    duration: array = field(default_factory=lambda: array("q"))
     device_duration: array = field(default_factory=lambda: array("Q"))
     annotation: array = field(default_factory=lambda: array("I"))
     tensors: array = field(default_factory=lambda: array("Q"))
@@ -227,16 +226,16 @@ class ImportedSession:
     def _record(self, kind: RecordKind, nodes: tuple[Node, ...], moment: Moment, ints: Sequence[int],
                 note: int = 0) -> int:
         signature = self._signature((kind, nodes), lambda: Signature(kind, nodes))
-        return self._add(signature, moment, Slots(ints=list(ints)), note)
+        return self._add(signature, moment, Slots(ints=list(ints)), note, without_time=0)
 
-    def _add(self, signature: int, moment: Moment, slots: Slots, note: int) -> int:
+    def _add(self, signature: int, moment: Moment, slots: Slots, note: int, without_time: int = UNKNOWN_NS) -> int:
         pending = self._pending
         pending.signature.append(signature)
         pending.scope.append(moment.scope)
         pending.thread.append(moment.thread)
         start = self._last_ns = max(self._last_ns, moment.start_ns)
         pending.start.append(start)
-        pending.duration.append(min(moment.duration_ns or 0, _LONGEST))
+        pending.duration.append(without_time if moment.duration_ns is None else moment.duration_ns)
         pending.timed |= moment.duration_ns is not None
         device = moment.device_duration_ns
         pending.device_duration.append(_UNKNOWN if device is None else device)
