@@ -1,24 +1,32 @@
 """Computing the digest of a tensor (see replayfmt.format.records.digest for what it holds).
 
-The bytes are hashed on the host, statistics are computed where the tensor lives, in double precision and in bounded
-chunks. Call inside `undispatched()`.
+Everything is computed on the host. What was computed for the same bytes before is not computed again: bytes are known
+by their hash, so nothing depends on noticing what wrote them. Call inside `undispatched()`.
 """
 
 from __future__ import annotations
 
-import math
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from math import prod
+from typing import Any
 
+import numpy as np
 import torch
 import xxhash
 
-from replayfmt.format.codes import DType
-from replayfmt.format.records.digest import TensorDigest, sample_positions, signed
+from replayfmt.format.codes import DType, TensorFlag
+from replayfmt.format.records.digest import Sample, TensorDigest, sample_positions, signed
 
+from ..elements import Dims, array_of, in_memory_order, merged, pieces
+from ..statistics import Statistics, reader, statistics
 from .dtypes import DTYPE_CODE
 from .memory import host_view, make_view
 
-_CHUNK_ELEMENTS = 1 << 22
+_GATHERED_ELEMENTS = 1 << 17    # hashed at once where they are scattered: enough that cache lines are read few times
+_REMEMBERED = 1024              # results; up to twice as many are kept, of some kilobytes each
 _LOW_HALF = (1 << 64) - 1
+_ITEM_BYTES = {code: dtype.itemsize for dtype, code in DTYPE_CODE.items()}
 
 # Bit patterns without a number behind an element: hashed, never sampled.
 _PATTERNS = {
@@ -27,111 +35,154 @@ _PATTERNS = {
     if code.name.startswith(("bits", "quint4", "quint2", "float4"))
     or code.name in {f"{sign}int{width}" for sign in ("", "u") for width in range(1, 8)}
 }
+_PACKED = {DType.quint4x2, DType.quint2x4}
 _QUANTIZED_CARRIER = {DType.qint8: torch.int8, DType.quint8: torch.uint8, DType.qint32: torch.int32}
 
 
 def digest_tensor(tensor: torch.Tensor) -> TensorDigest:
     """Digest of a strided tensor's logical elements. Raises TypeError for any other layout and packed dtypes."""
+    host, code = _on_host(tensor)
+    return _digest(host.untyped_storage(), code, host.shape, host.stride(), int(host.storage_offset()))
+
+
+def digest_view(
+    storage: torch.UntypedStorage, dtype: torch.dtype, sizes: Sequence[int], strides: Sequence[int], offset: int,
+    flags: TensorFlag,
+) -> TensorDigest:
+    """`digest_tensor` of a view on a storage; strides and offset are in elements. Raises ValueError or RuntimeError
+    where it does not fit into it."""
+    code = DTYPE_CODE[dtype]
+    if flags or storage.device.type != "cpu" or code in _PACKED:
+        return digest_tensor(make_view(storage, dtype, sizes, strides, offset, flags))
+    return _digest(storage, code, sizes, strides, offset)
+
+
+def hash_tensor(tensor: torch.Tensor) -> tuple[int, int]:
+    """(low half, high half) of the hash that the digest of a tensor holds, which takes far less time than the digest.
+    Raises TypeError as `digest_tensor` does."""
+    host, _code = _on_host(tensor)
+    if not host.numel():
+        return _halves(_hash(b""))
+    array = array_of(host_view(host.untyped_storage()), host.element_size(), merged(host.shape, host.stride()),
+                     int(host.storage_offset()))
+    return _halves(_hash_elements(array))
+
+
+# ------------------------------------------------------------------------------------------------------------- memory
+
+
+def _on_host(tensor: torch.Tensor) -> tuple[torch.Tensor, DType]:
+    """The same elements without lazy bits in host memory, and their dtype's code. Shares memory where that can be."""
     if tensor.layout is not torch.strided:
         raise TypeError(f"only strided tensors have a digest, not {tensor.layout}; digest its components")
     code = DTYPE_CODE[tensor.dtype]
-    plain = _as_numbers(tensor.detach(), code)
-    elements = plain.numel()
-    if elements == 0:
-        return TensorDigest(*_hash(b""), 0, 0, 0, None, None, None, None, ())
-    flat = _contiguous(plain).view(-1)
-    low, high = _hash_elements(flat)
-    if code in _PATTERNS:
-        return TensorDigest(low, high, elements, 0, 0, None, None, None, None, ())
-    sample = _sample(flat)
-    if code is DType.bool:
-        return TensorDigest(low, high, elements, 0, 0, None, None, None, None, sample)
-    return TensorDigest(low, high, elements, *_statistics(flat), sample)
-
-
-def _contiguous(tensor: torch.Tensor) -> torch.Tensor:
-    if tensor.dtype is not torch.complex32:
-        return tensor.contiguous()
-    return tensor.view(torch.float32).contiguous().view(torch.complex32)     # see `_gathered_as`
-
-
-def _as_numbers(tensor: torch.Tensor, code: DType) -> torch.Tensor:
-    """The same elements without lazy bits, in a dtype that ordinary operators take."""
+    if code in _PACKED:
+        raise TypeError(f"{code.name} packs several elements into a byte: digest its storage as uint8")
+    tensor = tensor.detach()
     if tensor.is_complex() or tensor.is_neg():
         tensor = tensor.resolve_conj().resolve_neg()
     if tensor._is_zerotensor():
         tensor = tensor.clone()
-    if code in (DType.quint4x2, DType.quint2x4):
-        raise TypeError(f"{code.name} packs several elements into a byte: digest its storage as uint8")
-    carrier = _QUANTIZED_CARRIER.get(code)
+    if tensor.device.type == "cpu":
+        return tensor, code
+    carrier = _carrier(tensor, code)
+    if carrier is not None:
+        tensor = make_view(
+            tensor.untyped_storage(), carrier, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+    elif tensor.dtype is torch.complex32:     # PyTorch warns once of complex32, and that warning is the program's
+        return tensor.view(torch.float32).contiguous().cpu().view(torch.complex32), code
+    return tensor.contiguous().cpu(), code
+
+
+def _carrier(tensor: torch.Tensor, code: DType) -> torch.dtype | None:
+    """The dtype that ordinary operators take in the place of one that they do not."""
     if code in _PATTERNS:
-        carrier = torch.uint8 if tensor.element_size() == 1 else torch.int16
-    if carrier is None:
-        return tensor
-    return make_view(tensor.untyped_storage(), carrier, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+        return torch.uint8 if tensor.element_size() == 1 else torch.int16
+    return _QUANTIZED_CARRIER.get(code)
 
 
-def _hash(content: bytes | memoryview) -> tuple[int, int]:
-    digest = xxhash.xxh3_128_intdigest(content)
+# ------------------------------------------------------------------------------------------------------------- digest
+
+
+def _digest(
+    storage: torch.UntypedStorage, code: DType, sizes: Sequence[int], strides: Sequence[int], offset: int
+) -> TensorDigest:
+    elements = prod(sizes)
+    if not elements:
+        return TensorDigest(*_halves(_hash(b"")), 0, 0, 0, None, None, None, None, ())
+    memory = host_view(storage)
+    logical = merged(sizes, strides)
+    ordered = in_memory_order(logical)
+    array = array_of(memory, _ITEM_BYTES[code], ordered, offset)
+    content = _hash_elements(array)
+    return _remembered(
+        (content, code, logical), lambda: _compute(memory, array, content, code, logical, ordered, offset))
+
+
+def _compute(
+    memory: memoryview, array: np.ndarray, content: int, code: DType, logical: Dims, ordered: Dims, offset: int
+) -> TensorDigest:
+    """The digest of elements whose hash in the order of memory, as in `array`, is `content`."""
+    as_is = array if logical == ordered else array_of(memory, array.itemsize, logical, offset)
+    low, high = _halves(content if as_is is array else _hash_elements(as_is))
+    if code in _PATTERNS:
+        return TensorDigest(low, high, array.size, 0, 0, None, None, None, None, ())
+    sample = _sample(as_is, code)
+    if code is DType.bool:
+        return TensorDigest(low, high, array.size, 0, 0, None, None, None, None, sample)
+    found: Statistics = _remembered((content, code), lambda: statistics(array, code))
+    return TensorDigest(low, high, array.size, *found, sample)
+
+
+def _hash(content: Any) -> int:
+    return xxhash.xxh3_128_intdigest(content)
+
+
+def _halves(digest: int) -> tuple[int, int]:
     return digest & _LOW_HALF, digest >> 64
 
 
-def _hash_elements(flat: torch.Tensor) -> tuple[int, int]:
-    """XXH3-128 (low, high) over the bytes of a contiguous one-dimensional tensor."""
-    host = flat.cpu()
-    start = host.storage_offset() * host.element_size()
-    return _hash(host_view(host.untyped_storage())[start : start + host.numel() * host.element_size()])
+def _hash_elements(array: np.ndarray) -> int:
+    """XXH3-128 of the elements' bytes in row-major order."""
+    if array.flags.c_contiguous:
+        return _hash(array)
+    running = xxhash.xxh3_128()
+    for piece in pieces(array, _GATHERED_ELEMENTS):
+        running.update(piece.data)
+    return running.intdigest()
 
 
-def _sample(flat: torch.Tensor) -> tuple[int | float | complex, ...]:
-    positions = torch.tensor(sample_positions(flat.numel()), device=flat.device)
-    carrier = _gathered_as(flat.dtype)
-    if carrier is not None:
-        values = flat.view(carrier)[positions].view(flat.dtype)
-    else:
-        values = flat[positions]
-    if values.is_floating_point():
-        values = values.to(torch.float64)
-    elif values.dtype is torch.complex32:
-        values = values.to(torch.complex64)
+@lru_cache(64)
+def _positions(elements: int) -> np.ndarray:
+    return np.array(sample_positions(elements))
+
+
+def _sample(array: np.ndarray, code: DType) -> Sample:
+    positions = _positions(array.size)
+    places = positions if array.ndim == 1 else np.unravel_index(positions, array.shape)
+    values = reader(code)(array[places])
+    if values.dtype.kind == "f":
+        with np.errstate(all="ignore"):     # of signalling NaNs
+            values = values.astype(np.float64)
     picked = values.tolist()
-    return tuple(signed(int(value)) if isinstance(value, int) else value for value in picked)
+    return tuple(picked) if values.dtype.kind in "fc" else tuple(signed(int(value)) for value in picked)
 
 
-def _gathered_as(dtype: torch.dtype) -> torch.dtype | None:
-    """What elements are to be taken as where they are copied: float8 has no kernel for it, its bytes do; of complex32
-    PyTorch warns once, and that warning is the program's."""
-    if dtype is torch.complex32:
-        return torch.float32
-    return torch.uint8 if dtype.itemsize == 1 else None
+# ---------------------------------------------------------------------------------------------------------- known bytes
+
+_recent: dict[Any, Any] = {}
+_older: dict[Any, Any] = {}
 
 
-def _statistics(flat: torch.Tensor) -> tuple[int, int, float | None, float | None, float | None, float | None]:
-    """(NaN count, inf count, min, max, mean, L2 norm) of a flat tensor; complex elements count by absolute value."""
-    nan = inf = finite_count = 0
-    lowest, highest = math.inf, -math.inf
-    total = squares = 0.0
-    is_complex = flat.is_complex()
-    for start in range(0, flat.numel(), _CHUNK_ELEMENTS):
-        chunk = flat[start : start + _CHUNK_ELEMENTS]
-        values = chunk.to(torch.complex128).abs() if is_complex else chunk.to(torch.float64)
-        if is_complex or flat.is_floating_point():
-            nans = int(values.isnan().sum())
-            infs = int(values.isinf().sum())
-            nan, inf = nan + nans, inf + infs
-            if nans or infs:
-                values = values[values.isfinite()]
-        count = values.numel()
-        if count == 0:
-            continue
-        finite_count += count
-        low, high = torch.aminmax(values)
-        lowest, highest = min(lowest, float(low)), max(highest, float(high))
-        total += float(values.sum())
-        squares += float((values * values).sum())
-    if finite_count == 0:
-        return nan, inf, None, None, None, None
-    mean, norm = total / finite_count, math.sqrt(squares)
-    if is_complex:
-        return nan, inf, None, None, mean, norm
-    return nan, inf, lowest, highest, mean, norm
+def _remembered(key: Any, compute: Callable[[], Any]) -> Any:
+    """What was computed for a key; the least used ones are forgotten. Safe to call from several threads."""
+    global _recent, _older
+    known = _recent.get(key)
+    if known is None:
+        known = _older.get(key)
+        if known is None:
+            known = compute()
+        if len(_recent) >= _REMEMBERED:
+            _recent, _older = {}, _recent
+        _recent[key] = known
+    return known

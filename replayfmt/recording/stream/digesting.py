@@ -9,8 +9,8 @@ import torch
 
 from replayfmt.format.codes import TensorFlag
 from replayfmt.format.records.digest import TensorDigest
-from replayfmt.pytorch.tensors.digests import digest_tensor
-from replayfmt.pytorch.tensors.memory import call_undispatched, make_view
+from replayfmt.pytorch.tensors.digests import digest_view
+from replayfmt.pytorch.tensors.memory import call_undispatched
 
 from ..storages.identity import Storages
 from ..storages.trackers import State, Tracker
@@ -117,10 +117,7 @@ class Digests:
         if not region.empty and region.start + span > storage.nbytes():
             return None
         try:
-            return call_undispatched(_digest_of_view, storage, params, offset)
+            return call_undispatched(
+                digest_view, storage, params.dtype, params.sizes, params.strides, offset, params.flags)
         except TypeError:
             return None
-
-
-def _digest_of_view(storage: torch.UntypedStorage, params: MetaParams, offset: int) -> TensorDigest:
-    return digest_tensor(make_view(storage, params.dtype, params.sizes, params.strides, offset, params.flags))

@@ -1,0 +1,169 @@
+"""What a digest holds, by its definition, however the elements lie. Only equal bytes share what was computed."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import tracemalloc
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import xxhash
+
+import replayfmt
+from replayfmt.format.codes import RecordKind
+from replayfmt.format.reader import open_capture
+from replayfmt.format.records.digest import TensorDigest, sample_positions
+from replayfmt.pytorch.tensors import digests
+from replayfmt.pytorch.tensors.digests import digest_tensor, hash_tensor
+
+DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e5m2, torch.float8_e4m3fn,
+          torch.float8_e8m0fnu, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint64,
+          torch.bool, torch.complex64, torch.complex128]
+LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "contiguous": lambda t: t,
+    "transposed": lambda t: t.view(300, -1).t(),
+    "heads": lambda t: t.view(10, 30, 3, 5, -1).permute(2, 0, 3, 1, 4),
+    "a third of each row": lambda t: t.view(300, 3, -1)[:, 1],
+    "every other": lambda t: t[1::2],
+    "expanded": lambda t: t[:150].view(3, 1, 50).expand(3, 4, 50),
+    "overlapping": lambda t: t.as_strided((20, 30, 7), (5, 1, 9), 11),
+    "one element": lambda t: t[7],
+    "none": lambda t: t[:0],
+}
+
+
+@pytest.fixture(autouse=True)
+def nothing_known() -> None:
+    digests._recent.clear()
+    digests._older.clear()
+
+
+def bits(elements: int, dtype: torch.dtype) -> torch.Tensor:
+    """Any bits: all numbers there are, NaNs and infinities too."""
+    content = torch.randint(2 if dtype is torch.bool else 256, (elements * dtype.itemsize,), dtype=torch.uint8)
+    return content.view(dtype)
+
+
+def by_definition(tensor: torch.Tensor) -> TensorDigest:
+    flat = tensor.clone(memory_format=torch.contiguous_format).reshape(-1)
+    content = xxhash.xxh3_128_intdigest(bytes(flat.view(torch.uint8).tolist()) if flat.numel() else b"")
+    halves = content & ((1 << 64) - 1), content >> 64
+    if flat.dtype is torch.uint64:
+        every = flat.tolist()
+        values = torch.tensor([float(each) for each in every], dtype=torch.float64)
+    else:
+        every = flat.tolist() if not flat.is_floating_point() else flat.to(torch.float64).tolist()
+        values = flat.to(torch.complex128).abs() if flat.is_complex() else flat.to(torch.float64)
+    sample = tuple(every[place] for place in sample_positions(len(every)))
+    finite = values[values.isfinite()]
+    counts = int(values.isnan().sum()), int(values.isinf().sum())
+    if flat.dtype is torch.bool:
+        return TensorDigest(*halves, len(every), 0, 0, None, None, None, None, tuple(int(each) for each in sample))
+    if not len(finite):
+        return TensorDigest(*halves, len(every), *counts, None, None, None, None, sample)
+    of_reals = (None, None) if flat.is_complex() else (float(finite.min()), float(finite.max()))
+    return TensorDigest(*halves, len(every), *counts, *of_reals, float(finite.mean()),
+                        math.sqrt(float((finite * finite).sum())), sample)
+
+
+def assert_same(got: TensorDigest, expected: TensorDigest) -> None:
+    for name in ("hash_low", "hash_high", "elements", "nan", "inf", "min", "max"):
+        assert getattr(got, name) == getattr(expected, name), name
+    wrapped = [each - (1 << 64) if isinstance(each, int) and each >= 1 << 63 else each for each in expected.sample]
+    assert repr(list(got.sample)) == repr(wrapped)
+    for name in ("mean", "l2"):
+        one, other = getattr(got, name), getattr(expected, name)
+        if one is None or other is None or expected.l2 == math.inf:
+            assert one is other is None or expected.l2 == math.inf     # of a sum beyond float64 nothing else is certain
+        else:
+            assert math.isclose(one, other, rel_tol=1e-12, abs_tol=1e-13 * (expected.l2 or 0.0)), name
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_digest_is_what_its_definition_says(dtype: torch.dtype, layout: str) -> None:
+    torch.manual_seed(1)
+    for base in (bits(9_000, dtype), torch.zeros(9_000 * dtype.itemsize, dtype=torch.uint8).view(dtype)):
+        tensor = LAYOUTS[layout](base)
+        expected = by_definition(tensor)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")      # a warning would be the program's
+            assert_same(digest_tensor(tensor), expected)
+            assert hash_tensor(tensor) == (expected.hash_low, expected.hash_high)
+            assert_same(digest_tensor(tensor), expected)      # known by now
+
+
+def test_blocks_and_rows_of_any_length_add_up() -> None:
+    torch.manual_seed(2)
+    numbers = torch.randn(301_111)
+    numbers[::1000], numbers[70_000:140_000] = math.nan, math.inf     # whole blocks without a finite element
+    for tensor in (numbers, numbers[:300_000].view(2, 150_000).t(), numbers[:300_000].view(3, -1)[:, 5:99_000],
+                   numbers[:300_000].view(100_000, 3)[:, 1]):
+        assert_same(digest_tensor(tensor), by_definition(tensor))
+
+
+def test_statistics_do_not_depend_on_threads() -> None:
+    tensor, threads = torch.randn(1 << 20), torch.get_num_threads()
+    found = set()
+    try:
+        for number in (1, 2, 3):
+            torch.set_num_threads(number)
+            digests._recent.clear()
+            digests._older.clear()
+            found.add(repr(digest_tensor(tensor)))
+    finally:
+        torch.set_num_threads(threads)
+    assert len(found) == 1
+
+
+def test_a_large_transposed_tensor_is_never_copied_as_a_whole() -> None:
+    tensor = torch.zeros(2000, 2000).t()
+    tracemalloc.start()
+    try:
+        digest_tensor(tensor)
+        assert tracemalloc.get_traced_memory()[1] < tensor.nbytes // 4
+    finally:
+        tracemalloc.stop()
+
+
+def test_writes_that_nothing_tells_of_are_seen() -> None:
+    """What is known of bytes is known by the bytes, not by who wrote them."""
+    tensor, ones = torch.ones(64, 32), torch.ones(64, 32)
+    before = digest_tensor(tensor.t())
+    ctypes.memset(tensor.data_ptr() + 4 * 100, 0, 4)
+    after = digest_tensor(tensor.t())
+    assert before.hex != after.hex and (before.min, after.min) == (1.0, 0.0)
+    ctypes.memmove(tensor.data_ptr(), ones.data_ptr(), tensor.nbytes)
+    assert digest_tensor(tensor.t()) == before
+    assert digest_tensor(tensor.view(torch.int32).t()).max == 0x3F800000, "other numbers of the same bytes"
+
+
+def test_what_was_not_used_for_long_is_forgotten() -> None:
+    for number in range(3 * digests._REMEMBERED):
+        digest_tensor(torch.tensor([number]))
+    assert len(digests._recent) + len(digests._older) <= 2 * digests._REMEMBERED
+    assert digest_tensor(torch.tensor([5])).max == 5.0
+
+
+def test_every_result_of_every_op_has_its_digest_also_where_it_is_the_same_memory(tmp_path: Path) -> None:
+    path, x = tmp_path / "views.opreplay", torch.randn(6, 4)
+    with replayfmt.capture(path, digests="ops"):
+        y = x + 1
+        y.t().unsqueeze(0).expand(2, 4, 6)
+        y.mul_(2)
+        torch.ops.aten.split(y.t(), 2)
+    with open_capture(path) as reader:
+        records = list(reader.records())
+    ops = {record.ordinal: record for record in records if record.kind is RecordKind.op}
+    found = [(record.argument("of"), record.argument("result")) for record in records
+             if record.kind is RecordKind.digest and record.argument("of") != -1]
+    expected = [(ordinal, place) for ordinal, record in ops.items()
+                for place in range(2 if reader.kernels[record.signature.kernel].name == "aten::split" else 1)]
+    assert len(ops) == 7 and [of for of, _result in found] == [of for of, _result in expected]
+    with replayfmt.Plan(path) as plan:
+        result = plan.execute(verify="bitwise")
+        assert result.outcome == "ok" and result.verification.digests >= len(expected)
