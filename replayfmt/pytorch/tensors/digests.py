@@ -18,10 +18,10 @@ import xxhash
 from replayfmt.format.codes import DType, TensorFlag
 from replayfmt.format.records.digest import Sample, TensorDigest, sample_positions, signed
 
-from ..elements import Dims, array_of, in_memory_order, merged, pieces
-from ..statistics import Statistics, reader, statistics
 from .dtypes import DTYPE_CODE
+from .elements import Dims, array_of, in_memory_order, merged, pieces
 from .memory import host_view, make_view
+from .statistics import Statistics, reader, statistics
 
 _GATHERED_ELEMENTS = 1 << 17    # hashed at once where they are scattered: enough that cache lines are read few times
 _REMEMBERED = 1024              # results; up to twice as many are kept, of some kilobytes each

@@ -14,8 +14,8 @@ import torch
 
 from replayfmt.format.codes import DType
 
+from .dtypes import TORCH_DTYPE
 from .elements import pieces
-from .tensors.dtypes import TORCH_DTYPE
 
 # NaN count, inf count, min, max, mean, L2 norm.
 Statistics = tuple[int, int, float | None, float | None, float | None, float | None]
