@@ -102,11 +102,23 @@ class ReplayMismatch(OpReplayError):
     findings: tuple[str, ...] = ()
 
 
+class SubstitutionFailed(ReplayFailed):
+    """A replacement raised an exception. `findings` are the lines of its traceback, from the replacement's file on."""
+
+    status = "ABORTED"
+
+    def __init__(self, message: str, findings: tuple[str, ...] = ()) -> None:
+        super().__init__(message)
+        self.findings = findings
+
+
 class SubstitutionRejected(ReplayMismatch):
     """A replacement does not do what the kernel it stands for does; it was not used.
 
     `report` says what was found of every substituted signature, `findings` what is wrong, a full sentence each.
     """
+
+    status = "ABORTED"
 
     def __init__(self, message: str, report: SubstitutionFindings) -> None:
         super().__init__(message)

@@ -16,7 +16,7 @@ from .command import reader_may_leave, run_tool, say, tool
 from .compare import refuse_with_compare, run_compare
 from .per_op import PerOpFlags, per_op_options, run_per_op
 from .profiling_flags import profiled, profiling_options, profiling_request
-from .replay_flags import ReplayFlags, replay_options, shown_if_rejected
+from .replay_flags import ReplayFlags, replay_options
 
 if TYPE_CHECKING:
     from replayfmt.benchmark.measure import Options
@@ -82,7 +82,6 @@ def cli(context: click.Context, /, capture: str, flags: ReplayFlags,
         if per_op is not None:
             progress = stack.enter_context(_progress())
             return run_per_op(plan, per_op, benchmark_format, progress, out.write if out is not None else None)
-        stack.enter_context(shown_if_rejected(False))
         if compare:
             progress = stack.enter_context(_progress())
             run_compare(plan, options, benchmark_format, progress, out.write if out is not None else None)

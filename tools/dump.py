@@ -35,10 +35,11 @@ from .command import run_tool, tool
 @click.option("--summary", is_flag=True, help="Only the file and its summary.")
 @click.option("--signatures", is_flag=True, help="Only the distinct signatures of ops (docs/signatures.md), with how "
               "often each is called; of --ops and --kernel if given.")
-@click.option("--kernel-skeleton", type=int, metavar="ID", help="Print a Python file to start a replacement of the "
-              "kernel with this id from, for --replay-kernel-substitution of other tools.")
+@click.option("--kernel-skeleton", metavar="ID|OPERATOR", help="Print a Python file to start a replacement of "
+              "a kernel from, for --replay-kernel-substitution of other tools: of that id, or of that name (aten::mm, "
+              "aten::mm.default).")
 def cli(capture: str, form: str | None, query: str | None, ops: str | None, scopes: tuple[str, ...],
-        kernels: tuple[str, ...], values: int, summary: bool, signatures: bool, kernel_skeleton: int | None) -> None:
+        kernels: tuple[str, ...], values: int, summary: bool, signatures: bool, kernel_skeleton: str | None) -> None:
     """Show what is in CAPTURE.
 
     An incomplete capture is shown as far as it goes, and says so.

@@ -158,13 +158,14 @@ class ReplayFlags:
 
 
 @contextmanager
-def shown_if_rejected(rows: bool) -> Iterator[None]:
-    """Print what was found of replacements, as text or as JSON rows, where they are rejected; the error goes on."""
+def rows_if_rejected() -> Iterator[None]:
+    """Print what was found of replacements as JSON rows where they are rejected; the error, which says the same for
+    people, goes on."""
     try:
         yield
     except SubstitutionRejected as error:
-        for line in map(json.dumps, error.report.as_rows()) if rows else error.report.as_text():
-            say(line)
+        for row in error.report.as_rows():
+            say(json.dumps(row))
         raise
 
 

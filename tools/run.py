@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 import click
@@ -13,7 +14,7 @@ from replayfmt.format.printable import printable
 from .command import reader_may_leave, report, run_tool, say, tool
 from .profiling_flags import profiled, profiling_options, profiling_request
 from .progress import record_bar
-from .replay_flags import ReplayFlags, replay_options, shown_if_rejected
+from .replay_flags import ReplayFlags, replay_options, rows_if_rejected
 
 if TYPE_CHECKING:
     from replayfmt.replay.results import ReplayResult
@@ -59,7 +60,8 @@ def cli(context: click.Context, /, capture: str | None, list_initializers: bool,
 
             device_kernels.check_device(plan)
             kernels = device_kernels.kernels_of(plan)
-        with record_bar("replaying", plan.reader.record_count) as on_progress, shown_if_rejected(form == "jsonl"):
+        shown = rows_if_rejected() if form == "jsonl" else nullcontext()
+        with record_bar("replaying", plan.reader.record_count) as on_progress, shown:
             result = plan.execute(verify=flags.verify, keep_going=keep_going, on_progress=on_progress, scope_times=True)
         with reader_may_leave():
             if form == "jsonl":

@@ -1,15 +1,17 @@
 """The skeleton of a replacement for a kernel of a capture: a Python file that runs, and does what the kernel does.
 
 It is a function with the operator's parameters and their defaults that calls the original; what is to be replaced is
-its last line. A capture is untrusted and this becomes code, so nothing of it is copied as it stands: the schema is
-taken apart and put together again, names have to be identifiers, defaults have to be literals, and everything else of
-the capture is text in docstrings, escaped.
+its last line. Loading it needs no library: the original is looked up when it is called. A capture is untrusted and this
+becomes code, so nothing of it is copied as it stands: the schema is taken apart and put together again, names have to
+be identifiers, defaults have to be literals, and everything else of the capture is text in docstrings, escaped.
 """
 
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
+from difflib import get_close_matches
 from keyword import iskeyword
 from os.path import basename
 
@@ -36,12 +38,13 @@ _SCALAR_TYPES = ("uint8", "int8", "int16", "int32", "int64", "float16", "float32
 _LAYOUTS = ("strided", "sparse_coo")
 
 
-def kernel_skeleton(reader: CaptureReader, kernel_id: int) -> str:
-    """The file's text. Raises UsageError where there is no such kernel, or its schema makes no Python function."""
-    flag = f"--kernel-skeleton={kernel_id}"
-    count = len(reader.kernels) - 1
-    if not 1 <= kernel_id <= count:
-        raise UsageError(f"{flag}: {reader.path} has " + (f"the kernels 1 to {count}" if count else "no kernels"))
+def kernel_skeleton(reader: CaptureReader, which: int | str) -> str:
+    """The file's text. `which` is a kernel's id or the name of an operator, with or without its overload.
+
+    Raises UsageError where there is no such kernel, a name means several, or the schema makes no Python function.
+    """
+    flag = f"--kernel-skeleton={which}"
+    kernel_id = _kernel_id(reader, which, flag)
     kernel = reader.kernels[kernel_id]
     assert kernel is not None
     if kernel.kind is not KernelKind.operator:
@@ -56,6 +59,27 @@ def kernel_skeleton(reader: CaptureReader, kernel_id: int) -> str:
         return _Skeleton(reader, kernel_id, kernel, schema).text()
     except ValueError as error:
         raise UsageError(f"{flag}: no skeleton can be written of {kernel.qualified_name}: {error}") from None
+
+
+def _kernel_id(reader: CaptureReader, which: int | str, flag: str) -> int:
+    """The kernel that an id or a name means. Raises UsageError."""
+    count = len(reader.kernels) - 1
+    if isinstance(which, int) or re.fullmatch("-?[0-9]{1,18}", which):
+        if not 1 <= int(which) <= count:
+            raise UsageError(f"{flag}: {reader.path} has " + (f"the kernels 1 to {count}" if count else "no kernels"))
+        return int(which)
+    found = {kernel.qualified_name: number for number, kernel in enumerate(reader.kernels)
+             if kernel is not None and which in (kernel.name, kernel.qualified_name)}
+    if not found:
+        close = get_close_matches(which, sorted({name for kernel in reader.kernels if kernel is not None
+                                                 for name in (kernel.name, kernel.qualified_name)}), 3)
+        raise UsageError(f"{flag}: {reader.path} calls no operator of that name; "
+                         + (f"did you mean {' or '.join(close)}?" if close else
+                            "opreplay-dump --signatures lists what it calls"))
+    if len(found) > 1:
+        raise UsageError(f"{flag}: {reader.path} calls {len(found)} overloads of it; name one of "
+                         f"{', '.join(sorted(found))}")
+    return next(iter(found.values()))
 
 
 class _Skeleton:
@@ -74,8 +98,7 @@ class _Skeleton:
 
     def text(self) -> str:
         lines = [*self._heading(), "", "from __future__ import annotations", "", "import torch",
-                 "from torch import Tensor", "", self._is_registered(),
-                 f"{self._original} = {self._operator()}", "", "",
+                 "from torch import Tensor", "", "", *self._called_original(), "", "",
                  f"def {self._function}(", *self._parameters(), f") -> {self._returned_hint()}:",
                  *self._docstring(), f"    return {self._original}({', '.join(self._passed())})"]
         return "\n".join(lines) + "\n"
@@ -88,9 +111,13 @@ class _Skeleton:
         yield ""
         yield "It is checked against the original kernel at every captured call, then used:"
         yield ""
-        yield f"    opreplay-run --replay-kernel-substitution={chosen} CAPTURE"
-        yield f"    opreplay-benchmark --compare --replay-kernel-substitution={chosen} CAPTURE"
+        allowed = "" if name.startswith("aten::") else "--allow-import=MODULE "
+        yield f"    opreplay-run {allowed}--replay-kernel-substitution={chosen} CAPTURE"
+        yield f"    opreplay-benchmark --compare {allowed}--replay-kernel-substitution={chosen} CAPTURE"
         yield ""
+        if allowed:
+            yield "MODULE registers the operator; this file may import it as well."
+            yield ""
         yield f"The capture calls it {_times(calls)}, by signature (how often, the ordinal of the first, signature):"
         yield ""
         yield from self._signatures(self._groups)
@@ -103,10 +130,14 @@ class _Skeleton:
         if len(groups) > _SHOWN_SIGNATURES:
             yield f"    and {len(groups) - _SHOWN_SIGNATURES} more signatures"
 
-    def _is_registered(self) -> str:
-        """`torch.ops` has attributes that are no operators: the dispatcher has to have one of this name."""
+    def _called_original(self) -> Iterator[str]:
+        """Looked up when it is called: a library that a replay is allowed to import may not be there when this file is
+        loaded. `torch.ops` has attributes that are no operators: the dispatcher has to have one of this name."""
         overload = "" if self._kernel.overload == "default" else self._kernel.overload
-        return f'torch._C._dispatch_find_schema_or_throw("{self._kernel.name}", "{overload}")'
+        yield f"def {self._original}(*args: object, **kwargs: object) -> object:"
+        yield '    """The kernel that is replaced."""'
+        yield f'    torch._C._dispatch_find_schema_or_throw("{self._kernel.name}", "{overload}")'
+        yield f"    return {self._operator()}(*args, **kwargs)"
 
     def _operator(self) -> str:
         namespace, _, base = self._kernel.name.partition("::")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -168,24 +169,30 @@ def test_a_wrong_kernel_exits_with_1_and_what_was_found_is_printed(captured: Cap
     path = captured(program)
     flag = f"--replay-kernel-substitution=aten::mm={kernels('def mm(self, mat2): return self @ mat2 + 0.1')}"
     code, out, err = tool("run", flag, path)
-    assert code == 1
-    assert out.startswith("substituted: 4 calls of 2 signatures, NOT as the original kernels\n")
+    assert (code, out) == (1, ""), "what was found is printed once"
     first, *findings = err.splitlines()
-    assert first == (f"DATA_LOSS: {path}: the replacements of 2 signatures do not do what the original kernels do; "
+    assert first == (f"ABORTED: {path}: the replacements of 2 signatures do not do what the original kernels do; "
                      "nothing was timed")
     assert len(findings) == 2 and "kernels.py:mm in the place of aten::mm.default(float32[4,6]" in findings[0]
+    assert re.search(r"the worst at ordinal \d+, result 0: element \[\d, \d\] expected -?[\d.]+, got -?[\d.]+, where",
+                     findings[0])
     code, out, _err = tool("run", "--format=jsonl", flag, path)
     assert code == 1 and [json.loads(line)["ok"] for line in out.splitlines()] == [False, False]
+    worst = json.loads(out.splitlines()[0])["worst"]
+    assert abs(float(worst["got"]) - float(worst["expected"]) - 0.1) < 1e-4 and len(worst["index"]) == 2
     assert tool("run", flag, "--substitution-atol=0.2", "--verify=none", path)[0] in (0, 1)
     code, _out, err = tool("benchmark", flag, "--benchmark-min-time=1x", path)
-    assert code == 1 and "nothing was timed" in err
+    assert code == 1 and "nothing was timed" in err and err.startswith("ABORTED: ")
 
 
 def test_an_exception_in_a_file_names_its_line(captured: Captured, kernels: Kernels, tool: Tool) -> None:
     path = captured(program)
     file = kernels("def mm(self, mat2):\n    return helper(self)\ndef helper(x):\n    raise ValueError('no such tile')")
     code, out, err = tool("run", f"--replay-kernel-substitution=aten::mm={file}", path)
-    assert (code, out) == (1, "") and len(err.splitlines()) == 1
+    assert (code, out) == (1, "") and err.startswith(f"ABORTED: {path}: ordinal ")
+    assert [line.strip() for line in err.splitlines()[1:] if "^" not in line] == [
+        f'File "{file}", line 3, in mm', "return helper(self)", f'File "{file}", line 5, in helper',
+        "raise ValueError('no such tile')", "ValueError: no such tile"]
     assert f"scope execute): the replacement kernels.py:mm failed at {file}:5: ValueError: no such tile" in err
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import os
 import subprocess
 import sys
 from keyword import iskeyword
@@ -60,7 +61,7 @@ def test_the_skeleton_of_every_kernel_of_a_capture_passes_the_check_unchanged(ca
             text = kernel_skeleton(reader, number)
             file.write_text(text)
             tree = ast.parse(text)
-            (function,) = [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
+            function = [node.name for node in tree.body if isinstance(node, ast.FunctionDef)][-1]
             requests.append(f"{number}={file}:{function}")
         calls = sum(called.values())
     assert len(requests) > 20
@@ -84,6 +85,94 @@ def test_the_tool_prints_it_and_needs_no_torch(captured: Captured, tool: Tool, t
     done = subprocess.run([sys.executable, "-c", run, f"--kernel-skeleton={number}", str(path)], capture_output=True,
                           text=True, cwd=tmp_path, check=True)
     assert done.stdout == text
+
+
+FILLED = {
+    "aten::mm": "torch.mm(self, mat2)",
+    "aten::add_.Tensor": "self.add_(other, alpha=alpha)",
+    "aten::clamp": "torch.clamp(self, min, max)",
+    "aten::split": "torch.split(self, split_size, dim)",
+    "aten::index_put_": "self.index_put_(indices, values, accumulate)",
+    "aten::max.dim": "torch.max(self, dim, keepdim)",
+    "aten::_foreach_mul": "torch._foreach_mul(self, scalar)",
+}
+
+
+def filled(text: str, body: str) -> str:
+    """A skeleton with another last line."""
+    lines = text.rstrip().split("\n")
+    assert lines[-1].startswith("    return original(")
+    return "\n".join([*lines[:-1], f"    return {body}"]) + "\n"
+
+
+def test_a_skeleton_by_name_with_its_line_filled_in_stands_for_the_operator(captured: Captured, tool: Tool,
+                                                                            tmp_path: Path) -> None:
+    def calls() -> None:
+        x = torch.randn(4, 6)
+        torch.mm(x, x.t()).add_(1.0, alpha=2)
+        x.clamp(min=0.1)
+        x.split(2)
+        x[torch.tensor([0, 1])] = 0.0
+        x.max(1)
+        torch._foreach_mul([x, torch.ones(2)], 2.0)
+
+    path = captured(calls)
+    flags = []
+    for number, (name, body) in enumerate(FILLED.items()):
+        code, text, err = tool("dump", f"--kernel-skeleton={name}", path)
+        assert (code, err) == (0, ""), name
+        file = tmp_path / f"filled{number}.py"
+        file.write_text(filled(text, body))
+        flags.append(f"--replay-kernel-substitution={name}={file}")
+    code, out, err = tool("run", *flags, path)
+    assert (code, err) == (0, "") and f"substituted: {len(FILLED)} calls of {len(FILLED)} signatures, each" in out
+
+
+def test_a_name_of_several_overloads_is_asked_about(captured: Captured, tool: Tool) -> None:
+    def calls() -> None:
+        x = torch.ones(2, 2)
+        torch.mm(x, x, out=torch.empty(2, 2))
+        torch.mm(x, x)
+
+    path = captured(calls)
+    code, out, err = tool("dump", "--kernel-skeleton=aten::mm", path)
+    assert (code, out) == (2, "") and "calls 2 overloads of it; name one of aten::mm.default, aten::mm.out" in err
+    code, out, _err = tool("dump", "--kernel-skeleton=aten::mm.out", path)
+    assert code == 0 and "A replacement for aten::mm.out, " in out and "def mm(" in out
+
+
+LIBRARY = """import torch
+
+with_ = torch.library.Library("skeleton_late", "DEF")
+with_.define("half(Tensor x, float by=2.0) -> Tensor")
+with_.impl("half", lambda x, by=2.0: x / by, "CPU")
+"""
+
+
+def test_the_skeleton_of_a_librarys_operator_loads_before_the_library_does(tmp_path: Path) -> None:
+    """In processes of their own: what is registered once stays registered."""
+    (tmp_path / "late_library.py").write_text(LIBRARY)
+    (tmp_path / "program.py").write_text(
+        "import late_library, torch, replayfmt\nwith replayfmt.capture('c.opreplay'):\n"
+        "    torch.ops.skeleton_late.half(torch.randn(3))\n")
+    command = "import sys; sys.argv = ['opreplay-run', *sys.argv[1:]]; from opreplay_tools.run import main; main()"
+
+    def python(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, cwd=tmp_path,
+                              env={**os.environ, "PYTHONPATH": str(tmp_path)})
+
+    assert python("program.py").returncode == 0
+    with open_capture(tmp_path / "c.opreplay") as reader:
+        text = kernel_skeleton(reader, "skeleton_late::half")
+    assert "opreplay-run --allow-import=MODULE --replay-kernel-substitution=skeleton_late::half" in text
+    (tmp_path / "mine.py").write_text(text)
+    flag = "--replay-kernel-substitution=skeleton_late::half=mine.py"
+    refused = python("-c", command, flag, "c.opreplay")
+    assert refused.returncode == 1 and refused.stderr.startswith("FAILED_PRECONDITION: ")
+    assert "--allow-import=MODULE" in refused.stderr
+    done = python("-c", command, "--op-library=skeleton_late=late_library", "--allow-import=skeleton_late", flag,
+                  "c.opreplay")
+    assert done.returncode == 0 and "each checked against the original kernel" in done.stdout, done.stderr
 
 
 def test_it_says_what_has_to_be_written_and_returned_and_what_is_called(captured: Captured) -> None:
@@ -110,7 +199,8 @@ def test_it_says_what_has_to_be_written_and_returned_and_what_is_called(captured
 
 @pytest.mark.parametrize(("number", "said"), [
     ("0", "has the kernels 1 to"), ("-1", "has the kernels 1 to"), ("999", "has the kernels 1 to"),
-    ("x", "is not a valid integer"),
+    ("x", "calls no operator of that name; opreplay-dump --signatures"), ("", "calls no operator of that name"),
+    ("aten::one", "did you mean aten::ones"), ("aten::ones.out", "did you mean aten::ones"),
 ])
 def test_a_kernel_that_is_not_there_is_wrong_use(captured: Captured, tool: Tool, number: str, said: str) -> None:
     code, out, err = tool("dump", f"--kernel-skeleton={number}", captured(lambda: torch.ones(2)))
@@ -169,19 +259,23 @@ def test_what_a_capture_says_never_becomes_code(kernel: Kernel) -> None:
 
 
 def _harmless(text: str) -> None:
-    """Imports, a look into the registry, and one function that calls one name, with arguments that are names: nothing
-    else is code."""
+    """Imports, a function that looks into the registry and calls one name, and one that calls that, with arguments
+    that are names: nothing else is code."""
     tree = ast.parse(text)
     docstring, *body = tree.body
     assert isinstance(docstring, ast.Expr) and isinstance(docstring.value, ast.Constant)
-    future, imported, tensor, registered, original, function = body
+    future, imported, tensor, original, function = body
     assert ast.unparse(future) == "from __future__ import annotations"
     assert (ast.unparse(imported), ast.unparse(tensor)) == ("import torch", "from torch import Tensor")
+    assert isinstance(original, ast.FunctionDef) and isinstance(function, ast.FunctionDef)
+    assert ast.unparse(original.args) == "*args: object, **kwargs: object"
+    _said, registered, called = original.body
     asked = registered.value if isinstance(registered, ast.Expr) else None
     assert isinstance(asked, ast.Call) and ast.unparse(asked.func) == "torch._C._dispatch_find_schema_or_throw"
     assert all(isinstance(each, ast.Constant) for each in asked.args)
-    assert isinstance(original, ast.Assign) and isinstance(function, ast.FunctionDef)
-    for node in ast.walk(original.value):
+    assert isinstance(called, ast.Return) and isinstance(called.value, ast.Call)
+    assert ast.unparse(called.value).endswith("(*args, **kwargs)")
+    for node in ast.walk(called.value.func):
         assert isinstance(node, ast.Name | ast.Attribute | ast.Call | ast.Constant | ast.Load)
         assert not isinstance(node, ast.Call) or ast.unparse(node.func) == "getattr"
     for default in [*function.args.defaults, *filter(None, function.args.kw_defaults)]:
@@ -194,10 +288,10 @@ def _harmless(text: str) -> None:
     text_of_function, returned = function.body
     assert isinstance(text_of_function, ast.Expr) and isinstance(text_of_function.value, ast.Constant)
     assert isinstance(returned, ast.Return) and isinstance(returned.value, ast.Call)
-    (target,) = original.targets
-    assert ast.unparse(returned.value.func) == ast.unparse(target)
+    target = original.name
+    assert ast.unparse(returned.value.func) == target
     names = {argument.arg for argument in [*function.args.args, *function.args.kwonlyargs]}
-    assert ast.unparse(target) not in names | {function.name}
+    assert target not in names | {function.name}
     if function.args.kwarg is not None:
         names.add(function.args.kwarg.arg)
     passed = set()
@@ -258,7 +352,7 @@ def test_almost_every_operator_of_pytorch_has_a_skeleton_that_binds() -> None:
             continue
         scope: dict[str, Any] = {}
         exec(compile(text, "skeleton", "exec"), scope)
-        (function,) = [value for value in scope.values() if getattr(value, "__code__", None)]
+        function = [value for value in scope.values() if getattr(value, "__code__", None)][-1]
         check_binding(replacement_of(function, "skeleton").signature, found._schema, name)
         made += 1
     assert made > 400 and not refused

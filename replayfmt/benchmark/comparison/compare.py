@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from replayfmt.errors import ReplayMismatch, UsageError
+from replayfmt.errors import ReplayMismatch, SubstitutionFailed, UsageError
 from replayfmt.replay.plan import Plan
 from replayfmt.replay.results import ReplayResult
 from replayfmt.replay.substitution.replace import Replace
@@ -85,7 +85,7 @@ class _Timed:
         function = site.wrap(replacement.call) if self._replaced else site.original
         return None, _timed(function, self.watches[key])
 
-    def failure(self, ordinal: int, error: BaseException) -> str | None:
+    def failure(self, ordinal: int, error: BaseException) -> SubstitutionFailed | None:
         return self._failures.failure(ordinal, error) if self._replaced else None
 
     def reset(self) -> None:

@@ -198,9 +198,9 @@ class Machine:
             if isinstance(error, UnexpectedBehaviour):
                 self._judge.diverged(Where(ordinal, None, ordinal), "what it did when it was captured", str(error))
                 raise StopReplay from None
-            message = None if self._stand_in is None else self._stand_in.failure(ordinal, error)
-            if message is not None:
-                raise ReplayFailed(message) from error
+            failed = None if self._stand_in is None else self._stand_in.failure(ordinal, error)
+            if failed is not None:
+                raise failed from error
             what, scope = self.describe(ordinal)
             inside = f", scope {scope}" if scope else ""
             raise ReplayFailed(f"{self._reader.path}: ordinal {ordinal} ({what}{inside}) failed: "

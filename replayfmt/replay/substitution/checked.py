@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from replayfmt.errors import OpReplayError, ReplayFailed
+from replayfmt.errors import OpReplayError, SubstitutionFailed
 from replayfmt.format.reader import CaptureReader
 from replayfmt.pytorch.settings import apply_settings, read_settings
 
@@ -24,6 +24,7 @@ from .loading import Replacement
 from .ranges import Ranges, Returned
 from .sites import Site
 from .table import Substitutions
+from .worst import Worst
 
 _MOST_FAULTS = 5
 
@@ -33,7 +34,8 @@ class SignatureCheck:
     """What a replacement did at the calls of one signature. `first` is the ordinal of the first call.
 
     `faults` are sentences about its behaviour (the first few, `fault_count` counts them all); `beyond` names the first
-    call with a value that was too far off, None where there is none.
+    call with a value that was too far off, None where there is none; `worst` is the element that is farthest off of
+    all calls, `worst_place` the call's ordinal, and the result or argument.
     """
 
     signature: str
@@ -46,7 +48,8 @@ class SignatureCheck:
     faults: list[str] = field(default_factory=list)
     fault_count: int = 0
     beyond: int | None = None
-    beyond_where: str = ""
+    worst: Worst | None = None
+    worst_place: tuple[int, str, str] = (0, "", "")      # with what is close
 
     @property
     def ok(self) -> bool:
@@ -56,11 +59,13 @@ class SignatureCheck:
         """One more call."""
         self.calls += 1
         self.distance = self.distance.with_(judgement.distance)
-        for where, each, close in judgement.distances:
-            if close not in self.tolerances:
-                self.tolerances.append(close)
-            if each.beyond and self.beyond is None:
-                self.beyond, self.beyond_where = ordinal, f"{where}, where close is {close}"
+        for each in judgement.compared:
+            if each.close not in self.tolerances:
+                self.tolerances.append(each.close)
+            if each.worst is not None:
+                self.beyond = ordinal if self.beyond is None else self.beyond
+                if self.worst is None or each.worst.times > self.worst.times:
+                    self.worst, self.worst_place = each.worst, (ordinal, each.where, each.close)
         self.fault_count += len(judgement.faults)
         for fault in judgement.faults:
             if len(self.faults) < _MOST_FAULTS and not any(known.endswith(fault) for known in self.faults):
@@ -71,8 +76,10 @@ class SignatureCheck:
         about = f"{self.replacement} in the place of {self.signature}"
         found = [f"{about}: {fault}" for fault in self.faults]
         if self.beyond is not None:
+            ordinal, where, close = self.worst_place
             found.append(f"{about}: {self.distance.beyond} of {self.distance.elements} elements are too far off, first "
-                         f"at ordinal {self.beyond}, {self.beyond_where}; {distances(self.distance)}")
+                         f"at ordinal {self.beyond}; the worst at ordinal {ordinal}, {where}: {self.worst}, where "
+                         f"close is {close}; {distances(self.distance)}")
         return found
 
 
@@ -119,7 +126,7 @@ class Check:
     def reason(self) -> str:
         return self._table.reason
 
-    def failure(self, ordinal: int, error: BaseException) -> str | None:
+    def failure(self, ordinal: int, error: BaseException) -> SubstitutionFailed | None:
         return None     # a checked call reports its replacement's failures itself
 
     def of(self, site: Site, replacement: Replacement) -> SignatureCheck:
@@ -191,9 +198,9 @@ class _CheckedCall:
             raise
         except (Exception, SystemExit, GeneratorExit) as error:
             check, site = self._check, self._site
-            text = failure(check.reader, check.describe, site.ordinal, self._replacement, error)
-            check.of(site, self._replacement).add(site.ordinal, Judgement([f"failed: {text}"]))
-            raise ReplayFailed(text) from error
+            failed = failure(check.reader, check.describe, site.ordinal, self._replacement, error)
+            check.of(site, self._replacement).add(site.ordinal, Judgement([f"failed: {failed}"]))
+            raise failed from error
 
     def _states(self) -> list[torch.Tensor]:
         return [generator.get_state() for generator in self._check.generators]
@@ -251,10 +258,11 @@ def _new_memory(returned: Any, arguments: list[torch.UntypedStorage]) -> list[to
 
 
 def failure(reader: CaptureReader, describe: Callable[[int], tuple[str, str]], ordinal: int, replacement: Replacement,
-            error: BaseException) -> str:
-    """The one line about an exception that came out of a replacement."""
+            error: BaseException) -> SubstitutionFailed:
+    """What an exception that came out of a replacement becomes."""
     what, scope = describe(ordinal)
     inside = f", scope {scope}" if scope else ""
     first_line = str(error).strip().partition("\n")[0]
-    return (f"{reader.path}: ordinal {ordinal} ({what}{inside}): the replacement {replacement.label} failed at "
-            f"{replacement.place_of(error)}: {type(error).__name__}: {first_line}")
+    return SubstitutionFailed(
+        f"{reader.path}: ordinal {ordinal} ({what}{inside}): the replacement {replacement.label} failed at "
+        f"{replacement.place_of(error)}: {type(error).__name__}: {first_line}", replacement.traceback_of(error))

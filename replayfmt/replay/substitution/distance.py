@@ -23,12 +23,12 @@ from ..verify.comparison import LARGEST, TOLERANCE
 # Elements compared at once: double-precision copies of large tensors would need several times their memory.
 _CHUNK = 1 << 20
 _INTEGER_OF_WIDTH = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_PLAIN_INTEGERS = frozenset({torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16,
+PLAIN_INTEGERS = frozenset({torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16,
                              torch.uint32, torch.uint64})
 # Exponents alone, without a sign.
 _UNSIGNED_FLOATS = frozenset({torch.float8_e8m0fnu})
 # Several numbers in a byte: nothing of PyTorch takes them apart.
-_PACKED = frozenset({torch.float4_e2m1fn_x2})
+PACKED = frozenset({torch.float4_e2m1fn_x2})
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Tolerance:
 
     def describe(self, dtype: torch.dtype) -> str:
         """For people."""
-        if not (dtype.is_floating_point or dtype.is_complex) or dtype in _PACKED:
+        if not (dtype.is_floating_point or dtype.is_complex) or dtype in PACKED:
             return "exactly equal"
         if self.absolute is None:
             return f"{self.of(dtype):g} of the value or of the root mean square"
@@ -99,14 +99,14 @@ def _larger(one: float | int | None, other: float | int | None) -> float | int |
 def distance(expected: torch.Tensor, got: torch.Tensor, tolerance: Tolerance) -> Distance:
     """The distance of two strided tensors of the same dtype and sizes."""
     dtype = expected.dtype
-    if dtype in _PLAIN_INTEGERS:
-        return _combined(_integers(*pair) for pair in _chunks(expected, got))
-    if dtype in _PACKED or not (dtype.is_floating_point or dtype.is_complex):
-        return _combined(_patterns(*pair) for pair in _chunks(expected, got))
+    if dtype in PLAIN_INTEGERS:
+        return _combined(_integers(*pair) for pair in chunks(expected, got))
+    if dtype in PACKED or not (dtype.is_floating_point or dtype.is_complex):
+        return _combined(_patterns(*pair) for pair in chunks(expected, got))
     if _same_bits(expected, got):
-        return _combined(_equal_floats(part) for part, _same in _chunks(expected, expected))
-    scale = _root_mean_square(expected) if tolerance.absolute is None else 0.0
-    return _combined(_floats(*pair, tolerance, scale) for pair in _chunks(expected, got))
+        return _combined(_equal_floats(part) for part, _same in chunks(expected, expected))
+    scale = scale_of(expected, tolerance)
+    return _combined(_floats(*pair, tolerance, scale) for pair in chunks(expected, got))
 
 
 def _combined(parts: Iterator[Distance]) -> Distance:
@@ -116,7 +116,7 @@ def _combined(parts: Iterator[Distance]) -> Distance:
     return total
 
 
-def _chunks(expected: torch.Tensor, got: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def chunks(expected: torch.Tensor, got: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """The elements of both in the same order, as flat contiguous tensors, some at a time."""
     left, right = _flat(expected), _flat(got)
     for start in range(0, left.numel(), _CHUNK):
@@ -151,7 +151,7 @@ def _same_bits(expected: torch.Tensor, got: torch.Tensor) -> bool:
         # Not with torch: the captured thread count is for the captured work. The names keep the bytes alive.
         left, right = _flat(expected), _flat(got)
         return np.array_equal(_host_bytes(left), _host_bytes(right))
-    return all(torch.equal(one.view(torch.uint8), other.view(torch.uint8)) for one, other in _chunks(expected, got))
+    return all(torch.equal(one.view(torch.uint8), other.view(torch.uint8)) for one, other in chunks(expected, got))
 
 
 def _host_bytes(flat: torch.Tensor) -> np.ndarray:
@@ -165,7 +165,7 @@ def _host_bytes(flat: torch.Tensor) -> np.ndarray:
 def _equal_floats(values: torch.Tensor) -> Distance:
     """What `_floats` finds of numbers and their equals."""
     parts = torch.view_as_real(values) if values.is_complex() else values
-    numbers = _double(parts) if parts.element_size() == 1 else parts
+    numbers = double(parts) if parts.element_size() == 1 else parts
     finite = numbers.isfinite()
     if values.is_complex():
         finite = finite.all(dim=1)
@@ -179,11 +179,10 @@ def _equal_floats(values: torch.Tensor) -> Distance:
 
 def _floats(expected: torch.Tensor, got: torch.Tensor, tolerance: Tolerance, scale: float) -> Distance:
     elements = expected.numel()
-    parts = 1
-    allowed = tolerance.of(expected.dtype)
+    parts, dtype = 1, expected.dtype
     if expected.is_complex():
         expected, got, parts = torch.view_as_real(expected).reshape(-1), torch.view_as_real(got).reshape(-1), 2
-    wanted, given = _double(expected), _double(got)
+    wanted, given = double(expected), double(got)
     finite = wanted.isfinite() & given.isfinite()
     same = (wanted == given) | (wanted.isnan() & given.isnan())
     whole = finite.view(-1, parts).all(dim=1)
@@ -193,19 +192,15 @@ def _floats(expected: torch.Tensor, got: torch.Tensor, tolerance: Tolerance, sca
     if not bool(whole.any()):
         return Distance(elements, different, not_finite, not_finite)
     zero = torch.zeros((), dtype=torch.float64, device=wanted.device)
-    apart = _length(torch.where(finite, wanted - given, zero), parts)[whole]
-    size = _length(torch.where(finite, wanted, zero), parts)[whole]
-    if tolerance.absolute is None:
-        bound = allowed * size.clamp(min=scale)
-    else:
-        bound = tolerance.absolute + allowed * size
-    beyond = int((apart > bound).sum())
+    apart = length(torch.where(finite, wanted - given, zero), parts)[whole]
+    size = length(torch.where(finite, wanted, zero), parts)[whole]
+    beyond = int((apart > allowed(size, dtype, tolerance, scale)).sum())
     pairs = finite.view(-1, parts).all(dim=1).repeat_interleave(parts)
     return Distance(elements, different, not_finite, not_finite + beyond, float(apart.max()), _relative(apart, size),
                     largest_ulp(*(_bits(each)[pairs].view(each.dtype) for each in (expected, got))))
 
 
-def _length(values: torch.Tensor, parts: int) -> torch.Tensor:
+def length(values: torch.Tensor, parts: int) -> torch.Tensor:
     """Absolute values; of complex numbers their magnitudes."""
     return values.abs() if parts == 1 else torch.hypot(*values.view(-1, 2).unbind(1))
 
@@ -216,18 +211,32 @@ def _relative(apart: torch.Tensor, size: torch.Tensor) -> float | None:
     return float((apart[nonzero] / size[nonzero]).max()) if bool(nonzero.any()) else None
 
 
-def _double(values: torch.Tensor) -> torch.Tensor:
+def double(values: torch.Tensor) -> torch.Tensor:
     # Not every narrow format converts to float64 at once; all of them fit float32 exactly.
     narrow = values.element_size() == 1
     return (values.to(torch.float32) if narrow else values).to(torch.float64)
 
 
+def scale_of(expected: torch.Tensor, tolerance: Tolerance) -> float:
+    """The value that a tensor's relative tolerance applies to at the least: its root mean square, 0 where an absolute
+    tolerance is given."""
+    return _root_mean_square(expected) if tolerance.absolute is None else 0.0
+
+
+def allowed(size: torch.Tensor, dtype: torch.dtype, tolerance: Tolerance, scale: float) -> torch.Tensor:
+    """How far off numbers of these absolute values may be."""
+    relative = tolerance.of(dtype)
+    if tolerance.absolute is None:
+        return relative * size.clamp(min=scale)
+    return tolerance.absolute + relative * size
+
+
 def _root_mean_square(expected: torch.Tensor) -> float:
     huge = LARGEST[DTYPE_CODE[expected.dtype]]
     squares, count = 0.0, 0
-    for part, _same in _chunks(expected, expected):
+    for part, _same in chunks(expected, expected):
         flat = torch.view_as_real(part).reshape(-1) if part.is_complex() else part
-        values = _double(flat)
+        values = double(flat)
         values = values[values.abs() < huge]        # neither NaN nor infinite, nor in the place of an infinity
         largest = float(values.abs().max()) if values.numel() else 0.0
         if largest > 1e150:

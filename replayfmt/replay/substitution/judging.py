@@ -7,7 +7,7 @@ arguments and with each other, what was written of the arguments and what was no
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -15,24 +15,43 @@ import torch
 from .clones import Clones, bytes_of, copy_of, has_memory, same_bytes, strided_parts
 from .distance import Distance, Tolerance, distance
 from .ranges import Ranges
+from .worst import Worst, worst_element
 
 # Numbers that left the device are judged like a digest's statistics (verify/comparison.py).
 _NUMBERS = (bool, int, float, complex)
 _NUMBER_TOLERANCE = 1e-3
 
 
+@dataclass(frozen=True)
+class Compared:
+    """The values of one result or argument: `where` it is, how far apart, what is `close`, and the element that is
+    farthest off where one is too far off."""
+
+    where: str
+    distance: Distance
+    close: str
+    worst: Worst | None
+
+
+def compare(where: str, expected: torch.Tensor, got: torch.Tensor, tolerance: Tolerance) -> Compared:
+    """Compare two strided tensors of the same dtype and sizes."""
+    found = distance(expected, got, tolerance)
+    return Compared(where, found, tolerance.describe(expected.dtype),
+                    worst_element(expected, got, tolerance) if found.beyond else None)
+
+
 @dataclass
 class Judgement:
-    """What was found of one call: `faults` are sentences about its behaviour, `distances` by result or argument."""
+    """What was found of one call: `faults` are sentences about its behaviour, `compared` has results and arguments."""
 
     faults: list[str] = field(default_factory=list)
-    distances: list[tuple[str, Distance, str]] = field(default_factory=list)     # where, how far, what is close
+    compared: list[Compared] = field(default_factory=list)
 
     @property
     def distance(self) -> Distance:
         total = Distance()
-        for _where, each, _close in self.distances:
-            total = total.with_(each)
+        for each in self.compared:
+            total = total.with_(each.distance)
         return total
 
 
@@ -134,7 +153,7 @@ def _leaf(where: str, expected: Any, got: Any, labels: _Labels, judgement: Judge
                                 f"one of {expected.untyped_storage().nbytes()}")
         return
     if fills and has_memory(expected):
-        judgement.distances.append((where, distance(expected, got, tolerance), tolerance.describe(expected.dtype)))
+        judgement.compared.append(compare(where, expected, got, tolerance))
 
 
 def _number(where: str, expected: Any, got: Any, judgement: Judgement) -> None:
@@ -143,8 +162,9 @@ def _number(where: str, expected: Any, got: Any, judgement: Judgement) -> None:
     elif isinstance(expected, float | complex):
         of = torch.complex128 if isinstance(expected, complex) else torch.float64
         mine, theirs = torch.tensor([expected], dtype=of), torch.tensor([got], dtype=of)
-        found = distance(mine, theirs, Tolerance(_NUMBER_TOLERANCE))
-        judgement.distances.append((where, found, f"{_NUMBER_TOLERANCE:g} of the value"))
+        found = compare(where, mine, theirs, Tolerance(_NUMBER_TOLERANCE))
+        worst = None if found.worst is None else replace(found.worst, index=None)
+        judgement.compared.append(replace(found, close=f"{_NUMBER_TOLERANCE:g} of the value", worst=worst))
     elif expected != got:
         judgement.faults.append(f"{where} is {got!r}, the original's {expected!r}")
 
@@ -207,9 +227,8 @@ def _arguments(sides: Sides, clones: Clones, pristine: Mapping[int, torch.Untype
                 judgement.faults.append(f"writes argument {named}, which the original does not write")
             continue
         if fills:
-            judgement.distances += [
-                (f"argument {name}", distance(expected, got, tolerance), tolerance.describe(expected.dtype))
-                for name, expected, got in judged]
+            judgement.compared += [compare(f"argument {name}", expected, got, tolerance)
+                                   for name, expected, got in judged]
         if not same and not _equal_outside(original, copy, judged):
             judgement.faults.append(f"writes memory beside argument {', '.join(name for name, *_ in judged)}, which "
                                     "the original leaves as it is")

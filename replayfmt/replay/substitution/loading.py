@@ -28,6 +28,7 @@ from .binding import schema_signature
 from .requests import Format, Request
 
 _LISTED = 12
+_LONGEST_TRACEBACK = 40      # lines
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,19 @@ class Replacement:
             if self.file and os.path.abspath(frame.filename) == self.file:
                 found = f"{self.file}:{frame.lineno}"
         return found or (f"{self.file}:{self.line}" if self.file and self.line else self.file or self.label)
+
+    def traceback_of(self, error: BaseException) -> tuple[str, ...]:
+        """An exception's traceback in lines, from where it came through this file first; empty where it did not.
+
+        Of what lies below, frames of other files are left out, the one that raised aside.
+        """
+        frames = traceback.extract_tb(error.__traceback__)
+        own = [bool(self.file) and os.path.abspath(frame.filename) == self.file for frame in frames]
+        if not any(own):
+            return ()
+        kept = [frame for index, frame in enumerate(frames) if own[index] or index == len(frames) - 1]
+        lines = "".join((*traceback.format_list(kept), *traceback.format_exception_only(error))).rstrip().split("\n")
+        return tuple(line.rstrip() for line in lines[-_LONGEST_TRACEBACK:])
 
 
 class Library:

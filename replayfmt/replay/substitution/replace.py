@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from typing import Any
 
+from replayfmt.errors import SubstitutionFailed
 from replayfmt.format.reader import CaptureReader
 
 from .checked import failure
@@ -31,6 +32,6 @@ class Replace:
         # What wraps custom operators is made for each site: it may depend on settings that change on the way.
         return (("replacement", replacement.call) if wrapped is replacement.call else None), wrapped
 
-    def failure(self, ordinal: int, error: BaseException) -> str | None:
+    def failure(self, ordinal: int, error: BaseException) -> SubstitutionFailed | None:
         replacement = self._table.at(ordinal)
         return None if replacement is None else failure(self._reader, self._describe, ordinal, replacement, error)

@@ -62,12 +62,21 @@ class SubstitutionReport:
             "replacement": check.replacement, "ok": check.ok, "calls": check.calls, "first": check.first,
             "elements": check.distance.elements, "different": check.distance.different,
             "not_finite": check.distance.not_finite, "beyond": check.distance.beyond,
-            "first_beyond": check.beyond,
+            "first_beyond": check.beyond, "worst": _worst_row(check),
             "largest_absolute": check.distance.largest_absolute, "largest_relative": check.distance.largest_relative,
             # A string: of 64-bit floats it may take more bits than a JSON number holds exactly.
             "largest_ulp": None if check.distance.largest_ulp is None else str(check.distance.largest_ulp),
             "tolerances": list(check.tolerances), "faults": list(check.faults), "fault_count": check.fault_count,
         } for check in self.checks]
+
+
+def _worst_row(check: SignatureCheck) -> dict[str, Any] | None:
+    """The element that is farthest off; its values are texts, because not every number is one of JSON's."""
+    if check.worst is None:
+        return None
+    ordinal, where, _close = check.worst_place
+    return {"ordinal": ordinal, "where": where, "index": None if check.worst.index is None else list(check.worst.index),
+            "expected": str(check.worst.expected), "got": str(check.worst.got)}
 
 
 def _counted(number: int, noun: str) -> str:

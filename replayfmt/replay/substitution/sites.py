@@ -9,6 +9,8 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from replayfmt.errors import SubstitutionFailed
+
 from ..planning.facts import Effects, Layout
 from ..planning.resolve import ResolvedKernel
 
@@ -48,6 +50,6 @@ class StandIn(Protocol):
         for the original."""
         ...
 
-    def failure(self, ordinal: int, error: BaseException) -> str | None:
-        """The message about an exception that a call of its own raised at an ordinal; None where that is none."""
+    def failure(self, ordinal: int, error: BaseException) -> SubstitutionFailed | None:
+        """What an exception at an ordinal becomes, where a call of its own raised it; None for any other."""
         ...

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from replayfmt.errors import SubstitutionFailed
 from replayfmt.pytorch.tensors.memory import make_view, new_storage, storage_bytes
 
 from ..substitution.clones import Clones, has_memory, strided_parts
@@ -68,7 +69,7 @@ class RunTwice:
             return None
         return None, _Twice(self, site)
 
-    def failure(self, ordinal: int, error: BaseException) -> str | None:
+    def failure(self, ordinal: int, error: BaseException) -> SubstitutionFailed | None:
         return None
 
     def look(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
