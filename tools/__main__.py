@@ -1,11 +1,13 @@
-"""`python -m replayfmt TOOL …`, `python -m opreplay_tools TOOL …`: the tools, where their commands are not on PATH."""
+"""`opreplay TOOL …`: the tools under one command; also `python -m replayfmt TOOL …`, where no command is on PATH."""
 
 from __future__ import annotations
 
 import sys
 from importlib import import_module
 
-from .command import say
+import click
+
+from .command import run_tool
 
 # The short name of each tool, and its module. `python -m opreplay_tools.MODULE` runs it, too.
 TOOLS = {
@@ -18,25 +20,35 @@ TOOLS = {
     "import": "importer",
     "export": "export",
 }
-_USAGE = f"""Usage: python -m replayfmt TOOL [ARGUMENTS]
 
-TOOL is {", ".join(TOOLS)}: what opreplay-TOOL is. `TOOL --help` says what it does.
-"""
+
+class _Tools(click.Group):
+    """Imports a tool when it is asked for."""
+
+    def list_commands(self, context: click.Context) -> list[str]:
+        return list(TOOLS)
+
+    def get_command(self, context: click.Context, name: str) -> click.Command | None:
+        module = TOOLS.get(name)
+        return None if module is None else import_module(f".{module}", __package__).cli  # type: ignore[no-any-return]
+
+
+@click.command("opreplay", _Tools, no_args_is_help=False, subcommand_metavar="TOOL [ARGUMENTS]",
+               context_settings={"help_option_names": ["-h", "--help"]},
+               epilog="`opreplay TOOL …` is `opreplay-TOOL …`.")
+@click.version_option(package_name="opreplay", prog_name="opreplay")
+def cli() -> None:
+    """Capture what a PyTorch program gives its devices, and do it again without the program."""
 
 
 def main() -> None:
     """Run the tool that the first argument names, with the other arguments."""
     name = sys.argv[1] if len(sys.argv) > 1 else None
-    if name in ("-h", "--help"):
-        print(_USAGE, end="")
-        sys.exit(0)
-    if name not in TOOLS:
-        said = "name a tool" if name is None else f"there is no tool {name!r}"
-        say(f"INVALID_ARGUMENT: {said}", err=True)
-        print(f"\n{_USAGE}", end="", file=sys.stderr)
-        sys.exit(2)
-    sys.argv = [f"opreplay-{name}", *sys.argv[2:]]
-    import_module(f".{TOOLS[name]}", __package__).main()
+    if name in TOOLS:
+        sys.argv = [f"opreplay-{name}", *sys.argv[2:]]
+        import_module(f".{TOOLS[name]}", __package__).main()
+    else:
+        run_tool(cli)
 
 
 if __name__ == "__main__":

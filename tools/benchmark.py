@@ -27,7 +27,13 @@ _OUT = "--benchmark-out"
 _REDRAW_S = 0.2
 
 
-@tool("opreplay-benchmark")
+@tool("opreplay-benchmark",
+      ("opreplay-benchmark --replay-scope=execute step.opreplay",
+       "Time one scope:"),
+      ("opreplay-benchmark --per-op step.opreplay",
+       "Time every op on its own:"),
+      ("opreplay-benchmark --compare --replay-kernel-substitution=aten::mm=my_mm.py step.opreplay",
+       "Is my kernel faster?"))
 @replay_options
 @click.option("--replay-scope", multiple=True, metavar="NAME",
               help="Report the time inside the scopes of this name, or of this full path (execute/step 3), instead of "
@@ -47,13 +53,15 @@ _REDRAW_S = 0.2
                    "the whole replay, its scopes and each signature whether there is a difference.")
 @per_op_options
 @profiling_options
-@click.argument("capture", metavar="CAPTURE")
+@click.argument("capture", metavar="CAPTURE", type=click.Path())
 @click.pass_context
 def cli(context: click.Context, /, capture: str, flags: ReplayFlags,
         replay_scope: tuple[str, ...], benchmark_min_time: str, benchmark_warmup: int, benchmark_repetitions: int,
         benchmark_format: str, benchmark_out: str | None, compare: bool, device_profiling_mode: str | None,
         device_profiling_output: str | None, force: bool, **_per_op: object) -> int:
-    """Replay CAPTURE repeatedly and report real time, CPU time and their spread. Verifies before and after timing.
+    """Replay CAPTURE repeatedly and report how long it takes.
+
+    Verifies before and after timing.
 
     With --per-op, measure each of its ops on its own instead; with --compare, substituted kernels against the
     original ones.

@@ -17,7 +17,13 @@ from .command import run_tool, tool
 _COUNT = click.IntRange(min=0)
 
 
-@tool("opreplay-capture")
+@tool("opreplay-capture",
+      ("opreplay-capture -o step.opreplay train.py --steps 1",
+       "A script with its own flags:"),
+      ("opreplay-capture -o gen.opreplay --mark=my_model:Net.forward=forward -m my_package.generate",
+       "A module, with every call of one function as a scope:"),
+      ("opreplay-capture -o shape.opreplay --payload=none infer.py",
+       "Without content, safe to share:"))
 @click.option("-o", "--output", required=True, metavar="FILE",
               help="Where to write the capture. {rank} and {pid} are replaced by this process's.")
 @click.option("-m", "is_module", is_flag=True, help="PROGRAM is a module's name, as in python -m.")
@@ -65,7 +71,9 @@ def cli(output: str, is_module: bool, force: bool, payload: str, files: tuple[st
         opaque_results: tuple[str, ...], inside: tuple[str, ...], whole: tuple[str, ...], marks: tuple[str, ...],
         module_scopes: bool, start_op: int | None, stop_op: int | None, start_scope: str | None,
         stop_scope: str | None, program: str, arguments: tuple[str, ...]) -> None:
-    """Run PROGRAM (a script, or with -m a module) with its ARGUMENTS and record what it does into FILE.
+    """Run PROGRAM with its ARGUMENTS and record its work into FILE.
+
+    PROGRAM is a script, or with -m a module.
 
     The program behaves as under python, and its exit code is passed on; 1 where only the capture failed.
     Flags after PROGRAM are its own.

@@ -78,7 +78,11 @@ def _print_report(report: CheckReport) -> None:
         _echo(f"  warning      {warning}")
 
 
-@tool("opreplay-check")
+@tool("opreplay-check",
+      ("opreplay-check step.opreplay",
+       "Is the file valid?"),
+      ("opreplay-check killed.opreplay.partial --recover whole.opreplay",
+       "Save what a killed capture wrote:"))
 @click.argument("file", type=click.Path())
 @click.argument("output", metavar="[OUT]", type=click.Path(), required=False)
 @click.option("--recover", "out", metavar="OUT", type=click.Path(),
@@ -91,7 +95,9 @@ def _print_report(report: CheckReport) -> None:
                    "it. Repeatable; the longest match wins.")
 @click.option("--force", is_flag=True, help="With --recover or --add-digests: replace OUT where it exists.")
 def cli(file: str, output: str | None, out: str | None, adding: bool, remaps: tuple[str, ...], force: bool) -> None:
-    """Verify everything in the capture FILE: structure, hashes of every frame and payload, references.
+    """Verify everything in the capture FILE.
+
+    That is its structure, the hashes of every frame and payload, and all references.
 
     Exits with 0 where it is valid, with 3 and the first finding where it is not; a capture that was never closed is
     not. With --recover or --add-digests, exits with 0 once OUT is verified.

@@ -1,4 +1,4 @@
-"""What every tool's command line has in common: errors as one line and an exit code, --version, --agents-md.
+"""What every tool's command line has in common: errors as one line and an exit code, help in groups, completion.
 
 Exit codes: 0 done, and verified as asked; 1 refused, failed or did not match; 2 wrong usage; 3 the capture is missing,
 unreadable or not valid. Imports no torch.
@@ -19,6 +19,7 @@ from replayfmt.errors import OpReplayError, UsageError
 from replayfmt.format.printable import printable
 
 from . import playbook
+from .option_groups import groups
 
 
 def agents_md_option(tool: str) -> Callable[[Any], Any]:
@@ -34,7 +35,23 @@ def agents_md_option(tool: str) -> Callable[[Any], Any]:
 
 
 class ToolCommand(click.Command):
-    """A command that refuses an option that takes one value and is given several: click would take the last."""
+    """A command whose help has its options in groups and ends with examples, and that refuses an option that takes one
+    value and is given several: click would take the last. `examples` are command lines with what each is for."""
+
+    examples: tuple[tuple[str, str], ...] = ()
+
+    def format_options(self, context: click.Context, formatter: click.HelpFormatter) -> None:
+        for heading, parameters in groups(self.get_params(context)):
+            records = [parameter.get_help_record(context) for parameter in parameters]
+            with formatter.section(heading):
+                formatter.write_dl([record for record in records if record is not None])
+
+    def format_epilog(self, context: click.Context, formatter: click.HelpFormatter) -> None:
+        if self.examples:
+            with formatter.section("Examples"):
+                for command, purpose in self.examples:
+                    formatter.write_text(purpose)
+                    formatter.write(f"{'':{formatter.current_indent + 2}}{command}\n")
 
     def make_parser(self, context: click.Context) -> Any:
         parser = super().make_parser(context)
@@ -56,11 +73,13 @@ def _takes_one_value(parameter: click.Parameter) -> bool:
     return isinstance(parameter, click.Option) and not (parameter.is_flag or parameter.multiple or parameter.count)
 
 
-def tool(name: str) -> Callable[[Callable[..., Any]], click.Command]:
-    """Make a click command called `name` out of a function, with the options that every tool has."""
+def tool(name: str, *examples: tuple[str, str]) -> Callable[[Callable[..., Any]], click.Command]:
+    """Make a click command called `name` out of a function, with the options that every tool has. `examples` for its
+    help: a command line and what it is for."""
 
     def decorate(function: Callable[..., Any]) -> click.Command:
         command = click.command(name, ToolCommand, context_settings={"help_option_names": ["-h", "--help"]})(function)
+        command.examples = examples
         command = agents_md_option(name)(command)
         return click.version_option(package_name="opreplay", prog_name=name)(command)
 
@@ -84,14 +103,18 @@ class OutputFailed(OpReplayError):
     """Stdout cannot be written: the disk it goes to is full, for instance."""
 
 
+class ReaderLeft(Exception):
+    """Whoever read stdout went away (`| head`). No OSError: click would exit with 1 for it."""
+
+
 class _Output(FileIO):
     """What is behind stdout. An OSError alone would not say that it is about the output."""
 
     def write(self, data: Any) -> int:
         try:
             return super().write(data)
-        except BrokenPipeError:
-            raise
+        except BrokenPipeError as error:
+            raise ReaderLeft from error
         except OSError as error:
             raise OutputFailed(f"the output could not be written: {error.strerror}") from error
 
@@ -115,7 +138,7 @@ def reader_may_leave() -> Iterator[None]:
     goes on. What it exits with, and the files it writes, do not depend on who reads."""
     try:
         yield
-    except BrokenPipeError:
+    except ReaderLeft:
         _discard(sys.stdout)
 
 
@@ -141,20 +164,14 @@ def run_tool(command: click.Command, *, own_streams: bool = True) -> None:
     if own_streams:
         _own_streams()
     try:
-        # Not command.main(), which turns a closed pipe into exit code 1.
-        with command.make_context(command.name, sys.argv[1:]) as context:
-            code = command.invoke(context)
+        code = command.main(prog_name=command.name, standalone_mode=False)
         sys.stdout.flush()
-    except click.exceptions.Exit as leaving:
-        code = leaving.exit_code
     except click.ClickException as error:
-        with said_if_possible():
-            error.show()
-        code = error.exit_code
+        report(UsageError(f"{' '.join(error.format_message().split())} ({command.name} --help)"))
+        code = UsageError.exit_code
     except (click.Abort, KeyboardInterrupt):
         code = 130
-    except BrokenPipeError:
-        # The reader of our output went away (`| head`): that ends the tool, and is no error of ours.
+    except ReaderLeft:      # that ends the tool, and is no error of ours
         _discard(sys.stdout)
         code = 0
     except OpReplayError as error:

@@ -17,7 +17,13 @@ from replayfmt.format.reader import open_capture
 from .command import run_tool, tool
 
 
-@tool("opreplay-dump")
+@tool("opreplay-dump",
+      ("opreplay-dump --summary step.opreplay",
+       "What is in it:"),
+      ("opreplay-dump --scope=execute --kernel='aten::addmm*' step.opreplay",
+       "One kernel in one scope:"),
+      ('opreplay-dump --jq \'select(.kind == "op") | .name\' step.opreplay',
+       "Rows for scripts:"))
 @click.argument("capture", type=click.Path())
 @click.option("--format", "form", type=click.Choice(["text", "jsonl"]), default=None,
               help="text for people (the default), or one JSON object a line.")

@@ -12,7 +12,9 @@ from .command import run_tool, say, tool
 from .progress import record_bar
 
 
-@tool("opreplay-export")
+@tool("opreplay-export",
+      ("opreplay-export step.opreplay step.zip",
+       "TraceLens EventReplay IR and a script that replays it:"))
 @click.option("--format", "form", type=click.Choice(["replay-zip"]), default="replay-zip", show_default=True,
               help="replay-zip: TraceLens EventReplay IR, a script that replays it with PyTorch alone, and a README.")
 @click.option("--ops", metavar="A:B", help="Only records with ordinals from A up to, not including, B. Either may be "
@@ -27,11 +29,11 @@ from .progress import record_bar
 @click.option("--partial", is_flag=True, help="Leave out calls that the format cannot say, instead of refusing; they "
               "are listed.")
 @click.option("--force", is_flag=True, help="Replace an existing file.")
-@click.argument("capture", metavar="CAPTURE")
-@click.argument("out", metavar="OUT")
+@click.argument("capture", metavar="CAPTURE", type=click.Path())
+@click.argument("out", metavar="OUT", type=click.Path())
 def cli(capture: str, out: str, form: str, ops: str | None, scopes: tuple[str, ...], kernels: tuple[str, ...],
         signatures: tuple[str, ...], unique: bool, partial: bool, force: bool) -> None:
-    """Write the operator calls of CAPTURE to OUT, for tools that do not know captures.
+    """Write the calls of CAPTURE to OUT for other tools.
 
     What the format cannot say (collectives, sparse tensors, what the capture itself has not) is refused, all of it
     listed. Exits with 0 if OUT was written, 1 if it was refused or could not be written, 2 for wrong usage, 3 if

@@ -24,7 +24,11 @@ _KINDS = ("auto", "kineto", "execution-trace", "tracelens")
 _LEVELS = ("auto", "leaf", "launching", "root")
 
 
-@tool("opreplay-import")
+@tool("opreplay-import",
+      ("opreplay-import trace.json.gz -o trace.opreplay",
+       "A profiler trace:"),
+      ("opreplay-import trace.json -o small.opreplay --unique --rewrite=portable",
+       "One of each call, with portable operators:"))
 @click.option("-o", "--output", required=True, metavar="FILE", help="Where to write the capture.")
 @click.option("--from", "kind", type=click.Choice(_KINDS), default="auto", show_default=True,
               help="What made the trace: the PyTorch profiler, its ExecutionTraceObserver, or TraceLens. auto looks "
@@ -55,12 +59,14 @@ _LEVELS = ("auto", "leaf", "launching", "root")
               help="How the report is printed.")
 @click.option("--report", "report_file", metavar="FILE", help="Write the report to FILE as well, as JSON lines.")
 @click.option("--force", is_flag=True, help="Replace files that exist.")
-@click.argument("trace", metavar="TRACE")
+@click.argument("trace", metavar="TRACE", type=click.Path())
 def cli(trace: str, output: str, kind: str, level: str, unique: bool, rewrite: str, op_libraries: tuple[str, ...],
         allowed: tuple[str, ...], aliases: tuple[str, ...], string_defaults: tuple[str, ...],
         graph_captures: tuple[str, ...], form: str,
         report_file: str | None, force: bool) -> int:
-    """Make the capture FILE out of TRACE, and report what of it is exact, inferred or missing.
+    """Make the capture FILE out of the trace TRACE.
+
+    A report says what of it is exact, inferred or missing.
 
     TRACE is a PyTorch profiler trace, a PyTorch execution trace, or TraceLens EventReplay IR; plain JSON, gzip, tar.gz
     or zip. Exits with 0 once the capture is written, also where some calls could not be completed: they are unsupported

@@ -20,7 +20,13 @@ if TYPE_CHECKING:
     from replayfmt.replay.results import ReplayResult
 
 
-@tool("opreplay-run")
+@tool("opreplay-run",
+      ("opreplay-run step.opreplay",
+       "Replay and verify:"),
+      ("opreplay-run --device=cuda:0 step.opreplay",
+       "On another device:"),
+      ("opreplay-run --replay-kernel-substitution=aten::mm=my_mm.py step.opreplay",
+       "With your own kernel, checked against the original:"))
 @replay_options
 @click.option("--keep-going", is_flag=True,
               help="Run what can be run and give every op a verdict: ok, refused, failed, mismatched or skipped.")
@@ -33,12 +39,12 @@ if TYPE_CHECKING:
               help="Print what fills content that was not captured, in the order it is tried, and exit. Needs no "
                    "CAPTURE.")
 @profiling_options
-@click.argument("capture", metavar="CAPTURE", required=False)
+@click.argument("capture", metavar="CAPTURE", type=click.Path(), required=False)
 @click.pass_context
 def cli(context: click.Context, /, capture: str | None, list_initializers: bool, flags: ReplayFlags, keep_going: bool,
         compare_kernels: bool, form: str, device_profiling_mode: str | None, device_profiling_output: str | None,
         force: bool) -> int:
-    """Replay CAPTURE without the program that made it, and verify the results.
+    """Replay CAPTURE without its program and verify the results.
 
     Exits with 0 if it ran and matched, 1 if it was refused, failed or did not match, 2 for wrong usage, 3 if CAPTURE is
     missing, unreadable or no valid capture.

@@ -18,7 +18,13 @@ from .progress import record_bar
 from .replay_flags import ReplayFlags, flag_of, replay_options
 
 
-@tool("opreplay-trim")
+@tool("opreplay-trim",
+      ("opreplay-trim --scope=execute step.opreplay execute.opreplay",
+       "One scope, with the memory it needs:"),
+      ("opreplay-trim --kernel=aten::mm --ops=:100 step.opreplay --script mm.py",
+       "A script that needs torch alone:"),
+      ("opreplay-trim --payload=none step.opreplay shared.opreplay",
+       "Without content, safe to share:"))
 @click.option("--ops", metavar="A:B", help="Keep records with ordinals from A up to, not including, B. Either may be "
               "missing.")
 @click.option("--scope", "scopes", multiple=True, metavar="NAME", help="Keep records inside the scopes of this name or "
@@ -40,12 +46,14 @@ from .replay_flags import ReplayFlags, flag_of, replay_options
               "list them, instead of refusing.")
 @click.option("--force", is_flag=True, help="Replace an existing file, or an existing directory of test vectors.")
 @replay_options
-@click.argument("capture", metavar="IN")
-@click.argument("out", metavar="[OUT]", required=False)
+@click.argument("capture", metavar="IN", type=click.Path())
+@click.argument("out", metavar="[OUT]", type=click.Path(), required=False)
 def cli(capture: str, out: str | None, ops: str | None, scopes: tuple[str, ...], kernels: tuple[str, ...],
         signatures: tuple[str, ...], payload: str, script: str | None, script_data: str | None,
         vectors: str | None, partial: bool, force: bool, flags: ReplayFlags) -> None:
-    """Write the selected part of the capture IN to OUT, so that it replays by itself and gives the same results.
+    """Write a part of the capture IN to OUT.
+
+    OUT replays by itself and gives the same results.
 
     What the part needs from before is computed by replaying IN up to its end, and verified. Selections of several
     kinds keep what all of them select. Without any, everything is kept, which makes sense with --payload=none.

@@ -1,0 +1,99 @@
+"""What the command lines say of themselves: help in groups, examples that hold, one line for mistakes, completion."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import click
+import pytest
+from opreplay_tools.__main__ import TOOLS
+from opreplay_tools.command import ToolCommand, run_tool
+from opreplay_tools.option_groups import GROUPS
+
+COMMANDS: dict[str, ToolCommand] = {name: import_module(f"opreplay_tools.{module}").cli
+                                    for name, module in TOOLS.items()}
+
+
+def help_of(command: click.Command) -> str:
+    with command.make_context(command.name, [], resilient_parsing=True) as context:
+        return command.get_help(context)
+
+
+def options(command: click.Command) -> list[click.Option]:
+    with command.make_context(command.name, [], resilient_parsing=True) as context:
+        return [each for each in command.get_params(context) if isinstance(each, click.Option)]
+
+
+def long_name(option: click.Option) -> str:
+    return max(option.opts, key=len)
+
+
+def test_every_option_has_one_heading_and_every_heading_its_options() -> None:
+    listed = [name for names in GROUPS.values() for name in names]
+    assert len(listed) == len(set(listed))
+    assert set(listed) == {long_name(each) for command in COMMANDS.values() for each in options(command)} - {"-m", "-r"}
+
+
+@pytest.mark.parametrize("name", TOOLS)
+def test_help_has_every_option_once_with_its_default_and_ends_with_examples(name: str) -> None:
+    text = help_of(COMMANDS[name])
+    rows = [line.strip().partition("  ")[0].replace(",", " ").split() for line in text.splitlines()
+            if line.startswith("  -")]
+    for option in options(COMMANDS[name]):
+        assert sum(long_name(option) in row for row in rows) == 1, option
+        if option.show_default:
+            assert f"[default: {option.default}" in " ".join(text.split()), option
+    assert COMMANDS[name].examples and text.splitlines()[-1].strip() == COMMANDS[name].examples[-1][0]
+
+
+@pytest.mark.parametrize("name", TOOLS)
+def test_the_examples_are_command_lines_that_the_tool_takes(name: str) -> None:
+    command = COMMANDS[name]
+    for example, _purpose in command.examples:
+        tool, *arguments = shlex.split(example)
+        assert tool == command.name
+        with command.make_context(tool, arguments):     # refuses what it does not know
+            pass
+
+
+@pytest.mark.parametrize("name", TOOLS)
+@pytest.mark.parametrize("arguments", [["--no-such-flag"], ["--format=nonsense", "--verify=nonsense"], []])
+def test_wrong_usage_is_one_line_with_a_status(
+    name: str, arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", [f"opreplay-{name}", *arguments])
+    with pytest.raises(SystemExit) as left:
+        run_tool(COMMANDS[name], own_streams=False)
+    printed = capsys.readouterr()
+    assert left.value.code == 2 and printed.out == ""
+    assert len(printed.err.splitlines()) == 1
+    assert printed.err.startswith("INVALID_ARGUMENT: ") and printed.err.endswith(f" (opreplay-{name} --help)\n")
+
+
+def completed(words: str) -> list[str]:
+    """What bash is offered for the last of these words."""
+    tool = shlex.split(words)[0]
+    environment = {**os.environ, "COMP_WORDS": words, "COMP_CWORD": str(len(words.split(" ")) - 1),
+                   f"_{tool.upper().replace('-', '_')}_COMPLETE": "bash_complete"}
+    done = subprocess.run([Path(sys.executable).with_name(tool)], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()
+
+
+def test_a_shell_completes_tools_flags_choices_and_files() -> None:
+    assert completed("opreplay ex") == ["plain,export"]
+    assert completed("opreplay run --verif") == ["plain,--verify"]
+    assert completed("opreplay-run --verify bit") == ["plain,bitwise"]
+    assert completed("opreplay-check st") == ["file,st"]
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_the_script_for_a_shell_is_printed(shell: str) -> None:
+    done = subprocess.run([Path(sys.executable).with_name("opreplay")], capture_output=True, text=True,
+                          env={**os.environ, "_OPREPLAY_COMPLETE": f"{shell}_source"})
+    assert done.returncode == 0 and f"_OPREPLAY_COMPLETE={shell}_complete" in done.stdout, done.stderr

@@ -1,0 +1,47 @@
+"""The headings of options in --help. One flag has the same heading in every tool."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import click
+
+GROUPS: dict[str, tuple[str, ...]] = {
+    "Output": (
+        "--output", "--force", "--format", "--jq", "--verbose", "--report", "--benchmark-format", "--benchmark-out",
+    ),
+    "What is selected": (
+        "--ops", "--scope", "--kernel", "--signature", "--unique", "--partial", "--summary", "--signatures",
+        "--values", "--kernel-skeleton", "--start-op", "--stop-op", "--start-scope", "--stop-scope",
+        "--replay-scope", "--op-filter", "--op-limit", "--op-instances",
+    ),
+    "Scopes": ("--mark", "--module-scopes"),
+    "Content": (
+        "--payload", "--redact", "--file", "--file-policy", "--file-validation", "--replay-file-remap",
+        "--replay-initializer", "--list-initializers", "--moe-routing", "--script", "--script-data", "--recover",
+        "--add-digests",
+    ),
+    "Operators and kernels": (
+        "--replay-kernel-substitution", "--substitution-rtol", "--substitution-atol", "--op-library", "--inside",
+        "--whole", "--compiled", "--from", "--level", "--rewrite", "--op-alias", "--string-default", "--graph-capture",
+    ),
+    "Devices": ("--device",),
+    "Verification": ("--verify", "--digests", "--audit", "--opaque-result", "--keep-going", "--compare-kernels"),
+    "Measurement": (
+        "--benchmark-min-time", "--benchmark-warmup", "--benchmark-repetitions", "--compare", "--per-op",
+        "--stop-on-error", "--device-profiling-mode", "--device-profiling-output",
+    ),
+    "What is allowed": ("--allow-operator", "--allow-import", "--allow-incomplete", "--isolate"),
+    "Help": ("--help", "--version", "--agents-md"),
+}
+_OTHERS = "Options"
+
+
+def groups(parameters: Iterable[click.Parameter]) -> list[tuple[str, list[click.Parameter]]]:
+    """The options among a command's parameters, under their headings."""
+    headings = {name: heading for heading, names in GROUPS.items() for name in names}
+    found: dict[str, list[click.Parameter]] = {_OTHERS: [], **{heading: [] for heading in GROUPS}}
+    for parameter in parameters:
+        if isinstance(parameter, click.Option):
+            found[headings.get(max(parameter.opts, key=len), _OTHERS)].append(parameter)
+    return [(heading, options) for heading, options in found.items() if options]
