@@ -26,13 +26,14 @@ FLATC         ?= flatc
 FLATC_VERSION := flatc version 2.0.8
 GENERATED     := replayfmt/format/generated
 
-.PHONY: demo test serving fuzz bench lint schema help
+.PHONY: demo test serving fuzz bench lint schema picture help
 help:
 	@echo 'make demo    capture a GPT-2 training step, replay and verify it, benchmark and dump it'
 	@echo 'make test    the whole test suite'
 	@echo 'make fuzz    change captures behind valid checks and read, plan and replay them, until it is stopped'
 	@echo 'make serving capture and replay vLLM, in an environment of its own (docs/serving.md)'
 	@echo 'make bench   measure everything into one table (benchmarks/README.md explains it)'
+	@echo 'make picture draw docs/tour.svg, which README.md shows, from what the commands print'
 	@echo 'make lint    ruff and mypy'
 	@echo 'make schema  regenerate $(GENERATED) from schema/opreplay.fbs'
 
@@ -82,6 +83,9 @@ serving: $(SERVED)
 
 bench: $(BENCHABLE)
 	$(BIN)/python benchmarks/run.py
+
+picture: $(INSTALLED)
+	$(BIN)/python docs/tour.py
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
