@@ -1,4 +1,4 @@
-"""Greedy generation with a small GPT-2 whose weights stand in a file.
+"""Greedy generation with a small GPT-2 whose weights are mapped from a file.
 
     python examples/checkpoint_inference.py DIRECTORY [--tokens N]
 

@@ -107,3 +107,17 @@ def test_the_rocm_form_of_paged_attention_reads_whole_contexts(tmp_path):
             assert any("decode, 4 sequences" in note for note in plan.notes)
     assert work["longest"] == 256 and work["tokens_read"] >= 4 * 128
     assert work["blocks_read"] >= 4 * 8
+
+
+def test_labels_that_are_shifted_and_flattened_are_classes(tmp_path):
+    tokens, table = torch.zeros(2, 9, dtype=torch.int64), torch.randn(50, 50)
+
+    def program():
+        logits = torch.nn.functional.embedding(tokens, table)
+        return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+
+    with replayfmt.capture(tmp_path / "a.opreplay", payload="none"):
+        program()
+    with replayfmt.open(tmp_path / "a.opreplay") as capture:
+        assert any(op.kernel.name == "aten::_unsafe_view" for op in capture.ops.values())
+    assert replayfmt.Plan(tmp_path / "a.opreplay").execute(verify="auto").outcome == "ok"

@@ -31,7 +31,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     source = tmp_path_factory.mktemp("source")
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
-    for name in ("replayfmt", "tools", "schema"):
+    for name in ("replayfmt", "tools", "schema", "examples"):
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
     run(sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", source / "dist", source, cwd=source)
     (built,) = (source / "dist").glob("*.whl")
@@ -56,7 +56,8 @@ def test_the_wheel_holds_what_the_tree_holds(wheel: Path) -> None:
         packed = {name for name in archive.namelist() if ".dist-info/" not in name}
     library = {str(path.relative_to(ROOT)) for path in (ROOT / "replayfmt").rglob("*.py")}
     tools = {f"opreplay_tools/{path.name}" for path in (ROOT / "tools").iterdir() if path.suffix in {".py", ".md"}}
-    assert packed == library | tools | {"replayfmt/py.typed"}
+    programs = {f"opreplay_tools/programs/{path.name}" for path in (ROOT / "examples").glob("*.py")}
+    assert packed == library | tools | programs | {"replayfmt/py.typed"}
     assert "opreplay_tools/playbook.md" in packed
 
 

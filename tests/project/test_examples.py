@@ -1,0 +1,48 @@
+"""opreplay-examples: the programs that documents use come with the tools."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from opreplay_tools.examples import main
+
+ROOT = Path(__file__).parents[2]
+PROGRAMS = {path.name: path.read_bytes() for path in (ROOT / "examples").glob("*.py")}
+
+
+def ran(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> object:
+    monkeypatch.setattr(sys, "argv", ["opreplay-examples", *arguments])
+    with pytest.raises(SystemExit) as left:
+        main()
+    return left.value.code
+
+
+def test_they_are_listed_with_what_they_are(monkeypatch, capfd):
+    assert ran(monkeypatch) == 0
+    lines = capfd.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == sorted(PROGRAMS)
+    assert all(len(line.split()) > 4 for line in lines)
+
+
+def test_they_are_written_and_replaced_only_with_force(monkeypatch, capfd, tmp_path):
+    folder = tmp_path / "a" / "b"
+    assert ran(monkeypatch, str(folder)) == 0
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == PROGRAMS
+    (folder / "mlp_training.py").write_text("mine")
+    for name in PROGRAMS.keys() - {"mlp_training.py"}:
+        (folder / name).unlink()
+    capfd.readouterr()
+    assert ran(monkeypatch, str(folder)) == 1
+    error = capfd.readouterr().err
+    assert error == f"FAILED_PRECONDITION: {folder}/mlp_training.py: exists already; --force replaces it\n"
+    assert [path.name for path in folder.iterdir()] == ["mlp_training.py"], "nothing was written"
+    assert ran(monkeypatch, "--force", str(folder)) == 0
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == PROGRAMS
+
+
+def test_a_folder_that_cannot_be_made_is_one_error(monkeypatch, capfd, tmp_path):
+    (tmp_path / "file").write_text("")
+    assert ran(monkeypatch, str(tmp_path / "file" / "folder")) == 1
+    assert capfd.readouterr().err.startswith(f"FAILED_PRECONDITION: {tmp_path}/file/folder: ")
