@@ -13,13 +13,13 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "What is selected": (
         "--ops", "--scope", "--kernel", "--signature", "--unique", "--partial", "--summary", "--signatures",
         "--values", "--kernel-skeleton", "--start-op", "--stop-op", "--start-scope", "--stop-scope",
-        "--replay-scope", "--op-filter", "--op-limit", "--op-instances",
+        "--replay-scope", "--op-filter", "--op-limit", "--op-instances", "--group-by", "--top",
     ),
     "Scopes": ("--mark", "--module-scopes"),
     "Content": (
         "--payload", "--redact", "--file", "--file-policy", "--file-validation", "--replay-file-remap",
-        "--replay-initializer", "--list-initializers", "--moe-routing", "--script", "--script-data", "--recover",
-        "--add-digests",
+        "--replay-initializer", "--list-initializers", "--moe-routing", "--script", "--script-data", "--vectors",
+        "--recover", "--add-digests",
     ),
     "Operators and kernels": (
         "--replay-kernel-substitution", "--substitution-rtol", "--substitution-atol", "--op-library", "--inside",

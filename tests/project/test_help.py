@@ -61,8 +61,11 @@ def test_the_examples_are_command_lines_that_the_tool_takes(name: str) -> None:
             pass
 
 
-@pytest.mark.parametrize("name", TOOLS)
-@pytest.mark.parametrize("arguments", [["--no-such-flag"], ["--format=nonsense", "--verify=nonsense"], []])
+@pytest.mark.parametrize(("name", "arguments"), [
+    *((name, ["--no-such-flag"]) for name in TOOLS),
+    *((name, []) for name in TOOLS if name != "examples"),
+    ("run", ["--verify=nonsense", "x"]), ("capture", ["-o"]), ("examples", ["one", "two"]),
+])
 def test_wrong_usage_is_one_line_with_a_status(
     name: str, arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -86,7 +89,7 @@ def completed(words: str) -> list[str]:
 
 
 def test_a_shell_completes_tools_flags_choices_and_files() -> None:
-    assert completed("opreplay ex") == ["plain,export"]
+    assert completed("opreplay exp") == ["plain,export"]
     assert completed("opreplay run --verif") == ["plain,--verify"]
     assert completed("opreplay-run --verify bit") == ["plain,bitwise"]
     assert completed("opreplay-check st") == ["file,st"]
