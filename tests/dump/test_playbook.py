@@ -11,15 +11,14 @@ from pathlib import Path
 import click
 import pytest
 from opreplay_tools import playbook
+from opreplay_tools.__main__ import TOOLS
 
 ROOT = Path(__file__).parents[2]
-TOOLS = ("capture", "run", "benchmark", "dump", "check", "trim", "import", "export")
-MODULES = {"import": "importer"}  # a tool whose name is a word of Python has another module
 WHOLE = (ROOT / "tools" / "playbook.md").read_text(encoding="utf-8")
 
 
 def command(tool: str) -> click.Command:
-    cli = importlib.import_module(f"opreplay_tools.{MODULES.get(tool, tool)}").cli
+    cli = importlib.import_module(f"opreplay_tools.{TOOLS[tool]}").cli
     assert isinstance(cli, click.Command)
     return cli
 
@@ -44,7 +43,7 @@ def test_every_tool_prints_its_part_and_run_prints_all(
         tool: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys, "argv", [f"opreplay-{tool}", "--agents-md"])
     with pytest.raises(SystemExit) as left:
-        importlib.import_module(f"opreplay_tools.{MODULES.get(tool, tool)}").main()
+        importlib.import_module(f"opreplay_tools.{TOOLS[tool]}").main()
     assert not left.value.code
     printed = capsys.readouterr().out
     assert printed == playbook.text(f"opreplay-{tool}")

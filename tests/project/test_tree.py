@@ -55,7 +55,7 @@ def test_every_dependency_is_pinned_for_the_suite() -> None:
 def test_every_package_is_listed_for_the_wheel() -> None:
     setup = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
     packages = {".".join(path.parent.relative_to(ROOT).parts) for path in (ROOT / "replayfmt").rglob("*.py")}
-    assert packages | {"opreplay_tools"} == set(setup["packages"])
+    assert packages | {"opreplay_tools", "opreplay_tools.programs"} == set(setup["packages"])
 
 
 def test_make_schema_refuses_another_flatc() -> None:
