@@ -27,8 +27,8 @@ from replayfmt.replay.run.execute import OnScope
 
 from .meters.stopwatch import Clock, ReplayTimer, ScopeWatch, Times, stopwatch_for
 from .min_time import MOST_ITERATIONS, MinTime
-from .scopes import Region, find_regions, whole_capture
-from .statistics import Statistics, summarize
+from .scopes import MeasuredRegion, find_regions, whole_capture
+from .statistics import TimeStatistics, summarize
 
 # Restoring state is untimed and may take many times the replay: --benchmark-min-time counts timed seconds, and gives up
 # after this many times as much real time. The rule and the number are Google Benchmark's.
@@ -72,7 +72,7 @@ class Sample:
                       np.array([each.cpu_ns for each in times], dtype=np.float64),
                       np.array(host, dtype=np.float64) if len(host) == len(times) else None)
 
-    def statistics(self) -> Statistics:
+    def statistics(self) -> TimeStatistics:
         """Over the iterations' real times."""
         return summarize(self.real)
 
@@ -81,7 +81,7 @@ class Sample:
 class Measurement:
     """One region with its repetitions; each has the same number of iterations."""
 
-    region: Region
+    region: MeasuredRegion
     samples: list[Sample]
 
 
@@ -132,7 +132,7 @@ def _no_progress(_what: str, _done: int, _of: int | None) -> None:
 class _Runner:
     """The replays of one benchmark, in order, and what they took so far."""
 
-    def __init__(self, plan: Plan, whole: Region, regions: list[Region], options: Options, clock: Clock,
+    def __init__(self, plan: Plan, whole: MeasuredRegion, regions: list[MeasuredRegion], options: Options, clock: Clock,
                  progress: Progress) -> None:
         self._plan, self._options, self._clock, self._progress = plan, options, clock, progress
         self.whole_region = whole

@@ -19,7 +19,7 @@ _CLOSEST = 12      # how many scopes the capture has are listed in an error, at 
 
 
 @dataclass(frozen=True)
-class Region:
+class MeasuredRegion:
     """A part of a capture that is measured. `name` is None for the whole capture.
 
     `captured_ns` is how long it took while it was being captured, the recorder's own work included; None where the
@@ -39,27 +39,27 @@ class Region:
         return "BM_replay" if self.name is None else f"BM_replay/scope:{self.name}"
 
 
-def whole_capture(reader: CaptureReader) -> Region:
+def whole_capture(reader: CaptureReader) -> MeasuredRegion:
     """The region that is everything. Reads the first and the last frame of records."""
     ops = reader.summary.records.get(RecordKind.op, 0)
     if not reader.record_count:
-        return Region(None, frozenset(), 1, ops, None, "the capture has no records")
+        return MeasuredRegion(None, frozenset(), 1, ops, None, "the capture has no records")
     first = int(reader.frame(0).start_ns[0])
     last = reader.frame(len(reader.record_frames) - 1)
     end = int(last.start_ns[-1])
     if last.duration_ns is not None:
         end += max(0, int(last.duration_ns[-1]))     # an unknown one ends no earlier than it began
     captured, reason = _measured(first, end)
-    return Region(None, frozenset(), 1, ops, captured, reason)
+    return MeasuredRegion(None, frozenset(), 1, ops, captured, reason)
 
 
-def find_regions(reader: CaptureReader, names: tuple[str, ...]) -> list[Region]:
+def find_regions(reader: CaptureReader, names: tuple[str, ...]) -> list[MeasuredRegion]:
     """One region for each of `names`, in one pass over the records.
 
     Raises UsageError where no scope of the capture matches a name, and ReplayRefused, with path and ordinal, where a
     matching scope ends before it begins or never ends (a capture may be cut anywhere and still be valid).
     """
-    walks = [_Walk(reader, name) for name in names]
+    walks = [_ScopeWalk(reader, name) for name in names]
     kinds = np.array([0] + [signature.kind for signature in reader.signatures[1:]], dtype=np.uint8)
     for index in range(len(reader.record_frames)):
         frame = reader.frame(index)
@@ -106,7 +106,7 @@ def _measured(begin_ns: int, end_ns: int) -> tuple[int | None, str]:
     return None, "the capture holds no times for it"
 
 
-class _Walk:
+class _ScopeWalk:
     """Follows the scopes that one name matches through the records, in order."""
 
     def __init__(self, reader: CaptureReader, name: str) -> None:
@@ -139,7 +139,7 @@ class _Walk:
             self._captured_ns += max(0, start_ns - self._begin_ns)
             self._ops += op - self._begin_op
 
-    def region(self) -> Region:
+    def region(self) -> MeasuredRegion:
         for scope, count in self.open.items():
             if count:
                 raise ReplayRefused(f"{self._reader.path}: scope {self._reader.scope_path(scope)!r} begins at ordinal "
@@ -148,4 +148,4 @@ class _Walk:
         if not self._passes:
             raise UsageError(f"--replay-scope={self._name}: {self._reader.path} defines that scope and never enters it")
         captured, reason = _measured(0, self._captured_ns)
-        return Region(self._name, self._paths, self._passes, self._ops, captured, reason)
+        return MeasuredRegion(self._name, self._paths, self._passes, self._ops, captured, reason)

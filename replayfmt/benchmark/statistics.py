@@ -30,7 +30,7 @@ class Interval:
 
 
 @dataclass(frozen=True)
-class Statistics:
+class TimeStatistics:
     """Figures over `count` times. Fields that the sample is too small for are None; `reasons` maps them to why."""
 
     count: int
@@ -50,7 +50,7 @@ class Statistics:
         return self.standard_deviation / self.mean
 
 
-def summarize(times: Sequence[float] | np.ndarray) -> Statistics:
+def summarize(times: Sequence[float] | np.ndarray) -> TimeStatistics:
     """Statistics over `times`. Raises ValueError for an empty sample: there is nothing to say about it."""
     values = np.asarray(times, dtype=np.float64)
     if values.size == 0:
@@ -65,8 +65,8 @@ def summarize(times: Sequence[float] | np.ndarray) -> Statistics:
     if interval is None:
         reasons["interval"] = (f"{values.size} iterations cannot enclose the median with {CONFIDENCE:.0%} confidence; "
                                f"{SMALLEST_FOR_INTERVAL} are needed")
-    return Statistics(int(values.size), float(np.median(values)), float(values.mean()), float(values.min()),
-                      float(values.max()), deviation, interval, reasons)
+    return TimeStatistics(int(values.size), float(np.median(values)), float(values.mean()), float(values.min()),
+                          float(values.max()), deviation, interval, reasons)
 
 
 def median_interval(times: np.ndarray) -> Interval | None:

@@ -16,7 +16,7 @@ from .definitions import definition_rows, file_row, lines, storage_lines, summar
 from .jsonl import JsonLines
 from .selection import Filter, Selection, selects_nothing
 from .small_values import SHOWN_VALUES, SmallValues
-from .text import Text
+from .text import TextRows
 from .values import Columns, Dialect
 
 
@@ -53,7 +53,7 @@ def text_chunks(reader: CaptureReader, selection: Selection, summary_only: bool 
     if summary_only:
         yield summary_text(reader)
         return
-    dialect = Text(reader)
+    dialect = TextRows(reader)
     yield from _with_records(iter([summary_text(reader)]), reader, dialect, chosen, selection,
                              SmallValues(reader, values, dialect.values))
 

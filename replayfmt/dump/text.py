@@ -51,7 +51,7 @@ def contiguous(meta: TensorMeta) -> bool:
     return True
 
 
-class Text(Dialect):
+class TextRows(Dialect):
     """Writes records as lines for people."""
 
     def __init__(self, reader: CaptureReader) -> None:

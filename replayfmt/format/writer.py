@@ -21,7 +21,7 @@ from .container.frames import MAX_BODY_BYTES, MAX_NESTING, pack_preamble
 from .container.output import Output
 from .container.payload_output import PayloadOutput
 from .container.uninterrupted import Uninterrupted
-from .definitions.interning import Definitions
+from .definitions.interning import InternedDefinitions
 from .json_values import nested_deeper
 from .model import (
     Device,
@@ -37,7 +37,7 @@ from .model import (
     TensorMeta,
 )
 from .records.columns import Bounds, RecordColumns, encode_records, pieces
-from .records.storage_rules import Contents
+from .records.storage_rules import Referable
 from .session import encode_session
 from .summary import Tally
 
@@ -58,7 +58,7 @@ class CaptureWriter:
         self._output = Output(path, force)
         self._frames = FrameOutput(self._output)
         self._payloads = PayloadOutput(self._frames)
-        self._definitions = Definitions(self._whole, self._payloads.length)
+        self._definitions = InternedDefinitions(self._whole, self._payloads.length)
         self._tally = Tally()
         self.summary: Summary | None = None  # of all that the capture holds, once it is closed
         self._closed = False
@@ -177,7 +177,7 @@ class CaptureWriter:
     def _write_records(self, columns: RecordColumns) -> None:
         definitions = self._definitions
         # Copies, because an array cannot grow while someone still looks at it.
-        contents = Contents(self._payloads.count, *(
+        contents = Referable(self._payloads.count, *(
             definitions.column(name).copy() for name in ("range_bytes", "recipe_dtype", "recipe_elements")))
         bounds = Bounds(definitions.count("signature"), definitions.count("scope"), definitions.count("meta"),
                         definitions.count("device"), definitions.count("string"), self._frames.next_storage, contents)

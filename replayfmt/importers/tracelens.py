@@ -37,13 +37,13 @@ from .common.arguments import (
     parse,
 )
 from .common.json_stream import JsonStream
-from .common.operators import Choice, Operator, Operators
+from .common.operators import Choice, FoundOperator, Operators
 from .common.report import Entry, ImportReport
-from .common.schema_types import SchemaType, schema_type
+from .common.schema_types import ArgumentType, schema_type
 from .common.synthesis import ImportedSession, Moment, imported_session, plain_device
 from .common.trace_files import Progress, TraceFile
 from .common.types import dtype_of
-from .common.values import Storage, Tensor, bytes_needed, contiguous
+from .common.values import Tensor, TracedStorage, bytes_needed, contiguous
 
 KIND = "tracelens"
 BY = "the IR"
@@ -51,7 +51,7 @@ _OWN = "opreplay"
 _IR_NAME = "event_replay_ir.json"
 # EventReplay runs on CUDA devices unless it is told otherwise; the IR does not say where calls ran.
 _DEVICE = "cuda:0"
-_TENSOR = SchemaType("Tensor")
+_TENSOR = ArgumentType("Tensor")
 _FLAGS = {"conj": TensorFlag.conj, "neg": TensorFlag.neg}
 
 
@@ -184,7 +184,7 @@ class _Writer:
 
     def _by_names(self, call: _Call) -> Choice | None:
         """The overload whose arguments of these names fit best, where one does; None leaves it to their positions."""
-        best: tuple[int, Operator] | None = None
+        best: tuple[int, FoundOperator] | None = None
         for each in self._operators.candidates(call.name)[0]:
             points = _named_score(each.schema, call) if each.dispatched else None
             if points is not None and (best is None or points > best[0]):
@@ -193,7 +193,7 @@ class _Writer:
 
     def _op(self, call: _Call, choice: Choice, binding: Binding, note: dict[str, Any]) -> int:
         assert choice.operator is not None
-        storages: dict[int, Storage] = {}
+        storages: dict[int, TracedStorage] = {}
 
         def value(each: Any) -> Any:
             if isinstance(each, TensorSpec):
@@ -210,7 +210,7 @@ class _Writer:
         self._capture.release(list(dict.fromkeys(storages.values())))
         return ordinal
 
-    def _tensor(self, spec: TensorSpec, call: _Call, storages: dict[int, Storage]) -> Tensor:
+    def _tensor(self, spec: TensorSpec, call: _Call, storages: dict[int, TracedStorage]) -> Tensor:
         assert spec.dtype is not None and spec.sizes is not None
         strides = contiguous(spec.sizes) if spec.strides is None else spec.strides
         device = self._capture.device(spec.device or _DEVICE)
@@ -223,7 +223,7 @@ class _Writer:
         number = beside.storage if beside is not None and beside.storage is not None else -1 - len(storages)
         storage = storages.get(number)
         if storage is None or storage.bytes < length:
-            storage = storages[number] = Storage(length, device)
+            storage = storages[number] = TracedStorage(length, device)
         return Tensor(storage, TensorMeta(spec.dtype, Layout.strided, device, spec.sizes, strides, flags), spec.offset)
 
     def _unsupported(self, call: _Call, count: int, reason: str, detail: str) -> None:

@@ -41,7 +41,7 @@ class Demand:
 
 
 @dataclass(frozen=True)
-class Step:
+class DemandStep:
     """One step of a computation: `what` with the integer `by`.
 
     add, multiply, floor_divide, remainder; running_sum of up to `by` elements.
@@ -51,7 +51,7 @@ class Step:
     by: int
 
 
-def pull_back(demand: Demand, steps: tuple[Step, ...]) -> Demand | None:
+def pull_back(demand: Demand, steps: tuple[DemandStep, ...]) -> Demand | None:
     """The demand on content x that makes steps(x) satisfy `demand`; None where these steps do not allow to tell."""
     if not steps or demand.role is Role.number:
         return demand
@@ -68,7 +68,7 @@ def pull_back(demand: Demand, steps: tuple[Step, ...]) -> Demand | None:
     return replace(demand, role=role, low=None if low == -math.inf else low, high=None if high == math.inf else high)
 
 
-def _before(step: Step, low: float, high: float) -> tuple[float, float] | None:
+def _before(step: DemandStep, low: float, high: float) -> tuple[float, float] | None:
     by = step.by
     match step.what:
         case "add":

@@ -12,7 +12,7 @@ from math import prod
 
 import torch
 
-from .demands import Step
+from .demands import DemandStep
 from .request import Call, TensorInfo
 from .roles import base_name, is_integral
 
@@ -25,7 +25,7 @@ class Passed:
 
     result: int | None
     written: str = ""
-    steps: tuple[Step, ...] = ()
+    steps: tuple[DemandStep, ...] = ()
     whole: bool = False
     followed: bool = True
 
@@ -99,27 +99,27 @@ def _all_of(call: Call, tensor: TensorInfo, result: int | None, written: str) ->
     return other is not None and other.sizes == tensor.sizes
 
 
-def _step(call: Call, base: str, argument: str, tensor: TensorInfo) -> Step | None:
+def _step(call: Call, base: str, argument: str, tensor: TensorInfo) -> DemandStep | None:
     """The step that turns an argument's elements into the result's, None where it is no single one."""
     other, alpha = call.integer("other"), call.integer("alpha", 1)
     if argument == "self" and base in ("sum", "cumsum"):
-        return Step("running_sum", _summed(call, base, tensor))
+        return DemandStep("running_sum", _summed(call, base, tensor))
     if base in ("add", "sub", "mul", "rsub") and isinstance(other, bool):
         return None
     match base:
         case "add" if other is not None and alpha is not None:
-            return Step("add", other * alpha)
+            return DemandStep("add", other * alpha)
         case "sub" if other is not None and alpha is not None and argument == "self":
-            return Step("add", -other * alpha)
+            return DemandStep("add", -other * alpha)
         case "mul" if other:
-            return Step("multiply", other)
+            return DemandStep("multiply", other)
         case "neg":
-            return Step("multiply", -1)
+            return DemandStep("multiply", -1)
         case "floor_divide" | "div" | "__rshift__" if other and argument == "self":
             if base == "floor_divide" or call.arguments.get("rounding_mode") == "floor":
-                return Step("floor_divide", other)
+                return DemandStep("floor_divide", other)
         case "remainder" if other and argument == "self":
-            return Step("remainder", other)
+            return DemandStep("remainder", other)
     return None
 
 

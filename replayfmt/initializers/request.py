@@ -10,7 +10,7 @@ import torch
 
 from replayfmt.format.model import Recipe
 
-from .demands import Demand, Step
+from .demands import Demand, DemandStep
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class Use:
     position: int | None
     tensor: TensorInfo
     view: TensorInfo | None
-    steps: tuple[Step, ...] = ()
+    steps: tuple[DemandStep, ...] = ()
     followed: bool = True
 
     @property

@@ -76,7 +76,7 @@ _OWN = "torch."
 
 
 @dataclass(frozen=True)
-class Loaded:
+class LoadedLibrary:
     """What became of a namespace's library. `modules` that are imported now; `problem` says why there are none."""
 
     modules: tuple[ModuleType, ...]
@@ -98,7 +98,7 @@ class OpLibraries:
         self._registered = dict(_registered)
         for namespace, modules in (registered or {}).items():
             self._registered[namespace] = (*self._registered.get(namespace, ()), *modules)
-        self._loaded: dict[str, Loaded] = {}
+        self._loaded: dict[str, LoadedLibrary] = {}
 
     def register(self, namespace: str, module: str) -> None:
         """Import `module` for operators of `namespace`, when one is needed."""
@@ -132,7 +132,7 @@ class OpLibraries:
                 return found
         return None
 
-    def load(self, namespace: str) -> Loaded:
+    def load(self, namespace: str) -> LoadedLibrary:
         """Import what registers a namespace, once. Failing to is no error: the ops that need it are unsupported."""
         if namespace not in self._loaded:
             self._loaded[namespace] = self._load(namespace)
@@ -162,7 +162,7 @@ class OpLibraries:
         imported = ", ".join(module.__name__ for module in loaded.modules)
         return (f"though {imported} is imported ({why})" if imported else f"and {why}") + self._by_name(loaded, name)
 
-    def _by_name(self, loaded: Loaded, name: str) -> str:
+    def _by_name(self, loaded: LoadedLibrary, name: str) -> str:
         """What only naming a module for the namespace would help."""
         namespace, _separator, base = name.partition("::")
         for module in loaded.modules:
@@ -171,21 +171,21 @@ class OpLibraries:
                         f"--op-library {namespace}={module.__name__}")
         return f"; if another module has it, name that with --op-library {namespace}=MODULE"
 
-    def _load(self, namespace: str) -> Loaded:
+    def _load(self, namespace: str) -> LoadedLibrary:
         names = self.modules_for(namespace)
         if not names:
-            return Loaded((), f"no library is known that registers {namespace!r}; name it with "
-                              f"--op-library {namespace}=MODULE")
+            return LoadedLibrary((), f"no library is known that registers {namespace!r}; name it with "
+                                     f"--op-library {namespace}=MODULE")
         admitted = [name for name in names if self.admits(namespace, name)]
         if not admitted:
-            return Loaded((), f"{names[0]} registers {namespace!r} and may not be imported; allow it with "
-                              f"--allow-import {names[0].partition('.')[0]}")
+            return LoadedLibrary((), f"{names[0]} registers {namespace!r} and may not be imported; allow it with "
+                                     f"--allow-import {names[0].partition('.')[0]}")
         modules, problems = [], []
         for name in admitted:
             found, why = _imported(name)
             modules += found
             problems += why
-        return Loaded(tuple(modules), "" if modules else "; ".join(problems))
+        return LoadedLibrary(tuple(modules), "" if modules else "; ".join(problems))
 
 
 def _imported(name: str) -> tuple[list[ModuleType], list[str]]:

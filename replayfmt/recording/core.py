@@ -30,8 +30,8 @@ from replayfmt.pytorch.settings import read_settings
 from replayfmt.pytorch.tensors.looks import storage_of
 
 from .custom_operators.insides import Insides
-from .dispatch.call import Call
-from .dispatch.calls import Calls, PassedThrough
+from .dispatch.call import OpCall
+from .dispatch.calls import CallRecorder, PassedThrough
 from .dispatch.handles import Handles
 from .dispatch.kernels import KernelFacts, tensors_in
 from .dispatch.wrappers import plain_parts
@@ -41,8 +41,8 @@ from .interrupts import is_interrupt
 from .options import CaptureOptions
 from .state.numeric_state import NumericState
 from .state.randomness import Generators
-from .storages.content import Contents
-from .storages.external_files import ExternalFiles
+from .storages.content import FirstContents
+from .storages.external_files import FileBackedStorages
 from .storages.identity import RELEASE_BATCH, Storages
 from .storages.outside import Outside
 from .storages.trackers import Tracker
@@ -52,7 +52,7 @@ from .stream.implicit_scope import ImplicitScope
 from .stream.in_flight import wait_for_rows
 from .stream.records import Records, Unrepresentable
 from .stream.redacted_writer import RedactedWriter, user_names
-from .stream.scopes import Open, Scopes
+from .stream.scopes import OpenScope, Scopes
 from .stream.tensor_metas import TensorMetas
 
 _T = TypeVar("_T")
@@ -92,8 +92,8 @@ class Core:
         self.records = Records(self.buffer, self.scopes.current, self.started)
         self.scopes.records = self.records
         self.metas = TensorMetas(self.buffer, self.records)
-        files = ExternalFiles(self.writer, options, redaction) if options.file_policy is not None else None
-        self.contents = Contents(self.writer, options, files)
+        files = FileBackedStorages(self.writer, options, redaction) if options.file_policy is not None else None
+        self.contents = FirstContents(self.writer, options, files)
         handles = Handles()
         self.storages = Storages(
             self.buffer, self.records, self.metas, self.contents, handles, audit=options.audit
@@ -104,7 +104,7 @@ class Core:
         digests = self.digests if options.digests != "none" else None
         self.outside = Outside(self.records, self.metas, self.storages, digests)
         self.sites = Sites(self)
-        self.calls = Calls(
+        self.calls = CallRecorder(
             self.buffer,
             self.records,
             self.metas,
@@ -253,7 +253,7 @@ class Core:
     @_attempted
     def before(
         self, facts: KernelFacts, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Call | Unrepresentable | None:
+    ) -> OpCall | Unrepresentable | None:
         """An op is about to run: what it needs is recorded. Unrepresentable: it cannot be; None: it is not recorded."""
         with self.lock:
             if not self.on:  # another thread may have ended the capture since this call began
@@ -280,7 +280,7 @@ class Core:
     # -------------------------------------------------------------------------------------------------- after an op ran
 
     @_attempted
-    def returned(self, call: Call, result: Any, started: int, ended: int) -> None:
+    def returned(self, call: OpCall, result: Any, started: int, ended: int) -> None:
         """An op returned. What a signal handler raises meanwhile is the caller's to tell `interrupted`."""
         with self.lock:
             if self.on:
@@ -316,7 +316,7 @@ class Core:
                 self.storages.forget(storage_of(plain))
 
     @_attempted
-    def raised(self, call: Call, started: int, ended: int) -> None:
+    def raised(self, call: OpCall, started: int, ended: int) -> None:
         """An op raised."""
         with self.lock:
             if self.on:
@@ -356,11 +356,11 @@ class Core:
 
     # ----------------------------------------------------------------------------------------------------------- scopes
 
-    def scope_begin(self, name: str, user: bool, token: Any = None) -> Open:
-        return self._scope_begin(name, user, token) or Open(name, 0, user, token)
+    def scope_begin(self, name: str, user: bool, token: Any = None) -> OpenScope:
+        return self._scope_begin(name, user, token) or OpenScope(name, 0, user, token)
 
     @_attempted
-    def _scope_begin(self, name: str, user: bool, token: Any) -> Open | None:
+    def _scope_begin(self, name: str, user: bool, token: Any) -> OpenScope | None:
         with self.lock:
             if self.finished:
                 return None
@@ -375,7 +375,7 @@ class Core:
             return scope
 
     @_attempted
-    def scope_end(self, scope: Open) -> None:
+    def scope_end(self, scope: OpenScope) -> None:
         """Leave a scope of this thread and everything inside it."""
         with self.lock:
             self.scope_left(self.scopes.end(scope))
@@ -386,7 +386,7 @@ class Core:
         with self.lock:
             self.scope_left(self.scopes.thread_ended())
 
-    def scope_left(self, left: list[Open]) -> None:
+    def scope_left(self, left: list[OpenScope]) -> None:
         """After scopes ended."""
         if not self.on:
             return

@@ -33,14 +33,14 @@ from .hooks.host_reads import HostReads
 from .hooks.undispatched import Hooks
 from .options import CaptureOptions
 from .program.children import AfterFork
-from .program.replacement import Replacement
+from .program.replacement import ProgramReplacement
 from .program.termination import Termination
 from .program.threads import FLUSHING, Threads
 from .stream.implicit_scope import ImplicitScope
 from .stream.records import Unrepresentable
 
 _T = TypeVar("_T")
-Patches = Hooks | HostReads | DirectWrites | WholeComposites | DeclaredWork | Construction | Replacement
+Patches = Hooks | HostReads | DirectWrites | WholeComposites | DeclaredWork | Construction | ProgramReplacement
 _FLUSH_PERIOD_S = 0.5
 _active: Recorder | None = None
 _activation = threading.Lock()
@@ -100,7 +100,7 @@ class Recorder:
         self._after_fork = AfterFork(self.disable_after_fork)
         self._patches = [
             Hooks(self, self.options.compiled), HostReads(self), DirectWrites(self), Construction(self),
-            WholeComposites(self), DeclaredWork(self, self._core), Replacement(self._on_replacement),
+            WholeComposites(self), DeclaredWork(self, self._core), ProgramReplacement(self._on_replacement),
         ]
         for patches in self._patches:
             patches.install()

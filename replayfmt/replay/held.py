@@ -21,11 +21,11 @@ from replayfmt.pytorch.tensors.memory import host_view, make_view, new_storage
 from .op_values import tensors_of
 from .planning.allowed_imports import AllowedImports
 from .planning.external_files import ExternalFiles
-from .planning.facts import Effects, Layout, effects_of, effects_of_missing
+from .planning.facts import Effects, SlotLayout, effects_of, effects_of_missing
 from .planning.overview import describe, unseen_before
 from .planning.resolve import ResolvedKernel, resolve
 from .planning.slices import Slicer
-from .planning.sources import NOTHING, Source, source_of
+from .planning.sources import NOTHING, ContentSource, source_of
 
 _BORN_WITH = {StorageOrigin.payload: ValueKind.payload, StorageOrigin.external_file: ValueKind.range,
               StorageOrigin.initializer: ValueKind.recipe}
@@ -38,8 +38,8 @@ class HeldContent:
         """Raises UsageError where a remap is wrong."""
         self._reader = reader
         self._files = ExternalFiles(reader, file_remaps)
-        self._layouts: dict[int, Layout] = {}
-        self._sources: dict[int, Source | str] = {}
+        self._layouts: dict[int, SlotLayout] = {}
+        self._sources: dict[int, ContentSource | str] = {}
         self._storages: dict[int, torch.UntypedStorage] = {}
 
     def look(self, record: Record, *, results: bool) -> None:
@@ -73,7 +73,8 @@ class HeldContent:
             if born.origin in (StorageOrigin.uninitialized, StorageOrigin.op):
                 self._sources[storage] = "nothing that was captured wrote its memory"
             else:
-                self._sources[storage] = Source(_BORN_WITH[born.origin], born.payload) if born.payload else NOTHING
+                held = ContentSource(_BORN_WITH[born.origin], born.payload) if born.payload else NOTHING
+                self._sources[storage] = held
 
     def tensor(self, value: TensorValue, name: str) -> torch.Tensor:
         """A strided tensor of the op that was looked at, on the CPU, in memory of its own that tensors of one storage
@@ -105,7 +106,7 @@ class HeldContent:
             known = self._storages[number] = self._load(self._sources[number], name)
         return known
 
-    def _load(self, source: Source | str, name: str) -> torch.UntypedStorage:
+    def _load(self, source: ContentSource | str, name: str) -> torch.UntypedStorage:
         path = self._reader.path
         if isinstance(source, str):
             raise ContentNotCaptured(f"{path}: {name}: the capture does not hold its content: {source}; replay=True "
@@ -132,9 +133,9 @@ class HeldContent:
             return "this op computed it"
         return f"ordinal {giver} ({describe(self._reader, giver)[0]}) wrote it, or may have"
 
-    def _layout(self, signature_id: int) -> Layout:
+    def _layout(self, signature_id: int) -> SlotLayout:
         if signature_id not in self._layouts:
-            self._layouts[signature_id] = Layout(self._reader.signatures[signature_id])
+            self._layouts[signature_id] = SlotLayout(self._reader.signatures[signature_id])
         return self._layouts[signature_id]
 
     def _effects(self, signature_id: int) -> Effects:

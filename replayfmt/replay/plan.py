@@ -37,7 +37,7 @@ from .run.verdicts import KeepGoing
 from .run.watching import Watcher, lower_watched
 from .substitution.distance import Tolerance
 from .substitution.session import SubstitutionSession
-from .substitution.sites import StandIn
+from .substitution.sites import KernelStandIn
 from .substitution.surroundings import python_dispatch
 from .substitution.table import Asked
 from .verify.comparison import Judge, StopReplay, decide, environment_differences
@@ -90,7 +90,7 @@ class Plan(Preparation):
                                TemplateMaker(self.device_map, self.generators), self._clock, self.judge, CodeCache(),
                                self.refused, DirectFunctions(), self._content.load, self.device_map.host_goes_to,
                                opaque=self.opaque_slots())
-        self._kept: dict[tuple[bool, Shapes, StandIn | None], list[Window]] = {}
+        self._kept: dict[tuple[bool, Shapes, KernelStandIn | None], list[Window]] = {}
         self._shapes_checked = False
         self._differences: list[str] | None = None
         self.substitution: SubstitutionSession | None = None
@@ -156,7 +156,7 @@ class Plan(Preparation):
             self.substitution.check(on_progress, again=True)      # digests only sample what kernels do by now
         return result
 
-    def run_with(self, stand_in: StandIn | None, on_progress: Callable[[int], None] | None = None, *,
+    def run_with(self, stand_in: KernelStandIn | None, on_progress: Callable[[int], None] | None = None, *,
                  on_scope: OnScope | None = None, timer: Timer | None = None, keep: bool = False) -> ReplayResult:
         """An unverified run with something else in the place of kernels (None: with the captured ones alone); with
         `keep` its code is kept for the next run with it."""

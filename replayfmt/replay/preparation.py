@@ -25,7 +25,7 @@ from .planning.allowed_imports import AllowedImports
 from .planning.cuts import WindowSize
 from .planning.devices import map_devices, map_generators
 from .planning.external_files import ExternalFiles
-from .planning.facts import Addresses, Effects, Layout, addresses_of, effects_of, effects_of_missing
+from .planning.facts import Addresses, Effects, SlotLayout, addresses_of, effects_of, effects_of_missing
 from .planning.findings import Findings
 from .planning.overview import Work, count_work, describe
 from .planning.resolve import ResolvedKernel, resolve
@@ -112,7 +112,7 @@ class Preparation:
             self._scans[checks] = Scan(self.reader, self.effects, checks=checks, window=self.window)
         return self._scans[checks]
 
-    def effects(self, signature_id: int, layout: Layout) -> Effects:
+    def effects(self, signature_id: int, layout: SlotLayout) -> Effects:
         """What an op of this signature does to its arguments."""
         if signature_id not in self._effects:
             resolved, captured = self.kernels[layout.signature.kernel], self.reader.kernels[layout.signature.kernel]
@@ -163,7 +163,7 @@ class Preparation:
         resolved = self.kernels[signature.kernel]
         if not isinstance(resolved, ResolvedKernel) or resolved.own:
             return None
-        return addresses_of(Layout(signature), resolved.overload._schema)
+        return addresses_of(SlotLayout(signature), resolved.overload._schema)
 
     def runs_once(self, signature_id: int) -> bool:
         """Whether what an op of this signature does cannot be done twice."""

@@ -137,7 +137,7 @@ class _Showing:
 
     def after(self, ordinal: int, results: dict[int, torch.Tensor], args: dict[int, torch.Tensor]) -> None:
         record = self._reader.record(ordinal)
-        slots = _Slots(record)
+        slots = _TakenSlots(record)
         for value in tensors_of(record.results):
             if value.storage in self._born.get(ordinal, ()) and slots.of(value) in results:
                 _zero(results[slots.of(value)])
@@ -151,7 +151,7 @@ class _Showing:
         self._looker.gives(record, give)
 
 
-class _Slots:
+class _TakenSlots:
     """The tensor slots of a record's values. One tensor may be in several: they hold the same."""
 
     def __init__(self, record: Record) -> None:

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import torch
 
-from replayfmt.recording.storages.coverage import Coverage, Region
+from replayfmt.recording.storages.coverage import ByteRegion, Coverage
 
 
-def region_of(tensor: torch.Tensor) -> Region:
+def region_of(tensor: torch.Tensor) -> ByteRegion:
     """A strided tensor as bytes of its storage."""
     item = tensor.element_size()
-    return Region(int(tensor.storage_offset()) * item, tuple(tensor.shape),
-                  tuple(stride * item for stride in tensor.stride()), item)
+    return ByteRegion(int(tensor.storage_offset()) * item, tuple(tensor.shape),
+                      tuple(stride * item for stride in tensor.stride()), item)
 
 
 class Defined:
@@ -60,7 +60,7 @@ class Defined:
             return
         coverage, known = Coverage(length), self._unwritten.get(storage)
         if before and known is None:
-            coverage.write(Region(0, (before,), (1,), 1))
+            coverage.write(ByteRegion(0, (before,), (1,), 1))
         self._unwritten[storage] = coverage
 
     def covers(self, storage: int, tensor: torch.Tensor) -> bool:

@@ -26,14 +26,14 @@ from replayfmt.pytorch.tensors.digests import digest_tensor
 from replayfmt.pytorch.tensors.memory import host_view, storage_bytes
 from replayfmt.recording.dispatch.kernels import KernelFacts
 from replayfmt.replay.plan import Plan
-from replayfmt.replay.planning.facts import Layout, Place
+from replayfmt.replay.planning.facts import NodePlace, SlotLayout
 from replayfmt.replay.planning.resolve import ResolvedKernel
 
 from .copying import Copier, walk
 from .defined import Defined
 from .schedule import Enter, Schedule
 from .selection import Kept
-from .writing import Content, Writing
+from .writing import EnteringContent, Writing
 
 
 class Materializer:
@@ -55,7 +55,7 @@ class Materializer:
         self._writing = Writing(copier, schedule, kept, self, annotate=annotate, values=values)
         self._defined = Defined()
         self._facts: dict[int, KernelFacts] = {}
-        self._layouts: dict[int, Layout] = {}
+        self._layouts: dict[int, SlotLayout] = {}
         self._storages: dict[int, torch.UntypedStorage] = {}    # of the op that runs next, only while it does
         self._record: Record | None = None
         self._states: dict[int, bytes] = {}                     # generators, as the result expects them
@@ -119,9 +119,9 @@ class Materializer:
             self._facts[number] = KernelFacts(resolved.overload, self._plan.opaque)
         return self._facts[number]
 
-    def _layout(self, record: Record) -> Layout:
+    def _layout(self, record: Record) -> SlotLayout:
         if record.signature_id not in self._layouts:
-            self._layouts[record.signature_id] = Layout(record.signature)
+            self._layouts[record.signature_id] = SlotLayout(record.signature)
         return self._layouts[record.signature_id]
 
     def _slots(self, values: tuple[Value, ...], record: Record) -> list[tuple[int, TensorValue]]:
@@ -130,7 +130,7 @@ class Materializer:
         first = self._layout(record).arg_tensors if values is record.results else 0
         return list(enumerate(found, first))
 
-    def _mark_opaque(self, place: Place, record: Record) -> None:
+    def _mark_opaque(self, place: NodePlace, record: Record) -> None:
         values = dict(self._slots((*record.args, *record.results), record))
         for slot in place.tensors:
             self._defined.born(values[slot].storage, 0, written=True, opaque=True)
@@ -146,7 +146,7 @@ class Materializer:
 
     # ---------------------------------------------------------------------------------------------------------- content
 
-    def enter(self, action: Enter) -> Content:
+    def enter(self, action: Enter) -> EnteringContent:
         """What enters before the op that runs next."""
         storage = self._storages.get(action.storage)
         if storage is None:
@@ -154,16 +154,16 @@ class Materializer:
         length = storage.nbytes()
         self._defined.entered(action.storage, length)
         if length == 0 or storage.device.type == "meta":
-            return Content(StorageOrigin.uninitialized, 0, length)
+            return EnteringContent(StorageOrigin.uninitialized, 0, length)
         if action.absent:
-            return Content(StorageOrigin.absent, 0, length)
+            return EnteringContent(StorageOrigin.absent, 0, length)
         refers = self._references and action.first
         if refers and isinstance(action.source, RangeValue):
             given = self._plan.reader.ranges[action.source.id]
             if given is not None and given.bytes == length:
-                return Content(StorageOrigin.external_file, self._copier.range(action.source.id), length)
+                return EnteringContent(StorageOrigin.external_file, self._copier.range(action.source.id), length)
         if refers and isinstance(action.source, RecipeValue):
-            return Content(StorageOrigin.initializer, self._copier.recipe(action.source.id), length)
+            return EnteringContent(StorageOrigin.initializer, self._copier.recipe(action.source.id), length)
         source = action.source
         if action.unread and length == action.length:
             number = self._copier.content(memoryview(bytes(length)))    # takes no room, and shows no memory of before
@@ -171,7 +171,7 @@ class Materializer:
             number = self._copier.payload(source.id)
         else:
             number = self._copier.content(storage_bytes(storage))
-        return Content(StorageOrigin.payload, number, length)
+        return EnteringContent(StorageOrigin.payload, number, length)
 
     # ------------------------------------------------------------------------------------------------------- generators
 

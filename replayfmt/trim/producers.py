@@ -15,7 +15,7 @@ import numpy as np
 from replayfmt.format.codes import RecordKind, ValueKind
 from replayfmt.format.reader import CaptureReader, RecordFrame
 
-from .schedule import Enter, Rows, Schedule, Shape, zero_metas
+from .schedule import Enter, RecordShape, Rows, Schedule, zero_metas
 from .selection import Kept
 
 Writes = Callable[[int], tuple[int, ...]]
@@ -28,7 +28,7 @@ def with_producers(reader: CaptureReader, kept: Kept, opaque: Mapping[int, tuple
     """
     if not opaque:
         return kept
-    walk = _Walk(reader, kept.stop, opaque, writes)
+    walk = _ProducerWalk(reader, kept.stop, opaque, writes)
     chosen = np.zeros(kept.stop, bool)
     chosen[kept.ordinals] = True
     added = 0
@@ -38,12 +38,12 @@ def with_producers(reader: CaptureReader, kept: Kept, opaque: Mapping[int, tuple
     return replace(kept, ordinals=np.flatnonzero(chosen).astype(np.int64), ops=kept.ops + added)
 
 
-class _Walk:
+class _ProducerWalk:
     """Goes through the records before an ordinal, as often as it is asked."""
 
     def __init__(self, reader: CaptureReader, stop: int, opaque: Mapping[int, tuple[int, ...]], writes: Writes) -> None:
         self._reader, self._stop, self._opaque, self._writes = reader, stop, opaque, writes
-        self._shapes: dict[int, Shape] = {}
+        self._shapes: dict[int, RecordShape] = {}
         self._zeros = zero_metas(reader)
 
     def missing(self, chosen: np.ndarray) -> set[int]:
@@ -63,8 +63,8 @@ class _Walk:
                         givers.pop(int(rows.ints[rows.int_first[row] + slot]), None)
         return found
 
-    def _op(self, rows: Rows, row: int, number: int, shape: Shape, chosen: np.ndarray, givers: dict[int, list[int]],
-            found: set[int]) -> None:
+    def _op(self, rows: Rows, row: int, number: int, shape: RecordShape, chosen: np.ndarray,
+            givers: dict[int, list[int]], found: set[int]) -> None:
         ordinal = rows.frame.first_ordinal + row
         if givers:
             taken = rows.arguments(row, shape)
@@ -78,12 +78,12 @@ class _Walk:
             if storage:
                 givers.setdefault(storage, []).append(ordinal)
 
-    def _shape(self, number: int) -> Shape:
+    def _shape(self, number: int) -> RecordShape:
         if number not in self._shapes:
             signature = self._reader.signatures[number]
             assert signature is not None
             written = self._writes(number) if signature.kind is RecordKind.op else ()
-            self._shapes[number] = Shape(signature, written, (), False)
+            self._shapes[number] = RecordShape(signature, written, (), False)
         return self._shapes[number]
 
 

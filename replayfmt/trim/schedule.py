@@ -69,11 +69,11 @@ class Release:
 
 
 @dataclass(frozen=True)
-class Settings:
+class SettingChanges:
     changes: dict[str, Any]
 
 
-Action = Enter | Begin | End | Release | Settings
+Action = Enter | Begin | End | Release | SettingChanges
 
 
 @dataclass
@@ -99,7 +99,7 @@ class Schedule:
         return (action for actions in self.actions.values() for action in actions if isinstance(action, Enter))
 
 
-class Shape:
+class RecordShape:
     """Where the records of one signature keep what matters here. `written` are slots of tensors they may write; with
     `writes_storages` so may be storages that are arguments themselves. `overwritten` are those written without being
     read."""
@@ -137,14 +137,14 @@ class Rows:
         storages[zero_metas[frame.tensor_meta[slots]]] = 0      # a ZeroTensor has no bytes that could enter
         self.storages: list[int] = storages.tolist()
 
-    def arguments(self, row: int, shape: Shape) -> list[int]:
+    def arguments(self, row: int, shape: RecordShape) -> list[int]:
         """The storages an op takes, each once, in order."""
         first = self.tensor_first[row]
         taken = self.storages[first : first + shape.arg_tensors]
         taken += [int(self.ints[self.int_first[row] + slot]) for slot in shape.storages]
         return [storage for storage in dict.fromkeys(taken) if storage]
 
-    def written(self, row: int, shape: Shape) -> set[int]:
+    def written(self, row: int, shape: RecordShape) -> set[int]:
         first = self.tensor_first[row]
         return {self.storages[first + slot] for slot in shape.written} | {
             int(self.ints[self.int_first[row] + slot]) for slot in shape.written_storages}
@@ -166,7 +166,7 @@ class Planner:
         self._kept = kept
         self._writes = writes
         self._overwrites = overwrites
-        self._shapes: dict[int, Shape] = {}
+        self._shapes: dict[int, RecordShape] = {}
         self._open = OpenScopes(reader.scopes)
         self._there: set[int] = set()               # storages of the result
         self._stale: dict[int, str] = {}            # of these, those whose bytes are others by now, and why
@@ -215,7 +215,7 @@ class Planner:
             elif not shape.passive:
                 self._leave(frame, row, first + row, shape)
 
-    def _shape(self, number: int) -> Shape:
+    def _shape(self, number: int) -> RecordShape:
         signature = self._reader.signatures[number]
         assert signature is not None
         op = signature.kind is RecordKind.op
@@ -223,7 +223,7 @@ class Planner:
         kernel = self._reader.kernels[signature.kernel] if signature.kernel else None
         # PyTorch's own operators (set_) share a storage they are given; what others do with it nobody knows.
         own = kernel is None or kernel.name.startswith("aten::")
-        shape = self._shapes[number] = Shape(signature, written, self._overwrites(number) if op else (), not own)
+        shape = self._shapes[number] = RecordShape(signature, written, self._overwrites(number) if op else (), not own)
         return shape
 
     def _record(self, frame: Rows, row: int) -> Record:
@@ -231,7 +231,7 @@ class Planner:
 
     # --------------------------------------------------------------------------------------------------------- left out
 
-    def _leave(self, frame: Rows, row: int, ordinal: int, shape: Shape) -> None:
+    def _leave(self, frame: Rows, row: int, ordinal: int, shape: RecordShape) -> None:
         kind = shape.kind
         if kind is RecordKind.op:
             for storage in frame.written(row, shape):
@@ -278,7 +278,7 @@ class Planner:
 
     # ------------------------------------------------------------------------------------------------------------- kept
 
-    def _keep(self, frame: Rows, row: int, ordinal: int, shape: Shape) -> None:
+    def _keep(self, frame: Rows, row: int, ordinal: int, shape: RecordShape) -> None:
         if ordinal == self._kept.first:
             self._schedule.settings = dict(self._settings)
             self._stated = dict(self._settings)
@@ -325,10 +325,10 @@ class Planner:
         changes = {name: value for name, value in self._settings.items()
                    if name not in self._stated or not _same(self._stated[name], value)}
         if changes:
-            actions.append(Settings(changes))
+            actions.append(SettingChanges(changes))
             self._stated.update(changes)
 
-    def _op(self, frame: Rows, row: int, shape: Shape, actions: list[Action]) -> None:
+    def _op(self, frame: Rows, row: int, shape: RecordShape, actions: list[Action]) -> None:
         for storage in frame.arguments(row, shape):
             first = storage not in self._there
             if first or storage in self._stale:
@@ -346,7 +346,7 @@ class Planner:
         self._there.update(frame.storages[frame.tensor_first[row] + shape.arg_tensors : frame.tensor_first[row + 1]])
         self._there.discard(0)
 
-    def _is_overwritten(self, frame: Rows, row: int, shape: Shape, storage: int, length: int) -> bool:
+    def _is_overwritten(self, frame: Rows, row: int, shape: RecordShape, storage: int, length: int) -> bool:
         """Whether an op writes every byte of a storage, through one tensor, and reads none."""
         first = frame.tensor_first[row]
         slots = [slot for slot in range(shape.arg_tensors) if frame.storages[first + slot] == storage]

@@ -14,7 +14,7 @@ from replayfmt.format.reader import CaptureReader
 from .copying import Copier
 from .schedule import Enter, Planner, Schedule
 from .selection import Kept
-from .writing import Content, Writing
+from .writing import EnteringContent, Writing
 
 POLICIES = {"payload": "none", "digests": "none"}
 
@@ -25,9 +25,9 @@ class Absent:
     def __init__(self, reader: CaptureReader) -> None:
         self._reader = reader
 
-    def enter(self, action: Enter) -> Content:
+    def enter(self, action: Enter) -> EnteringContent:
         empty = not action.length or self._is_meta(action.storage)
-        return Content(StorageOrigin.uninitialized if empty else StorageOrigin.absent, 0, action.length)
+        return EnteringContent(StorageOrigin.uninitialized if empty else StorageOrigin.absent, 0, action.length)
 
     def _is_meta(self, storage: int) -> bool:
         device = self._reader.devices[self._reader.storage(storage).device]

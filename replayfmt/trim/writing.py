@@ -1,7 +1,7 @@
 """Writes the records of a trimmed capture, one after the other, each with what has to come before it.
 
-Where content comes from is decided by a `Contents`: computed by a replay that stands right before the record, or none
-at all. Needs no torch.
+Where content comes from is decided by an `EnteringContents`: computed by a replay that stands right before the record,
+or none at all. Needs no torch.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from replayfmt.format.model import (
 from replayfmt.format.records.values import decode_record
 
 from .copying import Copier, Values, walk
-from .schedule import Action, Begin, End, Enter, Release, Schedule, Settings
+from .schedule import Action, Begin, End, Enter, Release, Schedule, SettingChanges
 from .selection import Kept
 
 
 @dataclass(frozen=True)
-class Content:
+class EnteringContent:
     """Content that enters: its id in the result, of the family that `origin` says (0: none); its length in bytes."""
 
     origin: StorageOrigin
@@ -41,10 +41,10 @@ class Content:
     length: int
 
 
-class Contents(Protocol):
+class EnteringContents(Protocol):
     """Gives what enters, when the records before have been written."""
 
-    def enter(self, action: Enter) -> Content: ...
+    def enter(self, action: Enter) -> EnteringContent: ...
 
 
 _CONTENT_NODES: dict[StorageOrigin, tuple[ValueKind, Callable[[int], Value]]] = {
@@ -62,7 +62,7 @@ class Writing:
     """Goes through the kept records of a schedule in order. With `annotate` ops say which ordinal they had. Without
     `values` there is nothing to compare a replay with: no digests, no scalars that ops returned to the program."""
 
-    def __init__(self, copier: Copier, schedule: Schedule, kept: Kept, contents: Contents, *, annotate: bool,
+    def __init__(self, copier: Copier, schedule: Schedule, kept: Kept, contents: EnteringContents, *, annotate: bool,
                  values: bool = True) -> None:
         self.copier = copier
         self._schedule = schedule
@@ -168,7 +168,7 @@ class Writing:
                 add(near, kind, [Node(ValueKind.string, "name", definition.name)], scope=scope)
             case Release(storage):
                 add(near, RecordKind.storage_release, [Node(ValueKind.storage, "storage")], [StorageValue(storage)])
-            case Settings(changes):
+            case SettingChanges(changes):
                 add(near, RecordKind.global_state, [Node.scalar(name, value) for name, value in changes.items()],
                     [value for value in changes.values() if type(value) in (int, float)])
             case Enter():

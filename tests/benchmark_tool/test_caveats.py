@@ -10,14 +10,14 @@ import torch
 from replayfmt.benchmark.measure import Measurement, Options, Run, Sample
 from replayfmt.benchmark.reports import caveats
 from replayfmt.benchmark.reports.caveats import measurement_caveats, run_caveats
-from replayfmt.benchmark.scopes import Region
+from replayfmt.benchmark.scopes import MeasuredRegion
 from replayfmt.format.model import Device
 from replayfmt.pytorch.environment import cpu_capability, describe_device
 from replayfmt.replay.results import Verification
 
 from .fakes import EXECUTE, FakeReader
 
-WHOLE = Region(None, frozenset(), 1, 1, 1)
+WHOLE = MeasuredRegion(None, frozenset(), 1, 1, 1)
 CPU = torch.device("cpu")
 
 

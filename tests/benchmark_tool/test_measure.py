@@ -9,7 +9,7 @@ import torch
 from replayfmt.benchmark.measure import Options, measure
 from replayfmt.benchmark.meters.stopwatch import DeviceStopwatch, ReplayTimer, ScopeWatch, Stopwatch
 from replayfmt.benchmark.min_time import MinTime
-from replayfmt.benchmark.scopes import Region
+from replayfmt.benchmark.scopes import MeasuredRegion
 from replayfmt.errors import ReplayFailed, ReplayMismatch, UsageError
 
 from .fakes import EXECUTE, FakePlan, Time
@@ -138,7 +138,7 @@ def test_scopes_that_cannot_be_measured_are_refused_before_anything_runs():
     ([], "0 times"),
 ])
 def test_a_replay_that_leaves_its_scopes_otherwise_than_captured_fails(events, message):
-    watch = ScopeWatch(Region("step", frozenset({"step"}), 1, 1, None), Stopwatch(Time().clock()))
+    watch = ScopeWatch(MeasuredRegion("step", frozenset({"step"}), 1, 1, None), Stopwatch(Time().clock()))
     with pytest.raises(ReplayFailed, match=message):
         for event in events:
             watch(event, "step", "step", 4)

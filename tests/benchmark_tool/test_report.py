@@ -16,13 +16,13 @@ from replayfmt.benchmark.reports import caveats
 from replayfmt.benchmark.reports.console import print_report
 from replayfmt.benchmark.reports.rows import make_report
 from replayfmt.benchmark.reports.units import duration, rate
-from replayfmt.benchmark.scopes import Region
+from replayfmt.benchmark.scopes import MeasuredRegion
 from replayfmt.replay.results import Verification
 
 from .fakes import EXECUTE, FakeReader
 
-WHOLE = Region(None, frozenset(), 1, 300, 5_000_000)
-STEP = Region("step 3", frozenset({"execute/step 3"}), 4, 40, None, "the capture holds no times for it")
+WHOLE = MeasuredRegion(None, frozenset(), 1, 300, 5_000_000)
+STEP = MeasuredRegion("step 3", frozenset({"execute/step 3"}), 4, 40, None, "the capture holds no times for it")
 
 # What Google Benchmark 1.9.5 itself writes, with repetitions: every field of the three objects.
 CONTEXT = {"date", "host_name", "executable", "num_cpus", "mhz_per_cpu", "cpu_scaling_enabled", "caches", "load_avg",
@@ -153,7 +153,7 @@ def test_the_console_shows_every_figure_and_what_the_capture_took():
 
 def test_the_console_says_why_the_capture_tells_no_time_and_how_many_passes_there_were():
     assert "not measured: the capture holds no times for it" in shown(report(Measurement(STEP, [sample(1, 2)])))
-    timed = Region("step 3", frozenset(), 4, 40, 2000)
+    timed = MeasuredRegion("step 3", frozenset(), 4, 40, 2000)
     assert "took 2.000 us in 4 passes while" in shown(report(Measurement(timed, [sample(1, 2)])))
 
 
@@ -175,12 +175,12 @@ def test_warnings_stand_under_the_table_and_in_the_json():
 
 def test_nothing_is_cut_off_where_there_is_no_terminal():
     name = "execute/" + "model.layers.0.self_attn/" * 10 + "q_proj"
-    made = report(Measurement(Region(name, frozenset(), 1, 1, 10), [sample(1, 2)]))
+    made = report(Measurement(MeasuredRegion(name, frozenset(), 1, 1, 10), [sample(1, 2)]))
     assert f"BM_replay/scope:{name} " in shown(made)
 
 
 def test_names_from_a_capture_cannot_steer_a_terminal_or_be_taken_for_markup():
-    made = report(Measurement(Region("[red]a\x1b[2J\nb", frozenset(), 1, 1, 10), [sample(1, 2)]))
+    made = report(Measurement(MeasuredRegion("[red]a\x1b[2J\nb", frozenset(), 1, 1, 10), [sample(1, 2)]))
     text = shown(made)
     assert "BM_replay/scope:[red]a\\x1b[2J\\nb " in text and "\x1b" not in text
     assert json.loads(made.json())["benchmarks"][0]["name"] == "BM_replay/scope:[red]a\x1b[2J\nb"

@@ -30,7 +30,7 @@ from replayfmt.format.container.frames import (
     parse_header,
     parse_trailer,
 )
-from replayfmt.format.container.layouts import HEAD, RECORDS, SUMMARY, TABLES, Layout
+from replayfmt.format.container.layouts import HEAD, RECORDS, SUMMARY, TABLES, TableLayout
 from replayfmt.format.maintenance.check import check_capture
 from replayfmt.format.maintenance.recover import recover_capture
 from replayfmt.format.reader import open_capture
@@ -125,7 +125,7 @@ def test_a_summary_that_does_not_add_up_is_refused(capture: Path) -> None:
 
 
 @pytest.mark.parametrize("layout", [HEAD, TABLES, RECORDS, SUMMARY], ids=lambda layout: layout.name)
-def test_any_bytes_as_a_flatbuffer_are_refused_or_stay_inside_the_buffer(layout: Layout) -> None:
+def test_any_bytes_as_a_flatbuffer_are_refused_or_stay_inside_the_buffer(layout: TableLayout) -> None:
     chosen = random.Random(1)
     for _case in range(3000):
         size = chosen.randrange(0, 200)
@@ -138,7 +138,7 @@ def test_any_bytes_as_a_flatbuffer_are_refused_or_stay_inside_the_buffer(layout:
             continue
 
 
-def _read_every_field(data: bytes, layout: Layout) -> int:
+def _read_every_field(data: bytes, layout: TableLayout) -> int:
     """How many bytes all fields together handed out."""
     table = flat.root(data, layout, "test")
     total = 0

@@ -60,7 +60,7 @@ def test_enumerations_are_the_schemas() -> None:
 
 def test_table_layouts_are_the_schemas() -> None:
     tables = _blocks("table")
-    ours = {layout.name: layout for layout in vars(layouts).values() if isinstance(layout, layouts.Layout)}
+    ours = {layout.name: layout for layout in vars(layouts).values() if isinstance(layout, layouts.TableLayout)}
     assert set(ours) == set(tables)
     for name, body in tables.items():
         fields = re.findall(r"(\w+)\s*:\s*(\[?\w+\]?)\s*(?:=\s*(\d+))?\s*(\(required\))?\s*;", body)

@@ -20,7 +20,7 @@ from replayfmt.format.codes import (
     ValueKind,
 )
 from replayfmt.format.container.frames import FLAG_CONSOLIDATED
-from replayfmt.format.definitions.interning import Definitions
+from replayfmt.format.definitions.interning import InternedDefinitions
 from replayfmt.format.maintenance.check import check_capture
 from replayfmt.format.maintenance.recover import recover_capture
 from replayfmt.format.model import Device, Kernel, Node, Session, Signature, TensorMeta
@@ -111,7 +111,7 @@ def test_records_beyond_a_frames_limits_become_several_frames(tmp_path: Path, mo
 
 
 def test_definitions_that_do_not_fit_one_frame_stay_in_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Definitions, "encoded_bytes", property(lambda _self: 1 << 40))
+    monkeypatch.setattr(InternedDefinitions, "encoded_bytes", property(lambda _self: 1 << 40))
     monkeypatch.setattr("replayfmt.format.writer._TEXT_FLUSH_BYTES", 1000)
     monkeypatch.setattr("replayfmt.format.maintenance.recover.MAX_BODY_BYTES", 1000)
     path, out = tmp_path / "a.opreplay", tmp_path / "b.opreplay"

@@ -23,7 +23,7 @@ import replayfmt
 from replayfmt.errors import UsageError
 from replayfmt.importers.common.json_stream import JsonStream
 from replayfmt.importers.kineto import importer as kineto
-from replayfmt.importers.kineto.events import Events
+from replayfmt.importers.kineto.events import TraceEvents
 from replayfmt.importers.rewrites.portable import Portable
 
 from .traces import ADD, H100, MM, SHARED, annotation, kernel, launch, op, tensor, trace
@@ -234,7 +234,7 @@ def test_a_large_trace_is_read_with_memory_for_a_part_of_it(tmp_path: Path) -> N
         file.write("{}]}")
     tracemalloc.start()
     try:
-        events = Events().read(JsonStream.open(str(path)))
+        events = TraceEvents().read(JsonStream.open(str(path)))
         peak_bytes = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()

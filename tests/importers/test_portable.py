@@ -10,7 +10,7 @@ import torch
 
 from replayfmt.format.codes import DType, Layout, StorageOrigin, TensorFlag
 from replayfmt.format.model import Kernel, TensorMeta
-from replayfmt.importers.common.values import Storage, Tensor, contiguous
+from replayfmt.importers.common.values import Tensor, TracedStorage, contiguous
 from replayfmt.importers.rewrites.portable import Portable
 from replayfmt.importers.rewrites.rewriting import Rewritten
 from replayfmt.pytorch.tensors.dtypes import DTYPE_CODE, TORCH_DTYPE
@@ -30,7 +30,7 @@ class Machine:
     def new(self, sizes: tuple[int, ...], dtype: torch.dtype = torch.float32, value: torch.Tensor | None = None,
             strides: tuple[int, ...] | None = None) -> Tensor:
         meta = TensorMeta(DTYPE_CODE[dtype], Layout.strided, 1, sizes, strides or contiguous(sizes), TensorFlag(0))
-        tensor = Tensor(Storage(0, 1, StorageOrigin.op), meta)
+        tensor = Tensor(TracedStorage(0, 1, StorageOrigin.op), meta)
         self._kept.append(tensor)
         if value is not None:
             self.values[id(tensor)] = value

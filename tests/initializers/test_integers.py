@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from replayfmt.initializers.demands import Conflict, Demand, Role, Step, combine, pull_back
+from replayfmt.initializers.demands import Conflict, Demand, DemandStep, Role, combine, pull_back
 from replayfmt.initializers.integers import Unsatisfiable, fill_integers
 
 
@@ -61,17 +61,17 @@ def test_what_cannot_be_satisfied_says_so(demand: Demand) -> None:
 
 
 @pytest.mark.parametrize(("steps", "expected"), [
-    ((Step("add", 2),), (-2, 7)),
-    ((Step("multiply", 2),), (0, 4)),
-    ((Step("multiply", -1),), (-9, 0)),
-    ((Step("floor_divide", 4),), (0, 39)),
-    ((Step("add", 3), Step("multiply", 2)), (-3, 1)),
-    ((Step("remainder", 10),), (None, None)),
-    ((Step("remainder", 100),), (0, 9)),
-    ((Step("running_sum", 3),), (0, 3)),
-    ((Step("running_sum", 3), Step("add", -1)), (1, 3)),
+    ((DemandStep("add", 2),), (-2, 7)),
+    ((DemandStep("multiply", 2),), (0, 4)),
+    ((DemandStep("multiply", -1),), (-9, 0)),
+    ((DemandStep("floor_divide", 4),), (0, 39)),
+    ((DemandStep("add", 3), DemandStep("multiply", 2)), (-3, 1)),
+    ((DemandStep("remainder", 10),), (None, None)),
+    ((DemandStep("remainder", 100),), (0, 9)),
+    ((DemandStep("running_sum", 3),), (0, 3)),
+    ((DemandStep("running_sum", 3), DemandStep("add", -1)), (1, 3)),
 ])
-def test_demands_are_followed_back_through_computations(steps: tuple[Step, ...],
+def test_demands_are_followed_back_through_computations(steps: tuple[DemandStep, ...],
                                                         expected: tuple[int | None, int | None]) -> None:
     back = pull_back(Demand(Role.index, 0, 9), steps)
     assert back is not None and (back.low, back.high) == expected
@@ -82,7 +82,7 @@ def test_every_value_in_a_range_followed_back_is_good_forward() -> None:
                "remainder": lambda x, by: x % by}
     for what, function in forward.items():
         for by in (-3, -1, 1, 2, 5):
-            back = pull_back(Demand(Role.index, 2, 11), (Step(what, by),))
+            back = pull_back(Demand(Role.index, 2, 11), (DemandStep(what, by),))
             if back is None:
                 continue
             for x in range(-60, 60):
@@ -91,9 +91,9 @@ def test_every_value_in_a_range_followed_back_is_good_forward() -> None:
 
 
 def test_a_computation_that_cannot_be_followed_back_is_none() -> None:
-    assert pull_back(Demand(Role.index, 0, 9), (Step("floor_divide", -2),)) is None
-    assert pull_back(Demand(Role.offsets, 0, 9), (Step("add", 1),)) is None
-    assert pull_back(Demand(Role.number), (Step("floor_divide", -2),)) is not None
+    assert pull_back(Demand(Role.index, 0, 9), (DemandStep("floor_divide", -2),)) is None
+    assert pull_back(Demand(Role.offsets, 0, 9), (DemandStep("add", 1),)) is None
+    assert pull_back(Demand(Role.number), (DemandStep("floor_divide", -2),)) is not None
 
 
 def test_demands_of_several_uses_hold_together() -> None:

@@ -44,6 +44,18 @@ def test_every_module_says_what_it_is_for() -> None:
     assert not silent
 
 
+def test_no_two_classes_of_the_library_have_one_name() -> None:
+    """A reader who meets a class's name knows which one it is."""
+    places: dict[str, list[str]] = {}
+    for path in sorted((ROOT / "replayfmt").rglob("*.py")):
+        if "generated" in path.parts:
+            continue
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef):
+                places.setdefault(node.name, []).append(f"{path.relative_to(ROOT)}:{node.lineno}")
+    assert {name: found for name, found in places.items() if len(found) > 1} == {}
+
+
 def test_every_dependency_is_pinned_for_the_suite() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     asked = [*project["dependencies"], *(d for extra in project["optional-dependencies"].values() for d in extra)]

@@ -64,7 +64,7 @@ def test_a_mistake_of_the_recorder_does_not_reach_the_program(
 
     with pytest.raises(CaptureFailed, match="KeyError") as failure, replayfmt.capture(tmp_path / "x.opreplay"):
         torch.ones(3)
-        monkeypatch.setattr(calls.Calls, "after", broken)
+        monkeypatch.setattr(calls.CallRecorder, "after", broken)
         assert (torch.ones(3) + 1).tolist() == [2.0, 2.0, 2.0]
     assert isinstance(failure.value.__cause__, KeyError)
     assert "recording failed" in capfd.readouterr().err

@@ -15,7 +15,7 @@ from replayfmt.format.reader import open_capture
 from replayfmt.initializers import TensorInfo
 from replayfmt.initializers.roles import is_integral
 from replayfmt.replay.plan import Plan
-from replayfmt.replay.synthesis.calls import Calls
+from replayfmt.replay.synthesis.calls import CapturedCalls
 from replayfmt.replay.synthesis.ranges import Range, result_range
 
 from .conftest import Captured
@@ -115,7 +115,7 @@ def test_ranges_hold_for_what_ops_really_give(captured: Captured) -> None:
     ranges: dict[int, Range] = {}
     checked = 0
     with open_capture(path) as reader, Plan(reader) as plan:
-        calls = Calls(reader, plan.kernels)
+        calls = CapturedCalls(reader, plan.kernels)
         digests = {record.argument("of"): record for record in reader.records() if record.kind is RecordKind.digest
                    and record.argument("result") == 0}
 

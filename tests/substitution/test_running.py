@@ -16,7 +16,7 @@ import replayfmt
 from replayfmt.errors import SubstitutionRejected, UsageError
 from replayfmt.replay.plan import Plan
 from replayfmt.replay.substitution.requests import Substitution
-from replayfmt.replay.substitution.table import Call
+from replayfmt.replay.substitution.table import KernelCall
 
 from .conftest import Captured, Kernels, Tool
 
@@ -94,10 +94,10 @@ def test_a_signature_with_numbers_takes_calls_with_those_numbers_alone(captured:
 
 def test_a_callback_decides_by_ordinal_device_kernel_and_signature(captured: Captured) -> None:
     path = captured(program)
-    asked: list[Call] = []
+    asked: list[KernelCall] = []
     counting = Counting()
 
-    def decide(call: Call) -> Callable[..., Any] | None:
+    def decide(call: KernelCall) -> Callable[..., Any] | None:
         asked.append(call)
         return counting if call.kernel == "aten::mm.default" and "float32[6,4]" in call.signature.split(",")[0] + \
             call.signature and call.ordinal == last else None

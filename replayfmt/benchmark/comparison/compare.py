@@ -19,12 +19,12 @@ from replayfmt.errors import ReplayMismatch, SubstitutionFailed, UsageError
 from replayfmt.replay.plan import Plan
 from replayfmt.replay.results import ReplayResult
 from replayfmt.replay.substitution.replace import Replace
-from replayfmt.replay.substitution.sites import Site, StandIn
+from replayfmt.replay.substitution.sites import CallSite, KernelStandIn
 from replayfmt.replay.substitution.table import Substitutions
 
 from ..measure import PATIENCE, Options, Progress, collector_off
 from ..meters.stopwatch import Clock, ReplayTimer, ScopeWatch, Stopwatch, Times, stopwatch_for
-from ..scopes import Region, find_regions, whole_capture
+from ..scopes import MeasuredRegion, find_regions, whole_capture
 from ..statistics import SMALLEST_FOR_INTERVAL
 from .paired import Comparison, compare
 
@@ -49,7 +49,7 @@ class CompareRun:
     """A finished comparison. `cut_short` is as in measure.Run."""
 
     options: Options
-    whole: Region
+    whole: MeasuredRegion
     rows: list[Compared]
     rounds: int
     before: ReplayResult | None
@@ -71,7 +71,7 @@ class _Timed:
     def reason(self) -> str:
         return self._table.reason
 
-    def call(self, site: Site) -> tuple[Hashable | None, Callable[..., Any]] | None:
+    def call(self, site: CallSite) -> tuple[Hashable | None, Callable[..., Any]] | None:
         replacement = self._table.find(site.signature_id, site.metas, site.ordinal)
         if replacement is None:
             return None
@@ -109,7 +109,7 @@ def _timed(function: Callable[..., Any], watch: Stopwatch) -> Callable[..., Any]
 class _Side:
     """One side's stand-ins and what its replays took so far."""
 
-    plain: StandIn | None
+    plain: KernelStandIn | None
     timed: _Timed
     whole: list[Times] = field(default_factory=list)
     scopes: list[list[Times]] = field(default_factory=list)

@@ -22,7 +22,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from replayfmt.errors import UsageError
 from replayfmt.importers.common.json_stream import JsonStream
-from replayfmt.importers.kineto.events import Events
+from replayfmt.importers.kineto.events import TraceEvents
 from replayfmt.importers.kineto.tree import build
 from replayfmt.replay.plan import Plan
 from replayfmt.replay.run.isolated import IsolatedOp
@@ -156,7 +156,7 @@ def _verdict(plan: Plan, ordinal: int, captured: tuple[Launched, ...], launched:
 def replayed_kernels(path: str | os.PathLike[str]) -> dict[int, list[Launched]]:
     """The device work in a trace by the ordinal of the op that it was marked with."""
     with JsonStream.open(path) as stream:
-        events = Events().read(stream)
+        events = TraceEvents().read(stream)
     marks = np.asarray([events.kinds[kind].name.startswith(_MARK) for kind in events.ops.kind], bool)
     tree = build(events, marks)
     found: dict[int, list[Launched]] = defaultdict(list)

@@ -17,7 +17,7 @@ import torch
 
 from replayfmt.errors import ReplayFailed
 
-from ..scopes import Region
+from ..scopes import MeasuredRegion
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ def stopwatch_for(devices: Sequence[torch.device], clock: Clock | None = None) -
 class ScopeWatch:
     """Runs a stopwatch during a region's scopes, the outermost of nested ones only: a replay's `on_scope`."""
 
-    def __init__(self, region: Region, stopwatch: Stopwatch) -> None:
+    def __init__(self, region: MeasuredRegion, stopwatch: Stopwatch) -> None:
         self.region = region
         self.stopwatch = stopwatch
         self._paths = region.paths

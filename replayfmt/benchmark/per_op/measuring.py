@@ -26,7 +26,7 @@ from replayfmt.replay.run.isolated import IsolatedOp, call_repeatedly
 from ..measure import Progress
 from ..meters.stopwatch import Clock, Stopwatch, stopwatch_for
 from ..min_time import MOST_ITERATIONS, MinTime
-from ..statistics import SMALLEST_FOR_INTERVAL, Statistics, summarize
+from ..statistics import SMALLEST_FOR_INTERVAL, TimeStatistics, summarize
 from .groups import Chosen, OpGroup, choose
 
 # A sample of calls that leave their inputs alone is at least that long, so that reading the clock does not count.
@@ -74,7 +74,7 @@ class MeasuredOp:
     reason: str = ""
     ordinal: int | None = None
     calls: int = 0
-    times: Statistics | None = None
+    times: TimeStatistics | None = None
     cpu_ns: float | None = None      # a call's on average, of the whole process
     host_ns: float | None = None     # a call's, where `times` are the device's
     returned: tuple[str, ...] | None = None     # what a call gave here, a text for each result
@@ -153,7 +153,7 @@ def measure_ops(plan: Plan, options: OpOptions, *, clock: Clock | None = None, p
     """
     chosen = choose(plan.reader, pattern=options.pattern, limit=options.limit, every=options.every,
                     scopes=options.scopes, progress=progress)
-    walk = _Walk(plan, options, chosen, clock or Clock(), progress, on_measured)
+    walk = _OpWalk(plan, options, chosen, clock or Clock(), progress, on_measured)
     return walk.run()
 
 
@@ -180,7 +180,7 @@ class _Stop(Exception):
     """An op failed and nothing after it is to be measured."""
 
 
-class _Walk:
+class _OpWalk:
     """One pass through a capture, measuring where a group is met that has no times yet."""
 
     def __init__(self, plan: Plan, options: OpOptions, chosen: Chosen, clock: Clock, progress: Progress,

@@ -14,7 +14,7 @@ import numpy as np
 
 from replayfmt.errors import InvalidCapture
 
-from .layouts import KEY_VALUE, SCALARS, Field, Layout
+from .layouts import KEY_VALUE, SCALARS, Field, TableLayout
 
 _U32 = struct.Struct("<I")
 _I32 = struct.Struct("<i")
@@ -40,7 +40,7 @@ class _Buffer:
 class Table:
     """One verified table. Fields are asked for by name, as layouts.py spells them."""
 
-    def __init__(self, buffer: _Buffer, position: int, layout: Layout) -> None:
+    def __init__(self, buffer: _Buffer, position: int, layout: TableLayout) -> None:
         self._buffer = buffer
         self._layout = layout
         self._position = position
@@ -161,7 +161,7 @@ class Table:
         return [(table.string("key") or "", table.string("value") or "") for table in tables]
 
 
-def root(data: bytes, layout: Layout, where: str) -> Table:
+def root(data: bytes, layout: TableLayout, where: str) -> Table:
     """The root table of a buffer. Raises InvalidCapture where it is not whole, and so does asking for its fields.
 
     Ask for each field once: what is handed out is counted.

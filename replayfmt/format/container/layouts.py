@@ -26,18 +26,18 @@ class Field:
 
 
 @dataclass(frozen=True)
-class Layout:
+class TableLayout:
     name: str
     fields: dict[str, Field]
 
 
-def _layout(name: str, text: str) -> Layout:
+def _layout(name: str, text: str) -> TableLayout:
     fields = {}
     for slot, line in enumerate(text.split()):
         field, _, kind = line.partition(":")
         kind, _, default = kind.partition("=")
         fields[field] = Field(slot, kind.rstrip("!"), kind.endswith("!"), int(default or 0))
-    return Layout(name, fields)
+    return TableLayout(name, fields)
 
 
 KEY_VALUE = _layout("KeyValue", "key:string! value:string!")

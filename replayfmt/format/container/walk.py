@@ -49,14 +49,14 @@ def walk(source: Source, trailer: Trailer | None = None) -> Walked:
     A torn tail ends the walk. What contradicts itself behind a valid check raises InvalidCapture, and so does a file
     without a single whole frame.
     """
-    return _Walk(source, trailer).run()
+    return _FrameWalk(source, trailer).run()
 
 
 class _Torn(InvalidCapture):
     """The walk ends before this frame."""
 
 
-class _Walk:
+class _FrameWalk:
     def __init__(self, source: Source, trailer: Trailer | None) -> None:
         self._source = source
         self._trailer = trailer

@@ -31,7 +31,7 @@ _MAX_ID = 0xFFFFFFFF
 _FLAGS = int(sum(TensorFlag))
 
 
-class Definitions:
+class InternedDefinitions:
     """Everything defined so far, and what of it was not written yet.
 
     What is known already is only looked up; `whole` is entered to add something, so that an interrupt does not leave

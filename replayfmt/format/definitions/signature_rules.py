@@ -53,7 +53,7 @@ DIGEST_ARGUMENTS: tuple[tuple[str, frozenset[ValueKind]], ...] = (
 SETTING_KINDS = frozenset({V.none, V.bool, V.int, V.float, V.string})
 
 
-class Row(NamedTuple):
+class SignatureRow(NamedTuple):
     """One node as the columns hold it, its constant not yet replaced by an id."""
 
     kind: int
@@ -70,7 +70,7 @@ def slots_by_kind() -> np.ndarray:
     return table
 
 
-def flatten(signature: Signature) -> list[Row]:
+def flatten(signature: Signature) -> list[SignatureRow]:
     """The rows of a signature's nodes in pre-order. Raises ValueError where it breaks a rule of the format."""
     if (signature.kind == RecordKind.op) != (signature.kernel > 0):
         raise ValueError(f"a signature of kind {signature.kind.name} with kernel {signature.kernel}")
@@ -79,7 +79,7 @@ def flatten(signature: Signature) -> list[Row]:
     if signature.results and (signature.kind != RecordKind.op or signature.status == OpStatus.raised):
         raise ValueError(f"a signature of kind {signature.kind.name} and status {signature.status.name} with results")
     _check_arguments(signature)
-    rows: list[Row] = []
+    rows: list[SignatureRow] = []
     # Iterative, so that nesting is bounded by our limit and not by the interpreter's stack.
     stack = [(node, 1) for node in reversed((*signature.args, *signature.results))]
     while stack:
@@ -88,7 +88,7 @@ def flatten(signature: Signature) -> list[Row]:
             raise ValueError(f"values nested deeper than {MAX_NESTING}")
         if node.children and node.kind not in CONTAINERS:
             raise ValueError(f"a {node.kind.name} node {node.name!r} with children")
-        rows.append(Row(node.kind, node.name, _constant(node), len(node.children)))
+        rows.append(SignatureRow(node.kind, node.name, _constant(node), len(node.children)))
         stack.extend((child, depth + 1) for child in reversed(node.children))
     return rows
 

@@ -19,7 +19,7 @@ import numpy as np
 from ..codes import UNKNOWN_NS, StorageOrigin
 from ..container.frames import MAX_BODY_BYTES, MAX_FRAME_RECORDS, MAX_LENGTH
 from ..generated import Records
-from .storage_rules import Contents, storages_problem
+from .storage_rules import Referable, storages_problem
 
 Column = Any  # a numpy array, an array.array, or anything np.asarray takes without a copy
 
@@ -107,7 +107,7 @@ class Bounds:
     devices: int
     strings: int
     next_storage: int
-    contents: Contents
+    contents: Referable
 
 
 def _column(values: Column, dtype: type, name: str) -> np.ndarray:

@@ -18,7 +18,7 @@ from ..container import flat
 from ..container.frames import MAX_LENGTH, FrameHeader
 from ..container.layouts import RECORDS, SCALARS
 from ..definitions.reading import Frozen
-from .storage_rules import Contents, storages_problem
+from .storage_rules import Referable, storages_problem
 
 # Values whose int slot holds an id, by the name of its family.
 _REFERENCES = [ValueKind.storage, ValueKind.generator, ValueKind.payload, ValueKind.range, ValueKind.recipe]
@@ -67,16 +67,16 @@ class RecordFrameDecoder:
     def __init__(self, definitions: Frozen) -> None:
         self._definitions = definitions
         self._references = _IntReferences(definitions)
-        self._contents = Contents(0, *(
+        self._contents = Referable(0, *(
             definitions.column(name) for name in ("range_bytes", "recipe_dtype", "recipe_elements")))
 
     def decode(self, body: bytes, header: FrameHeader, offset: int, where: str,
                counts: Mapping[str, int]) -> RecordFrame:
         """A verified frame. `counts` says how many ids of each family of definitions, and of payloads (`payload`), the
         frame may refer to. Raises InvalidCapture."""
-        contents = Contents(counts["payload"], self._contents.range_bytes[:counts["range"]],
-                            self._contents.recipe_dtype[:counts["recipe"]],
-                            self._contents.recipe_elements[:counts["recipe"]])
+        contents = Referable(counts["payload"], self._contents.range_bytes[:counts["range"]],
+                             self._contents.recipe_dtype[:counts["recipe"]],
+                             self._contents.recipe_elements[:counts["recipe"]])
         return _Decoding(self._definitions, self._references, body, header, offset, where, counts, contents).frame()
 
 
@@ -119,7 +119,7 @@ class _IntReferences:
 
 class _Decoding:
     def __init__(self, definitions: Frozen, references: _IntReferences, body: bytes, header: FrameHeader, offset: int,
-                 where: str, counts: Mapping[str, int], contents: Contents) -> None:
+                 where: str, counts: Mapping[str, int], contents: Referable) -> None:
         self._contents = contents
         self._definitions = definitions
         self._counts = counts

@@ -15,7 +15,7 @@ from ..definitions.external_files import ITEM_SIZES
 
 
 @dataclass(frozen=True)
-class Contents:
+class Referable:
     """What there is to refer to: the number of payloads, the length of each range, dtype and number of elements of each
     recipe, by id from 1."""
 
@@ -25,7 +25,7 @@ class Contents:
     recipe_elements: np.ndarray
 
 
-def storages_problem(origin: np.ndarray, payload: np.ndarray, length: np.ndarray, contents: Contents) -> str:
+def storages_problem(origin: np.ndarray, payload: np.ndarray, length: np.ndarray, contents: Referable) -> str:
     """What is wrong with some storages, or ""."""
     plain = origin < StorageOrigin.external_file
     embedded = payload[plain]
@@ -49,7 +49,7 @@ def _other(origin: np.ndarray, payload: np.ndarray, kind: StorageOrigin, count: 
     return ""
 
 
-def _ranges_problem(origin: np.ndarray, payload: np.ndarray, length: np.ndarray, contents: Contents) -> str:
+def _ranges_problem(origin: np.ndarray, payload: np.ndarray, length: np.ndarray, contents: Referable) -> str:
     rows = origin == StorageOrigin.external_file
     ranges = contents.range_bytes[payload[rows].astype(np.int64) - 1].astype(np.uint64)
     wrong = ranges != length[rows]
@@ -59,7 +59,7 @@ def _ranges_problem(origin: np.ndarray, payload: np.ndarray, length: np.ndarray,
     return ""
 
 
-def _recipes_problem(origin: np.ndarray, payload: np.ndarray, length: np.ndarray, contents: Contents) -> str:
+def _recipes_problem(origin: np.ndarray, payload: np.ndarray, length: np.ndarray, contents: Referable) -> str:
     rows = origin == StorageOrigin.initializer
     recipes = payload[rows].astype(np.int64) - 1
     elements = length[rows].astype(np.int64) // ITEM_SIZES[contents.recipe_dtype[recipes]]

@@ -51,7 +51,7 @@ def signature_of(record: Record, reader: CaptureReader, *, values: bool = False)
     kernel = reader.kernels[record.signature.kernel]
     placed = _placed(kernel.schema, [node.name for node in record.signature.args])
     several = len(reader.devices) > 2
-    made = _Maker(reader, several, values)
+    made = _SignatureMaker(reader, several, values)
     return SignatureText(kernel.qualified_name, tuple(
         ("" if in_place else node.name, made.value(node, value))
         for node, value, in_place in zip(record.signature.args, record.args, placed, strict=True)))
@@ -63,7 +63,7 @@ def matches(pattern: SignatureText, record: Record, reader: CaptureReader) -> bo
     if kernel.qualified_name != pattern.kernel or len(pattern.arguments) != len(record.args):
         return False
     actual = signature_of(record, reader, values=True)
-    made = _Maker(reader, True, True)
+    made = _SignatureMaker(reader, True, True)
     for (wanted_name, wanted), (placed_name, _), node, value in zip(
             pattern.arguments, actual.arguments, record.signature.args, record.args, strict=True):
         # Without a name the place decides; a name may always be given.
@@ -86,7 +86,7 @@ def _placed(schema: str, names: Sequence[str]) -> list[bool]:
     return placed
 
 
-class _Maker:
+class _SignatureMaker:
     """Makes value texts of a capture's values."""
 
     def __init__(self, reader: CaptureReader, devices: bool, values: bool) -> None:

@@ -18,7 +18,7 @@ import torch
 from replayfmt.format.codes import DType, TensorFlag
 from replayfmt.pytorch.traced_names import Guess, TracedNames
 
-from .schema_types import SchemaType, schema_type
+from .schema_types import ArgumentType, schema_type
 from .types import dtype_of, layout, layout_of, memory_format, memory_format_of, scalar_type
 
 
@@ -192,7 +192,7 @@ def of_value(value: Any) -> Recorded:
 # ------------------------------------------------------------------------------------------------------------- matching
 
 
-def fits(kind: SchemaType, recorded: Recorded) -> int | None:
+def fits(kind: ArgumentType, recorded: Recorded) -> int | None:
     """How well a recorded argument fits a schema type: 3 exactly, 2 by conversion, 1 perhaps; None: not at all."""
     form = recorded.form
     if form is Form.nothing:
@@ -309,7 +309,7 @@ class Reader:
         else:
             binding.arguments.append((name, value))
 
-    def _unrecorded(self, binding: Binding, schema: torch.FunctionSchema, argument: Any, kind: SchemaType,
+    def _unrecorded(self, binding: Binding, schema: torch.FunctionSchema, argument: Any, kind: ArgumentType,
                     by: str) -> None:
         name = argument.name
         if kind.base == "Device" and not kind.depth:
@@ -342,7 +342,7 @@ class Reader:
             binding.missing.append(f"{argument.name}: {why}, and it has no default")
 
 
-def decode(kind: SchemaType, recorded: Recorded) -> tuple[Bound, str]:
+def decode(kind: ArgumentType, recorded: Recorded) -> tuple[Bound, str]:
     """(value, "") of a recorded argument read as a schema type, or (None, what is wrong)."""
     if recorded.form is Form.nothing:
         if kind.optional or kind.base == "Tensor":

@@ -31,7 +31,7 @@ COMPILED_CODE = re.compile(r"Torch-Compiled Region|CompiledFunction(Backward)?\Z
 
 
 @dataclass(frozen=True)
-class Operator:
+class FoundOperator:
     """One overload. `found` says where, `callable` is what a module's attribute gave (no registered schema then)."""
 
     schema: torch.FunctionSchema
@@ -87,7 +87,7 @@ class Choice:
     `assumed` says what about the choice is not certain.
     """
 
-    operator: Operator | None
+    operator: FoundOperator | None
     reason: str = ""
     detail: str = ""
     assumed: tuple[str, ...] = ()
@@ -104,14 +104,14 @@ class Operators:
     def __init__(self, libraries: OpLibraries | None = None, names: TracedNames | None = None) -> None:
         self._libraries = libraries or OpLibraries()
         self.names = names or TracedNames()
-        self._known: dict[str, tuple[list[Operator], str]] = {}
-        self._texts: dict[str, Operator | None] = {}
+        self._known: dict[str, tuple[list[FoundOperator], str]] = {}
+        self._texts: dict[str, FoundOperator | None] = {}
 
     def exists(self, name: str) -> bool:
         """Whether anything of that name can be found."""
         return bool(self.candidates(name)[0])
 
-    def candidates(self, name: str) -> tuple[list[Operator], str]:
+    def candidates(self, name: str) -> tuple[list[FoundOperator], str]:
         """Every overload of a name, those that the dispatcher knows first; where there are none, why not. A name with
         an overload (`aten::add.Tensor`, as the profiler's `capture_overload_names` prints it) has that one."""
         name, _dot, overload = name.partition(".")
@@ -123,7 +123,7 @@ class Operators:
             why = "" if found else f"{name} has no overload {overload!r} here"
         return found, why
 
-    def _find_meant(self, name: str) -> tuple[list[Operator], str]:
+    def _find_meant(self, name: str) -> tuple[list[FoundOperator], str]:
         why = ""
         for each in self.names.meant(name):
             found, reason = self._find(each)
@@ -132,7 +132,7 @@ class Operators:
             why += f"; {reason}" if why else reason
         return [], why
 
-    def _find(self, name: str) -> tuple[list[Operator], str]:
+    def _find(self, name: str) -> tuple[list[FoundOperator], str]:
         if name_problem(name, "default"):
             return [], f"{name!r} is no operator name"
         found = self._registered(name)
@@ -174,14 +174,14 @@ class Operators:
         where = f"{function.__module__}.{getattr(function, '__qualname__', name)}"
         rest = len(recorded) - len(given)
         left = f"; {rest} arguments are left to its defaults" if rest else ""
-        return Choice(Operator(parse_schema(text), ATTRIBUTE, function), assumed=(
+        return Choice(FoundOperator(parse_schema(text), ATTRIBUTE, function), assumed=(
             f"no operator is registered: {where} is called by the recorded types{left}",))
 
-    def _registered(self, name: str) -> list[Operator]:
+    def _registered(self, name: str) -> list[FoundOperator]:
         schemas = torch._C._jit_get_schemas_for_operator(name)
-        operators = [Operator(schema, REGISTRY) for schema in schemas]
+        operators = [FoundOperator(schema, REGISTRY) for schema in schemas]
         if not operators:
-            operators = [Operator(each._schema, TORCH_OPS) for each in overloads_of(name)]
+            operators = [FoundOperator(each._schema, TORCH_OPS) for each in overloads_of(name)]
         return sorted(operators, key=lambda each: not each.dispatched)
 
     def choose(self, name: str, recorded: Sequence[Recorded]) -> Choice:
@@ -203,7 +203,7 @@ class Operators:
             assumed = (f"overload {chosen[0].overload}: the recorded types fit {names} equally well",)
         return Choice(chosen[0], assumed=(*self.alias(name, chosen[0]), *assumed))
 
-    def alias(self, name: str, operator: Operator) -> tuple[str, ...]:
+    def alias(self, name: str, operator: FoundOperator) -> tuple[str, ...]:
         """What to say where a traced name is not the operator's own."""
         name = without_overload(name)
         return () if name == operator.name else (self.names.alias_sentence(name, operator.name),)

@@ -21,7 +21,7 @@ from replayfmt.pytorch.tensors.dtypes import DTYPE_CODE, TORCH_DTYPE, TORCH_LAYO
 from replayfmt.pytorch.tensors.memory import mark_view
 
 from .arguments import DefaultGenerator, DeviceName, TensorSpec
-from .values import Storage, Tensor, bytes_needed, contiguous
+from .values import Tensor, TracedStorage, bytes_needed, contiguous
 
 _MOST_RESULTS = 100_000
 
@@ -34,7 +34,7 @@ class Same:
 
 
 @dataclass(frozen=True)
-class Shape:
+class ResultShape:
     """A tensor result. `shares` is the tensor argument whose storage it is on, None: number `fresh` of new storages."""
 
     dtype: DType
@@ -152,8 +152,8 @@ def _described(value: Any, tensors: list[torch.Tensor], storages: dict[int, int]
     memory = value.untyped_storage()._cdata
     shared = next((i for i, tensor in enumerate(tensors) if tensor.untyped_storage()._cdata == memory), None)
     fresh = -1 if shared is not None else storages.setdefault(memory, len(storages))
-    return Shape(DTYPE_CODE[value.dtype], tuple(value.shape), tuple(value.stride()), int(value.storage_offset()),
-                 shared, fresh)
+    return ResultShape(DTYPE_CODE[value.dtype], tuple(value.shape), tuple(value.stride()), int(value.storage_offset()),
+                       shared, fresh)
 
 
 def realize(results: Results, arguments: Sequence[Tensor], device: int) -> list[Any] | None:
@@ -165,14 +165,14 @@ def realize(results: Results, arguments: Sequence[Tensor], device: int) -> list[
         if shape.shares is None:
             length = bytes_needed(shape.dtype, shape.sizes, shape.strides, shape.offset)
             lengths[shape.fresh] = max(length, lengths.get(shape.fresh, 0))
-    storages = {fresh: Storage(length, device, StorageOrigin.op) for fresh, length in lengths.items()}
+    storages = {fresh: TracedStorage(length, device, StorageOrigin.op) for fresh, length in lengths.items()}
 
     def value(each: Any) -> Any:
         if isinstance(each, Same):
             return arguments[each.argument]
         if isinstance(each, list):
             return [value(child) for child in each]
-        if not isinstance(each, Shape):
+        if not isinstance(each, ResultShape):
             return None
         storage = storages[each.fresh] if each.shares is None else arguments[each.shares].storage
         where = device if each.shares is None else arguments[each.shares].meta.device
@@ -182,11 +182,11 @@ def realize(results: Results, arguments: Sequence[Tensor], device: int) -> list[
     return [value(each) for each in results.values]
 
 
-def shapes(values: Sequence[Any]) -> list[Shape]:
+def shapes(values: Sequence[Any]) -> list[ResultShape]:
     """The tensors among results that are no arguments themselves."""
-    found: list[Shape] = []
+    found: list[ResultShape] = []
     for each in values:
-        if isinstance(each, Shape):
+        if isinstance(each, ResultShape):
             found.append(each)
         elif isinstance(each, list):
             found += shapes(each)

@@ -19,7 +19,7 @@ BASES = frozenset({"Tensor", "int", "float", "number", "bool", "complex", "str",
 
 
 @dataclass(frozen=True)
-class SchemaType:
+class ArgumentType:
     """`base` is Tensor, int, float, number, bool, complex, str, ScalarType, Layout, MemoryFormat, Device, Generator,
     or another name; `depth` how many lists are around it; `length` a list's fixed length, 0 where it has none.
     `inner_optional` says for each list level, outermost first, whether its elements may be None."""
@@ -31,10 +31,10 @@ class SchemaType:
     inner_optional: tuple[bool, ...] = ()
 
     @property
-    def element(self) -> SchemaType:
+    def element(self) -> ArgumentType:
         """The type of a list's elements."""
         assert self.depth
-        return SchemaType(self.base, self.inner_optional[0], self.depth - 1, 0, self.inner_optional[1:])
+        return ArgumentType(self.base, self.inner_optional[0], self.depth - 1, 0, self.inner_optional[1:])
 
     def __str__(self) -> str:
         text = self.base
@@ -43,10 +43,10 @@ class SchemaType:
         return text + ("?" if self.optional else "")
 
 
-_known: dict[str, SchemaType] = {}
+_known: dict[str, ArgumentType] = {}
 
 
-def schema_type(argument: Any) -> SchemaType:
+def schema_type(argument: Any) -> ArgumentType:
     """The type of a schema's argument (torch._C.Argument)."""
     real = argument.real_type
     length = argument.N or 0
@@ -57,12 +57,12 @@ def schema_type(argument: Any) -> SchemaType:
     return found
 
 
-def _of(kind: Any, length: int = 0) -> SchemaType:
+def _of(kind: Any, length: int = 0) -> ArgumentType:
     optional = False
     if isinstance(kind, torch._C.OptionalType):
         optional, kind = True, kind.getElementType()
     if isinstance(kind, torch._C.ListType):
         inner = _of(kind.getElementType())
-        return SchemaType(inner.base, optional, inner.depth + 1, length, (inner.optional, *inner.inner_optional))
+        return ArgumentType(inner.base, optional, inner.depth + 1, length, (inner.optional, *inner.inner_optional))
     text = str(kind)
-    return SchemaType(_NAMES.get(text, text), optional)
+    return ArgumentType(_NAMES.get(text, text), optional)

@@ -20,7 +20,7 @@ from replayfmt.format.records.columns import RecordColumns
 from replayfmt.format.writer import CaptureWriter
 from replayfmt.pytorch.environment import session_fields
 
-from .values import NodeMaker, Slots, Storage, Tensor, possible_bytes
+from .values import NodeMaker, Slots, Tensor, TracedStorage, possible_bytes
 
 PRODUCER = "opreplay-import"
 _FRAME_RECORDS = 16_384
@@ -167,7 +167,7 @@ class ImportedSession:
         note = self._writer.annotation(annotation) if annotation else 0
         return self._named(RecordKind.unsupported, moment, note, reason=reason, op=op, detail=detail)
 
-    def release(self, storages: Sequence[Storage], moment: Moment = Moment()) -> None:
+    def release(self, storages: Sequence[TracedStorage], moment: Moment = Moment()) -> None:
         """Record that nothing uses these storages any more: a replay need not keep them. Unused ones are left out."""
         for storage in storages:
             if storage.id and not storage.released:
@@ -176,12 +176,12 @@ class ImportedSession:
 
     # ------------------------------------------------------------------------------------------------------- storages
 
-    def enter(self, storage: Storage, moment: Moment = Moment()) -> None:
+    def enter(self, storage: TracedStorage, moment: Moment = Moment()) -> None:
         """Bring a storage in ahead of its first use."""
         if not storage.id:
             self._enter(storage, moment)
 
-    def _enter(self, storage: Storage, moment: Moment) -> None:
+    def _enter(self, storage: TracedStorage, moment: Moment) -> None:
         kind, number = ValueKind.none, 0
         if isinstance(storage.content, Recipe):
             kind, number = ValueKind.recipe, self._writer.recipe(storage.content)
@@ -193,7 +193,7 @@ class ImportedSession:
         ints = [storage.id, 0] if kind is ValueKind.none else [storage.id, number, 0]
         self._record(RecordKind.storage_import, nodes, Moment(moment.start_ns, None, moment.thread, moment.scope), ints)
 
-    def _bear(self, storage: Storage, origin: StorageOrigin, payload: int) -> None:
+    def _bear(self, storage: TracedStorage, origin: StorageOrigin, payload: int) -> None:
         storage.id = self._next_storage
         self._next_storage += 1
         self._pending.storage_bytes.append(storage.bytes)

@@ -1,7 +1,7 @@
 """Values that an imported call has, and how they become nodes and slots of a record.
 
-A `Storage` is memory that the importer gives a call, a `Tensor` a view on it. Both get their ids when a record uses
-them first, because a capture numbers storages in that order.
+A `TracedStorage` is memory that the importer gives a call, a `Tensor` a view on it. Both get their ids when a record
+uses them first, because a capture numbers storages in that order.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _LEAST, _MOST = -(1 << 63), (1 << 63) - 1
 
 
 @dataclass(eq=False)
-class Storage:
+class TracedStorage:
     """One allocation. `content` is a payload's bytes or a recipe, where it has any. `id` is 0 until it is used; `views`
     has the ids of the tensors on it that were used, by offset and metadata id.
     """
@@ -38,7 +38,7 @@ class Storage:
 class Tensor:
     """A view on a storage, None for a tensor without memory. `offset` is in elements; `id` is 0 until used."""
 
-    storage: Storage | None
+    storage: TracedStorage | None
     meta: TensorMeta
     offset: int = 0
     id: int = 0
@@ -87,7 +87,7 @@ def plain_tensor(dtype: DType, sizes: tuple[int, ...], strides: tuple[int, ...] 
                  origin: StorageOrigin = StorageOrigin.absent) -> Tensor:
     """A tensor on a storage of its own, just as long as it needs. Raises ValueError for impossible geometry."""
     strides = contiguous(sizes) if strides is None else strides
-    storage = Storage(bytes_needed(dtype, sizes, strides, offset), device, origin)
+    storage = TracedStorage(bytes_needed(dtype, sizes, strides, offset), device, origin)
     return Tensor(storage, TensorMeta(dtype, Layout.strided, device, sizes, strides, TensorFlag(0)), offset)
 
 
@@ -127,7 +127,7 @@ class NodeMaker:
             return Node(ValueKind.string, name, value)
         if isinstance(value, DeviceName):
             return Node(ValueKind.device, name, self._device_id(value.name))
-        if isinstance(value, Storage):
+        if isinstance(value, TracedStorage):
             slots.ints.append(value.id)
             return Node(ValueKind.storage, name)
         if isinstance(value, DefaultGenerator):

@@ -1,8 +1,8 @@
 """From a node of an execution trace to an operator's call: its arguments by name, what they are on, what was assumed.
 
-One `Calls` goes through the chosen nodes in order. It knows which allocation each tensor is on, finds out strides that
-older traces do not have, and reads the arguments by the operator's schema. It does so twice: a first time only to find
-out how long each allocation is.
+One `NodeCalls` goes through the chosen nodes in order. It knows which allocation each tensor is on, finds out strides
+that older traces do not have, and reads the arguments by the operator's schema. It does so twice: a first time only to
+find out how long each allocation is.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _TURNS = {"aten::_conj": TensorFlag.conj, "aten::_neg_view": TensorFlag.neg}
 
 
 @dataclass
-class Step:
+class NodeStep:
     """One chosen node. `given` and `returned` tell where its tensors are. `choice` and `binding` are those of an
     operator; `assumed` has what was assumed beside the binding's sentences."""
 
@@ -58,7 +58,7 @@ class _OnAllocations(TensorReader):
                                                      flags=where.flags)
 
 
-class Calls:
+class NodeCalls:
     """The calls of a trace, in order. With the `allocations` of a first pass, arguments are read as well."""
 
     def __init__(self, operators: Operators, allocations: Allocations | None = None,
@@ -74,11 +74,11 @@ class Calls:
     def allocations(self) -> Allocations:
         return self.memory.allocations
 
-    def step(self, node: TraceNode) -> Step:
+    def step(self, node: TraceNode) -> NodeStep:
         """The next chosen node."""
         self.memory.access(*self._effects(node))
         given = self.memory.take(tensor for _position, tensor in node.inputs.tensors)
-        step = Step(node, kind_of(node), {each.tensor: each for each in given})
+        step = NodeStep(node, kind_of(node), {each.tensor: each for each in given})
         step.assumed += [f"the {list(tensor.sizes)} tensor at the address of one of another kind is a new allocation, "
                          f"which {BY} does not show" for tensor in self.memory.replaced]
         step.assumed += [f"the {list(each.tensor.sizes)} tensor taken as {_shown_flags(each.flags)}: {BY} does not say "
@@ -131,7 +131,7 @@ class Calls:
 
     # ------------------------------------------------------------------------------------------------------- arguments
 
-    def _bind(self, step: Step) -> None:
+    def _bind(self, step: NodeStep) -> None:
         node = step.node
         recorded = recorded_inputs(node.inputs, _OnAllocations(step.given))
         step.choice, traced = self._choose(node.schema)
@@ -170,7 +170,7 @@ class Calls:
             known = self._choices[text] = self._operators.by_schema(text), traced
         return known
 
-    def _say_strides(self, step: Step) -> None:
+    def _say_strides(self, step: NodeStep) -> None:
         """Older traces have no strides: say where those of the arguments come from."""
         known: dict[Any, bool] = {
             (each.allocation, each.tensor.sizes, each.strides, each.tensor.offset): each.strides_known
@@ -194,7 +194,7 @@ class Calls:
         """Whether an operator before returned the memory that a tensor is on."""
         return isinstance(spec.identity, int) and bool(self.allocations.made[spec.identity])
 
-    def _strides(self, step: Step) -> list[tuple[int, ...] | None] | None:
+    def _strides(self, step: NodeStep) -> list[tuple[int, ...] | None] | None:
         """Strides of everything an operator returned, by running it without data; None where that does not tell."""
         if step.choice is None or step.choice.operator is None or step.binding is None or step.binding.missing:
             return None
@@ -205,7 +205,7 @@ class Calls:
         return [spec.strides if spec.sizes == tensor.sizes else None
                 for spec, tensor in zip(returned, outputs, strict=True)]
 
-    def _numbers(self, step: Step) -> None:
+    def _numbers(self, step: NodeStep) -> None:
         """Python numbers reach operators as tensors without dimensions that do not take part in type promotion; in a
         trace they look like tensors that do. Where that matters, the recorded result tells."""
         binding, choice = step.binding, step.choice

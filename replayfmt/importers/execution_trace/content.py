@@ -17,7 +17,7 @@ from replayfmt.format.model import Recipe, Statistics
 from replayfmt.pytorch.tensors.dtypes import TORCH_DTYPE
 
 from ..common.trace_files import archive_texts
-from ..common.values import Storage, contiguous
+from ..common.values import TracedStorage, contiguous
 from .memory import Placed
 
 _INTEGERS = frozenset({DType.uint8, DType.int8, DType.int16, DType.int32, DType.int64, DType.uint16, DType.uint32,
@@ -78,7 +78,7 @@ class TracedContent:
         data = self._files.get(name)
         return None if data is None else data.decode(errors="replace")
 
-    def number(self, operator: str, dtype: DType, storage: Storage) -> Found | None:
+    def number(self, operator: str, dtype: DType, storage: TracedStorage) -> Found | None:
         """A Python number's value, which no trace has: the one that changes nothing, where the operator has one."""
         neutral = _NEUTRAL.get(operator.removesuffix("_"))
         torch_dtype = TORCH_DTYPE.get(dtype)
@@ -88,7 +88,7 @@ class TracedContent:
         return Found(StorageOrigin.payload, element.ljust(storage.bytes, b"\0"),
                      f"a Python number whose value is not in the trace; taken as {neutral}, which changes nothing")
 
-    def find(self, node: int, number: int, placed: Placed, dtype: DType, storage: Storage,
+    def find(self, node: int, number: int, placed: Placed, dtype: DType, storage: TracedStorage,
              span: tuple[int, int] | None) -> Found | None:
         """The content of a storage that this tensor is the first to use, as far as the trace has it."""
         tensor = placed.tensor

@@ -25,11 +25,11 @@ from ..common.report import ImportReport
 from ..common.synthesis import ImportedSession, Moment, imported_session
 from ..common.trace_files import Progress, others_note
 from ..rewrites.portable import REWRITES, Portable
-from .calls import Calls
+from .calls import NodeCalls
 from .content import TracedContent
 from .nodes import TraceNode, node_of, schema_version
+from .selection import ChosenNodes, Skeleton
 from .selection import Path as MarkPath
-from .selection import Selection, Skeleton
 from .writing import GraphWriter
 
 KIND = "execution-trace"
@@ -56,13 +56,13 @@ def import_execution_trace(path: str | PathLike[str], out: str | PathLike[str], 
         report.notes.append(f"level {level}: an execution trace does not show what launched work; the deepest "
                             "operators are taken")
     operators = Operators(libraries, names)
-    first = Calls(operators)
+    first = NodeCalls(operators)
     for node, _position, chosen in trace.nodes(selection, 1):
         if chosen:
             first.step(node)
         else:
             first.inside(node)
-    calls = Calls(operators, first.allocations, first.inferred)
+    calls = NodeCalls(operators, first.allocations, first.inferred)
     session = imported_session(KIND, report.source, world_size=trace.world_size, policies={
         "schema": trace.schema, "traced": trace.time, "rewrite": rewrite})
     content = TracedContent(trace.path)
@@ -83,7 +83,7 @@ def import_execution_trace(path: str | PathLike[str], out: str | PathLike[str], 
     return report
 
 
-def _finish(report: ImportReport, trace: _Trace, selection: Selection) -> None:
+def _finish(report: ImportReport, trace: _Trace, selection: ChosenNodes) -> None:
     report.counts["nodes"] = trace.nodes_read
     if trace.member:
         report.notes.append(others_note(trace.path, trace.member))
@@ -131,7 +131,7 @@ class _Trace:
             return None
         return lambda done, length: progress((number * length + done) // _PASSES, length)
 
-    def select(self, *, roots: bool) -> Selection:
+    def select(self, *, roots: bool) -> ChosenNodes:
         """The first pass. Raises InvalidCapture where this is no execution trace."""
         skeleton = Skeleton(self.path)
         entry = -1
@@ -170,7 +170,7 @@ class _Trace:
                 if group.get("pg_desc") == "default_pg" and isinstance(group.get("group_size"), int):
                     self.world_size = max(1, group["group_size"])
 
-    def nodes(self, selection: Selection, number: int) -> Iterator[tuple[TraceNode, int, bool]]:
+    def nodes(self, selection: ChosenNodes, number: int) -> Iterator[tuple[TraceNode, int, bool]]:
         """The chosen nodes in the order they ran in, with True; between them those inside of them that say something
         about memory or collectives, with False."""
         found = self._wanted(selection, number)
@@ -179,7 +179,7 @@ class _Trace:
         else:
             yield from _by_id(found, selection.before)
 
-    def _wanted(self, selection: Selection, number: int) -> Iterator[tuple[TraceNode, int, bool]]:
+    def _wanted(self, selection: ChosenNodes, number: int) -> Iterator[tuple[TraceNode, int, bool]]:
         chosen = iter(selection.chosen)
         following = next(chosen, None)
         position = entry = -1

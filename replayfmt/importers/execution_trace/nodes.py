@@ -52,7 +52,7 @@ def operator_name(schema: str) -> tuple[str, str]:
 
 
 @dataclass(frozen=True)
-class Values:
+class NodeValues:
     """A node's inputs or outputs, by position. `strides` is None before schema 1.1.1."""
 
     values: list[Any]
@@ -85,8 +85,8 @@ class TraceNode:
     thread: int
     scope: int
     schema: str
-    inputs: Values
-    outputs: Values
+    inputs: NodeValues
+    outputs: NodeValues
     kernel_backend: str = ""
     kernel_file: str = ""
     attributes: Mapping[str, Any] = field(default_factory=dict)
@@ -159,15 +159,15 @@ def _number(value: Any) -> int:
     return value
 
 
-def _grouped(group: Mapping[str, Any]) -> Values:
+def _grouped(group: Mapping[str, Any]) -> NodeValues:
     strides = group.get("strides")
-    return Values(list(group["values"]), list(group["shapes"]), [str(each) for each in group["types"]],
-                  None if strides is None else list(strides))
+    return NodeValues(list(group["values"]), list(group["shapes"]), [str(each) for each in group["types"]],
+                      None if strides is None else list(strides))
 
 
-def _flat(row: Mapping[str, Any], prefix: str, values: str) -> Values:
+def _flat(row: Mapping[str, Any], prefix: str, values: str) -> NodeValues:
     types = [str(each) for each in row[f"{prefix}_types"]]
-    return Values(list(row[values]), list(row[f"{prefix}_shapes"]), types, None)
+    return NodeValues(list(row[values]), list(row[f"{prefix}_shapes"]), types, None)
 
 
 @dataclass(frozen=True)
@@ -247,7 +247,7 @@ class TensorReader:
         return TensorSpec(dtype_of(tensor.type_name), tensor.sizes, tensor.strides, tensor.device, tensor.offset)
 
 
-def recorded_inputs(values: Values, reader: TensorReader) -> list[Recorded]:
+def recorded_inputs(values: NodeValues, reader: TensorReader) -> list[Recorded]:
     """What the trace says of each argument, in the schema's order."""
     return [_recorded(value, _at(values.shapes, position), _at(values.strides, position),
                       _at(values.types, position) or "", reader)

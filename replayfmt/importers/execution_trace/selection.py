@@ -97,7 +97,7 @@ Path = tuple[tuple[int, str], ...]
 
 
 @dataclass
-class Selection:
+class ChosenNodes:
     """`chosen` has the position of every node that is imported, in the order of the trace, `scopes` for each the marks
     around it, outermost first (an index into `paths`, which have the position and the name of each mark). `within`
     likewise tells the names of what is around it and is neither a mark nor an operator (into `wrapped`). `dropped`
@@ -200,7 +200,7 @@ class Skeleton:
         """Whether a node is not its own parent, as the trace's root is."""
         return self._ids[position] != self._parents[position]
 
-    def select(self, *, roots: bool = False) -> Selection:
+    def select(self, *, roots: bool = False) -> ChosenNodes:
         """Choose. With `roots`, the outermost operators. Raises InvalidCapture where parents form a circle."""
         positions = {number: position for position, number in enumerate(self._ids)}
         children: dict[int, list[int]] = defaultdict(list)
@@ -208,7 +208,7 @@ class Skeleton:
         for position, parent in enumerate(self._parents):
             above = positions.get(parent)
             (tops if above is None or above == position else children[above]).append(position)
-        walk = _Walk(self, children, positions, roots)
+        walk = _NodeWalk(self, children, positions, roots)
         walk.problems += self._damage(positions)
         walk.visit(tops)
         if walk.seen != len(self._ids):
@@ -221,7 +221,7 @@ def _integer(value: object) -> int:
     return value if isinstance(value, int) and 0 <= value < 1 << 60 else 0
 
 
-class _Walk:
+class _NodeWalk:
     """From the roots down, in the order of the trace."""
 
     def __init__(self, skeleton: Skeleton, children: dict[int, list[int]], positions: dict[int, int],
@@ -230,7 +230,7 @@ class _Walk:
         self.seen = 0
         self._found: list[int] = []
         self._in_compiled: set[int] = set()
-        self._selection = Selection(inside=bytearray(len(skeleton)))
+        self._selection = ChosenNodes(inside=bytearray(len(skeleton)))
         self.problems = self._selection.problems
 
     def visit(self, tops: Iterable[int]) -> None:
@@ -299,7 +299,7 @@ class _Walk:
         return {storage for each in self._below(position)
                 for storage in of._out[of._out_first[each]:of._out_first[each + 1]]}
 
-    def finish(self) -> Selection:
+    def finish(self) -> ChosenNodes:
         selection, of = self._selection, self._of
         selection.chosen = array("q", sorted(self._found))
         latest: dict[int, int] = {}

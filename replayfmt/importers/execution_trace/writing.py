@@ -18,13 +18,13 @@ from ..common.arguments import RETURNED_STORAGE, DeviceName, TensorSpec
 from ..common.report import Entry, ImportReport
 from ..common.synthesis import ImportedSession, Moment
 from ..common.types import dtype_of, wrapped
-from ..common.values import Storage, Tensor
+from ..common.values import Tensor, TracedStorage
 from ..rewrites.portable import Portable
 from ..rewrites.rewriting import Rewritten
-from .calls import Calls, Step
+from .calls import NodeCalls, NodeStep
 from .content import TracedContent
 from .memory import Placed, like_number
-from .nodes import TracedTensor, TraceNode, Values, communication, traced_tensor
+from .nodes import NodeValues, TracedTensor, TraceNode, communication, traced_tensor
 from .selection import Kind
 
 _KEPT_TENSORS = 10_000
@@ -35,11 +35,11 @@ _NO_OPERATOR = "no operator stands for it; whatever it launched left no trace"
 class GraphWriter:
     """Writes one step after the other."""
 
-    def __init__(self, capture: ImportedSession, report: ImportReport, calls: Calls, content: TracedContent,
+    def __init__(self, capture: ImportedSession, report: ImportReport, calls: NodeCalls, content: TracedContent,
                  portable: Portable | None, groups: Mapping[str, Mapping[str, Any]]) -> None:
         self._capture, self._report, self._calls, self._content = capture, report, calls, content
         self._portable, self._groups = portable, groups
-        self._storages: dict[int, Storage] = {}
+        self._storages: dict[int, TracedStorage] = {}
         self._tensors: OrderedDict[Any, Tensor] = OrderedDict()
         self._communication: dict[int, TraceNode] = {}
         self._told: list[str] = []
@@ -50,7 +50,7 @@ class GraphWriter:
         if node.name == "record_param_comms" and communication(node):
             self._communication.setdefault(node.thread, node)     # the innermost: it ends first
 
-    def write(self, step: Step, scope: int, within: tuple[str, ...] = ()) -> None:
+    def write(self, step: NodeStep, scope: int, within: tuple[str, ...] = ()) -> None:
         """The next chosen node, inside a scope; `within` names what else is around it."""
         self._around = {"within": list(within)} if within else {}
         moment = Moment(thread=step.node.thread, scope=scope)
@@ -72,7 +72,7 @@ class GraphWriter:
 
     # ------------------------------------------------------------------------------------------------------- operators
 
-    def _operator(self, step: Step, moment: Moment) -> None:
+    def _operator(self, step: NodeStep, moment: Moment) -> None:
         choice, binding = step.choice, step.binding
         assert choice is not None
         if choice.operator is None:
@@ -89,7 +89,7 @@ class GraphWriter:
             results = self._results(step)
             self._enter(step, moment)
             for each in arguments:
-                if isinstance(each[1], Storage):
+                if isinstance(each[1], TracedStorage):
                     self._capture.enter(each[1], moment)
             assumed += self._told
             note: dict[str, Any] = {"import": "inferred" if assumed else "exact", **self._around}
@@ -119,7 +119,7 @@ class GraphWriter:
             self._report.notes.append(rewritten.sentence)
         return ordinals[0] if ordinals else self._capture.records
 
-    def _count(self, step: Step, ordinal: int, assumed: list[str], overload: str, found: str) -> None:
+    def _count(self, step: NodeStep, ordinal: int, assumed: list[str], overload: str, found: str) -> None:
         shown = _signature(step.node)
         told = tuple(assumed)
         self._report.add((step.node.schema, shown, told), lambda: Entry(
@@ -127,7 +127,7 @@ class GraphWriter:
 
     # ---------------------------------------------------------------------------------------------------------- values
 
-    def _value(self, step: Step, value: Any) -> Any:
+    def _value(self, step: NodeStep, value: Any) -> Any:
         """A bound argument as a record holds it."""
         if isinstance(value, TensorSpec):
             return self._tensor(value)
@@ -139,7 +139,7 @@ class GraphWriter:
             return self._returned_storage(step)
         return value
 
-    def _returned_storage(self, step: Step) -> Storage:
+    def _returned_storage(self, step: NodeStep) -> TracedStorage:
         """What a storage argument is: operators that take one return a tensor on it."""
         placed = next(iter(step.returned.values()), None)
         if placed is None:
@@ -165,19 +165,19 @@ class GraphWriter:
             self._tensors.move_to_end(key)
         return tensor
 
-    def _storage(self, allocation: int, device: int) -> Storage:
+    def _storage(self, allocation: int, device: int) -> TracedStorage:
         storage = self._storages.get(allocation)
         if storage is None:
-            storage = self._storages[allocation] = Storage(int(self._calls.allocations.bytes[allocation]), device)
+            storage = self._storages[allocation] = TracedStorage(int(self._calls.allocations.bytes[allocation]), device)
         return storage
 
-    def _results(self, step: Step) -> list[Any]:
+    def _results(self, step: NodeStep) -> list[Any]:
         outputs = step.node.outputs
         return [self._result(step, value, _at(outputs.shapes, position), _at(outputs.strides, position),
                              _at(outputs.types, position) or "")
                 for position, value in enumerate(outputs.values)]
 
-    def _result(self, step: Step, value: Any, sizes: Any, strides: Any, kind: str) -> Any:
+    def _result(self, step: NodeStep, value: Any, sizes: Any, strides: Any, kind: str) -> Any:
         """A returned tensor or list of them; values of other kinds depend on content, which this trace has not."""
         head, inner = wrapped(kind)
         if head == "Tensor":
@@ -191,7 +191,7 @@ class GraphWriter:
 
     # --------------------------------------------------------------------------------------------------------- content
 
-    def _enter(self, step: Step, moment: Moment) -> None:
+    def _enter(self, step: NodeStep, moment: Moment) -> None:
         """Give storages that nothing returned what content the trace has for them."""
         spans = step.node.ranges()
         arguments = step.binding.arguments if step.binding is not None else ()
@@ -221,7 +221,7 @@ class GraphWriter:
 
     # ----------------------------------------------------------------------------------------------------- unsupported
 
-    def _unsupported(self, step: Step, moment: Moment, reason: str, detail: str,
+    def _unsupported(self, step: NodeStep, moment: Moment, reason: str, detail: str,
                      more: Mapping[str, Any] | None = None) -> None:
         node = step.node
         ordinal = self._capture.unsupported(reason, node.name, detail, moment, {
@@ -230,7 +230,7 @@ class GraphWriter:
         self._report.add((node.schema or node.name, shown, reason, detail), lambda: Entry(
             node.name, "", "incomplete", shown, reason=reason, detail=detail), ordinal)
 
-    def _collective(self, step: Step, moment: Moment) -> None:
+    def _collective(self, step: NodeStep, moment: Moment) -> None:
         node = step.node
         described = node if node.name == "record_param_comms" else self._communication.get(node.thread)
         facts = _Communication(described, self._groups)
@@ -250,7 +250,7 @@ class GraphWriter:
         return self._view(placed.allocation, dtype, placed.tensor.sizes, placed.strides, placed.tensor.offset,
                           placed.flags)
 
-    def _triton(self, step: Step, moment: Moment) -> None:
+    def _triton(self, step: NodeStep, moment: Moment) -> None:
         node = step.node
         source = self._content.source(node.kernel_file) if node.kernel_file else None
         grids = [value for value, kind in zip(node.inputs.values, node.inputs.types, strict=False) if kind == "String"]
@@ -297,7 +297,7 @@ def _signature(node: TraceNode) -> str:
                      for position in range(len(node.inputs)))
 
 
-def _argument(inputs: Values, position: int, tensors: list[TracedTensor] | None) -> str:
+def _argument(inputs: NodeValues, position: int, tensors: list[TracedTensor] | None) -> str:
     if tensors is None:
         return str(inputs.values[position])
     texts = [f"{tensor.type_name}{list(tensor.sizes)}".replace(" ", "") for tensor in tensors[:3]]

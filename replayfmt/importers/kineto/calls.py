@@ -18,7 +18,7 @@ from replayfmt.pytorch.schemas import parse_schema
 from replayfmt.pytorch.tensors.dtypes import TORCH_DTYPE
 
 from ..common.arguments import DeviceName, Form, Reader, Recorded, TensorSpec
-from ..common.operators import Choice, Operator, Operators
+from ..common.operators import Choice, FoundOperator, Operators
 from ..common.report import Status
 from ..common.results import Results, infer, shapes
 from ..common.schema_types import schema_type
@@ -57,11 +57,11 @@ class Placement:
 
 
 @dataclass(frozen=True)
-class Call:
+class ResolvedCall:
     """A resolved event kind. `operator` is None, `reason` and `detail` say why, where it cannot be called."""
 
     name: str
-    operator: Operator | None
+    operator: FoundOperator | None
     arguments: tuple[tuple[str, Any], ...] = ()
     results: Results = Results(None, "not a call")
     assumed: tuple[str, ...] = ()
@@ -84,7 +84,7 @@ class Hints:
     work: Sequence[WorkKind] = ()
 
 
-class Calls:
+class EventCalls:
     """Resolves event kinds. `kinds` are all of the trace: they say which dtypes tensors of a size have in it. `foreign`
     has the schemas of operators that are replaced, and so need not be here."""
 
@@ -103,7 +103,7 @@ class Calls:
                 self._dtypes[geometry].add(dtype)
                 self._sized[geometry[0]].add(dtype)
 
-    def resolve(self, kind: OpKind, placement: Placement, hints: Hints) -> Call:
+    def resolve(self, kind: OpKind, placement: Placement, hints: Hints) -> ResolvedCall:
         """The call that an event of this kind was, at this place."""
         # Where arguments are recorded at all, an event without any has none to record.
         read = Read() if kind.recorded is None and self._records else read_arguments(kind)
@@ -111,7 +111,7 @@ class Calls:
         if read.missing:
             known, why = self._operators.candidates(kind.name)
             reason, detail = ("import_incomplete", read.missing) if known else ("no_schema", why)
-            return Call(kind.name, None, reason=reason, detail=detail, signature=shown)
+            return ResolvedCall(kind.name, None, reason=reason, detail=detail, signature=shown)
         arguments = [self._with_dtypes(each, read, hints) for each in read.arguments]
         if any(is_undetermined(item) for each in arguments for item in each.items):
             arguments = self._by_results(kind.name, arguments, read, hints)
@@ -119,13 +119,13 @@ class Calls:
         if choice.reason == "no_schema":
             choice = self._operators.by_types(kind.name, arguments)
         if choice.operator is None and choice.reason == "no_schema" and kind.name in self._foreign:
-            choice = Choice(Operator(parse_schema(self._foreign[kind.name]), "what --rewrite=portable replaces"))
+            choice = Choice(FoundOperator(parse_schema(self._foreign[kind.name]), "what --rewrite=portable replaces"))
         if choice.operator is None:
-            return Call(kind.name, None, reason=choice.reason, detail=choice.detail, signature=shown)
+            return ResolvedCall(kind.name, None, reason=choice.reason, detail=choice.detail, signature=shown)
         binding = self._reader.bind(choice.operator.schema, arguments)
         if binding.missing:
-            return Call(kind.name, None, reason="import_incomplete", detail="; ".join(binding.missing),
-                        signature=shown)
+            return ResolvedCall(kind.name, None, reason="import_incomplete", detail="; ".join(binding.missing),
+                                signature=shown)
         assumed = [*choice.assumed, *read.assumed, *binding.assumed]
         required = {each.name for each in choice.operator.schema.arguments if not schema_type(each).optional}
         bound = place(choice.operator.name, binding.arguments, placement, assumed, required)
@@ -134,8 +134,8 @@ class Calls:
             self._results[key] = infer(choice.operator.schema, bound)
             for shape in shapes(self._results[key].values or ()):
                 self._returned[shape.sizes].add(shape.dtype)
-        return Call(kind.name, choice.operator, tuple(bound), self._results[key], tuple(dict.fromkeys(assumed)),
-                    signature=shown)
+        return ResolvedCall(kind.name, choice.operator, tuple(bound), self._results[key], tuple(dict.fromkeys(assumed)),
+                            signature=shown)
 
     def _with_dtypes(self, recorded: Recorded, read: Read, hints: Hints) -> Recorded:
         """An argument, the dtypes of a list's tensors filled in where they can be learned."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from .events import Events
+from .events import TraceEvents
 from .tree import Captured, Tree
 
 # What puts a node into a graph; everything else only asks the runtime something.
@@ -21,7 +21,7 @@ _MOST = 1 << 62
 
 
 @dataclass(frozen=True)
-class Window:
+class CaptureWindow:
     """One capture of a graph: what thread `thread` did from `start` to `end`, in nanoseconds. `launches` are those that
     became nodes of it, in their order."""
 
@@ -31,7 +31,7 @@ class Window:
     launches: list[int] = field(default_factory=list)
 
 
-def capture_windows(events: Events) -> list[Window]:
+def capture_windows(events: TraceEvents) -> list[CaptureWindow]:
     """Every capture of a graph, in order of time; without its beginning or end in the trace it reaches to its edge."""
     launches = events.launches
     names = list(launches.names)
@@ -39,7 +39,7 @@ def capture_windows(events: Events) -> list[Window]:
     if not marks:
         return []
     name, start, thread = (np.asarray(column, np.int64) for column in (launches.name, launches.start, launches.thread))
-    windows: list[Window] = []
+    windows: list[CaptureWindow] = []
     for each in np.unique(thread[np.isin(name, marks)]).tolist():
         own = np.flatnonzero(thread == each)
         begun = -_MOST
@@ -47,10 +47,10 @@ def capture_windows(events: Events) -> list[Window]:
             if _BEGINS in names[name[index]]:
                 begun = int(start[index])
             elif _ENDS in names[name[index]]:
-                windows.append(Window(each, begun, int(start[index])))
+                windows.append(CaptureWindow(each, begun, int(start[index])))
                 begun = _MOST
         if begun not in (_MOST, -_MOST):
-            windows.append(Window(each, begun, _MOST))
+            windows.append(CaptureWindow(each, begun, _MOST))
     nodes = np.asarray([_NODE.search(each) is not None and "Graph" not in each for each in names], bool)[name]
     for window in windows:
         inside = np.flatnonzero(nodes & (thread == window.thread) & (start > window.start) & (start < window.end))
@@ -58,7 +58,7 @@ def capture_windows(events: Events) -> list[Window]:
     return sorted((window for window in windows if window.launches), key=lambda window: window.start)
 
 
-def captured(events: Events, tree: Tree, windows: list[Window]) -> Captured:
+def captured(events: TraceEvents, tree: Tree, windows: list[CaptureWindow]) -> Captured:
     """What of a trace was captured into graphs: its operators, and its launches that did no work."""
     start, thread = np.asarray(events.ops.start, np.int64), np.asarray(events.ops.thread, np.int64)
     ops = np.zeros(len(start), bool)

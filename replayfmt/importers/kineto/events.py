@@ -57,7 +57,7 @@ def _q() -> array:
 
 
 @dataclass
-class Ops:
+class OpEvents:
     """Operator events and annotations. `kind` indexes `kinds`; `external` is -1 where there is none."""
 
     start: array = field(default_factory=_q)      # ns since the epoch of the trace
@@ -123,12 +123,12 @@ class WorkKind:
         return row | {"stream": self.stream if self.stream >= 0 else None}
 
 
-class Events:
+class TraceEvents:
     """Everything of a trace that the import needs. `problems` counts what was wrong with events, `others` those that
     are no calls, by category."""
 
     def __init__(self) -> None:
-        self.ops, self.launches, self.work = Ops(), Launches(), DeviceWork()
+        self.ops, self.launches, self.work = OpEvents(), Launches(), DeviceWork()
         self.kinds: list[OpKind] = []
         self.work_kinds: list[WorkKind] = []
         self.launch_kinds: list[WorkKind] = []
@@ -146,7 +146,7 @@ class Events:
         self._launch_ids: dict[WorkKind, int] = {}
         self._thread_ids: dict[tuple[str, str], int] = {}
 
-    def read(self, stream: JsonStream) -> Events:
+    def read(self, stream: JsonStream) -> TraceEvents:
         """Take everything in. An outer array is taken as the events themselves, as Chrome's format allows."""
         for key, value in stream.entries({"traceEvents"}):
             if key in ("traceEvents", ""):

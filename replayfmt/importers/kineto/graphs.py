@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .captures import Window, capture_windows
-from .events import Events
+from .captures import CaptureWindow, capture_windows
+from .events import TraceEvents
 
 _ALLOWED_LOSS = 100     # one kernel of so many may be missing: profilers lose some
 
@@ -34,12 +34,12 @@ class _Capture:
     """A capture of a graph in a trace of its own."""
 
     file: str
-    events: Events
-    window: Window
+    events: TraceEvents
+    window: CaptureWindow
     nodes: list[_Node]
 
 
-def give_operators(events: Events, captures: Sequence[tuple[str, Events]]) -> list[str]:
+def give_operators(events: TraceEvents, captures: Sequence[tuple[str, TraceEvents]]) -> list[str]:
     """Put the operators of captures (by the name of their file) where `events` launch their graphs; sentences on what
     came of it."""
     known = [_Capture(name, each, window, _launched(each, window))
@@ -77,7 +77,7 @@ def give_operators(events: Events, captures: Sequence[tuple[str, Events]]) -> li
     return notes
 
 
-def _graph_launches(events: Events) -> list[tuple[int, list[int]]]:
+def _graph_launches(events: TraceEvents) -> list[tuple[int, list[int]]]:
     """Every launch of a graph with its work, both in order of time."""
     launches, by_id = events.launches, dict[int, int]()
     for launch in np.flatnonzero(np.asarray(launches.graph, bool)).tolist():
@@ -91,7 +91,7 @@ def _graph_launches(events: Events) -> list[tuple[int, list[int]]]:
             for launch, work in sorted(found.items(), key=lambda item: launches.start[item[0]])]
 
 
-def _launched(events: Events, window: Window) -> list[_Node]:
+def _launched(events: TraceEvents, window: CaptureWindow) -> list[_Node]:
     launches, names = events.launches, list(events.launches.names)
     nodes = []
     for launch in window.launches:
@@ -101,7 +101,7 @@ def _launched(events: Events, window: Window) -> list[_Node]:
     return nodes
 
 
-def _ran(events: Events, work: int) -> _Node:
+def _ran(events: TraceEvents, work: int) -> _Node:
     kind = events.work_kinds[events.work.kind[work]]
     return _Node(next((each for each in ("memcpy", "memset") if each in kind.category), "kernel"), kind.name)
 
@@ -185,7 +185,7 @@ def _ops_of(capture: _Capture) -> list[int]:
 class _Splice:
     """One graph launch of `events` that is to have the operators of a capture."""
 
-    def __init__(self, events: Events, launch: int, capture: _Capture) -> None:
+    def __init__(self, events: TraceEvents, launch: int, capture: _Capture) -> None:
         self._events, self._launch, self._capture = events, launch, capture
 
     def splice(self, work: dict[int, int], next_id: int) -> int:

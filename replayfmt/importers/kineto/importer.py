@@ -29,11 +29,11 @@ from ..common.synthesis import ImportedSession, imported_session
 from ..common.trace_files import Progress, TraceFile, others_note
 from ..rewrites.foreign import SCHEMAS
 from ..rewrites.portable import Portable
-from .calls import Calls, Placement
+from .calls import EventCalls, Placement
 from .captures import capture_windows, captured
-from .events import OPERATOR_NAME, Events, OpKind, integer
+from .events import OPERATOR_NAME, OpKind, TraceEvents, integer
 from .graphs import give_operators
-from .tree import LEVELS, Captured, Facts, Level, Role, Selection, Tree, build, compact, select
+from .tree import LEVELS, Captured, ChosenEvents, EventRole, Facts, Level, Tree, build, compact, select
 from .writing import Trace, write
 
 _MOST_RANKS = 1 << 24
@@ -72,7 +72,7 @@ def import_kineto(path: str | PathLike[str], out: str | PathLike[str], *, librar
     if options.level not in LEVELS:
         raise UsageError(f"level={options.level!r}: expected one of {', '.join(LEVELS)}")
     with JsonStream(TraceFile(path, progress=progress), exact=True) as stream:
-        events = Events().read(stream)
+        events = TraceEvents().read(stream)
     if not events.ops.start and not events.work.start:
         problems = _problems(stream, events)
         raise InvalidCapture(f"{path}: no profiler trace: it has no operators and no device work"
@@ -81,10 +81,10 @@ def import_kineto(path: str | PathLike[str], out: str | PathLike[str], *, librar
                                  ) if options.graph_captures else []
     operators = Operators(libraries, names)
     facts = [_facts(kind, operators) for kind in events.kinds]
-    annotations = np.asarray([facts[kind].role is Role.annotation for kind in events.ops.kind], bool)
-    detached = np.asarray([facts[kind].role is Role.collective and events.kinds[kind].annotation
+    annotations = np.asarray([facts[kind].role is EventRole.annotation for kind in events.ops.kind], bool)
+    detached = np.asarray([facts[kind].role is EventRole.collective and events.kinds[kind].annotation
                            for kind in events.ops.kind], bool)
-    calling = np.asarray([facts[kind].composite or facts[kind].role in (Role.wrapper, Role.unknown)
+    calling = np.asarray([facts[kind].composite or facts[kind].role in (EventRole.wrapper, EventRole.unknown)
                           for kind in events.ops.kind], bool)
     tree = build(events, annotations, detached, calling)
     level: Level = options.level
@@ -109,7 +109,7 @@ def import_kineto(path: str | PathLike[str], out: str | PathLike[str], *, librar
                             "which did any work then: there, level leaf chooses the operators that stand for the work")
     _count(report, events, tree, selection, facts, level)
     schemas = SCHEMAS if options.rewrite == "portable" else None
-    trace = Trace(events, tree, selection, facts, Calls(operators, events.kinds, schemas), devices(events, report),
+    trace = Trace(events, tree, selection, facts, EventCalls(operators, events.kinds, schemas), devices(events, report),
                   options.unique, Portable() if options.rewrite == "portable" else None, level, graphs)
     session = imported_session("kineto", Path(path).name, **_session_fields(events, level, options))
     with ImportedSession(out, session, force=force) as writing:
@@ -117,13 +117,13 @@ def import_kineto(path: str | PathLike[str], out: str | PathLike[str], *, librar
     return report
 
 
-def _capture_trace(path: str | PathLike[str]) -> tuple[str, Events]:
+def _capture_trace(path: str | PathLike[str]) -> tuple[str, TraceEvents]:
     """The name and the events of a trace in which graphs were captured."""
     with JsonStream(TraceFile(path), exact=True) as stream:
-        return Path(path).name, Events().read(stream)
+        return Path(path).name, TraceEvents().read(stream)
 
 
-def _problems(stream: JsonStream, events: Events) -> list[str]:
+def _problems(stream: JsonStream, events: TraceEvents) -> list[str]:
     problems = [str(problem) for problem in stream.problems]
     problems += [f"{kind}: {count} times in all" for kind, count in stream.problem_counts.items() if count > 1]
     return [*problems, *events.problem_lines()]
@@ -134,28 +134,28 @@ def _facts(kind: OpKind, operators: Operators) -> Facts:
     if "::" in name or operators.names.renamed(name):
         name = operators.names.meant(without_overload(name))[-1]
     if kind.annotation and not name.startswith("nccl:"):
-        return Facts(Role.annotation)
+        return Facts(EventRole.annotation)
     if name == "record_param_comms" or name.startswith(_COLLECTIVE) or known(name).collective:
-        return Facts(Role.collective)
+        return Facts(EventRole.collective)
     if not OPERATOR_NAME.match(name) or name.startswith("torch::autograd::") or tells_allocator(name):
-        return Facts(Role.wrapper)
+        return Facts(EventRole.wrapper)
     candidates = [each for each in operators.candidates(kind.name)[0] if each.dispatched]
     if not candidates:
-        return Facts(Role.unknown if operators.attribute(kind.name) is None else Role.operator)
+        return Facts(EventRole.unknown if operators.attribute(kind.name) is None else EventRole.operator)
     if not any(each.traceable for each in candidates):
-        return Facts(Role.unknown)      # what it calls can be called again, it cannot
+        return Facts(EventRole.unknown)      # what it calls can be called again, it cannot
     idle = known(name).idle or all(each.only_views for each in candidates)
     composite = name not in _COMPUTING and all(each.composite for each in candidates)
-    return Facts(Role.operator, composite, not idle, name in _MOVES, "convolution" in name)
+    return Facts(EventRole.operator, composite, not idle, name in _MOVES, "convolution" in name)
 
 
-def _count(report: ImportReport, events: Events, tree: Tree, selection: Selection, facts: Sequence[Facts],
+def _count(report: ImportReport, events: TraceEvents, tree: Tree, selection: ChosenEvents, facts: Sequence[Facts],
            level: Level) -> None:
     """Say what of the trace does not become records, and why."""
     roles = np.asarray([facts[kind].role for kind in events.ops.kind], np.int64)
     chosen = np.zeros(len(roles), bool)
     chosen[selection.chosen] = True
-    called = np.isin(roles, [int(Role.operator), int(Role.unknown), int(Role.collective)])
+    called = np.isin(roles, [int(EventRole.operator), int(EventRole.unknown), int(EventRole.collective)])
     inside = called & ~chosen & (selection.stands_in >= 0)
     above = bytearray(len(roles))          # something inside was chosen
     parents = compact(tree.parent)
@@ -166,8 +166,9 @@ def _count(report: ImportReport, events: Events, tree: Tree, selection: Selectio
     report.counts = {
         "events": len(roles), "operators": int(called.sum()), "taken": len(selection.chosen),
         "inside taken": int(inside.sum()), "around taken": int((called & ~chosen & around).sum()),
-        "no work": int((called & ~chosen & ~inside & ~around).sum()), "wrappers": int((roles == Role.wrapper).sum()),
-        "annotations": int((roles == Role.annotation).sum()), "device work": len(events.work.start),
+        "no work": int((called & ~chosen & ~inside & ~around).sum()),
+        "wrappers": int((roles == EventRole.wrapper).sum()),
+        "annotations": int((roles == EventRole.annotation).sum()), "device work": len(events.work.start),
         "other events": events.others.total(),
     }
     if events.others:
@@ -181,7 +182,7 @@ def _count(report: ImportReport, events: Events, tree: Tree, selection: Selectio
     }[level])
     if level == "leaf":
         report.notes += _untaken(events, tree, facts, around, inside | chosen)
-        away = around & ~chosen & ~inside & (roles == Role.unknown)
+        away = around & ~chosen & ~inside & (roles == EventRole.unknown)
         names = Counter(events.kinds[events.ops.kind[index]].name for index in np.flatnonzero(away).tolist())
         if names:
             counted = ", ".join(f"{name} ({count} times)" for name, count in names.most_common())
@@ -191,13 +192,14 @@ def _count(report: ImportReport, events: Events, tree: Tree, selection: Selectio
     report.notes.append("tensor contents are in no trace: a replay makes them up, and says how")
 
 
-def _untaken(events: Events, tree: Tree, facts: Sequence[Facts], around: np.ndarray, taken: np.ndarray) -> list[str]:
+def _untaken(events: TraceEvents, tree: Tree, facts: Sequence[Facts], around: np.ndarray, taken: np.ndarray
+             ) -> list[str]:
     """A note naming composites whose callees were taken though most of the time was spent outside of those."""
     durations = np.asarray(events.ops.duration, np.int64)
     nested = tree.parent >= 0
     inner = np.bincount(tree.parent[nested], weights=durations[nested], minlength=len(durations))
     kinds = np.asarray(events.ops.kind, np.int64)
-    operators = np.asarray([fact.role is Role.operator for fact in facts], bool)
+    operators = np.asarray([fact.role is EventRole.operator for fact in facts], bool)
     times: dict[str, tuple[int, int]] = {}
     for index in np.flatnonzero(around & ~taken & operators[kinds]).tolist():
         name = events.kinds[kinds[index]].name
@@ -213,7 +215,7 @@ def _untaken(events: Events, tree: Tree, facts: Sequence[Facts], around: np.ndar
             f"outside of it, in overhead or in work of their own; level root takes them: {shown}{more}"]
 
 
-def _session_fields(events: Events, level: Level, options: KinetoOptions) -> dict[str, Any]:
+def _session_fields(events: TraceEvents, level: Level, options: KinetoOptions) -> dict[str, Any]:
     metadata = events.metadata
     distributed = metadata.get("distributedInfo")
     distributed = distributed if isinstance(distributed, dict) else {}
@@ -231,7 +233,7 @@ def _session_fields(events: Events, level: Level, options: KinetoOptions) -> dic
     }
 
 
-def devices(events: Events, report: ImportReport) -> Mapping[int, Device]:
+def devices(events: TraceEvents, report: ImportReport) -> Mapping[int, Device]:
     """The accelerators of the trace by the number its events give them; what is said of each, as far as known."""
     raw = sorted({kind.device for kind in events.work_kinds if 0 <= kind.device < _MOST_DEVICES})
     # A graph that is captured does no work: launches tell that there is a device.

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .events import Events, Launches
+from .events import Launches, TraceEvents
 
 ROUNDING_NS = 1000      # clocks of whole microseconds, and microseconds since 1970 in a double
 # An external id names all calls of a device's runtime inside an operator, whether they can launch anything or not.
@@ -34,7 +34,7 @@ class Links:
     by_graph: np.ndarray
 
 
-def link(events: Events, launch_op: np.ndarray, annotations: np.ndarray) -> Links:
+def link(events: TraceEvents, launch_op: np.ndarray, annotations: np.ndarray) -> Links:
     """Link a trace's device work. `launch_op` is the operator around each launch on its thread, -1: none, `annotations`
     a mask of the operator events that are none. What is odd is added to `events.problems`."""
     launches, count = events.launches, len(events.work.start)
@@ -58,12 +58,12 @@ def link(events: Events, launch_op: np.ndarray, annotations: np.ndarray) -> Link
     return links
 
 
-def _take(events: Events, links: Links, name: str, holders: _Holders, which: np.ndarray) -> None:
+def _take(events: TraceEvents, links: Links, name: str, holders: _Holders, which: np.ndarray) -> None:
     links.launch[which] = holders.index[which]
     events.problems[_SHARED.format(name, "launches")] += int((holders.shared & which).sum())
 
 
-def _by_operators_ids(events: Events, links: Links, ids: np.ndarray, external: np.ndarray) -> None:
+def _by_operators_ids(events: TraceEvents, links: Links, ids: np.ndarray, external: np.ndarray) -> None:
     """Find operators by their ids for work whose launch has none around it, or is not known."""
     launches = events.launches
     op_start, numbers = _array(events.ops.start), np.arange(len(ids))

@@ -10,18 +10,18 @@ import numpy as np
 from replayfmt.pytorch.iterations import Iteration, parse_iteration
 
 from ..common.synthesis import ImportedSession
-from .events import Events
-from .tree import Facts, Role, Tree
+from .events import TraceEvents
+from .tree import EventRole, Facts, Tree
 
 
-class Scopes:
+class AnnotationScopes:
     """Scope ids in a capture that is being written, by annotation."""
 
-    def __init__(self, events: Events, tree: Tree, facts: Sequence[Facts], session: ImportedSession) -> None:
+    def __init__(self, events: TraceEvents, tree: Tree, facts: Sequence[Facts], session: ImportedSession) -> None:
         self._events, self._session = events, session
         self._paths: dict[tuple[int, str], int] = {}
         ops = events.ops
-        scopes = np.asarray([fact.role is Role.annotation for fact in facts], bool)
+        scopes = np.asarray([fact.role is EventRole.annotation for fact in facts], bool)
         annotations = tree.order[scopes[np.asarray(ops.kind, np.int64)[tree.order]]].tolist()
         self._timeline = _Timeline(events, annotations)
         self._ids: dict[int, int] = {}
@@ -69,7 +69,7 @@ class _Timeline:
     The main thread is the one whose annotations last longest.
     """
 
-    def __init__(self, events: Events, annotations: Sequence[int]) -> None:
+    def __init__(self, events: TraceEvents, annotations: Sequence[int]) -> None:
         ops = events.ops
         total: dict[int, int] = defaultdict(int)
         for index in annotations:

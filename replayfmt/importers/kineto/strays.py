@@ -13,7 +13,7 @@ import numpy as np
 
 from ..common.operators import COMPILED_CODE
 from ..common.report import ImportReport
-from .events import Events
+from .events import TraceEvents
 from .tree import Captured, Tree
 
 
@@ -33,7 +33,7 @@ class Stray:
     work: list[int] = field(default_factory=list)
 
 
-def unclaimed_work(events: Events, tree: Tree, work_of: np.ndarray, report: ImportReport) -> Iterator[Stray]:
+def unclaimed_work(events: TraceEvents, tree: Tree, work_of: np.ndarray, report: ImportReport) -> Iterator[Stray]:
     """Launches whose work belongs to no operator (`work_of` is -1), and work without any id. Work with the id of a
     launch that is not in the trace is counted in the report."""
     by_launch: dict[int, list[int]] = {}
@@ -65,7 +65,7 @@ def unclaimed_work(events: Events, tree: Tree, work_of: np.ndarray, report: Impo
             yield Stray(names[0], reason, "launched by no operator that the trace shows", *place, work=work)
 
 
-def captured_outside(events: Events, tree: Tree, captured: Captured) -> Iterator[Stray]:
+def captured_outside(events: TraceEvents, tree: Tree, captured: Captured) -> Iterator[Stray]:
     """Launches that were captured into a graph while no operator ran."""
     launches, names = events.launches, list(events.launches.names)
     for launch in captured.launches.tolist():
@@ -77,7 +77,7 @@ def captured_outside(events: Events, tree: Tree, captured: Captured) -> Iterator
                         launches.start[launch], launches.thread[launch], int(tree.launch_scope[launch]))
 
 
-def compiled_regions(events: Events, tree: Tree) -> Iterator[Stray]:
+def compiled_regions(events: TraceEvents, tree: Tree) -> Iterator[Stray]:
     """Regions of torch.compile that launched no device work: what they computed on the host beside the operators that
     they called is in no trace."""
     kinds = [bool(COMPILED_CODE.match(kind.name)) for kind in events.kinds]
@@ -101,7 +101,7 @@ def compiled_regions(events: Events, tree: Tree) -> Iterator[Stray]:
                         duration=ops.duration[each])
 
 
-def _launching_times(events: Events, tree: Tree) -> dict[int, np.ndarray]:
+def _launching_times(events: TraceEvents, tree: Tree) -> dict[int, np.ndarray]:
     """When each thread launched device work, in order."""
     times: dict[int, list[int]] = {}
     for launch in np.unique(tree.work_launch[tree.work_launch >= 0]).tolist():

@@ -15,14 +15,14 @@ from typing import Literal
 
 import numpy as np
 
-from .events import Events
+from .events import TraceEvents
 from .links import ROUNDING_NS, link
 
 Level = Literal["auto", "leaf", "launching", "root"]
 LEVELS: tuple[Level, ...] = ("auto", "leaf", "launching", "root")
 
 
-class Role(IntEnum):
+class EventRole(IntEnum):
     """What an event is to the selection."""
 
     annotation = 0     # the user's: a scope
@@ -38,7 +38,7 @@ class Facts:
     it does more than to allocate or to make views. `moves`: it only fills or copies memory. `computes`: it may compute
     outside of the operators that it calls; where those only move memory, it does."""
 
-    role: Role
+    role: EventRole
     composite: bool = False
     works: bool = True
     moves: bool = False
@@ -64,7 +64,7 @@ class Tree:
     by_graph: np.ndarray
 
 
-def build(events: Events, annotations: np.ndarray, detached: np.ndarray | None = None,
+def build(events: TraceEvents, annotations: np.ndarray, detached: np.ndarray | None = None,
           calling: np.ndarray | None = None) -> Tree:
     """The tree of a trace. `annotations`, `detached` and `calling` are masks over the operator events: detached ones
     may end later than what they began in, such as collectives that nobody waits for; calling ones do their work by
@@ -164,7 +164,7 @@ class _Nesting:
 
 
 @dataclass
-class Selection:
+class ChosenEvents:
     """`chosen`: the events that stand for the work, callers first. `stands_in`: for each event, the chosen one that it
     is or is inside of."""
 
@@ -181,7 +181,7 @@ class Captured:
 
 
 def select(tree: Tree, kinds: Sequence[int], facts: Sequence[Facts], level: Level,
-           captured: Captured | None = None) -> Selection:
+           captured: Captured | None = None) -> ChosenEvents:
     """Choose events by `level`, which must not be `auto`. `kinds` gives each event's kind, `facts` what kinds are. Of
     what was captured into a graph the leaves are taken in the place of what launched work."""
     order, parents = compact(tree.order), compact(tree.parent)
@@ -192,7 +192,7 @@ def select(tree: Tree, kinds: Sequence[int], facts: Sequence[Facts], level: Leve
         launching = tree.launch_op[captured.launches]
         direct[launching[launching >= 0]] = True
     if level == "root":
-        wanted = bytearray(role in (Role.operator, Role.unknown, Role.collective) for role in roles)
+        wanted = bytearray(role in (EventRole.operator, EventRole.unknown, EventRole.collective) for role in roles)
         _add_stranded(wanted, direct.tobytes(), order, parents)
     elif level == "launching":
         wanted = _launching(order, parents, roles, direct)
@@ -211,10 +211,10 @@ def select(tree: Tree, kinds: Sequence[int], facts: Sequence[Facts], level: Leve
         around = stands_in[parent] if parent >= 0 else -1
         if around >= 0:
             stands_in[index] = around
-        elif wanted[index] and roles[index] != Role.annotation:
+        elif wanted[index] and roles[index] != EventRole.annotation:
             stands_in[index] = index
             chosen.append(index)
-    return Selection(np.asarray(chosen, np.int64), np.asarray(stands_in, np.int64))
+    return ChosenEvents(np.asarray(chosen, np.int64), np.asarray(stands_in, np.int64))
 
 
 def _outermost_collectives(order: array, parents: array, roles: bytes) -> list[int]:
@@ -223,9 +223,9 @@ def _outermost_collectives(order: array, parents: array, roles: bytes) -> list[i
     for index in order:
         parent = parents[index]
         within = parent >= 0 and inside[parent]
-        if roles[index] == Role.collective and not within:
+        if roles[index] == EventRole.collective and not within:
             found.append(index)
-        inside[index] = within or roles[index] == Role.collective
+        inside[index] = within or roles[index] == EventRole.collective
     return found
 
 
@@ -234,7 +234,7 @@ def _launching(order: array, parents: array, roles: bytes, direct: np.ndarray) -
     around = array("q", (-1,)) * len(parents)     # the nearest operator around, the event itself included
     for index in order:
         parent = parents[index]
-        callable_ = roles[index] in (Role.operator, Role.collective)
+        callable_ = roles[index] in (EventRole.operator, EventRole.collective)
         around[index] = index if callable_ else around[parent] if parent >= 0 else -1
     wanted = bytearray(len(parents))
     for index in np.flatnonzero(direct).tolist():
@@ -260,11 +260,11 @@ def _leaves(order: array, parents: array, direct: bytes, kinds: Sequence[int], f
     wanted = bytearray(len(parents))
     for index in reversed(order):
         fact, parent = facts[kinds[index]], parents[index]
-        if fact.role is Role.operator:
+        if fact.role is EventRole.operator:
             wanted[index] = direct[index] or not fact.composite or not (computed if fact.computes else below)[index]
-        elif fact.role is Role.unknown:
+        elif fact.role is EventRole.unknown:
             wanted[index] = direct[index] or not computed[index]    # what only allocates may compute itself
-        elif fact.role is Role.wrapper:
+        elif fact.role is EventRole.wrapper:
             wanted[index] = direct[index]
         if parent >= 0:
             below[parent] |= below[index] or (wanted[index] and fact.works)

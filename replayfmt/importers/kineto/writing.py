@@ -20,11 +20,11 @@ from ..common.values import Tensor, plain_tensor
 from ..rewrites.portable import Portable
 from ..rewrites.rewriting import Rewritten
 from .arguments import has_lists, read_arguments, signature_text
-from .calls import Call, Calls, Hints, Placement
-from .events import Events, OpKind
-from .scopes import Scopes
+from .calls import EventCalls, Hints, Placement, ResolvedCall
+from .events import OpKind, TraceEvents
+from .scopes import AnnotationScopes
 from .strays import Stray, captured_outside, compiled_regions, unclaimed_work
-from .tree import Captured, Facts, Level, Role, Selection, Tree, compact
+from .tree import Captured, ChosenEvents, EventRole, Facts, Level, Tree, compact
 
 _END, _BEGIN, _CALL, _STRAY = range(4)     # what happens at a moment, in this order
 # As CUDA's and newer ROCm builds, older ROCm builds, and XPU builds name copies.
@@ -37,11 +37,11 @@ class Trace:
     """What is written: events, their tree and the choice among them. `devices` by the number that events give them,
     `portable` where operators of one device alone are to be replaced."""
 
-    events: Events
+    events: TraceEvents
     tree: Tree
-    selection: Selection
+    selection: ChosenEvents
     facts: Sequence[Facts]
-    calls: Calls
+    calls: EventCalls
     devices: Mapping[int, Device]
     unique: bool
     portable: Portable | None
@@ -54,7 +54,7 @@ class _Group:
     """Calls that become one record: one call, or with `unique` all that are alike."""
 
     index: int
-    call: Call
+    call: ResolvedCall
     placement: Placement
     work: list[int]
     count: int
@@ -72,7 +72,7 @@ class _Writing:
     def __init__(self, trace: Trace, session: ImportedSession, report: ImportReport) -> None:
         self.trace, self.session, self.report = trace, session, report
         self.events, self.tree = trace.events, trace.tree
-        self._resolved: dict[Any, Call] = {}
+        self._resolved: dict[Any, ResolvedCall] = {}
         starts = [np.asarray(column, np.int64) for column in (self.events.ops.start, self.events.launches.start)
                   if len(column)]
         self._base = int(min((column.min() for column in starts), default=0))
@@ -81,7 +81,7 @@ class _Writing:
             stands) else np.full(len(self.events.work.start), -1, np.int64)
         by_op = np.argsort(self._work_of, kind="stable")
         self._by_op, self._sorted = compact(by_op), compact(self._work_of[by_op])
-        self._scopes = Scopes(self.events, self.tree, trace.facts, session)
+        self._scopes = AnnotationScopes(self.events, self.tree, trace.facts, session)
         for device in trace.devices.values():
             session.device(str(device), device)
         self._on_graph = self._stand_for_nodes()
@@ -187,17 +187,17 @@ class _Writing:
         return Placement(str(self.trace.devices[numbers[0]]), any(_UPLOAD.search(name) for name in names),
                          any(_DOWNLOAD.search(name) for name in names))
 
-    def _resolve(self, index: int, placement: Placement, work: list[int]) -> Call:
+    def _resolve(self, index: int, placement: Placement, work: list[int]) -> ResolvedCall:
         number = self.events.ops.kind[index]
         known = self._resolved.get((number, placement))
         if known is not None:
             return known
         kind = self.events.kinds[number]
-        if self.trace.facts[number].role is Role.collective:
+        if self.trace.facts[number].role is EventRole.collective:
             call = self._collective(index, kind)
-        elif self.trace.facts[number].role is Role.wrapper:
+        elif self.trace.facts[number].role is EventRole.wrapper:
             triton = kind.name.startswith("triton_") or kind.triton is not None
-            call = Call(kind.name, None, reason="triton_launch" if triton else "outside_operator",
+            call = ResolvedCall(kind.name, None, reason="triton_launch" if triton else "outside_operator",
                         detail="a kernel that torch.compile generated" if triton else
                         "device work that no operator stands for was launched in it",
                         signature=signature_text(read_arguments(kind).arguments) if triton else "")
@@ -215,7 +215,7 @@ class _Writing:
         inside = np.flatnonzero(self.trace.selection.stands_in == index).tolist()
         return [self.events.kinds[self.events.ops.kind[each]] for each in inside if each != index]
 
-    def _collective(self, index: int, kind: OpKind) -> Call:
+    def _collective(self, index: int, kind: OpKind) -> ResolvedCall:
         """What is known of a collective, from the event itself and those inside it."""
         about: dict[str, Any] = dict(kind.collective or {})
         for each in self._called(index):
@@ -223,8 +223,8 @@ class _Writing:
         texts = [f"{name}: {value}" for name, value in about.items() if value not in ("", None)]
         taken = signature_text(read_arguments(kind).arguments)
         texts += [f"arguments: {taken}"] if taken else []
-        return Call(kind.name, None, reason="collective", detail="; ".join(texts) or "nothing is recorded about it",
-                    signature=taken)
+        detail = "; ".join(texts) or "nothing is recorded about it"
+        return ResolvedCall(kind.name, None, reason="collective", detail=detail, signature=taken)
 
     # ---------------------------------------------------------------------------------------------------------- records
 
@@ -269,7 +269,7 @@ class _Writing:
         inputs = {name: values for name, values in (kind.recorded or {}).items() if values is not None}
         return {"triton": {"kernel": kind.name, **kind.triton, **({"inputs": inputs} if inputs else {})}}
 
-    def _write_call(self, call: Call, moment: Moment, annotation: dict[str, Any]) -> int:
+    def _write_call(self, call: ResolvedCall, moment: Moment, annotation: dict[str, Any]) -> int:
         assert call.operator is not None
         tensors: list[Tensor] = []
         arguments = [(name, self._value(value, tensors)) for name, value in call.arguments]
@@ -306,7 +306,7 @@ class _Writing:
         assert first is not None
         return first
 
-    def _factory_device(self, call: Call) -> int:
+    def _factory_device(self, call: ResolvedCall) -> int:
         named = next((value.name for name, value in call.arguments if name == "device" and value is not None), None)
         return self.session.device(named or "cpu")
 
@@ -345,7 +345,7 @@ class _Writing:
         parent = int(self.tree.parent[index])
         while parent >= 0:
             number = self.events.ops.kind[parent]
-            if self.trace.facts[number].role is Role.wrapper:
+            if self.trace.facts[number].role is EventRole.wrapper:
                 names.append(self.events.kinds[number].name)
             parent = int(self.tree.parent[parent])
         if self.events.ops.thread[index] in self.events.borrowed:

@@ -15,12 +15,12 @@ from typing import Any
 from replayfmt.format.codes import DType
 
 from ..common.values import Tensor
-from .rewriting import Calls, CannotRewrite
+from .rewriting import CannotRewrite, RewrittenCalls
 
 _LOW = frozenset({DType.float16, DType.bfloat16, DType.float8_e4m3fn, DType.float8_e5m2})
 
 
-def _single(calls: Calls, tensor: Tensor) -> Tensor:
+def _single(calls: RewrittenCalls, tensor: Tensor) -> Tensor:
     """The tensor in float32 where it has fewer digits."""
     if tensor.meta.dtype not in _LOW:
         return tensor
@@ -37,7 +37,7 @@ _PACKED = ("cum_seq_q", "cum_seq_k", "cu_seqlens_q", "cu_seqlens_k")
 class _Attention:
     """One call's tensors and numbers, the scores computed on the way."""
 
-    def __init__(self, calls: Calls, given: dict[str, Any], bias: Tensor | None) -> None:
+    def __init__(self, calls: RewrittenCalls, given: dict[str, Any], bias: Tensor | None) -> None:
         others = [name for name, unset in _OTHERS.items() if given.get(name) not in unset]
         if others:
             raise CannotRewrite(f"attention with {', '.join(others)}")
@@ -77,7 +77,7 @@ class _Attention:
         return scores
 
 
-def _logarithms(calls: Calls, recorded: Any, scores: Tensor) -> None:
+def _logarithms(calls: RewrittenCalls, recorded: Any, scores: Tensor) -> None:
     """Deliver the logarithms of the softmax's denominators; some kernels pad them, or leave them out."""
     if not isinstance(recorded, Tensor) or 0 in recorded.meta.sizes:
         calls.allocate(recorded)
@@ -95,7 +95,7 @@ def _logarithms(calls: Calls, recorded: Any, scores: Tensor) -> None:
     calls.call("aten::copy_", {"self": target, "src": sums}, [target])
 
 
-def _forward(calls: Calls, given: dict[str, Any], results: list[Any] | None) -> None:
+def _forward(calls: RewrittenCalls, given: dict[str, Any], results: list[Any] | None) -> None:
     attention = _Attention(calls, given, given.get("attn_bias", given.get("bias")))
     scores = attention.scores()
     weights = calls.one("aten::_softmax", self=scores, dim=-1, half_to_float=False)
@@ -109,7 +109,7 @@ def _forward(calls: Calls, given: dict[str, Any], results: list[Any] | None) -> 
         calls.allocate(other, zeros=True)     # states of random generators that nothing was drawn from
 
 
-def _backward(calls: Calls, given: dict[str, Any], results: list[Any] | None) -> None:
+def _backward(calls: RewrittenCalls, given: dict[str, Any], results: list[Any] | None) -> None:
     grad = given.get("grad_out", given.get("grad_out_"))
     assert grad is not None
     wanted = given.get("grad_input_mask") or [True, True, True, False]
@@ -143,7 +143,7 @@ def _backward(calls: Calls, given: dict[str, Any], results: list[Any] | None) ->
 
 def _unpacked(rule: Any) -> Any:
     """Refuses sequences that are packed together: their lengths are content."""
-    def checked(calls: Calls, given: dict[str, Any], results: list[Any] | None) -> None:
+    def checked(calls: RewrittenCalls, given: dict[str, Any], results: list[Any] | None) -> None:
         if any(given.get(name) is not None for name in _PACKED):
             raise CannotRewrite("attention of sequences that are packed together")
         rule(calls, given, results)
@@ -153,7 +153,7 @@ def _unpacked(rule: Any) -> Any:
 def _length_first(rule: Any) -> Any:
     """A rule for [batch, heads, length, width] as one for kernels that have [batch, length, heads, width]; of keys they
     may have fewer heads, and causal ones may be aligned at the last key."""
-    def rearranged(calls: Calls, given: dict[str, Any], results: list[Any] | None) -> None:
+    def rearranged(calls: RewrittenCalls, given: dict[str, Any], results: list[Any] | None) -> None:
         def heads_first(tensor: Any) -> Any:
             if not isinstance(tensor, Tensor) or len(tensor.meta.sizes) != 4:
                 return tensor
@@ -178,7 +178,7 @@ def _length_first(rule: Any) -> Any:
     return rearranged
 
 
-def _deliver(calls: Calls, given: dict[str, Any], recorded: Any, content: Tensor) -> None:
+def _deliver(calls: RewrittenCalls, given: dict[str, Any], recorded: Any, content: Tensor) -> None:
     """Make a recorded result of what was computed with the heads first."""
     if given.get("length_first"):
         content = calls.one("aten::transpose.int", self=content, dim0=1, dim1=2)

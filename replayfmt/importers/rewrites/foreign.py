@@ -7,7 +7,7 @@ from __future__ import annotations
 from typing import Any
 
 from .attention import ATTENTION
-from .rewriting import Calls, CannotRewrite
+from .rewriting import CannotRewrite, RewrittenCalls
 
 # By operator name. AITER's attention as xDiT calls it: [batch, length, heads, width], and its group norm.
 SCHEMAS = {
@@ -21,7 +21,7 @@ SCHEMAS = {
 }
 
 
-def _attention(calls: Calls, given: dict[str, Any], results: list[Any] | None) -> None:
+def _attention(calls: RewrittenCalls, given: dict[str, Any], results: list[Any] | None) -> None:
     """What is given beside queries, keys and values (a place for the result, a bias) has no equal."""
     if any(value is not None for name, value in given.items() if name.startswith("extra_")):
         raise CannotRewrite("aiter::fmha_v3_fwd with more than queries, keys and values")
@@ -33,7 +33,7 @@ def _attention(calls: Calls, given: dict[str, Any], results: list[Any] | None) -
         "window_size_right": given["window_size_right"]}, results)
 
 
-def _group_norm(calls: Calls, given: dict[str, Any], results: list[Any] | None) -> None:
+def _group_norm(calls: RewrittenCalls, given: dict[str, Any], results: list[Any] | None) -> None:
     calls.call("aten::group_norm", {**{name: given[name] for name in ("input", "num_groups", "weight", "bias", "eps")},
                                     "cudnn_enabled": False}, results)
 

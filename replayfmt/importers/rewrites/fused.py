@@ -10,24 +10,24 @@ from typing import Any
 from replayfmt.format.codes import DType
 
 from ..common.values import Tensor
-from .rewriting import Calls
+from .rewriting import RewrittenCalls
 
 _LOW = frozenset({DType.float16, DType.bfloat16})
 
 
-def _single(calls: Calls, tensor: Tensor) -> Tensor:
+def _single(calls: RewrittenCalls, tensor: Tensor) -> Tensor:
     """The tensor in float32 where it has fewer digits."""
     return calls.one("aten::_to_copy", self=tensor, dtype=DType.float32) if tensor.meta.dtype in _LOW else tensor
 
 
-def _fill(calls: Calls, results: list[Any] | None, *contents: Tensor) -> None:
+def _fill(calls: RewrittenCalls, results: list[Any] | None, *contents: Tensor) -> None:
     for recorded, content in zip(results or (), contents, strict=False):
         calls.fill(recorded, content)
 
 
 def product(name: str) -> Any:
     """A rule for a matrix product that accumulates into another dtype: its factors are cast to that first."""
-    def rule(calls: Calls, given: dict[str, Any], results: list[Any] | None) -> None:
+    def rule(calls: RewrittenCalls, given: dict[str, Any], results: list[Any] | None) -> None:
         dtype = given["out_dtype"]
         arguments = {key: calls.one("aten::_to_copy", self=value, dtype=dtype)
                      if isinstance(value, Tensor) and value.meta.dtype is not dtype else value
@@ -36,28 +36,28 @@ def product(name: str) -> Any:
     return rule
 
 
-def masked_scale(calls: Calls, given: dict[str, Any], results: list[Any] | None) -> None:
+def masked_scale(calls: RewrittenCalls, given: dict[str, Any], results: list[Any] | None) -> None:
     """`_masked_scale`: what dropout's backward pass does."""
     masked = calls.one("aten::mul.Tensor", self=given["self"], other=given["mask"])
     calls.call("aten::mul.Scalar", {"self": masked, "other": given["scale"]}, results)
 
 
-def affine_grid_backward(calls: Calls, given: dict[str, Any], results: list[Any] | None) -> None:
+def affine_grid_backward(calls: RewrittenCalls, given: dict[str, Any], results: list[Any] | None) -> None:
     """cuDNN's backward pass of an affine grid."""
     calls.call("aten::affine_grid_generator_backward", {
         "grad": given["grad"], "size": [given[name] for name in "NCHW"], "align_corners": True}, results)
 
 
-def _part(calls: Calls, tensor: Tensor, place: int, width: int) -> Tensor:
+def _part(calls: RewrittenCalls, tensor: Tensor, place: int, width: int) -> Tensor:
     return calls.one("aten::slice.Tensor", self=tensor, dim=1, start=place * width, end=(place + 1) * width)
 
 
-def _biased(calls: Calls, gates: Tensor, bias: Tensor | None) -> Tensor:
+def _biased(calls: RewrittenCalls, gates: Tensor, bias: Tensor | None) -> Tensor:
     gates = _single(calls, gates)
     return gates if bias is None else calls.one("aten::add.Tensor", self=gates, other=_single(calls, bias))
 
 
-def lstm_cell(calls: Calls, given: dict[str, Any], results: list[Any] | None) -> None:
+def lstm_cell(calls: RewrittenCalls, given: dict[str, Any], results: list[Any] | None) -> None:
     """`_thnn_fused_lstm_cell`: hidden state, cell state, and the gates for the backward pass."""
     before = _single(calls, given["cx"])
     gates = calls.one("aten::add.Tensor", self=_biased(calls, given["input_gates"], given.get("input_bias")),
@@ -71,7 +71,7 @@ def lstm_cell(calls: Calls, given: dict[str, Any], results: list[Any] | None) ->
     _fill(calls, results, hidden, cell, calls.one("aten::cat", tensors=[takes, keeps, new, shows], dim=1))
 
 
-def gru_cell(calls: Calls, given: dict[str, Any], results: list[Any] | None) -> None:
+def gru_cell(calls: RewrittenCalls, given: dict[str, Any], results: list[Any] | None) -> None:
     """`_thnn_fused_gru_cell`: hidden state, and what the backward pass reads."""
     before = _single(calls, given["hx"])
     width = before.meta.sizes[1]
@@ -89,7 +89,7 @@ def gru_cell(calls: Calls, given: dict[str, Any], results: list[Any] | None) -> 
           calls.one("aten::cat", tensors=[resets, updates, new, before, last], dim=1))
 
 
-def rms_norm_backward(calls: Calls, given: dict[str, Any], results: list[Any] | None) -> None:
+def rms_norm_backward(calls: RewrittenCalls, given: dict[str, Any], results: list[Any] | None) -> None:
     """`_fused_rms_norm_backward`."""
     grad, data, scale = (_single(calls, given[name]) for name in ("grad_out", "input", "rstd"))
     wanted = given.get("output_mask") or [True, True]

@@ -20,11 +20,11 @@ from ..common.values import Tensor
 from .attention import ATTENTION
 from .foreign import FOREIGN
 from .fused import FUSED
-from .rewriting import Arguments, Calls, CannotRewrite, Rewritten, tensors_in
+from .rewriting import Arguments, CannotRewrite, Rewritten, RewrittenCalls, tensors_in
 
 REWRITES = ("portable",)
 
-Rule = Callable[[Calls, dict[str, Any], "list[Any] | None"], None]
+Rule = Callable[[RewrittenCalls, dict[str, Any], "list[Any] | None"], None]
 
 
 class Portable:
@@ -43,7 +43,7 @@ class Portable:
             return _foreign(kernel) if pinned is None else pinned
         if not tensors:
             return f"{kernel.qualified_name}: a call without tensors"
-        calls = Calls(tensors[0])
+        calls = RewrittenCalls(tensors[0])
         try:
             rule(calls, given, results)
         except CannotRewrite as error:
@@ -55,7 +55,7 @@ class Portable:
 
     def alone(self, name: str, described: str, tensors: Sequence[Tensor]) -> Rewritten:
         """A collective over one rank changes nothing: an alias of each tensor takes its place."""
-        calls = Calls(tensors[0])
+        calls = RewrittenCalls(tensors[0])
         for tensor in tensors:
             calls.call("aten::alias", {"self": tensor}, [tensor])
         return Rewritten(calls.made, "portable", f"{name} by aten::alias: {described}, which changes nothing")
@@ -83,7 +83,7 @@ def _without_pinning(kernel: Kernel, arguments: Arguments, results: list[Any] | 
     """Page-locked memory exists only beside an accelerator; what is in it is the same in any memory."""
     if kernel.name in ("aten::pin_memory", "aten::_pin_memory"):
         given = dict(arguments)
-        calls = Calls(given["self"])
+        calls = RewrittenCalls(given["self"])
         calls.call("aten::clone", {"self": given["self"]}, results)
         return Rewritten(calls.made, "portable", f"{kernel.name} by aten::clone")
     if any(name == "pin_memory" and value is True for name, value in arguments):
@@ -95,7 +95,7 @@ def _without_pinning(kernel: Kernel, arguments: Arguments, results: list[Any] | 
 # -------------------------------------------------------------------------------------------------------- normalization
 
 
-def _batch_norm(calls: Calls, given: dict[str, Any], results: list[Any] | None) -> None:
+def _batch_norm(calls: RewrittenCalls, given: dict[str, Any], results: list[Any] | None) -> None:
     calls.call("aten::native_batch_norm", {
         **{name: given[name] for name in ("input", "weight", "bias", "running_mean", "running_var", "training")},
         "momentum": given["exponential_average_factor"], "eps": given["epsilon"],
@@ -104,7 +104,7 @@ def _batch_norm(calls: Calls, given: dict[str, Any], results: list[Any] | None) 
         calls.allocate(reserve)     # cuDNN's own notes for its backward pass: the portable one reads none
 
 
-def _batch_norm_backward(calls: Calls, given: dict[str, Any], results: list[Any] | None) -> None:
+def _batch_norm_backward(calls: RewrittenCalls, given: dict[str, Any], results: list[Any] | None) -> None:
     calls.call("aten::native_batch_norm_backward", {
         "grad_out": given["grad_output"],
         **{name: given.get(name) for name in ("input", "weight", "running_mean", "running_var", "save_mean")},
@@ -115,7 +115,7 @@ def _batch_norm_backward(calls: Calls, given: dict[str, Any], results: list[Any]
 # --------------------------------------------------------------------------------------------------------- convolution
 
 
-def _convolve(calls: Calls, given: dict[str, Any], results: list[Any] | None, **changes: Any) -> list[Any]:
+def _convolve(calls: RewrittenCalls, given: dict[str, Any], results: list[Any] | None, **changes: Any) -> list[Any]:
     padding = given["padding"]
     return calls.call("aten::convolution", {
         "input": given["self"], "weight": given["weight"], "bias": given.get("bias"), "stride": given["stride"],
@@ -124,28 +124,28 @@ def _convolve(calls: Calls, given: dict[str, Any], results: list[Any] | None, **
     }, results)
 
 
-def _convolution(calls: Calls, given: dict[str, Any], results: list[Any] | None) -> None:
+def _convolution(calls: RewrittenCalls, given: dict[str, Any], results: list[Any] | None) -> None:
     _convolve(calls, given, results)
 
 
-def _convolution_transpose(calls: Calls, given: dict[str, Any], results: list[Any] | None) -> None:
+def _convolution_transpose(calls: RewrittenCalls, given: dict[str, Any], results: list[Any] | None) -> None:
     _convolve(calls, given, results, transposed=True, output_padding=given["output_padding"])
 
 
-def _convolution_depthwise(calls: Calls, given: dict[str, Any], results: list[Any] | None) -> None:
+def _convolution_depthwise(calls: RewrittenCalls, given: dict[str, Any], results: list[Any] | None) -> None:
     _convolve(calls, given, results, groups=given["self"].meta.sizes[1])
 
 
-def _convolution_overrideable(calls: Calls, given: dict[str, Any], results: list[Any] | None) -> None:
+def _convolution_overrideable(calls: RewrittenCalls, given: dict[str, Any], results: list[Any] | None) -> None:
     calls.call("aten::convolution", given, results)
 
 
-def _convolution_relu(calls: Calls, given: dict[str, Any], results: list[Any] | None) -> None:
+def _convolution_relu(calls: RewrittenCalls, given: dict[str, Any], results: list[Any] | None) -> None:
     (convolved,) = _convolve(calls, given, None)
     calls.call("aten::relu", {"self": convolved}, results)
 
 
-def _convolution_add_relu(calls: Calls, given: dict[str, Any], results: list[Any] | None) -> None:
+def _convolution_add_relu(calls: RewrittenCalls, given: dict[str, Any], results: list[Any] | None) -> None:
     (convolved,) = _convolve(calls, given, None)
     alpha = given.get("alpha")
     added = calls.one("aten::add.Tensor", self=convolved, other=given["z"], alpha=1 if alpha is None else alpha)
@@ -155,18 +155,18 @@ def _convolution_add_relu(calls: Calls, given: dict[str, Any], results: list[Any
 # ------------------------------------------------------------------------------------------------------------ sampling
 
 
-def _grid_sampler(calls: Calls, given: dict[str, Any], results: list[Any] | None) -> None:
+def _grid_sampler(calls: RewrittenCalls, given: dict[str, Any], results: list[Any] | None) -> None:
     calls.call("aten::grid_sampler_2d", {"input": given["self"], "grid": given["grid"], "interpolation_mode": 0,
                                          "padding_mode": 0, "align_corners": True}, results)
 
 
-def _grid_sampler_backward(calls: Calls, given: dict[str, Any], results: list[Any] | None) -> None:
+def _grid_sampler_backward(calls: RewrittenCalls, given: dict[str, Any], results: list[Any] | None) -> None:
     calls.call("aten::grid_sampler_2d_backward", {
         "grad_output": given["grad_output"], "input": given["self"], "grid": given["grid"], "interpolation_mode": 0,
         "padding_mode": 0, "align_corners": True, "output_mask": [True, True]}, results)
 
 
-def _affine_grid(calls: Calls, given: dict[str, Any], results: list[Any] | None) -> None:
+def _affine_grid(calls: RewrittenCalls, given: dict[str, Any], results: list[Any] | None) -> None:
     calls.call("aten::affine_grid_generator", {
         "theta": given["theta"], "size": [given[name] for name in "NCHW"], "align_corners": True}, results)
 

@@ -53,7 +53,7 @@ def kernel(name: str, overload: str = "default") -> Kernel:
     return Kernel(name, overload, printed_schema(_operator(name, overload)._schema))
 
 
-class Calls:
+class RewrittenCalls:
     """Calls that are put together one after the other. Each returns its results, which further calls may take.
 
     `like` is a tensor on the device where new memory has to be.

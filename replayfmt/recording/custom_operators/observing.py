@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from replayfmt.pytorch.tensors.looks import shape_of, storage_of
 
 from ..core import Core
-from ..dispatch.call import Call
+from ..dispatch.call import OpCall
 from ..dispatch.calls import PassedThrough
 from ..dispatch.kernels import Action, KernelFacts, tensors_in
 from ..dispatch.mode import RecordingMode
@@ -66,7 +66,7 @@ def observe(mode: RecordingMode, facts: KernelFacts, args: tuple[Any, ...], kwar
     if around is not None and core.attempt(around.hides, facts, args, kwargs) is not False:
         around.tell()
         around = None
-    call: Call | None = None
+    call: OpCall | None = None
     if around is None:
         begun = core.before(facts, args, kwargs)
         if isinstance(begun, Unrepresentable):     # the call cannot be recorded, so what it does has to be

@@ -39,7 +39,7 @@ _INT, _FLOAT, _COMPLEX = Token(ValueKind.int), Token(ValueKind.float), Token(Val
 _TENSOR, _STORAGE, _GENERATOR = Token(ValueKind.tensor), Token(ValueKind.storage), Token(ValueKind.generator)
 
 
-class Use(NamedTuple):
+class TensorUse(NamedTuple):
     """A plain tensor that a call was given or gave: `argument` is the schema's (or result's) index."""
 
     argument: int
@@ -50,7 +50,7 @@ class Use(NamedTuple):
     meta: int
 
 
-class Values:
+class CallValues:
     """The values of one call, being gathered."""
 
     __slots__ = ("addresses", "argument", "floats", "ints", "key", "tensors", "uses")
@@ -60,7 +60,7 @@ class Values:
         self.tensors: list[int] = []
         self.ints: list[int] = []
         self.floats: list[float] = []
-        self.uses: list[Use] = []
+        self.uses: list[TensorUse] = []
         self.addresses = False  # an integer was an address, and is recorded as something else
         self.argument = 0
 
@@ -70,7 +70,7 @@ class Encoder:
 
     def __init__(
         self,
-        tensor: Callable[[torch.Tensor, int], Use],
+        tensor: Callable[[torch.Tensor, int], TensorUse],
         storage: Callable[[torch.UntypedStorage, int], int],
         generator: Callable[[torch.Generator], int],
         device: Callable[[torch.device], int],
@@ -86,7 +86,7 @@ class Encoder:
         self._large_integer = large_integer
         self._unpacked = unpacked
 
-    def add(self, value: Any, values: Values) -> None:
+    def add(self, value: Any, values: CallValues) -> None:
         """Append one value. Raises Unrepresentable."""
         kind = type(value)
         if isinstance(value, torch.Tensor):
@@ -107,7 +107,7 @@ class Encoder:
         else:
             self._add_constant(value, values)
 
-    def _add_int(self, value: int, values: Values) -> None:
+    def _add_int(self, value: int, values: CallValues) -> None:
         if value not in _INT64:
             raise Unrepresentable("opaque_argument", f"the integer {value} does not fit 64 bits")
         if value >> 32 > 0:
@@ -119,7 +119,7 @@ class Encoder:
         values.key.append(_INT)
         values.ints.append(value)
 
-    def _add_constant(self, value: Any, values: Values) -> None:
+    def _add_constant(self, value: Any, values: CallValues) -> None:
         key = values.key
         if isinstance(value, str):
             key.append(Token(ValueKind.string, value))
@@ -154,7 +154,7 @@ class Encoder:
                 "opaque_argument", f"a value of type {type(value).__module__}.{type(value).__qualname__}"
             )
 
-    def _add_tensor(self, tensor: torch.Tensor, values: Values) -> None:
+    def _add_tensor(self, tensor: torch.Tensor, values: CallValues) -> None:
         if is_composite(tensor):
             self._add_composite(tensor, values)
             return
@@ -163,7 +163,7 @@ class Encoder:
         values.tensors.append(use.number)
         values.uses.append(use)
 
-    def _add_composite(self, value: torch.Tensor | torch.ScriptObject, values: Values) -> None:
+    def _add_composite(self, value: torch.Tensor | torch.ScriptObject, values: CallValues) -> None:
         if isinstance(value, torch.Tensor) and layout_of(value) is TORCH_LAYOUT[Layout.mkldnn]:
             raise Unrepresentable("mkldnn_layout", "a tensor in oneDNN's own layout")
         try:
@@ -181,7 +181,7 @@ class Encoder:
 class StructureEncoder(Encoder):
     """Encodes tensors and how they are nested. Scalars and strings, which may tell what is in them, become None."""
 
-    def add(self, value: Any, values: Values) -> None:
+    def add(self, value: Any, values: CallValues) -> None:
         if isinstance(value, (torch.Tensor, list, tuple, torch.UntypedStorage, torch.TypedStorage, torch.ScriptObject)):
             super().add(value, values)
         else:

@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 
-from .arguments import Values
+from .arguments import CallValues
 from .kernels import KernelFacts
 
 
-class Call:
+class OpCall:
     """A call that is being recorded."""
 
     __slots__ = ("args", "facts", "generators", "kwargs", "values")
@@ -19,5 +19,5 @@ class Call:
         self.facts = facts
         self.args = args
         self.kwargs = kwargs
-        self.values = Values()
+        self.values = CallValues()
         self.generators: list[torch.Generator] = []

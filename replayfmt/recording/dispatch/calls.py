@@ -26,8 +26,8 @@ from ..stream.buffer import RecordBuffer, packer
 from ..stream.digesting import Digests
 from ..stream.records import Records, Unrepresentable
 from ..stream.tensor_metas import TensorMetas
-from .arguments import Encoder, StructureEncoder, Use, Values, build_nodes
-from .call import Call
+from .arguments import CallValues, Encoder, StructureEncoder, TensorUse, build_nodes
+from .call import OpCall
 from .handles import Handles
 from .kernels import KernelFacts
 from .unpacked import Unpacked
@@ -41,7 +41,7 @@ class PassedThrough(Exception):
     """The op returned a wrapper subclass: what it holds was or will be recorded on its own."""
 
 
-class Calls:
+class CallRecorder:
     """Records calls."""
 
     def __init__(
@@ -59,7 +59,7 @@ class Calls:
         scalars: bool,
         opaque: OpaqueResults,
         threads: list[int],
-        learn: Callable[[int, Call, Values, Any], Site | None],
+        learn: Callable[[int, OpCall, CallValues, Any], Site | None],
     ) -> None:
         """`scalars`: record the scalars that ops return. `opaque` are results that are never compared."""
         self._buffer = buffer
@@ -76,7 +76,7 @@ class Calls:
         self._learn = learn
         self.site: Site | None = None      # of the call that was recorded last
         self._kernels: dict[int, KernelFacts] = {}
-        self._call: Call | None = None
+        self._call: OpCall | None = None
         unpacked = Unpacked()
         self._arguments = Encoder(
             self._use_argument, self._use_storage, generators.number, records.device, self._given_integer, unpacked
@@ -103,12 +103,12 @@ class Calls:
     def before(
         self, facts: KernelFacts, args: tuple[Any, ...], kwargs: dict[str, Any],
         drawn: list[tuple[torch.Generator, bytes, bytes]] | None = None,
-    ) -> Call:
+    ) -> OpCall:
         """Record what the op needs: state, content. `drawn`: it has run, under the settings that the stream is in, and
         these generators were in these states around it. Raises Unrepresentable."""
         if facts.unnameable:
             raise Unrepresentable("opaque_argument", facts.unnameable)
-        call = self._call = Call(facts, args, kwargs)
+        call = self._call = OpCall(facts, args, kwargs)
         self.site = None
         try:
             if drawn is None:
@@ -125,7 +125,7 @@ class Calls:
             self._call = None     # nothing here may hold on to the program's tensors
         return call
 
-    def _gather(self, call: Call) -> None:
+    def _gather(self, call: OpCall) -> None:
         values, add = call.values, self._arguments.add
         for index, value in enumerate(call.args):
             values.argument = index
@@ -135,7 +135,7 @@ class Calls:
             add(value, values)
 
     @staticmethod
-    def _devices(call: Call) -> set[torch.device]:
+    def _devices(call: OpCall) -> set[torch.device]:
         device = call.kwargs.get("device")
         devices = {use.storage.device for use in call.values.uses}
         if device is not None:
@@ -144,7 +144,7 @@ class Calls:
             devices.add(torch.device("cpu"))
         return devices
 
-    def _use_argument(self, tensor: torch.Tensor, index: int) -> Use:
+    def _use_argument(self, tensor: torch.Tensor, index: int) -> TensorUse:
         storage = storage_of(tensor)
         zero = is_zerotensor(tensor)
         storages, call = self._storages, self._call
@@ -161,7 +161,7 @@ class Calls:
             self._handles.check_content(tensor)
         meta = self._metas.of(tensor, zero)
         number = storages.view(tracker, meta, int(offset_of(tensor)), self._metas.params[meta].item)
-        return Use(index, tensor, storage, tracker, number, meta)
+        return TensorUse(index, tensor, storage, tracker, number, meta)
 
     def _given_integer(self, value: int) -> int | torch.Tensor:
         """What is recorded in the place of a large integer that the op was given."""
@@ -198,10 +198,10 @@ class Calls:
 
     # ----------------------------------------------------------------------------------------------------------- after
 
-    def after(self, call: Call, result: Any, started: int, ended: int) -> None:
+    def after(self, call: OpCall, result: Any, started: int, ended: int) -> None:
         """The op returned. Raises Unrepresentable or PassedThrough; then nothing was recorded of it."""
         facts = call.facts
-        values = Values()
+        values = CallValues()
         if facts.results == 1:
             results = (result,)
         else:
@@ -224,18 +224,18 @@ class Calls:
         # The fast path cannot tell negative views from others.
         self.site = None if self._metas.negative else self._learn(signature, call, values, result)
 
-    def raised(self, call: Call, started: int, ended: int) -> None:
+    def raised(self, call: OpCall, started: int, ended: int) -> None:
         """The op raised: it has no results. Call while the exception is being handled."""
         if is_interrupt(sys.exception()):
             # Ctrl-C, exit, a timeout: not the op's own doing, and no replay would raise. What it wrote enters again.
             for use in call.values.uses:
                 self._storages.mark_written_outside(use.tracker)
             return
-        self._commit(call, OpStatus.raised, Values(), 0, started, ended)
+        self._commit(call, OpStatus.raised, CallValues(), 0, started, ended)
         if call.generators:
             self._generators.after(call.generators)
 
-    def _use_result(self, tensor: torch.Tensor, index: int) -> Use:
+    def _use_result(self, tensor: torch.Tensor, index: int) -> TensorUse:
         if is_wrapper(tensor):
             raise PassedThrough
         storage = storage_of(tensor)
@@ -250,13 +250,15 @@ class Calls:
         meta = self._metas.of(tensor, zero)
         number = storages.view(tracker, meta, int(offset_of(tensor)), self._metas.params[meta].item)
         storages.synchronize(tracker, storage)
-        return Use(index, tensor, storage, tracker, number, meta)
+        return TensorUse(index, tensor, storage, tracker, number, meta)
 
     def _result_storage(self, storage: torch.UntypedStorage, _index: int) -> int:
         tracker = self._storages.known(storage)
         return (tracker or self._storages.produced(storage, uninitialized=False)).id
 
-    def _commit(self, call: Call, status: OpStatus, values: Values, results: int, started: int, ended: int) -> int:
+    def _commit(
+        self, call: OpCall, status: OpStatus, values: CallValues, results: int, started: int, ended: int
+    ) -> int:
         given, facts = call.values, call.facts
         key = (facts, status, len(call.args), tuple(call.kwargs), tuple(given.key), tuple(values.key))
 
@@ -281,7 +283,7 @@ class Calls:
             facts.id = self._buffer.writer.kernel(Kernel(facts.name, facts.overload, facts.schema))
         return facts.id
 
-    def _note_writes(self, call: Call, values: Values) -> None:
+    def _note_writes(self, call: OpCall, values: CallValues) -> None:
         facts = call.facts
         unknown = self._unknown_in(call) if facts.known.copies >= 0 else []
         if facts.writes:
@@ -303,7 +305,7 @@ class Calls:
                 if length != (use.tracker.size if state is None else state.length):
                     self._storages.resized(use.tracker, length)
 
-    def _unknown_in(self, call: Call) -> list[bool]:
+    def _unknown_in(self, call: OpCall) -> list[bool]:
         """For each storage with unwritten bytes that a call copies: whether anything of it was written."""
         unknown = []
         for use in call.values.uses:
@@ -324,7 +326,7 @@ class Calls:
 
     # --------------------------------------------------------------------------------------------------------- digests
 
-    def _digest(self, call: Call, values: Values, ordinal: int) -> None:
+    def _digest(self, call: OpCall, values: CallValues, ordinal: int) -> None:
         """Digest every result of the op just recorded, and what it wrote that is not among them."""
         facts = call.facts
         uses = [use for use in values.uses if use.argument not in facts.opaque_results] if not facts.known.empty else []

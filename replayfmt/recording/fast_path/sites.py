@@ -30,8 +30,8 @@ import torch
 from replayfmt.format.codes import ValueKind
 from replayfmt.pytorch.tensors.looks import is_zerotensor
 
-from ..dispatch.arguments import Use, Values
-from ..dispatch.call import Call
+from ..dispatch.arguments import CallValues, TensorUse
+from ..dispatch.call import OpCall
 from ..dispatch.kernels import KernelFacts
 from ..interrupts import is_interrupt
 from ..options import CaptureOptions
@@ -54,9 +54,9 @@ from .templates import (
     TENSORS,
     VIEW,
     ZERO,
+    CallShape,
     Factory,
     Place,
-    Shape,
 )
 
 # None where this build compares tensors otherwise: then every call takes the complete path.
@@ -106,7 +106,7 @@ class _State:
         self.after_other: dict[tuple[int, int], Following] = {}
 
 
-class Capture(Protocol):
+class SitesCapture(Protocol):
     """What sites need of the capture that they are of: its parts, and what to do where a call is not as it was."""
 
     options: CaptureOptions
@@ -136,7 +136,7 @@ class Capture(Protocol):
 class Sites:
     """The sites of one capture. `state` changes with the settings."""
 
-    def __init__(self, core: Capture) -> None:
+    def __init__(self, core: SitesCapture) -> None:
         self._core = core
         self._seen: set[int] = set()
         self._count = 0
@@ -185,7 +185,7 @@ class Sites:
             key = (0, func_id)
         return known.setdefault(key, {})
 
-    def learn(self, signature: int, call: Call, results: Values, result: Any) -> Site | None:
+    def learn(self, signature: int, call: OpCall, results: CallValues, result: Any) -> Site | None:
         """A call took the complete path. Gives its site, made where this is the second call of its kind."""
         if not self.enabled or call.values.addresses or results.addresses:
             return None
@@ -215,7 +215,7 @@ class Sites:
             del candidates[_CANDIDATES:]
         return site
 
-    def _make(self, signature: int, call: Call, results: Values, result: Any) -> Site | None:
+    def _make(self, signature: int, call: OpCall, results: CallValues, result: Any) -> Site | None:
         facts, core = call.facts, self._core
         if (
             facts.known.empty
@@ -246,7 +246,7 @@ class Sites:
         if places is None or len(given) > _TENSORS or not _writes_are_plain(facts, arguments, places):
             return None
         written = [p.other or p.name for i in facts.writes for p in arguments[i].flat() if p.kind == TENSOR]
-        shape = Shape(
+        shape = CallShape(
             arguments,
             tuple(keywords),
             places,
@@ -257,7 +257,9 @@ class Sites:
         own = self._own(signature, call, results, shape)
         return Site(id(facts.func), self._factory.make(shape, own), core.numeric.poll_of(facts.name))
 
-    def _results(self, returned: tuple[Any, ...], given: dict[str, Any], uses: list[Use]) -> tuple[Place, ...] | None:
+    def _results(
+        self, returned: tuple[Any, ...], given: dict[str, Any], uses: list[TensorUse]
+    ) -> tuple[Place, ...] | None:
         """The places of the results; None where they are no plain ones."""
         tensors: dict[int, str] = {}
         storages: dict[int, str] = {}
@@ -285,7 +287,7 @@ class Sites:
         return tuple(places)
 
     def _result(
-        self, name: str, value: Any, tensors: dict[int, str], storages: dict[int, str], remaining: Iterator[Use]
+        self, name: str, value: Any, tensors: dict[int, str], storages: dict[int, str], remaining: Iterator[TensorUse]
     ) -> Place | None:
         if value is None:
             return Place(name, NOTHING)
@@ -302,12 +304,12 @@ class Sites:
         storages[number] = ""  # a second result on the same new storage is no plain one
         return Place(name, NEW, full=True)
 
-    def _full(self, use: Use) -> bool:
+    def _full(self, use: TensorUse) -> bool:
         """Whether a tensor covers its storage without a hole."""
         region = self._core.metas.params[use.meta].region(int(use.tensor.storage_offset()))
         return region.dense() == (0, use.storage.nbytes())
 
-    def _filled(self, places: tuple[Place, ...], uses: list[Use]) -> tuple[Place, ...]:
+    def _filled(self, places: tuple[Place, ...], uses: list[TensorUse]) -> tuple[Place, ...]:
         """The places of the arguments, with `full` as their tensors are."""
         remaining = iter(uses)
 
@@ -324,7 +326,7 @@ class Sites:
             replace(top, items=tuple(map(filled, top.items))) if top.kind == TENSORS else filled(top) for top in places
         )
 
-    def _own(self, signature: int, call: Call, results: Values, shape: Shape) -> dict[str, Any]:
+    def _own(self, signature: int, call: OpCall, results: CallValues, shape: CallShape) -> dict[str, Any]:
         core, facts = self._core, call.facts
         inputs = list(zip(shape.inputs(), call.values.uses, strict=True))
         outputs = list(zip(shape.outputs(), results.uses, strict=True))

@@ -52,7 +52,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Shape:
+class CallShape:
     """What a site's code depends on. `single`: one result, not a tuple of them; `written`: names of arguments whose
     writes are noted for digests; `known`: the results' metadata follows from that of the arguments, so it need not be
     compared."""
@@ -81,7 +81,7 @@ class Shape:
         return [place for place in self.outputs() if place.kind != SAME]
 
 
-_compiled: dict[Shape, CodeType] = {}
+_compiled: dict[CallShape, CodeType] = {}
 
 
 class Factory:
@@ -92,9 +92,9 @@ class Factory:
         """`shared`: clock, begin, contexts, ident, rows, threads, ended, lock, next_storage, next_tensor, Tracker,
         tell_death, live, enter, view, finish, raised, failed, interrupt, interrupted, same_settings, has_function."""
         self._globals = {"__name__": __name__, "MISS": MISS, **shared}
-        self._makers: dict[Shape, Callable[..., Any]] = {}
+        self._makers: dict[CallShape, Callable[..., Any]] = {}
 
-    def make(self, shape: Shape, own: dict[str, Any]) -> Callable[..., Any]:
+    def make(self, shape: CallShape, own: dict[str, Any]) -> Callable[..., Any]:
         """The function of a site, from what is its own."""
         maker = self._makers.get(shape)
         if maker is None:
@@ -115,7 +115,7 @@ def _inner(code: CodeType) -> CodeType:
     return inner
 
 
-def _source(shape: Shape) -> tuple[str, frozenset[int]]:
+def _source(shape: CallShape) -> tuple[str, frozenset[int]]:
     """The code of a shape: a function `make` of what a site has of its own. With it the lines that make a row without
     the lock."""
     recognized = _recognize(shape)
@@ -161,7 +161,7 @@ def _source(shape: Shape) -> tuple[str, frozenset[int]]:
     return "\n".join(lines), unlocked
 
 
-def _own(shape: Shape) -> list[str]:
+def _own(shape: CallShape) -> list[str]:
     """The names of what a site has of its own."""
     names = ["op", "pack", "code", "facts"]
     if shape.distinct():
@@ -180,7 +180,7 @@ def _tuple(names: list[str]) -> str:
     return ", ".join(names) + ("," if len(names) == 1 else "")
 
 
-def _recognize(shape: Shape) -> list[str]:
+def _recognize(shape: CallShape) -> list[str]:
     """Whether the call is the site's; resolves its tensors to `t_*`."""
     names = [place.name for place in shape.arguments]
     lines = [f"{_tuple(names)} = args" if names else "if args: return MISS"]
@@ -251,7 +251,7 @@ def _differs(place: Place) -> str:
     return f"{value} is not {constant} and (type({value}) is not type({constant}) or {value} != {constant})"
 
 
-def _accept(shape: Shape, finish: str) -> list[str]:
+def _accept(shape: CallShape, finish: str) -> list[str]:
     """Whether the results are what they were; otherwise the complete path finishes."""
     lines = []
     names = [place.name for place in shape.results]
@@ -284,7 +284,7 @@ def _accept(shape: Shape, finish: str) -> list[str]:
     return lines
 
 
-def _record(shape: Shape) -> list[str]:
+def _record(shape: CallShape) -> list[str]:
     """Ids for what is new, and the row."""
     lines: list[str] = []
     made: list[str] = []

@@ -14,7 +14,7 @@ from ..hooks.patches import Patch, PatchSet
 _NAMES = ("execv", "execve")  # what os.execl, os.execvp and the others call
 
 
-class Replacement:
+class ProgramReplacement:
     """Calls `finish`, with the name of the function, before this process is given another program."""
 
     def __init__(self, finish: Callable[[str], None]) -> None:

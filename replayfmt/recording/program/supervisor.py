@@ -27,7 +27,7 @@ from ..hooks.import_watch import Watch
 from ..options import CaptureOptions
 from .children import AfterFork, ChildrenSeen
 from .marks import Mark, Marks
-from .replacement import Replacement
+from .replacement import ProgramReplacement
 from .running import Program, compile_source
 from .termination import Termination
 from .torch_first import TorchFirst
@@ -83,7 +83,7 @@ class CapturedProgram:
         self._children = ChildrenSeen()
         self._after_fork = AfterFork(self._forget)
         self._termination = Termination(self._finish)
-        self._replacement = Replacement(self._replaced)
+        self._replacement = ProgramReplacement(self._replaced)
         self._earlier = identity(path) if options.force else None
         self._torch: Watch | None = None
         self._torch_first = TorchFirst()

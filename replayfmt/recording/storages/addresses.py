@@ -16,7 +16,7 @@ from .trackers import Tracker
 _IN_FLIGHT = 64  # storages that threads may be giving ids to at the same time
 
 
-class Ranges:
+class AddressRanges:
     """Ranges of addresses, from the first byte to the one after the last, by storage id. None is empty.
 
     Ranges may overlap. They are kept sorted, those of about the same length together: what reaches a place begins at
@@ -75,8 +75,8 @@ class HostMemory:
     def __init__(self, live: dict[int, Tracker]) -> None:
         """`live` are the storages by id, as the recorder keeps them: newer ones behind older ones."""
         self._live = live
-        self._external = Ranges()  # memory that torch did not allocate
-        self._own = Ranges()  # torch's own, when it was looked at
+        self._external = AddressRanges()  # memory that torch did not allocate
+        self._own = AddressRanges()  # torch's own, when it was looked at
         self._looked_at = 0  # ids up to here, if they were not in flight then, are in one or the other
 
     @property
@@ -134,7 +134,7 @@ class HostMemory:
             except RuntimeError:  # another thread gave an id meanwhile
                 continue
 
-    def _there(self, ranges: Ranges, number: int) -> Tracker | None:
+    def _there(self, ranges: AddressRanges, number: int) -> Tracker | None:
         """The tracker of a storage, with its range as it is now; None where it died. A death that was not drained yet
         leaves its range behind, and so does a resize."""
         tracker = self._live.get(number)

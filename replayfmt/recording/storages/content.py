@@ -15,7 +15,7 @@ from replayfmt.format.model import FileIdentity
 from replayfmt.format.writer import CaptureWriter
 
 from ..options import CaptureOptions
-from .external_files import ExternalFiles, FoundRange
+from .external_files import FileBackedStorages, FoundRange
 from .file_mappings import FileMappings
 from .known_files import dtypes_in
 from .recipes import is_synthesized, recipe
@@ -37,7 +37,7 @@ _DTYPES = {
 }
 
 
-class Content(NamedTuple):
+class FirstContent(NamedTuple):
     """A storage's content: its origin, and the kind and id of what holds it (0: nothing)."""
 
     origin: StorageOrigin
@@ -46,14 +46,14 @@ class Content(NamedTuple):
     found: FoundRange | None = None
 
 
-ABSENT = Content(StorageOrigin.absent, ValueKind.none, 0)
+ABSENT = FirstContent(StorageOrigin.absent, ValueKind.none, 0)
 UNREADABLE = ABSENT._replace()     # it should be recorded, and cannot be read
 
 
-class Contents:
+class FirstContents:
     """Decides for each storage. Callers hold the recorder's lock."""
 
-    def __init__(self, writer: CaptureWriter, options: CaptureOptions, files: ExternalFiles | None) -> None:
+    def __init__(self, writer: CaptureWriter, options: CaptureOptions, files: FileBackedStorages | None) -> None:
         self._writer = writer
         self._policy = options.payload
         self._files = files
@@ -66,7 +66,7 @@ class Contents:
         """Whether anything of content is recorded at all."""
         return self._policy != "none"
 
-    def first(self, storage: torch.UntypedStorage, dtype: torch.dtype | None, foreign: bool) -> Content:
+    def first(self, storage: torch.UntypedStorage, dtype: torch.dtype | None, foreign: bool) -> FirstContent:
         """At the first use, as `dtype` (None: as bytes). `foreign`: memory that torch did not allocate.
 
         Raises CaptureFailed where it cannot be written, or is in a file and must not be.
@@ -77,7 +77,7 @@ class Contents:
         if self._files is not None:
             found = self._files.find(storage, storage.nbytes(), foreign)
             if found is not None:
-                return Content(StorageOrigin.external_file, ValueKind.range, found.range, found)
+                return FirstContent(StorageOrigin.external_file, ValueKind.range, found.range, found)
         if self._policy == "integers" and foreign and dtype is torch.uint8:
             loaded = self._loaded_as(storage)
             if loaded is None and self._is_of_lost_file(storage):
@@ -85,7 +85,7 @@ class Contents:
             dtype = loaded or dtype
         return self.again(storage, dtype)
 
-    def again(self, storage: torch.UntypedStorage, dtype: torch.dtype | None) -> Content:
+    def again(self, storage: torch.UntypedStorage, dtype: torch.dtype | None) -> FirstContent:
         """After it was written from outside. UNREADABLE where its memory cannot be read. Raises CaptureFailed."""
         if not self.recorded:
             return ABSENT
@@ -93,12 +93,12 @@ class Contents:
             return UNREADABLE
         if self._policy == "integers" and dtype is not None and is_synthesized(dtype):
             return self._recipe(storage, dtype)
-        return Content(StorageOrigin.payload, ValueKind.payload, embed(self._writer, storage))
+        return FirstContent(StorageOrigin.payload, ValueKind.payload, embed(self._writer, storage))
 
-    def _recipe(self, storage: torch.UntypedStorage, dtype: torch.dtype, known: bool = True) -> Content:
+    def _recipe(self, storage: torch.UntypedStorage, dtype: torch.dtype, known: bool = True) -> FirstContent:
         self._recipes += 1
         number = self._writer.recipe(recipe(storage, dtype, self._recipes, known=known))
-        return Content(StorageOrigin.initializer, ValueKind.recipe, number)
+        return FirstContent(StorageOrigin.initializer, ValueKind.recipe, number)
 
     def _loaded_as(self, storage: torch.UntypedStorage) -> torch.dtype | None:
         """What a loader is about to make of bytes that are a tensor of a safetensors file. It looks at them as bytes

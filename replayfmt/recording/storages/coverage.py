@@ -15,7 +15,7 @@ _MAP_LIMIT = 1 << 27   # cells of the exact map, and places of a view on it; wha
 
 
 @dataclass(frozen=True)
-class Region:
+class ByteRegion:
     """A view in bytes: where it begins, and for each dimension its size and stride. `item` bytes at each place."""
 
     start: int
@@ -32,7 +32,7 @@ class Region:
         """How many places a walk over the view comes to."""
         return prod(self.sizes)
 
-    def once(self) -> Region:
+    def once(self) -> ByteRegion:
         """The same bytes where the view is expanded: repeated dimensions have size 1."""
         sizes = tuple(size if stride else min(size, 1) for size, stride in zip(self.sizes, self.strides, strict=True))
         return self if sizes == self.sizes else replace(self, sizes=sizes)
@@ -53,10 +53,10 @@ class Coverage:
     def __init__(self, length: int) -> None:
         self.length = length
         self._ranges: list[tuple[int, int]] = []
-        self._strided: set[Region] = set()
+        self._strided: set[ByteRegion] = set()
         self.touched = False      # some captured op wrote something, perhaps data-dependently
 
-    def write(self, region: Region) -> None:
+    def write(self, region: ByteRegion) -> None:
         self.touched = True
         region = region.once()
         dense = region.dense()
@@ -81,7 +81,7 @@ class Coverage:
         """Whether every byte was written, as far as can be told without the exact map."""
         return self._ranges == [(0, self.length)] or self.length == 0
 
-    def covers(self, region: Region) -> bool:
+    def covers(self, region: ByteRegion) -> bool:
         """Whether every element of the view was written."""
         if region.empty:
             return True
@@ -95,11 +95,11 @@ class Coverage:
             return False
         return self._exact(region)
 
-    def _touches(self, region: Region) -> bool:
+    def _touches(self, region: ByteRegion) -> bool:
         end = region.start + sum((n - 1) * s for n, s in zip(region.sizes, region.strides, strict=True)) + region.item
         return any(low <= region.start and end <= high for low, high in self._ranges)
 
-    def _exact(self, region: Region) -> bool:
+    def _exact(self, region: ByteRegion) -> bool:
         regions = [region, *self._strided]
         cell = gcd(self.length, *(gcd(r.start, r.item, *r.strides) for r in regions),
                    *(gcd(low, high) for low, high in self._ranges))
@@ -113,7 +113,7 @@ class Coverage:
         return bool(_cells(written, region, cell).all())
 
 
-def _cells(cells: np.ndarray, region: Region, cell: int) -> np.ndarray:
+def _cells(cells: np.ndarray, region: ByteRegion, cell: int) -> np.ndarray:
     per_item = region.item // cell
     return np.lib.stride_tricks.as_strided(
         cells[region.start // cell :],

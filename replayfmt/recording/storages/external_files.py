@@ -50,7 +50,7 @@ class _Place:
     offset: int
 
 
-class ExternalFiles:
+class FileBackedStorages:
     """The files of one capture. Callers hold the recorder's lock."""
 
     def __init__(self, writer: CaptureWriter, options: CaptureOptions, redaction: Redaction | None) -> None:

@@ -21,8 +21,8 @@ from ..stream.buffer import RecordBuffer, pack_birth, pack_definition
 from ..stream.records import Records, Unrepresentable
 from ..stream.tensor_metas import MetaParams, TensorMetas
 from .addresses import HostMemory
-from .content import UNREADABLE, Content, Contents
-from .coverage import Coverage, Region
+from .content import UNREADABLE, FirstContent, FirstContents
+from .coverage import ByteRegion, Coverage
 from .recipes import is_synthesized
 from .storage_content import content_number
 from .trackers import ATTRIBUTE, State, Tracker, has_bytes
@@ -35,7 +35,7 @@ class Storages:
     """Every storage the capture knows. Callers hold the recorder's lock, except for what the hot path inlines."""
 
     def __init__(
-        self, buffer: RecordBuffer, records: Records, metas: TensorMetas, contents: Contents, handles: Handles, *,
+        self, buffer: RecordBuffer, records: Records, metas: TensorMetas, contents: FirstContents, handles: Handles, *,
         audit: bool,
     ) -> None:
         self._buffer = buffer
@@ -175,7 +175,7 @@ class Storages:
         self.synchronize(tracker, storage)
         return tracker
 
-    def _note_content(self, tracker: Tracker, content: Content) -> None:
+    def _note_content(self, tracker: Tracker, content: FirstContent) -> None:
         """What there is to remember of content that entered."""
         if content is UNREADABLE:
             self.state(tracker).opaque, self.state(tracker).mapped = True, None
@@ -344,7 +344,7 @@ class Storages:
         if length > before:
             coverage = Coverage(length)
             if before and (state.coverage is None or state.coverage.touched):
-                coverage.write(Region(0, (before,), (1,), 1))
+                coverage.write(ByteRegion(0, (before,), (1,), 1))
             state.coverage = coverage
         elif length == 0:
             state.coverage = None

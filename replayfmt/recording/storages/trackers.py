@@ -11,7 +11,7 @@ import weakref
 
 import torch
 
-from .coverage import Coverage, Region
+from .coverage import ByteRegion, Coverage
 from .file_mappings import MappedRange
 
 ATTRIBUTE = "_opreplay"
@@ -84,7 +84,7 @@ class Tracker(weakref.ref):
         """Whether it shares the memory of another storage, in whose place it is recorded."""
         return self.state is not None and self.state.alias_of is not None
 
-    def reproducible(self, region: Region) -> bool:
+    def reproducible(self, region: ByteRegion) -> bool:
         """Whether a replay can have the same bytes in a region: they were written, and are not opaque."""
         state = self.state
         if state is None:

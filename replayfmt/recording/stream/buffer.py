@@ -170,7 +170,7 @@ class RecordBuffer:
         making = True
         count = min(len(self.rows), self.chunk_records)
         while True:
-            batch = Batch(self.rows[:count], self.sites, self._slots, self._entering)
+            batch = RowBatch(self.rows[:count], self.sites, self._slots, self._entering)
             count = batch.rows
             self._define(batch)
             newest = max(batch.newest_storage, self._newest_of(batch.tensors))
@@ -213,13 +213,13 @@ class RecordBuffer:
         )
         return count
 
-    def _born(self, batch: Batch) -> np.ndarray:
+    def _born(self, batch: RowBatch) -> np.ndarray:
         """All births known and not written, by id. Those that came by list stay in `_births` for a next try."""
         self._births = np.concatenate((self._births, _take(self.births, 5)))
         births = np.concatenate((self._births, batch.births))
         return births[np.argsort(births[:, 0], kind="stable")]
 
-    def _define(self, batch: Batch) -> None:
+    def _define(self, batch: RowBatch) -> None:
         """Add to the known definitions what is new, the batch's too, in order of the tensors' ids."""
         known = np.concatenate((self._known, _take(self.definitions, 4), batch.definitions))
         known = known[np.argsort(known[:, 0], kind="stable")]
@@ -235,7 +235,7 @@ class RecordBuffer:
         return int(self._known[places, 1].max())
 
 
-class Batch:
+class RowBatch:
     """Rows taken apart into columns: those of a frame, and what the rows of sites say of new storages and tensors."""
 
     def __init__(

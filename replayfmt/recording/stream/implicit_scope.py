@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from threading import get_ident
 
-from .scopes import Open, Scopes
+from .scopes import OpenScope, Scopes
 
 _PACKAGE = __package__.partition(".")[0]
 
@@ -21,7 +21,7 @@ class ImplicitScope:
     def __init__(self, name: str) -> None:
         self.name = name
         self._thread = get_ident()
-        self._open: Open | None = None
+        self._open: OpenScope | None = None
         self._given_way = False
 
     def begin(self, scopes: Scopes) -> None:
@@ -29,7 +29,7 @@ class ImplicitScope:
         if self._open is None and not self._given_way and not _program_knows_us():
             self._open = scopes.begin(self.name, user=False, thread=self._thread)
 
-    def give_way(self, scopes: Scopes) -> list[Open]:
+    def give_way(self, scopes: Scopes) -> list[OpenScope]:
         """The program opens a scope of its own. Gives the scopes that end with that."""
         self._given_way = True
         if self._open is not None and get_ident() == self._thread:

@@ -17,7 +17,7 @@ from replayfmt.format.model import Device, Node, Signature
 from replayfmt.format.records.digest import TensorDigest
 from replayfmt.pytorch.environment import describe_device
 
-from ..storages.content import Content
+from ..storages.content import FirstContent
 from .buffer import RELEASES, RecordBuffer, packer
 
 _DISTINCT_DETAILS = (
@@ -92,7 +92,7 @@ class Records:
 
     # ------------------------------------------------------------------------------------------------------- storages
 
-    def storage_import(self, storage: int, content: Content, version: int, reason: str) -> None:
+    def storage_import(self, storage: int, content: FirstContent, version: int, reason: str) -> None:
         """Content enters."""
         kind = content.kind
         self._constant(

@@ -20,7 +20,7 @@ from .records import Records
 
 
 @dataclass
-class Open:
+class OpenScope:
     """A scope that is open. `user`: opened by the program itself, so digests are taken at its end."""
 
     name: str
@@ -51,7 +51,7 @@ class Scopes:
         self.first_record: Callable[[int], None] | None = None  # told of a thread, by ident, before its first record
         self.recorded = False
         self._main = get_ident()
-        self._stacks: dict[int, list[Open]] = {self._main: []}
+        self._stacks: dict[int, list[OpenScope]] = {self._main: []}
         self._threads: dict[int, int] = {self._main: 0}
         self._known: dict[tuple[int, int], int] = {}
         self.contexts = Contexts(self._register)
@@ -97,23 +97,23 @@ class Scopes:
                 if other != ident and not self._stacks.get(other):
                     self._refresh(other)
 
-    def begin(self, name: str, user: bool, token: Any = None, thread: int | None = None) -> Open:
+    def begin(self, name: str, user: bool, token: Any = None, thread: int | None = None) -> OpenScope:
         """Enter a scope of the calling thread, or of `thread`."""
         ident = get_ident() if thread is None else thread
         if ident not in self._threads:
             self._register(ident)
-        scope = Open(name, self._buffer.writer.scope(self._scope_of(ident), name), user, token)
+        scope = OpenScope(name, self._buffer.writer.scope(self._scope_of(ident), name), user, token)
         self._stacks.setdefault(ident, []).append(scope)
         self._moved(ident)
         if self.recorded and self.records is not None:
             self.records.scope_begin(name)
         return scope
 
-    def find(self, match: Callable[[Open], bool]) -> Open | None:
+    def find(self, match: Callable[[OpenScope], bool]) -> OpenScope | None:
         """The innermost open scope of this thread that matches."""
         return next((scope for scope in reversed(self._stacks.get(get_ident(), [])) if match(scope)), None)
 
-    def end(self, scope: Open) -> list[Open]:
+    def end(self, scope: OpenScope) -> list[OpenScope]:
         """Leave a scope of this thread and everything inside it. Returns what was left, innermost first."""
         ident = get_ident()
         stack = self._stacks.get(ident, [])
@@ -130,7 +130,7 @@ class Scopes:
             if innermost is scope:
                 return left
 
-    def innermost(self, name: str) -> Open:
+    def innermost(self, name: str) -> OpenScope:
         """The innermost open scope of this thread of that name. Raises UsageError where none is open."""
         scope = self.find(lambda entry: entry.name == name)
         if scope is None:
@@ -146,7 +146,7 @@ class Scopes:
             if stack:
                 self._replay_begins(stack)
 
-    def _replay_begins(self, stack: list[Open]) -> None:
+    def _replay_begins(self, stack: list[OpenScope]) -> None:
         ident = get_ident()
         before = self.contexts[ident]
         for scope in stack:
@@ -175,7 +175,7 @@ class Scopes:
             context = self._known[thread, scope] = self._buffer.context(thread, scope)
         return context
 
-    def thread_ended(self) -> list[Open]:
+    def thread_ended(self) -> list[OpenScope]:
         """The calling thread ends: its scopes with it."""
         ident = get_ident()
         stack = self._stacks.get(ident)

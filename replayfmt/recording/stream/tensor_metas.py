@@ -11,7 +11,7 @@ from replayfmt.format.model import TensorMeta
 from replayfmt.pytorch.tensors.dtypes import DTYPE_CODE
 from replayfmt.pytorch.tensors.looks import device_of, dtype_of, is_complex, is_conj, is_neg, shape_of, stride_of
 
-from ..storages.coverage import Region
+from ..storages.coverage import ByteRegion
 from .buffer import RecordBuffer
 from .records import Records
 
@@ -29,10 +29,10 @@ class MetaParams:
     item: int  # bytes an element
     elements: int
 
-    def region(self, offset: int) -> Region:
+    def region(self, offset: int) -> ByteRegion:
         """The bytes of a view with this metadata, `offset` elements into its storage."""
         item = self.item
-        return Region(offset * item, self.sizes, tuple(stride * item for stride in self.strides), item)
+        return ByteRegion(offset * item, self.sizes, tuple(stride * item for stride in self.strides), item)
 
 
 class TensorMetas:

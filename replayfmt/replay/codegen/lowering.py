@@ -27,8 +27,8 @@ from ..planning.devices import DeviceMap
 from ..planning.identity import TensorKeys
 from ..planning.resolve import ResolvedKernel
 from ..planning.scan import Scan, enters
-from ..planning.sources import MAPPED_FILE, NOTHING, Source
-from ..substitution.sites import StandIn
+from ..planning.sources import MAPPED_FILE, NOTHING, ContentSource
+from ..substitution.sites import KernelStandIn
 from ..verify.comparison import CheckDigest, Judge, Where
 from .frame_lists import FrameLists
 from .liveness import Variables
@@ -76,11 +76,11 @@ class Context:
     cache: CodeCache
     refused: Mapping[int, str]
     direct: DirectFunctions
-    load: Callable[[int, Source, int, torch.UntypedStorage], None]
+    load: Callable[[int, ContentSource, int, torch.UntypedStorage], None]
     draws_on: torch.device | None = None
     shapes: Shapes = Shapes.unchecked
     opaque: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
-    stand_in: StandIn | None = None
+    stand_in: KernelStandIn | None = None
 
 
 class Lowering:
@@ -253,7 +253,7 @@ class Lowering:
         self._stage(storage, NOTHING)
         return -storage
 
-    def _stage(self, storage: int, source: Source, *, in_file: bool = False) -> None:
+    def _stage(self, storage: int, source: ContentSource, *, in_file: bool = False) -> None:
         born = self.reader.storage(storage)
         self._staged.append(Staged(storage, source, born.bytes, self.context.devices.target(born.device), in_file))
         self.variables.define(-storage, storage)
@@ -307,7 +307,7 @@ class Lowering:
         storage = ints[first + fields["storage"].int_slot]
         content = fields["payload"]
         kind = content.node.kind
-        source = NOTHING if kind is ValueKind.none else Source(kind, ints[first + content.int_slot])
+        source = NOTHING if kind is ValueKind.none else ContentSource(kind, ints[first + content.int_slot])
         version = ints[first + fields["version"].int_slot]
         self._opaque.discard(storage)
         if enters(version, self.reader.storage(storage)):

@@ -14,7 +14,7 @@ from replayfmt.pytorch.operators import known
 from replayfmt.pytorch.tensors.bounds import require_inside
 
 from ..planning.facts import leaves_unwritten
-from ..substitution.sites import Site
+from ..substitution.sites import CallSite
 from ..verify.comparison import CheckScalar, Where
 from ..verify.structure import Expected, ExpectResults
 from .lowering import Lowering
@@ -163,13 +163,13 @@ class OpLine:
             call = PassAddresses(call, self.template.kernel.overload._schema, self.template.addresses)
         return call
 
-    def _site(self, call: Callable[..., Any]) -> Site:
+    def _site(self, call: Callable[..., Any]) -> CallSite:
         """This call, for what may take its place."""
         walk, frame, template = self.walk, self.walk.frame, self.template
         arguments = self.first + template.layout.arg_tensors
         taken, given = frame.storages[self.first:arguments], frame.storages[arguments:self.end]
         autocast = self._autocast()
-        return Site(
+        return CallSite(
             self.ordinal, template.signature_id, tuple(frame.metas[self.first:arguments]), template.kernel_id,
             template.kernel, template.layout, template.effects, call,
             (lambda function: function) if template.kernel.own else lambda function: self._custom(function, autocast),

@@ -23,7 +23,7 @@ from replayfmt.pytorch.bindings import direct_function
 from replayfmt.pytorch.tensors.dtypes import TORCH_DTYPE, TORCH_LAYOUT, TORCH_MEMORY_FORMAT
 
 from ..planning.devices import DeviceMap
-from ..planning.facts import Addresses, Effects, Layout, Place, addresses_of, effects_of
+from ..planning.facts import Addresses, Effects, NodePlace, SlotLayout, addresses_of, effects_of
 from ..planning.resolve import ResolvedKernel
 from .operations import PutTogether
 
@@ -68,7 +68,7 @@ class Template:
     """
 
     signature_id: int
-    layout: Layout
+    layout: SlotLayout
     kernel: ResolvedKernel
     kernel_id: int
     raises: bool
@@ -120,7 +120,7 @@ class TemplateMaker:
         self._devices = devices
         self._generators = generators
 
-    def make(self, signature_id: int, layout: Layout, kernel: ResolvedKernel) -> Template:
+    def make(self, signature_id: int, layout: SlotLayout, kernel: ResolvedKernel) -> Template:
         """The template of an op's signature."""
         operands: list[tuple[Operand, Any]] = []
         pieces = []
@@ -153,7 +153,7 @@ class TemplateMaker:
 
     # -------------------------------------------------------------------------------------------------------- arguments
 
-    def _piece(self, each: Place, operands: list[tuple[Operand, Any]]) -> str:
+    def _piece(self, each: NodePlace, operands: list[tuple[Operand, Any]]) -> str:
         """The text of one argument; its operands are appended in the order of their holes."""
         kind = each.node.kind
         if kind is ValueKind.tensor:
@@ -208,7 +208,7 @@ class TemplateMaker:
                 return self._devices.target(constant)
         raise AssertionError(f"a plan with a {node.kind.name} value is refused before its code is written")
 
-    def builder(self, each: Place) -> Builder:
+    def builder(self, each: NodePlace) -> Builder:
         """What makes an argument's value out of a record's numbers."""
         slot, real = each.int_slot, each.float_slot
         match each.node.kind:
@@ -232,7 +232,7 @@ class TemplateMaker:
         value = self.value(each.node)
         return lambda ints, i, floats, f: value
 
-    def _factory_device(self, layout: Layout, kernel: ResolvedKernel) -> torch.device | None:
+    def _factory_device(self, layout: SlotLayout, kernel: ResolvedKernel) -> torch.device | None:
         """Where a captured factory's result belongs, if it was left to the default device and that is mapped away."""
         if layout.arg_tensors or not layout.slots[0]:
             return None
@@ -244,14 +244,14 @@ class TemplateMaker:
 
     # ---------------------------------------------------------------------------------------------------------- results
 
-    def _target(self, each: Place, leaves: list[Result], index: int) -> str:
+    def _target(self, each: NodePlace, leaves: list[Result], index: int) -> str:
         """The assignment target of one result; its leaves are appended in the order of their holes."""
         if each.node.kind in (ValueKind.list, ValueKind.tuple) and not _scalars_only(each):
             return f"({''.join(self._target(child, leaves, index) + ', ' for child in each.children)})"
         leaves.append(self._leaf(each, index))
         return "%s"
 
-    def _leaf(self, each: Place, index: int) -> Result:
+    def _leaf(self, each: NodePlace, index: int) -> Result:
         match each.node.kind:
             case ValueKind.tensor:
                 return Result(Leaf.tensor, each.tensor_slot, index)
@@ -263,7 +263,7 @@ class TemplateMaker:
         return Result(Leaf.scalar, self.builder(each), index)
 
 
-def _scalars_only(each: Place) -> bool:
+def _scalars_only(each: NodePlace) -> bool:
     """Whether nothing of a value is a tensor, a storage or a composite."""
     kinds = {node.kind for node in each.node.walk()}
     return not kinds & {ValueKind.tensor, ValueKind.storage, ValueKind.composite}

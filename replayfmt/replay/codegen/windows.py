@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from ..planning.sources import Source
+from ..planning.sources import ContentSource
 from .operations import View
 
 FILENAME = "<opreplay window>"
@@ -30,7 +30,7 @@ class Staged:
     """A storage whose first content enters in a window. `in_file`: the program's memory was a map of the file."""
 
     storage: int
-    source: Source
+    source: ContentSource
     length_bytes: int
     device: torch.device
     in_file: bool = False

@@ -22,14 +22,14 @@ from .resolve import ResolvedKernel
 
 
 @dataclass(frozen=True)
-class Place:
+class NodePlace:
     """A node with the first slot it takes in each column."""
 
     node: Node
     tensor_slot: int
     int_slot: int
     float_slot: int
-    children: tuple[Place, ...]
+    children: tuple[NodePlace, ...]
 
     @property
     def tensors(self) -> list[int]:
@@ -44,7 +44,8 @@ class Place:
         return self.node.kind not in SLOTS and all(child.constant for child in self.children)
 
 
-def place(nodes: tuple[Node, ...], start: tuple[int, int, int] = (0, 0, 0)) -> tuple[list[Place], tuple[int, int, int]]:
+def place(nodes: tuple[Node, ...], start: tuple[int, int, int] = (0, 0, 0)
+          ) -> tuple[list[NodePlace], tuple[int, int, int]]:
     """Places of top-level nodes whose slots begin at `start`, and where the next node's slots would begin."""
     placed = []
     tensor, integer, real = start
@@ -52,11 +53,11 @@ def place(nodes: tuple[Node, ...], start: tuple[int, int, int] = (0, 0, 0)) -> t
         own = SLOTS.get(node.kind, (0, 0, 0))
         first = (tensor, integer, real)
         children, (tensor, integer, real) = place(node.children, (tensor + own[0], integer + own[1], real + own[2]))
-        placed.append(Place(node, *first, tuple(children)))
+        placed.append(NodePlace(node, *first, tuple(children)))
     return placed, (tensor, integer, real)
 
 
-class Layout:
+class SlotLayout:
     """Where a signature's arguments and results keep their slots."""
 
     def __init__(self, signature: Signature) -> None:
@@ -65,15 +66,15 @@ class Layout:
         self.results, self.slots = place(signature.results, middle)
         self.arg_tensors = middle[0]
 
-    def arg(self, name: str) -> Place | None:
+    def arg(self, name: str) -> NodePlace | None:
         """The top-level argument of that name."""
         return next((each for each in self.args if each.node.name == name), None)
 
-    def nodes(self, kind: ValueKind) -> list[Place]:
+    def nodes(self, kind: ValueKind) -> list[NodePlace]:
         """Every node of a kind, arguments and results."""
-        found: list[Place] = []
+        found: list[NodePlace] = []
 
-        def visit(each: Place) -> None:
+        def visit(each: NodePlace) -> None:
             if each.node.kind is kind:
                 found.append(each)
             for child in each.children:
@@ -103,12 +104,12 @@ class Effects:
     unsure: tuple[int, ...]
 
 
-def effects_of(layout: Layout, kernel: ResolvedKernel) -> Effects:
+def effects_of(layout: SlotLayout, kernel: ResolvedKernel) -> Effects:
     """Read from the operator's alias annotations, which PyTorch's own functionalization relies on as well."""
     return _annotated(layout, kernel.overload._schema, torch.Tag.inplace_view in kernel.overload.tags)
 
 
-def effects_of_missing(layout: Layout, schema: str) -> Effects:
+def effects_of_missing(layout: SlotLayout, schema: str) -> Effects:
     """For an operator that is not here, from its captured schema; one that cannot be read writes all its arguments."""
     try:
         return _annotated(layout, parse_schema(schema), False)
@@ -116,7 +117,7 @@ def effects_of_missing(layout: Layout, schema: str) -> Effects:
         return Effects(tuple(slot for each in layout.args for slot in each.tensors), (), (), ())
 
 
-def _annotated(layout: Layout, schema: torch.FunctionSchema, in_place_view: bool) -> Effects:
+def _annotated(layout: SlotLayout, schema: torch.FunctionSchema, in_place_view: bool) -> Effects:
     operator = known(schema.name)
     by_name = {argument.name: argument for argument in schema.arguments}
     returns = schema.returns
@@ -160,7 +161,7 @@ class Addresses:
     once: bool
 
 
-def addresses_of(layout: Layout, schema: torch.FunctionSchema) -> Addresses | None:
+def addresses_of(layout: SlotLayout, schema: torch.FunctionSchema) -> Addresses | None:
     """None for an op without any."""
     types = {argument.name: argument.type.kind() for argument in schema.arguments}
     arguments = tuple(each.node.name for each in layout.args

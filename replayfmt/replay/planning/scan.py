@@ -17,7 +17,7 @@ from replayfmt.format.model import Storage
 from replayfmt.format.reader import CaptureReader, RecordFrame
 
 from .cuts import CutFinder, WindowSize
-from .facts import Effects, Layout
+from .facts import Effects, SlotLayout
 from .identity import TensorKeys
 from .sources import IMPORTED, Entrance
 
@@ -69,14 +69,14 @@ class Scan:
     `effects` gives an op signature's effects.
     """
 
-    def __init__(self, reader: CaptureReader, effects: Callable[[int, Layout], Effects], *, checks: bool,
+    def __init__(self, reader: CaptureReader, effects: Callable[[int, SlotLayout], Effects], *, checks: bool,
                  window: WindowSize, stop: int | None = None, needed: np.ndarray | None = None) -> None:
         self.reader = reader
         self.checks = checks
         self.stop = reader.record_count if stop is None else stop
         self.needed = needed
         self._effects = effects
-        self._layouts: dict[int, Layout] = {}
+        self._layouts: dict[int, SlotLayout] = {}
         self._last_use = GrowingArray(np.int32 if reader.record_count < 2**31 else np.int64, -1)
         self._storage_last_use = GrowingArray(self._last_use.values.dtype.type, -1)
         self._written = GrowingArray(np.bool_, 0)
@@ -155,13 +155,13 @@ class Scan:
 
     # -------------------------------------------------------------------------------------------------------- one frame
 
-    def layout(self, signature_id: int) -> Layout:
+    def layout(self, signature_id: int) -> SlotLayout:
         """The signature's layout, made once."""
         layout = self._layouts.get(signature_id)
         if layout is None:
             signature = self.reader.signatures[signature_id]
             assert signature is not None
-            layout = self._layouts[signature_id] = Layout(signature)
+            layout = self._layouts[signature_id] = SlotLayout(signature)
         return layout
 
     def effects(self, signature_id: int) -> Effects:
@@ -322,7 +322,7 @@ def enters(version: int, storage: Storage) -> bool:
     return version == 0 and storage.origin in IMPORTED
 
 
-def _slot(layout: Layout, name: str) -> int:
+def _slot(layout: SlotLayout, name: str) -> int:
     place = layout.arg(name)
     assert place is not None, f"a {layout.signature.kind.name} record without {name}"
     return place.int_slot

@@ -16,7 +16,7 @@ import numpy as np
 from replayfmt.format.codes import RecordKind, ValueKind
 from replayfmt.format.reader import CaptureReader, RecordFrame
 
-from .facts import Effects, Layout
+from .facts import Effects, SlotLayout
 from .overview import SCALARS
 
 _CONTENT = (RecordKind.storage_import, RecordKind.storage_resize)
@@ -50,7 +50,7 @@ class Slicer:
     """Makes slices of a capture. `layout` and `effects` describe signatures, `draws` says which kernels take random
     numbers from a generator whose state the capture has."""
 
-    def __init__(self, reader: CaptureReader, layout: Callable[[int], Layout], effects: Callable[[int], Effects],
+    def __init__(self, reader: CaptureReader, layout: Callable[[int], SlotLayout], effects: Callable[[int], Effects],
                  draws: Callable[[int], bool]) -> None:
         self._reader, self._layout, self._effects, self._draws = reader, layout, effects, draws
         self._kinds = [RecordKind.none, *(RecordKind.none if signature is None else signature.kind

@@ -15,23 +15,23 @@ IMPORTED = (StorageOrigin.payload, StorageOrigin.absent, StorageOrigin.external_
 MAPPED_FILE = "mapped_file"
 
 
-class Source(NamedTuple):
+class ContentSource(NamedTuple):
     """`kind` is payload, range, recipe, or none where the capture has nothing; `id` is the id of that kind."""
 
     kind: ValueKind
     id: int
 
 
-NOTHING = Source(ValueKind.none, 0)
+NOTHING = ContentSource(ValueKind.none, 0)
 
 
-def source_of(value: Value) -> Source:
+def source_of(value: Value) -> ContentSource:
     """The source that a storage import's `payload` argument names."""
     if isinstance(value, PayloadValue):
-        return Source(ValueKind.payload, value.id)
+        return ContentSource(ValueKind.payload, value.id)
     if isinstance(value, RangeValue):
-        return Source(ValueKind.range, value.id)
-    return Source(ValueKind.recipe, value.id) if isinstance(value, RecipeValue) else NOTHING
+        return ContentSource(ValueKind.range, value.id)
+    return ContentSource(ValueKind.recipe, value.id) if isinstance(value, RecipeValue) else NOTHING
 
 
 class Entrance(NamedTuple):

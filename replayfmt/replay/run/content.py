@@ -21,7 +21,7 @@ from replayfmt.pytorch.tensors.staging import fill_from
 from ..codegen.windows import Staged
 from ..planning.external_files import ExternalFiles
 from ..planning.scan import Scan
-from ..planning.sources import Source
+from ..planning.sources import ContentSource
 from ..synthesis.assignment import Synthesis
 
 # How much of a device's free memory pristine copies may take.
@@ -71,7 +71,7 @@ class Content:
             self._kept[staged.storage] = storage
         return storage
 
-    def missing(self, storage: int, source: Source, version: int) -> str | None:
+    def missing(self, storage: int, source: ContentSource, version: int) -> str | None:
         """Why there is no content to put into a storage, None where there is."""
         if source.kind is ValueKind.payload:
             return None
@@ -79,7 +79,7 @@ class Content:
             return self._files.problem(source.id)
         return self._synthesis.missing(storage, version)
 
-    def load(self, storage: int, source: Source, version: int, target: torch.UntypedStorage) -> None:
+    def load(self, storage: int, source: ContentSource, version: int, target: torch.UntypedStorage) -> None:
         """Put content into the first bytes of a storage that is there: what the program wrote from outside.
 
         Raises InvalidCapture where it does not fit, ReplayRefused where a file it stands in is not what it was.
@@ -93,7 +93,7 @@ class Content:
                                  f"{target.nbytes()}")
         self._load(source, length, target)
 
-    def _load(self, source: Source, length: int, target: torch.UntypedStorage) -> None:
+    def _load(self, source: ContentSource, length: int, target: torch.UntypedStorage) -> None:
         if source.kind is ValueKind.range:
             fill_from(target, length, lambda buffer, offset: self._files.read_into(source.id, buffer, offset))
         elif target.device.type == "cpu":
@@ -106,7 +106,7 @@ class Content:
 
             fill_from(target, length, read)
 
-    def _length(self, source: Source) -> int | None:
+    def _length(self, source: ContentSource) -> int | None:
         """How long captured content is, in bytes; None where it is not captured."""
         if source.kind is ValueKind.payload:
             return self._reader.payload_info(source.id).raw_bytes

@@ -22,7 +22,7 @@ from replayfmt.pytorch.tensors.memory import undispatched
 
 from ..codegen.windows import FILENAME, Window
 from ..results import UnexpectedBehaviour
-from ..substitution.sites import StandIn
+from ..substitution.sites import KernelStandIn
 from ..verify.comparison import Judge, StopReplay, Where
 from .content import Content
 
@@ -122,7 +122,7 @@ class Machine:
     """Runs windows one after the other. `values` are the live variables between them, by key."""
 
     def __init__(self, reader: CaptureReader, content: Content, clock: RunClock, judge: Judge,
-                 describe: Callable[[int], tuple[str, str]], stand_in: StandIn | None = None) -> None:
+                 describe: Callable[[int], tuple[str, str]], stand_in: KernelStandIn | None = None) -> None:
         self.values: dict[int, Any] = {}
         self._stand_in = stand_in
         self._reader = reader

@@ -18,7 +18,7 @@ from replayfmt.format.codes import RecordKind
 from replayfmt.format.reader import CaptureReader
 from replayfmt.pytorch.tensors.bounds import require_inside
 
-from ..planning.sources import Source, source_of
+from ..planning.sources import ContentSource, source_of
 from ..results import OpVerdict, Verdict
 from ..verify.comparison import Judge, StopReplay
 from .execute import Machine, OnScope, RunClock
@@ -75,7 +75,7 @@ class KeepGoing:
             if staged.length_bytes:
                 self._note_content(staged.storage, staged.source, 0)
 
-    def _note_content(self, storage: int, source: Source, version: int) -> None:
+    def _note_content(self, storage: int, source: ContentSource, version: int) -> None:
         """Whether what is to enter a storage is there."""
         reason = self._machine.content.missing(storage, source, version)
         if reason is None:

@@ -17,7 +17,7 @@ from ..codegen.lowering import Lowering
 from ..codegen.op_lowering import OpLine, lower_op
 from ..codegen.operations import storage_of
 from ..codegen.templates import Operand
-from ..planning.facts import Place
+from ..planning.facts import NodePlace
 
 
 class Watcher(Protocol):
@@ -81,7 +81,7 @@ class _Before:
 
 
 class _After:
-    def __init__(self, watcher: Watcher, ordinal: int, results: Sequence[Place], slots: Sequence[int]) -> None:
+    def __init__(self, watcher: Watcher, ordinal: int, results: Sequence[NodePlace], slots: Sequence[int]) -> None:
         self._watcher, self._ordinal, self._results, self._slots = watcher, ordinal, results, slots
 
     def __call__(self, returned: Any, *args: torch.Tensor) -> Any:
@@ -95,7 +95,7 @@ class _After:
         return returned
 
 
-def _gather(place: Place, value: Any, found: dict[int, torch.Tensor]) -> None:
+def _gather(place: NodePlace, value: Any, found: dict[int, torch.Tensor]) -> None:
     """The tensors of one result by slot."""
     if not place.tensors:
         return

@@ -21,8 +21,8 @@ from .clones import Clones, copy_of, has_memory, strided_parts
 from .distance import Distance, Tolerance
 from .judging import Judgement, Sides, judge
 from .loading import Replacement
-from .ranges import Ranges, Returned
-from .sites import Site
+from .ranges import MemoryLabels, Returned
+from .sites import CallSite
 from .table import Substitutions
 from .worst import Worst
 
@@ -112,7 +112,7 @@ class Check:
         self.returned = Returned()
         self._table = table
 
-    def call(self, site: Site) -> tuple[Hashable | None, Callable[..., Any]] | None:
+    def call(self, site: CallSite) -> tuple[Hashable | None, Callable[..., Any]] | None:
         replacement = self._table.find(site.signature_id, site.metas, site.ordinal)
         if replacement is not None and site.once:
             check = self.of(site, replacement)
@@ -129,7 +129,7 @@ class Check:
     def failure(self, ordinal: int, error: BaseException) -> SubstitutionFailed | None:
         return None     # a checked call reports its replacement's failures itself
 
-    def of(self, site: Site, replacement: Replacement) -> SignatureCheck:
+    def of(self, site: CallSite, replacement: Replacement) -> SignatureCheck:
         """Where what is found of a site's signature is kept."""
         text = self._table.index.text((site.signature_id, site.metas), site.ordinal)
         key = (text, replacement.label)
@@ -150,7 +150,7 @@ def _default_generators() -> list[torch.Generator]:
 class _CheckedCall:
     """Stands where a kernel is called; one for each op."""
 
-    def __init__(self, check: Check, site: Site, replacement: Replacement) -> None:
+    def __init__(self, check: Check, site: CallSite, replacement: Replacement) -> None:
         self._check, self._site, self._replacement = check, site, replacement
         self._call = site.wrap(replacement.call)
 
@@ -244,14 +244,14 @@ def _leave(before: tuple[int, int, Any]) -> str:
     return " and ".join(found)
 
 
-def _names(site: Site, slots: Sequence[int]) -> list[str]:
+def _names(site: CallSite, slots: Sequence[int]) -> list[str]:
     """The arguments that have any of these tensor slots."""
     return [each.node.name for each in site.layout.args if set(each.tensors) & set(slots)]
 
 
 def _new_memory(returned: Any, arguments: list[torch.UntypedStorage]) -> list[torch.UntypedStorage]:
     """The storages that a call returned tensors on, those of its arguments aside."""
-    known = Ranges((storage, "") for storage in arguments)
+    known = MemoryLabels((storage, "") for storage in arguments)
     found = (value.untyped_storage() for _where, value in strided_parts(returned, "")
              if isinstance(value, torch.Tensor) and has_memory(value) and value.numel())
     return [storage for storage in found if known.find(storage) is None]

@@ -14,7 +14,7 @@ import torch
 
 from .clones import Clones, bytes_of, copy_of, has_memory, same_bytes, strided_parts
 from .distance import Distance, Tolerance, distance
-from .ranges import Ranges
+from .ranges import MemoryLabels
 from .worst import Worst, worst_element
 
 # Numbers that left the device are judged like a digest's statistics (verify/comparison.py).
@@ -23,7 +23,7 @@ _NUMBER_TOLERANCE = 1e-3
 
 
 @dataclass(frozen=True)
-class Compared:
+class ComparedTensor:
     """The values of one result or argument: `where` it is, how far apart, what is `close`, and the element that is
     farthest off where one is too far off."""
 
@@ -33,11 +33,11 @@ class Compared:
     worst: Worst | None
 
 
-def compare(where: str, expected: torch.Tensor, got: torch.Tensor, tolerance: Tolerance) -> Compared:
+def compare(where: str, expected: torch.Tensor, got: torch.Tensor, tolerance: Tolerance) -> ComparedTensor:
     """Compare two strided tensors of the same dtype and sizes."""
     found = distance(expected, got, tolerance)
-    return Compared(where, found, tolerance.describe(expected.dtype),
-                    worst_element(expected, got, tolerance) if found.beyond else None)
+    return ComparedTensor(where, found, tolerance.describe(expected.dtype),
+                          worst_element(expected, got, tolerance) if found.beyond else None)
 
 
 @dataclass
@@ -45,7 +45,7 @@ class Judgement:
     """What was found of one call: `faults` are sentences about its behaviour, `compared` has results and arguments."""
 
     faults: list[str] = field(default_factory=list)
-    compared: list[Compared] = field(default_factory=list)
+    compared: list[ComparedTensor] = field(default_factory=list)
 
     @property
     def distance(self) -> Distance:
@@ -87,7 +87,8 @@ class _Labels:
     """Which memory a tensor is on, named alike on both sides: an argument's, or new memory in order of appearance."""
 
     def __init__(self, clones: Clones) -> None:
-        self._known = {side: Ranges((storage, f"argument memory {index}") for index, storage in enumerate(storages))
+        self._known = {side: MemoryLabels((storage, f"argument memory {index}")
+                                          for index, storage in enumerate(storages))
                        for side, storages in (("original", clones.originals.values()),
                                               ("replacement", clones.copies.values()))}
         self._new = {"original": 0, "replacement": 0}

@@ -25,7 +25,7 @@ from replayfmt.format.model import Kernel
 from replayfmt.pytorch.registry import overloads_of
 
 from .binding import schema_signature
-from .requests import Format, Request
+from .requests import Format, SubstitutionRequest
 
 _LISTED = 12
 _LONGEST_TRACEBACK = 40      # lines
@@ -150,7 +150,7 @@ class Loader:
     def __init__(self) -> None:
         self._loaded: dict[tuple[str, Format], Library] = {}
 
-    def load(self, request: Request) -> Library:
+    def load(self, request: SubstitutionRequest) -> Library:
         """The file of a request. Raises UsageError where it cannot be read or does not load."""
         assert request.format is not None
         path = os.path.realpath(request.path)
@@ -160,14 +160,14 @@ class Loader:
             self._loaded[key] = self._load(path, request)
         return self._loaded[key]
 
-    def _readable(self, path: str, request: Request) -> None:
+    def _readable(self, path: str, request: SubstitutionRequest) -> None:
         try:
             with open(path, "rb"):
                 pass
         except OSError as error:
             raise UsageError(f"{request.told}: {request.path}: cannot be read: {error.strerror}") from None
 
-    def _load(self, path: str, request: Request) -> Library:
+    def _load(self, path: str, request: SubstitutionRequest) -> Library:
         form = request.format
         assert form is not None
         known = _LIBRARIES.get((path, form))

@@ -16,7 +16,7 @@ _MOST_KEPT = 16
 _MOST_KEPT_BYTES = 256 << 20
 
 
-class Ranges:
+class MemoryLabels:
     """Storages with labels, found by any storage that has bytes in common with them."""
 
     def __init__(self, known: Iterable[tuple[torch.UntypedStorage, str]] = ()) -> None:
@@ -61,7 +61,7 @@ class Returned:
 
     def __init__(self) -> None:
         self._pass = object()
-        self._kept: deque[tuple[Ranges, int]] = deque()
+        self._kept: deque[tuple[MemoryLabels, int]] = deque()
         self._bytes = 0
 
     def again(self, storages: Sequence[torch.UntypedStorage]) -> bool:
@@ -71,7 +71,7 @@ class Returned:
         for each in storages:
             each._opreplay_returned = self._pass    # type: ignore[attr-defined]
         size = sum(each.nbytes() for each in storages)
-        self._kept.append((Ranges((each, "") for each in storages), size))
+        self._kept.append((MemoryLabels((each, "") for each in storages), size))
         self._bytes += size
         while len(self._kept) > _MOST_KEPT or (self._bytes > _MOST_KEPT_BYTES and len(self._kept) > 1):
             self._bytes -= self._kept.popleft()[1]

@@ -9,7 +9,7 @@ from replayfmt.errors import SubstitutionFailed
 from replayfmt.format.reader import CaptureReader
 
 from .checked import failure
-from .sites import Site
+from .sites import CallSite
 from .table import Substitutions
 
 
@@ -24,7 +24,7 @@ class Replace:
     def reason(self) -> str:
         return self._table.reason
 
-    def call(self, site: Site) -> tuple[Hashable | None, Callable[..., Any]] | None:
+    def call(self, site: CallSite) -> tuple[Hashable | None, Callable[..., Any]] | None:
         replacement = self._table.find(site.signature_id, site.metas, site.ordinal)
         if replacement is None:
             return None

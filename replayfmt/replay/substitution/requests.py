@@ -40,7 +40,7 @@ class Selector:
 
 
 @dataclass(frozen=True)
-class Request:
+class SubstitutionRequest:
     """One substitution as it was asked for, by a file or by a function. `told` is what errors about it begin with."""
 
     selector: Selector
@@ -58,16 +58,16 @@ class Substitution:
     selector: str
     function: Callable[..., Any]
 
-    def request(self) -> Request:
+    def request(self) -> SubstitutionRequest:
         """Raises UsageError where the selector is none, or the function cannot be called."""
         told = f"Substitution({self.selector!r})"
         if not callable(self.function):
             raise UsageError(f"{told}: expected a function, got {type(self.function).__name__}")
-        return Request(parse_selector(self.selector, told), told, name=getattr(self.function, "__name__", "function"),
-                       function=self.function)
+        name = getattr(self.function, "__name__", "function")
+        return SubstitutionRequest(parse_selector(self.selector, told), told, name=name, function=self.function)
 
 
-def parse_request(text: str) -> Request:
+def parse_request(text: str) -> SubstitutionRequest:
     """A substitution from the command line. Raises UsageError that says what is missing or wrong."""
     told = f"{FLAG}={text}"
     left, equals, right = text.partition("=")
@@ -83,7 +83,7 @@ def parse_request(text: str) -> Request:
     if name is not None and not _NAME.match(name):
         raise UsageError(f"{told}: {name!r} is no function's and no operator's name; expected PATH:NAME with a name "
                          "like mm, or mine::mm for a torch-library")
-    return Request(parsed, told, path, name or "", form or infer_format(path, name or "", told))
+    return SubstitutionRequest(parsed, told, path, name or "", form or infer_format(path, name or "", told))
 
 
 def parse_selector(text: str, told: str) -> Selector:

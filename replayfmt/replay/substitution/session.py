@@ -18,8 +18,8 @@ from ..results import ReplayResult
 from .checked import Check, SignatureCheck, distances
 from .distance import Tolerance
 from .replace import Replace
-from .sites import StandIn
-from .table import Loaded, Substitutions
+from .sites import KernelStandIn
+from .table import LoadedRequests, Substitutions
 
 
 @dataclass(frozen=True)
@@ -99,14 +99,15 @@ class Planned(Protocol):
 
     def describe(self, ordinal: int) -> tuple[str, str]: ...
 
-    def run_with(self, stand_in: StandIn | None, on_progress: Callable[[int], None] | None = None) -> ReplayResult: ...
+    def run_with(self, stand_in: KernelStandIn | None,
+                 on_progress: Callable[[int], None] | None = None) -> ReplayResult: ...
 
 
 class SubstitutionSession:
     """A plan's substitutions. `replace` stands in the place of kernels in every run; `report` is None before the
     checked pass."""
 
-    def __init__(self, plan: Planned, loaded: Loaded, tolerance: Tolerance) -> None:
+    def __init__(self, plan: Planned, loaded: LoadedRequests, tolerance: Tolerance) -> None:
         """Raises UsageError where what was asked for does not fit the capture."""
         schemas = {number: kernel.overload._schema for number, kernel in enumerate(plan.kernels)
                    if isinstance(kernel, ResolvedKernel)}

@@ -11,12 +11,12 @@ from typing import Any, Protocol
 
 from replayfmt.errors import SubstitutionFailed
 
-from ..planning.facts import Effects, Layout
+from ..planning.facts import Effects, SlotLayout
 from ..planning.resolve import ResolvedKernel
 
 
 @dataclass(frozen=True)
-class Site:
+class CallSite:
     """One op of a capture while its call is written.
 
     `metas` are the metadata ids of its argument tensors, `original` is what would be called, `wrap` puts a function
@@ -29,7 +29,7 @@ class Site:
     metas: tuple[int, ...]
     kernel_id: int
     kernel: ResolvedKernel
-    layout: Layout
+    layout: SlotLayout
     effects: Effects
     original: Callable[..., Any]
     wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -37,7 +37,7 @@ class Site:
     once: bool
 
 
-class StandIn(Protocol):
+class KernelStandIn(Protocol):
     """Chooses what is called in the place of kernels."""
 
     @property
@@ -45,7 +45,7 @@ class StandIn(Protocol):
         """Why results need not be the captured ones bit for bit."""
         ...
 
-    def call(self, site: Site) -> tuple[Hashable | None, Callable[..., Any]] | None:
+    def call(self, site: CallSite) -> tuple[Hashable | None, Callable[..., Any]] | None:
         """What to call at a site, with a key that is the same wherever the call is (None: it is this site's own); None
         for the original."""
         ...

@@ -22,13 +22,13 @@ from replayfmt.format.signatures.groups import Key, KeyedOps, SignatureIndex
 
 from .binding import check_binding
 from .loading import Library, Loader, Replacement, replacement_of
-from .requests import Request, Substitution, parse_request
+from .requests import Substitution, SubstitutionRequest, parse_request
 
 _SHOWN = 8
 
 
 @dataclass(frozen=True)
-class Call:
+class KernelCall:
     """A call that a callback decides about. `device` is where the replay runs it, `kernel` is `aten::mm.default`."""
 
     ordinal: int
@@ -38,25 +38,25 @@ class Call:
 
 
 # Gives the function to run in the place of a call, None for the original.
-Decide = Callable[[Call], Callable[..., Any] | None]
+Decide = Callable[[KernelCall], Callable[..., Any] | None]
 Asked = Sequence[str | Substitution] | Decide
 
 
 @dataclass(frozen=True)
-class Loaded:
+class LoadedRequests:
     """What was asked for, with its files loaded; `decide` is the callback where one decides."""
 
-    requests: tuple[tuple[Request, Library | None], ...] = ()
+    requests: tuple[tuple[SubstitutionRequest, Library | None], ...] = ()
     decide: Decide | None = None
 
     def __bool__(self) -> bool:
         return bool(self.requests) or self.decide is not None
 
 
-def load(asked: Asked) -> Loaded:
+def load(asked: Asked) -> LoadedRequests:
     """Read and load what was asked for. Raises UsageError."""
     if callable(asked):
-        return Loaded(decide=asked)
+        return LoadedRequests(decide=asked)
     if isinstance(asked, str):
         raise UsageError(f"substitutions={asked!r}: expected a list of them, or a function that decides")
     requests = []
@@ -71,12 +71,12 @@ def load(asked: Asked) -> Loaded:
                 raise UsageError(f"{request.told}: all stands alone; it was given with {len(requests) - 1} other(s)")
     _refuse_repeated(requests)
     loader = Loader()
-    return Loaded(tuple((request, None if request.function is not None else loader.load(request))
-                        for request in requests))
+    return LoadedRequests(tuple((request, None if request.function is not None else loader.load(request))
+                                for request in requests))
 
 
-def _refuse_repeated(requests: Sequence[Request]) -> None:
-    seen: dict[str, Request] = {}
+def _refuse_repeated(requests: Sequence[SubstitutionRequest]) -> None:
+    seen: dict[str, SubstitutionRequest] = {}
     for request in requests:
         known = seen.setdefault(request.selector.text, request)
         if known is not request:
@@ -88,7 +88,7 @@ class Substitutions:
     """The substituted calls of one capture. `index` knows its signatures; `replaced` has what stands for which kernel,
     for people."""
 
-    def __init__(self, reader: CaptureReader, loaded: Loaded, schemas: Mapping[int, torch.FunctionSchema],
+    def __init__(self, reader: CaptureReader, loaded: LoadedRequests, schemas: Mapping[int, torch.FunctionSchema],
                  calls: Sequence[int], device_of: Callable[[int], torch.device]) -> None:
         """`schemas` has the operator of each kernel id that is here, `calls` how often each signature id is called,
         `device_of` the device that stands for a captured one. Raises UsageError."""
@@ -101,11 +101,11 @@ class Substitutions:
         self._by_kernel: dict[int, Replacement] = {}
         self._by_key: dict[Key, Replacement] = {}
         self._by_ordinal: dict[int, Replacement] = {}
-        self._owner: dict[int, Request] = {}            # of whole kernels
-        self._parts: dict[int, Request] = {}            # of some calls of a kernel
-        self._key_owner: dict[Key, Request] = {}        # of all calls of a key
-        self._keys_in_part: dict[Key, Request] = {}     # of some calls of a key
-        self._ordinal_owner: dict[int, Request] = {}
+        self._owner: dict[int, SubstitutionRequest] = {}            # of whole kernels
+        self._parts: dict[int, SubstitutionRequest] = {}            # of some calls of a kernel
+        self._key_owner: dict[Key, SubstitutionRequest] = {}        # of all calls of a key
+        self._keys_in_part: dict[Key, SubstitutionRequest] = {}     # of some calls of a key
+        self._ordinal_owner: dict[int, SubstitutionRequest] = {}
         self._kernel_of = [0 if signature is None else signature.kernel for signature in reader.signatures]
         for request, library in loaded.requests:
             self._add(request, library)
@@ -142,7 +142,7 @@ class Substitutions:
 
     # ----------------------------------------------------------------------------------------------------- one request
 
-    def _add(self, request: Request, library: Library | None) -> None:
+    def _add(self, request: SubstitutionRequest, library: Library | None) -> None:
         selector = request.selector
         if selector.signature is not None:
             self._add_signature(request, library)
@@ -165,7 +165,7 @@ class Substitutions:
         assert kernel is not None
         return kernel
 
-    def _selected(self, request: Request) -> list[int]:
+    def _selected(self, request: SubstitutionRequest) -> list[int]:
         """The kernels that an id or an operator's name selects."""
         kernels = self._reader.kernels
         selector = request.selector
@@ -182,7 +182,7 @@ class Substitutions:
             self._nothing(request)
         return numbers
 
-    def _nothing(self, request: Request) -> None:
+    def _nothing(self, request: SubstitutionRequest) -> None:
         selector = request.selector
         names = {self._kernel(number).qualified_name for number in self._called}
         names |= {self._kernel(number).name for number in self._called}
@@ -198,7 +198,7 @@ class Substitutions:
                     else "opreplay-dump --signatures prints what it calls")
         raise UsageError(f"{request.told}: {selector.text!r} matches no call of {self._reader.path}; {hint}")
 
-    def _offered(self, request: Request, library: Library | None) -> list[tuple[int, Replacement]]:
+    def _offered(self, request: SubstitutionRequest, library: Library | None) -> list[tuple[int, Replacement]]:
         """What `all` comes to: every called kernel that the file has a function for."""
         if library is None:
             raise UsageError(f"{request.told}: all takes a file that has functions by operator name, not one function")
@@ -211,7 +211,7 @@ class Substitutions:
                              f"{self._reader.path} calls; it has {', '.join(library.exported()) or 'no functions'}")
         return chosen
 
-    def _replacement(self, request: Request, library: Library | None, kernel: Kernel) -> Replacement:
+    def _replacement(self, request: SubstitutionRequest, library: Library | None, kernel: Kernel) -> Replacement:
         if request.function is not None:
             return replacement_of(request.function, request.name)
         assert library is not None
@@ -227,11 +227,11 @@ class Substitutions:
         if replacement.label not in labels:
             labels.append(replacement.label)
 
-    def _overlap(self, request: Request, other: Request, what: str) -> None:
+    def _overlap(self, request: SubstitutionRequest, other: SubstitutionRequest, what: str) -> None:
         raise UsageError(f"{request.told}: overlaps with {other.told}: both select calls of {what}; which one should "
                          "they get? Narrow one of them")
 
-    def _add_signature(self, request: Request, library: Library | None) -> None:
+    def _add_signature(self, request: SubstitutionRequest, library: Library | None) -> None:
         pattern = request.selector.signature
         assert pattern is not None
         replacement: Replacement | None = None
@@ -248,7 +248,7 @@ class Substitutions:
         if replacement is None:
             self._nothing(request)
 
-    def _take(self, request: Request, ops: KeyedOps, replacement: Replacement, *, each: bool) -> None:
+    def _take(self, request: SubstitutionRequest, ops: KeyedOps, replacement: Replacement, *, each: bool) -> None:
         """Calls of a key: all of them, or with `each` those given. Raises UsageError where one is taken already."""
         others = [self._key_owner.get(ops.key)]
         if each:
@@ -282,7 +282,7 @@ class Substitutions:
             if ops.key not in devices:
                 devices[ops.key] = self._device(ordinal)
             kernel, text = self._kernel(ops.kernel), self.index.text(ops.key, ordinal)
-            function = decide(Call(ordinal, devices[ops.key], kernel.qualified_name, text))
+            function = decide(KernelCall(ordinal, devices[ops.key], kernel.qualified_name, text))
             if function is None:
                 continue
             if not callable(function):

@@ -30,7 +30,7 @@ from ..planning.resolve import ResolvedKernel
 from ..planning.scan import Scan
 from ..planning.sources import Entrance
 from .filling import Wrong, by_label, called, check
-from .ranges import Range, Ranges
+from .ranges import IndexRanges, Range
 from .uses import FoundUse, Uses
 
 _NOBODY = Call(-1, "", "", {}, (), "", {})
@@ -215,7 +215,7 @@ class Synthesis:
                 decided[entrance.storage] = Range(demand.low, demand.high)
         for number in (1, 0) if unsure else ():
             contents = decided | dict.fromkeys(unsure, Range(number, number))
-            if Ranges(self._reader, self._uses.calls, contents, self._uses.asking(unsure)).holds:
+            if IndexRanges(self._reader, self._uses.calls, contents, self._uses.asking(unsure)).holds:
                 why = f"computed with, and {number} is good for every use"
                 self._constants = dict.fromkeys(unsure, Demand(Role.bounded, number, number, why=why))
                 return

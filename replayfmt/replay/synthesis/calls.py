@@ -19,7 +19,7 @@ from ..planning.resolve import ResolvedKernel
 _RECENT = 32
 
 
-class Calls:
+class CapturedCalls:
     """Makes calls of records. `kernels` has the operator of each kernel id, or why there is none.
 
     A record is decoded once as long as anybody has its call, and is remembered for a while.

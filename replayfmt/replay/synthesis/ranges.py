@@ -20,7 +20,7 @@ from replayfmt.initializers.roles import base_name, is_integral
 from replayfmt.pytorch import operators
 from replayfmt.pytorch.tensors.dtypes import TORCH_DTYPE
 
-from .calls import Calls
+from .calls import CapturedCalls
 from .uses import Asking, dense
 
 
@@ -38,11 +38,12 @@ _TRUTH = Range(0, 1)
 Known = Callable[[Any], Range | None]
 
 
-class Ranges:
+class IndexRanges:
     """One walk: `contents` are the ranges of storages whose content is decided; `asking` says which arguments of which
     ops have to be within bounds. `holds` is whether all of them are."""
 
-    def __init__(self, reader: CaptureReader, calls: Calls, contents: Mapping[int, Range], asking: Asking) -> None:
+    def __init__(self, reader: CaptureReader, calls: CapturedCalls, contents: Mapping[int, Range],
+                 asking: Asking) -> None:
         self._reader, self._calls, self._asking = reader, calls, asking
         self._ranges: dict[int, Range] = dict(contents)
         self._dtypes: dict[int, torch.dtype] = {}       # of what an op wrote

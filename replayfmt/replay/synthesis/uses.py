@@ -15,16 +15,16 @@ import torch
 
 from replayfmt.format.codes import RecordKind, ValueKind
 from replayfmt.format.reader import CaptureReader, RecordFrame
-from replayfmt.initializers.demands import Demand, Role, Step
+from replayfmt.initializers.demands import Demand, DemandStep, Role
 from replayfmt.initializers.flow import Passed, passed_on
 from replayfmt.initializers.request import Call, TensorInfo, Use
 from replayfmt.initializers.roles import base_name, demand_of, is_integral
 from replayfmt.pytorch.schemas import parse_schema
 
-from ..planning.facts import Layout, Place
+from ..planning.facts import NodePlace, SlotLayout
 from ..planning.resolve import ResolvedKernel
 from ..planning.scan import Scan
-from .calls import Calls
+from .calls import CapturedCalls
 
 # Content that went through more steps, or in more ways, is not followed further.
 _MOST_STEPS = 12
@@ -48,7 +48,7 @@ class Way:
     """
 
     origin: int
-    steps: tuple[Step, ...] = ()
+    steps: tuple[DemandStep, ...] = ()
     followed: bool = True
     here: TensorInfo | None = None
     there: TensorInfo | None = None
@@ -65,7 +65,7 @@ class FoundUse:
     position: int | None
     tensor: TensorInfo
     view: TensorInfo | None
-    steps: tuple[Step, ...]
+    steps: tuple[DemandStep, ...]
     followed: bool
     demand: Demand | None
 
@@ -106,12 +106,12 @@ class Uses:
     def __init__(self, reader: CaptureReader, scan: Scan, kernels: tuple[ResolvedKernel | str | None, ...],
                  storages: Iterable[int]) -> None:
         self._reader, self._scan, self._kernels = reader, scan, kernels
-        self.calls = Calls(reader, kernels)
+        self.calls = CapturedCalls(reader, kernels)
         self._origins = frozenset(storages)
         self._ways: dict[int, set[Way]] = {storage: {Way(storage)} for storage in self._origins}
         self._alike: dict[tuple[Shapes, tuple[int, ...]], _Alike] = {}
         self._shapes: dict[Shapes, int] = {}        # numbered, because they are as long as an op's list of tensors
-        self._found: dict[int, dict[tuple[int, int, tuple[Step, ...], bool], FoundUse]] = defaultdict(dict)
+        self._found: dict[int, dict[tuple[int, int, tuple[DemandStep, ...], bool], FoundUse]] = defaultdict(dict)
         if self._origins:
             self._walk()
 
@@ -273,7 +273,7 @@ class Uses:
         return _Argument(name, position, slot, True, writes and any(each.written == name for each in passed), demand,
                          passed)
 
-    def _schema(self, layout: Layout) -> torch.FunctionSchema | None:
+    def _schema(self, layout: SlotLayout) -> torch.FunctionSchema | None:
         resolved = self._kernels[layout.signature.kernel]
         if isinstance(resolved, ResolvedKernel):
             return resolved.overload._schema
@@ -284,7 +284,7 @@ class Uses:
             return None
 
 
-def _slots(place: Place) -> Iterator[tuple[int | None, int, bool]]:
+def _slots(place: NodePlace) -> Iterator[tuple[int | None, int, bool]]:
     """The tensors of one argument: position in a list, slot, and whether they are plain arguments or list elements."""
     if place.node.kind is ValueKind.tensor:
         yield None, place.tensor_slot, True

@@ -23,7 +23,7 @@ from replayfmt.errors import SubstitutionFailed
 from replayfmt.pytorch.tensors.memory import make_view, new_storage, storage_bytes
 
 from ..substitution.clones import Clones, has_memory, strided_parts
-from ..substitution.sites import Site
+from ..substitution.sites import CallSite
 from .comparison import StopReplay
 
 _MOST_REPORTED = 10
@@ -64,7 +64,7 @@ class RunTwice:
         self._patience_s = patience_s
         self._began = time.monotonic()
 
-    def call(self, site: Site) -> tuple[Hashable | None, Callable[..., Any]] | None:
+    def call(self, site: CallSite) -> tuple[Hashable | None, Callable[..., Any]] | None:
         if not site.fills or site.once or (self._ordinals is not None and site.ordinal not in self._ordinals):
             return None
         return None, _Twice(self, site)
@@ -72,7 +72,7 @@ class RunTwice:
     def failure(self, ordinal: int, error: BaseException) -> SubstitutionFailed | None:
         return None
 
-    def look(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def look(self, site: CallSite, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Run the op of a site twice on copies, and keep what differs."""
         if self._patience_s is not None and time.monotonic() - self._began > self._patience_s:
             self.given_up = f"the search was given up at ordinal {site.ordinal}, after {self._patience_s:.0f} s"
@@ -92,14 +92,14 @@ class RunTwice:
             self.given_up = f"the search ended there, at ordinal {site.ordinal}"
             raise StopReplay
 
-    def _run(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any], fill: int,
+    def _run(self, site: CallSite, args: tuple[Any, ...], kwargs: dict[str, Any], fill: int,
              lengths: dict[torch.device, list[int]]) -> _Run:
         clones = Clones()
         copies, named = clones.of(args), clones.of(kwargs)
         with self._undrawn(), _new_memory_filled(fill, lengths):
             return _Run.of(site, site.original(*copies, **named), copies, named)
 
-    def _compare(self, site: Site, label: int | str, first: torch.Tensor, second: torch.Tensor) -> None:
+    def _compare(self, site: CallSite, label: int | str, first: torch.Tensor, second: torch.Tensor) -> None:
         if first.dtype != second.dtype or first.shape != second.shape:
             self.unsteady.setdefault(site.ordinal, "its results have other shapes")
             return
@@ -128,7 +128,7 @@ class RunTwice:
 class _Twice:
     """Called where the kernel of a site is."""
 
-    def __init__(self, search: RunTwice, site: Site) -> None:
+    def __init__(self, search: RunTwice, site: CallSite) -> None:
         self._search, self._site = search, site
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -144,7 +144,7 @@ class _Run:
     values: dict[tuple[int | str, str], torch.Tensor]
 
     @staticmethod
-    def of(site: Site, returned: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> _Run:
+    def of(site: CallSite, returned: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> _Run:
         schema = site.kernel.overload._schema
         names = [argument.name for argument in schema.arguments]
         given = {**dict(zip(names, args, strict=False)), **kwargs}

@@ -15,7 +15,7 @@ import torch
 from replayfmt.format.codes import ValueKind
 
 from ..codegen.operations import View
-from ..planning.facts import Place
+from ..planning.facts import NodePlace
 from .comparison import Judge, Where
 
 # By memory, by captured storage: the index of an argument.
@@ -38,7 +38,7 @@ class Expected:
 class ExpectResults:
     """Called with what an op returned and its tensor arguments; gives the results back."""
 
-    def __init__(self, judge: Judge, where: Where, results: Sequence[Place], expected: dict[int, Expected],
+    def __init__(self, judge: Judge, where: Where, results: Sequence[NodePlace], expected: dict[int, Expected],
                  storages: Sequence[int | None], *, sizes_only: bool = False) -> None:
         """`storages` are the captured ones of the tensor arguments, None for those that the op moves to another one.
 
@@ -81,7 +81,7 @@ class ExpectResults:
     def _differs(self, index: int | None, expected: str, got: str) -> None:
         self._judge.diverged(replace(self._where, result=index), expected, got)
 
-    def _check(self, index: int, place: Place, value: Any, args: tuple[torch.Tensor, ...],
+    def _check(self, index: int, place: NodePlace, value: Any, args: tuple[torch.Tensor, ...],
                memories: Memories) -> None:
         kind = place.node.kind
         if kind is ValueKind.tensor:

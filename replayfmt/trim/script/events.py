@@ -1,7 +1,7 @@
 """What a script has to do, in order, collected where a trimmed capture's records would be written.
 
-`Events` takes the place of a `Copier`: it is told the same things, and keeps them under the ids that the capture itself
-has, so that a script names tensors as a dump of the capture does.
+`ScriptEvents` takes the place of a `Copier`: it is told the same things, and keeps them under the ids that the capture
+itself has, so that a script names tensors as a dump of the capture does.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from ..copying import walk
 
 
 @dataclass(frozen=True)
-class Op:
+class ScriptOp:
     record: Record
 
 
 @dataclass(frozen=True)
-class Settings:
+class ScriptSettings:
     changes: dict[str, Any]
 
 
@@ -68,7 +68,7 @@ class Remark:
     text: str
 
 
-Event = Op | Settings | Load | Resize | Draw | Remark
+Event = ScriptOp | ScriptSettings | Load | Resize | Draw | Remark
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class Data:
 
 
 @dataclass
-class Events:
+class ScriptEvents:
     """Everything in order. Raises ReplayRefused where it is told something that no script can do."""
 
     reader: CaptureReader
@@ -123,7 +123,7 @@ class Events:
         match record.kind:
             case RecordKind.op:
                 self._check(record)
-                self.events.append(Op(record))
+                self.events.append(ScriptOp(record))
             case RecordKind.scope_begin:
                 self.events.append(Remark(f"inside scope {self.reader.scope_path(record.scope)!a}"))
             case RecordKind.storage_resize:
@@ -146,7 +146,7 @@ class Events:
                 takes_slot = node.kind.name in ("int", "float")
                 constant = bool(node.constant) if node.kind.name == "bool" else node.constant
                 changes[node.name] = given.pop(0) if takes_slot else constant
-            self.events.append(Settings(changes))
+            self.events.append(ScriptSettings(changes))
         elif kind is RecordKind.generator_state:
             generator = given[0]
             assert isinstance(generator, GeneratorValue)

@@ -23,7 +23,7 @@ from replayfmt.format.model import Record, TensorValue
 from replayfmt.format.reader import CaptureReader
 from replayfmt.pytorch.settings import read_settings
 from replayfmt.replay.plan import Plan
-from replayfmt.replay.planning.facts import Layout, effects_of
+from replayfmt.replay.planning.facts import SlotLayout, effects_of
 from replayfmt.replay.planning.resolve import resolve as resolve_kernel
 from replayfmt.replay.verify.run_twice import RunTwice
 
@@ -36,9 +36,9 @@ from ..selection import Kept, Wanted, resolve
 from ..stripping import Absent
 from ..trimming import Prediction, Verify, predict, refuse_incomplete, refuse_unsupported, rename
 from ..writing import Writing
-from .events import Events
+from .events import ScriptEvents
 from .file import ScriptFile
-from .text import Body, BodyWriter
+from .text import BodyWriter, ScriptBody
 from .values import ALWAYS_STATED
 
 MOST_OPS = 2000      # of a script; beyond that nobody reads it
@@ -66,7 +66,7 @@ def synthesized_script(reader: CaptureReader, out: str, wanted: Wanted, *, force
         kept = _resolved(reader, wanted)
         schedule = Planner(reader, kept, None).plan()
         on_prediction(predict(reader, kept, schedule, content=False))
-        events = Events(reader)
+        events = ScriptEvents(reader)
         Writing(cast(Copier, events), schedule, kept, Absent(reader), annotate=False).finish()
         _write(partial, out, events, schedule, kept, wanted, None, {}, numbers=False)
         return ScriptResult(out, kept.ops, len(events.inputs), None, 0)
@@ -83,7 +83,7 @@ def script_with_data(plan: Plan, out: str, data: str, wanted: Wanted, *, verify:
             schedule = Planner(reader, kept, plan.writes).plan()
             on_prediction(predict(reader, kept, schedule))
             refuse_unsupported(reader, kept, schedule)
-            events = Events(reader)
+            events = ScriptEvents(reader)
             watcher = _Hashing(plan, cast(Copier, events), schedule, kept, digests=False, references=False)
             twice = RunTwice(plan.generators, givers(reader, schedule, kept.stop, plan.writes))
             verification, divergence = plan.watch(watcher, kept.stop, verify, twice=twice)
@@ -136,7 +136,7 @@ def _changes(reader: CaptureReader) -> Callable[[Record], set[int]]:
         resolved = resolve_kernel(kernel, reader.session.torch_version)
         if isinstance(resolved, str):
             raise ReplayRefused(f"{reader.path}: ordinal {record.ordinal}: {resolved}")
-        effects = effects_of(Layout(record.signature), resolved)
+        effects = effects_of(SlotLayout(record.signature), resolved)
         ids = [each.id for each in walk((*record.args, *record.results)) if isinstance(each, TensorValue)]
         return {slot for slot, result in effects.rebinds if ids[slot] != ids[result]} | set(effects.reshapes)
 
@@ -150,10 +150,10 @@ def _settings(schedule: Schedule) -> dict[str, Any]:
             and (name in ALWAYS_STATED or here.get(name) != value)}
 
 
-def _write(partial: str, out: str, events: Events, schedule: Schedule, kept: Kept, wanted: Wanted, data: str | None,
-           hashes: dict[tuple[int, int], str], *, numbers: bool) -> list[Array]:
+def _write(partial: str, out: str, events: ScriptEvents, schedule: Schedule, kept: Kept, wanted: Wanted,
+           data: str | None, hashes: dict[tuple[int, int], str], *, numbers: bool) -> list[Array]:
     """Write the script; returns what its data file has to hold."""
-    body: Body = BodyWriter(events, _changes(events.reader)).write()
+    body: ScriptBody = BodyWriter(events, _changes(events.reader)).write()
     if data is None:    # what a generator's state was is not known; whatever draws is seeded
         body.generators.update(number for number, each in enumerate(events.reader.generators)
                                if each is not None and each.default)

@@ -9,8 +9,8 @@ from replayfmt.format.model import TensorValue
 
 from ..safetensors import Array
 from ..selection import Kept, Wanted
-from .events import Events, Input, Op
-from .text import Body
+from .events import Input, ScriptEvents, ScriptOp
+from .text import ScriptBody
 from .values import comment, device, dtype, setting
 
 _VIEW = '''
@@ -103,7 +103,7 @@ class ScriptFile:
     """Puts a script together. `hashes` are what results should be, by ordinal and slot; `numbers` says whether those
     that the capture holds are what these inputs give."""
 
-    def __init__(self, events: Events, body: Body, settings: dict[str, Any],
+    def __init__(self, events: ScriptEvents, body: ScriptBody, settings: dict[str, Any],
                  hashes: dict[tuple[int, int], str], *, numbers: bool) -> None:
         self._numbers = numbers
         self._events, self._body, self._settings, self._hashes = events, body, settings, hashes
@@ -198,7 +198,7 @@ class ScriptFile:
         expected = {name: self._hashes[where] for name, where in self._body.tensors.items() if where in self._hashes}
         if self._numbers:
             for event in self._events.events:
-                if isinstance(event, Op):
+                if isinstance(event, ScriptOp):
                     for index, value in enumerate(event.record.results):
                         if isinstance(value, bool | int | float | complex | str):
                             expected[f"value_{event.record.ordinal}_{index}"] = repr(value)

@@ -12,7 +12,7 @@ from replayfmt.format.model import DeviceValue, GeneratorValue, Node, Record, St
 from replayfmt.format.reader import CaptureReader
 
 from ..copying import walk
-from .events import Draw, Event, Events, Load, Op, Remark, Resize, Settings
+from .events import Draw, Event, Load, Remark, Resize, ScriptEvents, ScriptOp, ScriptSettings
 from .values import argument, comment, device, dtype, enumeration, operator, scalar, setting
 
 # Tells which arguments (tensor slots) an op gives other metadata in place, so that it needs a view of its own for them.
@@ -20,7 +20,7 @@ Changes = Callable[[Record], set[int]]
 
 
 @dataclass
-class Body:
+class ScriptBody:
     """The lines of a script's `run`, what it takes and what it gives: name of each result → expression.
 
     `tensors` maps a returned tensor's name to (ordinal, result slot); `first_uses` a storage to the first tensor on it.
@@ -38,20 +38,20 @@ class Body:
 class BodyWriter:
     """Writes the body of a script out of its events."""
 
-    def __init__(self, events: Events, changes: Changes) -> None:
+    def __init__(self, events: ScriptEvents, changes: Changes) -> None:
         self._events = events
         self._reader: CaptureReader = events.reader
         self._changes = changes
         self._there: set[int] = set()                    # tensors that have a variable
         self._base = {each.storage: f"s{each.storage}" for each in events.inputs}    # how to name a storage
         self._last: dict[int, int] = defaultdict(int)    # storage → place of the last event that uses it
-        self._body = Body()
+        self._body = ScriptBody()
 
-    def write(self) -> Body:
+    def write(self) -> ScriptBody:
         """The body."""
         events = self._events.events
         for place, event in enumerate(events):
-            if isinstance(event, Op):
+            if isinstance(event, ScriptOp):
                 for value in walk((*event.record.args, *event.record.results)):
                     if isinstance(value, TensorValue):
                         self._last[value.storage] = place
@@ -67,9 +67,9 @@ class BodyWriter:
     def _event(self, event: Event, place: int) -> None:
         line = self._body.lines.append
         match event:
-            case Op():
+            case ScriptOp():
                 self._op(event.record, place)
-            case Settings():
+            case ScriptSettings():
                 for name, value in event.changes.items():
                     if not name.startswith("autocast."):       # above the level of these ops
                         line(setting(name, value))

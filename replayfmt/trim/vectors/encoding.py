@@ -63,7 +63,7 @@ def _problems(reader: CaptureReader, values: tuple[Value, ...] | list[Value]) ->
                 yield f"this torch has no dtype {value.meta.dtype.name}"
 
 
-class Encoder:
+class VectorEncoder:
     """Makes the JSON of one op and collects its tensors. `give` turns tensor values into the replay's tensors."""
 
     def __init__(self, reader: CaptureReader) -> None:

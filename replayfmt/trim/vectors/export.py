@@ -15,7 +15,7 @@ from replayfmt.format.reader import CaptureReader
 from replayfmt.format.signatures.text import signature_text
 from replayfmt.replay.op_values import GiveTensor, tensors_of
 from replayfmt.replay.plan import Plan
-from replayfmt.replay.planning.facts import Layout, addresses_of, leaves_unwritten
+from replayfmt.replay.planning.facts import SlotLayout, addresses_of, leaves_unwritten
 from replayfmt.replay.planning.resolve import ResolvedKernel
 from replayfmt.replay.taking import show_ops
 from replayfmt.replay.verify.run_twice import RunTwice
@@ -23,7 +23,7 @@ from replayfmt.replay.verify.run_twice import RunTwice
 from ..safetensors import write_safetensors
 from ..selection import Wanted, resolve
 from ..trimming import Verify, refuse_incomplete
-from .encoding import Encoder, elements, file_name, problem_of
+from .encoding import VectorEncoder, elements, file_name, problem_of
 from .folder import FORMAT, INDEX, new_folder
 
 _VERSION = 1
@@ -55,14 +55,14 @@ def write_vectors(plan: Plan, out: str, wanted: Wanted, *, verify: Verify = "aut
     records = [record for ordinal in kept.ordinals.tolist()
                if (record := reader.record(ordinal)).kind is RecordKind.op]
     with new_folder(out, force) as folder:
-        writers: list[_Writer] = []
+        writers: list[_VectorWriter] = []
 
-        def make() -> _Writer:
+        def make() -> _VectorWriter:
             for file in folder.iterdir():       # what an attempt before this one wrote
                 file.unlink()
             problems = {record.ordinal: why for record in records if (why := _problem(plan, record)) is not None}
             _refuse(reader, records, problems, partial)
-            writers[:] = [_Writer(plan, folder, problems)]
+            writers[:] = [_VectorWriter(plan, folder, problems)]
             return writers[0]
 
         ordinals = frozenset(record.ordinal for record in records)
@@ -113,7 +113,7 @@ def _problem(plan: Plan, record: Record) -> str | None:
         return str(resolved)
     if resolved.draws:
         return "it draws random numbers, so its results depend on more than its arguments"
-    if not resolved.own and addresses_of(Layout(record.signature), resolved.overload._schema) is not None:
+    if not resolved.own and addresses_of(SlotLayout(record.signature), resolved.overload._schema) is not None:
         return "it takes or gives addresses of objects in its process"
     if _unknown_results(plan, record) or _is_unwritten(plan.reader, record):
         return "a result holds bytes that no run reproduces: memory left unwritten, or addresses"
@@ -130,14 +130,14 @@ def _is_unwritten(reader: CaptureReader, record: Record) -> bool:
     return leaves_unwritten(reader, arguments, (value.storage for value in tensors_of(record.results)))
 
 
-class _Writer:
+class _VectorWriter:
     """Writes the files of each op it is shown, but of those that have a problem."""
 
     def __init__(self, plan: Plan, folder: Path, problems: dict[int, str]) -> None:
         self._plan, self._reader, self._folder = plan, plan.reader, folder
         self.problems = problems
         self.entries: list[dict[str, Any]] = []
-        self._encoder = Encoder(plan.reader)
+        self._encoder = VectorEncoder(plan.reader)
         self._arguments: dict[str, Any] = {}
         self._before: dict[str, list[bytes]] = {}
 
@@ -147,7 +147,7 @@ class _Writer:
     def takes(self, record: Record, give: GiveTensor) -> None:
         if record.ordinal in self.problems:
             return
-        self._encoder = Encoder(self._reader)
+        self._encoder = VectorEncoder(self._reader)
         self._arguments, self._before = {}, {}
         written = self._written(record)
         for node, value in zip(record.signature.args, record.args, strict=True):
@@ -181,7 +181,7 @@ class _Writer:
 
     def _written(self, record: Record) -> dict[str, bool]:
         """The tensor arguments that an op may write: whether its schema says so."""
-        layout = Layout(record.signature)
+        layout = SlotLayout(record.signature)
         effects = self._plan.effects(record.signature_id, layout)
         return {place.node.name: bool(set(place.tensors) & set(effects.writes)) for place in layout.args
                 if set(place.tensors) & {*effects.writes, *effects.unsure}}
