@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -43,6 +42,28 @@ def held() -> Iterator[Held]:
     held = Held()
     yield held
     held.close()
+
+
+class WatchedLock:
+    """A recorder's lock that counts who found it taken and waits."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        core = recorder._core
+        assert core is not None
+        self._lock, self._waiting = core.lock, threading.Semaphore(0)
+        core.lock = core.buffer.lock = self     # type: ignore[assignment]
+
+    def __enter__(self) -> None:
+        if not self._lock.acquire(blocking=False):
+            self._waiting.release()
+            self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+    def await_waiting(self, count: int) -> None:
+        for _ in range(count):
+            assert self._waiting.acquire(timeout=600)
 
 
 def started(path: Path) -> Recorder:
@@ -100,25 +121,16 @@ def test_an_op_that_returns_after_the_close_is_not_recorded(
 
 
 def test_an_op_that_waits_for_the_lock_while_the_capture_is_closed_just_runs(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     recorder = started(tmp_path / "1.opreplay")
-    core = recorder._core
+    core, lock = recorder._core, WatchedLock(recorder)
     assert core is not None
-    seen = threading.Event()
     made: list[torch.Tensor] = []
-    facts = core.calls.facts
-
-    def look(func: Any) -> Any:
-        seen.set()
-        return facts(func)
-
     x = torch.ones(3)  # a storage that would enter the capture
-    with core.lock:
-        monkeypatch.setattr(core.calls, "facts", look)
+    with lock:
         thread = in_thread(lambda: made.append(x + 1))
-        assert seen.wait(600)
-        time.sleep(0.05)  # the thread has found recording on, and waits for the lock
+        lock.await_waiting(1)  # it has found recording on
         core.finish()
     thread.join()
     recorder.close()
@@ -130,9 +142,9 @@ def test_an_op_that_waits_for_the_lock_while_the_capture_is_closed_just_runs(
 def test_what_the_hooks_tell_after_the_close_is_dropped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recorder = started(tmp_path / "1.opreplay")
     x = torch.ones(3) + 1
-    core = recorder._core
+    core, lock = recorder._core, WatchedLock(recorder)
     assert core is not None
-    with core.lock:
+    with lock:
         threads = [
             in_thread(lambda: recorder.unsupported("host_call", "late", "too late")),
             in_thread(lambda: recorder.mark_outside_write(x)),
@@ -141,7 +153,7 @@ def test_what_the_hooks_tell_after_the_close_is_dropped(tmp_path: Path, capsys: 
             in_thread(core.flush),
             in_thread(lambda: core.fail(ValueError("too late"))),
         ]
-        time.sleep(0.05)  # all of them have found recording on, and wait for the lock
+        lock.await_waiting(len(threads))  # all of them have found recording on
         core.finish()
     for thread in threads:
         thread.join()
