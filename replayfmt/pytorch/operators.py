@@ -143,6 +143,7 @@ _UNREAD = {
     "aten::rrelu_with_noise": ("noise",),
     "aten::rrelu_with_noise_": ("noise",),
     "aten::bernoulli.p": ("self",),
+    "fsdp::all_gather_copy_in": ("all_gather_output",),
 }
 # Operators that only use an argument, of what they write or read as the schema says, where another one is true.
 _ONLY_WITH = {
@@ -162,7 +163,9 @@ _UNANNOTATED_WRITES = {
     # Annotated since, but not in the captures of every version of PyTorch.
     "aten::rrelu_with_noise": ("noise",),
     "aten::rrelu_with_noise_": ("noise",),
+    "fsdp::all_gather_copy_in": ("all_gather_output",),
 }
+_WRITES_A_PART = ("fsdp::all_gather_copy_in",)      # of each argument that they write
 _UNWRITTEN = "the kernel leaves parts of it unwritten"
 # Results that no replay reproduces, by index: why.
 _OPAQUE_RESULTS: dict[str, dict[int, str]] = {
@@ -180,6 +183,7 @@ class Operator:
     looks at metadata, or names what is there. `copies`: index of the argument that it copies as it is, -1 for none.
     `unread`, `quiet_writes`: arguments that it does not read, or writes without an annotation. `only_with`: (argument,
     the flag without which it is not used), `unread_with`: (argument, the flag with which it is not read).
+    `writes_a_part`: of each argument that it writes, `writes_some`: of its first.
     """
 
     own: bool
@@ -193,6 +197,7 @@ class Operator:
     lifts: bool
     overwrites_self: bool
     writes_some: bool
+    writes_a_part: bool
     beta: bool
     like_other: bool
     copies: int
@@ -224,6 +229,7 @@ def known(name: str, overload: str = "default") -> Operator:
         lifts=named in _LIFTS,
         overwrites_self=named in _OVERWRITES_SELF,
         writes_some=named in _WRITES_SOME,
+        writes_a_part=name in _WRITES_A_PART,
         beta=named in _BETA,
         like_other=namespace == "aten" and base in _LIKE_OTHER,
         copies=0 if packs else _COPIES.get(named, -1),

@@ -157,6 +157,7 @@ class Core:
         with self.lock:
             if self.on:
                 self.settle()
+                self.storages.unexplained.report_kept(list(self.storages.live.values()))
                 self.scopes.record_ends()
             self.on = self.fast = False
             self.finished = True

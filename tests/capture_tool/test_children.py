@@ -1,10 +1,14 @@
 """Children of a program under capture do not record, and the parent's capture does not notice them."""
 
 import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
 from replayfmt.recording.program.children import AfterFork, ChildrenSeen
+from replayfmt.recording.program.interpreters import runs_python_program
 
 from .running import Captured, capture, plain
 
@@ -155,9 +159,6 @@ def test_after_fork_calls_back_in_the_child_only_and_once():
 
 
 def test_children_are_seen_with_what_is_known_of_them(children):
-    import subprocess
-    import sys
-
     assert children.sentence() == "no child process was seen"
     spawned = os.posix_spawn(sys.executable, [sys.executable, "-c", "pass"], os.environ)
     os.waitpid(spawned, 0)
@@ -169,9 +170,66 @@ def test_children_are_seen_with_what_is_known_of_them(children):
 
 
 def test_many_children_and_long_commands_are_cut_short(children):
-    import subprocess
-
     for number in range(10):
         subprocess.run(["true", "x" * 200, str(number)], check=True)
     assert children.sentence().endswith("… and 2 more") or children.sentence().endswith(" and 2 more")
     assert len(children.sentence()) < 8 * 150 + 100
+
+
+@pytest.mark.parametrize(("command", "works"), [
+    (["python", "-m", "engine.worker"], True),
+    (["/usr/bin/python3.12", "-X", "dev", "-u", "worker.py", "--rank=0"], True),
+    ([sys.executable, "-c", "import torch; torch.ones(3)"], True),
+    ([b"python3", b"worker.py"], True),
+    (["python3", "-"], True),
+    ("CUDA_VISIBLE_DEVICES=1 exec python worker.py > log", True),
+    ("pypy3 worker.py", True),
+    (["git", "rev-parse", "HEAD"], False),
+    (["nvcc", "--version"], False),
+    ("uname -a", False),
+    (Path("/bin/true"), False),
+    ("echo 'never closed", False),
+    ([], False),
+    (["grep", "python", "worker.py"], False),
+    (["python", "--version"], False),
+    (["python3", "-m", "pip", "list"], False),
+    (["python3", "-W", "ignore", "-m", "torch.utils.collect_env"], False),
+    (["python3", "/lib/torch/_inductor/compile_worker/__main__.py", "--workers=2"], False),
+    (["python3", "-s", "-c", "from multiprocessing.resource_tracker import main;main(5)"], False),
+    (["python3", "-c", "from multiprocessing.spawn import spawn_main; spawn_main()", "--multiprocessing-fork"], False),
+    (["python3", "setup.py", "build_ext"], False),
+])
+def test_python_programs_are_told_from_other_commands_and_from_helpers(command, works):
+    assert runs_python_program(command) is works
+    assert not runs_python_program(command, executable="/bin/git")
+
+
+def test_only_children_that_may_do_the_programs_work_are_workers(children):
+    subprocess.run(["true"], check=True)
+    subprocess.run([sys.executable, "--version"], check=True, stdout=subprocess.DEVNULL)
+    assert len(children.seen) == 2 and children.workers() == ""
+    worker = subprocess.Popen("python -c pass", shell=True, executable="/bin/sh")
+    worker.wait()
+    assert children.workers() == ""     # what the shell runs is not looked into where another shell is named
+    worker = subprocess.Popen([sys.executable, "-S", "-c", "pass"])
+    worker.wait()
+    assert children.workers() == f"1 child process seen: {worker.pid} ({sys.executable} -S -c pass)"
+
+
+ENGINE = """
+import subprocess, sys, torch
+torch.ones(3).add(1)
+subprocess.run([sys.executable, "-S", "-m", "worker"], check=True)
+subprocess.run(["uname"], check=True, stdout=subprocess.DEVNULL)
+"""
+
+
+def test_a_python_command_that_may_have_done_the_work_is_named_beside_the_few_ops_that_were_recorded(tmp_path):
+    (tmp_path / "engine.py").write_text(ENGINE)
+    (tmp_path / "worker.py").write_text("")
+    done = capture(tmp_path, "-o", "engine.opreplay", "engine.py")
+    assert done.returncode == 0, done.stderr
+    said, note = done.stderr.splitlines()
+    assert "2 ops" in said and "unsupported: none" in said
+    assert note.startswith("opreplay-capture: note: 1 child process seen: ") and "-S -m worker)" in note
+    assert "capture the command of each with its own opreplay-capture" in note

@@ -67,6 +67,24 @@ def test_eager_is_not_advised_for_what_was_compiled_ahead_of_time(recorder):
     torch._dynamo.reset()
 
 
+def test_a_backward_pass_is_not_told_that_eager_helps_where_its_forward_was_compiled_ahead(recorder, compiled):
+    def function(x):
+        return (x.sin() * x).sum()
+
+    x = torch.randn(4, requires_grad=True)
+    with recorder.paused():
+        ahead = torch.compile(function, fullgraph=True).aot_compile(((x,), {}))
+    recorder.log.clear()
+    ahead(x).backward()
+    compiled[1](torch.randn(4, 8), torch.randn(8, 8, requires_grad=True), torch.zeros(3)).backward()
+    forward, backward, plain, other = recorder.take("unsupported")
+    assert "(forward)" in forward[2] and "capture with --compiled=eager" not in forward[3]
+    assert "(forward)" in plain[2] and plain[3].endswith("capture with --compiled=eager to record its operators")
+    for event in (backward, other):
+        assert "(backward)" in event[2] and "capture it with its forward and --compiled=eager; if that was" in event[3]
+        assert event[3].endswith("let the program call the function that was compiled instead")
+
+
 def test_forward_and_backward_of_a_compiled_function_are_one_record_each(recorder, compiled):
     eager, function = compiled
     x, w, counter = torch.randn(4, 8), torch.randn(8, 8, requires_grad=True), torch.zeros(3)

@@ -11,8 +11,12 @@ from typing import Any
 import pytest
 import torch
 
+from replayfmt.errors import ReplayRefused
 from replayfmt.format.codes import RecordKind
+from replayfmt.initializers import Initializer
+from replayfmt.initializers.roles import INTEGERS
 from replayfmt.pytorch.tensors.composites import put_together, take_apart
+from replayfmt.replay.plan import Plan
 
 from .conftest import Capture
 
@@ -30,9 +34,9 @@ def per_channel(*sizes: int, axis: int = 0) -> torch.Tensor:
                                       torch.qint8)
 
 
-def rows(count: int, length: int) -> torch.Tensor:
+def rows(count: int, length: int, dtype: torch.dtype = torch.quint8) -> torch.Tensor:
     return torch.quantize_per_channel(torch.randn(count, length), torch.rand(count) / 10 + 0.01, torch.zeros(count), 0,
-                                      torch.quint8)
+                                      dtype)
 
 
 def image(*sizes: int) -> torch.Tensor:
@@ -96,6 +100,13 @@ PACKED: dict[str, tuple[Callable[[], Any], Callable[[Any], torch.Tensor]]] = {
                lambda packed: ops.conv3d(image(1, 2, 4, 4, 4), packed, 0.1, 4)),
     "embedding": (lambda: ops.embedding_bag_prepack(rows(10, 16)),
                   lambda packed: ops.embedding_byte(packed, torch.tensor([1, 2, 1]))),
+    "embedding_4bit": (lambda: ops.embedding_bag_prepack(rows(10, 16, torch.quint4x2)),
+                       lambda packed: ops.embedding_4bit(packed, torch.tensor([1, 2, 1]))),
+    "cell": (lambda: ops.make_quantized_cell_params_dynamic(
+                 *(ops.linear_prepack(per_tensor(12, length), torch.randn(12)) for length in (8, 4)), torch.randn(12),
+                 torch.randn(12), False),
+             lambda packed: torch.quantized_gru(torch.ones(4, 2, 8), torch.zeros(1, 2, 4), [packed], True, 1, 0.0,
+                                                False, False, False)[0]),
 }
 
 
@@ -122,9 +133,71 @@ def test_weights_are_integers_that_are_embedded_where_floats_are_not(capture: Ca
         assert plan.execute().outcome == "ok"
 
 
-def test_an_object_of_another_class_stays_unsupported(capture: Capture) -> None:
-    model = torch.ao.quantization.quantize_dynamic(torch.nn.Sequential(torch.nn.LSTM(8, 6)), {torch.nn.LSTM})
-    assert capture(lambda: model(torch.randn(3, 2, 8))).unsupported() == {"opaque_argument": 1}
+RECURRENT = {
+    "LSTM": lambda: (torch.nn.LSTM(8, 6, num_layers=2, bidirectional=True), None),
+    "GRU": lambda: (torch.nn.GRU(8, 6, batch_first=True), None),
+    "GRU of a packed sequence": lambda: (torch.nn.GRU(8, 6), torch.tensor([3, 2])),
+    "LSTMCell": lambda: (torch.nn.LSTMCell(8, 6), None),
+    "RNNCell": lambda: (torch.nn.RNNCell(8, 6), None),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.qint8, torch.float16])
+@pytest.mark.parametrize("name", RECURRENT)
+def test_dynamically_quantized_recurrent_networks_replay(capture: Capture, name: str, dtype: torch.dtype) -> None:
+    network, lengths = RECURRENT[name]()
+    model = torch.ao.quantization.quantize_dynamic(torch.nn.Sequential(network), {type(network)}, dtype=dtype)[0]
+    assert "quantized" in type(model).__module__
+    x = torch.randn(2, 8) if "Cell" in name else torch.randn(3, 2, 8)
+    given = x if lengths is None else torch.nn.utils.rnn.pack_padded_sequence(x, lengths)
+
+    captured = capture(lambda: [model(given), model(given)], digests="ops")
+    assert captured.unsupported() == {}
+    captured.replays()
+
+
+def test_recurrent_networks_that_are_quantized_per_channel_under_the_capture_replay(capture: Capture) -> None:
+    def program() -> Any:
+        packed = [ops.linear_prepack(per_channel(12, length), torch.randn(12)) for length in (8, 3)]
+        cell = ops.make_quantized_cell_params_dynamic(*packed, torch.randn(12), torch.randn(12), True)
+        state = [torch.randn(1, 2, 3), torch.randn(1, 2, 3)]
+        return torch.quantized_lstm(torch.randn(4, 2, 8), state, [cell], True, 1, 0.0, False, False, False,
+                                    dtype=torch.qint8, use_dynamic=True)
+
+    captured = capture(program, digests="ops")
+    assert captured.unsupported() == {}
+    captured.replays()
+
+
+def test_an_object_of_another_class_or_kind_stays_unsupported(capture: Capture) -> None:
+    weights = [torch.randn(12, 8), torch.randn(12, 3)]
+    cell = ops.make_quantized_cell_params(*weights, torch.randn(12), torch.randn(12))
+    state = [torch.randn(1, 2, 3), torch.randn(1, 2, 3)]
+
+    def program() -> Any:
+        return torch.quantized_lstm(torch.randn(4, 2, 8), state, [cell], True, 1, 0.0, False, False, False)
+
+    captured = capture(program)
+    assert captured.unsupported() == {"opaque_argument": 1}
+    [record] = captured.records(RecordKind.unsupported)
+    assert "rnn.CellParamsBase that is quantized" in str(record.argument("detail"))
+
+
+@pytest.mark.parametrize("kind", PACKED)
+def test_what_packed_parameters_hold_is_embedded_or_asked_of_initializers(capture: Capture, kind: str) -> None:
+    pack, use = PACKED[kind]
+    packed = pack()
+    with Plan(capture(lambda: use(packed), payload="integers").path) as plan:
+        assert plan.execute().outcome == "ok"
+    captured = capture(lambda: use(packed), payload="none")
+    assert captured.unsupported() == {}
+    with pytest.raises(ReplayRefused) as refused:
+        Plan(captured.path)
+    assert all("--replay-initializer=FILE.py" in finding for finding in refused.value.findings)
+    ours = Initializer("zeros", lambda request: torch.zeros(request.tensor.sizes, dtype=request.tensor.dtype),
+                       dtypes=INTEGERS)
+    with Plan(captured.path, initializers=[ours]) as plan:
+        assert plan.execute().outcome == "ok"
 
 
 def test_a_part_of_a_capture_keeps_what_its_packed_parameters_hold(capture: Capture, tmp_path: Path) -> None:
@@ -137,14 +210,13 @@ def test_a_part_of_a_capture_keeps_what_its_packed_parameters_hold(capture: Capt
     command = [sys.executable, "-m", "opreplay_tools.trim", selected, str(captured.path), str(trimmed)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    from replayfmt.replay.plan import Plan
-
     with Plan(trimmed) as plan:
         assert plan.execute(verify="bitwise").outcome == "ok"
 
 
 def hostile() -> list[tuple[str, Callable[[list[Any]], None]]]:
-    linear, conv, bag = "linear", "conv2d", "embedding"
+    linear, conv, bag, cell = "linear", "conv2d", "embedding", "cell"
+    bytes_of_pairs = torch.zeros(11, 8, dtype=torch.uint8)
     return [
         (linear, lambda parts: parts.pop()),
         (linear, lambda parts: parts.__setitem__(-1, torch.zeros(3))),
@@ -160,6 +232,15 @@ def hostile() -> list[tuple[str, Callable[[list[Any]], None]]]:
         (conv, lambda parts: parts.__setitem__(-1, 2)),
         (bag, lambda parts: parts.__setitem__(0, parts[0][:0])),
         (bag, lambda parts: parts.__setitem__(2, parts[2][:3])),
+        ("embedding_4bit", lambda parts: parts.__setitem__(2, parts[2][:3])),
+        ("embedding_4bit", lambda parts: parts.__setitem__(0, bytes_of_pairs[1:])),
+        ("embedding_4bit", lambda parts: parts.__setitem__(0, bytes_of_pairs.t()[:, :10])),
+        ("embedding_4bit", lambda parts: parts.__setitem__(0, parts[0].view(torch.int8))),
+        (cell, lambda parts: parts.pop()),
+        (cell, lambda parts: parts.__setitem__(-1, 1)),
+        (cell, lambda parts: parts.__setitem__(-2, torch.zeros(3))),
+        (cell, lambda parts: parts.__setitem__(-3, None)),
+        (cell, lambda parts: parts.__setitem__(5, parts[5][:8])),
     ]
 
 

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
+
+from replayfmt.format.codes import RecordKind
+from replayfmt.replay.plan import Plan
 
 from .conftest import Capture
 
@@ -60,3 +64,90 @@ def test_noise_of_rrelu_is_only_written_and_read_in_training(capture: Capture) -
     assert captured.unsupported() == {}
     leave_behind(2.0)
     captured.replays()
+
+
+def rwkv_initialization(parameter: torch.Tensor) -> None:
+    """As transformers' RWKV does it: a computation with memory that nobody wrote lends its shape alone."""
+    zigzag = torch.tensor([(i + 1) % 3 - 1 for i in range(len(parameter))], dtype=parameter.dtype) * 0.5
+    with torch.no_grad():
+        parameter.copy_(torch.ones_like(parameter * -1.2 + zigzag))
+
+
+@pytest.mark.parametrize("payload", ["full", "integers", "none"])
+def test_what_is_computed_for_its_shape_alone_is_no_unseen_write(capture: Capture, payload: str) -> None:
+    def program() -> Any:
+        leave_behind(1e30)
+        parameter = torch.nn.Parameter(torch.empty(7))
+        rwkv_initialization(parameter)
+        unread = torch.empty(7)
+        del unread
+        return parameter * 2
+
+    captured = capture(program, payload=payload, digests="ops" if payload == "full" else "none")
+    assert captured.unsupported() == {}
+    leave_behind(2.0)
+    with Plan(captured.path) as plan:
+        assert plan.execute(verify="bitwise" if payload == "full" else "none").outcome == "ok"
+
+
+def a_sum(values: torch.Tensor) -> None:
+    values.sum()
+
+
+def kept_in_place_of_another(values: torch.Tensor) -> torch.Tensor:
+    kept = torch.zeros_like(values)
+    kept.copy_(values.clone())
+    return kept
+
+
+def kept_in_part(values: torch.Tensor) -> torch.Tensor:
+    kept = torch.zeros(9)
+    kept[1:8] = values
+    kept[0] = 1
+    return kept
+
+
+@pytest.mark.parametrize("use", [
+    a_sum, kept_in_place_of_another, kept_in_part, lambda values: values, lambda values: values.mul_(0),
+    lambda values: values.tolist() and None, lambda values: values.numpy().sum() and None,
+    lambda values: values[2].item() and None, lambda values: torch.where(values > 0, 1.0, 2.0),
+])
+def test_what_is_computed_from_unwritten_memory_and_then_used_is_an_unseen_write(capture: Capture, use: Any) -> None:
+    kept = []
+
+    def program() -> Any:
+        leave_behind(3.0)
+        kept.append(use(torch.empty(7) * 2 + 1))
+
+    assert set(capture(program).unsupported()) == {"unseen_write"}
+
+
+def test_an_unexplained_result_that_is_overwritten_is_none_any_more(capture: Capture) -> None:
+    def program() -> Any:
+        leave_behind(1e30)
+        overwritten, refilled = torch.empty(6) * 2, torch.empty(2, 3).exp()
+        overwritten.copy_(torch.arange(6.0))
+        refilled.t().fill_(4)
+        return overwritten + refilled.flatten()
+
+    captured = capture(program, digests="ops")
+    assert captured.unsupported() == {}
+    leave_behind(2.0)
+    captured.replays()
+
+
+def test_what_something_unseen_wrote_replays_as_it_was_though_it_came_to_nothing_known(capture: Capture) -> None:
+    """A kernel that no mode sees fills the memory, an elementwise operator reads it: the report comes with the use."""
+    import ctypes
+
+    def program() -> Any:
+        given = torch.empty(5)
+        ctypes.memset(given.data_ptr(), 0, 20)
+        shifted = given + 1
+        return shifted.sum()
+
+    captured = capture(program, digests="ops")
+    assert captured.unsupported() == {"unseen_write": 1}
+    [record] = [r for r in captured.records(RecordKind.unsupported)]
+    assert record.argument("op") == "aten::add"
+    assert str(record.argument("detail")).endswith("and what comes of it is used by aten::sum")

@@ -51,10 +51,9 @@ def check_sparse_compressed(compressed: torch.Tensor, plain: torch.Tensor, value
         raise ValueError(f"a sparse tensor's parts do not go together: {str(error).partition(chr(10))[0]}") from None
 
 
-def check_per_channel(integers: torch.Tensor, scales: torch.Tensor, zero_points: torch.Tensor, axis: int) -> None:
+def check_per_channel(sizes: tuple[int, ...], scales: torch.Tensor, zero_points: torch.Tensor, axis: int) -> None:
     """Raises ValueError where there is not a scale and a zero point for every channel."""
-    if not 0 <= axis < integers.dim() or not (
-            scales.shape == zero_points.shape == torch.Size([integers.shape[axis]])):
+    if not 0 <= axis < len(sizes) or not scales.shape == zero_points.shape == torch.Size([sizes[axis]]):
         raise ValueError("a quantized tensor has not as many scales and zero points as channels")
 
 

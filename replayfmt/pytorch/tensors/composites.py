@@ -10,8 +10,8 @@ on both sides. The forms and their parts, in order:
     nested                                            buffer, sizes, strides, offsets (the last three are tensors)
     packed_…                                          see packed_parameters.py
 
-`integers` is the quantized tensor's own memory, with its sizes and strides, as int8, uint8 or int32. Call inside
-`undispatched()`.
+`integers` is the quantized tensor's own memory, with its sizes and strides, as int8, uint8 or int32; of quint4x2, two
+elements a byte, it is contiguous and has half as many elements in its last dimension. Call inside `undispatched()`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ _COMPRESSED = {
 }
 _COMPRESSED_LAYOUT = {form: layout for layout, form in _COMPRESSED.items()}
 _ROWS_ARE_COMPRESSED = (torch.sparse_csr, torch.sparse_bsr)
-_INTEGERS = {torch.qint8: torch.int8, torch.quint8: torch.uint8, torch.qint32: torch.int32}
+_INTEGERS = {torch.qint8: torch.int8, torch.quint8: torch.uint8, torch.qint32: torch.int32,
+             torch.quint4x2: torch.uint8}
 
 FORMS = ("sparse_coo", *_COMPRESSED_LAYOUT, "quantized_per_tensor", "quantized_per_channel", "nested",
          *packed_parameters.FORMS)
@@ -50,7 +51,7 @@ def is_composite(tensor: torch.Tensor) -> bool:
 def take_apart(tensor: torch.Tensor | torch.ScriptObject) -> tuple[str, Parts]:
     """(form, parts) of a composite. The tensors among the parts share its memory; of packed parameters they are copies.
 
-    Raises TypeError for what has no form here (mkldnn layout, packed quantized dtypes, other objects).
+    Raises TypeError for what has no form here (mkldnn layout, some packed quantized tensors, other objects).
     """
     if isinstance(tensor, torch.ScriptObject):
         return packed_parameters.take_apart(tensor, _take_quantized)
@@ -72,10 +73,14 @@ def take_apart(tensor: torch.Tensor | torch.ScriptObject) -> tuple[str, Parts]:
 
 
 def _take_quantized(tensor: torch.Tensor) -> tuple[str, Parts]:
-    dtype = dtype_of(tensor)
-    integers = make_view(
-        storage_of(tensor), _INTEGERS[dtype], shape_of(tensor), stride_of(tensor), int(offset_of(tensor))
-    )
+    dtype, sizes, strides, offset = dtype_of(tensor), shape_of(tensor), stride_of(tensor), int(offset_of(tensor))
+    if dtype is torch.quint4x2:
+        if not sizes or sizes[-1] % 2 or offset or not tensor.is_contiguous():
+            raise TypeError(f"a tensor of dtype {dtype} and sizes {list(sizes)} with bytes that are not all its own")
+        integers = make_view(storage_of(tensor), torch.uint8, (*sizes[:-1], sizes[-1] // 2),
+                             (*(stride // 2 for stride in strides[:-1]), 1))
+    else:
+        integers = make_view(storage_of(tensor), _INTEGERS[dtype], sizes, strides, offset)
     if tensor.qscheme() in (torch.per_tensor_affine, torch.per_tensor_symmetric):
         return "quantized_per_tensor", (integers, dtype, tensor.q_scale(), tensor.q_zero_point())
     scales, zero_points = tensor.q_per_channel_scales(), tensor.q_per_channel_zero_points()
@@ -111,9 +116,10 @@ def put_together(form: str, parts: Sequence[Any]) -> Any:
         return _on_memory_of(integers, empty)
     if form == "quantized_per_channel":
         integers, dtype, scales, zero_points, axis = parts
-        check_per_channel(integers, scales, zero_points, axis)
+        sizes = _quantized_sizes(integers, dtype)
+        check_per_channel(sizes, scales, zero_points, axis)
         empty = torch._empty_per_channel_affine_quantized(
-            tuple(integers.shape),
+            sizes,
             scales=scales,
             zero_points=zero_points,
             axis=axis,
@@ -128,8 +134,19 @@ def put_together(form: str, parts: Sequence[Any]) -> Any:
     raise ValueError(f"there is no composite form {form!r}; known are {', '.join(FORMS)}")
 
 
+def _quantized_sizes(integers: torch.Tensor, dtype: torch.dtype) -> tuple[int, ...]:
+    """Raises ValueError for bytes that do not hold pairs of elements."""
+    sizes = tuple(integers.shape)
+    if dtype is not torch.quint4x2:
+        return sizes
+    if not sizes or integers.dtype is not torch.uint8 or integers.storage_offset() or not integers.is_contiguous():
+        raise ValueError(f"a tensor of dtype {dtype} is made of contiguous bytes, at the beginning of their storage")
+    return (*sizes[:-1], sizes[-1] * 2)
+
+
 def _on_memory_of(integers: torch.Tensor, quantized: torch.Tensor) -> torch.Tensor:
-    quantized.set_(
-        integers.untyped_storage(), int(integers.storage_offset()), tuple(integers.shape), tuple(integers.stride())
-    )
+    sizes, strides = _quantized_sizes(integers, quantized.dtype), integers.stride()
+    if quantized.dtype is torch.quint4x2:
+        strides = (*(stride * 2 for stride in strides[:-1]), 1)
+    quantized.set_(integers.untyped_storage(), int(integers.storage_offset()), sizes, strides)
     return quantized

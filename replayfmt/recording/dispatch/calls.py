@@ -22,6 +22,7 @@ from ..state.autocast import autocast_of_program
 from ..state.numeric_state import NumericState
 from ..state.randomness import Generators, drawn_from
 from ..storages.identity import Storages
+from ..storages.unexplained import Unwritten
 from ..stream.buffer import RecordBuffer, packer
 from ..stream.digesting import Digests
 from ..stream.records import Records, Unrepresentable
@@ -156,7 +157,8 @@ class CallRecorder:
             facts = call.facts
             reads = shape_of(tensor).numel() != 0 and facts.reads(index, call.args, call.kwargs)
             as_is = facts.known.packs or (facts.arguments[index].written and not facts.own)
-            tracker = storages.use(tracker, storage, reads, facts.name, as_is=as_is)
+            unwritten = Unwritten.as_is if as_is else Unwritten.passed_on if facts.elementwise else Unwritten.unseen
+            tracker = storages.use(tracker, storage, reads, facts.name, unwritten)
         if tracker.imports and not call.facts.own:
             self._handles.check_content(tensor)
         meta = self._metas.of(tensor, zero)
@@ -304,6 +306,8 @@ class CallRecorder:
                 length = use.storage.nbytes()
                 if length != (use.tracker.size if state is None else state.length):
                     self._storages.resized(use.tracker, length)
+        self._storages.unexplained.pass_on(facts, [(use.argument, use.tracker) for use in call.values.uses],
+                                           [(use.argument, use.tracker) for use in values.uses])
 
     def _unknown_in(self, call: OpCall) -> list[bool]:
         """For each storage with unwritten bytes that a call copies: whether anything of it was written."""

@@ -54,6 +54,7 @@ class KernelFacts:
         "body",
         "call",
         "dropout",
+        "elementwise",
         "func",
         "id",
         "in_place_view",
@@ -89,8 +90,12 @@ class KernelFacts:
         self.call = caller_of(func)
         # Where no `__torch_function__` is there to see it.
         self.quick = func._op if known.own and takes_numbers(func) else self.call
+        quiet = known.quiet_writes
+        if self.namespace == "c10d" and base != "send":     # their schemas do not say what they write
+            quiet = tuple(a.name for a in schema.arguments
+                          if "Tensor" in str(a.type) and not a.name.startswith("input"))
         self.arguments = tuple(
-            Argument(a.name, a.name in known.quiet_writes or (a.alias_info is not None and a.alias_info.is_write),
+            Argument(a.name, a.name in quiet or (a.alias_info is not None and a.alias_info.is_write),
                      a.kwarg_only)
             for a in schema.arguments
         )
@@ -108,6 +113,8 @@ class KernelFacts:
         self.reads_nothing = self.view or known.reads_nothing or self.in_place_view
         # Views written to nothing: an in-place view changes metadata, not memory.
         self.writes = () if self.in_place_view else tuple(i for i, a in enumerate(self.arguments) if a.written)
+        # It gives new tensors, whose elements depend on the arguments' elements and on nothing else.
+        self.elementwise = known.own and torch.Tag.pointwise in func.tags and not self.writes and not self.view
         self.accumulates_at = tuple(i for i, a in enumerate(self.arguments) if a.name in ACCUMULATES)
         self.random = (
             torch.Tag.nondeterministic_seeded in func.tags
@@ -210,7 +217,7 @@ class KernelFacts:
 
     def writes_all(self, index: int) -> bool:
         """Whether a call that writes its argument `index` writes every element of it."""
-        return not (self.known.writes_some and index == 0)
+        return not (self.known.writes_some and index == 0) and not self.known.writes_a_part
 
 
 def caller_of(func: torch._ops.OpOverload) -> Callable[..., Any]:

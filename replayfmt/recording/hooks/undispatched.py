@@ -205,27 +205,38 @@ def _written_arguments(region: Any, args: tuple[Any, ...], kwargs: dict[str, Any
         yield from _tensors([args[0][i] for i in indices if i < len(args[0])])
 
 
-def _graph_name(graph: Any, args: tuple[Any, ...]) -> tuple[str, str]:
+def _graph_name(graph: Any, _args: tuple[Any, ...]) -> tuple[str, str]:
     facts = getattr(graph, "fx_kwargs", None) or {}
     name = getattr(graph, "compile_region_name", None) or f"graph {facts.get('graph_id')}"
-    direction = "backward" if facts.get("is_backward") else "forward"
     devices = ", ".join(sorted(getattr(graph, "device_types", ())))
+    if facts.get("is_backward"):
+        direction, advice = "backward", _OF_BACKWARD
+    else:
+        direction, advice = "forward", _AHEAD_OF_TIME if _is_ahead_of_time() else _EAGER
     return f"torch.compile {name} ({direction})", (
-        f"Inductor runs fused kernels that no dispatch mode sees; devices: {devices or 'not known'}; {_advice()}"
+        f"Inductor runs fused kernels that no dispatch mode sees; devices: {devices or 'not known'}; {advice}"
     )
 
 
-def _advice() -> str:
-    """How to capture the operators of the region that is running."""
+# How to capture the operators of a region. What called the forward of a backward pass is not known when that runs.
+_EAGER = "capture with --compiled=eager to record its operators"
+_AHEAD_OF_TIME = ("it was compiled ahead of time (aot_compile), which --compiled=eager does not undo: let the program "
+                  "call the function that was compiled")
+_OF_BACKWARD = ("to record its operators, capture it with its forward and --compiled=eager; if that was compiled ahead "
+                "of time (aot_compile), let the program call the function that was compiled instead")
+
+
+def _is_ahead_of_time() -> bool:
+    """Whether the region that is running, a forward pass, is one that the program calls itself, past Dynamo."""
     dynamo = sys.modules.get("torch._dynamo.eval_frame")
-    eager = dynamo is not None and dynamo._stance.stance == "force_eager"       # and it runs all the same
+    if dynamo is not None and dynamo._stance.stance == "force_eager":
+        return True     # or it would not run
     frame: Any = sys._getframe()
-    while not eager and frame is not None:
-        eager, frame = frame.f_code.co_filename.endswith(_AOT_COMPILE), frame.f_back
-    if eager:
-        return ("it was compiled ahead of time (aot_compile), which --compiled=eager does not undo: let the program "
-                "call the function that was compiled")
-    return "capture with --compiled=eager to record its operators"
+    while frame is not None:
+        if frame.f_code.co_filename.endswith(_AOT_COMPILE):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _class_name(region: Any, _args: tuple[Any, ...]) -> tuple[str, str]:

@@ -1,7 +1,7 @@
 """The process under capture: what `opreplay-capture` runs, and what may happen to it.
 
 `supervisor` runs it from before its first line to after its last, with `running` as `python script.py` would. `threads`
-(with `thread_states`) has every thread take part, `children` sees processes that never record, `termination` and
-`replacement` close the file on SIGTERM and `exec`. `marks` and `module_scopes` make scopes of calls, `torch_first` has
-torch imported in time.
+(with `thread_states`) has every thread take part, `children` sees processes that never record (`interpreters` tells
+Python programs among them), `termination` and `replacement` close the file on SIGTERM and `exec`. `marks` and
+`module_scopes` make scopes of calls, `torch_first` has torch imported in time.
 """

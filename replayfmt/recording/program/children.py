@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import functools
 import os
-import re
 import shlex
 from collections.abc import Callable
 from typing import Any
 
 from ..hooks.patches import Patch, PatchSet
+from .interpreters import runs_python_program
 
 _in_child: list[Callable[[], None]] = []
 _registered = False
@@ -57,8 +57,10 @@ class ChildrenSeen:
 
     def __init__(self) -> None:
         self.seen: dict[int, str] = {}
-        forks = functools.partial(self._returning_pid, lambda _arguments: "forked")
-        spawns = functools.partial(self._returning_pid, lambda arguments: _command(arguments[1]))
+        self._workers: set[int] = set()
+        forks = functools.partial(self._returning_pid, lambda _arguments: ("forked", True))
+        spawns = functools.partial(self._returning_pid, lambda arguments: (
+            _command(arguments[1]), runs_python_program(arguments[1], executable=arguments[0])))
         self._patches = PatchSet([
             Patch("os", "fork", forks),
             Patch("os", "forkpty", forks),
@@ -80,20 +82,25 @@ class ChildrenSeen:
         return _listed(self.seen) if self.seen else "no child process was seen"
 
     def workers(self) -> str:
-        """Those among them that run the program's own functions, listed in the same way; "" where there are none."""
-        workers = {pid: what for pid, what in self.seen.items() if _WORKER.match(what)}
+        """Those among them that run the program's own functions, or a Python program, listed in the same way; "" where
+        there are none."""
+        workers = {pid: what for pid, what in self.seen.items() if pid in self._workers}
         return _listed(workers) if workers else ""
 
-    def _note(self, pid: object, what: str) -> None:
+    def _note(self, pid: object, what: str, works: bool) -> None:
         if isinstance(pid, int) and pid > 0:
             self.seen[pid] = what
+            if works:
+                self._workers.add(pid)
+            else:
+                self._workers.discard(pid)
 
-    def _returning_pid(self, describe: Callable[[tuple[Any, ...]], str], original: Callable[..., Any]
+    def _returning_pid(self, describe: Callable[[tuple[Any, ...]], tuple[str, bool]], original: Callable[..., Any]
                        ) -> Callable[..., Any]:
         @functools.wraps(original)
         def start(*args: Any, **kwargs: Any) -> Any:
             result = original(*args, **kwargs)
-            self._note(result[0] if isinstance(result, tuple) else result, describe(args))
+            self._note(result[0] if isinstance(result, tuple) else result, *describe(args))
             return result
 
         return start
@@ -102,7 +109,8 @@ class ChildrenSeen:
         @functools.wraps(original)
         def init(popen: Any, *args: Any, **kwargs: Any) -> None:
             original(popen, *args, **kwargs)
-            self._note(popen.pid, _command(popen.args))
+            works = runs_python_program(popen.args, executable=kwargs.get("executable"))
+            self._note(popen.pid, _command(popen.args), works)
 
         return init
 
@@ -111,13 +119,12 @@ class ChildrenSeen:
         def start(process: Any) -> None:
             target = _target(process)      # gone once it runs
             original(process)
-            self._note(process.pid, f"multiprocessing {process.name}{target}")
+            self._note(process.pid, f"multiprocessing {process.name}{target}", True)
 
         return start
 
 
 _SHOWN = 8            # children that a message lists
-_WORKER = re.compile(r"\A(forked|multiprocessing )")     # not commands: compilers and the like are among them
 _COMMAND_LENGTH = 120
 
 

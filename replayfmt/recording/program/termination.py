@@ -24,7 +24,8 @@ _HARMLESS = {
     f"{_OURS}recording.{name}"
     for name in (
         "hooks.direct_writes", "hooks.host_reads", "hooks.import_watch", "hooks.undispatched", "program.children",
-        "program.marks", "program.module_scopes", "program.running", "program.supervisor", "program.threads",
+        "program.interpreters", "program.marks", "program.module_scopes", "program.running", "program.supervisor",
+        "program.threads",
     )
 }
 

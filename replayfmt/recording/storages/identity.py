@@ -26,6 +26,7 @@ from .coverage import ByteRegion, Coverage
 from .recipes import is_synthesized
 from .storage_content import content_number
 from .trackers import ATTRIBUTE, State, Tracker, has_bytes
+from .unexplained import Unexplained, Unwritten
 
 RELEASE_BATCH = 64
 _CPU = torch.device("cpu")
@@ -48,6 +49,7 @@ class Storages:
         self.live: dict[int, Tracker] = {}
         self.dead: deque[Tracker] = deque()
         self._memory = HostMemory(self.live)
+        self.unexplained = Unexplained(records)
         self._aliases: dict[int, list[Tracker]] = {}  # by storage id: others on the same memory
 
     # -------------------------------------------------------------------------------------------------------- identity
@@ -269,14 +271,14 @@ class Storages:
                 self._buffer.definitions.append(pack_definition(number, tracker.id, offset, meta))
 
     def use(
-        self, tracker: Tracker, storage: torch.UntypedStorage, reads: bool, op: str, *, as_is: bool = False
+        self, tracker: Tracker, storage: torch.UntypedStorage, reads: bool, op: str,
+        unwritten: Unwritten = Unwritten.unseen,
     ) -> Tracker:
-        """Before an op (or the recorder) uses it. `as_is`: what nobody wrote is no reason to refuse: the
-        op declares that it writes it, say. Returns the tracker to go on with."""
+        """Before an op (or the recorder) uses it. Returns the tracker to go on with."""
         state = tracker.state
         length = storage.nbytes()
         if state is not None and state.alias_of is not None:
-            return self._use_alias(tracker, state, storage, reads, op, as_is)
+            return self._use_alias(tracker, state, storage, reads, op, unwritten)
         if length != (tracker.size if state is None else state.length):
             self._records.storage_resize(tracker.id, length)
             self.resized(tracker, length)
@@ -288,13 +290,17 @@ class Storages:
         if reads and length and state.coverage is not None and not state.coverage.touched:
             if state.windowed:
                 self._enter_again(tracker, state, storage, "outside_write")
-            elif not as_is:
-                self._records.unsupported(
-                    "unseen_write", op, f"storage {tracker.id} ({length} bytes) is read before any captured op wrote it"
-                )
+            elif unwritten is Unwritten.unseen:
+                self.unexplained.unwritten(tracker, length, op)
                 self._enter_again(tracker, state, storage, "unseen_write")
-            elif self._content:     # without content it stays what nobody wrote
-                self._enter_again(tracker, state, storage, "written_argument")
+            else:
+                if self._content:     # without content it stays what nobody wrote
+                    reason = "written_argument" if unwritten is Unwritten.as_is else "unseen_write"
+                    self._enter_again(tracker, state, storage, reason)
+                if unwritten is Unwritten.passed_on:
+                    self.unexplained.note_unwritten(tracker, length, op)
+        elif reads and unwritten is not Unwritten.passed_on:
+            self.unexplained.report(tracker, op)
         if state.watched and length:
             content = content_number(storage, state.mapped)
             if state.content is not None and content != state.content:
@@ -303,7 +309,7 @@ class Storages:
         return tracker
 
     def _use_alias(
-        self, tracker: Tracker, state: State, storage: torch.UntypedStorage, reads: bool, op: str, as_is: bool
+        self, tracker: Tracker, state: State, storage: torch.UntypedStorage, reads: bool, op: str, unwritten: Unwritten
     ) -> Tracker:
         base = state.alias_of
         assert base is not None
@@ -312,7 +318,7 @@ class Storages:
             # What it shared memory with is gone, so it stands for itself from now on.
             delattr(storage, ATTRIBUTE)
             return self.enter(storage, None)
-        self.use(base, memory, reads, op, as_is=as_is)
+        self.use(base, memory, reads, op, unwritten)
         return tracker
 
     def _enter_again(
@@ -325,7 +331,7 @@ class Storages:
         content = self._contents.again(storage, self._dtype(tracker) if dtype is None else dtype)
         self._records.storage_import(tracker.id, content, version, reason)
         self._note_content(tracker, content)
-        state.outside = None
+        state.outside = state.unexplained = None
         state.coverage = None
         self.synchronize(tracker, storage)
         tracker.settle()
@@ -395,14 +401,9 @@ class Storages:
                     tracker.settle()
             else:
                 state.coverage.touched = True
+        if everything and state.unexplained is not None:
+            self.unexplained.wrote(tracker, self._metas.params[meta].region(offset))
         self.synchronize(tracker, storage)
-
-    def was_written_outside(self, tracker: Tracker) -> bool:
-        """Whether a watched storage holds something else than what the stream says."""
-        state, storage = tracker.state, tracker()
-        if state is None or storage is None or not state.watched or state.content is None or not storage.nbytes():
-            return False
-        return content_number(storage, state.mapped) != state.content
 
     def synchronize(self, tracker: Tracker, storage: torch.UntypedStorage) -> None:
         """What it holds now is known: by an import or a captured write."""

@@ -52,6 +52,7 @@ class Outside:
                 continue
             if tracker.size != storage.nbytes():
                 tracker = self._storages.use(tracker, storage, False, method)
+                self._storages.unexplained.report(tracker, method)
             meta, offset = self._metas.of(plain), int(offset_of(plain))
             params = self._metas.params[meta]
             number, digest = self._storages.view(tracker, meta, offset, params.item), None

@@ -8,13 +8,22 @@ have nothing but that; a `State` holds what of a storage is out of the ordinary.
 from __future__ import annotations
 
 import weakref
+from typing import NamedTuple
 
 import torch
 
 from .coverage import ByteRegion, Coverage
 from .file_mappings import MappedRange
+from .storage_content import content_number
 
 ATTRIBUTE = "_opreplay"
+
+
+class Origin(NamedTuple):
+    """Where values come from that nobody wrote: the operator that read them first, and what a report says of it."""
+
+    op: str
+    detail: str
 
 
 class State:
@@ -30,6 +39,7 @@ class State:
         "opaque",
         "outside",
         "synthesized",
+        "unexplained",
         "unreadable",
         "watched",
         "windowed",
@@ -44,6 +54,7 @@ class State:
         self.mapped: MappedRange | None = None  # its memory is a file's: what is the file's is not read to compare it
         self.synthesized = False  # a recipe stands in for its content
         self.outside: str | None = None  # written from outside: import at the next use, for this reason
+        self.unexplained: Origin | None = None  # nobody wrote it, or what it was computed from
         self.unreadable = False  # a ZeroTensor's: no bytes behind it
         self.opaque = False  # holds what no replay reproduces: never compared
         self.alias_of: Tracker | None = None  # memory shared with another storage, `delta` bytes into it
@@ -75,7 +86,7 @@ class Tracker(weakref.ref):
         if state is not None:
             careful = (
                 state.coverage is not None or state.watched or state.outside or state.alias_of is not None
-                or state.unreadable
+                or state.unreadable or state.unexplained is not None
             )
             self.size = -1 if careful else state.length
 
@@ -83,6 +94,14 @@ class Tracker(weakref.ref):
     def alias(self) -> bool:
         """Whether it shares the memory of another storage, in whose place it is recorded."""
         return self.state is not None and self.state.alias_of is not None
+
+    @property
+    def written_outside(self) -> bool:
+        """Whether it is watched, and holds something else than what the stream says."""
+        state, storage = self.state, self()
+        if state is None or storage is None or not state.watched or state.content is None or not storage.nbytes():
+            return False
+        return content_number(storage, state.mapped) != state.content
 
     def reproducible(self, region: ByteRegion) -> bool:
         """Whether a replay can have the same bytes in a region: they were written, and are not opaque."""

@@ -55,7 +55,7 @@ class Digests:
         tracker.written = None
         if state is None:
             state = State(tracker.size)
-        if state.opaque or state.outside is not None or self._storages.was_written_outside(tracker):
+        if state.opaque or state.outside is not None or tracker.written_outside:
             return {}
         if fresh and not tracker.imports and state.coverage is None:
             written.update(first)

@@ -1,0 +1,96 @@
+"""Values that come from memory which nobody wrote, as far as the capture knows: reported where they come to matter.
+
+Memory from `torch.empty` that is read before a captured op wrote it was written by something unseen, or holds nothing.
+Programs do compute with such memory for the shape of the result alone (`torch.ones_like(parameter * 2)`, before the
+parameter has values). So an elementwise operator reads it as it is, its content enters, and what it gives is as
+unexplained. Where anything else reads that, or where it is still there at the end, it is an unseen write; what dies
+without that, or is overwritten, has come to nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from enum import Enum, auto
+
+from ..dispatch.kernels import KernelFacts
+from ..stream.records import Records
+from .coverage import ByteRegion
+from .trackers import Origin, State, Tracker
+
+_REASON = "unseen_write"
+
+
+class Unwritten(Enum):
+    """What a use of memory that nobody wrote is."""
+
+    unseen = auto()         # a write that was not seen, or none
+    as_is = auto()          # no reason to refuse: the op declares that it writes it, say
+    passed_on = auto()      # none yet, because what the op gives is as unexplained
+
+
+class Unexplained:
+    """The unexplained values of one capture. Callers hold the recorder's lock."""
+
+    def __init__(self, records: Records) -> None:
+        self._records = records
+
+    def unwritten(self, tracker: Tracker, length: int, op: str) -> None:
+        """`op` reads `length` bytes that nobody wrote."""
+        self._records.unsupported(_REASON, op, _read(tracker, length))
+
+    def note_unwritten(self, tracker: Tracker, length: int, op: str) -> None:
+        """`op`, which is elementwise, reads them: this storage is unexplained from now on."""
+        self._note(tracker, Origin(op, _read(tracker, length)))
+
+    @staticmethod
+    def _note(tracker: Tracker, origin: Origin) -> None:
+        owner = _owner(tracker)
+        if owner.state is None:
+            owner.state = State(owner.size)
+        owner.state.unexplained = origin
+        owner.size = tracker.size = -1
+
+    def pass_on(self, facts: KernelFacts, given: Iterable[tuple[int, Tracker]], results: Iterable[tuple[int, Tracker]]
+                ) -> None:
+        """After a call, with its tensors by argument and by result: what it computed element by element, or copied."""
+        copies = facts.known.copies
+        if not facts.elementwise and copies < 0:
+            return
+        given = list(given)
+        for index, tracker in given:
+            state = _owner(tracker).state
+            if state is not None and state.unexplained is not None and (facts.elementwise or index == copies):
+                written = [each for argument, each in given if argument in facts.writes]
+                for each in written if facts.writes else [result for _, result in results]:
+                    self._note(each, state.unexplained)
+
+    def report(self, tracker: Tracker, op: str) -> None:
+        """`op` uses what a storage holds ("": it is kept)."""
+        state = _owner(tracker).state
+        if state is not None and state.unexplained is not None:
+            origin, state.unexplained = state.unexplained, None
+            used = f"used by {op}" if op else "kept"
+            self._records.unsupported(_REASON, origin.op, f"{origin.detail}, and what comes of it is {used}")
+
+    @staticmethod
+    def wrote(tracker: Tracker, region: ByteRegion) -> None:
+        """Every element of a region was written: that is all of an unexplained storage, or some of it."""
+        if tracker.state is not None and region.once().dense() == (0, tracker.state.length):
+            tracker.state.unexplained = None
+            tracker.settle()
+
+    def report_kept(self, live: Iterable[Tracker]) -> None:
+        """At the end of the recording, of the storages that live."""
+        for tracker in live:
+            if tracker() is not None:
+                self.report(tracker, "")
+
+
+def _read(tracker: Tracker, length: int) -> str:
+    return f"storage {tracker.id} ({length} bytes) is read before any captured op wrote it"
+
+
+def _owner(tracker: Tracker) -> Tracker:
+    """The storage that has the memory."""
+    alias_of = tracker.state.alias_of if tracker.state is not None else None
+    return tracker if alias_of is None else alias_of
