@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from replayfmt.export.replay_zip import Exported, export_replay_zip
+from replayfmt.export.replay_zip import Exported, export_replay_zip, without_integers
 from replayfmt.format.reader import open_capture
 from replayfmt.trim.selection import Wanted
 
@@ -49,6 +49,8 @@ def cli(capture: str, out: str, form: str, ops: str | None, scopes: tuple[str, .
 def _report(out: str, exported: Exported) -> None:
     for reason, count in exported.left_out.most_common():
         say(f"left out  {reason}: {count} calls")
+    if exported.without_integers:
+        say(f"note      {without_integers(exported)}")
     calls = exported.calls - sum(exported.left_out.values())
     say(f"{out}: {exported.entries:,} entries for {calls:,} calls")
 

@@ -2,17 +2,21 @@
 
     python replay.py [event_replay_ir.json] [--device=cpu] [--op-filter=TEXT] [--op-limit=N] [--verbose]
 
-Each call gets inputs of the recorded dtypes, shapes and strides, with made-up content. Exit code 1 if a call failed.
+Each call gets inputs of the recorded dtypes, shapes and strides. Integers and booleans have the content that
+integers.json beside the file says, zeros where it says nothing; all else is made up. Exit code 1 if a call failed.
 """
 
 from __future__ import annotations
 
 import argparse
+import base64
 import importlib
 import json
+import math
 import statistics
 import sys
 import time
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -52,24 +56,28 @@ REFUSED_NAMESPACES: tuple[str, ...] = ()
 REFUSED_OPERATORS: tuple[str, ...] = ()
 
 
+INTEGERS = "integers.json"
+
+
 class Inputs:
     """The arguments of one call. Tensors that shared memory share it."""
 
-    def __init__(self, device: str | None) -> None:
+    def __init__(self, device: str | None, integers: dict[str, Any]) -> None:
         self.device = device
+        self.integers = integers
         self.memory: dict[int, torch.UntypedStorage] = {}
 
-    def value(self, kind: str, value: Any, more: Any) -> Any:
+    def value(self, kind: str, value: Any, more: Any, label: str = "") -> Any:
         """An argument from its type, its value and what stands beside it."""
         base = kind.split("(")[0].rstrip("?")
         if base.endswith("]") and isinstance(value, list) and not kind.startswith("Tensor"):
             return [self.value(base[: base.rindex("[")], each, None) for each in value]
         if isinstance(value, dict) and "shape" in value:
-            return self.tensor(value, more or {})
+            return self.tensor(value, more or {}, label)
         if kind.startswith("Tensor") and isinstance(value, list):
             beside = more if isinstance(more, list) else [None] * len(value)
-            return [None if each is None else self.tensor(each, own or {})
-                    for each, own in zip(value, beside, strict=True)]
+            return [None if each is None else self.tensor(each, own or {}, f"{label}[{place}]")
+                    for place, (each, own) in enumerate(zip(value, beside, strict=True))]
         if isinstance(value, str) and base in ("Scalar", "complex", "number", "Any"):
             return complex(value)
         if isinstance(value, str) and base == "Device":
@@ -83,8 +91,8 @@ class Inputs:
                 return MEMORY_FORMATS[value]
         return value
 
-    def tensor(self, spec: dict[str, Any], more: dict[str, Any]) -> torch.Tensor:
-        """A tensor of the recorded geometry."""
+    def tensor(self, spec: dict[str, Any], more: dict[str, Any], label: str) -> torch.Tensor:
+        """A tensor of the recorded geometry, for the argument `label`."""
         dtype = dtype_of(spec.get("dtype"))
         device = torch.device(self.device or more.get("device") or ("cuda" if torch.cuda.is_available() else "cpu"))
         sizes = list(spec["shape"])
@@ -102,6 +110,9 @@ class Inputs:
             if number is not None:
                 self.memory[number] = storage
         tensor = torch.empty(0, dtype=dtype, device=device).set_(storage, offset, sizes, strides)
+        if label in self.integers:
+            once = [size if step else 1 for size, step in zip(sizes, strides, strict=True)]
+            tensor.as_strided(once, strides).copy_(content(self.integers[label], dtype, once))
         for flag in more.get("flags", ()):
             tensor = {"conj": torch.conj, "neg": torch._neg_view}[flag](tensor)
         return tensor
@@ -128,6 +139,30 @@ class Inputs:
                 flat.normal_()
         else:
             flat.zero_()
+
+
+def content(text: Any, dtype: torch.dtype, sizes: list[int]) -> torch.Tensor:
+    """The elements that integers.json has for a tensor. Raises ValueError where they are not those of the tensor."""
+    length = math.prod(sizes) * dtype.itemsize
+    unpacking = zlib.decompressobj()
+    try:
+        data = unpacking.decompress(base64.b64decode(text, validate=True), length + 1)
+    except (TypeError, ValueError, zlib.error) as error:
+        raise ValueError(f"{INTEGERS}: {error}") from None
+    if len(data) != length:
+        raise ValueError(f"{INTEGERS}: the content has not the {length} bytes of the tensor")
+    return torch.frombuffer(bytearray(data), dtype=dtype).view(sizes)
+
+
+def integers_beside(path: str) -> dict[str, Any]:
+    """By number of the entry, what integers.json beside a file has for it. Raises ValueError and OSError."""
+    beside = Path(path).with_name(INTEGERS)
+    if not beside.exists():
+        return {}
+    found = json.loads(beside.read_text(encoding="utf-8"))
+    if not isinstance(found, dict) or not all(isinstance(each, dict) for each in found.values()):
+        raise ValueError(f"{INTEGERS}: expected an object of objects")
+    return found
 
 
 def dtype_of(name: Any) -> torch.dtype:
@@ -187,13 +222,14 @@ def entries_of(path: str) -> list[dict[str, Any]]:
     return entries
 
 
-def arguments(entry: dict[str, Any], device: str | None) -> tuple[list[Any], dict[str, Any]]:
-    """Positional and keyword arguments of a call."""
-    inputs = Inputs(device)
+def arguments(entry: dict[str, Any], device: str | None,
+              integers: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+    """Positional and keyword arguments of a call; `integers` is the content of its integers by argument."""
+    inputs = Inputs(device, integers)
     ir = entry["replay_ir"]
 
     def value(each: dict[str, Any]) -> Any:
-        return inputs.value(each["arg_type"], each["value"], each.get("opreplay"))
+        return inputs.value(each["arg_type"], each["value"], each.get("opreplay"), str(each.get("arg_name")))
 
     return [value(each) for each in ir["list_pos_args"]], {each["arg_name"]: value(each) for each in ir["list_kwargs"]}
 
@@ -277,10 +313,12 @@ def main(given: list[str] | None = None) -> int:
         return 2
     try:
         entries = entries_of(options.file)
+        integers = integers_beside(options.file)
     except (OSError, ValueError, RecursionError) as error:
         print(f"{options.file}: {error}".split("\n")[0], file=sys.stderr)
         return 2
-    chosen = [each for each in entries if not options.op_filter or options.op_filter in each["op_name"]]
+    chosen = [(index, each) for index, each in enumerate(entries)
+              if not options.op_filter or options.op_filter in each["op_name"]]
     matched = len(chosen)
     if entries and not matched:
         print(f"--op-filter={options.op_filter}: no operator's name in {options.file} contains this", file=sys.stderr)
@@ -289,12 +327,12 @@ def main(given: list[str] | None = None) -> int:
     failed = 0
     total = 0.0
     number = 0
-    for number, entry in enumerate(chosen, 1):
+    for number, (index, entry) in enumerate(chosen, 1):
         name = entry["op_name"].encode("unicode_escape").decode()
         print(f"[{number}/{len(chosen)}] {name}", flush=True)
         try:
             function = operator(entry, options.allow_operator)
-            positional, keywords = arguments(entry, options.device)
+            positional, keywords = arguments(entry, options.device, integers.get(str(index), {}))
             if options.verbose:
                 values = [*positional, *keywords.values()]
                 described = entry["replay_ir"]["list_pos_args"] + entry["replay_ir"]["list_kwargs"]

@@ -27,8 +27,10 @@ from replayfmt.pytorch.operators import refused_names
 from replayfmt.trim.selection import Wanted, resolve
 
 from .event_replay_ir import OWN, EntryMaker, Inexpressible
+from .integers import Integers, Texts
 
 IR_NAME, SCRIPT_NAME, README_NAME = "event_replay_ir.json", "replay.py", "README.md"
+INTEGERS_NAME = "integers.json"
 _TIMELESS = (1980, 1, 1, 0, 0, 0)     # the same capture gives the same bytes
 _EXECUTABLE = 0o755 << 16
 _SHOWN = 20
@@ -36,10 +38,13 @@ _SHOWN = 20
 
 @dataclass
 class Exported:
-    """What became of a selection. `left_out` has a sentence and a count for each reason."""
+    """What became of a selection. `left_out` has a sentence and a count for each reason; `without_integers` counts the
+    arguments of integers and booleans whose content is not known, and `no_integers` says why none is."""
 
     entries: int = 0
     calls: int = 0
+    without_integers: int = 0
+    no_integers: str = ""
     left_out: Counter[str] = field(default_factory=Counter)
 
 
@@ -58,13 +63,16 @@ def export_replay_zip(reader: CaptureReader, out: str | os.PathLike[str], wanted
         raise UsageError(f"{os.fspath(out)}: is the capture that is exported; name another file")
     check_place(out, force)
     exported = Exported()
-    entries = _entries(reader, wanted, unique, exported, on_record)
+    with Integers(reader) as integers:
+        entries, content = _entries(reader, wanted, unique, exported, on_record, integers)
+        exported.without_integers, exported.no_integers = integers.missing, integers.problem
     if exported.left_out and not partial:
         reasons = tuple(f"{reason}: {count} calls" for reason, count in exported.left_out.most_common())
         raise ReplayRefused(f"{reader.path}: {sum(exported.left_out.values())} of {exported.calls} calls cannot be "
                             "said in EventReplay IR; nothing was written; --partial leaves them out", reasons)
     texts = {
         IR_NAME: json.dumps(entries, indent=1),
+        INTEGERS_NAME: json.dumps(content, indent=1),
         SCRIPT_NAME: _script(),
         README_NAME: _readme(reader, wanted, entries, exported),
     }
@@ -83,10 +91,13 @@ def _script() -> str:
 
 
 def _entries(reader: CaptureReader, wanted: Wanted, unique: bool, exported: Exported,
-             on_record: Callable[[int, int], None] | None) -> list[dict[str, Any]]:
+             on_record: Callable[[int, int], None] | None,
+             integers: Integers) -> tuple[list[dict[str, Any]], dict[int, Texts]]:
+    """The entries, and by their numbers the content of what integers they take."""
     maker = EntryMaker(reader)
     found: dict[str, dict[str, Any]] = {}
     entries: list[dict[str, Any]] = []
+    content: dict[int, Texts] = {}
     kept = resolve(reader, wanted)
     for done, ordinal in enumerate(kept.ordinals.tolist()):
         if on_record is not None and not done % 1024:
@@ -107,11 +118,13 @@ def _entries(reader: CaptureReader, wanted: Wanted, unique: bool, exported: Expo
             known["count"] += count
             continue
         found[key] = entry
+        if texts := integers.of(record):
+            content[len(entries)] = texts
         entries.append(entry)
     exported.entries = len(entries)
     if entries and (devices := maker.devices()):
         entries[0][OWN]["devices"] = devices        # the IR is a list: there is no place for what holds for all of it
-    return entries
+    return entries, content
 
 
 def _entry(maker: EntryMaker, record: Record, count: int) -> dict[str, Any]:
@@ -159,14 +172,17 @@ def _readme(reader: CaptureReader, wanted: Wanted, entries: list[dict[str, Any]]
         f"{exported.entries} entries for {sum(names.values())} operator calls, exported from "
         f"{escaped(Path(reader.path).name)} (PyTorch {escaped(torch_version)}; selection: {escaped(wanted.text)}).", "",
         f"- `{IR_NAME}`: the calls as TraceLens EventReplay IR: operators, arguments, dtypes, shapes, strides, counts.",
+        f"- `{INTEGERS_NAME}`: what integers and booleans the calls take, by number of the entry and argument: "
+        "captured, or made to fit what the calls demand (zlib in base64).",
         f"- `{SCRIPT_NAME}`: makes inputs and runs every call by itself. It needs PyTorch and nothing else.", "",
         "```sh", f"python {SCRIPT_NAME}                    # every call, where it was recorded",
         f"python {SCRIPT_NAME} --device=cpu --verbose --op-filter=mm", "```", "",
         "It prints the time of each call, times its count, and exits with 1 if a call failed.", "",
-        "Not in here: contents (floating-point inputs are normally distributed, integers are 0), results, what one",
-        "call passed to the next, random generators' states, numeric settings. `opreplay` members hold what the IR has",
-        "no place for: overloads, devices, offsets, memory that arguments of one call share. `opreplay-import` reads",
-        "the archive back.", "",
+        "Not in here: other contents (floating-point inputs are normally distributed), results, what one call passed",
+        "to the next, random generators' states, numeric settings. `opreplay` members hold what the IR has no place",
+        "for: overloads, devices, offsets, memory that arguments of one call share. `opreplay-import` reads the",
+        "archive back.",
+        "", *([escaped(without_integers(exported)), ""] if exported.without_integers else ()),
         "| operator | calls |", "| --- | --- |",
         *(f"| {escaped(name)} | {count} |" for name, count in names.most_common(_SHOWN)),
     ]
@@ -177,3 +193,12 @@ def _readme(reader: CaptureReader, wanted: Wanted, entries: list[dict[str, Any]]
         lines += ["", "Left out, because the IR cannot say it:", "",
                   *(f"- {escaped(reason)}: {count} calls" for reason, count in exported.left_out.most_common())]
     return "\n".join(lines) + "\n"
+
+
+def without_integers(exported: Exported) -> str:
+    """What to say of integers whose content is not known, "" where there are none."""
+    if not exported.without_integers:
+        return ""
+    why = (f"the capture cannot be prepared for a replay here: {exported.no_integers}" if exported.no_integers
+           else "ops of the capture computed them, no initializer is for them, or they are large")
+    return f"{exported.without_integers} arguments of integers or booleans are 0: {why}"

@@ -231,7 +231,7 @@ def test_the_script_knows_every_dtype_that_an_export_writes() -> None:
     for dtype, name in DTYPE_NAMES.items():
         assert dtype_of(name) is dtype_of(str(TORCH_DTYPE[dtype])) is TORCH_DTYPE[dtype]
         for init in ("normal", "zeros", "ones"):
-            made = Inputs("cpu").tensor({"shape": [4], "dtype": name, "strides": [1], "init": init}, {})
+            made = Inputs("cpu", {}).tensor({"shape": [4], "dtype": name, "strides": [1], "init": init}, {}, "self")
             assert made.dtype is TORCH_DTYPE[dtype] and made.shape == (4,)
     plain = [dtype for dtype in TORCH_DTYPE if not dtype.name.startswith(("q", "bits"))]
     assert [dtype.name for dtype in plain if dtype not in DTYPE_NAMES] == []
@@ -307,4 +307,72 @@ def test_the_tool_exports_and_lists_what_it_leaves_out(capture: Path, tmp_path: 
     done = CliRunner().invoke(cli, [str(capture), str(out), "--format=replay-zip", "--unique", "--kernel=aten::mm"])
     assert done.exit_code == 0, done.output
     assert f"{out}: " in done.output and " calls" in done.output
-    assert set(zipfile.ZipFile(out).namelist()) == {"event_replay_ir.json", "replay.py", "README.md"}
+    assert set(zipfile.ZipFile(out).namelist()) == {
+        "event_replay_ir.json", "integers.json", "replay.py", "README.md"}
+    assert "integers or booleans" not in done.output
+
+
+@pytest.mark.parametrize("payload", ["none", "full"])
+def test_the_scripts_integers_are_those_of_a_replay(payload: str, tmp_path: Path) -> None:
+    path = tmp_path / "c.opreplay"
+    places, table, lengths = torch.tensor([3, 7, 7, 1]), torch.randn(9, 5), torch.tensor([6, 4, 2])
+    with replayfmt.capture(path, payload=payload):      # type: ignore[arg-type]
+        torch.nn.functional.embedding(places, table)
+        shifted = places + 100
+        shifted.mul(2)
+        torch._pack_padded_sequence(torch.randn(6, 3, 2), lengths, False)
+        table[places[:2].expand(3, 2), torch.tensor([[0, 4]])]
+        torch.cat([places[1:], places[:1]])
+    exported = export(path, tmp_path / "x.zip")
+    said = CliRunner().invoke(cli, [str(path), str(tmp_path / "x.zip"), "--force"]).output
+    assert f"{exported.without_integers} arguments of integers or booleans are 0: ops of the capture comp" in said
+    zipfile.ZipFile(tmp_path / "x.zip").extractall(tmp_path / "unpacked")
+    run = ("import runpy; script = runpy.run_path('replay.py'); integers = script['integers_beside']('./x.json'); "
+           "entries = script['entries_of']('event_replay_ir.json'); found = [];\n"
+           "for index, entry in enumerate(entries):\n"
+           "    given, named = script['arguments'](entry, 'cpu', integers.get(str(index), {}))\n"
+           "    result = script['operator'](entry)(*given, **named)\n"
+           "    plain = isinstance(result, script['torch'].Tensor) and not result.is_floating_point()\n"
+           "    found.append(result.tolist() if plain else None)\n"
+           "import json; print(json.dumps(found))")
+    done = subprocess.run([sys.executable, "-I", "-c", run], cwd=tmp_path / "unpacked", capture_output=True,
+                          text=True, timeout=600, env={"PATH": "/usr/bin:/bin"})
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    with replayfmt.open(path) as capture:
+        ops = list(capture.ops.values())
+        names = [each.kernel.name for each in ops]
+        for name in ("aten::add", "aten::cat", "aten::slice"):
+            place = names.index(name)
+            replayed = ops[place].replay(device="cpu")
+            assert found[place] == replayed.tolist() and len(set(found[place])) > 1, name
+    unknown = found[names.index("aten::mul")]
+    assert unknown == [0, 0, 0, 0], "computed by an op: not known without a run"
+    assert f"{exported.without_integers} arguments of integers or booleans are 0" in (
+        tmp_path / "unpacked" / "README.md").read_text()
+
+
+@pytest.mark.parametrize("text", ["[]", '{"0": []}', "{"])
+def test_integers_that_are_none_are_an_error(text: str, capture: Path, tmp_path: Path,
+                                             capsys: pytest.CaptureFixture[str]) -> None:
+    from replayfmt.export.replay_script import main
+
+    export(capture, tmp_path / "x.zip")
+    zipfile.ZipFile(tmp_path / "x.zip").extractall(tmp_path)
+    (tmp_path / "integers.json").write_text(text)
+    assert main([str(tmp_path / "event_replay_ir.json")]) == 2
+    assert str(tmp_path / "event_replay_ir.json") in capsys.readouterr().err
+
+
+def test_content_of_another_length_is_refused() -> None:
+    import base64
+    import zlib
+
+    from replayfmt.export.replay_script import content
+
+    for data in (bytes(8), bytes(24), bytes(1 << 24)):
+        with pytest.raises(ValueError, match="has not the 16 bytes of the tensor"):
+            content(base64.b64encode(zlib.compress(data)).decode(), torch.int64, [2])
+    for text in ("!", "AAAA", 3):
+        with pytest.raises(ValueError, match=r"integers\.json"):
+            content(text, torch.int64, [2])

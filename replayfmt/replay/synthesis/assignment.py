@@ -296,7 +296,7 @@ class Synthesis:
     def _asked(self, sought: _Sought, call: Call, wanted: Mapping[str, TensorInfo]) -> Request:
         demand = sought.demand if isinstance(sought.demand, Demand) else None
         return Request(call, wanted, tuple(map(self._uses.use, sought.found)), demand, sought.recipe,
-                       sought.entrance.version, self._seed(sought.entrance, sought.recipe), self._content, self._notes,
+                       sought.entrance.version, self._seed(sought.entrance, sought.recipe), self.content, self._notes,
                        self._registry.options, self._shared)
 
     def _companions(self, initializer: Initializer, use: Use, version: int) -> Mapping[str, TensorInfo]:
@@ -340,8 +340,9 @@ class Synthesis:
         check(choice.initializer, choice.request, label, info, content[label], None)
         return content[label]
 
-    def _content(self, info: TensorInfo) -> torch.Tensor | None:
-        """For initializers: what another tensor of their op holds."""
+    def content(self, info: TensorInfo) -> torch.Tensor | None:
+        """What a tensor of the capture holds, on the host, as far as that is known before anything runs; for
+        initializers what another tensor of their op holds."""
         choice = self._choices.get((info.storage, 0))
         if choice is None:
             return self._known(info)
