@@ -57,6 +57,24 @@ def test_each_kernels_duration_is_kept_beside_their_sum(imported: Import) -> Non
     assert imported(events[:-2]).of("op")[0].device_duration_ns == 12_000
 
 
+def test_how_far_the_times_of_calls_that_are_alike_lie_apart_is_kept(imported: Import) -> None:
+    events = [event for number, time in enumerate((7, 30, 8)) for event in (
+        op("aten::mm", 100 * number, 20 + number, MM), launch(number + 1, 100 * number + 2),
+        kernel(number + 1, 100 * number + 50, time))]
+    record, = imported(events, unique=True).of("op")
+    assert record.device_duration_ns == 15_000 and record.duration_ns == 21_000
+    assert record.annotation is not None and record.annotation["durations"] == {
+        "host_ns": {"min": 20_000, "median": 21_000, "max": 22_000},
+        "device_ns": {"min": 7_000, "median": 8_000, "max": 30_000}}
+    events[-1] = {**events[-1], "dur": None}
+    record, = imported(events, unique=True).of("op")
+    assert record.annotation is not None and list(record.annotation["durations"]) == ["host_ns"], "one is not known"
+    assert "durations" not in (imported(events[:3], unique=True).of("op")[0].annotation or {})
+    strays = [event for number in (1, 2) for event in (launch(number, number), kernel(number, 50, 2 + number))]
+    record, = imported(strays, unique=True).of("unsupported")
+    assert record.annotation is not None and record.annotation["durations"]["device_ns"]["max"] == 4_000
+
+
 def exported(imported: Import, path: Path) -> Device:
     result = imported([op("aten::mm", 10, 20, MM), launch(1, 12), kernel(1, 50, 5)], deviceProperties=[H100])
     export_replay_zip(result.reader, path)

@@ -6,6 +6,7 @@ import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from statistics import median_low
 from typing import Any
 
 import numpy as np
@@ -57,9 +58,20 @@ class _Group:
     call: ResolvedCall
     placement: Placement
     work: list[int]
-    count: int
-    host_ns: int
-    device_ns: int | None      # None: no device work, or its time is not known
+    host_times: list[int]                 # of each call, in nanoseconds
+    device_times: list[int | None]        # None: no device work, or its time is not known
+
+    @property
+    def count(self) -> int:
+        return len(self.host_times)
+
+    @property
+    def host_ns(self) -> int:
+        return sum(self.host_times)
+
+    @property
+    def device_ns(self) -> int | None:
+        return _total(self.device_times)
 
 
 def write(trace: Trace, session: ImportedSession, report: ImportReport,
@@ -149,7 +161,7 @@ class _Writing:
         device_ns = self._device_ns(work)
         ops = self.events.ops
         host_ns = self.events.durations.get(index, ops.duration[index])
-        return _Group(index, self._resolve(index, placement, work), placement, work, 1, host_ns, device_ns)
+        return _Group(index, self._resolve(index, placement, work), placement, work, [host_ns], [device_ns])
 
     def _alike(self) -> dict[int, _Group]:
         """One for all calls that are alike, by the first one's index."""
@@ -158,9 +170,8 @@ class _Writing:
             group = self._group(index)
             known = alike.setdefault((self.events.ops.kind[index], group.placement), group)
             if known is not group:
-                known.count += 1
-                known.host_ns += group.host_ns
-                known.device_ns = _total([known.device_ns, group.device_ns])
+                known.host_times += group.host_times
+                known.device_times += group.device_times
         return {group.index: group for group in alike.values()}
 
     def _device_ns(self, work: Sequence[int]) -> int | None:
@@ -241,7 +252,7 @@ class _Writing:
         if around:
             annotation["within"] = around
         if self.trace.unique:
-            annotation["count"] = group.count
+            annotation |= {"count": group.count, **_spread(group.host_times, group.device_times)}
         if call.operator is not None and call.results.values is None:
             annotation["results"] = f"not known: {call.results.unknown}"
         if assumed:
@@ -382,14 +393,14 @@ class _Writing:
 
     def _stray(self, alike: list[Stray]) -> None:
         first, count = alike[0], len(alike)
-        host_ns = _total([each.duration for each in alike])
-        device_ns = _total([self._device_ns(each.work) for each in alike])
+        host_times, device_times = [each.duration for each in alike], [self._device_ns(each.work) for each in alike]
+        host_ns, device_ns = _total(host_times), _total(device_times)
         moment = Moment(first.start - self._base, None if host_ns is None else host_ns // count,
                         self._thread(first.thread),
                         self._scopes.at(first.scope, first.start), None if device_ns is None else device_ns // count)
         annotation = {"import": "incomplete", **self._work_annotation(first.work)}
         if self.trace.unique:
-            annotation["count"] = count
+            annotation |= {"count": count, **_spread(host_times, device_times)}
         ordinal = self.session.unsupported(first.reason, first.name, first.detail, moment, annotation)
         self.report.add((first.reason, first.name, first.detail), lambda: Entry(
             first.name, "", "incomplete", first.shown, reason=first.reason, detail=first.detail),
@@ -407,6 +418,14 @@ class _Writing:
             self.session.scope_begin(name, moment, {"iteration": iteration.row()} if iteration else None)
         else:
             self.session.scope_end(name, moment)
+
+
+def _spread(host: Sequence[int | None], device: Sequence[int | None]) -> dict[str, Any]:
+    """Between what times those of several calls lie, where they are known; their means are the record's."""
+    spread = {name: {"min": min(known), "median": median_low(known), "max": max(known)}
+              for name, times in (("host_ns", host), ("device_ns", device))
+              if len(known := [each for each in times if each is not None]) == len(times)}
+    return {"durations": spread} if len(host) > 1 and spread else {}
 
 
 def _total(times: Sequence[int | None]) -> int | None:
