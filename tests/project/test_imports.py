@@ -25,7 +25,7 @@ ALLOWED: dict[str, set[str]] = {
     "replay": {"errors", "format", "pytorch", "initializers"},
     "benchmark": {"errors", "format", "pytorch", "recording", "importers", "initializers", "replay"},
     "trim": {"errors", "format", "dump", "pytorch", "recording", "initializers", "replay"},
-    "export": {"errors", "format", "pytorch", "dump", "trim"},
+    "export": {"errors", "format", "pytorch", "initializers", "replay", "dump", "trim"},
     "api": {"errors", "format", "pytorch", "recording", "initializers", "replay", "benchmark", "dump"},
 }
 WITHOUT_TORCH = ("replayfmt/errors.py", "replayfmt/format", "replayfmt/dump", "tools/__init__.py", "tools/command.py",
