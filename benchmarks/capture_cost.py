@@ -2,7 +2,8 @@
 
 The floor is a TorchDispatchMode that does nothing; the peer is PyTorch's own ExecutionTraceObserver, in C++. Each turn
 runs the same forwards bare, under the floor, under a capture (payload=none) from start to close, and under the peer
-from start to stop, so that encoding, compression and writing are in the figure.
+from start to stop, so that encoding, compression and writing are in the figure. A capture that watches no threads
+(native=off) shows what the watch adds.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ def measure(name: str, run: Callable[[], None], times: int, rounds: int, directo
         with Nothing():
             repeated()
 
-    def capture() -> None:
-        with replayfmt.capture(directory / "cost.opreplay", payload="none", force=True):
+    def capture(native: str = "auto") -> None:
+        with replayfmt.capture(directory / "cost.opreplay", payload="none", force=True, native=native):
             repeated()
 
     def peer() -> None:
@@ -50,10 +51,11 @@ def measure(name: str, run: Callable[[], None], times: int, rounds: int, directo
         observer.unregister_callback()
 
     taken = in_turns({name: lambda f=function: seconds(f) for name, function in
-                      (("eager", repeated), ("floor", floor), ("capture", capture), ("peer", peer))}, rounds)
+                      (("eager", repeated), ("floor", floor), ("capture", capture),
+                       ("unwatched", lambda: capture("off")), ("peer", peer))}, rounds)
     eager, floored, captured, peered = taken["eager"], taken["floor"], taken["capture"], taken["peer"]
     added = {key: median_of(lambda e, x: (x - e) / (times * operators) * 1e6, eager, taken[key])
-             for key in ("floor", "capture", "peer")}
+             for key in ("floor", "capture", "unwatched", "peer")}
     details = {"operators": operators, "times": times, "eager_us_an_op": median(eager) / (times * operators) * 1e6,
                **{f"{key}_adds_us_an_op": value for key, value in added.items()}}
     row(f"capture, metadata only, {name}: added time / no-op TorchDispatchMode's",
@@ -62,6 +64,8 @@ def measure(name: str, run: Callable[[], None], times: int, rounds: int, directo
     row(f"capture, metadata only, {name}: added time / ExecutionTraceObserver's",
         median_of(lambda e, c, p: (c - e) / (p - e), eager, captured, peered),
         at_most=0.3 if targets else None, **details)
+    row(f"capture, metadata only, {name}: added time / without the watch on threads",
+        median_of(lambda e, c, u: (c - e) / (u - e), eager, captured, taken["unwatched"]), **details)
 
 
 def main() -> None:

@@ -3,6 +3,7 @@
 import os
 import signal
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 # A shell without job control starts background jobs with SIGINT ignored, and so would be every program started here.
@@ -20,3 +21,15 @@ settings.register_profile("repeatable", deadline=None, database=None, derandomiz
                           suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("random", settings.get_profile("repeatable"), derandomize=False)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """The recorder's library is built before the first test, so that no test waits for it or sees that said. Where it
+    cannot be built, tests that need it are skipped, and no other one says so on its stderr."""
+    if session.items and not session.config.option.collectonly:
+        from replayfmt.native.watching import thread_watch
+
+        state = thread_watch("auto").state
+        if state != "native":
+            os.environ["OPREPLAY_NATIVE"] = "off"
+            os.environ["OPREPLAY_NATIVE_MISSING"] = state

@@ -7,7 +7,15 @@ import sys
 
 import click
 
-from replayfmt.recording.options import COMPILED, DIGESTS, FILE_POLICIES, FILE_VALIDATIONS, PAYLOADS, CaptureOptions
+from replayfmt.recording.options import (
+    COMPILED,
+    DIGESTS,
+    FILE_POLICIES,
+    FILE_VALIDATIONS,
+    NATIVE,
+    PAYLOADS,
+    CaptureOptions,
+)
 from replayfmt.recording.program.marks import parse_mark
 from replayfmt.recording.program.running import Program
 from replayfmt.recording.program.supervisor import CapturedProgram, output_path
@@ -57,6 +65,9 @@ _COUNT = click.IntRange(min=0)
                    "any). Repeatable.  [default: where one written in Python hides state]")
 @click.option("--whole", multiple=True, metavar="OPERATOR",
               help="Record this operator of another package as one op, whatever happens inside. Repeatable.")
+@click.option("--native", type=click.Choice(NATIVE),
+              help="Count the operators of threads that never enter Python, so that the capture can tell; the library "
+                   "for it is built once, with the C++ compiler.  [default: OPREPLAY_NATIVE, or auto]")
 @click.option("--mark", "marks", multiple=True, metavar="MODULE:CALLABLE=SCOPE",
               help="Make every call of a callable a scope. Repeatable.")
 @click.option("--module-scopes", is_flag=True, help="Make every call of an nn.Module a scope named by its path.")
@@ -68,8 +79,8 @@ _COUNT = click.IntRange(min=0)
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def cli(output: str, is_module: bool, force: bool, payload: str, files: tuple[str, ...], file_policy: str | None,
         file_validation: str | None, redact: bool, digests: str, audit: bool, compiled: str,
-        opaque_results: tuple[str, ...], inside: tuple[str, ...], whole: tuple[str, ...], marks: tuple[str, ...],
-        module_scopes: bool, start_op: int | None, stop_op: int | None, start_scope: str | None,
+        opaque_results: tuple[str, ...], inside: tuple[str, ...], whole: tuple[str, ...], native: str | None,
+        marks: tuple[str, ...], module_scopes: bool, start_op: int | None, stop_op: int | None, start_scope: str | None,
         stop_scope: str | None, program: str, arguments: tuple[str, ...]) -> None:
     """Run PROGRAM with its ARGUMENTS and record its work into FILE.
 
@@ -81,8 +92,8 @@ def cli(output: str, is_module: bool, force: bool, payload: str, files: tuple[st
     options = CaptureOptions(
         payload=payload, files=files, file_policy=file_policy, file_validation=file_validation, redact=redact,
         digests=digests, audit=audit, compiled=compiled, opaque_results=opaque_results, inside=inside, whole=whole,
-        force=force,
-        start_op=start_op, stop_op=stop_op, start_scope=start_scope, stop_scope=stop_scope,
+        native=native, force=force, start_op=start_op, stop_op=stop_op, start_scope=start_scope,
+        stop_scope=stop_scope,
     )
     captured = CapturedProgram(
         Program(program, arguments, is_module),

@@ -23,7 +23,8 @@ GROUPS: dict[str, tuple[str, ...]] = {
     ),
     "Operators and kernels": (
         "--replay-kernel-substitution", "--substitution-rtol", "--substitution-atol", "--op-library", "--inside",
-        "--whole", "--compiled", "--from", "--level", "--rewrite", "--op-alias", "--string-default", "--graph-capture",
+        "--whole", "--compiled", "--native", "--from", "--level", "--rewrite", "--op-alias", "--string-default",
+        "--graph-capture",
     ),
     "Devices": ("--device",),
     "Verification": ("--verify", "--digests", "--audit", "--opaque-result", "--keep-going", "--compare-kernels"),

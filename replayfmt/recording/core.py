@@ -24,6 +24,7 @@ from replayfmt.errors import CaptureFailed, OpReplayError
 from replayfmt.format.model import Session
 from replayfmt.format.redaction import Redaction
 from replayfmt.format.writer import CaptureWriter
+from replayfmt.native.watching import thread_watch
 from replayfmt.pytorch.environment import session_fields
 from replayfmt.pytorch.opaque_results import OpaqueResults
 from replayfmt.pytorch.settings import read_settings
@@ -75,7 +76,8 @@ class Core:
 
     def __init__(self, path: str | os.PathLike[str], options: CaptureOptions) -> None:
         """Create the file. Raises CaptureFailed or OutputExists."""
-        policies = {**options.policies(), **hook_policies()}
+        self.thread_watch = thread_watch(options.native or "auto")
+        policies = {**options.policies(), **hook_policies(), "thread-watch": self.thread_watch.state}
         session = Session(**session_fields(), settings=read_settings(), policies=policies)
         redaction = Redaction(session, user_names()) if options.redact else None
         self.options = options
@@ -141,6 +143,8 @@ class Core:
             if not self.on and not self.finished:
                 if self.implicit is not None:
                     self.implicit.begin(self.scopes)
+                if self.options.starts_late:
+                    self.thread_watch.collect()  # of what came before, nothing is recorded
                 self.scopes.record_open()
                 self.on = True
                 self.fast = self.sites.enabled and self.options.stop_op is None
@@ -163,8 +167,10 @@ class Core:
             self.finished = True
 
     def settle(self) -> None:
-        """Deaths and digests as of now."""
+        """Deaths, digests, and what ran unseen, as of now."""
         self.storages.drain()
+        for unseen in self.thread_watch.collect():
+            self.records.unsupported("unseen_thread", unseen.first, unseen.sentence())
         if self.options.digests == "live":
             self.digests.sweep()
 
@@ -177,6 +183,8 @@ class Core:
         wait_for_rows()
         with self.lock:
             try:
+                if not self.on and not self.options.starts_late and self.thread_watch.has_counted():
+                    self.begins()  # what ran unseen is all there is to tell
                 self.stop()
                 self.storages.drain()
                 for change in self.contents.changed_files():

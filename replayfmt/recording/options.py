@@ -19,6 +19,7 @@ FILE_POLICIES = ("reference", "capture-ranges", "capture-all", "fail")
 FILE_VALIDATIONS = ("identity", "digest")
 DIGESTS = ("live", "ops", "none")
 COMPILED = ("keep", "eager")
+NATIVE = ("auto", "off")
 
 # A frame's worth: small enough to keep memory flat, large enough that encoding costs little an op.
 CHUNK_RECORDS = 16384
@@ -44,10 +45,12 @@ class CaptureOptions:
     torch.compile'd regions run as they would (`keep`) or as their operators (`eager`). `opaque_results` names results
     that hold bytes no replay reproduces, as OPERATOR[:INDEX]: they are never compared. `inside` and `whole`: operators
     of other packages (`vllm::unified_attention`, or a pattern, `vllm::*`) of which is recorded what happens inside, or
-    which are recorded as one op in any case; without, those written in Python are observed (observing.py). `start_op`
-    and `stop_op` count ops from 0; ops in [start_op, stop_op) are recorded. `start_scope` and `stop_scope` are scope
-    names: recording starts when the one is first entered, and stops for good when the other is first left after that.
-    `force` overwrites an existing file. `chunk_records`: records a frame.
+    which are recorded as one op in any case; without, those written in Python are observed (observing.py). `native`:
+    `auto` counts the operators of threads that cannot be recorded, for which a library is built once, `off` does
+    without; None: what the environment variable OPREPLAY_NATIVE says, or `auto`. `start_op` and `stop_op` count
+    ops from 0; ops in [start_op, stop_op) are recorded. `start_scope` and `stop_scope` are scope names: recording
+    starts when the one is first entered, and stops for good when the other is first left after that. `force` overwrites
+    an existing file. `chunk_records`: records a frame.
     """
 
     payload: str = "full"
@@ -61,6 +64,7 @@ class CaptureOptions:
     opaque_results: Iterable[str] = ()
     inside: Iterable[str] = ()
     whole: Iterable[str] = ()
+    native: str | None = None
     start_op: int | None = None
     stop_op: int | None = None
     start_scope: str | None = None
@@ -69,12 +73,15 @@ class CaptureOptions:
     chunk_records: int = CHUNK_RECORDS
 
     def __post_init__(self) -> None:
+        if self.native is None:
+            object.__setattr__(self, "native", os.environ.get("OPREPLAY_NATIVE") or "auto")
         for name, allowed in (
             ("payload", PAYLOADS),
             ("file_policy", (*FILE_POLICIES, None)),
             ("file_validation", (*FILE_VALIDATIONS, None)),
             ("digests", DIGESTS),
             ("compiled", COMPILED),
+            ("native", NATIVE),
         ):
             value = getattr(self, name)
             if value not in allowed:
@@ -140,6 +147,11 @@ class CaptureOptions:
     def limited(self) -> bool:
         """Whether only a part of the program is recorded."""
         return any(value is not None for value in (self.start_op, self.stop_op, self.start_scope, self.stop_scope))
+
+    @property
+    def starts_late(self) -> bool:
+        """Whether the program runs for a while before anything is recorded."""
+        return self.start_op is not None or self.start_scope is not None
 
     def policies(self) -> dict[str, Any]:
         """What the session says of these options: those that decide what the capture holds."""

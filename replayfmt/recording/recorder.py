@@ -310,7 +310,8 @@ class Recorder:
             return
         try:
             core.attempt(remove_mode_at, stack.index(mode))
-            yield
+            with core.thread_watch.covered():
+                yield
         finally:
             # A signal handler may raise in the middle: then once more.
             try:

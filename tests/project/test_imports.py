@@ -12,14 +12,15 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 
-# errors ← format ← pytorch ← {recording, importers, initializers ← replay} ← {benchmark, trim} ← api, tools; dump
-# stands on format alone.
+# errors ← format ← pytorch ← {native ← recording, importers, initializers ← replay} ← {benchmark, trim} ← api, tools;
+# dump stands on format alone.
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "format": {"errors"},
     "dump": {"errors", "format"},
     "pytorch": {"errors", "format"},
-    "recording": {"errors", "format", "pytorch"},
+    "native": {"errors", "format", "pytorch"},
+    "recording": {"errors", "format", "pytorch", "native"},
     "importers": {"errors", "format", "pytorch"},
     "initializers": {"errors", "format", "pytorch"},
     "replay": {"errors", "format", "pytorch", "initializers"},

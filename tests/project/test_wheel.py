@@ -54,7 +54,8 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_wheel_holds_what_the_tree_holds(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         packed = {name for name in archive.namelist() if ".dist-info/" not in name}
-    library = {str(path.relative_to(ROOT)) for path in (ROOT / "replayfmt").rglob("*.py")}
+    library = {str(path.relative_to(ROOT)) for path in (ROOT / "replayfmt").rglob("*")
+               if path.suffix in {".py", ".cpp"}}
     tools = {f"opreplay_tools/{path.name}" for path in (ROOT / "tools").iterdir() if path.suffix in {".py", ".md"}}
     programs = {f"opreplay_tools/programs/{path.name}" for path in (ROOT / "examples").glob("*.py")}
     assert packed == library | tools | programs | {"replayfmt/py.typed"}

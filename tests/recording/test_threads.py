@@ -260,7 +260,7 @@ def test_operators_that_began_before_the_capture_are_told(capture: Capture, serv
         return torch.ones(2) + 1
 
     captured = capture(lambda: (program(), server.ask(torch.ones(2, requires_grad=True).sum())))
-    assert captured.unsupported() == {"unseen_thread": 1}
+    assert set(captured.unsupported()) == {"unseen_thread"}, "and, where it is watched, what of it ran"
     assert "backward pass" in details(captured)[0]
     assert "aten::expand.default" in captured.ops(), "the thread took part afterwards"
 

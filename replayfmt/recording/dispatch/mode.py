@@ -81,7 +81,8 @@ class RecordingMode(TorchDispatchMode):
         if _len_torch_dispatch_stack():
             return self._beneath(func, args, kwargs)
         if not isinstance(func, torch._ops.OpOverload):
-            return run_higher_order(self, func, args, kwargs)
+            with core.thread_watch.covered():
+                return run_higher_order(self, func, args, kwargs)
         facts = core.attempt(core.calls.facts, func)
         if facts is None:
             return self._unrecorded(func)(*args, **kwargs)

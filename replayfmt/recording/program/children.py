@@ -11,7 +11,9 @@ from __future__ import annotations
 import functools
 import os
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from threading import get_ident
 from typing import Any
 
 from ..hooks.patches import Patch, PatchSet
@@ -57,6 +59,7 @@ class ChildrenSeen:
 
     def __init__(self) -> None:
         self.seen: dict[int, str] = {}
+        self._own: set[int] = set()  # idents of threads that start processes for the recorder
         self._workers: set[int] = set()
         forks = functools.partial(self._returning_pid, lambda _arguments: ("forked", True))
         spawns = functools.partial(self._returning_pid, lambda arguments: (
@@ -77,6 +80,15 @@ class ChildrenSeen:
     def remove(self) -> None:
         self._patches.remove()
 
+    @contextmanager
+    def own(self) -> Iterator[None]:
+        """What the calling thread starts inside is the recorder's, and not noted."""
+        self._own.add(get_ident())
+        try:
+            yield
+        finally:
+            self._own.discard(get_ident())
+
     def sentence(self) -> str:
         """The children as part of a message: `1 child: 4711 (python worker.py)`, or that there was none."""
         return _listed(self.seen) if self.seen else "no child process was seen"
@@ -88,7 +100,7 @@ class ChildrenSeen:
         return _listed(workers) if workers else ""
 
     def _note(self, pid: object, what: str, works: bool) -> None:
-        if isinstance(pid, int) and pid > 0:
+        if isinstance(pid, int) and pid > 0 and get_ident() not in self._own:
             self.seen[pid] = what
             if works:
                 self._workers.add(pid)

@@ -119,7 +119,8 @@ class CapturedProgram:
             # Marks are scopes of the program's own.
             implicit = None if self._marks.marks or self._options.start_scope is not None else IMPLICIT_SCOPE
             recorder = Recorder(self._path, self._options, implicit, self._replaced)
-            recorder.start()
+            with self._children.own():  # a compiler that builds a part of the recorder
+                recorder.start()
             self._recorder = recorder
             if self._with_module_scopes:
                 from .module_scopes import ModuleScopes

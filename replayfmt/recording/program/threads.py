@@ -71,6 +71,7 @@ class Threads:
         self._mode.__enter__()
         self._carrying.add(own_id())
         self._installed = True
+        self.core.thread_watch.begin(self._mode)
         if not _next_step().available and threading.active_count() > 1:
             self._tell("this Python interpreter gives no access to threads that ran before the capture began: what "
                        "they do is not recorded")
@@ -87,6 +88,7 @@ class Threads:
         if not self._installed:
             return
         self._installed = False
+        self.core.thread_watch.end()
         if _current is self:
             _current = None
         stack = [mode for mode in mode_stack() if mode is not self._mode]
@@ -107,6 +109,7 @@ class Threads:
         global _current
         _current = None
         _leaving.clear()
+        self.core.thread_watch.forked()
         self._patches.remove()
         remove_finished_modes()
 
@@ -134,6 +137,7 @@ class Threads:
         if name == FLUSHING or name.startswith(DIGESTING):
             remove_mode(self._mode)  # it may have been met before it got here
             self._carrying.discard(number)
+            self.core.thread_watch.take_part(True)
             return
         self.join()  # without the lock: who starts this thread waits for it, and may hold it
 
@@ -141,6 +145,7 @@ class Threads:
         """The calling thread ends."""
         remove_finished_modes()
         remove_mode(self._mode)
+        self.core.thread_watch.take_part(False)
         if own_id() in self._carrying:  # not the recorder's own: the lock may be with who waits for them
             self._carrying.discard(own_id())
             self.core.thread_ended()
@@ -176,6 +181,7 @@ class Threads:
             self._carrying.add(number)
             self.core.scopes.contexts.pop(ident, None)  # of a thread that had this ident before
             set_modes([self._mode, *stack])
+        self.core.thread_watch.take_part(True)
         return True
 
     # ----------------------------------------------------------------------------------------------------- what to tell

@@ -1,0 +1,289 @@
+// Counts the operators of threads in which the recorder does not take part.
+//
+// PyTorch calls `started` before and `ended` after every operator of every thread of the process, while a capture has it
+// registered. A thread takes part where Python said so (`take_part`), or where the capture's dispatch mode is on the
+// thread's own stack: PyTorch hands that on to its threads (autograd, TorchScript). All other operators are counted, with
+// the first one's name. What runs inside of a counted or seen operator belongs to it.
+//
+// No function takes the interpreter's lock. Memory is allocated once for each thread, and given to another when it ends.
+// All that Python calls is declared at the end, with C linkage; building.py compiles this file, watching.py calls it.
+
+#include <ATen/Parallel.h>
+#include <ATen/record_function.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
+#include <pthread.h>
+#ifdef __linux__
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+#include <cstring>
+#include <memory>
+#include <new>
+#include <string>
+
+// Of the interpreter, where there is one: whether the calling thread has its lock.
+extern "C" int PyGILState_Check() __attribute__((weak));
+
+namespace {
+
+constexpr size_t kName = 64;
+constexpr size_t kOperator = 192;
+
+// What an operator that is running stands for. `kInParallel`: it began inside a parallel region, so it is no reason for
+// the region's other threads to run operators.
+enum Inside : int { kNothing, kOperatorRuns, kInParallel };
+
+struct Thread;
+
+// PyTorch keeps it from the start of an outermost operator to its end. It lies in the thread's own memory.
+struct Running final : at::ObserverContext {
+  explicit Running(Thread* owner) : thread(owner) {}
+  static void* operator new(size_t, void* place) { return place; }
+  static void operator delete(void*) {}
+  static void operator delete(void*, void*) {}
+  Thread* thread;
+};
+
+struct Thread {
+  std::atomic<Thread*> next{nullptr};
+  std::atomic<bool> taken{true};
+  std::atomic<int> inside{kNothing};     // others look at it
+  std::atomic<int> covered{0};           // of `enter` and `leave`
+  std::atomic<uint64_t> part{0};         // the capture that it takes part in
+  std::atomic_flag lock = ATOMIC_FLAG_INIT;  // of what follows
+  std::atomic<uint64_t> count{0};
+  uint64_t counted_for{0};               // the capture that counted
+  int64_t id{0};
+  bool moves_data{false};                // of collectives
+  char name[kName]{};
+  char first[kOperator]{};
+  alignas(Running) unsigned char running[sizeof(Running)];
+};
+
+std::atomic<Thread*> threads{nullptr};
+std::atomic<uint64_t> active{0};         // the number of the capture that counts; 0: none
+std::atomic<uint64_t> captures{0};
+std::atomic<const void*> mode{nullptr};  // its dispatch mode, a Python object that is only compared
+at::CallbackHandle handle = at::INVALID_CALLBACK_HANDLE;
+
+thread_local Thread* own = nullptr;
+
+struct AtThreadsEnd {
+  ~AtThreadsEnd() {
+    if (Thread* thread = own) {
+      own = nullptr;
+      thread->inside.store(kNothing, std::memory_order_relaxed);
+      thread->covered.store(0, std::memory_order_relaxed);
+      thread->part.store(0, std::memory_order_relaxed);
+      thread->taken.store(false, std::memory_order_release);
+    }
+  }
+};
+
+struct Locked {
+  explicit Locked(Thread* thread) : flag(thread->lock) {
+    while (flag.test_and_set(std::memory_order_acquire)) {
+    }
+  }
+  ~Locked() { flag.clear(std::memory_order_release); }
+  std::atomic_flag& flag;
+};
+
+__attribute__((noinline)) Thread* find_own() {
+  static thread_local AtThreadsEnd at_end;
+  (void)&at_end;
+  for (Thread* thread = threads.load(std::memory_order_acquire); thread; thread = thread->next.load()) {
+    bool taken = false;
+    if (thread->count == 0 && !thread->taken.load(std::memory_order_relaxed) &&
+        thread->taken.compare_exchange_strong(taken, true, std::memory_order_acquire)) {
+      Locked locked(thread);
+      if (thread->count == 0) {
+        thread->counted_for = 0;
+        return own = thread;
+      }
+      thread->taken.store(false, std::memory_order_release);  // what it counted is not told yet
+    }
+  }
+  auto* thread = new Thread;
+  Thread* head = threads.load();
+  do {
+    thread->next.store(head);
+  } while (!threads.compare_exchange_weak(head, thread));
+  return own = thread;
+}
+
+inline Thread* self() {
+  Thread* thread = own;
+  return thread ? thread : find_own();
+}
+
+std::unique_ptr<at::ObserverContext> begins(Thread* thread) {
+  thread->inside.store(at::in_parallel_region() ? kInParallel : kOperatorRuns, std::memory_order_relaxed);
+  return std::unique_ptr<at::ObserverContext>(new (static_cast<void*>(thread->running)) Running(thread));
+}
+
+bool has_mode() {
+  using Modes = c10::impl::TorchDispatchModeTLS;
+  const void* searched = mode.load(std::memory_order_relaxed);
+  for (int64_t place = 0, length = Modes::stack_len(); place < length; place++) {
+    const auto& found = Modes::get_stack_at(place);
+    if (found->ptr(&found->pyinterpreter()) == searched) {
+      return true;
+    }
+  }
+  return false;
+}
+
+// Whether this is a helper of an operator that another thread runs, in a parallel region that the operator opened.
+bool helps() {
+  if (!at::in_parallel_region()) {
+    return false;
+  }
+  for (Thread* thread = threads.load(std::memory_order_acquire); thread; thread = thread->next.load()) {
+    if (thread->inside.load(std::memory_order_relaxed) == kOperatorRuns || thread->covered.load() > 0) {
+      return true;
+    }
+  }
+  return false;
+}
+
+void name_of_this(char (&name)[kName]) {
+  name[0] = 0;
+  pthread_getname_np(pthread_self(), name, sizeof(name));
+}
+
+void count(Thread* thread, const at::RecordFunction& function, uint64_t capture) {
+  Locked locked(thread);
+  if (thread->counted_for != capture) {
+    thread->count = 0;
+    thread->counted_for = capture;
+    name_of_this(thread->name);
+    thread->moves_data = std::strcmp(thread->name, "pt_gloo_runloop") == 0;
+#ifdef __linux__
+    thread->id = static_cast<int64_t>(syscall(SYS_gettid));
+#endif
+  }
+  // Gloo's threads copy for collectives, which are recorded as such. Python code in them is the program's.
+  if (thread->moves_data && !(PyGILState_Check && PyGILState_Check())) {
+    return;
+  }
+  if (thread->count == 0) {
+    std::string first(function.name());
+    const char* overload = function.overload_name();
+    if (overload && *overload) {
+      first.append(".").append(overload);
+    }
+    std::strncpy(thread->first, first.c_str(), kOperator - 1);
+  }
+  thread->count++;
+}
+
+std::unique_ptr<at::ObserverContext> started(const at::RecordFunction& function) {
+  const uint64_t capture = active.load(std::memory_order_relaxed);
+  if (capture == 0) {
+    return nullptr;
+  }
+  Thread* thread = self();
+  if (thread->inside.load(std::memory_order_relaxed) != kNothing) {
+    return nullptr;
+  }
+  if (thread->part.load(std::memory_order_relaxed) == capture || thread->covered.load(std::memory_order_relaxed) > 0 ||
+      has_mode()) {
+    return begins(thread);
+  }
+  if (!function.operator_name().has_value()) {
+    return nullptr;  // a region that somebody named, not an operator
+  }
+  if (!helps()) {
+    count(thread, function, capture);
+  }
+  return begins(thread);
+}
+
+void ended(const at::RecordFunction&, at::ObserverContext* context) {
+  if (context) {
+    static_cast<Running*>(context)->thread->inside.store(kNothing, std::memory_order_relaxed);
+  }
+}
+
+}  // namespace
+
+extern "C" {
+
+struct OpReplayCounted {
+  uint64_t count;
+  int64_t id;
+  char name[kName];
+  char first[kOperator];
+};
+
+// Begin to count. `dispatch_mode`: the Python object that is on the mode stacks of threads that take part.
+__attribute__((visibility("default"))) void opreplay_watch_begin(const void* dispatch_mode) {
+  mode.store(dispatch_mode);
+  if (handle == at::INVALID_CALLBACK_HANDLE) {
+    handle = at::addGlobalCallback(
+        at::RecordFunctionCallback(started, ended).scopes({at::RecordScope::FUNCTION}));
+  }
+  active.store(++captures);
+}
+
+// Count no more. What was counted is kept until the next begin.
+__attribute__((visibility("default"))) void opreplay_watch_end() {
+  active.store(0);
+  mode.store(nullptr);
+  if (handle != at::INVALID_CALLBACK_HANDLE) {
+    at::removeCallback(handle);
+    handle = at::INVALID_CALLBACK_HANDLE;
+  }
+}
+
+// In a forked child: count no more. Takes no lock, since others' may be held for ever; the callback stays and does
+// nothing.
+__attribute__((visibility("default"))) void opreplay_watch_forked() {
+  active.store(0);
+  for (Thread* thread = threads.load(); thread; thread = thread->next.load()) {
+    thread->lock.clear();
+    thread->count = 0;
+    if (thread != own) {
+      thread->inside.store(kNothing);
+      thread->covered.store(0);
+      thread->taken.store(false);
+    }
+  }
+}
+
+// The calling thread takes part in the capture, or does not any more.
+__attribute__((visibility("default"))) void opreplay_watch_take_part(int takes) {
+  self()->part.store(takes ? active.load() : 0, std::memory_order_relaxed);
+}
+
+// What the calling thread does until it leaves is recorded as a whole, by other means.
+__attribute__((visibility("default"))) void opreplay_watch_enter() { self()->covered++; }
+
+__attribute__((visibility("default"))) void opreplay_watch_leave() { self()->covered--; }
+
+// Hand over what was counted since the last time, of up to `capacity` threads. The number of threads that counted.
+__attribute__((visibility("default"))) int opreplay_watch_collect(OpReplayCounted* out, int capacity) {
+  int found = 0;
+  for (Thread* thread = threads.load(); thread; thread = thread->next.load()) {
+    Locked locked(thread);
+    if (thread->count && thread->counted_for == captures.load()) {
+      if (found < capacity) {
+        OpReplayCounted& entry = out[found];
+        entry.count = thread->count;
+        entry.id = thread->id;
+        std::memcpy(entry.name, thread->name, kName);
+        std::memcpy(entry.first, thread->first, kOperator);
+        thread->count = 0;
+      }
+      found++;
+    }
+  }
+  return found;
+}
+
+}  // extern "C"

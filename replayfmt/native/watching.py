@@ -1,0 +1,132 @@
+"""Watches the threads in which the recorder does not take part: the Python side of thread_watch.cpp.
+
+PyTorch calls the library before each operator of every thread. In threads that take part, as they say here or by the
+dispatch mode on their stack, that is all; in others the operators are counted, for the recorder to tell.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from .building import NotAvailable, library, say
+
+_AT_ONCE = 64      # threads that one call hands over
+
+
+class _Counted(ctypes.Structure):
+    _fields_ = [("count", ctypes.c_uint64), ("id", ctypes.c_int64), ("name", ctypes.c_char * 64),
+                ("first", ctypes.c_char * 192)]
+
+
+@dataclass(frozen=True)
+class Unseen:
+    """What one thread ran. `operators`: how many, those inside of others not counted; `first`: the first one's name."""
+
+    thread: str
+    operators: int
+    first: str
+
+    def sentence(self) -> str:
+        """What happened, and what to do about it."""
+        ran = f"{self.operators:,} operators" if self.operators != 1 else "an operator"
+        return (f"the thread {self.thread} ran {ran} in C++ code, where the recorder does not take part: {self.first}"
+                f"{' first' if self.operators != 1 else ''}. Nothing of this is recorded: have a thread that Python "
+                "started make these calls")
+
+
+class ThreadWatch:
+    """The watch of one capture; `state` is what its session says: `native`, `off`, or `none` and the reason. Without
+    the library all of this does nothing."""
+
+    def __init__(self, found: ctypes.PyDLL | None, state: str) -> None:
+        self.state = state
+        self._library = found
+        self._watching = False
+
+    def begin(self, mode: Any) -> None:
+        """Count from here on. `mode`: the capture's dispatch mode. The calling thread takes part."""
+        if self._library is not None:
+            self._library.opreplay_watch_begin(ctypes.c_void_p(id(mode)))
+            self._watching = True
+            self.take_part(True)
+
+    def end(self) -> None:
+        """Idempotent."""
+        if self._library is not None and self._watching:
+            self._watching = False
+            self._library.opreplay_watch_end()
+
+    def forked(self) -> None:
+        """In a forked child. Takes no lock."""
+        if self._library is not None and self._watching:
+            self._watching = False
+            self._library.opreplay_watch_forked()
+
+    def take_part(self, takes: bool) -> None:
+        """The operators of the calling thread are recorded, or are the recorder's own; or are not any more."""
+        if self._library is not None and self._watching:
+            self._library.opreplay_watch_take_part(int(takes))
+
+    @contextmanager
+    def covered(self) -> Iterator[None]:
+        """The operators that the calling thread runs inside belong to something that is recorded as a whole."""
+        if self._library is None:
+            yield
+            return
+        self._library.opreplay_watch_enter()
+        try:
+            yield
+        finally:
+            self._library.opreplay_watch_leave()
+
+    def has_counted(self) -> bool:
+        """Whether there is something to collect."""
+        return self._library is not None and self._watching and self._library.opreplay_watch_collect(None, 0) > 0
+
+    def collect(self) -> list[Unseen]:
+        """What was counted since the last time, by thread."""
+        if self._library is None or not self._watching:
+            return []
+        found: list[Unseen] = []
+        counted = (_Counted * _AT_ONCE)()
+        number = _AT_ONCE + 1
+        while number > _AT_ONCE:
+            number = self._library.opreplay_watch_collect(counted, _AT_ONCE)
+            found += [Unseen(_name(entry), entry.count, entry.first.decode(errors="replace"))
+                      for entry in counted[:min(number, _AT_ONCE)]]
+        return found
+
+
+def thread_watch(choice: str) -> ThreadWatch:
+    """The watch for a capture. `choice`: `auto` builds the library where the cache has none, `off` does without."""
+    if choice == "off":
+        return ThreadWatch(None, "off")
+    found = _found()
+    if isinstance(found, NotAvailable):
+        return ThreadWatch(None, f"none: {found.reason}")
+    return ThreadWatch(found, "native")
+
+
+@functools.cache
+def _found() -> ctypes.PyDLL | NotAvailable:
+    """Looked for once, and said once where it cannot be had."""
+    try:
+        return library("thread_watch.cpp")
+    except NotAvailable as problem:
+        say(f"operators that run in threads of C++ code go unnoticed in captures of this process ({problem})")
+        return problem
+
+
+def _name(counted: _Counted) -> str:
+    """A thread's name: Python's where it knows the thread, else the system's."""
+    # `threading.enumerate` takes a lock, which a thread may hold that waits for this one.
+    known = getattr(threading, "_active", {})
+    names = [thread.name for thread in known.copy().values() if thread.native_id == counted.id]
+    name = names[0] if names else counted.name.decode(errors="replace")
+    return f"{name} (id {counted.id})"
