@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from replayfmt.importers.importing import import_trace
     from replayfmt.pytorch.op_libraries import register_op_library
     from replayfmt.pytorch.traced_names import register_op_alias, register_string_default
+    from replayfmt.recording.program.requests import CaptureRequests, request_capture
     from replayfmt.recording.recorder import Recorder, capture, scope
     from replayfmt.replay.one_call import Replayed, run
     from replayfmt.replay.plan import Plan
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 _HOME = {
     "Benchmarked": "replayfmt.benchmark.one_call",
     "Capture": "replayfmt.api",
+    "CaptureRequests": "replayfmt.recording.program.requests",
     "Op": "replayfmt.api",
     "Ops": "replayfmt.api",
     "Plan": "replayfmt.replay.plan",
@@ -39,6 +41,7 @@ _HOME = {
     "register_op_alias": "replayfmt.pytorch.traced_names",
     "register_op_library": "replayfmt.pytorch.op_libraries",
     "register_string_default": "replayfmt.pytorch.traced_names",
+    "request_capture": "replayfmt.recording.program.requests",
     "run": "replayfmt.replay.one_call",
     "scope": "replayfmt.recording.recorder",
 }
@@ -46,6 +49,7 @@ _HOME = {
 __all__ = [
     "Benchmarked",
     "Capture",
+    "CaptureRequests",
     "Op",
     "OpReplayError",
     "Ops",
@@ -63,6 +67,7 @@ __all__ = [
     "register_op_alias",
     "register_op_library",
     "register_string_default",
+    "request_capture",
     "run",
     "scope",
 ]

@@ -73,15 +73,18 @@ _COUNT = click.IntRange(min=0)
 @click.option("--module-scopes", is_flag=True, help="Make every call of an nn.Module a scope named by its path.")
 @click.option("--start-op", type=_COUNT, metavar="N", help="Record from the Nth op on, counted from 0.")
 @click.option("--stop-op", type=_COUNT, metavar="N", help="Record no op from the Nth on.")
-@click.option("--start-scope", metavar="NAME", help="Record from the first entry of this scope on.")
-@click.option("--stop-scope", metavar="NAME", help="Stop when this scope is left.")
+@click.option("--start-scope", metavar="NAME[#N]", help="Record from the first entry of this scope on, or from the "
+              "Nth, counted from 0.")
+@click.option("--stop-scope", metavar="NAME[#N]", help="Stop when this scope is left; with N, the Nth that began.")
+@click.option("--steps", metavar="A:B", help="Record the steps A up to, not including, B of a training loop, counted "
+              "from 0; either may be missing. A step ends when the step() of an optimizer returns.")
 @click.argument("program")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def cli(output: str, is_module: bool, force: bool, payload: str, files: tuple[str, ...], file_policy: str | None,
         file_validation: str | None, redact: bool, digests: str, audit: bool, compiled: str,
         opaque_results: tuple[str, ...], inside: tuple[str, ...], whole: tuple[str, ...], native: str | None,
         marks: tuple[str, ...], module_scopes: bool, start_op: int | None, stop_op: int | None, start_scope: str | None,
-        stop_scope: str | None, program: str, arguments: tuple[str, ...]) -> None:
+        stop_scope: str | None, steps: str | None, program: str, arguments: tuple[str, ...]) -> None:
     """Run PROGRAM with its ARGUMENTS and record its work into FILE.
 
     PROGRAM is a script, or with -m a module.
@@ -93,7 +96,7 @@ def cli(output: str, is_module: bool, force: bool, payload: str, files: tuple[st
         payload=payload, files=files, file_policy=file_policy, file_validation=file_validation, redact=redact,
         digests=digests, audit=audit, compiled=compiled, opaque_results=opaque_results, inside=inside, whole=whole,
         native=native, force=force, start_op=start_op, stop_op=stop_op, start_scope=start_scope,
-        stop_scope=stop_scope,
+        stop_scope=stop_scope, steps=steps,
     )
     captured = CapturedProgram(
         Program(program, arguments, is_module),

@@ -29,6 +29,10 @@ from .command import run_tool, tool
               help="text for people (the default), or one JSON object a line.")
 @click.option("--jq", "query", metavar="FILTER", help="Apply a jq filter to each row and print its results, as `jq -c` "
               "does. Implies --format=jsonl.")
+@click.option("-r", "--raw-output", "raw", is_flag=True, help="With --jq: print strings as they are, without quotes, "
+              "as `jq -r` does.")
+@click.option("-s", "--slurp", is_flag=True, help="With --jq: give the filter all rows at once, as one array, as "
+              "`jq -s` does.")
 @click.option("--ops", metavar="A:B", help="Only records with ordinals from A up to, not including, B. Either may be "
               "missing. Reads only the frames that hold them.")
 @click.option("--scope", "scopes", multiple=True, metavar="NAME", help="Only records inside the scopes of this name or "
@@ -44,14 +48,17 @@ from .command import run_tool, tool
 @click.option("--kernel-skeleton", metavar="ID|OPERATOR", help="Print a Python file to start a replacement of "
               "a kernel from, for --replay-kernel-substitution of other tools: of that id, or of that name (aten::mm, "
               "aten::mm.default).")
-def cli(capture: str, form: str | None, query: str | None, ops: str | None, scopes: tuple[str, ...],
-        kernels: tuple[str, ...], values: int, summary: bool, signatures: bool, kernel_skeleton: str | None) -> None:
+def cli(capture: str, form: str | None, query: str | None, raw: bool, slurp: bool, ops: str | None,
+        scopes: tuple[str, ...], kernels: tuple[str, ...], values: int, summary: bool, signatures: bool,
+        kernel_skeleton: str | None) -> None:
     """Show what is in CAPTURE.
 
     An incomplete capture is shown as far as it goes, and says so.
     """
     if query is not None and form == "text":
         raise UsageError("--jq works on rows: leave --format out, or give --format=jsonl")
+    if query is None and (raw or slurp):
+        raise UsageError(f"{'--raw-output' if raw else '--slurp'} is for --jq")
     if kernel_skeleton is not None and (summary or signatures or scopes or kernels
                                         or (form, query, ops) != (None,) * 3):
         raise UsageError(f"--kernel-skeleton={kernel_skeleton} prints a Python file; it goes with no other flag")
@@ -59,7 +66,7 @@ def cli(capture: str, form: str | None, query: str | None, ops: str | None, scop
         raise UsageError("--summary and --signatures print different things; give one of them")
     if summary and (ops is not None or scopes or kernels):
         raise UsageError("--summary is about the whole capture: leave --ops, --scope and --kernel out")
-    program = None if query is None else Query(query)
+    program = None if query is None else Query(query, raw=raw, slurp=slurp)
     start, stop = (0, None) if ops is None else parse_range(ops)
     selection = Selection(start, stop, scopes or None, kernels or None)
     reader = open_capture(capture)

@@ -8,11 +8,11 @@ import click
 
 GROUPS: dict[str, tuple[str, ...]] = {
     "Output": (
-        "--output", "--force", "--format", "--jq", "--verbose", "--report", "--benchmark-format", "--benchmark-out",
+        "--output", "--force", "--format", "--jq", "--raw-output", "--slurp", "--verbose", "--report", "--benchmark-format", "--benchmark-out",
     ),
     "What is selected": (
         "--ops", "--scope", "--kernel", "--signature", "--unique", "--partial", "--summary", "--signatures",
-        "--values", "--kernel-skeleton", "--start-op", "--stop-op", "--start-scope", "--stop-scope",
+        "--values", "--kernel-skeleton", "--start-op", "--stop-op", "--start-scope", "--stop-scope", "--steps",
         "--replay-scope", "--op-filter", "--op-limit", "--op-instances", "--group-by", "--top",
     ),
     "Scopes": ("--mark", "--module-scopes"),

@@ -130,6 +130,7 @@ class Core:
         self.closed = False  # nothing touches the file any more, nothing is reported
         self.failure: OpReplayError | None = None
         self.ops_seen = 0
+        self.progress = options.progress()
         self.stop_scope_left = False  # the scope after which nothing is recorded came to its end
         self.arrivals: Counter[str] = Counter()  # calls that came, of operators of other packages
         self.insides = Insides(options.inside, options.whole)
@@ -152,9 +153,21 @@ class Core:
     @_attempted
     def begins(self) -> bool:
         """Whether recording, if it has not begun, begins with what is about to happen. Ops decide for themselves."""
-        if self.implicit is not None and self.options.start_op is None and self.options.start_scope is None:
+        if self.implicit is not None and not (self.options.starts_late and self._waits()):
             self.resume()
         return self.on
+
+    def _waits(self) -> bool:
+        """Whether the start is still to come, which only ops, scopes and steps bring."""
+        return self.options.steps is None or self.progress.waits()
+
+    @_attempted
+    def step_ended(self) -> None:
+        """The step() of an optimizer returned. Where the next one is to be recorded, that begins with what it does: the
+        optimizer's own scope has ended then."""
+        with self.lock:
+            if not self.finished and self.progress.step_ended():
+                self.stop()
 
     def stop(self) -> None:
         """Nothing that happens from now on is recorded. Idempotent."""
@@ -378,7 +391,8 @@ class Core:
             if not self.on:
                 self.begins()
             scope = self.scopes.begin(name, user, token)
-            if name == self.options.start_scope and user and self.options.start_op is None:
+            scope.number = self.progress.scope_begun(name)
+            if user and self.options.start_op is None and self.progress.is_start(name, scope.number):
                 # Begun before recording was on, so it is recorded as the innermost open scope.
                 self.resume()
             return scope
@@ -401,6 +415,6 @@ class Core:
             return
         if any(scope.user for scope in left):
             self.settle()
-        if any(scope.name == self.options.stop_scope for scope in left):
+        if any(self.progress.is_stop(scope.name, scope.number) for scope in left):
             self.stop_scope_left = True
             self.stop()

@@ -12,6 +12,7 @@ from replayfmt.format.policies import OPAQUE_RESULTS
 from replayfmt.pytorch.opaque_results import OpaqueResults
 from replayfmt.pytorch.operators import is_pytorchs
 
+from .limits import ProgramProgress, parse_scope, parse_steps
 from .storages.known_files import expand, look_at
 
 PAYLOADS = ("full", "integers", "none")
@@ -20,6 +21,8 @@ FILE_VALIDATIONS = ("identity", "digest")
 DIGESTS = ("live", "ops", "none")
 COMPILED = ("keep", "eager")
 NATIVE = ("auto", "off")
+
+_LIMITS = ("start_op", "stop_op", "start_scope", "stop_scope")
 
 # A frame's worth: small enough to keep memory flat, large enough that encoding costs little an op.
 CHUNK_RECORDS = 16384
@@ -49,8 +52,10 @@ class CaptureOptions:
     `auto` counts the operators of threads that cannot be recorded, for which a library is built once, `off` does
     without; None: what the environment variable OPREPLAY_NATIVE says, or `auto`. `start_op` and `stop_op` count
     ops from 0; ops in [start_op, stop_op) are recorded. `start_scope` and `stop_scope` are scope names: recording
-    starts when the one is first entered, and stops for good when the other is first left after that. `force` overwrites
-    an existing file. `chunk_records`: records a frame.
+    starts when the one is first entered, and stops for good when the other is first left after that; `NAME#N` means the
+    scope of that name that begins as number N, counted from 0 and from the start of the capture. `steps`: `A:B` records
+    the steps A up to, not including, B of a training loop, counted from 0; a step ends when the `step()` of an
+    optimizer of PyTorch returns. `force` overwrites an existing file. `chunk_records`: records a frame.
     """
 
     payload: str = "full"
@@ -69,6 +74,7 @@ class CaptureOptions:
     stop_op: int | None = None
     start_scope: str | None = None
     stop_scope: str | None = None
+    steps: str | None = None
     force: bool = False
     chunk_records: int = CHUNK_RECORDS
 
@@ -105,8 +111,19 @@ class CaptureOptions:
                 raise UsageError(f"{name}={value!r} must be a count of ops, 0 or more")
         if self.start_op is not None and self.stop_op is not None and self.stop_op <= self.start_op:
             raise UsageError(f"stop_op={self.stop_op} leaves nothing to record after start_op={self.start_op}")
+        self._check_limits()
         if type(self.chunk_records) is not int or not 1 <= self.chunk_records <= 1 << 20:
             raise UsageError(f"chunk_records={self.chunk_records!r} must be between 1 and {1 << 20}")
+
+    def _check_limits(self) -> None:
+        others = [name for name in _LIMITS if getattr(self, name) is not None]
+        if self.steps is not None:
+            parse_steps(self.steps)
+            if others:
+                raise UsageError(f"steps and {others[0]} both say what to record; give one of them")
+        for name in ("start_scope", "stop_scope"):
+            if getattr(self, name) == "":
+                raise UsageError(f"{name}='' is no name of a scope")
 
     def _check_operators(self) -> None:
         for option in ("inside", "whole"):
@@ -146,12 +163,18 @@ class CaptureOptions:
     @property
     def limited(self) -> bool:
         """Whether only a part of the program is recorded."""
-        return any(value is not None for value in (self.start_op, self.stop_op, self.start_scope, self.stop_scope))
+        return any(getattr(self, name) is not None for name in (*_LIMITS, "steps"))
+
+    def progress(self) -> ProgramProgress:
+        """Where a program is that has not begun."""
+        start, stop = (None if text is None else parse_scope(text) for text in (self.start_scope, self.stop_scope))
+        return ProgramProgress(None if self.steps is None else parse_steps(self.steps), start, stop)
 
     @property
     def starts_late(self) -> bool:
         """Whether the program runs for a while before anything is recorded."""
-        return self.start_op is not None or self.start_scope is not None
+        late_step = self.steps is not None and parse_steps(self.steps).start > 0
+        return late_step or self.start_op is not None or self.start_scope is not None
 
     def policies(self) -> dict[str, Any]:
         """What the session says of these options: those that decide what the capture holds."""
@@ -165,7 +188,7 @@ class CaptureOptions:
             "compiled": self.compiled,
         }
         stated |= {name: " ".join(getattr(self, name)) for name in ("inside", "whole") if getattr(self, name)}
-        for name in ("start_op", "stop_op", "start_scope", "stop_scope"):
+        for name in (*_LIMITS, "steps"):
             if getattr(self, name) is not None:
                 stated[name] = getattr(self, name)
         if self.opaque_results:

@@ -15,6 +15,8 @@ from queue import Empty
 from typing import Any, TypeVar
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.hooks import RemovableHandle
 
 from replayfmt.errors import CaptureFailed, NothingCaptured
 from replayfmt.format.codes import RecordKind
@@ -70,6 +72,7 @@ class Recorder:
         self._closed = False
         self._forked = False
         self._implicit_scope = implicit_scope
+        self._step_hook: RemovableHandle | None = None
         self._termination = Termination(self._close_for_signal)
 
     # -------------------------------------------------------------------------------------------------------- lifecycle
@@ -106,8 +109,10 @@ class Recorder:
             patches.install()
         if self._implicit_scope is not None:
             self._core.implicit = ImplicitScope(self._implicit_scope)
-        elif not self.options.limited or (self.options.start_op is None and self.options.start_scope is None):
+        elif not self.options.starts_late:
             self._core.resume()
+        if self.options.steps is not None:
+            self._step_hook = register_optimizer_step_post_hook(self._step_ended)
         self._termination.install(only_default=True)
         self._threads.install()
         self._flusher = threading.Thread(target=self._flush_loop, name=FLUSHING, daemon=True)
@@ -148,7 +153,7 @@ class Recorder:
         summary = core.writer.summary
         if summary is None or summary.records.get(RecordKind.op):
             return
-        limits = " between start_op or start_scope and stop_op or stop_scope" if self.options.limited else ""
+        limits = " within the limits of what is to be recorded" if self.options.limited else ""
         what = f"{self.path}: no op was captured{limits}"
         if summary.unsupported:
             raise NothingCaptured(what, "the file was kept for what it says is unsupported")
@@ -159,6 +164,8 @@ class Recorder:
         """Undo everything that recording changed in the process; the first problem where something resists."""
         first = None
         steps = [self._termination.remove]
+        if self._step_hook is not None:
+            steps.append(self._step_hook.remove)
         if self._threads is not None:
             steps.append(self._threads.remove)
         steps += [patches.remove for patches in self._patches]
@@ -215,6 +222,9 @@ class Recorder:
             return []
         found = OpaqueResults(self.options.opaque_results).unmatched(core.calls.operators)
         found += core.insides.unmatched()
+        steps = core.progress.unmatched()
+        if steps is not None:
+            found.append(steps)
         if scope is not None and not core.stop_scope_left:
             found.append(f"--stop-scope={scope}: no scope of that name was left while recording; all that followed is "
                          "recorded")
@@ -260,6 +270,12 @@ class Recorder:
             entered = core.attempt(core.scopes.find, lambda entry: entry.token == "module" and entry.name == name)
             if entered is not None:
                 core.scope_end(entered)
+
+    def _step_ended(self, *_step: Any) -> None:
+        core = self._running()
+        if core is not None:
+            with self.paused():
+                core.step_ended()
 
     def _running(self) -> Core | None:
         core = self._core

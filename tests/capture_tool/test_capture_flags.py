@@ -111,6 +111,31 @@ print(x.sum().item())
     assert imports == {(): [], ("--audit",): ["outside_write"]}
 
 
+LOOP = """
+import sys, torch
+weight = torch.zeros(3, requires_grad=True)
+optimizer = torch.optim.SGD([weight], lr=0.1)
+for number in range(int(sys.argv[1])):
+    optimizer.zero_grad()
+    (weight * torch.full((3,), float(number))).sum().backward()
+    optimizer.step()
+"""
+
+
+def test_steps_of_a_training_loop_are_recorded_and_steps_that_never_came_are_said(tmp_path):
+    (tmp_path / "loop.py").write_text(LOOP)
+    done = capture(tmp_path, "-o", "steps.opreplay", "--steps=10:12", "loop.py", "20")
+    assert done.returncode == 0, done.stderr
+    captured = Captured(tmp_path / "steps.opreplay")
+    assert captured.op_names.count("aten::full.default") == 2
+    assert {path.partition("/")[0] for path in captured.scope_paths} == {"execute"}
+    assert captured.session.policies["steps"] == "10:12"
+    done = capture(tmp_path, "-o", "late.opreplay", "--steps=10:12", "loop.py", "11")
+    assert done.returncode == 1
+    assert "--steps=10:12: 11 steps ended; a step ends when the step() of an optimizer" in done.stderr
+    assert "--start-scope=NAME#N" in done.stderr
+
+
 def test_start_and_stop_limit_what_is_recorded(folder, ordinary):
     everything = ordinary[2].op_names
     assert capture(folder, "-o", "part.opreplay", "--start-op=10", "--stop-op=25", "train.py").returncode == 0

@@ -149,3 +149,15 @@ def test_output_is_utf_8_whatever_the_locale(every: Path) -> None:
     environment = {"LC_ALL": "C", "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0", "PATH": ""}
     ran = subprocess.run(command, capture_output=True, env=environment, timeout=600)
     assert ran.returncode == 0 and 'say "é"' in ran.stdout.decode()
+
+
+def test_raw_and_slurped_queries_make_lines_for_other_tools(run: Run, plain: Path) -> None:
+    filter_ = 'map(select(.kind == "op")) | group_by(.op)[] | [.[0].op, length] | @tsv'
+    done = run("--jq", filter_, "-r", "-s", plain)
+    assert done.code == 0, done.error
+    counts = [line.split("\t") for line in done.output.splitlines()]
+    assert sum(int(count) for _name, count in counts) == 100
+    assert run("--jq", filter_, "--raw-output", "--slurp", plain).output == done.output
+    for flag in ("-r", "-s"):
+        wrong = run(flag, plain)
+        assert wrong.code == 2 and "is for --jq" in wrong.error

@@ -27,6 +27,29 @@ def test_a_filter_is_applied_to_each_row_and_may_give_any_number_of_results() ->
     assert ask("{b, a: .a}", '{"a":"é","b":null}\n') == ['{"b":null,"a":"é"}']
 
 
+def test_raw_output_prints_strings_as_they_are_but_for_what_a_terminal_would_act_on() -> None:
+    def raw(text: str, row: str) -> str:
+        return "".join(Query(text, raw=True).apply([row + "\n"]))
+
+    assert raw(".a, .b, .c", '{"a":"x y","b":[1,"z"],"c":null}') == 'x y\n[1,"z"]\nnull\n'
+    assert raw("[.a, .b] | @tsv", '{"a":1,"b":"two"}') == "1\ttwo\n"
+    assert raw('[.a, .b] | join("\\n")', '{"a":"1","b":"2"}') == "1\n2\n"
+    hostile = raw(".a", json.dumps({"a": "\x1b[31mred\x00\u202e"}))
+    assert hostile.removesuffix("\n").isprintable() and "31mred" in hostile
+
+
+def test_slurp_gives_the_filter_all_rows_at_once() -> None:
+    def slurped(text: str, *chunks: str, raw: bool = False) -> list[str]:
+        return "".join(Query(text, raw=raw, slurp=True).apply(chunks)).splitlines()
+
+    assert slurped("map(.a) | add", '{"a":1}\n{"a":2}\n', '{"a":4}\n') == ["7"]
+    assert slurped("length", "") == ["0"]
+    assert slurped("group_by(.op)[] | [.[0].op, length] | @tsv", '{"op":"b"}\n{"op":"a"}\n{"op":"b"}\n',
+                   raw=True) == ["a\t1", "b\t2"]
+    with pytest.raises(FilterFailed, match=r"failed on the array of all rows: \[{"):
+        slurped("map(.a + 1 | error)", '{"a":1}\n')
+
+
 def test_numbers_are_printed_by_jq_itself_without_loss() -> None:
     results = ask("nan, infinite, -infinite, [1e300, 100, 0.1]", "1")
     assert results[:3] == ["null", "1.7976931348623157e+308", "-1.7976931348623157e+308"]

@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch.optim.optimizer import _global_optimizer_post_hooks
 
 import replayfmt
-from replayfmt.errors import UsageError
+from replayfmt.errors import NothingCaptured, UsageError
 from replayfmt.format.codes import RecordKind
+from replayfmt.recording.options import CaptureOptions
 
 from .conftest import Capture, Captured
 
@@ -120,6 +122,79 @@ def test_recording_can_be_limited_to_some_scopes(capture: Capture) -> None:
         "step 2: aten::zeros",
         "<step 2",
     ]
+
+
+def named_alike(count: int) -> None:
+    """Scopes of one name, with another one around it that ends with it."""
+    for number in range(count):
+        with replayfmt.scope("round"), replayfmt.scope("step"):
+            torch.full((number + 1,), 0.0)
+
+
+def sizes(captured: Captured) -> list[int]:
+    """The lengths of what `full` made."""
+    return [record.results[0].meta.sizes[0] for record in captured.records(RecordKind.op)]
+
+
+def test_the_nth_scope_of_a_name_starts_and_stops_recording(capture: Capture) -> None:
+    captured = capture(lambda: named_alike(6), start_scope="step#2", stop_scope="step#3", digests="ops")
+    assert sizes(captured) == [3, 4]
+    assert outline(captured)[0] == ">round" and outline(captured)[-1] == "<round"
+    assert captured.reader.session.policies["start_scope"] == "step#2"
+    assert sizes(capture(lambda: named_alike(6), start_scope="step#4")) == [5, 6]
+    assert sizes(capture(lambda: named_alike(6), stop_scope="round#1")) == [1, 2]
+    assert sizes(capture(lambda: named_alike(6), start_scope="step#2", stop_scope="step")) == [3]
+    assert sizes(capture(lambda: named_alike(4), start_scope="step#1", start_op=2)) == [3, 4]
+    captured.replays()
+
+
+def test_a_scope_whose_name_ends_in_a_number_is_still_named_by_it(capture: Capture) -> None:
+    def program() -> None:
+        for number in range(2):
+            with replayfmt.scope("block#1"):
+                torch.full((number + 1,), 0.0)
+
+    assert sizes(capture(program, start_scope="block#1#1")) == [2]
+    with pytest.raises(NothingCaptured):
+        capture(program, start_scope="block#1")    # the second scope called `block`
+
+
+def train(steps: int) -> None:
+    weight = torch.zeros(3, requires_grad=True)
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    for number in range(steps):
+        optimizer.zero_grad()
+        (weight * torch.full((3,), float(number))).sum().backward()
+        optimizer.step()
+
+
+def fills(captured: Captured) -> list[float]:
+    """Which steps of `train` were recorded."""
+    return [record.argument("fill_value") for record in captured.records(RecordKind.op)
+            if captured.reader.kernels[record.signature.kernel].name == "aten::full"]
+
+
+def test_the_steps_of_a_training_loop_are_counted_by_its_optimizer(capture: Capture) -> None:
+    captured = capture(lambda: train(6), steps="2:4", digests="ops")
+    assert fills(captured) == [2.0, 3.0]
+    assert captured.reader.session.policies["steps"] == "2:4"
+    captured.replays()
+    assert fills(capture(lambda: train(3), steps="1:")) == [1.0, 2.0]
+    assert fills(capture(lambda: train(3), steps=":1")) == [0.0]
+    assert not _global_optimizer_post_hooks, "the hook is gone with the capture"
+
+
+def test_a_step_that_does_not_come_leaves_no_capture(capture: Capture) -> None:
+    with pytest.raises(NothingCaptured, match="within the limits of what is to be recorded"):
+        capture(lambda: train(2), steps="5:6")
+
+
+@pytest.mark.parametrize("options", [{"steps": "3"}, {"steps": ":"}, {"steps": "4:4"}, {"steps": "a:b"}, {"steps": 3},
+                                     {"steps": "1:2", "start_op": 1}, {"steps": "1:2", "stop_scope": "x"},
+                                     {"start_scope": ""}])
+def test_wrong_limits_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match="steps|start_scope"):
+        CaptureOptions(**options)
 
 
 def test_what_was_made_before_the_start_enters_as_content(capture: Capture) -> None:

@@ -152,15 +152,16 @@ class RecordingMode(TorchDispatchMode):
             if core.finished:
                 return False
             core.ops_seen += 1
-            waits_for_scope = options.start_scope is not None and not self._inside(options.start_scope)
-            if waits_for_scope or core.ops_seen <= (options.start_op or 0):
+            waits_for_scope = options.start_scope is not None and not self._inside_start()
+            if waits_for_scope or core.progress.waits() or core.ops_seen <= (options.start_op or 0):
                 return False
             core.ops_seen -= 1
             core.resume()
             return core.on
 
-    def _inside(self, name: str) -> bool:
-        return self.core.scopes.find(lambda scope: scope.name == name) is not None
+    def _inside_start(self) -> bool:
+        progress = self.core.progress
+        return self.core.scopes.find(lambda scope: progress.is_start(scope.name, scope.number)) is not None
 
     def _ends(self) -> bool:
         """While ops are counted: whether this op is past the last one to record."""

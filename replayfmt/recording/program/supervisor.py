@@ -248,7 +248,7 @@ class CapturedProgram:
         return text
 
     def _about_nothing(self, nothing: NothingCaptured) -> str:
-        limits = " between --start-op or --start-scope and --stop-op or --stop-scope" if self._options.limited else ""
+        limits = " within the limits of what is to be recorded" if self._options.limited else ""
         return f"no op was captured{limits}; {self._children.sentence()}{self._about_children()}; {nothing.file}"
 
     def _about_children(self) -> str:

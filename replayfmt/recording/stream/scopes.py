@@ -21,12 +21,14 @@ from .records import Records
 
 @dataclass
 class OpenScope:
-    """A scope that is open. `user`: opened by the program itself, so digests are taken at its end."""
+    """A scope that is open. `user`: opened by the program itself, so digests are taken at its end. `number`: which one
+    of its name it is, where that matters."""
 
     name: str
     id: int
     user: bool
     token: Any = None
+    number: int = -1
 
 
 class Contexts(dict[int, int]):

@@ -1,0 +1,179 @@
+"""Captures of a process that runs, as somebody asks for them: `replayfmt.request_capture`.
+
+A thread of its own waits for the signal, or looks for the file, and starts and ends captures: not the signal handler,
+which may come in the middle of anything. What happens is said in a line on stderr, and no failure of a capture reaches
+the program.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import signal as signals
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from queue import Empty, SimpleQueue
+from types import FrameType
+from typing import Any
+
+from replayfmt.errors import CaptureFailed, NothingCaptured, OpReplayError, UsageError
+from replayfmt.format.printable import printable
+
+from ..options import CaptureOptions
+from ..recorder import Recorder
+from .supervisor import output_path
+from .termination import Termination
+
+_LOOK_PERIOD_S = 0.2
+
+
+class CaptureRequests:
+    """Starts and ends captures of this process. Made by `request_capture`.
+
+    `path` may have `{number}`, which counts the captures from 0, `{rank}` and `{pid}`. Close it to put everything back;
+    a capture that is running then is ended, as it is when the process exits.
+    """
+
+    def __init__(self, path: str, options: CaptureOptions, signal: int | None, file: str | None,
+                 say: Callable[[str], None]) -> None:
+        self._template, self._options, self._signal, self._file, self._say = path, options, signal, file, say
+        self._lock = threading.RLock()
+        self._recorder: Recorder | None = None
+        self._path = ""
+        self._count = 0
+        self._pid = os.getpid()
+        self._closed = False
+        # What is put there wakes the thread. Not an Event: see Core.wake.
+        self._asked: SimpleQueue[bool] = SimpleQueue()
+        self._previous: Any = None
+        self._termination = Termination(self.close)
+        self._thread = threading.Thread(target=self._serve, name="opreplay requests", daemon=True)
+
+    def install(self) -> None:
+        """Begin to listen. Raises UsageError where the signal cannot be handled."""
+        if self._signal is not None:
+            try:
+                self._previous = signals.signal(self._signal, self._handle)
+            except (ValueError, OSError) as error:
+                raise UsageError(f"signal={self._signal}: cannot be handled: {error}; call request_capture in the main "
+                                 "thread, with a signal such as signal.SIGUSR1") from None
+        self._termination.install(only_default=True)
+        atexit.register(self.close)
+        self._thread.start()
+
+    # --------------------------------------------------------------------------------------------------- in the program
+
+    @property
+    def path(self) -> str | None:
+        """The file that is being written; None where nothing is recorded."""
+        with self._lock:
+            return None if self._recorder is None else self._path
+
+    def start(self) -> str:
+        """Start a capture; its path. Raises CaptureFailed where one is running or cannot be started, OutputExists,
+        UsageError."""
+        with self._lock:
+            if self._recorder is not None:
+                raise CaptureFailed(f"{self._path}: this capture is still running; end it first")
+            if self._closed:
+                raise CaptureFailed("these requests are closed; call request_capture again")
+            path = output_path(self._template, dict(os.environ), self._pid).replace("{number}", str(self._count))
+            recorder = Recorder(os.path.abspath(path), self._options)
+            recorder.start()
+            self._recorder, self._path, self._count = recorder, path, self._count + 1
+            return path
+
+    def stop(self) -> str:
+        """End the capture that is running; its path. Raises NothingCaptured where no op was recorded, CaptureFailed
+        where none is running or the file could not be completed."""
+        with self._lock:
+            recorder, self._recorder = self._recorder, None
+            if recorder is None:
+                raise CaptureFailed("no capture is running; start one first")
+            recorder.close()
+            return self._path
+
+    def close(self) -> None:
+        """Listen no more, and end a capture that is running. Idempotent, and nothing in a forked child."""
+        if self._closed or os.getpid() != self._pid:
+            return
+        with self._lock:
+            self._closed = True
+            running = self._recorder is not None
+        if running:
+            self._attempt(self._stop_and_say)
+        self._asked.put(False)
+        atexit.unregister(self.close)
+        self._termination.remove()
+        main = threading.current_thread() is threading.main_thread()
+        if main and self._signal is not None and signals.getsignal(self._signal) == self._handle:
+            signals.signal(self._signal, self._previous)
+
+    # ----------------------------------------------------------------------------------------------------- from outside
+
+    def _handle(self, _number: int, _frame: FrameType | None) -> None:
+        self._asked.put(True)
+
+    def _serve(self) -> None:
+        wanted = False
+        while not self._closed:
+            try:
+                toggled = self._asked.get(timeout=_LOOK_PERIOD_S if self._file is not None else None)
+            except Empty:
+                toggled = False
+            if self._closed:
+                return
+            if toggled:
+                self._attempt(self._start_and_say if self.path is None else self._stop_and_say)
+            if self._file is not None and os.path.exists(self._file) is not wanted:
+                wanted = not wanted
+                if wanted is (self.path is None):
+                    self._attempt(self._start_and_say if wanted else self._stop_and_say)
+
+    def _attempt(self, step: Callable[[], None]) -> None:
+        """Do it, and say what is wrong where it fails."""
+        try:
+            step()
+        except NothingCaptured as error:
+            self._say(f"opreplay: {error}")
+        except OpReplayError as error:
+            self._say(f"opreplay: {error.status}: {error}")
+        except Exception as error:
+            self._say(f"opreplay: {CaptureFailed.status}: the capture failed: {error!r}")
+
+    def _start_and_say(self) -> None:
+        self._say(f"opreplay: capture to {self.start()} begins")
+
+    def _stop_and_say(self) -> None:
+        self._say(f"opreplay: capture to {self.stop()} is complete")
+
+
+def request_capture(path: str | os.PathLike[str], *, signal: int | None = None,
+                    file: str | os.PathLike[str] | None = None, on_event: Callable[[str], None] | None = None,
+                    **options: Any) -> CaptureRequests:
+    """Let somebody start and end captures of this process while it runs: a server, for instance.
+
+    With `signal` (`signal.SIGUSR1`) each such signal starts a capture, or ends the one that is running; call it in the
+    main thread then. With `file` a capture runs while a file of that name exists: it is looked for five times a second.
+    Without either, `start()` and `stop()` of what is returned do it. `path` may have `{number}`, which counts the
+    captures from 0, `{rank}` and `{pid}`; `options` are those of CaptureOptions. `on_event` is called, from another
+    thread, with a line for each capture that begins, is complete, or fails; it is printed on stderr otherwise.
+
+    Raises UsageError for options that do not exist or a signal that cannot be handled.
+    """
+    try:
+        made = CaptureOptions(**options)
+    except TypeError as error:
+        raise UsageError(f"request_capture: {error}") from None
+    requests = CaptureRequests(os.fspath(path), made, None if signal is None else int(signal),
+                               None if file is None else os.path.abspath(os.fspath(file)), on_event or _print)
+    output_path(os.fspath(path), dict(os.environ), os.getpid())      # what is wrong with it is said now
+    requests.install()
+    return requests
+
+
+def _print(text: str) -> None:
+    with suppress(Exception):       # the program's own stderr may refuse it
+        print(printable(text), file=sys.stderr, flush=True)

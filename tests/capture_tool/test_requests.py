@@ -1,0 +1,208 @@
+"""Captures of a running process: started and ended by a signal, by a file, or by the program, as often as wanted."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+import pytest
+import torch
+
+import replayfmt
+from replayfmt.errors import CaptureFailed, NothingCaptured, UsageError
+
+# Answers each line on stdin with the number that it computed. Its work is done by a thread that was there before.
+SERVER = """
+import os, signal, sys
+from concurrent.futures import ThreadPoolExecutor
+import torch
+import replayfmt
+
+weight = torch.arange(4.0)
+pool = ThreadPoolExecutor(1)
+
+def work(number):
+    with replayfmt.scope("request"):
+        return (weight * number).sum().item()
+
+pool.submit(work, 0).result()
+replayfmt.request_capture("{number}.opreplay", digests="ops", %s)
+print("ready", flush=True)
+for line in iter(sys.stdin.readline, ""):
+    print(pool.submit(work, int(line)).result(), flush=True)
+"""
+
+
+class Server:
+    """The server in a process. Nothing is waited for but lines that it prints."""
+
+    def __init__(self, folder: Path, how: str) -> None:
+        (folder / "server.py").write_text(textwrap.dedent(SERVER % how))
+        self.folder = folder
+        self.process = subprocess.Popen([sys.executable, "server.py"], cwd=folder, text=True, stdin=subprocess.PIPE,
+                                        stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        assert self.process.stdout is not None and self.process.stderr is not None
+        assert self.process.stdout.readline() == "ready\n", self.process.stderr.read()
+
+    def ask(self, number: int) -> None:
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.process.stdin.write(f"{number}\n")
+        self.process.stdin.flush()
+        assert float(self.process.stdout.readline()) == 6.0 * number
+
+    def says(self, text: str) -> None:
+        """Wait for a line on stderr."""
+        assert self.process.stderr is not None
+        assert self.process.stderr.readline() == f"opreplay: {text}\n"
+
+    def requests(self, name: str) -> list[float]:
+        """What was asked while a capture was made, which replays."""
+        path = self.folder / name
+        assert replayfmt.run(path, verify="bitwise").outcome == "ok"
+        with replayfmt.open(path) as capture:
+            assert set(capture.scopes) == {"request"}
+            return [op.inputs()["other"] for op in capture.ops.values() if op.kernel.name == "aten::mul"]
+
+    def close(self) -> int:
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        return self.process.wait(600)
+
+
+@pytest.fixture
+def server(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Server]:
+    server = Server(tmp_path, request.param)
+    yield server
+    server.process.kill()
+    with server.process:
+        pass        # waits, and closes the pipes
+
+
+@pytest.mark.parametrize("server", ["signal=signal.SIGUSR1"], indirect=True)
+def test_a_signal_starts_a_capture_and_another_one_ends_it(server: Server) -> None:
+    server.ask(1)
+    for number, asked in enumerate(([2, 3], [5])):
+        server.process.send_signal(signal.SIGUSR1)
+        server.says(f"capture to {number}.opreplay begins")
+        for each in asked:
+            server.ask(each)
+        server.process.send_signal(signal.SIGUSR1)
+        server.says(f"capture to {number}.opreplay is complete")
+        server.ask(4)
+        assert server.requests(f"{number}.opreplay") == asked
+    server.process.send_signal(signal.SIGUSR1)
+    server.says("capture to 2.opreplay begins")
+    server.process.send_signal(signal.SIGUSR1)
+    server.says("2.opreplay: no op was captured; this process ran no PyTorch operator; the empty file was removed"
+                .replace("2.opreplay", str(server.folder / "2.opreplay"), 1))
+    server.process.send_signal(signal.SIGUSR1)
+    server.says("capture to 3.opreplay begins")
+    server.ask(7)
+    assert server.close() == 0
+    server.says("capture to 3.opreplay is complete")
+    assert server.requests("3.opreplay") == [7]
+    assert not list(server.folder.glob("*.partial"))
+
+
+@pytest.mark.parametrize("server", ["file='please'"], indirect=True)
+def test_a_capture_runs_while_the_file_is_there_and_sigterm_completes_it(server: Server) -> None:
+    server.ask(1)
+    (server.folder / "please").touch()
+    server.says("capture to 0.opreplay begins")
+    server.ask(2)
+    (server.folder / "please").unlink()
+    server.says("capture to 0.opreplay is complete")
+    server.ask(3)
+    assert server.requests("0.opreplay") == [2]
+    (server.folder / "please").touch()
+    server.says("capture to 1.opreplay begins")
+    server.ask(4)
+    server.process.terminate()
+    server.says("capture to 1.opreplay is complete")
+    assert server.process.wait(600) == 128 + signal.SIGTERM
+    assert server.requests("1.opreplay") == [4]
+
+
+class Events:
+    """Lines that were said, one after the other."""
+
+    def __init__(self) -> None:
+        self._lines: SimpleQueue[str] = SimpleQueue()
+        self.say = self._lines.put
+
+    def next(self) -> str:
+        return self._lines.get(timeout=600)
+
+
+def test_the_program_itself_may_start_and_end_captures(tmp_path: Path) -> None:
+    events = Events()
+    requests = replayfmt.request_capture(tmp_path / "{number}.{pid}.opreplay", on_event=events.say)
+    try:
+        assert requests.path is None
+        with pytest.raises(CaptureFailed, match="no capture is running"):
+            requests.stop()
+        first = requests.start()
+        assert first == str(tmp_path / f"0.{os.getpid()}.opreplay") == requests.path
+        with pytest.raises(CaptureFailed, match="still running"):
+            requests.start()
+        torch.ones(2).add(1)
+        assert requests.stop() == first
+        assert replayfmt.run(first).outcome == "ok"
+        requests.start()
+        with pytest.raises(NothingCaptured):
+            requests.stop()
+        requests.start()
+        torch.ones(1)
+    finally:
+        requests.close()
+    assert events.next() == f"opreplay: capture to {tmp_path}/2.{os.getpid()}.opreplay is complete"
+    with pytest.raises(CaptureFailed, match="closed"):
+        requests.start()
+
+
+def test_what_cannot_be_captured_is_said_and_the_program_goes_on(tmp_path: Path) -> None:
+    events, please, out = Events(), tmp_path / "please", tmp_path / "one.opreplay"
+    out.write_text("what was there before")
+    requests = replayfmt.request_capture(out, file=please, on_event=events.say)
+    try:
+        please.touch()
+        assert events.next().startswith(f"opreplay: FAILED_PRECONDITION: {out}: exists already")
+        assert torch.ones(2).sum().item() == 2 and out.read_text() == "what was there before"
+    finally:
+        requests.close()
+
+
+@pytest.mark.parametrize(("options", "said"), [({"payload": "some"}, "payload='some'"), ({"nothing": 1}, "nothing"),
+                                               ({"signal": signal.SIGKILL}, "cannot be handled")])
+def test_wrong_options_are_refused_at_once(tmp_path: Path, options: dict[str, Any], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        replayfmt.request_capture(tmp_path / "x.opreplay", **options)
+
+
+def test_a_signal_is_for_the_main_thread_and_its_handler_is_put_back(tmp_path: Path) -> None:
+    caught: list[BaseException] = []
+
+    def elsewhere() -> None:
+        try:
+            replayfmt.request_capture(tmp_path / "x.opreplay", signal=signal.SIGUSR1)
+        except UsageError as error:
+            caught.append(error)
+
+    thread = threading.Thread(target=elsewhere)
+    thread.start()
+    thread.join()
+    assert "main thread" in str(caught[0])
+    before = signal.getsignal(signal.SIGUSR1)
+    requests = replayfmt.request_capture(tmp_path / "x.opreplay", signal=signal.SIGUSR1)
+    assert signal.getsignal(signal.SIGUSR1) != before
+    requests.close()
+    requests.close()
+    assert signal.getsignal(signal.SIGUSR1) == before
