@@ -99,6 +99,10 @@ def say(text: str, *, err: bool = False) -> None:
     click.echo(printable(text), err=err)
 
 
+class TorchMissing(OpReplayError):
+    """What a tool was asked for needs PyTorch."""
+
+
 class OutputFailed(OpReplayError):
     """Stdout cannot be written: the disk it goes to is full, for instance."""
 
@@ -179,4 +183,10 @@ def run_tool(command: click.Command, *, own_streams: bool = True) -> None:
             _discard(sys.stdout)
         report(error)
         code = error.exit_code
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        report(TorchMissing(f"{command.name} needs PyTorch here, which is not installed: pip install torch; "
+                            "opreplay-dump and opreplay-check do without"))
+        code = TorchMissing.exit_code
     sys.exit(code or 0)

@@ -8,7 +8,8 @@ import click
 
 GROUPS: dict[str, tuple[str, ...]] = {
     "Output": (
-        "--output", "--force", "--format", "--jq", "--raw-output", "--slurp", "--verbose", "--report", "--benchmark-format", "--benchmark-out",
+        "--output", "--force", "--format", "--jq", "--raw-output", "--slurp", "--verbose", "--report",
+        "--benchmark-format", "--benchmark-out",
     ),
     "What is selected": (
         "--ops", "--scope", "--kernel", "--signature", "--unique", "--partial", "--summary", "--signatures",
