@@ -24,7 +24,7 @@ PIP_INSTALL = $(BIN)/pip install --quiet --disable-pip-version-check -c constrai
 # The generated bindings are compared byte by byte with what this flatc makes; other versions differ.
 FLATC         ?= flatc
 FLATC_VERSION := flatc version 2.0.8
-GENERATED     := replayfmt/format/generated
+GENERATED     := tests/format/generated
 
 .PHONY: demo test serving fuzz bench lint schema picture help
 help:
@@ -97,7 +97,7 @@ schema:
 	echo "make schema needs '$(FLATC_VERSION)' (Debian 12: apt-get install flatbuffers-compiler)" >&2; \
 	echo "and found '$$found' as $(FLATC); name another one with FLATC=..." >&2; exit 1; }
 	rm -rf build/schema && mkdir -p build/schema
-	$(FLATC) --python -o build/schema schema/opreplay.fbs
+	$(FLATC) --python -o build/schema/tests schema/opreplay.fbs
 	rm build/schema/$(GENERATED)/__init__.py
 	find $(GENERATED) -name '*.py' ! -name __init__.py -delete
 	cp build/schema/$(GENERATED)/*.py $(GENERATED)/

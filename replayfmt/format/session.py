@@ -7,14 +7,11 @@ import math
 import re
 from typing import Any
 
-import flatbuffers
-
 from replayfmt.errors import InvalidCapture
 
 from .container import flat
+from .container.building import build
 from .container.layouts import HEAD
-from .definitions.tables_output import camel, string_vector
-from .generated import Head, KeyValue
 from .model import Session
 
 _UUID = re.compile(r"[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}")
@@ -26,41 +23,23 @@ def encode_session(session: Session) -> memoryview:
     """The Head body. Raises ValueError where the session cannot be stored."""
     if not _UUID.fullmatch(session.session_id):
         raise ValueError(f"session_id {session.session_id!r} is not a lower-case UUID with dashes")
-    builder = flatbuffers.Builder(1024)
 
-    def text(value: str) -> int:
-        return builder.CreateString(value.encode(errors="backslashreplace"))
+    def text(value: str) -> bytes:
+        return value.encode(errors="backslashreplace")
 
-    def vector(places: list[int]) -> int:
-        builder.StartVector(4, len(places), 4)
-        for place in reversed(places):
-            builder.PrependUOffsetTRelative(place)
-        return int(builder.EndVector())
-
-    def pair(key: str, value: Any) -> int:
+    def pair(key: str, value: Any) -> tuple[bytes, bytes]:
         if not (value is None or isinstance(value, bool | int | float | str)):
             raise ValueError(f"session value {key!r} is {value!r}; only JSON scalars can be stored")
-        places = text(key), text(json.dumps(value))
-        KeyValue.Start(builder)
-        KeyValue.AddKey(builder, places[0])
-        KeyValue.AddValue(builder, places[1])
-        return int(KeyValue.End(builder))
+        return text(key), text(json.dumps(value))
 
-    pairs = {name: vector([pair(k, v) for k, v in getattr(session, name).items()]) for name in _PAIRS}
-    argv = string_vector(builder, [argument.encode(errors="backslashreplace") for argument in session.argv])
-    texts = {name: text(getattr(session, name)) for name in _TEXTS if getattr(session, name) is not None}
-    identity = text(session.session_id), text(session.producer), text(session.producer_version)
-    Head.Start(builder)
-    Head.AddSessionId(builder, identity[0])
-    Head.AddProducer(builder, identity[1])
-    Head.AddProducerVersion(builder, identity[2])
-    Head.AddCreatedUnixNs(builder, session.created_unix_ns)
-    for name, place in {**texts, **pairs, "argv": argv}.items():
-        getattr(Head, f"Add{camel(name)}")(builder, place)
-    Head.AddRank(builder, session.rank)
-    Head.AddWorldSize(builder, session.world_size)
-    builder.Finish(Head.End(builder))
-    return memoryview(builder.Bytes)[builder.Head():]
+    return build(HEAD, {
+        "session_id": text(session.session_id), "producer": text(session.producer),
+        "producer_version": text(session.producer_version), "created_unix_ns": session.created_unix_ns,
+        **{name: text(getattr(session, name)) for name in _TEXTS if getattr(session, name) is not None},
+        **{name: [pair(*each) for each in getattr(session, name).items()] for name in _PAIRS},
+        "argv": [text(argument) for argument in session.argv],
+        "rank": session.rank, "world_size": session.world_size,
+    })
 
 
 def decode_session(body: bytes, where: str) -> Session:

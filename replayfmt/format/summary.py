@@ -8,16 +8,14 @@ from __future__ import annotations
 
 from typing import Protocol
 
-import flatbuffers
 import numpy as np
 
 from replayfmt.errors import InvalidCapture
 
 from .codes import RecordKind, StorageOrigin
 from .container import flat
+from .container.building import build
 from .container.layouts import SUMMARY
-from .definitions.tables_output import string_vector
-from .generated import Summary as Generated
 from .model import Summary
 from .records.record_frames import RecordFrame
 
@@ -95,7 +93,6 @@ def _by_origin(counts: list[int]) -> dict[StorageOrigin, int]:
 
 def encode_summary(summary: Summary) -> memoryview:
     """The Summary body."""
-    builder = flatbuffers.Builder(1024)
     kinds = np.zeros(max(RecordKind) + 1, np.uint64)
     calls = np.zeros(max(summary.kernel_calls, default=0) + 1, np.uint64)
     for kind, count in summary.records.items():
@@ -104,25 +101,17 @@ def encode_summary(summary: Summary) -> memoryview:
         calls[kernel] = count
     by_origin = {
         name: np.array([counts.get(StorageOrigin(origin), 0) for origin in range(_ORIGINS)], np.uint64)
-        for name, counts in (("StorageOrigins", summary.origins), ("StorageOriginBytes", summary.origin_bytes))
+        for name, counts in (("storage_origins", summary.origins), ("storage_origin_bytes", summary.origin_bytes))
         if counts is not None}
-    places = [
-        ("RecordCounts", builder.CreateNumpyVector(kinds)), ("KernelCalls", builder.CreateNumpyVector(calls)),
-        ("UnsupportedReason", string_vector(builder, [reason.encode() for reason in summary.unsupported])),
-        ("UnsupportedCount", builder.CreateNumpyVector(np.array(list(summary.unsupported.values()), np.uint64))),
-        *((name, builder.CreateNumpyVector(counts)) for name, counts in by_origin.items()),
-    ]
-    Generated.Start(builder)
-    for name, place in places:
-        getattr(Generated, "Add" + name)(builder, place)
-    Generated.AddEndedNs(builder, summary.ended_ns or 0)
-    Generated.AddRecovered(builder, summary.recovered)
-    Generated.AddStorages(builder, summary.storages)
-    Generated.AddStoragePayloadBytes(builder, summary.storage_payload_bytes)
-    Generated.AddAbsentStorages(builder, summary.absent_storages)
-    Generated.AddAnnotatedRecords(builder, summary.annotated or 0)
-    builder.Finish(Generated.End(builder))
-    return memoryview(builder.Bytes)[builder.Head():]
+    return build(SUMMARY, {
+        "record_counts": kinds, "kernel_calls": calls,
+        "unsupported_reason": [reason.encode() for reason in summary.unsupported],
+        "unsupported_count": np.array(list(summary.unsupported.values()), np.uint64),
+        **by_origin,
+        "ended_ns": summary.ended_ns or 0, "recovered": summary.recovered, "storages": summary.storages,
+        "storage_payload_bytes": summary.storage_payload_bytes, "absent_storages": summary.absent_storages,
+        "annotated_records": summary.annotated or 0,
+    })
 
 
 def decode_summary(body: bytes, kernel_count: int, records: int, where: str) -> Summary:

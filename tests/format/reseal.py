@@ -10,6 +10,7 @@ import flatbuffers
 import numpy as np
 import zstandard
 
+from format.generated import Records
 from replayfmt.format.codes import Codec, FrameKind
 from replayfmt.format.container import flat
 from replayfmt.format.container.frames import (
@@ -26,8 +27,7 @@ from replayfmt.format.container.frames import (
     parse_header,
 )
 from replayfmt.format.container.layouts import RECORDS, TABLES
-from replayfmt.format.definitions.tables_output import FAMILIES, META_COLUMNS, NODE_COLUMNS, camel, encode_tables
-from replayfmt.format.generated import Records
+from replayfmt.format.definitions.tables_output import FAMILIES, META_COLUMNS, NODE_COLUMNS, encode_tables
 
 
 @dataclass
@@ -130,11 +130,13 @@ def records_columns(body: bytes) -> dict[str, np.ndarray | int]:
 
 
 def records_body(columns: dict[str, np.ndarray | int]) -> bytes:
+    """Written by the bindings of flatc, which take whatever they are given."""
     builder = flatbuffers.Builder(1024)
     places = {name: builder.CreateNumpyVector(v) for name, v in columns.items() if isinstance(v, np.ndarray)}
     Records.Start(builder)
     for name, value in columns.items():
-        getattr(Records, f"Add{camel(name)}")(builder, places.get(name, value))
+        add = "Add" + "".join(part.capitalize() for part in name.split("_"))
+        getattr(Records, add)(builder, places.get(name, value))
     builder.Finish(Records.End(builder))
     return bytes(builder.Output())
 

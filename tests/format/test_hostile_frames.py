@@ -53,7 +53,7 @@ V = ValueKind
 
 
 def _strings_head(**pairs: str) -> bytes:
-    from replayfmt.format.generated import Head, KeyValue
+    from format.generated import Head, KeyValue
 
     builder = flatbuffers.Builder(64)
     made = []
@@ -165,7 +165,7 @@ def test_strings_that_all_point_to_the_same_bytes_cannot_expand(capture: Path) -
     for _ in range(100_000):
         builder.PrependUOffsetTRelative(shared)
     vector = builder.EndVector()
-    from replayfmt.format.generated import Tables
+    from format.generated import Tables
 
     Tables.Start(builder)
     Tables.AddFirstString(builder, 1)

@@ -12,6 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from xxhash import xxh3_128_intdigest
 
+from format.generated.Head import Head
+from format.generated.Records import Records as GeneratedRecords
+from format.generated.Tables import Tables
 from replayfmt.format.codes import (
     Codec,
     DType,
@@ -23,9 +26,6 @@ from replayfmt.format.codes import (
     TensorFlag,
     ValueKind,
 )
-from replayfmt.format.generated.Head import Head
-from replayfmt.format.generated.Records import Records as GeneratedRecords
-from replayfmt.format.generated.Tables import Tables
 from replayfmt.format.maintenance.check import check_capture
 from replayfmt.format.model import (
     CompositeValue,

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from format.generated import FrameHeader, FrameRow, PayloadRow, Trailer
 from replayfmt.format import codes
 from replayfmt.format.container import frames, layouts
-from replayfmt.format.generated import FrameHeader, FrameRow, PayloadRow, Trailer
 
 ROOT = Path(__file__).parents[2]
 SCHEMA = ROOT / "schema" / "opreplay.fbs"
@@ -119,7 +119,7 @@ def test_the_committed_bindings_are_what_flatc_generates(tmp_path: Path) -> None
     flatc = _flatc()
     assert flatc is not None
     subprocess.run([flatc, "--python", "-o", str(tmp_path), str(SCHEMA)], check=True, timeout=600)
-    made, committed = tmp_path / "replayfmt" / "format" / "generated", ROOT / "replayfmt" / "format" / "generated"
+    made, committed = tmp_path / "format" / "generated", ROOT / "tests" / "format" / "generated"
     names = sorted(path.name for path in made.glob("*.py"))
     assert names == sorted(path.name for path in committed.glob("*.py"))
     names.remove("__init__.py")

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-import flatbuffers
 import numpy as np
 
-from ..generated import Tables
+from ..container.building import Value, build
+from ..container.layouts import TABLES
 
 # Families in the schema's order: their columns with one row for each id, then those with a varying number.
 FAMILIES: dict[str, tuple[str, ...]] = {
@@ -30,38 +30,13 @@ NODE_COLUMNS = ("node_kind", "node_name", "node_constant", "node_children")
 RAGGED: dict[str, tuple[str, ...]] = {"meta": META_COLUMNS, "signature": NODE_COLUMNS}
 
 
-def camel(name: str) -> str:
-    """A schema field's name as the generated bindings spell it."""
-    return "".join(part.capitalize() for part in name.split("_"))
-
-
-def string_vector(builder: flatbuffers.Builder, strings: Sequence[bytes]) -> int:
-    """A vector of strings in a FlatBuffer that is being built."""
-    places = [builder.CreateString(text) for text in strings]
-    builder.StartVector(4, len(places), 4)
-    for place in reversed(places):
-        builder.PrependUOffsetTRelative(place)
-    return int(builder.EndVector())
-
-
 def encode_tables(strings: Sequence[bytes], columns: Mapping[str, np.ndarray], firsts: Mapping[str, int]) -> memoryview:
     """A body that defines `strings` and, for each family, the rows in `columns`, with ids from `firsts[family]`."""
-    builder = flatbuffers.Builder(4096)
-    added: list[tuple[str, int]] = []
-    present = []
+    values: dict[str, Value] = {}
     if strings:
-        present.append("string")
-        added.append(("strings", string_vector(builder, strings)))
+        values.update(first_string=firsts["string"], strings=strings)
     for family, names in FAMILIES.items():
-        if not len(columns[names[0]]):
-            continue
-        present.append(family)
-        for name in (*names, *RAGGED.get(family, ())):
-            added.append((name, builder.CreateNumpyVector(np.asarray(columns[name]))))
-    Tables.Start(builder)
-    for family in present:
-        getattr(Tables, f"AddFirst{camel(family)}")(builder, firsts[family])
-    for name, place in added:
-        getattr(Tables, f"Add{camel(name)}")(builder, place)
-    builder.Finish(Tables.End(builder))
-    return memoryview(builder.Bytes)[builder.Head():]
+        if len(columns[names[0]]):
+            values[f"first_{family}"] = firsts[family]
+            values.update((name, np.asarray(columns[name])) for name in (*names, *RAGGED.get(family, ())))
+    return build(TABLES, values)

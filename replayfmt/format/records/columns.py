@@ -13,12 +13,12 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
 
-import flatbuffers
 import numpy as np
 
 from ..codes import UNKNOWN_NS, StorageOrigin
+from ..container.building import build
 from ..container.frames import MAX_BODY_BYTES, MAX_FRAME_RECORDS, MAX_LENGTH
-from ..generated import Records
+from ..container.layouts import RECORDS
 from .storage_rules import Referable, storages_problem
 
 Column = Any  # a numpy array, an array.array, or anything np.asarray takes without a copy
@@ -203,27 +203,18 @@ def encode_records(given: RecordColumns, bounds: Bounds, slot_counts: tuple[arra
     _limit(rows[:, 2], 1, bounds.metas, "tensor meta")
 
     base, delta, gap_position, gap_ns = _times(start)
-    columns: list[tuple[str, np.ndarray | None]] = [
-        ("Signature", signature), ("Scope", scope), ("Thread", thread), ("StartDeltaNs", delta),
-        ("GapPosition", gap_position if gap_position.size else None), ("GapNs", gap_ns if gap_ns.size else None),
-        ("DurationNs", duration), ("DeviceDurationNs", device_duration),
-        ("Tensors", slots.astype(np.uint32)), ("Ints", ints), ("Floats", floats),
-        ("TensorId", ids), ("TensorStorage", rows[:, 0].astype(np.uint64)), ("TensorOffset", rows[:, 1]),
-        ("TensorMeta", rows[:, 2].astype(np.uint32)),
-        ("StorageBytes", storage_bytes), ("StorageDevice", storage_device), ("StorageOrigin", storage_origin),
-        ("StoragePayload", storage_payload), ("Annotation", annotation), ("Untimed", untimed if untimed.size else None),
-    ]
-    present = [(name, column) for name, column in columns if column is not None]
-    # Room for everything at once: the builder would otherwise double and copy its buffer again and again.
-    builder = flatbuffers.Builder(sum(column.nbytes + 16 for _name, column in present) + 512)
-    places = [(name, builder.CreateNumpyVector(column)) for name, column in present]
-    Records.Start(builder)
-    for name, place in places:
-        getattr(Records, "Add" + name)(builder, place)
-    Records.AddStartBaseNs(builder, base)
-    Records.AddFirstStorage(builder, bounds.next_storage)
-    builder.Finish(Records.End(builder))
-    body = memoryview(builder.Bytes)[builder.Head():]
+    body = build(RECORDS, {
+        "signature": signature, "scope": scope, "thread": thread, "start_delta_ns": delta,
+        "gap_position": gap_position if gap_position.size else None, "gap_ns": gap_ns if gap_ns.size else None,
+        "duration_ns": duration, "device_duration_ns": device_duration,
+        "tensors": slots.astype(np.uint32), "ints": ints, "floats": floats,
+        "tensor_id": ids, "tensor_storage": rows[:, 0].astype(np.uint64), "tensor_offset": rows[:, 1],
+        "tensor_meta": rows[:, 2].astype(np.uint32),
+        "storage_bytes": storage_bytes, "storage_device": storage_device, "storage_origin": storage_origin,
+        "storage_payload": storage_payload, "annotation": annotation,
+        "untimed": untimed if untimed.size else None,
+        "start_base_ns": base, "first_storage": bounds.next_storage,
+    })
     return EncodedRecords(body, count, born, signature, storage_origin, storage_bytes, annotation)
 
 
