@@ -36,7 +36,7 @@ _OTHERS = ("format.writer", "format.container.frame_output", "format.container.p
 _DEFENCE = {"Core.attempt", "Core.failed", "Core.fail", "_attempted", "is_interrupt", "_arguments", "_is_frame",
             "leave_no_frames", "leave_no_own_frame", "_next_of_others", "_is_ours", "is_recorders",
             "CaptureWriter.abandon", "Recorder._put_back", "_set_inactive", "mode_stack",
-            "remove_mode_at", "set_modes", "Open.__init__"}
+            "remove_mode_at", "set_modes", "OpenScope.__init__"}
 _CALLED_BY_PROGRAMS = {"capture", "scope", "Recorder.start", "Recorder.close", "Recorder.scope_begin",
                        "Recorder.scope_end", "Recorder.__init__", "Recorder._check_content"}
 _STANDS_IN = {"RecordingMode.dispatch", "RecordingMode.record", "RecordingMode._record", "RecordingMode._special",
