@@ -28,9 +28,9 @@ from replayfmt.recording import core, recorder
 
 # Beside the recorder itself: what it writes with, and what it knows PyTorch by.
 _OTHERS = ("format.writer", "format.container.frame_output", "format.container.payload_output",
-           "format.definitions.tables_output", "format.container.output", "format.definitions.interning",
-           "format.records.columns", "pytorch.tensors.memory", "pytorch.tensors.digests", "pytorch.tensors.composites",
-           "pytorch.settings", "pytorch.environment")
+           "format.container.building", "format.definitions.tables_output", "format.container.output",
+           "format.definitions.interning", "format.records.columns", "pytorch.tensors.memory",
+           "pytorch.tensors.digests", "pytorch.tensors.composites", "pytorch.settings", "pytorch.environment")
 # Not steps: the defence itself, what a program calls on purpose and has to be told of, and what stands in the place of
 # something that the program calls, and runs that.
 _DEFENCE = {"Core.attempt", "Core.failed", "Core.fail", "_attempted", "is_interrupt", "_arguments", "_is_frame",
