@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 EXACT = 2**53
+_ENCODER = json.JSONEncoder()
 # In text that json.dumps made: what `encode` may write otherwise.
 _UNLIKE = re.compile(r"NaN|Infinity|[0-9]{16}|\\ud[89a-f]")
 
@@ -25,7 +26,7 @@ def quote(text: str) -> str:
     if not text.isascii():
         # Through UTF-16, so that two surrogates that make a pair become the character they mean.
         text = text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
-    return json.dumps(text)
+    return _ENCODER.encode(text)
 
 
 def integer(value: int) -> str:

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import ModuleType
 
 from replayfmt.errors import OpReplayError, UsageError
+from replayfmt.format.regular_files import require_regular_file
 
 from .initializer import Initializer
 from .registry import collecting
@@ -22,6 +23,7 @@ _numbers = count(1)
 def load_initializers(path: str) -> tuple[Initializer, ...]:
     """What a file registers, in order. Raises UsageError where it cannot be read or run, or registers nothing."""
     try:
+        require_regular_file(path)
         source = Path(path).read_bytes()
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)

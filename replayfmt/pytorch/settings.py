@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from replayfmt.errors import ReplayRefused
+from replayfmt.format.printable import printable
 
 from .tensors.dtypes import DTYPE_CODE
 
@@ -193,7 +194,7 @@ def check_settings(values: Mapping[str, Scalar]) -> list[str]:
     """What of `values` this build cannot set, each as a sentence."""
     known = {*SETTINGS, *(f"autocast.{device}" for device in AUTOCAST_DEVICES)}
     return [
-        f"the setting {name} = {value!r} does not exist in torch {torch.__version__}"
+        f"the setting {_shown(name, value)} does not exist in torch {torch.__version__}"
         for name, value in values.items()
         if name not in known
     ]
@@ -216,7 +217,13 @@ def _apply(name: str, value: Scalar) -> None:
     try:
         setting.set(value)
     except Exception as error:  # a value may be anything, and setters check theirs in many ways
-        raise ReplayRefused(f"the setting {name} = {value!r} cannot be set here: {error}") from error
+        reason = printable((str(error).splitlines() or [type(error).__name__])[0], 300)    # it may quote the value
+        raise ReplayRefused(f"the setting {_shown(name, value)} cannot be set here: {reason}") from error
+
+
+def _shown(name: str, value: Scalar) -> str:
+    """A setting as a message says it: both are a capture's, and may be of any length."""
+    return f"{printable(name, 200)} = {printable(repr(value), 200)}"
 
 
 def _same(one: Scalar, other: Scalar) -> bool:

@@ -181,6 +181,19 @@ def test_results_cannot_be_verified_and_bitwise_is_refused(captured: Captured) -
         assert any("captured ones" in note for note in plan.notes)
 
 
+@pytest.mark.parametrize("payload", ["integers", "none"])
+def test_shapes_and_scales_of_results_that_are_made_of_tensors_are_metadata(captured: Captured, payload: str) -> None:
+    """Without content the numbers that ops return are left out; those that tell how a sparse or quantized tensor is
+    made are no content, and a replay gives them again."""
+    path = captured(lambda: (
+        torch.ones(2, 3).to_sparse() * 2, torch.ones(2, 3).to_sparse_csr(),
+        torch.quantize_per_tensor(torch.arange(4.0), 0.5, 3, torch.qint8).dequantize()),
+        payload=payload, digests="none")
+    with Plan(path) as plan:
+        for verify in ("auto", "none"):
+            assert plan.execute(verify=verify).outcome == "ok"  # type: ignore[arg-type]
+
+
 def _selecting(captured: Captured, tmp_path: Path) -> Path:
     """Selects as many elements as its content decides: 3 when it was captured."""
     x = torch.tensor([1.0, -1.0, 2.0, 3.0, -2.0])

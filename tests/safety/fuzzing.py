@@ -17,140 +17,166 @@ import argparse
 import json
 import os
 import random
+import resource
 import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from format.reseal import (
-    Frame,
-    join,
-    records_body,
-    records_columns,
-    split,
-    tables_of,
-)
+from format.reseal import Frame, join, split, tables_of
 
 from replayfmt.dump.selection import Selection
 from replayfmt.dump.stream import jsonl_chunks
 from replayfmt.errors import OpReplayError
 from replayfmt.format.codes import FrameKind
+from replayfmt.format.container import flat
+from replayfmt.format.container.frames import FLAG_CONSOLIDATED
+from replayfmt.format.container.layouts import RECORDS, SCALARS, TABLES
 from replayfmt.format.definitions.tables_output import encode_tables
 from replayfmt.format.maintenance.check import check_capture
 from replayfmt.format.reader import open_capture
+from replayfmt.format.session import decode_session, encode_session
+
+from .programs import PROGRAMS, together
 
 _TESTS = Path(__file__).resolve().parents[1]
 STAGES = ("read", "plan", "run")
-_LONGEST_CASE_S = 120
+POLICIES = ("full", "integers", "none")
+# How long a case may work, and how long it may take where it waits for something, or the machine is busy.
+_LONGEST_CASE_CPU_S, _LONGEST_CASE_S = 60, 1800
+_MEMORY_BYTES = 6 << 30     # what a process may have: a case that asks for more than that is told so by PyTorch
 _TEXTS = (b"", b"\xff\xfe", b"x" * 70_000, b"aten::exp", b"self", b"__class__", b"default", b"{}",
           b"\x1b[2J\xe2\x80\xae", b"aten::exp(Tensor self) -> Tensor", b"out",
           b"Tensor", b"aten::from_file", b"int[1000000000]")
+_LIMITS = {dtype: (int(np.iinfo(dtype).min), int(np.iinfo(dtype).max)) for dtype in SCALARS.values()
+           if dtype.kind != "f"}
 
-Source = tuple[bytes, list[Frame]]
+@dataclass(frozen=True)
+class Source:
+    """A capture to change: its preamble and frames, and where the numbers of each frame lie in its body."""
+
+    preamble: bytes
+    frames: list[Frame]
+    places: list[dict[str, Place]]
+
+
+@dataclass(frozen=True)
+class Place:
+    """A column of a FlatBuffer: its type, its first byte and how many elements it has."""
+
+    dtype: np.dtype
+    first: int
+    count: int
 
 
 def make_sources(folder: Path) -> list[Source]:
-    """Captures to change: views, in-place ops, random numbers, lists, sparse and quantized tensors, resizes."""
+    """Captures to change. Each is of one small program, with definitions that stand there once and no totals, so that
+    what is changed does not contradict them; the last is of all programs, and as it was written."""
     import torch
-
-    import replayfmt
+    from failure.table import recorded
 
     torch.set_num_threads(1)
+    everything = together(*PROGRAMS)
     sources = []
-    for number, payload in enumerate(("full", "integers", "none")):
-        torch.manual_seed(0)
-        weight, index = torch.arange(16.0), torch.tensor([1, 2])
-        path = folder / f"source{number}.opreplay"
-        with replayfmt.capture(path, payload=payload, digests="ops" if payload == "full" else "none"), \
-                replayfmt.scope("execute"):
-            doubled = weight * 2
-            part = doubled.view(4, 4).t()[1:]
-            filled = torch.empty(4)
-            filled.copy_(part[0])
-            filled.untyped_storage().resize_(64)
-            drawn = torch.rand(3)
-            joined = torch.cat([doubled, filled])
-            joined.add_(1)
-            if payload == "full":
-                joined.sum().item()
-                doubled.numpy()[0] = 5
-            torch._foreach_mul_([doubled, filled], 2.0)
-            picked = weight[index]
-            normed = torch.native_layer_norm(part, [4], None, None, 1e-5)
-            strided = torch.zeros(8).as_strided((2, 2), (2, 1), 1)
-            sparse = torch.ones(2, 2).to_sparse() * 2
-            quantized = torch.quantize_per_tensor(weight, 0.5, 3, torch.qint8).dequantize()
-            del drawn, picked, normed, strided, sparse, quantized
-        sources.append(split(path.read_bytes()))
+    for number, program in enumerate((*PROGRAMS, everything)):
+        for payload in POLICIES if program is not everything else POLICIES[:1]:
+            torch.manual_seed(0)
+            path = recorded(folder, lambda program=program: program(folder), f"{number}-{payload}", payload=payload,
+                            digests="ops" if payload == "full" else "none")
+            preamble, frames = split(path.read_bytes())
+            if program is not everything:
+                frames = [_short_head(frames[0]), *(frame for frame in frames[1:] if not _repeats(frame))]
+            sources.append(Source(preamble, frames, [_places(frame) for frame in frames]))
     return sources
 
 
-def mutate(columns: dict[str, Any], chance: random.Random) -> None:
-    """Change one to three elements of a frame's columns."""
-    names = [name for name, values in columns.items() if isinstance(values, np.ndarray) and len(values)]
-    for _ in range(chance.randint(1, 3)):
-        name = chance.choice(names)
-        values = columns[name] = columns[name].copy()
-        at = chance.randrange(len(values))
-        if values.dtype.kind == "f":
-            values[at] = chance.choice([0, -1, 1e300, float("nan"), float("inf"), 3])
-            continue
-        limits = np.iinfo(values.dtype)
-        extreme = chance.choice([0, int(limits.max), int(limits.min), 1, 7, 2**31, 2**40])
-        near, other = int(values[at]) + chance.choice([-1, 1, 2]), int(values[chance.randrange(len(values))])
-        changed = chance.choice([near, other, extreme])
-        values[at] = max(int(limits.min), min(int(limits.max), changed))
+def _repeats(frame: Frame) -> bool:
+    return frame.header.kind == FrameKind.summary or bool(frame.header.flags & FLAG_CONSOLIDATED)
 
 
-def _changed_frame(frame: Frame, chance: random.Random) -> Frame:
-    if chance.random() < 0.1:       # any bytes at all
-        body = bytearray(frame.body)
-        for _ in range(chance.randint(1, 4)):
-            if body:
-                body[chance.randrange(len(body))] = chance.choice([0, 1, 255, chance.randrange(256)])
-        if chance.random() < 0.2:
-            del body[chance.randrange(len(body) + 1):]
-        return replace(frame, body=bytes(body))
-    if frame.header.kind == FrameKind.records:
-        columns = records_columns(frame.body)
-        mutate(columns, chance)
-        return replace(frame, body=records_body(columns))
+def _short_head(frame: Frame) -> Frame:
+    session = decode_session(frame.body, "source")
+    kept = {name: session.settings[name] for name in ("grad_enabled", "num_threads", "float32_matmul_precision")}
+    return replace(frame, body=bytes(encode_session(replace(session, settings=kept, libraries={}))))
+
+
+def _places(frame: Frame) -> dict[str, Place]:
+    if frame.header.kind not in (FrameKind.records, FrameKind.tables):
+        return {}
+    layout = RECORDS if frame.header.kind == FrameKind.records else TABLES
+    table = flat.root(frame.body, layout, "source")
+    begin = np.frombuffer(frame.body, np.uint8).ctypes.data
+    columns = {name: table.column(name) for name, field in layout.fields.items()
+               if field.type.startswith("[") and field.type != "[string]"}
+    return {name: Place(column.dtype, column.ctypes.data - begin, len(column))
+            for name, column in columns.items() if column is not None and len(column)}
+
+
+def _change_number(body: bytearray, place: Place, chance: random.Random) -> None:
+    """Give one element of a column another value: near, another element's, or extreme."""
+    values = np.frombuffer(body, place.dtype, place.count, place.first)
+    at = chance.randrange(place.count)
+    if place.dtype.kind == "f":
+        values[at] = chance.choice([0, -1, 1e300, float("nan"), float("inf"), 3])
+        return
+    lowest, highest = _LIMITS[place.dtype]
+    value = chance.choice([int(values[at]) + chance.choice([-1, 1, 2]), int(values[chance.randrange(place.count)]),
+                           chance.choice([0, highest, lowest, 1, 7, 2**31, 2**40])])
+    values[at] = max(lowest, min(highest, value))
+
+
+def _change_texts(frame: Frame, chance: random.Random) -> Frame:
+    """Give one string another text, or say that a family's ids begin elsewhere."""
     strings, tables, firsts = tables_of(frame.body)
-    if strings and chance.random() < 0.3:
+    if strings and chance.random() < 0.9:
         strings[chance.randrange(len(strings))] = chance.choice([*_TEXTS, chance.choice(strings)])
-    mutate(tables, chance)
-    if chance.random() < 0.05:
+    else:
         firsts[chance.choice(list(firsts))] += chance.choice([-1, 1])
     return replace(frame, body=bytes(encode_tables(strings, tables, firsts)))
+
+
+def _change_bytes(frame: Frame, chance: random.Random) -> Frame:
+    """Put any bytes into a body, or cut it off."""
+    if frame.header.kind == FrameKind.payload and chance.random() < 0.5:
+        return replace(frame, payload_data=bytes(reversed(frame.payload_data)))
+    body = bytearray(frame.body)
+    for _ in range(chance.randint(1, 4)):
+        if body:
+            body[chance.randrange(len(body))] = chance.choice([0, 1, 255, chance.randrange(256)])
+    if chance.random() < 0.2:
+        del body[chance.randrange(len(body) + 1):]
+    return replace(frame, body=bytes(body))
+
+
+def _changed_frame(frame: Frame, places: dict[str, Place], chance: random.Random) -> Frame:
+    kind = chance.random()
+    if not places or kind < 0.1:
+        return _change_bytes(frame, chance)
+    if frame.header.kind == FrameKind.tables and kind < 0.25:
+        return _change_texts(frame, chance)
+    body = bytearray(frame.body)
+    for _ in range(chance.randint(1, 3)):
+        _change_number(body, chance.choice(list(places.values())), chance)
+    return replace(frame, body=bytes(body))
 
 
 def make_case(sources: list[Source], seed: int) -> bytes:
     """The file of a case, its checksums valid."""
     chance = random.Random(seed)
-    preamble, frames = chance.choice(sources)
-    frames = list(frames)
-    rich = [place for place, frame in enumerate(frames) if frame.header.kind in (FrameKind.records, FrameKind.tables)]
-    last_tables = max(place for place in rich if frames[place].header.kind == FrameKind.tables)
+    source = chance.choice(sources)
+    frames = list(source.frames)
+    rich = [number for number, places in enumerate(source.places) if places]
     for _ in range(chance.choice([1, 1, 1, 2])):
-        place = chance.choice([*(each for each in rich if frames[each].header.kind == FrameKind.records), last_tables])
-        if chance.random() < 0.05:
-            place = chance.randrange(len(frames))
-        frame = frames[place]
-        if frame.header.kind in (FrameKind.records, FrameKind.tables):
-            frames[place] = _changed_frame(frame, chance)
-        elif frame.header.kind != FrameKind.payload or chance.random() < 0.5:
-            body = bytearray(frame.body)
-            if body:
-                body[chance.randrange(len(body))] = chance.randrange(256)
-            frames[place] = replace(frame, body=bytes(body))
-        else:
-            frames[place] = replace(frame, payload_data=bytes(reversed(frame.payload_data)))
+        place = chance.choice(rich) if chance.random() < 0.95 else chance.randrange(len(frames))
+        # What was changed already is changed as bytes: its columns may lie elsewhere.
+        places = source.places[place] if frames[place] is source.frames[place] else {}
+        frames[place] = _changed_frame(frames[place], places, chance)
     if chance.random() < 0.03:      # frames that are missing, twice there, or elsewhere
         place, other = chance.randrange(len(frames)), chance.randrange(len(frames))
         match chance.randrange(3):
@@ -160,7 +186,7 @@ def make_case(sources: list[Source], seed: int) -> bytes:
                 frames.insert(other, frames[place])
             case _:
                 frames[place], frames[other] = frames[other], frames[place]
-    return join(preamble, frames)
+    return join(source.preamble, frames)
 
 
 def try_case(sources: list[Source], seed: int, stage: str, path: Path) -> str:
@@ -199,6 +225,7 @@ def try_case(sources: list[Source], seed: int, stage: str, path: Path) -> str:
 
 def _work(stage: str, first: int, end: int, folder: Path) -> None:
     """Cases one after the other; notes the number of the one that runs, and what failed or was slow."""
+    resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
     sys.stderr = open(folder / "stderr", "w")  # noqa: SIM115 - warnings of operators, for as long as the process
     with tempfile.TemporaryDirectory(dir="/dev/shm" if os.path.isdir("/dev/shm") else None) as work:
         sources = make_sources(Path(work))
@@ -208,6 +235,7 @@ def _work(stage: str, first: int, end: int, folder: Path) -> None:
         progress = os.open(folder / "progress", os.O_WRONLY | os.O_CREAT)
         for seed in range(first, end):
             os.pwrite(progress, f"{seed:20d}".encode(), 0)
+            signal.setitimer(signal.ITIMER_PROF, _LONGEST_CASE_CPU_S)
             signal.alarm(_LONGEST_CASE_S)
             try:
                 ended[try_case(sources, seed, stage, path)] += 1
@@ -215,10 +243,12 @@ def _work(stage: str, first: int, end: int, folder: Path) -> None:
                 with open(folder / "failures", "a", encoding="utf-8") as file:
                     file.write(json.dumps([seed, f"{type(error).__name__}: {error}"[:300]]) + "\n")
         signal.alarm(0)
+        signal.setitimer(signal.ITIMER_PROF, 0)
         (folder / "ended").write_text(json.dumps(ended))
 
 
-def fuzz(stage: str, first: int, cases: int | None, *, batch: int = 2000, loud: bool = False) -> tuple[int, list[Any]]:
+def fuzz(stage: str, first: int, cases: int | None, *, batch: int = 20_000, loud: bool = False
+         ) -> tuple[int, list[Any]]:
     """How many cases were tried, and the failures as [case, what]."""
     tried, failures, end = 0, [], None if cases is None else first + cases
     at, total, began = first, Counter[str](), time.monotonic()

@@ -21,25 +21,15 @@ from replayfmt.format.reader import open_capture
 from replayfmt.replay.plan import Plan
 
 from .conftest import Tools
+from .programs import indices_and_missing_arguments, layouts, random_numbers_and_lists, together, views_and_resizes
 
 EXTREMES = (-1, 0, 2**40, 2**62, -(2**63), 2**63 - 1)
 
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
-    weight, index = torch.arange(16.0), torch.tensor([1, 2])
-
-    def program() -> Any:
-        doubled = weight * 2
-        part = doubled.view(4, 4).t()[1:]
-        filled = torch.empty(4)
-        filled.copy_(part[0])
-        filled.untyped_storage().resize_(64)
-        drawn = torch.rand(3)
-        strided = torch.zeros(8).as_strided((2, 2), (2, 1), 1)
-        return doubled, part, filled, weight[index], drawn, strided, torch.ones(2, 2).to_sparse() * 2
-
-    return recorded(tmp_path, program, "source", digests="ops")
+    program = together(views_and_resizes, indices_and_missing_arguments, random_numbers_and_lists, layouts)
+    return recorded(tmp_path, lambda: program(tmp_path), "source", digests="ops")
 
 
 def _tried(path: Path) -> list[OpReplayError | str]:

@@ -32,7 +32,7 @@ from .index import read_index
 from .source import Source
 from .walk import walk
 
-_KNOWN_KINDS = np.array([int(kind) for kind in FrameKind if kind != FrameKind.none])
+_LAST_KIND = int(max(FrameKind))    # codes have no gaps
 
 
 @dataclass
@@ -140,10 +140,14 @@ def _trailer(source: Source) -> Trailer:
     return parse_trailer(source.read(offset, TRAILER_BYTES, "trailer"), source.length, source.where(offset))
 
 
+def _unknown(kinds: np.ndarray) -> np.ndarray:
+    return (kinds == FrameKind.none) | (kinds > _LAST_KIND)
+
+
 def _refuse_unknown_required(source: Source, contents: Contents) -> None:
     """Reading through the index must refuse what walking refuses."""
     frames = contents.frames
-    unknown = ~np.isin(frames["kind"], _KNOWN_KINDS)
+    unknown = _unknown(frames["kind"])
     for position in np.flatnonzero(unknown & ((frames["flags"] & FLAG_REQUIRED) != 0)).tolist():
         source.header(int(frames["offset"][position]))  # raises UnsupportedVersion with the frame's version
         raise InvalidCapture(f"{source.where(int(frames['offset'][position]))}: the index calls this a required frame "
@@ -152,7 +156,7 @@ def _refuse_unknown_required(source: Source, contents: Contents) -> None:
 
 def _count_unknown(contents: Contents) -> None:
     kinds = contents.frames["kind"]
-    unknown = kinds[~np.isin(kinds, _KNOWN_KINDS)]
+    unknown = kinds[_unknown(kinds)]
     if len(unknown):
         names = ", ".join(str(kind) for kind in sorted(set(unknown.tolist())))
         contents.warnings.append(f"{len(unknown)} optional frames of unknown kind ({names}) were skipped; "

@@ -7,8 +7,6 @@ without looking again.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 
 from replayfmt.errors import InvalidCapture, UnsupportedVersion
@@ -30,13 +28,28 @@ from ..container.frames import MAX_LENGTH, MAX_NESTING
 from ..container.layouts import SCALARS, TABLES
 from ..operator_names import name_problem
 from .external_files import files_problem, ranges_problem, recipes_problem
-from .signature_rules import ARGUMENTS, CODE_CONSTANTS, CONTAINERS, DIGEST_ARGUMENTS, SETTING_KINDS, TEXT_CONSTANTS
+from .signature_rules import (
+    ARGUMENTS,
+    CODE_CONSTANTS,
+    CONTAINERS,
+    DIGEST_ARGUMENTS,
+    SETTING_KINDS,
+    TEXT_CONSTANTS,
+    members,
+)
 from .tables_output import FAMILIES, META_COLUMNS, NODE_COLUMNS
 
 _KINDS = max(ValueKind) + 1
-_IS_CONTAINER = np.isin(np.arange(_KINDS), [int(kind) for kind in CONTAINERS])
-_IS_TEXT = np.isin(np.arange(_KINDS), [int(kind) for kind in TEXT_CONSTANTS])
-_FLAGS = int(sum(TensorFlag))
+_IS_CONTAINER = members(CONTAINERS, ValueKind)
+_IS_TEXT = members(TEXT_CONSTANTS, ValueKind)
+_IS_SETTING = members(SETTING_KINDS, ValueKind)
+_IS_NUMBER = members({ValueKind.int, ValueKind.float, ValueKind.complex}, ValueKind)
+_FLAGS, _VALIDATIONS = int(sum(TensorFlag)), int(sum(FileValidation))
+# The highest codes; asking an enumeration for them each time takes longer than checking a small capture's columns.
+_LAST = {enumeration: int(max(enumeration))
+         for enumeration in (DType, KernelKind, Layout, OpStatus, RecordKind, ValueKind)}
+_ALLOWED = {fixed: np.array([members(allowed, ValueKind) for _name, allowed in fixed])
+            for fixed in (*ARGUMENTS.values(), DIGEST_ARGUMENTS) if fixed}
 
 
 class TablesCheck:
@@ -121,7 +134,7 @@ class TablesCheck:
         self._range("device_index", -1, 0x7FFFFFFF)
 
     def _check_kernel(self) -> None:
-        self._code("kernel_kind", max(KernelKind))
+        self._code("kernel_kind", _LAST[KernelKind])
         for name in ("kernel_name", "kernel_overload", "kernel_schema"):
             self._range(name, 1, self.counts["string"])
         operators = self.columns["kernel_kind"] == KernelKind.operator
@@ -144,8 +157,8 @@ class TablesCheck:
             raise self._fail("a scope's parent is not defined before it")
 
     def _check_meta(self) -> None:
-        self._code("meta_dtype", max(DType))
-        self._code("meta_layout", max(Layout))
+        self._code("meta_dtype", _LAST[DType])
+        self._code("meta_layout", _LAST[Layout])
         self._range("meta_device", 1, self.counts["device"])
         flags = self.columns["meta_flags"]
         if len(flags) and int(np.bitwise_or.reduce(flags)) & ~_FLAGS:
@@ -162,7 +175,7 @@ class TablesCheck:
             raise self._fail(problem)
 
     def _check_file(self) -> None:
-        self._code("file_validation", int(sum(FileValidation)), 0)
+        self._code("file_validation", _VALIDATIONS, 0)
         self._refuse(files_problem(self.columns, self.counts["string"], self._payload_bytes))
 
     def _check_range(self) -> None:
@@ -170,7 +183,7 @@ class TablesCheck:
         self._refuse(ranges_problem(self.columns, file_bytes, self._payload_bytes))
 
     def _check_recipe(self) -> None:
-        self._code("recipe_dtype", max(DType))
+        self._code("recipe_dtype", _LAST[DType])
         self._refuse(recipes_problem(self.columns))
 
     def _check_signature(self) -> None:
@@ -183,10 +196,10 @@ class TablesCheck:
             raise self._fail(f"signature_nodes add up to {total}, the node columns have {lengths}")
         if not count:
             return
-        self._code("signature_kind", max(RecordKind))
-        self._code("signature_status", max(OpStatus), 0)
+        self._code("signature_kind", _LAST[RecordKind])
+        self._code("signature_status", _LAST[OpStatus], 0)
         self._range("signature_kernel", 0, self.counts["kernel"])
-        self._code("node_kind", max(ValueKind), 0)
+        self._code("node_kind", _LAST[ValueKind], 0)
         self._range("node_name", 0, self.counts["string"])
         kinds, statuses = self.columns["signature_kind"], self.columns["signature_status"]
         ops = kinds == RecordKind.op
@@ -270,7 +283,7 @@ class TablesCheck:
             digested = rows[args[rows] != lead] if kind == RecordKind.host_read else rows[:0]
             if kind == RecordKind.digest:
                 digested = rows
-            elif (args[np.setdiff1d(rows, digested)] != lead).any():
+            elif (args[rows] != lead).sum() != len(digested):
                 raise self._fail(f"a {kind.name} signature with other than {lead} arguments")
             if len(digested):
                 if (args[digested] != lead + len(DIGEST_ARGUMENTS)).any():
@@ -280,33 +293,37 @@ class TablesCheck:
         self._check_settings(begins)
 
     def _check_fixed(self, kind: RecordKind, begins: np.ndarray,
-                     fixed: Sequence[tuple[str, frozenset[ValueKind]]]) -> None:
+                     fixed: tuple[tuple[str, frozenset[ValueKind]], ...]) -> None:
         """The nodes from `begins` on are `fixed`. All of them but the last are leaves, so they follow one another."""
+        if not fixed:
+            return
         kinds, names = self.columns["node_kind"], self.columns["node_name"]
-        for place, (name, allowed) in enumerate(fixed):
-            nodes = begins + place
-            number = self._string_id(name)
-            if (not number or int(nodes.max()) >= len(kinds) or (names[nodes] != number).any()
-                    or not np.isin(kinds[nodes], [int(value) for value in allowed]).all()):
-                raise self._fail(f"a {kind.name} signature whose argument {place} is not `{name}`, "
-                                 f"one of {sorted(value.name for value in allowed)}")
+        places = np.arange(len(fixed))
+        nodes = begins[:, None] + places
+        good = nodes < len(kinds)
+        if good.all():
+            expected = np.array([self._string_id(name) for name, _allowed in fixed])
+            good = (expected != 0) & (names[nodes] == expected) & _ALLOWED[fixed][places, kinds[nodes]]
+        if not good.all():
+            place = int(np.argmin(good.all(axis=0)))
+            name, allowed = fixed[place]
+            raise self._fail(f"a {kind.name} signature whose argument {place} is not `{name}`, "
+                             f"one of {sorted(value.name for value in allowed)}")
 
     def _string_id(self, text: str) -> int:
         return self._string_ids.get(text) or self.strings.get(text, 0)
 
     def _check_settings(self, begins: np.ndarray) -> None:
         rows = np.flatnonzero(self.columns["signature_kind"] == RecordKind.global_state)
-        scalars = [int(kind) for kind in SETTING_KINDS]
         for row in rows.tolist():
             nodes = slice(int(begins[row]), int(begins[row]) + int(self.columns["signature_nodes"][row]))
             kinds, names = self.columns["node_kind"][nodes], self.columns["node_name"][nodes]
-            if not (np.isin(kinds, scalars).all() and names.all()):
+            if not (_IS_SETTING[kinds].all() and names.all()):
                 raise self._fail("a global_state signature with settings that are no named scalars")
 
     def _check_samples(self, kind: RecordKind, nodes: np.ndarray, children: np.ndarray) -> None:
         node_kind = self.columns["node_kind"]
-        numbers = np.isin(node_kind, [ValueKind.int, ValueKind.float, ValueKind.complex])
-        counts = np.concatenate(([0], np.cumsum(numbers)))
+        counts = np.concatenate(([0], np.cumsum(_IS_NUMBER[node_kind])))
         sizes = children[nodes]
         ends = nodes + 1 + sizes
         if (ends > len(node_kind)).any() or (counts[ends] - counts[nodes + 1] != sizes).any():

@@ -21,10 +21,13 @@ from ..container.frames import FLAG_CONSOLIDATED, FrameHeader
 from ..container.payload_input import PayloadInput
 from ..container.source import Source
 from ..definitions.reading import Definitions, Frozen
+from ..definitions.signature_rules import members
 from ..model import Summary
 from ..records.record_frames import RecordFrame, RecordFrameDecoder
 from ..summary import Tally, decode_summary
 
+_IS_DIGEST = members({RecordKind.digest}, RecordKind)
+_IS_SCOPE = members({RecordKind.scope_begin, RecordKind.scope_end}, RecordKind)
 Progress = Callable[[int], None]
 
 
@@ -109,13 +112,13 @@ class Verifier:
         self._before = (frame.first_ordinal, frame.signature)
         self.tally.add_frame(frame)
 
-    def _rows_of(self, frame: RecordFrame, *kinds: RecordKind) -> np.ndarray:
-        return np.flatnonzero(np.isin(self._kind_of[frame.signature.astype(np.int64) - 1], kinds))
+    def _rows_of(self, frame: RecordFrame, wanted: np.ndarray) -> np.ndarray:
+        return np.flatnonzero(wanted[self._kind_of[frame.signature.astype(np.int64) - 1]])
 
     def _verify_digests(self, frame: RecordFrame, where: str) -> None:
         """`of` is an op that came before and `result` one of its results, or -1 for something it wrote; or of a live
         tensor both are -1."""
-        rows = self._rows_of(frame, RecordKind.digest)
+        rows = self._rows_of(frame, _IS_DIGEST)
         if not len(rows):
             return
         of, result = frame.ints[frame.int_first[rows]], frame.ints[frame.int_first[rows] + 1]
@@ -137,7 +140,7 @@ class Verifier:
 
     def _verify_scopes(self, frame: RecordFrame, where: str) -> None:
         """A scope marker's record is in the scope it names."""
-        rows = self._rows_of(frame, RecordKind.scope_begin, RecordKind.scope_end)
+        rows = self._rows_of(frame, _IS_SCOPE)
         if not len(rows):
             return
         scopes = frame.scope[rows].astype(np.int64)

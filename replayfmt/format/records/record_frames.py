@@ -18,10 +18,14 @@ from ..container import flat
 from ..container.frames import MAX_LENGTH, FrameHeader
 from ..container.layouts import RECORDS, SCALARS
 from ..definitions.reading import Frozen
+from ..definitions.signature_rules import members
 from .storage_rules import Referable, storages_problem
 
 # Values whose int slot holds an id, by the name of its family.
 _REFERENCES = [ValueKind.storage, ValueKind.generator, ValueKind.payload, ValueKind.range, ValueKind.recipe]
+_IS_REFERENCE = members(_REFERENCES, ValueKind)
+_HAS_INT = members([ValueKind.int, *_REFERENCES], ValueKind)
+_LAST_ORIGIN = int(max(StorageOrigin))
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +96,8 @@ class _IntReferences:
 
     def __init__(self, definitions: Frozen) -> None:
         kinds = definitions.column("node_kind")
-        node_slots = np.isin(kinds, [ValueKind.int, *_REFERENCES])
-        self.nodes = np.flatnonzero(np.isin(kinds, _REFERENCES))
+        node_slots = _HAS_INT[kinds]
+        self.nodes = np.flatnonzero(_IS_REFERENCE[kinds])
         sizes = definitions.column("signature_nodes").astype(np.int64)
         owner = np.repeat(np.arange(1, len(sizes) + 1), sizes)[self.nodes]
         slot = np.concatenate(([0], np.cumsum(node_slots)))[self.nodes]
@@ -174,10 +178,10 @@ class _Decoding:
         device, origin, payload = self._rows(born, "storage_device", "storage_origin", "storage_payload")
         self._range("storage_bytes", storage_bytes, 0, MAX_LENGTH)
         self._range("storage_device", device, 1, self._counts["device"])
-        if born and int(origin.max()) > max(StorageOrigin) and self._header.minor > MINOR_VERSION:
+        if born and int(origin.max()) > _LAST_ORIGIN and self._header.minor > MINOR_VERSION:
             raise UnsupportedVersion(f"{self._where}: storage_origin {int(origin.max())} of format version "
                                      f"{MAJOR_VERSION}.{self._header.minor}")
-        self._range("storage_origin", origin, 1, max(StorageOrigin))
+        self._range("storage_origin", origin, 1, _LAST_ORIGIN)
         problem = storages_problem(origin, payload, storage_bytes, self._contents)
         if problem:
             raise self._fail(problem)
@@ -252,7 +256,7 @@ class _Decoding:
         positions, kinds = self._references.find(signature, int_first)
         if not len(positions):
             return
-        highest = np.zeros(max(ValueKind) + 1, np.int64)
+        highest = np.zeros(len(_IS_REFERENCE), np.int64)
         highest[ValueKind.storage] = storages
         for kind in _REFERENCES[1:]:
             highest[kind] = self._counts[kind.name]

@@ -179,7 +179,16 @@ class Encoder:
 
 
 class StructureEncoder(Encoder):
-    """Encodes tensors and how they are nested. Scalars and strings, which may tell what is in them, become None."""
+    """Encodes tensors and how they are nested. Scalars and strings, which may tell what is in them, become None; those
+    inside a composite are its shape, and stay."""
+
+    def __init__(self, *resolve: Any) -> None:
+        """As Encoder."""
+        super().__init__(*resolve)
+        self._with_scalars = Encoder(*resolve)
+
+    def _add_composite(self, value: torch.Tensor | torch.ScriptObject, values: CallValues) -> None:
+        self._with_scalars._add_composite(value, values)
 
     def add(self, value: Any, values: CallValues) -> None:
         if isinstance(value, (torch.Tensor, list, tuple, torch.UntypedStorage, torch.TypedStorage, torch.ScriptObject)):

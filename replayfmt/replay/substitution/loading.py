@@ -22,6 +22,7 @@ from torch._ops import OpOverload
 
 from replayfmt.errors import UsageError
 from replayfmt.format.model import Kernel
+from replayfmt.format.regular_files import require_regular_file
 from replayfmt.pytorch.registry import overloads_of
 
 from .binding import schema_signature
@@ -162,6 +163,7 @@ class Loader:
 
     def _readable(self, path: str, request: SubstitutionRequest) -> None:
         try:
+            require_regular_file(path)
             with open(path, "rb"):
                 pass
         except OSError as error:
