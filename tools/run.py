@@ -33,6 +33,9 @@ if TYPE_CHECKING:
 @click.option("--compare-kernels", is_flag=True,
               help="Of an imported trace, on a CUDA device: run each op once more under the profiler and say MATCH or "
                    "DIFFERENT of its device kernels and their grids. Implies --keep-going.")
+@click.option("--warm", is_flag=True,
+              help="Execute everything once more, unverified, and print the time of that, too: the first execution "
+                   "includes allocation and page faults.")
 @click.option("--format", "form", type=click.Choice(["text", "jsonl"]), default="text", show_default=True,
               help="How the result is printed.")
 @click.option("--list-initializers", is_flag=True,
@@ -42,7 +45,7 @@ if TYPE_CHECKING:
 @click.argument("capture", metavar="CAPTURE", type=click.Path(), required=False)
 @click.pass_context
 def cli(context: click.Context, /, capture: str | None, list_initializers: bool, flags: ReplayFlags, keep_going: bool,
-        compare_kernels: bool, form: str, device_profiling_mode: str | None, device_profiling_output: str | None,
+        compare_kernels: bool, warm: bool, form: str, device_profiling_mode: str | None, device_profiling_output: str | None,
         force: bool) -> int:
     """Replay CAPTURE without its program and verify the results.
 
@@ -69,12 +72,15 @@ def cli(context: click.Context, /, capture: str | None, list_initializers: bool,
         shown = rows_if_rejected() if form == "jsonl" else nullcontext()
         with record_bar("replaying", plan.reader.record_count) as on_progress, shown:
             result = plan.execute(verify=flags.verify, keep_going=keep_going, on_progress=on_progress, scope_times=True)
+            again = None
+            if warm and result.divergence is None:
+                again = plan.execute(keep_going=keep_going, on_progress=on_progress, scope_times=True)
         with reader_may_leave():
             if form == "jsonl":
-                for row in as_rows(plan, result):
+                for row in as_rows(plan, result, again):
                     click.echo(json.dumps(row))
             else:
-                for line in as_text(plan, result):
+                for line in as_text(plan, result, again):
                     say(line)
                 for finding in plan.findings:
                     say(f"finding: {finding}")

@@ -92,6 +92,7 @@ class Plan(Preparation):
                                opaque=self.opaque_slots())
         self._kept: dict[tuple[bool, Shapes, KernelStandIn | None], list[Window]] = {}
         self._shapes_checked = False
+        self._executions = 0
         self._differences: list[str] | None = None
         self.substitution: SubstitutionSession | None = None
         if self.replacements:
@@ -173,6 +174,7 @@ class Plan(Preparation):
              on_progress: Callable[[int], None] | None, scope_times: bool,
              only: Slice | None = None) -> ReplayResult:
         self.files.check()
+        self._executions += 1
         times = ScopeTimes(self._clock, on_scope) if scope_times else None
         with ExitStack() as stack:
             stack.enter_context(self._surroundings())
@@ -400,6 +402,7 @@ class Plan(Preparation):
             verification=verification, divergence=found[0] if found else None, memory=memory,
             scope_ns=times.totals() if times else {}, notes=self.notes, verdicts=verdicts,
             unsupported=self.work.unsupported, left_out=left_out, opaque_results=self.opaque_results(),
+            execution=self._executions,
         )
 
     # --------------------------------------------------------------------------------------------------------- lifetime

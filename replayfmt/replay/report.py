@@ -12,8 +12,8 @@ _SHOWN_VERDICTS = 20
 _SHOWN_INITIALIZERS = 12
 
 
-def as_text(plan: Plan, result: ReplayResult) -> list[str]:
-    """The summary, line by line."""
+def as_text(plan: Plan, result: ReplayResult, warm: ReplayResult | None = None) -> list[str]:
+    """The summary, line by line; `warm` is a later execution, of which only the times are shown."""
     devices = ", ".join(map(str, plan.devices)) or "no device"
     scopes = f" in {result.scopes} scopes" if result.scopes else ""
     captured = f"{result.ops} ops of {result.kernels} kernels{scopes}"
@@ -27,9 +27,9 @@ def as_text(plan: Plan, result: ReplayResult) -> list[str]:
         plan.reader.path,
         f"replayed: {captured}, on {devices}",
         *_left_out(result),
-        f"time: {seconds(result.elapsed_ns)}" + (f", {result.elapsed_ns / ran / 1000:.2f} us an op" if ran else ""),
+        *_times(result, ran),
+        *([] if warm is None else _times(warm, _ran(warm))),
     ]
-    lines += [f"  {path}: {seconds(spent)}" for path, spent in result.scope_ns.items() if "/" not in path]
     lines += _verification(result)
     lines += [f"  not compared: {each}" for each in result.opaque_results]
     if plan.substitution is not None and plan.substitution.report is not None:
@@ -46,6 +46,15 @@ def as_text(plan: Plan, result: ReplayResult) -> list[str]:
         if len(failing) > _SHOWN_VERDICTS:
             lines.append(f"  and {len(failing) - _SHOWN_VERDICTS} more; --format=jsonl lists all of them")
     return lines
+
+
+def _times(result: ReplayResult, ran: int | None) -> list[str]:
+    """How long it took, and with what in it."""
+    per_op = f", {result.elapsed_ns / ran / 1000:.2f} us an op" if ran else ""
+    state = ("cold: the first execution, with allocation and page faults" if result.execution == 1 else
+             f"warm: execution {result.execution}")
+    scopes = [f"  {path}: {seconds(spent)}" for path, spent in result.scope_ns.items() if "/" not in path]
+    return [f"time: {seconds(result.elapsed_ns)}{per_op} ({state})", *scopes]
 
 
 def _ran(result: ReplayResult) -> int | None:
@@ -95,8 +104,8 @@ def _initialized(plan: Plan) -> list[str]:
     return lines
 
 
-def as_rows(plan: Plan, result: ReplayResult) -> list[dict[str, Any]]:
-    """One `replay` row, a `substitution` row for each substituted signature, then a `verdict` row for each op where
+def as_rows(plan: Plan, result: ReplayResult, warm: ReplayResult | None = None) -> list[dict[str, Any]]:
+    """One `replay` row, with the times of a later execution in `warm`, a `substitution` row for each substituted signature, then a `verdict` row for each op where
     verdicts were asked for."""
     verification = result.verification
     divergence = result.divergence
@@ -110,6 +119,9 @@ def as_rows(plan: Plan, result: ReplayResult) -> list[dict[str, Any]]:
         "scopes": result.scopes,
         "elapsed_ns": result.elapsed_ns,
         "scope_ns": result.scope_ns,
+        "execution": result.execution,
+        "warm": None if warm is None else {
+            "execution": warm.execution, "elapsed_ns": warm.elapsed_ns, "scope_ns": warm.scope_ns},
         "verification": {
             "asked": verification.asked,
             "mode": verification.mode,

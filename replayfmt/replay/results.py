@@ -135,7 +135,8 @@ class ReplayResult:
 
     `outcome` is `ok` where everything in the capture was done again and nothing differs, `incomplete` where something
     was left out: ops whose verdict says so, `unsupported` records, or what `left_out` names, which are records that are
-    no op. `scope_ns` maps scope paths to the time spent inside them, where that was asked for.
+    no op. `scope_ns` maps scope paths to the time spent inside them, where that was asked for. `execution` counts how
+    often the plan ran its ops by then: the first one is cold.
     """
 
     outcome: Literal["ok", "mismatched", "incomplete"]
@@ -153,6 +154,7 @@ class ReplayResult:
     unsupported: int = 0
     left_out: tuple[str, ...] = ()
     opaque_results: tuple[OpaqueResult, ...] = ()
+    execution: int = 1
 
     @property
     def verified(self) -> str:

@@ -48,13 +48,45 @@ def test_a_run_says_what_it_did_and_how_it_was_verified(captured: Captured, tool
     lines = out.splitlines()
     assert lines[0] == str(path)
     assert lines[1].startswith("replayed: ") and lines[1].endswith("kernels in 2 scopes, on cpu")
-    assert lines[2].startswith("time: ") and "us an op" in lines[2]
+    assert lines[2].startswith("time: ") and lines[2].endswith(
+        " us an op (cold: the first execution, with allocation and page faults)")
     assert lines[3].startswith("  step 0: ") and lines[4].startswith("  step 1: ")
     assert lines[5:7] == ["verified: bitwise",
                           "  why: same device, torch, libraries, thread count and CPU capability"]
     assert lines[7].startswith("  compared: ") and "digests" in lines[7]
     assert lines[8].startswith("peak memory, cpu: ")
     assert max(map(len, lines[1:])) <= 100
+
+
+def test_a_second_execution_is_asked_for_and_its_time_stands_beside_the_first(captured: Captured, tool: Any) -> None:
+    path = captured(training)
+    code, out, err = tool("--warm", str(path))
+    lines = out.splitlines()
+    assert (code, err) == (0, "") and [line.partition(" (")[2] for line in lines if line.startswith("time: ")] == [
+        "cold: the first execution, with allocation and page faults)", "warm: execution 2)"]
+    assert [line.split(":")[0] for line in lines[2:8]] == ["time", "  step 0", "  step 1"] * 2
+    assert lines[8] == "verified: bitwise"
+    for flags in (["--warm"], ["--warm", "--keep-going"], []):
+        code, out, err = tool(*flags, "--format=jsonl", str(path))
+        row = json.loads(out.splitlines()[0])
+        assert (code, err, row["execution"]) == (0, "", 1)
+        if not flags:
+            assert row["warm"] is None
+            continue
+        assert row["warm"]["execution"] == 2 and row["warm"]["elapsed_ns"] > 0 and list(row["warm"]["scope_ns"]) == [
+            "step 0", "step 1"]
+
+
+def test_what_ran_before_makes_an_execution_warm(captured: Captured, tool: Any) -> None:
+    """The checked pass of a substitution, and the pass that checks the shapes of made-up content."""
+    bare = captured(training, payload="none", digests="none")
+    code, out, _err = tool("--verify=none", str(bare))
+    assert code == 0 and "(warm: execution 2)" in out
+    code, out, _err = tool("--warm", str(bare))
+    once = tool(str(bare))[1]
+    assert code == 0 and "(cold: " in out and "(warm: execution 2)" in out
+    assert [line for line in out.splitlines() if " contents, " in line] == [
+        line for line in once.splitlines() if " contents, " in line], "what was made up is told once"
 
 
 def test_rows_hold_the_same_for_programs(captured: Captured, tool: Any) -> None:
