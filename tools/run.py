@@ -45,8 +45,8 @@ if TYPE_CHECKING:
 @click.argument("capture", metavar="CAPTURE", type=click.Path(), required=False)
 @click.pass_context
 def cli(context: click.Context, /, capture: str | None, list_initializers: bool, flags: ReplayFlags, keep_going: bool,
-        compare_kernels: bool, warm: bool, form: str, device_profiling_mode: str | None, device_profiling_output: str | None,
-        force: bool) -> int:
+        compare_kernels: bool, warm: bool, form: str, device_profiling_mode: str | None,
+        device_profiling_output: str | None, force: bool) -> int:
     """Replay CAPTURE without its program and verify the results.
 
     Exits with 0 if it ran and matched, 1 if it was refused, failed or did not match, 2 for wrong usage, 3 if CAPTURE is

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from replayfmt.errors import OpReplayError, OutputExists, UsageError
-from replayfmt.format.container.output import same_file, unfit
+from replayfmt.errors import CaptureFailed, OpReplayError, OutputExists, UsageError
+from replayfmt.format.container.output import check_place, same_file
 
 
 class OutputFile:
@@ -48,7 +48,7 @@ class OutputFile:
 def output_file(flag: str, path: str | os.PathLike[str], force: bool) -> Iterator[OutputFile]:
     """Open a result file given by a command-line flag; whatever was not committed is removed on leaving.
 
-    Raises OutputExists for an existing file without `force`, and UsageError where there cannot be one at all.
+    Raises OutputExists for an existing file without `force`, and CaptureFailed where there cannot be one at all.
     """
     final = Path(path)
     refuse_existing(flag, path, force)
@@ -57,7 +57,7 @@ def output_file(flag: str, path: str | os.PathLike[str], force: bool) -> Iterato
     try:
         os.close(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666))
     except OSError as error:
-        raise UsageError(f"{flag}={path}: cannot be created: {error.strerror}") from error
+        raise CaptureFailed(f"{flag}: {path}: cannot be created: {error.strerror}") from error
     output = OutputFile(flag, final, partial, force)
     try:
         yield output
@@ -73,9 +73,9 @@ def refuse_input(flag: str, path: str | os.PathLike[str], capture: str | os.Path
 
 
 def refuse_existing(flag: str, path: str | os.PathLike[str], force: bool) -> None:
-    """Raises OutputExists for an existing file without `force`, UsageError for what can be no result file at all."""
-    problem = unfit(path)
-    if problem is not None:
-        raise UsageError(f"{flag}={os.fspath(path)}: {problem}, expected the name of a file")
-    if not force and os.path.lexists(path):
-        raise OutputExists(f"{flag}={os.fspath(path)}: the file exists; --force overwrites it")
+    """Raise what would keep a result from getting this name, as for every other file that a tool writes: OutputExists
+    without `force`, CaptureFailed where there cannot be one at all."""
+    try:
+        check_place(path, force)
+    except (OutputExists, CaptureFailed) as error:
+        raise type(error)(f"{flag}: {error}") from None

@@ -51,11 +51,15 @@ class CaptureWriter:
     records raise ValueError, and change nothing, where they break a rule of the format.
     """
 
-    def __init__(self, path: str | os.PathLike[str], session: Session, *, force: bool = False) -> None:
-        """Create the file and write its head. Raises OutputExists, or CaptureFailed where it cannot be written."""
+    def __init__(self, path: str | os.PathLike[str], session: Session, *, force: bool = False, doing: str = "") -> None:
+        """Create the file and write its head. Raises OutputExists, or CaptureFailed where it cannot be written.
+
+        `doing` says what makes a capture from another file (`trimming`): of such a one nothing is left where it cannot
+        be completed, whereas what a program did stays in the `.partial`.
+        """
         head = encode_session(session)
         preamble = pack_preamble(session.session_id)
-        self._output = Output(path, force)
+        self._output = Output(path, force, doing=doing)
         self._frames = FrameOutput(self._output)
         self._payloads = PayloadOutput(self._frames)
         self._definitions = InternedDefinitions(self._whole, self._payloads.length)
@@ -65,7 +69,6 @@ class CaptureWriter:
         with self._whole():
             self._output.write([preamble])
             self._frames.write(FrameKind.head, head)
-        self._output.begun()
 
     @property
     def path(self) -> str:
@@ -193,6 +196,7 @@ class CaptureWriter:
             self._payloads.flush()
             self._write_definitions()
             self._frames.write(FrameKind.records, encoded.body, count=encoded.count, storages=encoded.storages)
+            self._output.begun()
             self._tally.add(encoded.signature, encoded.storage_origin, encoded.storage_bytes, encoded.annotation)
 
     def flush(self) -> None:
@@ -223,6 +227,10 @@ class CaptureWriter:
     def withdraw(self) -> None:
         """Remove the capture again after `close`, where no other has taken its name."""
         self._output.withdraw()
+
+    def discard(self) -> None:
+        """Close the descriptor and remove what was not completed."""
+        self._output.discard()
 
     def abandon(self) -> None:
         """Close the descriptor and leave the `.partial` as it is."""

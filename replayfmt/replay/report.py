@@ -105,8 +105,8 @@ def _initialized(plan: Plan) -> list[str]:
 
 
 def as_rows(plan: Plan, result: ReplayResult, warm: ReplayResult | None = None) -> list[dict[str, Any]]:
-    """One `replay` row, with the times of a later execution in `warm`, a `substitution` row for each substituted signature, then a `verdict` row for each op where
-    verdicts were asked for."""
+    """One `replay` row, which has the times of a later execution under `warm`; a `substitution` row for each
+    substituted signature, then a `verdict` row for each op where verdicts were asked for."""
     verification = result.verification
     divergence = result.divergence
     row: dict[str, Any] = {

@@ -209,8 +209,7 @@ def _trim(plan: Plan, partial: str, out: str, wanted: Wanted, asked: Kept, check
         verification, divergence = plan.watch(
             watcher, kept.stop, verify, twice=twice, on_progress=_counted(on_progress, kept.stop))
         if plan.learn(twice) or (divergence is not None and plan.find_opaque(divergence.seen_at + 1)):
-            writer.abandon()
-            os.unlink(f"{partial}.partial")
+            writer.discard()
             return None
         if divergence is not None:
             raise ReplayMismatch(f"{reader.path}: its replay differs from what was captured, so nothing can be "
@@ -332,13 +331,11 @@ def rename(partial: str, out: str) -> None:
 @contextmanager
 def _writer(partial: str, session: Session) -> Iterator[CaptureWriter]:
     """A writer whose file is removed again where something goes wrong."""
-    writer = CaptureWriter(partial, session, force=True)
+    writer = CaptureWriter(partial, session, force=True, doing="trimming")
     try:
         yield writer
     except BaseException as error:
-        writer.abandon()
-        with suppress(FileNotFoundError):
-            os.unlink(f"{partial}.partial")
+        writer.discard()
         if type(error) is ValueError:       # a rule of the format that what was read breaks
             raise InvalidCapture(f"what the capture says cannot be written again: {error}") from error
         raise

@@ -5,7 +5,7 @@ import os
 import pytest
 
 from replayfmt.benchmark.output import output_file
-from replayfmt.errors import OpReplayError, OutputExists, UsageError
+from replayfmt.errors import CaptureFailed, OpReplayError, OutputExists
 
 
 def test_a_result_gets_its_name_only_once_it_is_whole(tmp_path):
@@ -24,7 +24,7 @@ def test_a_failure_leaves_nothing_behind(tmp_path):
 def test_an_existing_file_is_refused_without_force_and_kept_until_the_new_one_is_whole(tmp_path):
     path = tmp_path / "a.json"
     path.write_text("old")
-    with pytest.raises(OutputExists, match="--o=.*a.json: the file exists; --force"), output_file("--o", path, False):
+    with pytest.raises(OutputExists, match="--o: .*a.json: exists already; .*--force"), output_file("--o", path, False):
         pass
     with output_file("--out", path, force=True) as file:
         assert path.read_text() == "old"
@@ -40,16 +40,17 @@ def test_a_file_that_appears_meanwhile_is_not_overwritten(tmp_path):
     assert path.read_text() == "someone else's"
 
 
-@pytest.mark.parametrize("name, words", [("missing/a.json", "cannot be created: No such file"), ("", "is a directory")])
-def test_a_place_where_no_file_can_be_is_a_usage_error(tmp_path, name, words):
-    with pytest.raises(UsageError, match=words), output_file("--out", tmp_path / name, force=True):
+@pytest.mark.parametrize("name, words", [
+    ("missing/a.json", "--out: .*/a.json: there is no directory .*; create it first"), ("", "is a directory")])
+def test_a_place_where_no_file_can_be_is_refused_as_by_every_tool(tmp_path, name, words):
+    with pytest.raises(CaptureFailed, match=words), output_file("--out", tmp_path / name, force=True):
         pass
 
 
 @pytest.mark.parametrize("path", ["", "missing/", "/"])
-def test_a_name_without_a_file_name_is_a_usage_error(path):
-    words = "--out=.*: is (empty|a directory), expected the name of a file"
-    with pytest.raises(UsageError, match=words), output_file("--out", path, force=True):
+def test_a_name_without_a_file_name_is_refused(path):
+    words = "--out: .*: is (empty|a directory); name a file to write to"
+    with pytest.raises(CaptureFailed, match=words), output_file("--out", path, force=True):
         pass
 
 
@@ -58,13 +59,13 @@ def test_a_device_or_a_pipe_is_never_replaced_by_a_file(tmp_path):
     (tmp_path / "link").symlink_to("pipe")
     for path in (tmp_path / "pipe", tmp_path / "link", os.devnull):
         for force in (False, True):
-            with pytest.raises(UsageError, match="is a device or a pipe"), output_file("--out", path, force):
+            with pytest.raises(CaptureFailed, match="is a device or a pipe"), output_file("--out", path, force):
                 pass
     assert sorted(os.listdir(tmp_path)) == ["link", "pipe"]
 
 
 def test_a_directory_that_takes_the_files_place_meanwhile_is_one_clear_error(tmp_path):
-    with pytest.raises(UsageError, match="is a directory"), output_file("--out", tmp_path / "a", force=True) as file:
+    with pytest.raises(CaptureFailed, match="is a directory"), output_file("--out", tmp_path / "a", force=True) as file:
         (tmp_path / "a").mkdir()
         file.write("x")
     words = "cannot be written: No such file"

@@ -17,6 +17,8 @@ from replayfmt.format.model import Session
 from replayfmt.format.reader import open_capture
 from replayfmt.format.writer import CaptureWriter
 
+from .samples import write_small
+
 
 def session(digit: str) -> Session:
     return Session(f"{digit * 8}-{digit * 4}-{digit * 4}-{digit * 4}-{digit * 12}", "opreplay", "1")
@@ -96,7 +98,7 @@ def test_a_capture_that_finds_no_room_leaves_nothing_that_blocks_the_next(tmp_pa
     path = tmp_path / "a.opreplay"
     with _files_no_longer_than(10), pytest.raises(CaptureFailed) as refused:
         CaptureWriter(path, session("0"))
-    assert "no capture was begun, and no file is left" in str(refused.value)
+    assert "nothing was captured by then, and no file is left" in str(refused.value)
     assert "--recover" not in str(refused.value)
     assert list(tmp_path.iterdir()) == []
     CaptureWriter(path, session("1")).close(0)
@@ -109,10 +111,17 @@ def test_a_full_disk_is_called_by_its_name(tmp_path: Path, monkeypatch: pytest.M
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "writev", full)
-        with pytest.raises(CaptureFailed, match="the disk is full; no capture was begun"):
+        with pytest.raises(CaptureFailed, match="the disk is full; nothing was captured by then"):
             CaptureWriter(tmp_path / "a.opreplay", session("0"))
     assert list(tmp_path.iterdir()) == []
     writer = CaptureWriter(tmp_path / "a.opreplay", session("0"))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "writev", full)
+        with pytest.raises(CaptureFailed, match="the disk is full; nothing was captured by then"):
+            writer.payload(bytes(1 << 20))
+            writer.flush()
+    assert list(tmp_path.iterdir()) == []
+    writer = write_small(tmp_path / "a.opreplay", close=False)
     monkeypatch.setattr(os, "writev", full)
     with pytest.raises(CaptureFailed, match="the disk is full; the capture ends here.*--recover"):
         writer.payload(bytes(1 << 20))

@@ -47,6 +47,11 @@ def check_place(path: str | os.PathLike[str], force: bool) -> None:
         raise CaptureFailed(f"{name}: {problem}; name a file to write to")
     if os.path.lexists(name) and not force:
         raise OutputExists(f"{name}: exists already; remove it, write elsewhere, or use --force (force=True)")
+    check_folder(name)
+
+
+def check_folder(name: str) -> None:
+    """Raise CaptureFailed where nothing can be created beside this name, because of the folder it is in."""
     folder = os.path.dirname(name) or "."
     if not os.path.isdir(folder):
         raise CaptureFailed(f"{name}: there is no directory {folder}; create it first")
@@ -85,12 +90,12 @@ class Output:
     """An append-only file. Not safe for use from several threads at once."""
 
     def __init__(self, path: str | os.PathLike[str], force: bool, *, doing: str = "") -> None:
-        """Create `path`.partial; or, where the capture is made from another one, `path`.`doing`.partial: what is
+        """Create `path`.partial; or, where the capture is made from another file, `path`.`doing`.partial: what is
         recovered may be `path`.partial, and what an earlier attempt left is no loss. Raises OutputExists, or
         CaptureFailed where it cannot be created."""
         self.path = os.fspath(path)
         self.partial = self.path + (f".{doing}.partial" if doing else ".partial")
-        self._advice = (f"{doing} ends here; the capture that is read is unchanged" if doing else
+        self._advice = (f"{doing} ends here, and no file is left; what it reads is unchanged" if doing else
                         f"the capture ends here, and opreplay-check {self.partial} --recover OUT keeps what is there")
         self.position = 0
         self._force = force
@@ -98,7 +103,8 @@ class Output:
         self._fd = -1
         self._finished = False
         self._identity: Identity | None = None
-        self._begun = bool(doing)  # what makes a capture from another one removes what it did not complete
+        self._begun = False
+        self._doing = doing
         self._process = os.getpid()
         check_place(self.path, force)
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
@@ -154,15 +160,15 @@ class Output:
     def fail(self, reason: str) -> CaptureFailed:
         """End the file because of `reason`; the error that this and every later call is to raise."""
         if self._failure is None:
-            advice = self._advice if self._begun else "no capture was begun, and no file is left"
+            advice = self._advice if self._begun or self._doing else "nothing was captured by then, and no file is left"
             self._failure = CaptureFailed(f"{self.partial}: {reason}; {advice}")
             self.release()
-            if not self._begun:
+            if self._doing or not self._begun:
                 remove(self.partial, self._identity)
         return CaptureFailed(*self._failure.args)
 
     def begun(self) -> None:
-        """The file's beginning is written: from now on what is in it is worth keeping."""
+        """Records are written: from now on what is in the file is worth keeping, if it is not made from another one."""
         self._begun = True
 
     def finish(self) -> None:

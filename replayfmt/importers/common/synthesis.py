@@ -75,14 +75,15 @@ def imported_session(kind: str, source: str, **fields: Any) -> Session:
 
 
 class ImportedSession:
-    """One capture being made from a trace. Use as a context manager: it is completed where nothing went wrong.
+    """One capture being made from a trace. Use as a context manager: it is completed where nothing went wrong,
+    and removed where something did.
 
     Methods raise ValueError, and write nothing, for what the format cannot hold (sizes beyond its limits, integers
     beyond 64 bits): the importer makes an unsupported record of it. Writing raises CaptureFailed and OutputExists.
     """
 
     def __init__(self, path: str | PathLike[str], session: Session, *, force: bool = False) -> None:
-        self._writer = CaptureWriter(path, session, force=force)
+        self._writer = CaptureWriter(path, session, force=force, doing="importing")
         self._pending = _Pending()
         self._next_storage, self._next_tensor, self._first_storage = 1, 1, 1
         self._without_memory: dict[tuple[int, int], int] = {}
@@ -270,8 +271,8 @@ class ImportedSession:
         self._writer.close(self._last_ns)
 
     def abandon(self) -> None:
-        """Leave the capture incomplete."""
-        self._writer.abandon()
+        """Remove what was written: part of a trace is no import of it."""
+        self._writer.discard()
 
     def __enter__(self) -> ImportedSession:
         return self

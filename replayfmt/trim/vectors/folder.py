@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from replayfmt.errors import CaptureFailed, OutputExists, UsageError
+from replayfmt.format.container.output import check_folder
 
 INDEX = "index.json"
 FORMAT = "opreplay-vectors"
@@ -33,6 +34,7 @@ def new_folder(path: str, force: bool) -> Iterator[Path]:
         raise UsageError(f"--vectors={path}: expected the name of a directory")
     try:
         _check(final, force)
+        check_folder(str(final))
         if partial.is_dir() and not partial.is_symlink() and force:
             _check(partial, force=True, index=False)
             shutil.rmtree(partial)
