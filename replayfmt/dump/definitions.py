@@ -54,7 +54,7 @@ def obstacles(reader: CaptureReader) -> list[str]:
         found.append("opaque arguments")
     if any(kernel.kind != KernelKind.operator and reader.summary.kernel_calls.get(number)
            for number, kernel in enumerate(reader.kernels[1:], start=1)):
-        found.append("kernels that are no operators")
+        found.append("kernels that are not operators")
     if reader.summary.records.get(RecordKind.collective):
         found.append("collectives")
     if Needs(reader).unconfirmed(reader):

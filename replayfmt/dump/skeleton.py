@@ -265,7 +265,7 @@ def _default(declared: SchemaType, text: str) -> str:
     try:
         value = ast.literal_eval(text)
     except (ValueError, SyntaxError, MemoryError, RecursionError):
-        raise ValueError(f"its default {text[:80]!r} is no literal") from None
+        raise ValueError(f"its default {text[:80]!r} is not a literal") from None
     written = repr(value)
     if not written.isascii() or not written.isprintable():
         written = ascii(value)

@@ -18,5 +18,5 @@ def name_problem(name: str, overload: str) -> str:
     if len(name) > _LONGEST or len(overload) > _LONGEST:
         return f"an operator's name of {max(len(name), len(overload))} characters, allowed {_LONGEST}"
     if not _NAME.match(name) or not _OVERLOAD.match(overload):
-        return f"{f'{name}.{overload}'!a} is no operator name, expected NAMESPACE::OPERATOR.OVERLOAD"
+        return f"{f'{name}.{overload}'!a} is not an operator name, expected NAMESPACE::OPERATOR.OVERLOAD"
     return ""

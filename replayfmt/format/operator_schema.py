@@ -111,7 +111,7 @@ def _arguments(text: str) -> list[SchemaArgument]:
         declared, default = _default(part)
         found = _ARGUMENT.match(declared)
         if found is None:
-            raise ValueError(f"{part[:80]!r} is no argument of a schema")
+            raise ValueError(f"{part[:80]!r} is not an argument of a schema")
         arguments.append(SchemaArgument(found["name"], _type(found["type"] + found["length"]), default, keyword_only))
     return arguments
 

@@ -82,7 +82,7 @@ def import_tracelens(path: str | PathLike[str], out: str | PathLike[str], *, lib
                 if _is_entry(entry):
                     writer.write(entry)
                 else:
-                    report.problems.append("an entry that is no object with op_name and replay_ir was passed over")
+                    report.problems.append("an entry that is not an object with op_name and replay_ir was passed over")
         report.problems += [str(problem) for problem in stream.problems]
     report.notes.append("calls have no inputs in common: each gets its own")
     if writer.placed:

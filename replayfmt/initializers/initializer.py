@@ -56,7 +56,7 @@ class Initializer:
             raise UsageError(f"initializer {self.name}: joint needs op, the operator that has the arguments")
         for text in (self.op, *self.arguments):
             if text is not None and (not isinstance(text, str) or not text):
-                raise UsageError(f"initializer {self.name}: {text!r} is no name or pattern")
+                raise UsageError(f"initializer {self.name}: {text!r} is not a name or pattern")
 
     @property
     def whole(self) -> bool:

@@ -105,7 +105,7 @@ def _sdp_priority() -> Setting | None:
 def _dtype_named(name: str) -> torch.dtype:
     dtype = _DTYPES.get(name)       # a name out of a file is never looked up in torch itself
     if dtype is None:
-        raise ValueError(f"{name!r} is no dtype")
+        raise ValueError(f"{name!r} is not a dtype")
     return dtype
 
 

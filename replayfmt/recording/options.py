@@ -123,7 +123,7 @@ class CaptureOptions:
                 raise UsageError(f"steps and {others[0]} both say what to record; give one of them")
         for name in ("start_scope", "stop_scope"):
             if getattr(self, name) == "":
-                raise UsageError(f"{name}='' is no name of a scope")
+                raise UsageError(f"{name}='' is not the name of a scope")
 
     def _check_operators(self) -> None:
         for option in ("inside", "whole"):

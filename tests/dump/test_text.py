@@ -36,7 +36,7 @@ def test_the_summary_comes_first_and_says_what_matters(plain: Path, every: Path)
     assert re.search(r"^unsupported +none$", summary, re.MULTILINE)
     assert len(records.splitlines()) == 102
     assert text(plain, summary_only=True) == summary + "\n\n"
-    assert re.search(r"^strict replay +refused: unsupported records, opaque arguments, kernels that are no operators$",
+    assert re.search(r"^strict replay +refused: unsupported records, opaque arguments, kernels that are not operators$",
                      text(every, summary_only=True), re.MULTILINE)
 
 

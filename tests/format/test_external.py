@@ -47,7 +47,7 @@ def test_a_missing_file_names_the_flag(path: Path) -> None:
     assert validate(file, str(path), False) == (
         f"external file {path} does not exist; --replay-file-remap=CAPTURED=REPLAY says where it is now")
     assert "does not exist (captured as " in str(validate(file, str(path) + "2", True))
-    assert "a part of the path is no directory" in str(validate(file, __file__ + "/x", True))
+    assert "a part of the path is not a directory" in str(validate(file, __file__ + "/x", True))
 
 
 def test_a_moved_file_is_the_same_one(path: Path) -> None:

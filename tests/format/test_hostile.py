@@ -280,7 +280,7 @@ def test_records_without_the_arguments_of_their_kind_are_refused(capture: Path, 
 
 def test_a_setting_that_is_no_scalar_is_refused(capture: Path) -> None:
     change_tables(capture, _one_signature(RecordKind.global_state, [(int(V.tensor), 1, 0, 0)], 1))
-    refused(capture, "settings that are no named scalars")
+    refused(capture, "settings that are not named scalars")
 
 
 def test_consolidated_definitions_that_differ_are_a_finding(capture: Path) -> None:

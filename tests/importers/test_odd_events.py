@@ -137,7 +137,7 @@ def test_events_of_unknown_categories_and_phases_are_counted(imported: Import) -
     assert told(result, "1 events", "'Ascend'", "not known") and told(result, "1 events", "cpu_op", "phase 'i'")
     assert told(result, "1 events without the fields")
     assert result.report.counts["other events"] == 2
-    assert "other events are no calls: 1 python_function, 1 ac2g" in result.report.notes
+    assert "other events are not calls: 1 python_function, 1 ac2g" in result.report.notes
     assert len(result.report.problems) == 3
 
 

@@ -78,7 +78,7 @@ def test_registering_says_what_is_wrong() -> None:
         ({"op": "aten::mm", "name": "one"}, "registered already"),
         ({"argument": "self", "name": "two"}, "needs op"),
         ({"joint": True, "name": "three"}, "needs op"),
-        ({"op": "", "name": "four"}, "no name or pattern"),
+        ({"op": "", "name": "four"}, "not a name or pattern"),
     ):
         with pytest.raises(UsageError, match=said):
             register(**wrong)(give)  # type: ignore[arg-type]

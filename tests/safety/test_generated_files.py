@@ -65,5 +65,5 @@ def test_names_of_operators_in_a_skeleton_are_only_names(source: Path, tmp_path:
         hostile = tmp_path / f"{place}.opreplay"
         shutil.copyfile(source, hostile)
         rename_kernel(hostile, "aten::exp", name=f"aten::{text}", schema=f"aten::{text}(Tensor self) -> Tensor")
-        with pytest.raises(InvalidCapture, match="is no operator name"):
+        with pytest.raises(InvalidCapture, match="is not an operator name"):
             open_capture(hostile)

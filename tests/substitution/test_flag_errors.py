@@ -59,7 +59,7 @@ CASES = [
     (["aten::mm=FILE", "all=FILE"], "all stands alone"),
     (["all=FILE:mm"], "all takes no name"),
     (["aten::mm=FILE:fast"], "it defines no function 'fast'; it has mm, add, sum, few"),
-    (["aten::mm=FILE:number"], "'number' in it is no function"),
+    (["aten::mm=FILE:number"], "'number' in it is not a function"),
     (["aten::clamp=FILE"], "it defines no function 'clamp'"),
     (["aten::mm=FILE:few"], "which does not bind aten::mm(Tensor self, Tensor mat2) -> Tensor: too many positional"),
     (["aten::add=FILE:other_name"], "which does not bind aten::add.Tensor"),

@@ -51,17 +51,17 @@ def test_signatures_have_colons_and_at_signs_of_their_own(signature: str) -> Non
     ("aten::mm=", "the path is empty"),
     ("aten::mm=:f", "the path is empty"),
     ("aten::mm@=k.py", "the format is empty; expected python or torch-library"),
-    ("aten::mm@cuda=k.py", "'cuda' is no format; expected python or torch-library"),
+    ("aten::mm@cuda=k.py", "'cuda' is not a format; expected python or torch-library"),
     ("0=k.py", "kernel id 0: ids count from 1"),
     ("-1=k.py", "kernel id -1: ids count from 1"),
     ("99999999999=k.py", "ids count from 1"),
-    ("mm=k.py", "'mm' is no selector"),
-    ("aten::mm::x=k.py", "is no selector"),
-    ("aten::mm.a.b=k.py", "is no selector"),
+    ("mm=k.py", "'mm' is not a selector"),
+    ("aten::mm::x=k.py", "is not a selector"),
+    ("aten::mm.a.b=k.py", "is not a selector"),
     ("aten::mm(float32[2])=k.py", "expected a kernel with its overload"),
-    ("aten::mm.default(=k.py", "is no signature"),
+    ("aten::mm.default(=k.py", "is not a signature"),
     ("aten::mm=kernel.cu", "the format of 'kernel.cu' cannot be told from its name; put @python or @torch-library"),
-    ("aten::mm=k.py:", "'' is no function's and no operator's name"),
+    ("aten::mm=k.py:", "'' is neither a function's nor an operator's name"),
 ])
 def test_what_is_missing_or_wrong_is_said(text: str, said: str) -> None:
     with pytest.raises(UsageError) as raised:

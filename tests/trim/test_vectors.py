@@ -226,7 +226,7 @@ def test_only_an_earlier_directory_of_vectors_is_replaced(captured: Captured, tm
         written(path, out, kernel="aten::mm", force=True)
     assert (out / "thesis.txt").exists() and (out / "index.json").exists()
     (tmp_path / "file").write_text("")
-    with pytest.raises(UsageError, match="is no directory"):
+    with pytest.raises(UsageError, match="is not a directory"):
         written(path, tmp_path / "file", kernel="aten::mm", force=True)
     empty = tmp_path / "empty"
     empty.mkdir()

@@ -40,7 +40,7 @@ def parse_families(text: str) -> tuple[str, ...]:
     asked = [name.strip() for name in text.split(",")]
     unknown = [name for name in asked if name not in FAMILIES]
     if unknown:
-        raise UsageError(f"{MODE_FLAG}={text}: {', '.join(map(repr, unknown))} is no family; expected some of "
+        raise UsageError(f"{MODE_FLAG}={text}: {', '.join(map(repr, unknown))} is not a family; expected some of "
                          f"{', '.join(FAMILIES)}, separated by commas")
     return tuple(name for name in FAMILIES if name in asked)
 

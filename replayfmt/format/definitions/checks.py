@@ -206,7 +206,7 @@ class TablesCheck:
         if ((self.columns["signature_kernel"] != 0) != ops).any() or ((statuses != OpStatus.none) != ops).any():
             raise self._fail("a signature has a kernel or a status without being an op, or is an op without them")
         if ((self.columns["signature_results"] != 0) & (~ops | (statuses == OpStatus.raised))).any():
-            raise self._fail("a signature that is no op that returned has results")
+            raise self._fail("a signature that is not of an op that returned has results")
         self._check_constants()
         self._check_trees()
 
@@ -228,7 +228,7 @@ class TablesCheck:
                 raise self._too_new(message)
             raise self._fail(message)
         if (self.columns["node_children"][~_IS_CONTAINER[kinds]] != 0).any():
-            raise self._fail("a node that is no list, tuple or composite has children")
+            raise self._fail("a node that is not a list, tuple or composite has children")
 
     def _check_trees(self) -> None:
         """Each signature's nodes are exactly its arguments and results in pre-order, not nested too deep."""
@@ -319,7 +319,7 @@ class TablesCheck:
             nodes = slice(int(begins[row]), int(begins[row]) + int(self.columns["signature_nodes"][row]))
             kinds, names = self.columns["node_kind"][nodes], self.columns["node_name"][nodes]
             if not (_IS_SETTING[kinds].all() and names.all()):
-                raise self._fail("a global_state signature with settings that are no named scalars")
+                raise self._fail("a global_state signature with settings that are not named scalars")
 
     def _check_samples(self, kind: RecordKind, nodes: np.ndarray, children: np.ndarray) -> None:
         node_kind = self.columns["node_kind"]

@@ -131,7 +131,7 @@ def _check_arguments(signature: Signature) -> None:
     if signature.kind == RecordKind.global_state:
         wrong = [node.name for node in given if node.kind not in SETTING_KINDS or not node.name]
         if wrong:
-            raise ValueError(f"global_state with settings {wrong} that are no scalars")
+            raise ValueError(f"global_state with settings {wrong} that are not scalars")
         return
     if signature.kind == RecordKind.digest or (signature.kind == RecordKind.host_read and len(given) > len(expected)):
         expected = (*expected, *DIGEST_ARGUMENTS)

@@ -37,7 +37,7 @@ def _why_not(path: str, error: OSError | ValueError) -> str:
     if isinstance(error, ValueError):
         return f"external file {path!r} cannot be opened: {error}"
     reasons = {
-        errno.ENOENT: "does not exist", errno.ENOTDIR: "does not exist: a part of the path is no directory",
+        errno.ENOENT: "does not exist", errno.ENOTDIR: "does not exist: a part of the path is not a directory",
         errno.EACCES: "cannot be read: permission denied", errno.EPERM: "cannot be read: permission denied",
         errno.ELOOP: "cannot be opened: its symbolic links lead in a circle",
         errno.EISDIR: "is a directory; expected a file", errno.ENXIO: "is not a regular file",

@@ -53,9 +53,9 @@ class Parser:
             position = self._tokens[self._next][2]
         shown = self._text if len(self._text) < 200 else self._text[:197] + "..."
         found = self._text[position:position + 20]
-        raise UsageError(f"{shown!r} is no signature: expected {expected} at character {position + 1}, "
+        raise UsageError(f"{shown!r} is not a signature: expected {expected} at character {position + 1}, "
                          f"found {found!r}; opreplay-dump --signatures prints those of a capture"
-                         if found else f"{shown!r} is no signature: expected {expected} at its end; "
+                         if found else f"{shown!r} is not a signature: expected {expected} at its end; "
                          "opreplay-dump --signatures prints those of a capture")
 
     def signature(self) -> SignatureText:

@@ -134,7 +134,7 @@ class Operators:
 
     def _find(self, name: str) -> tuple[list[FoundOperator], str]:
         if name_problem(name, "default"):
-            return [], f"{name!r} is no operator name"
+            return [], f"{name!r} is not an operator name"
         found = self._registered(name)
         if found:
             return found, ""

@@ -106,7 +106,7 @@ class TraceNode:
 def node_of(row: Any) -> TraceNode:
     """A node from its JSON object. Raises ValueError where it is none, or a field that every node has is not there."""
     if not isinstance(row, dict):
-        raise ValueError(f"it is no object: {json.dumps(row)[:60]}")
+        raise ValueError(f"it is not an object: {json.dumps(row)[:60]}")
     try:
         if "attrs" in row:
             attributes = {each["name"]: each["value"] for each in row["attrs"]}
@@ -155,7 +155,7 @@ def communication(node: TraceNode) -> Mapping[str, Any]:
 def _number(value: Any) -> int:
     """An id. Raises ValueError where it is none."""
     if type(value) is not int or not 0 <= value < _LIMIT:
-        raise ValueError(f"{value!r:.40} is no id")
+        raise ValueError(f"{value!r:.40} is not an id")
     return value
 
 

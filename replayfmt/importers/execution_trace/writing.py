@@ -29,7 +29,7 @@ from .selection import Kind
 
 _KEPT_TENSORS = 10_000
 _COMPILED = "compiled code: the operators that it calls are in the trace, what it does itself is not"
-_NO_OPERATOR = "no operator stands for it; whatever it launched left no trace"
+_NO_OPERATOR = "it has no operator; whatever it launched left no trace"
 
 
 class GraphWriter:

@@ -330,7 +330,7 @@ def nanoseconds(microseconds: Any) -> int:
     else:
         time = microseconds * 1000 if isinstance(microseconds, int) else round(microseconds * 1000)
     if not -_LATEST < time < _LATEST:
-        raise ValueError(f"{microseconds} is no time")
+        raise ValueError(f"{microseconds} is not a time")
     return time
 
 

@@ -172,7 +172,7 @@ def _count(report: ImportReport, events: TraceEvents, tree: Tree, selection: Cho
         "other events": events.others.total(),
     }
     if events.others:
-        report.notes.append("other events are no calls: " + ", ".join(
+        report.notes.append("other events are not calls: " + ", ".join(
             f"{count} {category}" for category, count in events.others.most_common()))
     report.notes.append(f"level {level}: " + {
         "launching": "operators that launched device work stand for it; those that launched none are left out",

@@ -210,7 +210,7 @@ class _Writing:
             triton = kind.name.startswith("triton_") or kind.triton is not None
             call = ResolvedCall(kind.name, None, reason="triton_launch" if triton else "outside_operator",
                         detail="a kernel that torch.compile generated" if triton else
-                        "device work that no operator stands for was launched in it",
+                        "device work without an operator was launched in it",
                         signature=signature_text(read_arguments(kind).arguments) if triton else "")
         else:
             launched = [self.events.work_kinds[self.events.work.kind[each]] for each in work]

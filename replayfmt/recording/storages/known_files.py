@@ -167,7 +167,7 @@ def _ranges(path: str, length: int) -> tuple[str, tuple[tuple[int, int], ...] | 
     elif kind == "torch":
         ranges = _archive(path, length)
     if ranges is None and path.endswith(".safetensors"):
-        raise UsageError(f"--file={path}: is no safetensors file, whatever its name says: its header cannot be read")
+        raise UsageError(f"--file={path}: is not a safetensors file, whatever its name says: its header cannot be read")
     return ("raw", None) if ranges is None else (kind, ranges)
 
 

@@ -75,7 +75,7 @@ class ExternalFiles:
         if not embedded:
             return ()
         return (f"the bytes of {embedded} range{'s' if embedded > 1 else ''} of external files come from the capture "
-                "itself: this replay is no benchmark of storage",)
+                "itself: this replay is not a benchmark of storage",)
 
     def check(self) -> None:
         """Raises ReplayRefused where a file is not what it was when it was validated."""

@@ -100,7 +100,7 @@ class Library:
         function = getattr(self._module, name, None)
         if not callable(function):
             there = self.exported()
-            what = f"{name!r} in it is no function" if function is not None else f"it defines no function {name!r}"
+            what = f"{name!r} in it is not a function" if function is not None else f"it defines no function {name!r}"
             raise UsageError(f"{told}: {self._path}: {what}; it has {_listed(there) or 'no functions'}; name one with "
                              "PATH:NAME")
         return replacement_of(function, f"{os.path.basename(self._path)}:{name}")

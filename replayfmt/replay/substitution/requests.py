@@ -81,8 +81,8 @@ def parse_request(text: str) -> SubstitutionRequest:
     if not path:
         raise UsageError(f"{told}: the path is empty; expected {FORM}")
     if name is not None and not _NAME.match(name):
-        raise UsageError(f"{told}: {name!r} is no function's and no operator's name; expected PATH:NAME with a name "
-                         "like mm, or mine::mm for a torch-library")
+        raise UsageError(f"{told}: {name!r} is neither a function's nor an operator's name; expected PATH:NAME with a "
+                         "name like mm, or mine::mm for a torch-library")
     return SubstitutionRequest(parsed, told, path, name or "", form or infer_format(path, name or "", told))
 
 
@@ -101,7 +101,7 @@ def parse_selector(text: str, told: str) -> Selector:
             raise UsageError(f"{told}: kernel id {text}: ids count from 1; opreplay-dump shows those of a capture")
         return Selector(text, kernel_id=int(text))
     if not _OPERATOR.match(text):
-        raise UsageError(f"{told}: {text!r} is no selector; expected a kernel id, an operator like aten::mm or "
+        raise UsageError(f"{told}: {text!r} is not a selector; expected a kernel id, an operator like aten::mm or "
                          "aten::mm.default, a signature like 'aten::mm.default(float32[2,3], *)', or all")
     return Selector(text, operator=text)
 
@@ -117,7 +117,7 @@ def _split_format(left: str, told: str) -> tuple[str, Format | None]:
     for known in FORMATS:
         if form == known:
             return left[:end] + head, known
-    raise UsageError(f"{told}: {form!r} is no format; expected {' or '.join(FORMATS)}")
+    raise UsageError(f"{told}: {form!r} is not a format; expected {' or '.join(FORMATS)}")
 
 
 def split_path(text: str) -> tuple[str, str | None]:

@@ -52,7 +52,7 @@ def setting(name: str, value: object) -> str:
 def identifier(name: str) -> str:
     """A name that Python takes as such. Raises ReplayRefused for any other."""
     if not (name.isascii() and name.isidentifier()) or iskeyword(name):
-        raise ReplayRefused(f"{name!r} is no name that a script could use")
+        raise ReplayRefused(f"{name!r} is not a name that a script could use")
     return name
 
 
@@ -60,7 +60,7 @@ def operator(kernel: Kernel) -> str:
     """How a script calls an operator. Raises ReplayRefused for one that torch does not have by itself."""
     namespace, _, base = kernel.name.partition("::")
     if namespace not in WITH_TORCH_ALONE:
-        raise ReplayRefused(f"{kernel.qualified_name} is no operator of torch's own; a script needs torch alone")
+        raise ReplayRefused(f"{kernel.qualified_name} is not an operator of torch's own; a script needs only torch")
     if iskeyword(kernel.overload):
         return f"getattr(torch.ops.{namespace}.{identifier(base)}, {kernel.overload!a})"
     return f"torch.ops.{namespace}.{identifier(base)}.{identifier(kernel.overload)}"

@@ -61,7 +61,7 @@ def _check(folder: Path, force: bool, index: bool = True) -> None:
     if not os.path.lexists(folder):
         return
     if folder.is_symlink() or not folder.is_dir():
-        raise UsageError(f"{folder}: is no directory; name one that is to be made")
+        raise UsageError(f"{folder}: is not a directory; name one that is to be made")
     names = [each.name for each in folder.iterdir()]
     if not names:
         return
