@@ -206,7 +206,7 @@ def _first(family: str, first: int) -> Callable[[Tables], None]:
     (_column("node_name", 0, 9999), "node_name holds"),
     (_column("node_name", 0, 0), "argument 0 is not `name`"),
     (_column("node_kind", 0, int(V.int)), "is a int with the constant"),
-    (_column("node_children", 0, 1), "no list, tuple or composite has children"),
+    (_column("node_children", 0, 1), "not a list, tuple or composite has children"),
     (_node(V.bool, 2), "is a bool with the constant 2, allowed 0..1"),
     (_node(V.dtype, 0), "is a dtype with the constant 0, allowed 1..46"),
     (_node(V.layout, 9), "is a layout with the constant 9"),
