@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import getpass
+import os
 from dataclasses import replace
+from tempfile import TemporaryDirectory
 
 import click
 
 from replayfmt.errors import UsageError
+from replayfmt.format.container.output import check_place
 from replayfmt.format.reader import open_capture
 from replayfmt.trim.selection import Wanted
 from replayfmt.trim.trimming import Checked, Prediction, TrimResult, Verify, strip_capture, trim_capture, used_remaps
@@ -33,9 +36,10 @@ from .replay_flags import ReplayFlags, flag_of, replay_options
               "'aten::mm', 'aten::mm.default' or 'aten::*norm*'. Repeatable: any of them.")
 @click.option("--signature", "signatures", multiple=True, metavar="TEXT", help="Keep ops of this signature, as "
               "opreplay-dump --signatures prints it. Repeatable: of any of them.")
-@click.option("--payload", type=click.Choice(["full", "none"]), default="full", show_default=True,
-              help="What content the result has: all that its ops need, or none: metadata alone, safe to share. With "
-                   "none nothing is replayed.")
+@click.option("--payload", type=click.Choice(["full", "integers", "none"]), default="full", show_default=True,
+              help="What content the result has: all that its ops need; integers alone, floating-point content being "
+                   "left to initializers with its statistics; or none: metadata alone, safe to share.")
+@click.option("--redact", is_flag=True, help="Leave out host name, user, command line, and the directories of files.")
 @click.option("--script", metavar="OUT.py", help="Write the selected ops as a Python script that needs torch alone, "
               "instead of a capture: one op a line, and a timing loop.")
 @click.option("--script-data", metavar="FILE", help="With --script: write the inputs to FILE (safetensors), which the "
@@ -49,7 +53,7 @@ from .replay_flags import ReplayFlags, flag_of, replay_options
 @click.argument("capture", metavar="IN", type=click.Path())
 @click.argument("out", metavar="[OUT]", type=click.Path(), required=False)
 def cli(capture: str, out: str | None, ops: str | None, scopes: tuple[str, ...], kernels: tuple[str, ...],
-        signatures: tuple[str, ...], payload: str, script: str | None, script_data: str | None,
+        signatures: tuple[str, ...], payload: str, redact: bool, script: str | None, script_data: str | None,
         vectors: str | None, partial: bool, force: bool, flags: ReplayFlags) -> None:
     """Write a part of the capture IN to OUT.
 
@@ -71,14 +75,16 @@ def cli(capture: str, out: str | None, ops: str | None, scopes: tuple[str, ...],
         raise UsageError("--partial is for --vectors")
     if sum(each is not None for each in (script, vectors, out)) != 1:
         raise UsageError("name one output: OUT for a capture, --script=OUT.py, or --vectors=DIR")
+    if redact and out is None:
+        raise UsageError("--redact is for captures")
     if vectors is not None:
-        if payload == "none":
-            raise UsageError("--payload=none is for captures; test vectors are content")
+        if payload != "full":
+            raise UsageError(f"--payload={payload} is for captures; test vectors are content")
         _vectors(capture, vectors, wanted, force, partial, flags)
         return
     if script is not None:
-        if payload == "none":
-            raise UsageError("--payload=none is for captures; a script without --script-data has no content")
+        if payload != "full":
+            raise UsageError(f"--payload={payload} is for captures; a script without --script-data has no content")
         _script(capture, script, script_data, wanted, force, flags)
         return
     assert out is not None
@@ -86,10 +92,22 @@ def cli(capture: str, out: str | None, ops: str | None, scopes: tuple[str, ...],
         _replays_nothing(flags, "--payload=none")
         _strip(capture, out, wanted, force, flags)
         return
+    less = redact or payload == "integers"
+    if wanted.everything and less:
+        _replays_nothing(flags, "--redact or --payload=integers without a selection")
+        _report(_copy(capture, out, redact, payload, force, flags.allow_incomplete))
+        return
     if wanted.everything:
-        raise UsageError("nothing is selected: give --ops, --scope, --kernel or --signature (or --payload=none, to "
-                         "keep the metadata of everything)")
-    _trim(capture, out, wanted, force, flags)
+        raise UsageError("nothing is selected: give --ops, --scope, --kernel or --signature (or --payload=none, "
+                         "--payload=integers or --redact, to keep everything, with less in it)")
+    if not less:
+        _report(_trim(capture, out, wanted, force, flags))
+        return
+    check_place(out, force)
+    with TemporaryDirectory(prefix=".trim-", dir=os.path.dirname(out) or ".") as folder:
+        part = os.path.join(folder, os.path.basename(out))
+        trimmed = _trim(capture, part, wanted, force, flags)
+        _report(_copy(part, out, redact, payload, force, allow_incomplete=False), trimmed)
 
 
 def _replays_nothing(flags: ReplayFlags, why: str) -> None:
@@ -106,6 +124,14 @@ def _strip(capture: str, out: str, wanted: Wanted, force: bool, flags: ReplayFla
                               on_prediction=_predicted))
 
 
+def _copy(capture: str, out: str, redact: bool, payload: str, force: bool, allow_incomplete: bool) -> TrimResult:
+    from replayfmt.trim.redacting import copy_capture
+
+    with open_capture(capture) as reader:
+        return copy_capture(reader, out, redact=redact, integers_only=payload == "integers", force=force,
+                            allow_incomplete=allow_incomplete, words=_user())
+
+
 def _user() -> tuple[str, ...]:
     try:
         return (getpass.getuser(),)
@@ -113,7 +139,7 @@ def _user() -> tuple[str, ...]:
         return ()       # nobody this system has a name for
 
 
-def _trim(capture: str, out: str, wanted: Wanted, force: bool, flags: ReplayFlags) -> None:
+def _trim(capture: str, out: str, wanted: Wanted, force: bool, flags: ReplayFlags) -> TrimResult:
     def check(path: str, verify: Verify) -> Checked:
         with open_capture(path) as reader:
             remaps = used_remaps(reader, flags.replay_file_remap)
@@ -121,8 +147,8 @@ def _trim(capture: str, out: str, wanted: Wanted, force: bool, flags: ReplayFlag
         return check_apart(path, replace(flags, replay_file_remap=remaps, verify=verify, opaque_results=()))
 
     with flags.plan(capture, keep_going=True) as plan, record_bar("replaying", plan.reader.record_count) as on_progress:
-        _report(trim_capture(plan, out, wanted, check, verify=flags.verify, force=force, on_prediction=_predicted,
-                             on_progress=on_progress))
+        return trim_capture(plan, out, wanted, check, verify=flags.verify, force=force, on_prediction=_predicted,
+                            on_progress=on_progress)
 
 
 def _script(capture: str, out: str, data: str | None, wanted: Wanted, force: bool, flags: ReplayFlags) -> None:
@@ -162,12 +188,13 @@ def _predicted(prediction: Prediction) -> None:
         click.echo(prediction.text)
 
 
-def _report(result: TrimResult) -> None:
-    """Say what was written."""
-    if result.verified:
-        say(f"replayed  {result.verified}")
-        say(f"checked   {result.checked}")
-    for note in result.notes:
+def _report(result: TrimResult, trimmed: TrimResult | None = None) -> None:
+    """Say what was written; `trimmed` is what it is a copy of, which was verified."""
+    verified = trimmed or result
+    if verified.verified:
+        say(f"replayed  {verified.verified}")
+        say(f"checked   {verified.checked}")
+    for note in (*(trimmed.notes if trimmed is not None else ()), *result.notes):
         say(f"note      {note}")
     say(f"{result.path}: {result.bytes:,} bytes, {result.ops:,} ops in {result.records:,} records, "
         f"{result.embedded_bytes:,} bytes of content")

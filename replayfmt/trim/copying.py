@@ -6,6 +6,7 @@ when they are first used. Needs no torch; what content a storage gets is the cal
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -14,6 +15,7 @@ from replayfmt.errors import InvalidCapture
 from replayfmt.format.codes import UNKNOWN_NS, RecordKind, StorageOrigin, ValueKind
 from replayfmt.format.model import (
     CompositeValue,
+    ExternalFile,
     GeneratorValue,
     Node,
     PayloadValue,
@@ -58,6 +60,7 @@ class Copier:
         self._signatures: dict[int, int] = {}
         self._generators: dict[int, int] = {}
         self._files: dict[int, int] = {}
+        self._names: Counter[str] = Counter()              # of files, redacted
         self._ranges: dict[int, int] = {}
         self._embedded: dict[int, int] = {}                # payload of the writer → its length
         self._tensors: dict[tuple[int, int, int], int] = {}
@@ -128,8 +131,16 @@ class Copier:
             file = self.reader.files[number]
             assert file is not None
             file = replace(file, payload=0)
-            self._files[number] = self.writer.file(file if self._redaction is None else self._redaction.file(file))
+            self._files[number] = self.writer.file(file if self._redaction is None else self._redacted(file))
         return self._files[number]
+
+    def _redacted(self, file: ExternalFile) -> ExternalFile:
+        """A file without its directory. Another one of that name is `2/NAME`, so that a remap can tell them apart."""
+        assert self._redaction is not None
+        redacted = self._redaction.file(file)
+        self._names[redacted.path] += 1
+        count = self._names[redacted.path]
+        return redacted if count == 1 else replace(redacted, path=f"{count}/{redacted.path}")
 
     def payload(self, number: int) -> int:
         """A payload's content, copied."""

@@ -117,7 +117,7 @@ def strip_capture(reader: CaptureReader, out: str, wanted: Wanted, *, force: boo
     writing raise.
     """
     refuse_incomplete(reader, allow_incomplete)
-    with _output(reader, out, force) as partial:
+    with output(reader, out, force) as partial:
         kept = resolve(reader, wanted)
         schedule = plan_stripped(reader, kept)
         on_prediction(predict(reader, kept, schedule, content=False))
@@ -128,7 +128,7 @@ def strip_capture(reader: CaptureReader, out: str, wanted: Wanted, *, force: boo
         settings = redaction.values(schedule.settings)
         session = replace(session, session_id=str(uuid.uuid4()), settings=settings,
                           policies={**session.policies, **POLICIES})
-        with _writer(partial, session) as writer:
+        with writer_of(partial, session) as writer:
             copier = Copier(reader, writer, redaction)
             write_stripped(copier, schedule, kept, annotate=not wanted.everything)
             writer.close(reader.summary.ended_ns or 0)
@@ -173,7 +173,7 @@ def trim_capture(plan: Plan, out: str, wanted: Wanted, check: Check, *, verify: 
     Raises UsageError, OutputExists, ReplayRefused where the part before cannot be replayed here, ReplayMismatch where
     a replay does not give what was captured, ReplayFailed, and what reading and writing raise.
     """
-    with _output(plan.reader, out, force) as partial:
+    with output(plan.reader, out, force) as partial:
         asked = resolve(plan.reader, wanted)
         while True:     # each time more results are known that hold bytes no replay reproduces
             result = _trim(plan, partial, out, wanted, asked, check, verify, on_prediction, on_progress)
@@ -201,7 +201,7 @@ def _trim(plan: Plan, partial: str, out: str, wanted: Wanted, asked: Kept, check
                      "holds addresses, or memory left unwritten, which cannot be embedded")
     session = _trimmed_session(reader.session, wanted, schedule, verification.mode,
                                plan.differences() if verification.mode != "bitwise" else [], made_up, plan.opaque.text)
-    with _writer(partial, session) as writer:
+    with writer_of(partial, session) as writer:
         copier = Copier(reader, writer)
         watcher = Materializer(plan, copier, schedule, kept, digests=verify != "none" and not made_up,
                                values=not made_up)
@@ -303,7 +303,7 @@ def _counted(on_progress: Callable[[int, int], None] | None, total: int) -> Call
 
 
 @contextmanager
-def _output(reader: CaptureReader, out: str, force: bool) -> Iterator[str]:
+def output(reader: CaptureReader, out: str, force: bool) -> Iterator[str]:
     """Where to write: `out`.partial, which gets its name once everything inside has succeeded, else it is removed."""
     if same_file(reader.path, out):
         raise UsageError(f"{out}: is the capture that is trimmed; name another file")
@@ -329,7 +329,7 @@ def rename(partial: str, out: str) -> None:
 
 
 @contextmanager
-def _writer(partial: str, session: Session) -> Iterator[CaptureWriter]:
+def writer_of(partial: str, session: Session) -> Iterator[CaptureWriter]:
     """A writer whose file is removed again where something goes wrong."""
     writer = CaptureWriter(partial, session, force=True, doing="trimming")
     try:
