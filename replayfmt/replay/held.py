@@ -14,9 +14,9 @@ from replayfmt.errors import ContentNotCaptured, ExternalFileProblem, InvalidCap
 from replayfmt.format.codes import RecordKind, StorageOrigin, TensorFlag, ValueKind
 from replayfmt.format.model import Record, TensorValue
 from replayfmt.format.reader import CaptureReader
-from replayfmt.pytorch.tensors.bounds import require_inside
+from replayfmt.pytorch.tensors.bounds import view_inside
 from replayfmt.pytorch.tensors.dtypes import TORCH_DTYPE
-from replayfmt.pytorch.tensors.memory import host_view, make_view, new_storage
+from replayfmt.pytorch.tensors.memory import host_view, new_storage
 
 from .op_values import tensors_of
 from .planning.allowed_imports import AllowedImports
@@ -87,14 +87,17 @@ class HeldContent:
         if meta.dtype not in TORCH_DTYPE:
             raise ContentNotCaptured(f"{self._reader.path}: {name}: this torch has no dtype {meta.dtype.name}")
         dtype = TORCH_DTYPE[meta.dtype]
-        if meta.flags & TensorFlag.zero:
-            return torch.zeros(meta.sizes, dtype=dtype)
         device = self._reader.devices[meta.device]
-        if device is not None and device.kind == "meta":
-            return torch.empty_strided(meta.sizes, meta.strides, dtype=dtype, device="meta")
+        try:
+            if meta.flags & TensorFlag.zero:
+                return torch.zeros(meta.sizes, dtype=dtype)
+            if device is not None and device.kind == "meta":
+                return torch.empty_strided(meta.sizes, meta.strides, dtype=dtype, device="meta")
+        except RuntimeError as error:
+            raise InvalidCapture(f"{self._reader.path}: {name}: {str(error).partition(chr(10))[0]}") from None
         storage = self._storage(value.storage, name)
         try:
-            return require_inside(make_view(storage, dtype, meta.sizes, meta.strides, value.offset, meta.flags))
+            return view_inside(storage, dtype, meta.sizes, meta.strides, value.offset, meta.flags)
         except RuntimeError as error:
             raise InvalidCapture(f"{self._reader.path}: {name}: {error}") from None
 

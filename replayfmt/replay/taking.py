@@ -15,7 +15,7 @@ from replayfmt.errors import ReplayMismatch, ReplayRefused
 from replayfmt.format.codes import RecordKind, StorageOrigin, TensorFlag
 from replayfmt.format.model import Record, TensorValue
 from replayfmt.format.reader import CaptureReader
-from replayfmt.pytorch.tensors.bounds import require_inside
+from replayfmt.pytorch.tensors.bounds import view_inside
 from replayfmt.pytorch.tensors.dtypes import TORCH_DTYPE
 from replayfmt.pytorch.tensors.memory import make_view
 
@@ -129,9 +129,8 @@ class _Showing:
             if meta.flags & TensorFlag.zero:
                 device = next(iter(storages.values())).device if storages else "cpu"
                 return torch.zeros(meta.sizes, dtype=TORCH_DTYPE[meta.dtype], device=device)
-            view = make_view(storages[value.storage], TORCH_DTYPE[meta.dtype], meta.sizes, meta.strides, value.offset,
-                             meta.flags)
-            return require_inside(view)
+            return view_inside(storages[value.storage], TORCH_DTYPE[meta.dtype], meta.sizes, meta.strides, value.offset,
+                               meta.flags)
 
         self._looker.takes(self._reader.record(ordinal), give)
 

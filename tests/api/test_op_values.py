@@ -11,7 +11,14 @@ from replay.rewriting import rewrite
 
 import replayfmt
 from replayfmt.api import Op
-from replayfmt.errors import ContentNotCaptured, ExternalFileProblem, ReplayMismatch, UsageError
+from replayfmt.errors import (
+    ContentNotCaptured,
+    ExternalFileProblem,
+    InvalidCapture,
+    OpReplayError,
+    ReplayMismatch,
+    UsageError,
+)
 
 
 def op_of(capture: replayfmt.Capture, name: str, number: int = 0) -> Op:
@@ -180,3 +187,17 @@ def test_nothing_is_taken_from_a_replay_that_differs(small: Path, tmp_path: Path
             op.inputs(replay=True)
         with pytest.raises(UsageError, match="substitutions"):
             op.inputs(replay=True, substitutions=["aten::mm=mine.py"])
+
+
+def test_a_tensor_beyond_its_memory_is_one_clear_error(small: Path, tmp_path: Path) -> None:
+    for name, change in (("offset", {"tensor_offset": 10**6}), ("length", {"storage_bytes": 1 << 40})):
+        changed = rewrite(small, tmp_path / f"{name}.opreplay", **change)  # type: ignore[arg-type]
+        with replayfmt.open(changed) as capture:
+            op = op_of(capture, "aten::addmm")
+            if name == "offset":
+                with pytest.raises(InvalidCapture, match="self: "):
+                    op.inputs()
+            else:
+                assert torch.equal(op.inputs()["mat1"], torch.arange(16.0).reshape(2, 8)), "payloads have their length"
+            with pytest.raises(OpReplayError):
+                op.inputs(replay=True)

@@ -59,9 +59,14 @@ class Server:
         assert float(self.process.stdout.readline()) == 6.0 * number
 
     def says(self, text: str) -> None:
-        """Wait for a line on stderr."""
+        """Wait for a line on stderr, where others may write, too."""
         assert self.process.stderr is not None
-        assert self.process.stderr.readline() == f"opreplay: {text}\n"
+        passed: list[str] = []
+        for line in self.process.stderr:
+            if line == f"opreplay: {text}\n":
+                return
+            passed.append(line)
+        raise AssertionError(f"the server never said {text!r}, but {passed}")
 
     def requests(self, name: str) -> list[float]:
         """What was asked while a capture was made, which replays."""

@@ -12,6 +12,10 @@ from typing import Any
 
 import torch
 
+from replayfmt.format.codes import TensorFlag
+
+from .memory import make_view
+
 _COMPRESSED_DIMENSION = {torch.sparse_csr: 0, torch.sparse_bsr: 0, torch.sparse_csc: 1, torch.sparse_bsc: 1}
 
 
@@ -26,6 +30,18 @@ def require_inside(tensor: Any) -> Any:
             if needed > there:
                 raise RuntimeError(f"a tensor needs {needed} bytes of a storage that has {there}")
     return tensor
+
+
+def view_inside(storage: torch.UntypedStorage, dtype: torch.dtype, sizes: Sequence[int], strides: Sequence[int],
+                offset: int, flags: TensorFlag) -> torch.Tensor:
+    """A view inside of a storage. Raises RuntimeError for any other: PyTorch would make the storage longer."""
+    if min((offset, *sizes, *strides)) < 0:
+        raise RuntimeError(f"a tensor has sizes {list(sizes)}, strides {list(strides)} and offset {offset}")
+    last = sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
+    needed, there = 0 if 0 in sizes else (offset + last + 1) * dtype.itemsize, storage.nbytes()
+    if needed > there:
+        raise RuntimeError(f"a tensor needs {needed} bytes of a storage that has {there}")
+    return make_view(storage, dtype, sizes, strides, offset, flags)
 
 
 def check_sparse_coo(indices: torch.Tensor, values: torch.Tensor, sizes: Sequence[int]) -> None:
