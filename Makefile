@@ -67,6 +67,9 @@ demo: $(INSTALLED)
 	$(BIN)/opreplay-benchmark --replay-scope=execute --benchmark-min-time=20x \
 	    $(DEMO)/step.opreplay | fold -s -w 100
 	@echo
+	$(BIN)/opreplay-benchmark --per-op --group-by=kernel --top=8 --benchmark-min-time=0.01s \
+	    $(DEMO)/step.opreplay | fold -s -w 100
+	@echo
 	$(BIN)/opreplay-dump --ops=0:12 $(DEMO)/step.opreplay | cut -c -100
 
 test: $(INSTALLED)

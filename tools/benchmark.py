@@ -30,7 +30,7 @@ _REDRAW_S = 0.2
 @tool("opreplay-benchmark",
       ("opreplay-benchmark --replay-scope=execute step.opreplay",
        "Time one scope:"),
-      ("opreplay-benchmark --per-op step.opreplay",
+      ("opreplay-benchmark --per-op --group-by=kernel --top=8 step.opreplay",
        "Time every op on its own:"),
       ("opreplay-benchmark --compare --replay-kernel-substitution=aten::mm=my_mm.py step.opreplay",
        "Is my kernel faster?"))

@@ -30,7 +30,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "Devices": ("--device",),
     "Verification": ("--verify", "--digests", "--audit", "--opaque-result", "--keep-going", "--compare-kernels"),
     "Measurement": (
-        "--benchmark-min-time", "--benchmark-warmup", "--benchmark-repetitions", "--compare", "--per-op",
+        "--benchmark-min-time", "--benchmark-warmup", "--benchmark-repetitions", "--warm", "--compare", "--per-op",
         "--stop-on-error", "--device-profiling-mode", "--device-profiling-output",
     ),
     "What is allowed": ("--allow-operator", "--allow-import", "--allow-incomplete", "--isolate"),

@@ -99,6 +99,7 @@ def test_the_sum_names_what_was_refused_and_the_exit_code_says_so(partly, tool, 
     assert total.endswith("; not measured and not in it: 1 calls (1 refused)")
     assert "WARNING: 1 calls were not measured" in tool.out
     assert "op_rows_test::gone" in tool.out
+    assert "verdict" in tool.out.splitlines()[0].split()
 
 
 def test_what_could_not_be_measured_is_listed_however_few_rows_are_asked_for(partly, tool):
@@ -139,7 +140,7 @@ def test_rows_are_sorted_and_cut_alike_in_every_format(captured, tool, by):
     assert [row["rank"] for row in table] == ["1", "2"]
     assert tool(main, *flags, captured) == 0
     lines = tool.out.splitlines()
-    assert len([line for line in lines[1:lines.index("")] if " ok " in line]) == 2
+    assert len(lines[1:lines.index("")]) == 2 and "verdict" not in lines[0], "there is none but ok"
     assert "the 2 rows shown are " in tool.out and " more are not shown" in tool.out
 
 

@@ -35,12 +35,8 @@ def table_lines(report: Report) -> Iterator[str]:
     group_by = context["group_by"]
     measured = [row for row in report.rows if "estimated_us" in row]
     others = [row for row in report.rows if "estimated_us" not in row]
-    yield _aligned(_HEADS, group_by or "op", group_by)
-    for row in measured:
-        yield _line(row, group_by)
-    for row in others[:_MOST_LISTED]:
-        yield _aligned(("-", _NOT_MEASURED, "-", "-", "-", str(row["count"]), "-", "-", row["verdict"]),
-                       f"{_label(row, group_by)}: {row['reason']}", group_by)
+    yield from _aligned([(*_HEADS, group_by or "op"), *(_cells(row, group_by) for row in measured),
+                         *(_unmeasured(row, group_by) for row in others[:_MOST_LISTED])])
     if len(others) > _MOST_LISTED:
         yield f"and {len(others) - _MOST_LISTED} more that were not measured (--benchmark-format=json lists them)"
     yield ""
@@ -64,27 +60,33 @@ def table_lines(report: Report) -> Iterator[str]:
     yield f"verified  {printable(context['verified'])}"
 
 
-def _line(row: dict[str, Any], group_by: GroupBy | None) -> str:
+def _cells(row: dict[str, Any], group_by: GroupBy | None) -> tuple[str, ...]:
     ranks = sorted({row["rank_low"], row["rank_high"]})
     estimated, low, high = row["estimated_us"], row["estimated_us_low"], row["estimated_us_high"]
     left_out = row.get("not_measured", 0)
     calls = row["count"] - left_out
-    cells = ("-".join(map(str, ranks)), duration(estimated * 1e3),
-             "-" if row["share"] is None else f"{row['share']:.1%}",
-             "-" if low is None or not estimated else f"+-{(high - low) / estimated / 2:.1%}",
-             duration(row["inclusive_us"] * 1e3) if "inclusive_us" in row else "-",
-             str(calls), duration(estimated * 1e3 / calls),
-             _NOT_MEASURED if row["captured_us"] is None else duration(row["captured_us"] * 1e3), row["verdict"])
     reason = f" (and {left_out} calls not measured: {row['reason']})" if left_out else ""
-    return _aligned(cells, f"{_label(row, group_by)}{reason}", group_by)
+    return ("-".join(map(str, ranks)), duration(estimated * 1e3),
+            "-" if row["share"] is None else f"{row['share']:.1%}",
+            "-" if low is None or not estimated else f"+-{(high - low) / estimated / 2:.1%}",
+            duration(row["inclusive_us"] * 1e3) if "inclusive_us" in row else "",
+            str(calls), duration(estimated * 1e3 / calls),
+            "-" if row["captured_us"] is None else duration(row["captured_us"] * 1e3),
+            "" if row["verdict"] == "ok" else row["verdict"], f"{_label(row, group_by)}{reason}")
 
 
-def _aligned(cells: tuple[str, ...], last: str, group_by: GroupBy | None) -> str:
-    """A line of the table. Only scopes have others inside them."""
-    rank, estimated, share, interval, inner, calls, each, captured, verdict = cells
-    inside = f"{inner:>12} " if group_by == "scope" else ""
-    return printable(f"{rank:>7} {estimated:>12} {share:>7} {interval:>9} {inside}{calls:>7} {each:>12} "
-                     f"{captured:>12} {verdict:<10}  {last}")
+def _unmeasured(row: dict[str, Any], group_by: GroupBy | None) -> tuple[str, ...]:
+    return ("-", _NOT_MEASURED, "-", "-", "", str(row["count"]), "-", "-", row["verdict"],
+            f"{_label(row, group_by)}: {row['reason']}")
+
+
+def _aligned(rows: list[tuple[str, ...]]) -> Iterator[str]:
+    """The lines of the table, without the columns that no row has anything in; the last one is ragged."""
+    columns = [column for column in zip(*rows, strict=True) if any(column[1:])]
+    widths = [max(map(len, column)) for column in columns[:-1]]
+    for cells in zip(*columns, strict=True):
+        aligned = [f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=False)]
+        yield printable("  ".join([*aligned, cells[-1]]))
 
 
 def _label(row: dict[str, Any], group_by: GroupBy | None) -> str:
