@@ -21,9 +21,10 @@ from replayfmt.pytorch.tensors.memory import host_view, new_storage
 from .op_values import tensors_of
 from .planning.allowed_imports import AllowedImports
 from .planning.external_files import ExternalFiles
-from .planning.facts import Effects, SlotLayout, effects_of, effects_of_missing
+from .planning.facts import Effects, SlotLayout, effects_of_missing
+from .planning.kernels import ResolvedKernel
 from .planning.overview import describe, unseen_before
-from .planning.resolve import ResolvedKernel, resolve
+from .planning.resolve import resolve
 from .planning.slices import Slicer
 from .planning.sources import NOTHING, ContentSource, source_of
 
@@ -145,7 +146,7 @@ class HeldContent:
         layout = self._layout(signature_id)
         kernel = self._reader.kernels[layout.signature.kernel]
         resolved = resolve(kernel, self._reader.session.torch_version, AllowedImports())
-        return (effects_of(layout, resolved) if isinstance(resolved, ResolvedKernel)
+        return (resolved.effects(layout) if isinstance(resolved, ResolvedKernel)
                 else effects_of_missing(layout, kernel.schema))
 
     def close(self) -> None:

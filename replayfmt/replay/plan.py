@@ -22,8 +22,8 @@ from .codegen.op_lowering import lower_op
 from .codegen.templates import DirectFunctions, TemplateMaker
 from .codegen.windows import CodeCache, Window
 from .planning.cuts import WindowSize
+from .planning.kernels import ResolvedKernel
 from .planning.memory import MemoryWatch
-from .planning.resolve import ResolvedKernel
 from .planning.scan import Scan
 from .planning.slices import Slice, Slicer
 from .preparation import Preparation

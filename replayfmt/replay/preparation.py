@@ -25,10 +25,11 @@ from .planning.allowed_imports import AllowedImports
 from .planning.cuts import WindowSize
 from .planning.devices import map_devices, map_generators
 from .planning.external_files import ExternalFiles
-from .planning.facts import Addresses, Effects, SlotLayout, addresses_of, effects_of, effects_of_missing
+from .planning.facts import Addresses, Effects, SlotLayout, addresses_of, effects_of_missing
 from .planning.findings import Findings
+from .planning.kernels import ResolvedKernel
 from .planning.overview import Work, count_work, describe
-from .planning.resolve import ResolvedKernel, resolve
+from .planning.resolve import resolve
 from .planning.scan import Scan
 from .results import OpaqueResult
 from .run.steps import ONE_RECORD
@@ -118,7 +119,7 @@ class Preparation:
             resolved, captured = self.kernels[layout.signature.kernel], self.reader.kernels[layout.signature.kernel]
             assert captured is not None
             self._effects[signature_id] = (
-                effects_of(layout, resolved) if isinstance(resolved, ResolvedKernel)
+                resolved.effects(layout) if isinstance(resolved, ResolvedKernel)
                 else effects_of_missing(layout, captured.schema))
         return self._effects[signature_id]
 
@@ -163,7 +164,7 @@ class Preparation:
         resolved = self.kernels[signature.kernel]
         if not isinstance(resolved, ResolvedKernel) or resolved.own:
             return None
-        return addresses_of(SlotLayout(signature), resolved.overload._schema)
+        return addresses_of(SlotLayout(signature), resolved.schema)
 
     def runs_once(self, signature_id: int) -> bool:
         """Whether what an op of this signature does cannot be done twice."""

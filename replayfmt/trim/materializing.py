@@ -27,7 +27,7 @@ from replayfmt.pytorch.tensors.memory import host_view, storage_bytes
 from replayfmt.recording.dispatch.kernels import KernelFacts
 from replayfmt.replay.plan import Plan
 from replayfmt.replay.planning.facts import NodePlace, SlotLayout
-from replayfmt.replay.planning.resolve import ResolvedKernel
+from replayfmt.replay.planning.kernels import OperatorKernel, ResolvedKernel
 
 from .copying import Copier, walk
 from .defined import Defined
@@ -115,7 +115,7 @@ class Materializer:
         number = record.signature.kernel
         if number not in self._facts:
             resolved = self._plan.kernels[number]
-            assert isinstance(resolved, ResolvedKernel), "an op without an operator here is refused before"
+            assert isinstance(resolved, OperatorKernel), "an op without an operator here is refused before"
             self._facts[number] = KernelFacts(resolved.overload, self._plan.opaque)
         return self._facts[number]
 
@@ -249,9 +249,9 @@ def overwrites(plan: Plan, signature_id: int) -> tuple[int, ...]:
     resolved = plan.kernels[layout.signature.kernel]
     if layout.signature.status is not OpStatus.ok or not isinstance(resolved, ResolvedKernel):
         return ()
-    if not known(resolved.overload._schema.name).overwrites_self:
+    if not known(resolved.schema.name).overwrites_self:
         return ()
-    name = resolved.overload._schema.arguments[0].name
+    name = resolved.schema.arguments[0].name
     return tuple(slot for place in layout.args for slot in place.tensors
                  if place.node.name == name and place.node.kind is ValueKind.tensor)
 

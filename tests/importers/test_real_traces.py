@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from replayfmt.importers.importing import import_trace
 from replayfmt.replay.plan import Plan
-from replayfmt.replay.planning.resolve import ResolvedKernel
+from replayfmt.replay.planning.kernels import ResolvedKernel
 
 from .conftest import Import
 from .traces import SHARED

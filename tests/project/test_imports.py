@@ -126,6 +126,24 @@ def test_nothing_that_must_work_without_torch_names_it() -> None:
     assert not wrong
 
 
+def test_a_replay_knows_operators_by_its_kernels_alone() -> None:
+    """Whatever else is to be replayed is another kind of kernel, not another case in every module. (Replacements may be
+    operators themselves; content is looked up by what PyTorch's own operators read.)"""
+    knows = {Path("replayfmt/replay") / name for name in (
+        "planning/kernels.py", "planning/resolve.py", "substitution/loading.py", "synthesis/calls.py",
+        "synthesis/ranges.py")}
+    wrong = []
+    for path in modules():
+        if path.parts[:2] != ("replayfmt", "replay") or path in knows:
+            continue
+        wrong += [f"{path}:{line}" for line, module in imported(path)
+                  if module.split(".")[-1] in ("OpOverload", "OpOverloadPacket", "find_overload", "direct_function")]
+        wrong += [f"{path}:{node.lineno}" for node in ast.walk(ast.parse((ROOT / path).read_text(encoding="utf-8")))
+                  if isinstance(node, ast.Attribute) and node.attr in ("_schema", "OpOverload")
+                  and not (isinstance(node.value, ast.Name) and node.value.id == "self")]
+    assert not wrong
+
+
 def test_nothing_imports_pickle() -> None:
     wrong = [f"{path}:{line}" for path in modules() for line, module in imported(path)
              if module.split(".")[0] in {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve"}]

@@ -202,7 +202,7 @@ def test_what_a_script_cannot_express_is_refused_by_name(captured: Captured, tmp
             torch.ones(2, 3) @ torch.ones(2, 3)
 
     def unseen() -> None:
-        torch.empty(3).add(1)
+        torch.empty(3).sum()
 
     out = tmp_path / "script.py"
     cases: list[tuple[Callable[[], Any], str]] = [(sparse, "sparse_coo tensor"), (raising, "raised an exception"),

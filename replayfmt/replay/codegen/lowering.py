@@ -25,7 +25,7 @@ from replayfmt.pytorch.tensors.dtypes import TORCH_DTYPE
 
 from ..planning.devices import DeviceMap
 from ..planning.identity import TensorKeys
-from ..planning.resolve import ResolvedKernel
+from ..planning.kernels import ResolvedKernel
 from ..planning.scan import Scan, enters
 from ..planning.sources import MAPPED_FILE, NOTHING, ContentSource
 from ..substitution.sites import KernelStandIn

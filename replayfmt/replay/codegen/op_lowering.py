@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from typing import Any
 
-from replayfmt.pytorch.operators import known
 from replayfmt.pytorch.tensors.bounds import require_inside
 
 from ..planning.facts import leaves_unwritten
@@ -136,8 +135,8 @@ class OpLine:
         call: Any = walk.context.direct.function(self.template, values)
         key: tuple[Hashable, ...] = ("kernel", call, self.template.raises)
         if kernel.draws and walk.context.draws_on is not None:
-            call = DrawOnHost(call, kernel.overload._schema, walk.context.draws_on)
-        if known(kernel.overload._schema.name).unchecked_view:
+            call = DrawOnHost(call, kernel.schema, walk.context.draws_on)
+        if kernel.makes_unchecked_views:
             call = CheckedView(call)
         if not kernel.own:
             autocast = self._autocast()
@@ -148,7 +147,7 @@ class OpLine:
             if instead is not None:
                 return walk.text.constant(instead[1]) if instead[0] is None else walk.text.shared(*instead)
         if self.template.raises and expect_failure:
-            call = MustRaise(call, kernel.overload._schema)
+            call = MustRaise(call, kernel.schema)
             walk.unbounded = True       # it may have made an argument longer than its memory before it raised
         return walk.text.shared(key, call)
 
@@ -160,7 +159,7 @@ class OpLine:
         """A function that is called for a custom operator."""
         call: Callable[..., Any] = CustomOperator(function, autocast)
         if self.template.addresses is not None:
-            call = PassAddresses(call, self.template.kernel.overload._schema, self.template.addresses)
+            call = PassAddresses(call, self.template.kernel.schema, self.template.addresses)
         return call
 
     def _site(self, call: Callable[..., Any]) -> CallSite:

@@ -19,12 +19,11 @@ import torch
 from replayfmt.format.codes import DType, MemoryFormat, OpStatus, ValueKind
 from replayfmt.format.codes import Layout as LayoutCode
 from replayfmt.format.model import Node
-from replayfmt.pytorch.bindings import direct_function
 from replayfmt.pytorch.tensors.dtypes import TORCH_DTYPE, TORCH_LAYOUT, TORCH_MEMORY_FORMAT
 
 from ..planning.devices import DeviceMap
-from ..planning.facts import Addresses, Effects, NodePlace, SlotLayout, addresses_of, effects_of
-from ..planning.resolve import ResolvedKernel
+from ..planning.facts import Addresses, Effects, NodePlace, SlotLayout, addresses_of
+from ..planning.kernels import ResolvedKernel
 from .operations import PutTogether
 
 
@@ -97,15 +96,14 @@ class DirectFunctions:
     def _find(self, template: Template, values: list[Any]) -> Callable[..., Any]:
         kinds = {operand for operand, _what in template.operands}
         plain = Operand.storage not in kinds and not any(isinstance(value, PutTogether) for value in values)
-        overload = template.kernel.overload
+        kernel = template.kernel
         # What returns nothing is in-place work on lists, which some functions return after all.
-        if template.raises or not template.kernel.own or not plain or not overload._schema.returns:
-            call: Callable[..., Any] = overload._op
-            return call
+        if template.raises or not kernel.own or not plain or not kernel.schema.returns:
+            return kernel.call
         key = (template.kernel_id, template.text, tuple(map(_type_of, values)))
         if key not in self._by_call:
             tensors = [i for i, (operand, _what) in enumerate(template.operands) if operand is Operand.tensor]
-            self._by_call[key] = direct_function(overload, template.text, values, tensors)
+            self._by_call[key] = kernel.quickest(template.text, values, tensors)
         return self._by_call[key]
 
 
@@ -124,8 +122,8 @@ class TemplateMaker:
         """The template of an op's signature."""
         operands: list[tuple[Operand, Any]] = []
         pieces = []
-        names = [argument.name for argument in kernel.overload._schema.arguments]
-        keyword_only = {argument.name for argument in kernel.overload._schema.arguments if argument.kwarg_only}
+        names = kernel.argument_names
+        keyword_only = {argument.name for argument in kernel.schema.arguments if argument.kwarg_only}
         given = 0
         device = self._factory_device(layout, kernel)
         for each in layout.args:
@@ -148,8 +146,8 @@ class TemplateMaker:
         target = targets[0] if len(targets) == 1 else f"({', '.join(targets)})" if targets else ""
         raises = layout.signature.status is OpStatus.raised
         return Template(signature_id, layout, kernel, layout.signature.kernel, raises,
-                        f"%s({', '.join(pieces)})", tuple(operands), target, tuple(leaves), effects_of(layout, kernel),
-                        addresses_of(layout, kernel.overload._schema))
+                        f"%s({', '.join(pieces)})", tuple(operands), target, tuple(leaves), kernel.effects(layout),
+                        addresses_of(layout, kernel.schema))
 
     # -------------------------------------------------------------------------------------------------------- arguments
 
@@ -236,7 +234,7 @@ class TemplateMaker:
         """Where a captured factory's result belongs, if it was left to the default device and that is mapped away."""
         if layout.arg_tensors or not layout.slots[0]:
             return None
-        takes_device = any(argument.name == "device" for argument in kernel.overload._schema.arguments)
+        takes_device = any(argument.name == "device" for argument in kernel.schema.arguments)
         given = layout.arg("device")
         if not takes_device or (given is not None and given.node.kind is not ValueKind.none):
             return None

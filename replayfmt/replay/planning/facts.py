@@ -18,8 +18,6 @@ from replayfmt.format.reader import CaptureReader
 from replayfmt.pytorch.operators import known
 from replayfmt.pytorch.schemas import parse_schema
 
-from .resolve import ResolvedKernel
-
 
 @dataclass(frozen=True)
 class NodePlace:
@@ -104,20 +102,17 @@ class Effects:
     unsure: tuple[int, ...]
 
 
-def effects_of(layout: SlotLayout, kernel: ResolvedKernel) -> Effects:
-    """Read from the operator's alias annotations, which PyTorch's own functionalization relies on as well."""
-    return _annotated(layout, kernel.overload._schema, torch.Tag.inplace_view in kernel.overload.tags)
-
-
 def effects_of_missing(layout: SlotLayout, schema: str) -> Effects:
     """For an operator that is not here, from its captured schema; one that cannot be read writes all its arguments."""
     try:
-        return _annotated(layout, parse_schema(schema), False)
+        return effects_of_schema(layout, parse_schema(schema), False)
     except (RuntimeError, ValueError):
         return Effects(tuple(slot for each in layout.args for slot in each.tensors), (), (), ())
 
 
-def _annotated(layout: SlotLayout, schema: torch.FunctionSchema, in_place_view: bool) -> Effects:
+def effects_of_schema(layout: SlotLayout, schema: torch.FunctionSchema, in_place_view: bool) -> Effects:
+    """Read from alias annotations, and from what is known to be written without one. `in_place_view`: what it writes
+    is the metadata of its arguments."""
     operator = known(schema.name)
     by_name = {argument.name: argument for argument in schema.arguments}
     returns = schema.returns

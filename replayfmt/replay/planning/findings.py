@@ -18,8 +18,8 @@ from replayfmt.pytorch.tensors.composites import FORMS
 from replayfmt.pytorch.tensors.dtypes import TORCH_DTYPE
 
 from .devices import DeviceMap
+from .kernels import ResolvedKernel
 from .memory import host_memory_bytes
-from .resolve import ResolvedKernel
 from .scan import Occurrences, Scan
 
 _OPEN_KINDS = (ValueKind.opaque, ValueKind.process_group)
@@ -92,7 +92,7 @@ class Findings:
 
     def _arguments(self, name: str, resolved: ResolvedKernel, numbers: list[int]) -> None:
         """Arguments that the operator does not have: nothing of a file may get into generated code unseen."""
-        known = [argument.name for argument in resolved.overload._schema.arguments]
+        known = resolved.argument_names
         for number in numbers:
             signature = self._reader.signatures[number]
             assert signature is not None

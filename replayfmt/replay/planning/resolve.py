@@ -6,8 +6,6 @@ changed since the capture is accepted only where torch itself calls it backward 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch._ops import OpOverload
 
@@ -19,30 +17,7 @@ from replayfmt.pytorch.registry import find_overload, is_registered
 from replayfmt.pytorch.schemas import parse_schema, printed_schema
 
 from .allowed_imports import FLAG, OPERATOR_FLAG, AllowedImports
-
-
-@dataclass(frozen=True)
-class ResolvedKernel:
-    """An operator overload that stands for a captured kernel."""
-
-    overload: OpOverload
-    own: bool       # its schema says everything that it does
-    draws: bool     # takes random numbers from a generator
-
-    @property
-    def dispatcher_name(self) -> str:
-        """As the dispatcher spells it: `aten::mm`, `aten::add.Tensor`."""
-        return self.overload.name()
-
-    @property
-    def content_decides_sizes(self) -> bool:
-        """Whether the sizes of its results may depend on what is in its arguments."""
-        return not self.own or torch.Tag.dynamic_output_shape in self.overload.tags
-
-    def runs_on(self, device_type: str) -> bool:
-        """Whether the dispatcher has any kernel of it for tensors of a device type."""
-        key = torch._C._dispatch_key_for_device(device_type)
-        return bool(torch._C._dispatch_has_computed_kernel_for_dispatch_key(self.dispatcher_name, key))
+from .kernels import OperatorKernel, ResolvedKernel
 
 
 def resolve(kernel: Kernel, captured_torch: str | None,
@@ -73,7 +48,7 @@ def resolve(kernel: Kernel, captured_torch: str | None,
     if difference:
         return difference
     draws = torch.Tag.nondeterministic_seeded in overload.tags
-    return ResolvedKernel(overload, known(kernel.name).own, draws)
+    return OperatorKernel(overload, known(kernel.name).own, draws)
 
 
 def _by_types(kernel: Kernel, imports: AllowedImports) -> ResolvedKernel | str:
@@ -84,7 +59,7 @@ def _by_types(kernel: Kernel, imports: AllowedImports) -> ResolvedKernel | str:
         return (f"{kernel.name} is a function without a schema, and no library was named for {namespace!r} that has "
                 f"it: {FLAG}={namespace}=MODULE lets the capture call the functions that MODULE defines")
     try:
-        return ResolvedKernel(plain_callables.as_operator(kernel.schema, function), False, False)
+        return OperatorKernel(plain_callables.as_operator(kernel.schema, function), False, False)
     except (RuntimeError, ValueError) as error:
         reason = str(error).strip().partition("\n")[0]
         return f"{kernel.qualified_name}: its captured schema cannot be read ({reason})"

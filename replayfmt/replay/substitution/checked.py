@@ -179,7 +179,7 @@ class _CheckedCall:
             self._restore(after)
             entered = _leave(modes)
         sides = Sides(self._by_name(args, kwargs), self._by_name(copied_args, copied_kwargs), returned, replaced)
-        judgement = judge(sides, len(site.kernel.overload._schema.returns), clones, pristine, written, site.fills,
+        judgement = judge(sides, len(site.kernel.schema.returns), clones, pristine, written, site.fills,
                           check.tolerance)
         if any(not torch.equal(one, other) for one, other in zip(after, drawn, strict=True)):
             judgement.faults.append("leaves a random generator in another state than the original")
@@ -210,7 +210,7 @@ class _CheckedCall:
             generator.set_state(state)
 
     def _by_name(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        names = [argument.name for argument in self._site.kernel.overload._schema.arguments]
+        names = self._site.kernel.argument_names
         return {**dict(zip(names, args, strict=False)), **kwargs}
 
     @staticmethod

@@ -12,7 +12,7 @@ from replayfmt.errors import ReplayMismatch, SubstitutionRejected
 from replayfmt.format.reader import CaptureReader
 
 from ..planning.devices import DeviceMap
-from ..planning.resolve import ResolvedKernel
+from ..planning.kernels import ResolvedKernel
 from ..planning.scan import Scan
 from ..results import ReplayResult
 from .checked import Check, SignatureCheck, distances
@@ -109,7 +109,7 @@ class SubstitutionSession:
 
     def __init__(self, plan: Planned, loaded: LoadedRequests, tolerance: Tolerance) -> None:
         """Raises UsageError where what was asked for does not fit the capture."""
-        schemas = {number: kernel.overload._schema for number, kernel in enumerate(plan.kernels)
+        schemas = {number: kernel.schema for number, kernel in enumerate(plan.kernels)
                    if isinstance(kernel, ResolvedKernel)}
         self.table = Substitutions(plan.reader, loaded, schemas, plan.scan(checks=False).signature_calls.tolist(),
                                    plan.device_map.target)

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from replayfmt.errors import SubstitutionFailed
 
 from ..planning.facts import Effects, SlotLayout
-from ..planning.resolve import ResolvedKernel
+from ..planning.kernels import ResolvedKernel
 
 
 @dataclass(frozen=True)

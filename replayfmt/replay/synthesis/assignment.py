@@ -26,7 +26,7 @@ from replayfmt.initializers.roles import is_integral
 from replayfmt.pytorch.tensors.dtypes import TORCH_DTYPE
 from replayfmt.pytorch.tensors.memory import make_view, new_storage, undispatched
 
-from ..planning.resolve import ResolvedKernel
+from ..planning.kernels import ResolvedKernel
 from ..planning.scan import Scan
 from ..planning.sources import Entrance
 from .filling import Wrong, by_label, called, check

@@ -13,7 +13,7 @@ from replayfmt.format.reader import CaptureReader
 from replayfmt.initializers import Call, TensorInfo
 from replayfmt.pytorch.tensors.dtypes import TORCH_DTYPE, TORCH_LAYOUT, TORCH_MEMORY_FORMAT
 
-from ..planning.resolve import ResolvedKernel
+from ..planning.kernels import OperatorKernel, ResolvedKernel
 
 # An op that takes a list of tensors is asked for once for each of them.
 _RECENT = 32
@@ -48,7 +48,7 @@ class CapturedCalls:
         named = {node.name: self._value(value) for node, value in zip(record.signature.args, record.args, strict=True)}
         return Call(ordinal, kernel.name, kernel.overload, named, tuple(map(self._value, record.results)),
                     self._reader.scope_path(record.scope), record.annotation or {},
-                    resolved.overload if isinstance(resolved, ResolvedKernel) else None)
+                    resolved.overload if isinstance(resolved, OperatorKernel) else None)
 
     def info(self, storage: int, meta: TensorMeta, offset: int) -> TensorInfo:
         """A tensor. Raises KeyError where this torch does not know its dtype."""

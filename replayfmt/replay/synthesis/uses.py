@@ -22,7 +22,7 @@ from replayfmt.initializers.roles import base_name, demand_of, is_integral
 from replayfmt.pytorch.schemas import parse_schema
 
 from ..planning.facts import NodePlace, SlotLayout
-from ..planning.resolve import ResolvedKernel
+from ..planning.kernels import ResolvedKernel
 from ..planning.scan import Scan
 from .calls import CapturedCalls
 
@@ -276,7 +276,7 @@ class Uses:
     def _schema(self, layout: SlotLayout) -> torch.FunctionSchema | None:
         resolved = self._kernels[layout.signature.kernel]
         if isinstance(resolved, ResolvedKernel):
-            return resolved.overload._schema
+            return resolved.schema
         captured = self._reader.kernels[layout.signature.kernel]
         try:
             return parse_schema(captured.schema) if captured is not None else None

@@ -145,7 +145,7 @@ class _Run:
 
     @staticmethod
     def of(site: CallSite, returned: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> _Run:
-        schema = site.kernel.overload._schema
+        schema = site.kernel.schema
         names = [argument.name for argument in schema.arguments]
         given = {**dict(zip(names, args, strict=False)), **kwargs}
         slots = set(site.effects.writes) | set(site.effects.unsure)

@@ -23,7 +23,7 @@ from replayfmt.format.model import Record, TensorValue
 from replayfmt.format.reader import CaptureReader
 from replayfmt.pytorch.settings import read_settings
 from replayfmt.replay.plan import Plan
-from replayfmt.replay.planning.facts import SlotLayout, effects_of
+from replayfmt.replay.planning.facts import SlotLayout
 from replayfmt.replay.planning.resolve import resolve as resolve_kernel
 from replayfmt.replay.verify.run_twice import RunTwice
 
@@ -136,7 +136,7 @@ def _changes(reader: CaptureReader) -> Callable[[Record], set[int]]:
         resolved = resolve_kernel(kernel, reader.session.torch_version)
         if isinstance(resolved, str):
             raise ReplayRefused(f"{reader.path}: ordinal {record.ordinal}: {resolved}")
-        effects = effects_of(SlotLayout(record.signature), resolved)
+        effects = resolved.effects(SlotLayout(record.signature))
         ids = [each.id for each in walk((*record.args, *record.results)) if isinstance(each, TensorValue)]
         return {slot for slot, result in effects.rebinds if ids[slot] != ids[result]} | set(effects.reshapes)
 

@@ -16,7 +16,7 @@ from replayfmt.format.signatures.text import signature_text
 from replayfmt.replay.op_values import GiveTensor, tensors_of
 from replayfmt.replay.plan import Plan
 from replayfmt.replay.planning.facts import SlotLayout, addresses_of, leaves_unwritten
-from replayfmt.replay.planning.resolve import ResolvedKernel
+from replayfmt.replay.planning.kernels import ResolvedKernel
 from replayfmt.replay.taking import show_ops
 from replayfmt.replay.verify.run_twice import RunTwice
 
@@ -113,7 +113,7 @@ def _problem(plan: Plan, record: Record) -> str | None:
         return str(resolved)
     if resolved.draws:
         return "it draws random numbers, so its results depend on more than its arguments"
-    if not resolved.own and addresses_of(SlotLayout(record.signature), resolved.overload._schema) is not None:
+    if not resolved.own and addresses_of(SlotLayout(record.signature), resolved.schema) is not None:
         return "it takes or gives addresses of objects in its process"
     if _unknown_results(plan, record) or _is_unwritten(plan.reader, record):
         return "a result holds bytes that no run reproduces: memory left unwritten, or addresses"

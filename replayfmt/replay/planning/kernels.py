@@ -1,0 +1,107 @@
+"""What a replay needs of what an op calls. Operators are one kind of it; others follow.
+
+Everything behind the plan asks a kernel, never the dispatcher: what it takes, what it reads and writes, how it is
+called.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+
+from replayfmt.pytorch.bindings import direct_function
+from replayfmt.pytorch.operators import known
+
+from .facts import Effects, SlotLayout, effects_of_schema
+
+
+class ResolvedKernel(ABC):
+    """What stands for a captured kernel here.
+
+    `own`: its schema says everything that it does, and it depends on nothing besides its arguments. `draws`: it takes
+    random numbers from a generator.
+    """
+
+    own: bool
+    draws: bool
+
+    @property
+    @abstractmethod
+    def schema(self) -> torch.FunctionSchema:
+        """Its arguments and results, with what it writes as far as it declares that."""
+
+    @property
+    @abstractmethod
+    def call(self) -> Callable[..., Any]:
+        """What calls it with any arguments that its schema takes."""
+
+    def quickest(self, text: str, values: Sequence[Any], tensors: Sequence[int]) -> Callable[..., Any]:
+        """What calls it the quickest in this form: `text` has a `%s` for the function and one for each of `values`;
+        those at the positions `tensors` are tensors."""
+        return self.call
+
+    @abstractmethod
+    def effects(self, layout: SlotLayout) -> Effects:
+        """What a call of a signature may do to its arguments."""
+
+    @property
+    @abstractmethod
+    def content_decides_sizes(self) -> bool:
+        """Whether the sizes of its results may depend on what is in its arguments."""
+
+    @property
+    @abstractmethod
+    def makes_unchecked_views(self) -> bool:
+        """Whether its results may go beyond the memory they are on."""
+
+    @abstractmethod
+    def runs_on(self, device_type: str) -> bool:
+        """Whether there is an implementation for tensors of a device type."""
+
+    @property
+    def argument_names(self) -> list[str]:
+        """The names of its arguments, in order."""
+        return [argument.name for argument in self.schema.arguments]
+
+
+@dataclass(frozen=True)
+class OperatorKernel(ResolvedKernel):
+    """An operator overload of the dispatcher."""
+
+    overload: OpOverload
+    own: bool
+    draws: bool
+
+    @property
+    def schema(self) -> torch.FunctionSchema:
+        return self.overload._schema
+
+    @property
+    def call(self) -> Callable[..., Any]:
+        function: Callable[..., Any] = self.overload._op
+        return function
+
+    def quickest(self, text: str, values: Sequence[Any], tensors: Sequence[int]) -> Callable[..., Any]:
+        return direct_function(self.overload, text, values, tensors)
+
+    def effects(self, layout: SlotLayout) -> Effects:
+        """Read from the operator's alias annotations, which PyTorch's own functionalization relies on as well."""
+        return effects_of_schema(layout, self.schema, torch.Tag.inplace_view in self.overload.tags)
+
+    @property
+    def content_decides_sizes(self) -> bool:
+        return not self.own or torch.Tag.dynamic_output_shape in self.overload.tags
+
+    @property
+    def makes_unchecked_views(self) -> bool:
+        return known(self.schema.name).unchecked_view
+
+    def runs_on(self, device_type: str) -> bool:
+        """Whether the dispatcher has any kernel of it for tensors of a device type."""
+        key = torch._C._dispatch_key_for_device(device_type)
+        return bool(torch._C._dispatch_has_computed_kernel_for_dispatch_key(self.overload.name(), key))
