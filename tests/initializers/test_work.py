@@ -44,7 +44,7 @@ def test_bags_share_the_indices_out(tmp_path):
     with replayfmt.Plan(tmp_path / "a.opreplay") as plan:
         filled = {each.argument: each for each in plan.synthesis.initialized}
         assert filled["offsets"].initializer == "offsets"
-        held = plan.synthesis._content(filled["offsets"].tensor)
+        held = plan.synthesis.content(filled["offsets"].tensor)
     assert held.diff().tolist() == [10] * 5
 
 
@@ -74,7 +74,7 @@ def test_scattered_writes_go_to_different_places(tmp_path):
     written = result_of(tmp_path / "a.opreplay", program, "aten::scatter_add")
     with replayfmt.Plan(tmp_path / "a.opreplay") as plan:
         (index_of,) = (each for each in plan.synthesis.initialized if each.argument == "index")
-        places = plan.synthesis._content(index_of.tensor)
+        places = plan.synthesis.content(index_of.tensor)
     assert len(places.unique()) > 45 and written.shape == (1000,)
 
 

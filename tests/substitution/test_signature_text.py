@@ -83,7 +83,7 @@ def test_whatever_is_written_is_a_signature_or_a_usage_error_that_names_a_place(
     try:
         signature = parse_signature(text)
     except UsageError as error:
-        assert "no signature: expected" in str(error)
+        assert "not a signature: expected" in str(error)
     else:
         assert parse_signature(str(signature)) == signature
 
