@@ -58,7 +58,8 @@ class Op:
 
         Without `replay` nothing runs: tensors are on the CPU, in memory of their own, and hold what the capture holds:
         content that entered from outside and that no op has written since. With `replay` the capture is replayed up to
-        the op and verified, and tensors are where the replay has them; `options` are those of Plan. Tensors that share
+        the op, and verified where it holds something to compare with; tensors are where the replay has them, and what
+        was left out of the capture is made up as in every replay. `options` are those of Plan. Tensors that share
         memory share it here, too.
 
         Raises ContentNotCaptured, which says why, where the capture does not hold a tensor's content.

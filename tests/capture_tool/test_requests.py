@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -211,3 +212,21 @@ def test_a_signal_is_for_the_main_thread_and_its_handler_is_put_back(tmp_path: P
     requests.close()
     requests.close()
     assert signal.getsignal(signal.SIGUSR1) == before
+
+
+def test_the_example_of_the_document_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = (Path(__file__).parents[2] / "docs/running-processes.md").read_text(encoding="utf-8")
+    (example,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    made: list[Any] = []
+    request = replayfmt.request_capture
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(replayfmt, "request_capture", lambda *args, **options: made.append(request(*args, **options)))
+    exec(example, {})
+    (requests,) = made
+    try:
+        requests.start()
+        torch.ones(2).add(1)
+        assert requests.stop() == "server.0.opreplay"
+        assert replayfmt.run("server.0.opreplay").outcome == "ok"
+    finally:
+        requests.close()
