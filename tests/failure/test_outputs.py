@@ -182,7 +182,7 @@ def test_a_disk_that_is_full_is_named_and_nothing_is_left_on_it(sources: Sources
 
 def test_a_capture_on_a_full_disk_leaves_nothing_on_it(small_disk: Path) -> None:
     (small_disk / "others").write_bytes(bytes(16 << 10))
-    with pytest.raises(CaptureFailed, match="disk is full; nothing was captured by then, and no file is left"), \
+    with pytest.raises(CaptureFailed, match="disk is full; no record was written by then, and no file is left"), \
             replayfmt.capture(small_disk / "c.opreplay"):
         torch.ones(3)
     assert left(small_disk) == ["others"]

@@ -98,7 +98,7 @@ def test_a_capture_that_finds_no_room_leaves_nothing_that_blocks_the_next(tmp_pa
     path = tmp_path / "a.opreplay"
     with _files_no_longer_than(10), pytest.raises(CaptureFailed) as refused:
         CaptureWriter(path, session("0"))
-    assert "nothing was captured by then, and no file is left" in str(refused.value)
+    assert "no record was written by then, and no file is left" in str(refused.value)
     assert "--recover" not in str(refused.value)
     assert list(tmp_path.iterdir()) == []
     CaptureWriter(path, session("1")).close(0)
@@ -111,13 +111,13 @@ def test_a_full_disk_is_called_by_its_name(tmp_path: Path, monkeypatch: pytest.M
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "writev", full)
-        with pytest.raises(CaptureFailed, match="the disk is full; nothing was captured by then"):
+        with pytest.raises(CaptureFailed, match="the disk is full; no record was written by then"):
             CaptureWriter(tmp_path / "a.opreplay", session("0"))
     assert list(tmp_path.iterdir()) == []
     writer = CaptureWriter(tmp_path / "a.opreplay", session("0"))
     with monkeypatch.context() as patch:
         patch.setattr(os, "writev", full)
-        with pytest.raises(CaptureFailed, match="the disk is full; nothing was captured by then"):
+        with pytest.raises(CaptureFailed, match="the disk is full; no record was written by then"):
             writer.payload(bytes(1 << 20))
             writer.flush()
     assert list(tmp_path.iterdir()) == []

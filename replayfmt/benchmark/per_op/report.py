@@ -13,7 +13,7 @@ from typing import Any
 from replayfmt.replay.plan import Plan
 
 from ..reports.rows import Report, plan_context
-from ..reports.units import duration
+from ..reports.units import call_count, duration
 from .measuring import MeasuredOp, PerOpRun
 from .rows import WIDE, GroupBy, OpRow, make_rows
 
@@ -77,8 +77,8 @@ def _warnings(run: PerOpRun, shown: list[OpRow], total_ns: float) -> list[str]:
         warnings.append("the capture holds work that is unsupported and was not measured: the estimated total is not "
                         "the whole workload's")
     if run.not_measured:
-        warnings.append(f"{run.not_measured.total()} calls were not measured: the estimated total is without them, and "
-                        "they have no rank")
+        warnings.append(f"not measured: {call_count(run.not_measured.total())}; the estimated total is without them, "
+                        "and they have no rank")
     if few:
         warnings.append(f"{len(few)} ops have too few samples for a confidence interval: raise --benchmark-min-time")
     if wide:

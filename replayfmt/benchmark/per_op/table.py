@@ -13,7 +13,7 @@ from replayfmt.format.reader import CaptureReader
 from replayfmt.format.signatures.text import signature_of
 
 from ..reports.rows import Report
-from ..reports.units import duration
+from ..reports.units import call_count, duration
 from .measuring import MeasuredOp
 from .rows import GroupBy
 
@@ -50,7 +50,7 @@ def table_lines(report: Report) -> Iterator[str]:
     unsupported = context["unsupported"]
     if unsupported["calls"]:
         share = unsupported["share_of_device_time"]
-        yield printable(f"unsupported in the capture, not measured: {unsupported['calls']} calls "
+        yield printable(f"unsupported in the capture, not measured: {call_count(unsupported['calls'])} "
                         f"({_counted(unsupported['reasons'])}), "
                         + ("of unknown device time" if share is None else f"{share:.1%} of the captured device time"))
     if context["captured_device_us"] is not None:
@@ -64,13 +64,13 @@ def _cells(row: dict[str, Any], group_by: GroupBy | None) -> tuple[str, ...]:
     ranks = sorted({row["rank_low"], row["rank_high"]})
     estimated, low, high = row["estimated_us"], row["estimated_us_low"], row["estimated_us_high"]
     left_out = row.get("not_measured", 0)
-    calls = row["count"] - left_out
-    reason = f" (and {left_out} calls not measured: {row['reason']})" if left_out else ""
+    measured = row["count"] - left_out
+    reason = f" (and {call_count(left_out)} not measured: {row['reason']})" if left_out else ""
     return ("-".join(map(str, ranks)), duration(estimated * 1e3),
             "-" if row["share"] is None else f"{row['share']:.1%}",
             "-" if low is None or not estimated else f"+-{(high - low) / estimated / 2:.1%}",
             duration(row["inclusive_us"] * 1e3) if "inclusive_us" in row else "",
-            str(calls), duration(estimated * 1e3 / calls),
+            str(measured), duration(estimated * 1e3 / measured),
             "-" if row["captured_us"] is None else duration(row["captured_us"] * 1e3),
             "" if row["verdict"] == "ok" else row["verdict"], f"{_label(row, group_by)}{reason}")
 
@@ -95,16 +95,17 @@ def _label(row: dict[str, Any], group_by: GroupBy | None) -> str:
 
 def _sum(context: dict[str, Any], rows: int) -> str:
     """The total, what of it is not shown, and what is not in it."""
-    text = (f"sum: {duration(context['estimated_us'] * 1e3)} in {context['calls']} calls, each row its calls times the "
-            "median of a call")
+    total = duration(context["estimated_us"] * 1e3)
+    text = f"sum: {total} in {call_count(context['calls'])}, each row its calls times the median of a call"
     if context["rows_not_shown"]:
         share = context["estimated_us_not_shown"] / context["estimated_us"] if context["estimated_us"] else 0.0
         text += f"; the {rows} rows shown are {1 - share:.1%} of it, {context['rows_not_shown']} more are not shown"
     left_out = dict(context["not_measured_calls"])
     if context["unsupported"]["calls"]:
         left_out["unsupported"] = context["unsupported"]["calls"]
-    return text + (f"; not measured and not in it: {sum(left_out.values())} calls ({_counted(left_out)})" if left_out
-                   else "; nothing is left out")
+    if not left_out:
+        return f"{text}; nothing is left out"
+    return f"{text}; not measured and not in it: {call_count(sum(left_out.values()))} ({_counted(left_out)})"
 
 
 def _counted(counts: dict[str, int]) -> str:

@@ -15,6 +15,11 @@ def duration(nanoseconds: float | None) -> str:
     return f"{_digits(nanoseconds / scale)} {unit}"
 
 
+def call_count(number: int) -> str:
+    """A number of calls."""
+    return f"{number} call{'' if number == 1 else 's'}"
+
+
 def rate(per_second: float | None) -> str:
     """A count a second, as 12.34k/s; `-` where it is not known."""
     if per_second is None:

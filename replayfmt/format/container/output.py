@@ -160,7 +160,8 @@ class Output:
     def fail(self, reason: str) -> CaptureFailed:
         """End the file because of `reason`; the error that this and every later call is to raise."""
         if self._failure is None:
-            advice = self._advice if self._begun or self._doing else "nothing was captured by then, and no file is left"
+            kept = self._begun or self._doing
+            advice = self._advice if kept else "no record was written by then, and no file is left"
             self._failure = CaptureFailed(f"{self.partial}: {reason}; {advice}")
             self.release()
             if self._doing or not self._begun:
