@@ -150,7 +150,7 @@ def test_what_is_no_file_is_named(tmp_path: Path) -> None:
 def test_what_only_says_it_is_a_safetensors_file_is_refused(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "m.safetensors"
     path.write_bytes(content)
-    with pytest.raises(UsageError, match="no safetensors file"):
+    with pytest.raises(UsageError, match="not a safetensors file"):
         look_at(str(path))
 
 

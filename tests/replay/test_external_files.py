@@ -319,7 +319,7 @@ def test_embedded_ranges_need_no_file_and_are_no_storage_benchmark(source: Path,
     weights.unlink()
     replays(capture)
     with Plan(capture) as plan:
-        assert any("no benchmark of storage" in note for note in plan.notes)
+        assert any("not a benchmark of storage" in note for note in plan.notes)
 
 
 def test_keep_going_refuses_only_what_reads_the_missing_file(captured: Captured, weights: Path) -> None:
