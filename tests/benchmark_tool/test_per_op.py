@@ -155,7 +155,9 @@ def test_the_console_has_each_op_once_by_share_then_totals(captured, tool):
     assert "    self: Tensor = float32[8,48]" in noted
     assert "    -> 0: float32[8,48] on cpu" in noted
     lines = tool.out.splitlines()
-    assert lines[0].split()[0] == "rank" and tool.out.count("aten::mm.default(float32[8,48], float32[48,48])") == 1
+    # A warning that says how sure the order is names it again, on a machine that is busy.
+    ops = [line for line in lines if line.endswith(" aten::mm.default(float32[8,48], float32[48,48])")]
+    assert lines[0].split()[0] == "rank" and len(ops) == 1 and not ops[0].startswith("WARNING")
     assert any(line.startswith("attempted ") and " successful + 0 failed; refused 0" in line for line in lines)
     assert lines[-1].startswith("verified") or lines[-1].startswith("WARNING")
 
