@@ -19,7 +19,7 @@ from typing import Any
 
 from replayfmt.errors import CaptureFailed, ReplayRefused, UsageError
 from replayfmt.format.codes import RecordKind
-from replayfmt.format.container.output import check_place, same_file
+from replayfmt.format.container.output import check_place, remove_unfinished, same_file
 from replayfmt.format.model import Record
 from replayfmt.format.printable import printable
 from replayfmt.format.reader import CaptureReader
@@ -153,7 +153,7 @@ def _write(out: str | os.PathLike[str], texts: dict[str, str]) -> None:
         partial.write_bytes(buffer.getvalue())
         os.replace(partial, out)
     except OSError as error:
-        partial.unlink(missing_ok=True)
+        remove_unfinished(partial)
         raise CaptureFailed(f"{os.fspath(out)}: cannot be written: {error.strerror}") from error
 
 

@@ -9,13 +9,13 @@ from __future__ import annotations
 import os
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from replayfmt.errors import CaptureFailed, InvalidCapture, OutputExists, ReplayMismatch, ReplayRefused, UsageError
 from replayfmt.format.codes import RecordKind
-from replayfmt.format.container.output import check_place, same_file
+from replayfmt.format.container.output import check_place, remove_unfinished, same_file
 from replayfmt.format.external.file_remap import FileRemaps
 from replayfmt.format.model import PayloadValue, RangeValue, RecipeValue, Session
 from replayfmt.format.policies import (
@@ -316,8 +316,7 @@ def output(reader: CaptureReader, out: str, force: bool) -> Iterator[str]:
         yield partial
         rename(partial, out)
     finally:
-        with suppress(FileNotFoundError):
-            os.unlink(partial)
+        remove_unfinished(partial)
 
 
 def rename(partial: str, out: str) -> None:

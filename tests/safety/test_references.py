@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -98,6 +99,39 @@ def test_a_file_that_the_capture_cannot_vouch_for_is_never_read(
     assert result.totals()["ok"] == 0, "the op that needs it did not run"
     done = tools("check", "--add-digests", tmp_path / "added.opreplay", path)
     assert done.code != 0 and not (tmp_path / "added.opreplay").exists(), "a digest would tell what is in the file"
+
+
+def _edited_with_its_time_set_back(path: Path) -> None:
+    before, content = path.stat(), bytearray(path.read_bytes())
+    content[70] ^= 1
+    with open(path, "r+b") as file:
+        file.write(content)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+def _changed_in_nothing_but_its_time_of_change(path: Path) -> None:
+    path.chmod(0o640)
+    os.link(path, path.with_name("another name"))
+
+
+@pytest.mark.parametrize(("change", "validation", "refused"), [
+    (_edited_with_its_time_set_back, "identity", False), (_edited_with_its_time_set_back, "digest", True),
+    (_changed_in_nothing_but_its_time_of_change, "identity", False),
+    (_changed_in_nothing_but_its_time_of_change, "digest", False),
+])
+def test_identity_goes_by_the_time_of_last_modification_and_a_digest_by_the_content(
+    tmp_path: Path, secret: Path, change: Callable[[Path], None], validation: str, refused: bool
+) -> None:
+    """The time of change cannot be set back, but a chmod and a hard link change it, too: it is no part of what a
+    capture records of a file. Who can set times back is found by a digest."""
+    path = refers(tmp_path, described(secret, validation))
+    change(secret)
+    if refused:
+        with pytest.raises(ReplayRefused):
+            Plan(path)
+    else:
+        with Plan(path) as plan:
+            assert plan.execute(verify="none").outcome == "ok"
 
 
 @pytest.mark.parametrize("path", ["/dev/zero", "/dev/stdin", "/proc/self/mem", "/proc/self/environ", "/", "/dev/tty",

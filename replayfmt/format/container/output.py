@@ -38,6 +38,13 @@ def same_file(one: str | os.PathLike[str], other: str | os.PathLike[str]) -> boo
     return os.path.exists(one) and os.path.exists(other) and os.path.samefile(one, other)
 
 
+def remove_unfinished(path: str | os.PathLike[str]) -> None:
+    """Remove what was begun under a name, if there is anything: it may be a name that no file can have. Whatever keeps
+    it there kept it from being finished, too, and that has its own error."""
+    with suppress(OSError):
+        os.unlink(path)
+
+
 def check_place(path: str | os.PathLike[str], force: bool) -> None:
     """Raise now what would keep a finished file from getting this name: CaptureFailed, or OutputExists without
     `force`."""

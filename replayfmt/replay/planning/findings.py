@@ -13,6 +13,7 @@ from replayfmt.format.codes import Layout as LayoutCode
 from replayfmt.format.codes import RecordKind, ValueKind
 from replayfmt.format.model import Signature
 from replayfmt.format.reader import CaptureReader
+from replayfmt.pytorch.argument_rules import ArgumentRules
 from replayfmt.pytorch.settings import check_settings
 from replayfmt.pytorch.tensors.composites import FORMS
 from replayfmt.pytorch.tensors.dtypes import TORCH_DTYPE
@@ -91,8 +92,9 @@ class Findings:
         self.sentences.append(f"{sentence}; called {_times(self._scan.seen(numbers))}")
 
     def _arguments(self, name: str, resolved: ResolvedKernel, numbers: list[int]) -> None:
-        """Arguments that the operator does not have: nothing of a file may get into generated code unseen."""
-        known = resolved.argument_names
+        """Arguments that the operator does not have, or of which its kernels take for granted what is not so: nothing
+        of a file may get into generated code unseen."""
+        known, rules = resolved.argument_names, ArgumentRules(resolved.schema)
         for number in numbers:
             signature = self._reader.signatures[number]
             assert signature is not None
@@ -100,6 +102,9 @@ class Findings:
             wrong = [given for given in names if given not in known or names.count(given) > 1]
             if wrong:
                 self._refuse([number], f"{name} does not take the arguments {names}, it takes {known}")
+            problem = rules.problem(signature.args)
+            if problem:
+                self._refuse([number], problem)
             unknown = {str(node.constant) for node in signature.nodes if node.kind is ValueKind.composite} - set(FORMS)
             if unknown:
                 self._refuse([number], f"{name} has tensors of unknown form ({', '.join(sorted(unknown))})")

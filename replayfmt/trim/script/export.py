@@ -10,7 +10,7 @@ import ctypes
 import hashlib
 import os
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -18,7 +18,7 @@ from typing import Any, cast
 import torch
 
 from replayfmt.errors import CaptureFailed, ReplayMismatch, ReplayRefused, UsageError
-from replayfmt.format.container.output import check_place
+from replayfmt.format.container.output import check_place, remove_unfinished
 from replayfmt.format.model import Record, TensorValue
 from replayfmt.format.reader import CaptureReader
 from replayfmt.pytorch.settings import read_settings
@@ -174,15 +174,10 @@ def _outputs(reader: CaptureReader, force: bool, *paths: str) -> Iterator[list[s
     partials = [f"{path}.partial" for path in paths]
     with ExitStack() as stack:
         for partial in partials:
-            stack.callback(_remove, partial)
+            stack.callback(remove_unfinished, partial)
         try:
             yield partials
         except OSError as error:
             raise CaptureFailed(f"{error.filename or paths[0]}: cannot be written: {error.strerror}") from error
         for partial, path in zip(partials, paths, strict=True):
             rename(partial, path)
-
-
-def _remove(path: str) -> None:
-    with suppress(FileNotFoundError):
-        os.unlink(path)
