@@ -198,6 +198,8 @@ def test_many_children_and_long_commands_are_cut_short(children):
     (["python3", "-s", "-c", "from multiprocessing.resource_tracker import main;main(5)"], False),
     (["python3", "-c", "from multiprocessing.spawn import spawn_main; spawn_main()", "--multiprocessing-fork"], False),
     (["python3", "setup.py", "build_ext"], False),
+    (["python3", "-c", '\nimport sys\nfrom ctypes import cdll\ncdll.LoadLibrary("/tmp/probe.so")\n'], False),
+    (["python3", "-c", 'from ctypes import cdll; cdll.LoadLibrary("/tmp/engine.so").serve()'], True),
 ])
 def test_python_programs_are_told_from_other_commands_and_from_helpers(command, works):
     assert runs_python_program(command) is works

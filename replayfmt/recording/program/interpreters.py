@@ -18,7 +18,9 @@ _WITH_VALUE = ("-W", "-X")      # flags of the interpreter with a value of their
 _HELPER_MODULES = re.compile(
     r"\A(pip|ensurepip|venv|virtualenv|site|sysconfig|platform|compileall|py_compile|setuptools|build|ninja|triton"
     r"|torch\._inductor|torch\.utils\.collect_env|multiprocessing)(\.|\Z)")
-_HELPER_CODE = re.compile(r"\bmultiprocessing\.(resource_tracker|forkserver|spawn)\b")
+# The last of these is how Inductor finds out whether a library that it built can be loaded.
+_HELPER_CODE = re.compile(r"\bmultiprocessing\.(resource_tracker|forkserver|spawn)\b"
+                          r"|\bcdll\.LoadLibrary\([^)]*\)\s*\Z")
 _HELPER_SCRIPTS = re.compile(r"(\A|[/\\])(torch[/\\]_inductor|triton|setup\.py)([/\\]|\Z)")
 
 
