@@ -26,10 +26,11 @@ FLATC         ?= flatc
 FLATC_VERSION := flatc version 2.0.8
 GENERATED     := tests/format/generated
 
-.PHONY: demo test serving fuzz bench lint schema picture help
+.PHONY: demo test check serving fuzz bench lint schema picture help
 help:
 	@echo 'make demo    capture a GPT-2 training step, replay and verify it, benchmark and dump it'
 	@echo 'make test    the whole test suite'
+	@echo 'make check   the part of it that takes less than three minutes'
 	@echo 'make fuzz    change captures behind valid checks and read, plan and replay them, until it is stopped'
 	@echo 'make serving capture and replay vLLM, in an environment of its own (docs/serving.md)'
 	@echo 'make bench   measure everything into one table (benchmarks/README.md explains it)'
@@ -74,6 +75,9 @@ demo: $(INSTALLED)
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest
+
+check: $(INSTALLED)
+	$(BIN)/python -m pytest -m 'not slow'
 
 # Without end. STAGE is read, plan or run; make fuzz STAGE=run SEED=2000 goes on where it was stopped.
 STAGE ?= read

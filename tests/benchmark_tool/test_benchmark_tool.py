@@ -120,6 +120,7 @@ def differs(value: torch.Tensor) -> torch.Tensor:
     return value + _counter[0]
 
 
+@pytest.mark.slow
 def test_ops_that_do_not_match_are_not_said_to_be_verified(tool, tmp_path):
     path = tmp_path / "differs.opreplay"
     with replayfmt.capture(path, digests="ops"):
@@ -331,6 +332,7 @@ def test_progress_is_shown_on_a_terminal_and_nowhere_else(bench, captured, monke
     assert bench(captured).err == ""
 
 
+@pytest.mark.slow
 def test_the_console_script_runs_and_ends_quietly_when_its_reader_goes_away(captured):
     script = Path(sys.executable).with_name("opreplay-benchmark")
     command = f"'{script}' '{captured}' --benchmark-min-time=2x --benchmark-warmup=0 --benchmark-format=json"
@@ -340,6 +342,7 @@ def test_the_console_script_runs_and_ends_quietly_when_its_reader_goes_away(capt
     assert "Traceback" not in done.stderr and "BrokenPipe" not in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flags", [[], ["--per-op", "--op-filter=aten::mm*"]])
 def test_the_results_are_in_their_file_whether_or_not_somebody_reads_the_table(captured, tmp_path, flags):
     out, trace = tmp_path / "out.json", tmp_path / "trace.json"

@@ -121,6 +121,7 @@ def test_a_scope_restricts_what_is_measured(partly, tool):
     assert {row.get("op"): row["count"] for row in json.loads(tool.out)["benchmarks"]}["aten::sin.default"] == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("by", ["kernel", "scope", "signature"])
 def test_rows_are_sorted_and_cut_alike_in_every_format(captured, tool, by):
     flags = ("--per-op", f"--group-by={by}", "--top=2", "--benchmark-min-time=1x")

@@ -11,6 +11,7 @@ from .running import LOSSES, Captured, capture
 # ------------------------------------------------------------------------------------------------------------- scopes
 
 
+@pytest.mark.slow
 def test_marks_and_module_scopes_name_regions_of_the_program(folder):
     done = capture(folder, "-o", "marked.opreplay", "--mark=__main__:step=step", "--module-scopes",
                    "--mark=torch.nn.functional:relu=activation", "train.py")
@@ -23,6 +24,7 @@ def test_marks_and_module_scopes_name_regions_of_the_program(folder):
     assert "step/Sequential/1/activation" in captured.scope_paths
 
 
+@pytest.mark.slow
 def test_a_mark_that_finds_nothing_fails_the_capture_and_keeps_the_file(folder, ordinary):
     done = capture(folder, "-o", "unmatched.opreplay", "--mark=__main__:step=step", "--mark=package.other:run=run",
                    "--mark=__main__:step.gone=x", "train.py")
@@ -32,6 +34,7 @@ def test_a_mark_that_finds_nothing_fails_the_capture_and_keeps_the_file(folder, 
     assert Captured(folder / "unmatched.opreplay").scopes()[0] == "+step"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("source", "scopes"), [
     # The program's own scopes, and nothing around them, even where this package comes before torch.
     ("from replayfmt import scope\nimport torch\ntorch.ones(1)\nwith scope('mine'):\n    torch.ones(2)\n",
@@ -59,6 +62,7 @@ def test_a_program_with_scopes_of_its_own_has_only_those(tmp_path, source, scope
 # -------------------------------------------------------------------------------------------------------------- flags
 
 
+@pytest.mark.slow
 def test_payload_none_embeds_nothing_and_says_so(folder, ordinary):
     full, none = folder / "plain.opreplay", folder / "none.opreplay"
     assert capture(folder, "-o", none, "--payload=none", "train.py").returncode == 0
@@ -80,6 +84,7 @@ def _storages(path):
     return storages
 
 
+@pytest.mark.slow
 def test_digests_of_every_op_of_what_lives_or_of_nothing(folder, ordinary):
     assert ordinary[2].session.policies["digests"] == "live"
     counts = {"live": ordinary[2].count(RecordKind.digest)}
@@ -92,6 +97,7 @@ def test_digests_of_every_op_of_what_lives_or_of_nothing(folder, ordinary):
     assert counts["ops"] > counts["live"] > counts["none"] == 0
 
 
+@pytest.mark.slow
 def test_audit_sees_what_was_written_behind_the_recorders_back(tmp_path):
     (tmp_path / "outside.py").write_text('''
 import ctypes, torch
@@ -122,6 +128,7 @@ for number in range(int(sys.argv[1])):
 """
 
 
+@pytest.mark.slow
 def test_steps_of_a_training_loop_are_recorded_and_steps_that_never_came_are_said(tmp_path):
     (tmp_path / "loop.py").write_text(LOOP)
     done = capture(tmp_path, "-o", "steps.opreplay", "--steps=10:12", "loop.py", "20")
@@ -136,6 +143,7 @@ def test_steps_of_a_training_loop_are_recorded_and_steps_that_never_came_are_sai
     assert "--start-scope=NAME#N" in done.stderr
 
 
+@pytest.mark.slow
 def test_start_and_stop_limit_what_is_recorded(folder, ordinary):
     everything = ordinary[2].op_names
     assert capture(folder, "-o", "part.opreplay", "--start-op=10", "--stop-op=25", "train.py").returncode == 0
@@ -173,6 +181,7 @@ print(round(x.grad.sum().item(), 4))
 '''
 
 
+@pytest.mark.slow
 def test_compiled_regions_are_kept_or_run_as_operators(tmp_path):
     (tmp_path / "compiled.py").write_text(COMPILED)
     outcomes = {}
@@ -216,6 +225,7 @@ halved(torch.ones(2))
 """
 
 
+@pytest.mark.slow
 def test_operators_may_be_recorded_inside_or_whole(tmp_path):
     (tmp_path / "halved.py").write_text(HALVED)
     done = capture(tmp_path, "-o", "inside.opreplay", "--inside=flags::h*", "halved.py")

@@ -67,6 +67,7 @@ def test_usage_errors_and_refusals_come_before_torch_is_imported_and_the_program
     assert (tmp_path / "there.opreplay").read_text() == "precious"
 
 
+@pytest.mark.slow
 def test_several_ranks_need_a_name_for_each(folder):
     done = capture(folder, "-o", "ranks.opreplay", "train.py", WORLD_SIZE="2", RANK="1")
     assert (done.returncode, done.stdout) == (2, "")
@@ -100,6 +101,7 @@ def test_a_program_without_scopes_is_one_execute_scope_and_prints_what_it_prints
     assert subprocess.run([CHECK, folder / "plain.opreplay"], env=environment()).returncode == 0
 
 
+@pytest.mark.slow
 def test_what_the_program_sets_before_it_imports_torch_has_its_effect(folder, tmp_path):
     (tmp_path / "threads.py").write_text(
         "import os\nos.environ['OMP_NUM_THREADS'] = '1'\nimport torch\nprint(torch.get_num_threads(), torch.ones(1))\n")
@@ -107,6 +109,7 @@ def test_what_the_program_sets_before_it_imports_torch_has_its_effect(folder, tm
     assert (done.returncode, done.stdout) == (0, "1 tensor([1.])\n")
 
 
+@pytest.mark.slow
 def test_a_module_runs_as_under_python_m_and_force_replaces_a_file(folder, ordinary):
     (folder / "module.opreplay").write_text("old")
     done = capture(folder, "-o", "module.opreplay", "--force", "-m", "package.train", "--mark", "--force")
@@ -149,6 +152,7 @@ fail(sys.argv[1])
 '''
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("how", "code"), [
     ("raise", 1), ("system exit", 1), ("code", 7), ("interrupt", 130), ("closed", 3)])
 def test_however_a_program_ends_its_exit_code_is_passed_on_and_the_capture_complete(tmp_path, how, code):
@@ -172,6 +176,7 @@ def test_however_a_program_ends_its_exit_code_is_passed_on_and_the_capture_compl
         assert "failing.py" in trace[1], "none of our own frames come first"
 
 
+@pytest.mark.slow
 def test_a_capture_that_cannot_be_written_leaves_the_program_running_and_exits_with_1(tmp_path):
     (tmp_path / "big.py").write_text(
         "import sys, torch, numpy\nfor i in range(4):\n    torch.from_numpy(numpy.random.rand(100_000)) + 1\n"
@@ -189,6 +194,7 @@ def test_a_capture_that_cannot_be_written_leaves_the_program_running_and_exits_w
         assert not (tmp_path / f"big{code}.opreplay").exists()
 
 
+@pytest.mark.slow
 def test_a_program_that_issues_no_op_fails_and_names_the_children_it_saw(tmp_path):
     (tmp_path / "parent.py").write_text('''
 import multiprocessing, os, subprocess, sys
@@ -222,6 +228,7 @@ if __name__ == "__main__":
     assert not list(tmp_path.glob("none.opreplay*"))
 
 
+@pytest.mark.slow
 def test_a_program_that_imports_torch_and_issues_no_op_leaves_no_file(tmp_path):
     (tmp_path / "idle.py").write_text("import torch\nprint('idle')\n")
     done = capture(tmp_path, "-o", "idle.opreplay", "idle.py")
@@ -232,6 +239,7 @@ def test_a_program_that_imports_torch_and_issues_no_op_leaves_no_file(tmp_path):
     assert "no op was captured within the limits of what is to be recorded" in done.stderr
 
 
+@pytest.mark.slow
 def test_torch_first_imported_by_another_thread_fails_the_capture_alone(tmp_path):
     (tmp_path / "thread.py").write_text(
         "import threading\nthread = threading.Thread(target=__import__, args=('torch',), name='importer')\n"
@@ -242,6 +250,7 @@ def test_torch_first_imported_by_another_thread_fails_the_capture_alone(tmp_path
     assert "torch was first imported by the thread importer" in line
 
 
+@pytest.mark.slow
 def test_a_mistake_of_the_recorders_own_is_no_good_capture(tmp_path):
     (tmp_path / "sabotage.py").write_text(
         "import torch\nfrom replayfmt.recording import core\ntorch.ones(1)\n"

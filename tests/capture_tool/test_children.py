@@ -61,6 +61,7 @@ if __name__ == "__main__":
 '''
 
 
+@pytest.mark.slow
 def test_workers_forked_and_spawned_children_run_as_ever_and_are_not_recorded(tmp_path):
     (tmp_path / "loading.py").write_text(LOADING)
     expected = plain(tmp_path, "loading.py")
@@ -117,6 +118,7 @@ finally:
 '''
 
 
+@pytest.mark.slow
 def test_a_forked_child_leaves_the_with_block_quietly_and_may_capture_on_its_own(tmp_path):
     (tmp_path / "inside.py").write_text(FORKED_INSIDE)
     done = plain(tmp_path, "inside.py")
@@ -226,6 +228,7 @@ subprocess.run(["uname"], check=True, stdout=subprocess.DEVNULL)
 """
 
 
+@pytest.mark.slow
 def test_a_python_command_that_may_have_done_the_work_is_named_beside_the_few_ops_that_were_recorded(tmp_path):
     (tmp_path / "engine.py").write_text(ENGINE)
     (tmp_path / "worker.py").write_text("")

@@ -50,6 +50,7 @@ def look(folder):
         return origins, list(reader.files)[1:], list(reader.ranges)[1:], reader.session.policies
 
 
+@pytest.mark.slow
 def test_a_mapped_file_is_a_reference_without_any_flag(folder):
     done = run(folder)
     assert done.returncode == 0 and done.stdout == EXPECTED
@@ -58,6 +59,7 @@ def test_a_mapped_file_is_a_reference_without_any_flag(folder):
     assert (policies["file-policy"], policies["file-validation"]) == ("reference", "identity")
 
 
+@pytest.mark.slow
 def test_a_named_file_is_found_in_copies(folder):
     """A copy that was made before recording began: no op of the capture says where it came from."""
     shutil.copy(folder / "w.safetensors", folder / "named.safetensors")
@@ -71,6 +73,7 @@ def test_a_named_file_is_found_in_copies(folder):
     assert policies["file-validation"] == "digest"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("policy", "whole", "part"), [("capture-ranges", False, True), ("capture-all", True, False)])
 def test_the_policy_decides_what_is_embedded(folder, policy, whole, part):
     assert run(folder, f"--file-policy={policy}").returncode == 0
@@ -79,6 +82,7 @@ def test_the_policy_decides_what_is_embedded(folder, policy, whole, part):
     assert policies["file-policy"] == policy
 
 
+@pytest.mark.slow
 def test_a_forbidden_file_fails_the_capture_and_not_the_program(folder):
     done = run(folder, "--file-policy=fail")
     assert done.returncode == 1 and done.stdout == EXPECTED

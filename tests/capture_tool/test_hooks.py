@@ -50,6 +50,7 @@ def compiled():
     torch._dynamo.reset()
 
 
+@pytest.mark.slow
 def test_eager_is_not_advised_for_what_was_compiled_ahead_of_time(recorder):
     def function(x):
         return x.sin() * 2

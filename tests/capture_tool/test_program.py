@@ -108,12 +108,14 @@ def both(folder, *command):
     return outcomes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", CASES)
 def test_a_script_behaves_as_under_python(folder, what):
     plain, ours = both(folder, "script.py", what)
     assert ours == plain
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", [
     ("-m", "package", "raise"), ("-m", "package.module", "spawn"), ("-m", "package.missing"), ("-m", "missing"),
     ("package", "raise"), ("archive.pyz", "raise"), ("./link/../script.py", "raise"), ("link/module.py", "return"),

@@ -73,12 +73,14 @@ def run(folder, output, *flags):
     return folder / output
 
 
+@pytest.mark.slow
 def test_an_ordinary_capture_tells_all_of_it(folder):
     content = everything(run(folder, "open.opreplay"))
     assert [what for what, name in names(folder).items() if name not in content] == []
     assert b"ATTACK AT DAWN!!" in content and b"RETREAT AT DUSK!" in content
 
 
+@pytest.mark.slow
 def test_a_redacted_capture_names_neither_machine_nor_user(folder):
     path = run(folder, "redacted.opreplay", "--redact")
     content = everything(path)
@@ -91,6 +93,7 @@ def test_a_redacted_capture_names_neither_machine_nor_user(folder):
         assert [file.path for file in list(reader.files)[1:]] == ["weights.safetensors"]
 
 
+@pytest.mark.slow
 def test_a_capture_without_payloads_holds_no_byte_of_content(folder):
     path = run(folder, "none.opreplay", "--payload=none")
     content = everything(path)
@@ -109,6 +112,7 @@ def test_a_capture_without_payloads_holds_no_byte_of_content(folder):
     assert captured.summary.records[RecordKind.op] > 5 and captured.summary.absent_storages > 0
 
 
+@pytest.mark.slow
 def test_files_of_the_same_name_stay_apart_when_redacted(folder):
     other = folder / "other"
     other.mkdir(exist_ok=True)

@@ -33,6 +33,7 @@ print(x.tolist())
 """
 
 
+@pytest.mark.slow
 def test_a_program_that_replaces_itself_ends_its_capture(tmp_path):
     (tmp_path / "program.py").write_text(REPLACES)
     done = capture(tmp_path, "-o", "x.opreplay", "program.py")
@@ -53,6 +54,7 @@ def test_what_an_earlier_program_left_is_not_taken_for_a_capture_of_this_one(tmp
     assert [path.name for path in tmp_path.iterdir()] == ["program.py"]
 
 
+@pytest.mark.slow
 def test_a_program_that_closes_all_descriptors_keeps_its_files_and_ends_the_capture(tmp_path):
     (tmp_path / "program.py").write_text(CLOSES)
     done = capture(tmp_path, "-o", "x.opreplay", "program.py")

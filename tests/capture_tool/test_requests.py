@@ -92,6 +92,7 @@ def server(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Server]:
         pass        # waits, and closes the pipes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("server", ["signal=signal.SIGUSR1"], indirect=True)
 def test_a_signal_starts_a_capture_and_another_one_ends_it(server: Server) -> None:
     server.ask(1)
@@ -118,6 +119,7 @@ def test_a_signal_starts_a_capture_and_another_one_ends_it(server: Server) -> No
     assert not list(server.folder.glob("*.partial"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("server", ["file='please'"], indirect=True)
 def test_a_capture_runs_while_the_file_is_there_and_sigterm_completes_it(server: Server) -> None:
     server.ask(1)

@@ -53,6 +53,7 @@ threading.Thread(target=last).start()
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", PROGRAMS)
 def test_sigterm_closes_the_capture_and_exits_with_143(tmp_path, where):
     (tmp_path / "endless.py").write_text(HEAD + PROGRAMS[where] + "\n")
@@ -69,6 +70,7 @@ def test_sigterm_closes_the_capture_and_exits_with_143(tmp_path, where):
     assert subprocess.run([CHECK, tmp_path / "t.opreplay"], env=environment(), capture_output=True).returncode == 0
 
 
+@pytest.mark.slow
 def test_a_capture_from_python_is_closed_too_and_the_signal_is_as_it_was_afterwards(tmp_path):
     (tmp_path / "library.py").write_text(HEAD + '''
 import replayfmt
@@ -95,6 +97,7 @@ with replayfmt.capture("second.opreplay"):
     assert all(Captured(tmp_path / f"{name}.opreplay").complete for name in ("first", "second"))
 
 
+@pytest.mark.slow
 def test_the_programs_own_sigterm_handler_is_respected(tmp_path):
     (tmp_path / "own.py").write_text(HEAD + '''
 x + 1
@@ -112,6 +115,7 @@ time.sleep(600)
     assert Captured(tmp_path / "own.opreplay").complete
 
 
+@pytest.mark.slow
 def test_a_program_that_ignores_sigterm_goes_on(tmp_path):
     (tmp_path / "ignoring.py").write_text(HEAD + '''
 x + 1
@@ -123,6 +127,7 @@ print("still here")
     assert (done.returncode, done.stdout) == (0, "still here\n")
 
 
+@pytest.mark.slow
 def test_an_interrupt_is_a_keyboard_interrupt_and_130(tmp_path):
     (tmp_path / "interrupted.py").write_text(HEAD + '''
 try:
@@ -141,6 +146,7 @@ finally:
     assert Captured(tmp_path / "i.opreplay").complete
 
 
+@pytest.mark.slow
 def test_a_killed_capture_leaves_a_partial_file_that_check_explains_and_recovers(tmp_path):
     (tmp_path / "killed.py").write_text(HEAD + '''
 from replayfmt.format.reader import open_capture
@@ -168,6 +174,7 @@ time.sleep(600)
     assert Captured(tmp_path / "r.opreplay").op_names.count("aten::mm.default") == 50
 
 
+@pytest.mark.slow
 def test_a_partial_file_of_a_killed_capture_is_not_overwritten_without_force(tmp_path):
     (tmp_path / "p.opreplay.partial").write_text("what is left")
     (tmp_path / "short.py").write_text("import torch\ntorch.ones(1)\n")

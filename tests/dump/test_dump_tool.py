@@ -107,6 +107,7 @@ def test_damage_in_the_middle_ends_the_dump_where_it_is_met(run: Run, tmp_path: 
     assert run("--ops=:40", tmp_path / "damaged.opreplay").code == 0
 
 
+@pytest.mark.slow
 def test_a_reader_that_goes_away_ends_the_tool_quietly(tmp_path: Path) -> None:
     path = captures.plain(tmp_path / "long.opreplay", ops=20_000, frame=5000)
     for arguments in ("--format=jsonl", "--format=text", "--jq=."):

@@ -334,6 +334,7 @@ JSON = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3), max_leaves=8)
 
 
+@pytest.mark.slow
 @settings(max_examples=40)
 @given(notes=st.lists(st.dictionaries(st.text(max_size=5), JSON, max_size=3), min_size=1, max_size=5))
 def test_any_annotation_is_one_strict_row_and_one_line(

@@ -331,6 +331,7 @@ NODES = st.recursive(LEAVES, lambda children: st.one_of(
 ), max_leaves=12)
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(data=st.data(), args=st.lists(NODES, max_size=5), results=st.lists(NODES, max_size=2))
 def test_rows_of_any_signature_and_any_values_equal_the_slow_way(

@@ -87,6 +87,7 @@ def left(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WRITERS)
 def test_a_folder_that_is_missing_is_exit_code_1_of_every_tool(sources: Sources, tools: Tools, tmp_path: Path,
                                                                name: str) -> None:
@@ -114,6 +115,7 @@ def files_no_longer_than(length: int) -> Iterator[None]:
         signal.signal(signal.SIGXFSZ, handler)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in WRITERS if name not in ("profile", "per-op")])
 def test_where_a_file_finds_no_room_nothing_is_left(sources: Sources, tools: Tools, tmp_path: Path, name: str) -> None:
     out = tmp_path / "out"

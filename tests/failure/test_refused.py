@@ -12,6 +12,7 @@ from .conftest import Tools
 from .table import REFUSED, Row
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row", REFUSED, ids=[row.name for row in REFUSED])
 def test_a_strict_replay_is_refused_before_the_first_op_and_the_dump_shows_why(
     tools: Tools, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, row: Row
@@ -36,6 +37,7 @@ def test_a_strict_replay_is_refused_before_the_first_op_and_the_dump_shows_why(
     assert path.read_bytes() == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row", REFUSED, ids=[row.name for row in REFUSED])
 def test_keeping_going_gives_every_op_one_verdict_and_totals_that_add_up(
     tools: Tools, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, row: Row

@@ -110,6 +110,7 @@ def test_what_a_capture_says_of_itself_cannot_steer_the_terminal(run: Run, tmp_p
     assert ran.code == 0 and "\x1b" not in ran.output and "\\x1b[31mred\\nvalid\\n" in ran.output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("arguments", "title"), [([], b"checking"), (["--add-digests"], b"adding digests")])
 def test_a_progress_bar_is_shown_on_a_terminal_and_nowhere_else(
         tmp_path: Path, arguments: list[str], title: bytes) -> None:

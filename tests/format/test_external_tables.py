@@ -316,6 +316,7 @@ def recipes(draw: st.DrawFn) -> Recipe:
     return Recipe(draw(st.sampled_from(list(DType)[1:])), elements, draw(u64), known)
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(st.data())
 def test_any_files_ranges_recipes_and_annotations_come_back(data: st.DataObject) -> None:

@@ -48,6 +48,7 @@ def _shorter(name: str) -> Callable[[dict], None]:
     return edit
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("edit", "match"), [
     (_put("signature", 0, 0), "signature holds 0"),
     (_put("signature", 3, 99999), "signature holds 1..99999"),
@@ -169,6 +170,7 @@ def _first(family: str, first: int) -> Callable[[Tables], None]:
     return edit
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("edit", "match"), [
     (_column("device_kind", 0, 0), "device_kind holds 0"),
     (_column("device_name", 0, 9999), "device_name holds"),

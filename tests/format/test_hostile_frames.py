@@ -224,6 +224,7 @@ def _row(which: str, name: str, row: int, value: int) -> Callable[[np.ndarray, n
     return edit
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("edit", "changes"), [
     *((_row("frames", name, 3, value), {}) for name in ("offset", "stored_bytes", "raw_bytes", "first_ordinal",
                                                         "first_storage") for value in (0, 65, 1 << 40, (1 << 64) - 1)),
@@ -310,6 +311,7 @@ def _zeros(count: int) -> bytes:
     return b"".join(parts) + compressor.flush()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [FrameKind.tables, FrameKind.records])
 def test_decompression_bombs_are_refused_before_they_are_decompressed(capture: Path, kind: FrameKind) -> None:
     bomb = _zeros(4 << 30)
@@ -386,6 +388,7 @@ def seeds(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[bytes, list[Fr
     return [split((folder / name).read_bytes()) for name in ("everything", "small")]
 
 
+@pytest.mark.slow
 @settings(max_examples=500)
 @given(which=st.integers(0, 1), mutations=st.lists(_mutation, min_size=1, max_size=4), index=st.booleans())
 @example(which=0, mutations=[(0, 0, 4, (1 << 32) - 1)], index=True)

@@ -51,6 +51,7 @@ while True:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("attempt", range(6))
 def test_every_acknowledged_record_of_a_killed_writer_is_recovered(tmp_path: Path, attempt: int) -> None:
     path, out = tmp_path / "a.opreplay", tmp_path / "out.opreplay"

@@ -291,6 +291,7 @@ signatures = st.tuples(st.lists(nodes, max_size=4), st.lists(nodes, max_size=2))
 ints64 = st.integers(-(1 << 63), (1 << 63) - 1)
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(st.data())
 def test_any_records_come_back(data: st.DataObject) -> None:

@@ -374,6 +374,7 @@ print(process.memory_info().rss - first)
 """
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_number_of_records(tmp_path: Path) -> None:
     path = tmp_path / "many.opreplay"
     result = subprocess.run([sys.executable, "-c", _MANY, str(path)], capture_output=True, text=True, timeout=600)

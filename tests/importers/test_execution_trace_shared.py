@@ -24,6 +24,7 @@ FOLDER = SHARED / "execution_trace"
 shared = pytest.mark.skipif(not FOLDER.is_dir(), reason="the traces of other tools are not here")
 
 
+@pytest.mark.slow
 @shared
 def test_a_graph_of_schema_1_0_1_replays_whole_on_the_cpu(tmp_path: Path) -> None:
     out = tmp_path / "linear.opreplay"
@@ -39,6 +40,7 @@ def test_a_graph_of_schema_1_0_1_replays_whole_on_the_cpu(tmp_path: Path) -> Non
     assert (names["aten::t"], names["aten::mm"], names["aten::addmm"], names["aten::linear"]) == (104, 41, 21, 0)
 
 
+@pytest.mark.slow
 @shared
 def test_a_gpus_training_steps_are_refused_here_unless_they_are_rewritten(tmp_path: Path) -> None:
     trace = FOLDER / "resnet_1gpu_et.json.tar.gz"
@@ -70,6 +72,7 @@ def test_a_gpus_training_steps_are_refused_here_unless_they_are_rewritten(tmp_pa
     capture.close()
 
 
+@pytest.mark.slow
 @shared
 def test_collectives_of_two_ranks_are_named_with_their_sizes_and_groups(tmp_path: Path) -> None:
     report = import_execution_trace(FOLDER / "resnet_2gpu_et_v1.1.0.json.gz", tmp_path / "x.opreplay",

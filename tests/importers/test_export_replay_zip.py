@@ -127,6 +127,7 @@ def _without_lengths(value: Any) -> Any:
     return [_without_lengths(each) for each in value] if isinstance(value, list) else value
 
 
+@pytest.mark.slow
 def test_the_script_runs_where_this_library_is_not_installed(capture: Path, tmp_path: Path) -> None:
     exported = export(capture, tmp_path / "x.zip", unique=True)
     zipfile.ZipFile(tmp_path / "x.zip").extractall(tmp_path / "unpacked")
@@ -312,6 +313,7 @@ def test_the_tool_exports_and_lists_what_it_leaves_out(capture: Path, tmp_path: 
     assert "integers or booleans" not in done.output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("payload", ["none", "full"])
 def test_the_scripts_integers_are_those_of_a_replay(payload: str, tmp_path: Path) -> None:
     path = tmp_path / "c.opreplay"

@@ -69,6 +69,7 @@ def changed(document: Any, chance: random.Random) -> str:
     return text[: chance.randint(0, len(text))] if chance.random() < 0.2 else text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("make", "importer"), [(graph_trace, import_execution_trace), (ir, import_tracelens)])
 def test_whatever_stands_in_a_trace_it_is_imported_or_refused(make: Any, importer: Any, tmp_path: Path) -> None:
     document = make(tmp_path)

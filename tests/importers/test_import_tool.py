@@ -223,6 +223,7 @@ def test_portable_rewriting_puts_common_operators_in_the_place_of_a_devices_own(
     assert kineto.KinetoOptions().rewrite == "none" and Portable is not None
 
 
+@pytest.mark.slow
 def test_a_large_trace_is_read_with_memory_for_a_part_of_it(tmp_path: Path) -> None:
     line = json.dumps(op("aten::mm", 10, 5, MM, external=1))
     path = tmp_path / "large.json.gz"

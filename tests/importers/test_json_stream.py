@@ -199,6 +199,7 @@ def test_a_long_string_takes_memory_of_its_own_size(text: bytes, tmp_path: Path)
     assert count == 2 and stream.complete and most < 100 << 20
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("before", "filler", "after"), [
     (b'[{"name": "', b"a", b""), (b'[{"name": "', b"a", b'"}, '), (b'[{"ts": 0.', b"1", b"}, "),
     (b'[{"ts": ', b"1", b"}, "), (b"[", b"1", b", "), (b"[-0.", b"1", b", "), (b'[{"a": ', b" ", b"1}, "),
@@ -249,6 +250,7 @@ def test_a_trace_of_one_endless_entry_is_one_error(tmp_path: Path, monkeypatch: 
     assert not (tmp_path / "out.opreplay").exists()
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
     path = tmp_path / "large.json.gz"
     line = json.dumps(EVENTS[0]).encode() + b",\n"
@@ -268,6 +270,7 @@ def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
     assert seen[-1] == (path.stat().st_size, path.stat().st_size) and seen == sorted(seen)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("entry", [
     '{a},', '{"ph":1,', '{"ph":[,', '{"ph":1,x{"ph":1,', '1e,', '!,', '{"ph":"x},', '"\\x",', '{"a":nan},', ',,,',
     '{"ph":1}}', '{"ph":1}\n{a}\n'])

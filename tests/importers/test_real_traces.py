@@ -48,6 +48,7 @@ def profiled(path: Path, **options: Any) -> Path:
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"with_stack": True, "with_modules": True, "profile_memory": True,
                                           "with_flops": True}])
 @pytest.mark.parametrize("suffix", [".json", ".json.gz"])
@@ -86,6 +87,7 @@ def test_without_shapes_everything_is_named_and_nothing_guessed(tmp_path: Path, 
 
 
 # For each trace: how many different calls may be incomplete at the default level, and why.
+@pytest.mark.slow
 @shared
 @pytest.mark.parametrize(("name", "incomplete", "reasons"), [
     ("h100_bert_small_inference", 0, set()),
@@ -110,6 +112,7 @@ def test_other_peoples_traces_are_imported_with_every_call_classified(name: str,
         assert ("assumed" in record.annotation) == (record.annotation["import"] == "inferred")
 
 
+@pytest.mark.slow
 @shared
 @pytest.mark.parametrize("name", ["h100_bert_small_inference", "mi300_vit_inference", "torch_compile_triton",
                                   "mi300_resnet_ddp_checkpoint_train"])

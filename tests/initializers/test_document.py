@@ -7,11 +7,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from replayfmt.initializers import Role
 
 PAGE = Path(__file__).parents[2] / "docs" / "initializers.md"
 
 
+@pytest.mark.slow
 def test_the_code_of_the_page_runs_and_says_what_the_page_says(tmp_path: Path) -> None:
     blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
     program = tmp_path / "page.py"

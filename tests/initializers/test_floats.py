@@ -69,6 +69,7 @@ CONTENTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", list(CONTENTS))
 def test_counts_and_ends_are_exact_and_the_rest_is_close(name: str) -> None:
     content = CONTENTS[name]

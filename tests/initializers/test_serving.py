@@ -138,6 +138,7 @@ def test_positions_are_those_of_the_step(tmp_path, done):
     assert done["positions"] == list(range(4072, 4096))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scope", ["execute", "step[DECODE bs=8]"])
 def test_positions_are_those_of_the_contexts_that_attention_reads(tmp_path, done, scope):
     positions, query, angles = torch.zeros(8, dtype=torch.int64), torch.randn(8, 8), torch.randn(4096, 8)

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 RUN = [sys.executable, str(ROOT / "benchmarks/run.py")]
 OTHERS = {"run", "measuring", "tiny_gpt2"}
@@ -18,6 +20,7 @@ PRODUCT = {"ph": "X", "cat": "cpu_op", "name": "aten::mm", "pid": 1, "tid": 1, "
     "Input Strides": [[8, 1], [3, 1]], "Concrete Inputs": ["", ""]}}
 
 
+@pytest.mark.slow
 def test_every_benchmark_gives_its_rows(tmp_path: Path) -> None:
     out, traces = tmp_path / "rows.json", tmp_path / "traces"
     (traces / "kineto").mkdir(parents=True)

@@ -62,6 +62,7 @@ def documents() -> list[str]:
     return [name for name in ("README.md", "AGENTS.md") if (ROOT / name).exists()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("document", documents())
 def test_a_document_does_what_it_says(document: str, tmp_path: Path) -> None:
     does_what_it_says(document, tmp_path)
@@ -98,6 +99,7 @@ def test_the_setup_commands_of_the_readme_exist() -> None:
         subprocess.run([*command, "--dry-run"], cwd=ROOT, check=True, capture_output=True)
 
 
+@pytest.mark.slow
 def test_the_demo_runs_and_fits_a_hundred_columns(tmp_path: Path) -> None:
     done = subprocess.run(["make", "demo", "BIN=" + str(Path(sys.executable).parent), f"DEMO={tmp_path}",
                            "--old-file=.venv/.installed"],

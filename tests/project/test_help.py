@@ -88,6 +88,7 @@ def completed(words: str) -> list[str]:
     return done.stdout.split()
 
 
+@pytest.mark.slow
 def test_a_shell_completes_tools_flags_choices_and_files() -> None:
     assert completed("opreplay exp") == ["plain,export"]
     assert completed("opreplay run --verif") == ["plain,--verify"]

@@ -54,6 +54,7 @@ def test_without_a_tool_one_line_says_so(
     assert all(f"\n  {name} " in shown for name in TOOLS) and "..." not in shown
 
 
+@pytest.mark.slow
 def test_a_program_is_captured_and_replayed_by_modules(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text("import sys, torch\nprint(__name__, sys.argv, sys.path[0])\n"
                                          "torch.ones(3).exp().sum().item()\nsys.exit(5)\n")

@@ -113,6 +113,7 @@ def test_an_invalid_capture_is_invalid_whoever_reads(tmp_path: Path) -> None:
     assert code == 3 and said.startswith("DATA_LOSS: ")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", [
     "opreplay-capture --force -o pipe program.py",
     "opreplay-check --recover pipe --force a.opreplay",

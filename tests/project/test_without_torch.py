@@ -44,6 +44,7 @@ def tool(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
                           timeout=600, env={**os.environ, "PYTHONPATH": str(folder)})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arguments", [
     ("dump", "one.opreplay"), ("dump", "--format=jsonl", "one.opreplay"), ("dump", "--jq=length", "-s", "one.opreplay"),
     ("dump", "--signatures", "one.opreplay"), ("dump", "--kernel-skeleton=1", "one.opreplay"),

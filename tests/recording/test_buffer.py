@@ -7,6 +7,7 @@ import tracemalloc
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 
 import replayfmt
@@ -78,6 +79,7 @@ def test_definitions_of_dead_storages_are_forgotten(tmp_path: Path) -> None:
         assert len(recorder._core.storages.live) < 20
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_number_of_ops(tmp_path: Path) -> None:
     recorder = Recorder(tmp_path / "x.opreplay", CaptureOptions(payload="none"))
     recorder.start()
@@ -100,6 +102,7 @@ def test_memory_does_not_grow_with_the_number_of_ops(tmp_path: Path) -> None:
     assert sizes[-1] - sizes[1] < 9000 * 16, sizes  # two rounds of 4500 ops, whose rows are longer than that
 
 
+@pytest.mark.slow
 def test_another_thread_may_flush_at_any_time(tmp_path: Path) -> None:
     path = tmp_path / "x.opreplay"
     with replayfmt.capture(path, chunk_records=32) as recorder:

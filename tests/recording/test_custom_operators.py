@@ -80,6 +80,7 @@ def own_ops(captured: Captured) -> list[str]:
     return [op for op in captured.ops() if not op.startswith("aten::")]
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_a_library_that_is_loaded_while_the_capture_runs_is_noticed(capture: Capture, built: Path) -> None:
     """The first of these tests, so that the library is new."""

@@ -208,6 +208,7 @@ with replayfmt.capture(sys.argv[2], **eval(sys.argv[3])):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", ["{}", "{'payload': 'integers'}", "{'audit': True}", "{'digests': 'ops'}"])
 def test_recording_does_not_touch_memory_that_a_shorter_file_took_away(tmp_path: Path, options: str) -> None:
     if not is_readable_told():

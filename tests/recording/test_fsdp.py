@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 TRAINING = '''
 import sys, torch, replayfmt
 import torch.distributed as dist
@@ -46,6 +48,7 @@ def python(*arguments: object) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_training_that_is_sharded_over_one_rank_replays_once_its_operators_may_be_imported(tmp_path: Path) -> None:
     """Gradients are put together by `fsdp::chunk_cat`, which a module of PyTorch's registers that nothing imports."""
     path = tmp_path / "one.opreplay"
@@ -56,6 +59,7 @@ def test_training_that_is_sharded_over_one_rank_replays_once_its_operators_may_b
     assert outcome == "ok"
 
 
+@pytest.mark.slow
 def test_collectives_among_several_ranks_stay_refused_whatever_may_be_imported(tmp_path: Path) -> None:
     path = tmp_path / "two.opreplay"
     python(TRAINING, path, 2)

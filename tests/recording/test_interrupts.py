@@ -105,6 +105,7 @@ def scopes(x: torch.Tensor, y: torch.Tensor) -> None:
         (torch.arange(y.numel()) * 1.0).softmax(0)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("handled")
 @pytest.mark.parametrize("error", [Struck, TimedOut], ids=lambda error: error.__name__)
 @pytest.mark.parametrize("work", [writing, drawing_and_reading, scopes], ids=lambda work: work.__name__)

@@ -102,6 +102,7 @@ def image_models() -> dict[str, Callable[[], Any]]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", text_models())
 def test_text_models_replay_bit_for_bit(capture: Capture, name: str) -> None:
     model, ids = text_models()[name]().eval(), tokens()
@@ -219,6 +220,7 @@ def muon() -> list[torch.Tensor]:
     return [p.detach() for p in model.parameters()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*TRAINING, "muon"])
 def test_training_replays_bit_for_bit_and_is_not_changed_by_a_capture(capture: Capture, name: str) -> None:
     program = TRAINING.get(name, muon)

@@ -37,6 +37,7 @@ def run_tool(directory: Path, *flags: str, **environment: str) -> tuple[str, Any
     return done.stderr, replayfmt.open(directory / "one.opreplay").session.policies["thread-watch"]
 
 
+@pytest.mark.slow
 def test_without_a_compiler_the_capture_goes_on_and_says_so(tmp_path: Path) -> None:
     said, state = run_tool(tmp_path, PATH="")
     assert state == "none: no C++ compiler"

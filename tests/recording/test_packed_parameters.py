@@ -200,6 +200,7 @@ def test_what_packed_parameters_hold_is_embedded_or_asked_of_initializers(captur
         assert plan.execute().outcome == "ok"
 
 
+@pytest.mark.slow
 def test_a_part_of_a_capture_keeps_what_its_packed_parameters_hold(capture: Capture, tmp_path: Path) -> None:
     model, x = quantized_model(), torch.randn(3, 2, 8)
     captured = capture(lambda: model(x))

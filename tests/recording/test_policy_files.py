@@ -118,6 +118,7 @@ def test_a_whole_file_can_be_embedded_once(capture: Capture, saved: Path, weight
     assert not any(place.payload for _, place in found)
 
 
+@pytest.mark.slow
 def test_embedding_a_file_takes_no_memory_of_its_size(capture: Capture, tmp_path: Path) -> None:
     import tracemalloc
 

@@ -37,6 +37,7 @@ def thrice(program: Program) -> Program:
     return lambda: [program() for _ in range(3)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("program", PLAIN, ids=lambda p: p.__name__)
 def test_every_result_replays_bit_for_bit(capture: Capture, program: Program) -> None:
     captured = capture(program, digests="ops")
@@ -44,6 +45,7 @@ def test_every_result_replays_bit_for_bit(capture: Capture, program: Program) ->
     captured.replays()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("program", PLAIN, ids=lambda p: p.__name__)
 def test_the_fast_path_records_what_replays_bit_for_bit(capture: Capture, program: Program) -> None:
     captured = capture(thrice(program))
@@ -51,6 +53,7 @@ def test_the_fast_path_records_what_replays_bit_for_bit(capture: Capture, progra
     captured.replays()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("program", PLAIN, ids=lambda p: p.__name__)
 def test_the_fast_path_records_the_same_as_the_complete_path(
     capture: Capture, program: Program, monkeypatch: pytest.MonkeyPatch

@@ -124,6 +124,7 @@ def tracing() -> Any:
     return real.weight + 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "program", [wrappers, control_flow, flexible_attention, own_operators, tracing], ids=lambda p: p.__name__
 )

@@ -126,6 +126,7 @@ def told(captured: Captured) -> list[tuple[Any, Any]]:
 # ------------------------------------------------------------------------------------------------------ what is told
 
 
+@pytest.mark.slow
 @watched
 def test_a_thread_of_c_code_is_told_and_a_strict_replay_refuses(capture: Capture, extension: ctypes.CDLL) -> None:
     captured = capture(lambda: (torch.ones(3).sin(), extension.run_in_thread(4)))

@@ -77,6 +77,7 @@ def test_many_different_unsupported_records_do_not_fill_the_tables(capture: Capt
     assert len(reader.signatures) < 4200
 
 
+@pytest.mark.slow
 def test_compiled_regions_run_compiled_and_are_named(capture: Capture) -> None:
     compiled = torch.compile(lambda x: (x.sin() + 1) * 2)
     x = torch.randn(8)

@@ -73,6 +73,7 @@ def rwkv_initialization(parameter: torch.Tensor) -> None:
         parameter.copy_(torch.ones_like(parameter * -1.2 + zigzag))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("payload", ["full", "integers", "none"])
 def test_what_is_computed_for_its_shape_alone_is_no_unseen_write(capture: Capture, payload: str) -> None:
     def program() -> Any:
@@ -107,6 +108,7 @@ def kept_in_part(values: torch.Tensor) -> torch.Tensor:
     return kept
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("use", [
     a_sum, kept_in_place_of_another, kept_in_part, lambda values: values, lambda values: values.mul_(0),
     lambda values: values.tolist() and None, lambda values: values.numpy().sum() and None,

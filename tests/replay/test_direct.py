@@ -48,6 +48,7 @@ def test_finding_a_function_runs_nothing_and_draws_nothing() -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
+@pytest.mark.slow
 def test_finding_a_function_warns_of_nothing() -> None:
     # PyTorch warns of `add_(Number, Tensor)` once in a process: this needs a fresh one.
     program = ("import torch; from replayfmt.pytorch.bindings import direct_function; "

@@ -168,6 +168,7 @@ def an_op_that_raises() -> None:
     torch.ones(2).sum().item()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("program", [
     views_of_every_kind, tensors_made_without_an_op, metadata_changed_in_place, storages_taken_over_and_resized,
     lazy_conjugates_and_negatives, forward_mode_and_vmap, lists_and_results_of_every_kind, composite_layouts,
@@ -189,6 +190,7 @@ def test_a_storage_written_from_outside_gets_its_new_content(captured: Captured)
     replay(captured(program))
 
 
+@pytest.mark.slow
 def test_a_training_step_replays_bit_for_bit_with_each_optimizer(captured: Captured) -> None:
     for name, make in {
         "loop": lambda p: torch.optim.AdamW(p, foreach=False), "foreach": lambda p: torch.optim.AdamW(p, foreach=True),
@@ -212,6 +214,7 @@ def test_a_training_step_replays_bit_for_bit_with_each_optimizer(captured: Captu
         replay(captured(program, name))
 
 
+@pytest.mark.slow
 def test_a_transformer_trains_and_generates_bit_for_bit(captured: Captured) -> None:
     from transformers import GPT2Config, GPT2LMHeadModel
 

@@ -49,6 +49,7 @@ def allocated_at_most(run: Any) -> int:
     return max(event["Total Allocated"] for event in events) - before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("window", [WindowSize(), WindowSize(1, 3)])
 def test_a_chain_of_ops_keeps_only_what_it_needs(captured: Captured, window: WindowSize) -> None:
     program = chain(16 * 1024, 8)          # 16 MiB a tensor
@@ -60,6 +61,7 @@ def test_a_chain_of_ops_keeps_only_what_it_needs(captured: Captured, window: Win
     assert needed >= 32 * _MEGABYTE        # two tensors at once: the measurement means something
 
 
+@pytest.mark.slow
 def test_training_replays_within_the_programs_memory(captured: Captured) -> None:
     model = torch.nn.Sequential(*[torch.nn.Linear(512, 512) for _ in range(6)])
     optimizer = torch.optim.SGD(model.parameters(), 0.1)

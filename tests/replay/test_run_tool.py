@@ -99,6 +99,7 @@ def test_rows_hold_the_same_for_programs(captured: Captured, tool: Any) -> None:
     assert row["divergence"] is None and row["verdicts"] is None and row["findings"] == []
 
 
+@pytest.mark.slow
 def test_a_mismatch_exits_with_1_and_names_the_first_divergence(captured: Captured, tool: Any, tmp_path: Path) -> None:
     source = captured(lambda: torch.full((4,), 2.0).mul(3.0))
 
@@ -201,6 +202,7 @@ def test_the_playbook_is_printed(tool: Any) -> None:
     assert code == 0 and "opreplay-run" in out
 
 
+@pytest.mark.slow
 def test_the_installed_command_works_and_a_closed_pipe_ends_it_quietly(captured: Captured) -> None:
     path = captured(training)
     command = f"'{Path(sys.executable).with_name('opreplay-run')}' --format=jsonl '{path}' | head -c 1 >/dev/null"

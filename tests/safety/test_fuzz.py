@@ -18,12 +18,14 @@ from .fuzzing import fuzz, make_case, make_sources, try_case
 CASES = {"read": 200, "plan": 30, "run": 60}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", CASES)
 def test_files_changed_behind_valid_checks_come_to_a_result_or_one_error(stage: str) -> None:
     tried, failures = fuzz(stage, 0, CASES[stage])
     assert (tried, failures) == (CASES[stage], [])
 
 
+@pytest.mark.slow
 def test_the_fuzzer_sees_what_it_looks_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its files are valid behind their checks: only a part is refused, and that for what they say. And what is no error
     of ours gets out."""

@@ -135,6 +135,7 @@ def test_an_exported_script_runs_no_such_operator(source: Path, tmp_path: Path, 
         assert "does more than compute on tensors" in capfd.readouterr().out
 
 
+@pytest.mark.slow
 def test_every_namespace_that_pytorch_registers_is_known() -> None:
     """A torch that brings another one has somebody look at it. (Tests register more, whose names say so.)"""
     script = "import torch; print(*{name.partition('::')[0] for name in torch._C._dispatch_get_all_op_names()})"
@@ -188,6 +189,7 @@ def test_every_operator_of_this_torch_that_takes_a_path_or_a_name_of_something_i
     assert {each for each in unknown if not each[0].startswith("aten::_test")} == set()
 
 
+@pytest.mark.slow
 def test_a_replay_imports_no_optional_module_of_pytorchs_because_a_capture_names_it(source: Path, tmp_path: Path
                                                                                      ) -> None:
     """In a process of its own, where nothing has imported them: with leave, and only that one."""

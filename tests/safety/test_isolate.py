@@ -45,6 +45,7 @@ def _run(folder: Path, tool: str, *arguments: str, deadly: bool) -> subprocess.C
         capture_output=True, text=True, timeout=600)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "name", "arguments"), [
     (11, "SIGSEGV", ("run",)), (6, "SIGABRT", ("run", "--keep-going")), (9, "SIGKILL", ("run",)),
     (11, "SIGSEGV", ("benchmark", "--benchmark-min-time=1x")),
@@ -61,10 +62,12 @@ def test_the_death_of_a_replay_is_a_failure_with_the_ops_name(folder: Path, numb
         assert "or later" in line and "no memory left" in line
 
 
+@pytest.mark.slow
 def test_without_it_the_process_ends_as_it_does(folder: Path) -> None:
     assert _run(folder, "run", "11.opreplay", deadly=True).returncode == -11
 
 
+@pytest.mark.slow
 def test_a_replay_that_lives_prints_and_exits_as_without(folder: Path) -> None:
     plain = _run(folder, "run", "--format=jsonl", "11.opreplay", deadly=False)
     apart = _run(folder, "run", "--isolate", "--format=jsonl", "11.opreplay", deadly=False)

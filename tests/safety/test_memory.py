@@ -80,6 +80,7 @@ def test_a_frame_cannot_become_much_longer_than_it_is(source: Path, tmp_path: Pa
     assert done.code == 3 and "raw bytes; the limit is" in done.err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["scope", "signature"])
 def test_what_the_limits_allow_takes_memory_in_proportion(source: Path, tmp_path: Path, family: str) -> None:
     rows = {"scope": 1_000_000, "signature": 800_000}[family]
@@ -91,6 +92,7 @@ def test_what_the_limits_allow_takes_memory_in_proportion(source: Path, tmp_path
     assert int(done.stderr.split()[-1]) < 400_000, "kilobytes"
 
 
+@pytest.mark.slow
 def test_definitions_that_compress_too_well_are_written_so_that_they_can_be_read(source: Path, tmp_path: Path) -> None:
     """Lists of very many tensors, of many lengths: the writer stores some of their frames as they are."""
     with open_capture(source) as reader:

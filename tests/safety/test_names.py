@@ -191,6 +191,7 @@ def test_nothing_is_imported_because_a_capture_names_it(tmp_path: Path, monkeypa
             Plan(source, allow_imports=[wrong])
 
 
+@pytest.mark.slow
 def test_an_allowed_module_is_imported_and_its_operators_are_replayed(tmp_path: Path, tools: Tools) -> None:
     """In processes of their own, so that nothing has imported it."""
     (tmp_path / "demo_operators.py").write_text(
@@ -213,6 +214,7 @@ def test_an_allowed_module_is_imported_and_its_operators_are_replayed(tmp_path: 
     assert run.returncode == 0 and "verified: bitwise" in run.stdout, run.stderr
 
 
+@pytest.mark.slow
 def test_names_cannot_steer_the_terminal(tmp_path: Path, tools: Tools) -> None:
     hostile = "\x1b]0;owned\x07\x1b[2J\r\n‮\x9b31mexecute"
     source = recorded(tmp_path, lambda: torch.ones(3).exp())

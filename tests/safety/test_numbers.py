@@ -108,6 +108,7 @@ def test_impossible_sizes_and_strides_are_found_when_the_file_is_read(
         Plan(source)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [kind for kind in RecordKind if kind not in (RecordKind.scope_begin,)],
                          ids=lambda kind: kind.name)
 def test_integers_of_any_size_in_a_record_are_one_clear_error(source: Path, tmp_path: Path, kind: RecordKind) -> None:

@@ -209,6 +209,7 @@ print("nothing was touched")
 '''
 
 
+@pytest.mark.slow
 def test_a_replay_writes_starts_connects_and_imports_nothing(tmp_path: Path) -> None:
     """Seen by the interpreter's audit hook: files opened for writing, processes, sockets, libraries, imports."""
     weight = torch.arange(256.0)

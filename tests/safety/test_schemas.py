@@ -34,6 +34,7 @@ HOSTILE = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schema", HOSTILE, ids=range(len(HOSTILE)))
 @pytest.mark.parametrize("payload", ["full", "none"])
 def test_a_schema_cannot_end_the_process_nor_take_its_memory(tmp_path: Path, schema: str, payload: str) -> None:
@@ -86,6 +87,7 @@ def test_every_schema_of_pytorchs_own_is_read() -> None:
     assert read > 2000
 
 
+@pytest.mark.slow
 def test_nothing_else_calls_pytorchs_parsers() -> None:
     """What is defined in a library was read by the guarded parser before."""
     allowed = {"parse_schema": "replayfmt/pytorch/schemas.py", "define": "replayfmt/pytorch/plain_callables.py"}

@@ -20,6 +20,7 @@ VALUES: tuple[Scalar, ...] = (
     None, True, False, -1, 2, 2**63 - 1, 2**64, 0.5, float("nan"), "", "1,1,", "tf32", "\x1b[2J\n", "x" * 3000)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*SETTINGS, "no.setting"])
 def test_a_value_of_any_kind_is_set_or_refused_in_one_line(tmp_path: Path, name: str) -> None:
     x = torch.arange(4.0)

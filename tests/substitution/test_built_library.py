@@ -52,6 +52,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return built
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
 def test_a_built_extension_is_loaded_checked_and_called(library: Path, captured: Captured, tool: Tool) -> None:
     path = captured(lambda: torch.arange(6.0).view(2, 3).neg().sum().item())

@@ -206,6 +206,7 @@ def many(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("selector", "function", "said"), [case for case in WRONG if case[2]],
                          ids=[f"{selector}: {said}" for selector, _function, said in WRONG if said])
 def test_what_is_done_otherwise_is_found(many: Path, selector: str, function: Callable[..., Any], said: str) -> None:

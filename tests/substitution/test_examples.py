@@ -30,6 +30,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     yield path
 
 
+@pytest.mark.slow
 def test_the_fused_kernel_passes_and_is_verified(folder: Path, tool: Tool) -> None:
     code, out, err = tool("run", f"--replay-kernel-substitution=demo::rms_norm={folder / 'fused_rms_norm.py'}",
                           folder / "norm.opreplay")

@@ -149,6 +149,7 @@ with_.impl("half", lambda x, by=2.0: x / by, "CPU")
 """
 
 
+@pytest.mark.slow
 def test_the_skeleton_of_a_librarys_operator_loads_before_the_library_does(tmp_path: Path) -> None:
     """In processes of their own: what is registered once stays registered."""
     (tmp_path / "late_library.py").write_text(LIBRARY)

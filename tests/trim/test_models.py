@@ -25,6 +25,7 @@ def step(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_a_training_step_replays_without_what_initialized_it(step: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.opreplay"
     result = trim(step, out, scope="execute")
@@ -36,6 +37,7 @@ def test_a_training_step_replays_without_what_initialized_it(step: Path, tmp_pat
         assert reader.summary.records[RecordKind.generator_state] == 1, "dropout starts where it started"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernel", ["aten::_foreach_*", "aten::*layer_norm*"])
 def test_one_kind_of_kernel_with_the_inputs_it_had(step: Path, tmp_path: Path, kernel: str) -> None:
     out = tmp_path / "out.opreplay"
@@ -43,6 +45,7 @@ def test_one_kind_of_kernel_with_the_inputs_it_had(step: Path, tmp_path: Path, k
     assert compare(step, out) == result.ops > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", range(3))
 def test_a_tenth_of_the_step_from_anywhere(step: Path, tmp_path: Path, part: int) -> None:
     out = tmp_path / "out.opreplay"

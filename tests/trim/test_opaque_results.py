@@ -125,6 +125,7 @@ def test_a_script_with_data_gives_such_bytes_again_as_well(captured: Captured, t
     assert result.ops == 4 and "_ctc_loss" in script.read_text()
 
 
+@pytest.mark.slow
 def test_a_replay_that_ends_its_process_is_a_finding(
     captured: Captured, tmp_path: Path, library: str, capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch

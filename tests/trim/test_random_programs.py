@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -77,6 +78,7 @@ def run(steps: list[tuple[str, int, int, int]]) -> None:
                 torch.add(a.reshape(-1), 1, out=torch.empty(0))
 
 
+@pytest.mark.slow
 @settings(max_examples=25)
 @given(steps=st.lists(st.tuples(st.sampled_from(STEPS), st.integers(0, 9), st.integers(0, 9), st.integers(0, 5)),
                       min_size=3, max_size=14),
@@ -97,6 +99,7 @@ def test_any_range_of_any_program_replays_from_the_inputs_it_had(steps: list[tup
             assert compare(path, out, content=not any(name == "resize" for name, *_ in steps)) == kept
 
 
+@pytest.mark.slow
 @settings(max_examples=15)
 @given(steps=st.lists(st.tuples(st.sampled_from(STEPS), st.integers(0, 9), st.integers(0, 9), st.integers(0, 5)),
                       min_size=4, max_size=14),

@@ -131,6 +131,7 @@ PROGRAMS = (views_and_writes_in_place, training_with_an_optimizer, autocast_and_
             several_threads)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_every_third_of_a_program_replays_from_the_inputs_it_had(program: Callable[[], Any], captured: Captured,
                                                                  tmp_path: Path) -> None:

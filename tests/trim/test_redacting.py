@@ -129,6 +129,7 @@ def test_files_are_named_without_their_directories_and_apart(captured: Captured,
         assert plan.execute(verify="bitwise").outcome == "ok"
 
 
+@pytest.mark.slow
 def test_a_part_is_verified_before_it_is_redacted(captured: Captured, tool: Tool, tmp_path: Path) -> None:
     path, out = make(captured), tmp_path / "part.opreplay"
     code, printed, error = tool("--redact", "--payload=integers", "--kernel=aten::mm", path, out)

@@ -109,6 +109,7 @@ def expected_of(path: Path, first: int, stop: int) -> set[str]:
     return found
 
 
+@pytest.mark.slow
 def test_a_script_with_data_gives_bit_for_bit_what_a_replay_gives(captured: Captured, tmp_path: Path) -> None:
     path = captured(everything_a_script_can_do)
     out, result = with_data(path, tmp_path, scope="part")
@@ -157,6 +158,7 @@ def test_data_is_a_safetensors_file_that_others_read(captured: Captured, tmp_pat
     assert any(torch.equal(each.view(2, 3), torch.arange(6.0).view(2, 3)) for each in loaded.values())
 
 
+@pytest.mark.slow
 def test_a_script_without_data_makes_inputs_of_the_captured_shapes_up(captured: Captured, tmp_path: Path,
                                                                       capsys: pytest.CaptureFixture[str]) -> None:
     path, out = captured(everything_a_script_can_do), tmp_path / "script.py"
