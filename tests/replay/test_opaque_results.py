@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from replayfmt.format.reader import open_capture
 from replayfmt.pytorch.opaque_results import OpaqueResults, OpaqueSpec
 from replayfmt.replay.plan import Plan
 from replayfmt.replay.results import ReplayResult
-from replayfmt.replay.verify.run_twice import _FILLS, _elements
+from replayfmt.replay.verify import run_twice
 
 from .conftest import Captured
 from .rewriting import rewrite
@@ -44,14 +45,35 @@ CHANCES = iter(range(10**6))
 
 
 def half_written(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Twice its argument, and a table of which it writes the first half."""
+    """Twice its argument, and a table of which it writes the first half. What new memory holds may be the same again by
+    chance; here it is what a search asked for, and otherwise never the same."""
     table = torch.empty(2 * x.numel(), dtype=x.dtype)
     rest = table[x.numel():]
-    # What new memory holds may be the same again by chance. Here it never is, except where a search has filled it.
-    if rest.view(torch.uint8)[0] not in _FILLS or len(rest.view(torch.uint8).unique()) != 1:
-        rest.fill_(float(next(CHANCES)) + 0.1)
+    if FILLS:
+        rest.view(torch.uint8).fill_(FILLS[-1])
+    else:
+        rest.fill_(float(next(CHANCES)))
     table[: x.numel()] = x
     return x * 2, table
+
+
+FILLS: list[int] = []       # of the searches that are under way
+
+
+@pytest.fixture(autouse=True)
+def _noted_fills(monkeypatch: pytest.MonkeyPatch) -> None:
+    fill_new_memory = run_twice._new_memory_filled
+
+    @contextmanager
+    def noted(fill: int, lengths: dict[torch.device, list[int]]) -> Iterator[None]:
+        FILLS.append(fill)
+        try:
+            with fill_new_memory(fill, lengths):
+                yield
+        finally:
+            FILLS.pop()
+
+    monkeypatch.setattr(run_twice, "_new_memory_filled", noted)
 
 
 def addresses(x: torch.Tensor) -> torch.Tensor:
@@ -217,7 +239,7 @@ def test_a_capture_whose_policy_is_no_list_of_results_is_invalid(captured: Captu
 def test_results_that_are_views_with_gaps_are_compared_by_their_own_bytes() -> None:
     """Freed memory must not be taken for what a kernel left unwritten, or for addresses."""
     source = torch.arange(1 << 14, dtype=torch.float32).reshape(128, 128)
-    contents = [_elements(source[:, first:first + 32]) for first in range(96)]
+    contents = [run_twice._elements(source[:, first:first + 32]) for first in range(96)]
     others = [torch.full((128 * 32,), -1.0) for _ in range(96)]
     assert len(others) == 96
     for first, content in enumerate(contents):
