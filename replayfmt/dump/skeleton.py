@@ -264,9 +264,10 @@ def _default(declared: SchemaType, text: str) -> str:
         return f'float("{text}")'
     try:
         value = ast.literal_eval(text)
+        written = repr(value)
+        ast.literal_eval(written)       # what is written of `...` or 1e999 is a name
     except (ValueError, SyntaxError, MemoryError, RecursionError):
         raise ValueError(f"its default {text[:80]!r} is not a literal") from None
-    written = repr(value)
     if not written.isascii() or not written.isprintable():
         written = ascii(value)
     if kind.endswith("]") and isinstance(value, int | float) and not isinstance(value, bool):

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import replayfmt
@@ -306,6 +306,8 @@ def _harmless(text: str) -> None:
 
 
 @settings(max_examples=300)
+@example("", "...")
+@example("", "1e999")
 @given(st.text(alphabet="Tensorintstr[]?()!*=,.\"'\\ \n{}:aN0;->_", max_size=60), st.text(max_size=12))
 def test_any_schema_at_all_makes_harmless_text_or_an_error(arguments: str, default: str) -> None:
     for schema in (f"aten::mm({arguments}) -> Tensor", f"aten::mm(Tensor x, str y={default!r}, int z={default}) -> ()"):
