@@ -84,6 +84,7 @@ def test_a_scope_is_reported_in_place_of_the_whole_and_its_passes_add_up(bench, 
         assert inner < outer                      # of the same replay: a part of it
 
 
+@pytest.mark.slow
 def test_repetitions_make_rows_and_aggregates(bench, captured):
     made = rows(bench, captured, "--benchmark-repetitions=2", "--benchmark-min-time=0.001s")
     assert [row["name"] for row in made] == ["BM_replay"] * 2 + [
@@ -196,6 +197,7 @@ def test_the_capture_itself_is_never_the_result(bench, captured, tmp_path, execu
     assert path.read_bytes() == captured.read_bytes()
 
 
+@pytest.mark.slow
 def test_the_console_is_the_default_and_csv_and_json_are_alone_on_stdout(bench, captured):
     assert "Real mean" in bench(captured).out and bench(captured).err == ""
     assert bench(captured, "--benchmark-format=csv").out.startswith("name,iterations,")
@@ -323,6 +325,7 @@ class Terminal(io.StringIO):
         return True
 
 
+@pytest.mark.slow
 def test_progress_is_shown_on_a_terminal_and_nowhere_else(bench, captured, monkeypatch):
     screen = Terminal()
     monkeypatch.setattr(sys, "stderr", screen)

@@ -75,6 +75,7 @@ def test_short_ops_are_timed_for_more_than_was_asked_for_so_that_they_can_be_ran
     assert [(op.calls, op.times.count) for op in run.ops] == [(calls, calls)]
 
 
+@pytest.mark.slow
 def test_every_op_can_be_measured_by_itself(captured):
     run = measured(captured, every=True)
     assert len(run.ops) == len(replayfmt.open(captured).ops)

@@ -23,6 +23,7 @@ def longest_chunk(path: Path) -> int:
         return max(len(chunk) for make in (jsonl_chunks, text_chunks) for chunk in make(reader, Selection()))
 
 
+@pytest.mark.slow
 def test_scopes_nested_without_end_have_abridged_paths(tmp_path: Path) -> None:
     b = Builder(tmp_path / "deep.opreplay")
     scope = 0

@@ -157,6 +157,7 @@ def test_a_selection_shows_what_the_whole_dump_shows(path: Path) -> None:
     assert all(row == whole[row["ordinal"]] for row in rows(path, kernel="aten::*a*"))
 
 
+@pytest.mark.slow
 def test_rows_with_values_are_valid(path: Path) -> None:
     with open_capture(path) as reader:
         for line in "".join(jsonl_chunks(reader, Selection())).splitlines():

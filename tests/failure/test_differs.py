@@ -53,6 +53,7 @@ def _host_read(op: Callable[..., Any]) -> Any:
     return torch.tensor(op(torch.ones(3)).tolist())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("program", [_digest, _scalar, _host_read], ids=["digest", "scalar", "host read"])
 @pytest.mark.parametrize("digests", ["ops", "live"])
 def test_the_first_divergence_is_named_by_run_and_benchmark(

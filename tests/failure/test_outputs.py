@@ -173,6 +173,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         subprocess.run(["umount", str(folder)], check=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["trim", "vectors", "import", "recover", "add-digests", "export", "benchmark"])
 def test_a_disk_that_is_full_is_named_and_nothing_is_left_on_it(sources: Sources, tools: Tools, small_disk: Path,
                                                                 name: str) -> None:

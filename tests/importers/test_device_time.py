@@ -56,6 +56,7 @@ def test_a_trace_without_device_work_says_so(imported: Import, tmp_path: Path) -
     assert "device time   the trace has none" in list(report.lines())
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not SHARED.is_dir(), reason="the traces of other tools are not here")
 @pytest.mark.parametrize(("name", "share", "rest"), [
     ("h100_bert_small_inference", 1.0, None), ("mi300_vllm_decode", 0.03, "cuda_graph"),

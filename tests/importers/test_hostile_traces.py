@@ -41,6 +41,7 @@ def changed(value: Any, chance: random.Random) -> Any:
     return chance.choice(STRANGE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(6))
 def test_strange_traces_become_captures_or_are_refused(seed: int, tmp_path: Path) -> None:
     chance = random.Random(seed)

@@ -247,6 +247,7 @@ def mine(operator, argument, values, name="mine"):
                        arguments=(argument,))
 
 
+@pytest.mark.slow
 def test_an_initializer_of_the_user_comes_first_where_a_built_in_one_fills_several_arguments(tmp_path, done):
     lengths = [5, 33, 200, 16, 1, 90, 17, 64]
     notes = replayed(tmp_path / "a.opreplay", paged(blocks=64), DECODE,
@@ -333,6 +334,7 @@ def test_keys_to_append_are_not_taken_for_the_cache(tmp_path):
     assert without["seqlens_k"].max() == 6 * 16
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("sizes", "name", "layout", "block"), [
     ((40, 2, 8, 16, 8), "key_cache", 0, 16),
     ((40, 16, 2, 64), "key_cache", 0, 16),

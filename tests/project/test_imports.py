@@ -66,6 +66,7 @@ def test_every_part_is_known_to_the_import_rule() -> None:
     assert parts - TOP_LEVEL <= set(ALLOWED)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", sorted(set(ALLOWED) - TOP_LEVEL))
 def test_a_part_imports_only_the_parts_before_it(part: str) -> None:
     wrong = []

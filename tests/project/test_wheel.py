@@ -68,6 +68,7 @@ def test_nothing_top_level_has_a_name_that_others_use(wheel: Path) -> None:
     assert {name for name in top if not name.endswith(".dist-info")} == {"replayfmt", "opreplay_tools"}
 
 
+@pytest.mark.slow
 def test_the_installed_library_is_the_wheel_and_not_the_tree(installed: Path, tmp_path: Path) -> None:
     code = "import replayfmt, opreplay_tools; print(replayfmt.__file__, opreplay_tools.__file__)"
     where = run(installed / "python", "-c", code, cwd=tmp_path)

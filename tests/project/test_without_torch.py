@@ -65,6 +65,7 @@ def test_what_needs_torch_says_so_in_one_line(folder: Path, arguments: tuple[str
                            "pip install torch; opreplay-dump and opreplay-check do without\n")
 
 
+@pytest.mark.slow
 def test_a_missing_module_of_somebody_else_is_not_taken_for_torch(folder: Path) -> None:
     (folder / "mine.py").write_text("import nothing_of_this_name\n")
     done = subprocess.run([sys.executable, "-m", "replayfmt", "run", "--replay-initializer=mine.py", "one.opreplay"],

@@ -83,6 +83,7 @@ def assert_same(got: TensorDigest, expected: TensorDigest) -> None:
             assert math.isclose(one, other, rel_tol=1e-12, abs_tol=1e-13 * (expected.l2 or 0.0)), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_digest_is_what_its_definition_says(dtype: torch.dtype, layout: str) -> None:

@@ -120,6 +120,7 @@ def test_a_file_that_the_program_maps_while_it_is_captured(capture: Capture, tmp
     replays_twice(captured)
 
 
+@pytest.mark.slow
 def test_a_model_loaded_while_it_is_captured(capture: Capture, tmp_path: Path) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 

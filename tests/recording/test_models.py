@@ -139,6 +139,7 @@ def test_inference_mode_replays_bit_for_bit(capture: Capture) -> None:
     captured.replays()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "how",
     [

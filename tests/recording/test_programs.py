@@ -74,6 +74,7 @@ def test_the_fast_path_records_the_same_as_the_complete_path(
     assert fast == complete
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "program", [p for p in PLAIN if p.__name__ != "partly_written_memory"], ids=lambda p: p.__name__
 )
@@ -98,6 +99,7 @@ class Plain(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "program",
     [

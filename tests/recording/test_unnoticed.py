@@ -141,6 +141,7 @@ PROGRAMS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
 def test_classes_of_the_program_see_what_they_see_without_a_capture(capture: Capture, program: Program) -> None:
     torch.manual_seed(0)

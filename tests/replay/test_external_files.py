@@ -343,6 +343,7 @@ def test_long_content_reaches_a_gpu_through_pinned_memory(captured: Captured, we
         assert plan.execute(verify="bitwise").outcome == "ok"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tool", ["run", "benchmark"])
 def test_the_tools_take_remaps(source: Path, weights: Path, tool: str, capsys: pytest.CaptureFixture[str],
                                monkeypatch: pytest.MonkeyPatch) -> None:

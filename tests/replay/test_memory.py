@@ -100,6 +100,7 @@ def test_everything_is_dropped_after_its_last_use(captured: Captured, monkeypatc
     assert alive[-1] == 0
 
 
+@pytest.mark.slow
 def test_a_tensor_made_without_an_op_does_not_keep_its_memory_longer(captured: Captured) -> None:
     def program() -> None:
         for _ in range(6):

@@ -147,6 +147,7 @@ PROGRAMS: dict[str, tuple[Callable[[], Callable[[], Any]], dict[str, int]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", list(PROGRAMS))
 def test_a_capture_without_content_replays_with_safe_content(captured: Captured, name: str) -> None:
     make, expected = PROGRAMS[name]

@@ -101,6 +101,7 @@ def test_no_text_of_a_capture_gets_into_generated_code(tmp_path: Path, seen: See
     seen.clean()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     ["self=1, {}", "self); {}(", "{}", "*self", "self\n", "self ", "ſelf", "", "__class__", "lambda", "out"],
@@ -130,6 +131,7 @@ SETTINGS: list[tuple[str, Any]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "value"), SETTINGS, ids=range(len(SETTINGS)))
 def test_settings_take_known_names_and_values_and_are_put_back(tmp_path: Path, seen: Seen, name: str, value: Any
                                                                ) -> None:

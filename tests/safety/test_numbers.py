@@ -77,6 +77,7 @@ def test_a_view_beyond_its_storage_is_never_made(source: Path, tmp_path: Path, c
     assert "ordinal 2 (aten::mul.Tensor" in str(failed.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sizes", "strides"),
     [((2**40,), (0,)), ((17,), (1,)), ((16,), (2**40,)), ((5,), (4,)), ((2, 3), (5, 8))],

@@ -40,6 +40,7 @@ def test_the_fused_kernel_passes_and_is_verified(folder: Path, tool: Tool) -> No
     assert "demo::rms_norm.default(float32[2,64,256], float32[256]) by fused_rms_norm.py:rms_norm: 4 calls" in out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "said"), [
     ("rms_norm", "elements are too far off"),
     ("in_place", "writes argument x, which the original does not write"),

@@ -305,6 +305,7 @@ def _harmless(text: str) -> None:
     assert passed == names
 
 
+@pytest.mark.slow
 @settings(max_examples=300)
 @example("", "...")
 @example("", "1e999")

@@ -209,6 +209,7 @@ def test_a_trimmed_capture_can_be_trimmed_again_and_names_the_first(captured: Ca
         assert reader.session.session_id != session
 
 
+@pytest.mark.slow
 def test_digests_are_those_of_a_capture_that_digests_every_op(captured: Captured, tmp_path: Path) -> None:
     def program() -> None:
         torch.manual_seed(3)

@@ -46,6 +46,7 @@ def test_it_says_what_it_needs_what_it_verified_and_what_it_wrote(captured: Capt
     assert left_behind(tmp_path) == ["capture.opreplay", "out.opreplay"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("flags", "said"), [
     (["--ops=5:5"], "selects no op"),
     (["--ops=9999:"], "records, with ordinals from 0 to"),
