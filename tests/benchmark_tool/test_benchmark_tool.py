@@ -56,6 +56,7 @@ def rows(bench, capture, *flags):
     return json.loads(bench(capture, *flags, "--benchmark-format=json").out)["benchmarks"]
 
 
+@pytest.mark.slow
 def test_the_whole_capture_is_one_row_with_every_iterations_times(bench, captured, executed):
     assert bench(captured, "--benchmark-format=json").code == 0
     document = json.loads(bench(captured, "--benchmark-format=json").out)
@@ -73,6 +74,7 @@ def test_the_whole_capture_is_one_row_with_every_iterations_times(bench, capture
     assert executed == ["auto", "none", "none", "none", "auto"] * 2
 
 
+@pytest.mark.slow
 def test_a_scope_is_reported_in_place_of_the_whole_and_its_passes_add_up(bench, captured):
     document = json.loads(bench(captured, "--replay-scope=step", "--benchmark-format=json").out)
     (row,) = document["benchmarks"]

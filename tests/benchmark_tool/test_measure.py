@@ -54,11 +54,13 @@ def test_untimed_restoring_cannot_keep_a_benchmark_going_for_ever():
     assert result.cut_short == pytest.approx(50_720e-9)
 
 
+@pytest.mark.slow
 def test_every_repetition_has_the_iterations_that_the_first_one_found():
     result, plan = run(min_time=MinTime(seconds=1000e-9), repetitions=3)
     assert [len(sample.real) for sample in result.whole.samples] == [9, 9, 9] and plan.timed == 27
 
 
+@pytest.mark.slow
 def test_warm_up_replays_are_not_in_the_sample():
     time = Time()
     result, plan = run(time=time, plan=FakePlan(EXECUTE, time, slower=5), warmup=2, repetitions=2)
@@ -66,6 +68,7 @@ def test_warm_up_replays_are_not_in_the_sample():
     assert [sample.real.tolist() for sample in result.whole.samples] == [[140, 150, 160], [190, 200, 210]]
 
 
+@pytest.mark.slow
 def test_verification_runs_before_and_after_timing_and_never_inside():
     _, plan = run(verify="bitwise", repetitions=2, warmup=1)
     assert plan.calls == ["bitwise"] + ["none"] * 8 + ["bitwise"]
@@ -73,6 +76,7 @@ def test_verification_runs_before_and_after_timing_and_never_inside():
     assert plan.calls == ["none"] * 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("call, when", [(1, "before timing"), (5, "after timing"), (3, "while it was timed")])
 def test_a_replay_that_does_not_match_leaves_no_results(call, when):
     time = Time()
@@ -145,6 +149,7 @@ def test_a_replay_that_leaves_its_scopes_otherwise_than_captured_fails(events, m
         watch.end_replay()
 
 
+@pytest.mark.slow
 def test_the_garbage_collector_is_off_while_timing_and_as_before_afterwards():
     seen = []
     run(progress=lambda what, _done, _of: seen.append((what.startswith("verifying"), gc.isenabled())))

@@ -22,6 +22,7 @@ def test_iterations_and_seconds_are_read(text, expected):
     assert parse_min_time(text) == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", ["", "x", "s", "abc", "1z", "123ms", "1hs", "1.5x", "2xx", "2ss", "0x", "-1x", "0s",
                                   "-0.5s", "nan", "nans", "infs", "1e999s", "1000000001x", "20 x", "0x10",
                                   "\u0663x", "\u0663s", "9" * 5000 + "x"])

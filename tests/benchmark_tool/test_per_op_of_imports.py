@@ -87,6 +87,7 @@ def test_verbose_shows_what_was_replayed_and_where(capture: Path, monkeypatch: p
     assert returned["aten::add_"] == ("float32[3,4] on cpu",)
 
 
+@pytest.mark.slow
 def test_every_instance_is_run_where_that_is_asked_for(capture: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run, at, _plan = measured(capture, monkeypatch, every=True)
     assert run.successful == 60 and at[0] == 2 and at[-1] == 100

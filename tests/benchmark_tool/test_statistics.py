@@ -46,6 +46,7 @@ def test_the_interval_lies_between_the_ranks_that_the_binomial_distribution_give
     assert interval.confidence == pytest.approx(1 - 2 * tail) and interval.confidence >= CONFIDENCE
 
 
+@pytest.mark.slow
 def test_the_approximation_for_large_samples_is_no_narrower_than_the_exact_interval():
     for count in (1001, 2000, 5001):
         interval = median_interval(np.arange(1.0, count + 1))

@@ -84,6 +84,7 @@ def test_several_ranks_need_a_name_for_each(folder):
 # --------------------------------------------------------------------------------------------------- the ordinary run
 
 
+@pytest.mark.slow
 def test_a_program_without_scopes_is_one_execute_scope_and_prints_what_it_prints(folder, ordinary):
     expected, done, captured = ordinary
     assert (done.returncode, done.stdout) == (0, expected)

@@ -89,6 +89,7 @@ def test_a_forbidden_file_fails_the_capture_and_not_the_program(folder):
     assert "w.safetensors" in done.stderr and "file-policy=fail" in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("flags", "said"),
     [

@@ -68,6 +68,7 @@ def test_eager_is_not_advised_for_what_was_compiled_ahead_of_time(recorder):
     torch._dynamo.reset()
 
 
+@pytest.mark.slow
 def test_a_backward_pass_is_not_told_that_eager_helps_where_its_forward_was_compiled_ahead(recorder, compiled):
     def function(x):
         return (x.sin() * x).sum()

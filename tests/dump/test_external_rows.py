@@ -313,6 +313,7 @@ def test_text_names_the_policies_and_counts_annotated_records(every: Path) -> No
     assert re.search("^records .*, 3 of them annotated$", shown, re.MULTILINE)
 
 
+@pytest.mark.slow
 def test_what_tells_is_found_among_very_many_texts(tmp_path: Path) -> None:
     b = Builder(tmp_path / "a.opreplay", ANONYMOUS)
     cpu = b.writer.device(Device("cpu"))

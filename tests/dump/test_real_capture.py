@@ -53,6 +53,7 @@ def rows(path: Path) -> list[dict[str, Any]]:
         return [json.loads(line) for line in lines(reader)]
 
 
+@pytest.mark.slow
 def test_every_row_of_a_real_capture_is_as_documented(real: Path) -> None:
     validators = {kind: jsonschema.Draft202012Validator(schema_of(kind)) for kind in {r["kind"] for r in rows(real)}}
     for row in rows(real):

@@ -205,6 +205,7 @@ def test_content_that_was_not_captured_is_left_to_initializers(tmp_path: Path) -
 # ---------------------------------------------------------------------------------------------- as documented
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["every", "plain"])
 def test_every_row_of_a_dump_is_as_the_schema_says(name: str, request: pytest.FixtureRequest) -> None:
     for row in rows(request.getfixturevalue(name)):

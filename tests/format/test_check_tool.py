@@ -134,6 +134,7 @@ def test_a_progress_bar_is_shown_on_a_terminal_and_nowhere_else(
     assert subprocess.run(code, capture_output=True, timeout=600).stderr == b""
 
 
+@pytest.mark.slow
 def test_a_reader_that_goes_away_ends_the_check_quietly(capture: Path) -> None:
     code = f"'{sys.executable}' -c 'from opreplay_tools.check import main; main()' '{capture}' | true"
     ran = subprocess.run(["bash", "-c", code], capture_output=True, text=True, timeout=600)
@@ -150,6 +151,7 @@ def test_fifty_truncations_exit_with_3_and_one_line(run: Run, tmp_path: Path) ->
         assert ran.code == 3 and len(ran.error.splitlines()) == 1 and ran.error.startswith("DATA_LOSS: ")
 
 
+@pytest.mark.slow
 def test_the_format_and_the_check_work_where_torch_cannot_be_imported(capture: Path) -> None:
     code = ("import sys\nsys.modules['torch'] = None\nimport replayfmt.format.writer\n"
             "from opreplay_tools.check import main\nsys.argv[1:] = [sys.argv[-1]]\nmain()")

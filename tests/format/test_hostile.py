@@ -271,6 +271,7 @@ def test_trees_that_do_not_add_up_are_refused(capture: Path, nodes: list[tuple[i
     refused(capture, "do not form its arguments and results")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [kind for kind in RecordKind if kind not in (
     RecordKind.none, RecordKind.op, RecordKind.collective, RecordKind.global_state)])
 def test_records_without_the_arguments_of_their_kind_are_refused(capture: Path, kind: RecordKind) -> None:

@@ -180,6 +180,7 @@ def test_strings_that_all_point_to_the_same_bytes_cannot_expand(capture: Path) -
 # -------------------------------------------------------------------------------------------------- frames and index
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("index", [True, False], ids=["index", "walk"])
 @pytest.mark.parametrize("changes", [
     {"stored_bytes": 1 << 63, "raw_bytes": 1 << 63}, {"stored_bytes": (1 << 64) - 1, "raw_bytes": (1 << 64) - 1},
@@ -343,6 +344,7 @@ def test_only_one_whole_zstd_frame_with_its_size_is_accepted(capture: Path, stor
         read_all(capture)
 
 
+@pytest.mark.slow
 def test_a_compressed_payload_is_bounded_too(capture: Path) -> None:
     preamble, frames = split(capture.read_bytes())
     position = [i for i, frame in enumerate(frames) if frame.header.kind == FrameKind.payload][0]

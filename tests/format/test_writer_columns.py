@@ -129,6 +129,7 @@ def test_definitions_that_do_not_fit_one_frame_stay_in_many(tmp_path: Path, monk
             assert [reader.strings[number][:9] for number in strings[:2]] == ["string 0 ", "string 1 "]
 
 
+@pytest.mark.slow
 @settings(max_examples=300)
 @given(st.lists(st.one_of(
     st.integers(1, 40), st.integers(1, 10**6), st.integers((1 << 60) - 50, 1 << 60)), max_size=60))

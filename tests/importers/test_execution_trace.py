@@ -103,6 +103,7 @@ def test_values_flow_through_the_replayed_graph(mlp: tuple[Path, Mlp], tmp_path:
     capture.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("version", ["1.0.1", "1.0.3-chakra.0.0.4", "1.1.0-chakra.0.0.4"])
 def test_older_schemas_give_the_same_graph_with_strides_that_are_said_to_be_inferred(
         version: str, mlp: tuple[Path, Mlp], imported: CaptureReader, tmp_path: Path) -> None:

@@ -283,6 +283,7 @@ def test_numbers_that_lost_digits_are_said_to_have(tmp_path: Path) -> None:
     assert [rounded(value) for value in (0.0, 1e-5, 0.176777, 0.1, float("inf"))] == [True, False, True, False, False]
 
 
+@pytest.mark.slow
 def test_a_list_that_was_cut_and_an_object_make_a_call_incomplete(tmp_path: Path) -> None:
     trace = Written()
     x = Traced(10, 20, [4])

@@ -68,6 +68,7 @@ def test_a_trace_becomes_a_capture_that_replays(tool: Tool, source: Path, tmp_pa
     assert printed.splitlines()[0] == '["aten::mm",10000,"exact"]'
 
 
+@pytest.mark.slow
 def test_captured_times_stand_beside_replayed_ones(tool: Tool, source: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.opreplay"
     tool(importer, source, "-o", out)

@@ -189,6 +189,7 @@ def packed(path: Path, *parts: bytes | tuple[bytes, int]) -> Path:
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", [b"a", b"\\n", b"\xc3\xa9"])
 def test_a_long_string_takes_memory_of_its_own_size(text: bytes, tmp_path: Path) -> None:
     # The comma before the end makes the entry one that is looked at by its brackets and strings.

@@ -270,6 +270,7 @@ def test_a_collective_that_outlasts_its_call_is_one_record(imported: Import) -> 
     assert result.ops == ["aten::mm.default"] and not result.report.problems
 
 
+@pytest.mark.slow
 def test_overlaps_without_end_are_read_soon(imported: Import) -> None:
     events = [op("aten::relu", 2 * index, 10_000, RELU) for index in range(3000)]
     assert len(imported(events).ops) == 3000

@@ -141,6 +141,7 @@ def attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causa
     return torch.softmax(scores, -1) @ v, torch.logsumexp(scores, -1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("causal", [False, True])
 def test_flash_attention_forward_and_backward(causal: bool, dtype: torch.dtype) -> None:

@@ -67,6 +67,7 @@ def test_a_trace_of_this_torch_is_imported_whole(options: dict[str, Any], suffix
     assert scopes == {"ProfilerStep#0", "ProfilerStep#1"}, "the backward pass's thread included"
 
 
+@pytest.mark.slow
 def test_every_call_of_a_trace_of_this_torch_runs_here(tmp_path: Path, imported: Import) -> None:
     result = imported(profiled(tmp_path / "trace.json", record_shapes=True), unique=True)
     for record in result.of("op"):
@@ -126,6 +127,7 @@ def test_no_level_has_any_work_twice_or_loses_any(name: str, level: str, importe
     assert recorded > 0
 
 
+@pytest.mark.slow
 @shared
 @pytest.mark.parametrize("name", ["h100_bert_small_inference", "mi300_vit_inference"])
 @pytest.mark.parametrize("level", ["auto", "leaf", "root"])

@@ -87,6 +87,7 @@ def test_counts_and_ends_are_exact_and_the_rest_is_close(name: str) -> None:
     assert got.mean == pytest.approx(known.mean, abs=0.05 * known.std)
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_bytes_and_another_seed_others() -> None:
     content = CONTENTS["several chunks with special values"]
     known = statistics_of(content)

@@ -43,6 +43,7 @@ def paged(sequences=8, blocks=64, block=16, row=16, longest=200):
                                                    None, "auto")
 
 
+@pytest.mark.slow
 def test_paged_attention_reads_the_context_that_the_annotation_says(tmp_path, done):
     program = paged(blocks=80)
     program()
@@ -53,6 +54,7 @@ def test_paged_attention_reads_the_context_that_the_annotation_says(tmp_path, do
     assert "decode, 8 sequences, 8 new tokens" in notes and DECODE in notes
 
 
+@pytest.mark.slow
 def test_without_an_annotation_the_heuristic_is_said_and_fits_the_cache(tmp_path, done):
     notes = replayed(tmp_path / "a.opreplay", paged(blocks=1024))
     assert done["longest"] == 200, "the captured maximum is met"
@@ -72,6 +74,7 @@ def varlen(tokens, sequences, blocks=256, block=16, longest=512):
     return lambda: torch.ops._vllm_fa2_C.varlen_fwd(q, k, v, starts, lengths, table, tokens, longest)
 
 
+@pytest.mark.slow
 def test_prefill_and_decode_are_split_as_the_annotation_says(tmp_path, done):
     program = varlen(24, 6)
     program()

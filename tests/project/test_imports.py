@@ -111,6 +111,7 @@ def circles(edges: dict[str, set[str]]) -> list[set[str]]:
     return groups
 
 
+@pytest.mark.slow
 def test_no_modules_import_each_other_in_a_circle() -> None:
     assert not circles(_edges())
 
@@ -145,6 +146,7 @@ def test_a_replay_knows_operators_by_its_kernels_alone() -> None:
     assert not wrong
 
 
+@pytest.mark.slow
 def test_nothing_imports_pickle() -> None:
     wrong = [f"{path}:{line}" for path in modules() for line, module in imported(path)
              if module.split(".")[0] in {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve"}]

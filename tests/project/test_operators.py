@@ -32,6 +32,7 @@ def _named(value: object) -> set[str]:
     return set()
 
 
+@pytest.mark.slow
 def test_no_other_module_lists_namespaces_of_pytorch() -> None:
     wrong = []
     for path in sorted((ROOT / "replayfmt").rglob("*.py")):

@@ -37,6 +37,7 @@ def test_modules_stay_short_enough_to_read_at_once() -> None:
     assert not long
 
 
+@pytest.mark.slow
 def test_every_module_says_what_it_is_for() -> None:
     silent = [str(path.relative_to(ROOT)) for path in tracked()
               if path.suffix == ".py" and "generated" not in path.parts and path.stat().st_size

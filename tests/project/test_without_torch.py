@@ -55,6 +55,7 @@ def test_what_needs_no_torch_works_without_it(folder: Path, arguments: tuple[str
     assert (done.returncode, done.stderr) == (0, "") and done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arguments", [
     ("run", "one.opreplay"), ("benchmark", "one.opreplay"), ("trim", "--ops=0:2", "one.opreplay", "part.opreplay"),
     ("trim", "--vectors=vectors", "one.opreplay")], ids=" ".join)

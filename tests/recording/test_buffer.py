@@ -31,6 +31,7 @@ def work(steps: int) -> torch.Tensor:
     return x
 
 
+@pytest.mark.slow
 def test_frames_of_any_size_hold_the_same_records(capture: Capture) -> None:
     outlines = []
     for chunk in (1, 7, 16384):

@@ -32,6 +32,7 @@ def cells(region: ByteRegion) -> np.ndarray:
     return np.unique((places[:, None] + np.arange(region.item)).reshape(-1))
 
 
+@pytest.mark.slow
 @given(st.lists(regions(), max_size=8), regions())
 def test_coverage_is_what_a_map_of_bytes_says(written: list[ByteRegion], asked: ByteRegion) -> None:
     coverage, expected = Coverage(LENGTH), np.zeros(LENGTH, bool)

@@ -30,6 +30,7 @@ def _raising(x: torch.Tensor) -> None:
         x.apply_(lambda _value: next(values))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("write", [
     lambda x: x.apply_(lambda value: value + 5),
     lambda x: x[1:3].apply_(lambda value: value + 5),

@@ -30,6 +30,7 @@ def held(storage: torch.UntypedStorage, begin: int, end: int) -> bytes:
     return bytes(memory(storage.data_ptr() + begin, end - begin))
 
 
+@pytest.mark.slow
 @settings(max_examples=150)
 @given(writes=st.lists(st.tuples(places, st.integers(0, 255)), max_size=4), ends=st.tuples(places, places))
 def test_a_range_is_the_files_only_if_its_bytes_are(
@@ -48,6 +49,7 @@ def test_a_range_is_the_files_only_if_its_bytes_are(
         assert found is not None  # nobody wrote near it
 
 
+@pytest.mark.slow
 @given(
     before=st.lists(places, max_size=3), later=st.tuples(places, st.integers(1, 255)), ends=st.tuples(places, places)
 )

@@ -100,6 +100,7 @@ def test_a_replay_uses_the_object_that_it_made_itself(
     assert not OBJECTS, "the replays released theirs"
 
 
+@pytest.mark.slow
 def test_two_objects_at_one_address_one_after_the_other_are_two(capture: Capture) -> None:
     def program() -> torch.Tensor:
         total = torch.zeros(3)

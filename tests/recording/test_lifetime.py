@@ -47,6 +47,7 @@ def test_nothing_refers_to_the_programs_tensors(tmp_path) -> None:
             assert all(sys.getrefcount(part) <= 4 for part in parts)
 
 
+@pytest.mark.slow
 def test_memory_that_only_autograd_holds_stays_known(capture: Capture) -> None:
     def program() -> Any:
         w = torch.ones(3, requires_grad=True)

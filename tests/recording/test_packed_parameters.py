@@ -110,6 +110,7 @@ PACKED: dict[str, tuple[Callable[[], Any], Callable[[Any], torch.Tensor]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", PACKED)
 def test_every_kind_replays_packed_before_and_under_the_capture(capture: Capture, kind: str) -> None:
     pack, use = PACKED[kind]
@@ -142,6 +143,7 @@ RECURRENT = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.qint8, torch.float16])
 @pytest.mark.parametrize("name", RECURRENT)
 def test_dynamically_quantized_recurrent_networks_replay(capture: Capture, name: str, dtype: torch.dtype) -> None:
@@ -183,6 +185,7 @@ def test_an_object_of_another_class_or_kind_stays_unsupported(capture: Capture) 
     assert "rnn.CellParamsBase that is quantized" in str(record.argument("detail"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", PACKED)
 def test_what_packed_parameters_hold_is_embedded_or_asked_of_initializers(capture: Capture, kind: str) -> None:
     pack, use = PACKED[kind]

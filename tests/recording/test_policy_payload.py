@@ -121,6 +121,7 @@ def test_a_copy_of_bytes_leaves_floats_out(capture: Capture) -> None:
     assert not payload_bytes(captured) and set(origins(captured)) == {"initializer"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64])
 def test_floats_that_a_loader_first_sees_as_bytes_are_left_out(
     capture: Capture, tmp_path: Path, dtype: torch.dtype

@@ -140,6 +140,7 @@ def test_a_thread_of_c_code_is_told_and_a_strict_replay_refuses(capture: Capture
     assert captured.reader.session.policies["thread-watch"] == "native"
 
 
+@pytest.mark.slow
 @watched
 def test_a_server_that_began_before_the_capture_is_told_scope_by_scope(
     capture: Capture, extension: ctypes.CDLL
@@ -273,6 +274,7 @@ def _python_threads() -> Any:
         return list(pool.map(lambda number: torch.ones(number).sin(), [1, 2, 3]))
 
 
+@pytest.mark.slow
 @watched
 @pytest.mark.parametrize("program", [_backward, _forks, _kernels_of_many_threads, _data_loader, _python_threads])
 def test_what_is_recorded_is_never_told_as_unseen(capture: Capture, program: Callable[[], Any]) -> None:

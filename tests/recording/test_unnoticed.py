@@ -166,6 +166,7 @@ class Constructed(torch.Tensor):
         return super().__new__(cls, source)
 
 
+@pytest.mark.slow
 def test_dynamo_traces_the_constructor_under_a_capture_and_after_it(capture: Capture) -> None:
     def program() -> str:
         torch._dynamo.reset()

@@ -66,6 +66,7 @@ def test_integers_beyond_64_bits_are_named(capture: Capture) -> None:
     assert reasons == ["outside_write"], "what the op wrote enters again"
 
 
+@pytest.mark.slow
 def test_many_different_unsupported_records_do_not_fill_the_tables(capture: Capture, tmp_path) -> None:
     path = tmp_path / "many.opreplay"
     with replayfmt.capture(path) as recorder:

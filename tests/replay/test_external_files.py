@@ -57,6 +57,7 @@ def refusal(capture: Path, *remaps: str) -> tuple[str, ...]:
     return caught.value.findings
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("validation", ["identity", "digest", "identity and digest"])
 @pytest.mark.parametrize("gap", [64, 8, 7], ids=["aligned", "tight", "unaligned"])
 def test_content_comes_from_the_file(source: Path, weights: Path, validation: str, gap: int) -> None:

@@ -118,6 +118,7 @@ def test_a_tensor_made_without_an_op_does_not_keep_its_memory_longer(captured: C
         assert allocated_at_most(plan.execute) <= 1.05 * needed
 
 
+@pytest.mark.slow
 def test_a_batch_that_the_program_freed_enters_only_when_it_is_needed(captured: Captured) -> None:
     def program() -> None:
         for _ in range(6):

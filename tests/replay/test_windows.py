@@ -67,6 +67,7 @@ def steps(count: int) -> Any:
     return program
 
 
+@pytest.mark.slow
 def test_steps_of_a_loop_share_their_code_although_their_numbers_differ(captured: Captured) -> None:
     path = captured(steps(30), digests="live")
     with Plan(path, window=WindowSize(60, 400)) as plan:

@@ -77,6 +77,7 @@ TEXTS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", TEXTS, ids=range(len(TEXTS)))
 def test_no_text_of_a_capture_gets_into_generated_code(tmp_path: Path, seen: Seen, text: str) -> None:
     """Strings that operators take, scopes' names and the values around them are passed as objects, never as source."""

@@ -136,6 +136,7 @@ def test_integers_of_any_size_in_a_record_are_one_clear_error(source: Path, tmp_
             path.unlink()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "change", [lambda content: b"\xff" * len(content), lambda content: content[:100], lambda content: content * 3,
                lambda content: b""],

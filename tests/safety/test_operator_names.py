@@ -98,6 +98,7 @@ def test_every_tool_refuses_a_name_that_is_none(source: Path, tmp_path: Path, to
         assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "overload"), UNREGISTERED, ids=[f"{name}.{each}" for name, each in UNREGISTERED])
 def test_an_operator_is_what_the_dispatcher_knows_or_nothing(source: Path, tmp_path: Path, name: str, overload: str
                                                              ) -> None:

@@ -72,6 +72,7 @@ def _claims(path: Path, **changes: Any) -> ExternalFile:
     return replace(ExternalFile(str(path), path.stat().st_size), **changes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [{}, {"digest": "0" * 32}, {"identity": FileIdentity(1, 2, 3)}, {"digest": "0" * 32, "identity": "its own"},

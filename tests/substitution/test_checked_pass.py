@@ -232,6 +232,7 @@ RIGHT: list[tuple[str, Callable[..., Any]]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("selector", "function"), RIGHT, ids=[selector for selector, _function in RIGHT])
 def test_another_way_to_do_the_same_passes_and_runs(many: Path, selector: str, function: Callable[..., Any]) -> None:
     with Plan(many, substitutions=[Substitution(selector, function)]) as plan:

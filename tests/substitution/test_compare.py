@@ -129,6 +129,7 @@ def test_rounds_pair_both_sides_and_take_turns(captured: Captured, monkeypatch: 
     assert {row.comparison.verdict for row in run.rows} == {"slower"}
 
 
+@pytest.mark.slow
 def test_seconds_make_rounds_until_they_are_over_but_enough_for_a_verdict(captured: Captured) -> None:
     ticking = Ticking()
     with Plan(captured(program), substitutions=[Substitution("aten::mm", ticking.taking(10**9))]) as plan:

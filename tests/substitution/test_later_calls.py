@@ -78,6 +78,7 @@ def test_a_replacement_that_turns_bad_while_ops_are_measured_fails_there(capture
     assert code == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("args", "right"), [
     (["run"], 4),                                               # checked: 3 calls, one of them for the memory
     (["benchmark", "--benchmark-min-time=3x", "--benchmark-warmup=0"], 12),

@@ -192,6 +192,7 @@ def test_a_kernel_is_kept_with_its_inputs_and_nothing_else(captured: Captured, t
         assert (origins.count(StorageOrigin.payload), origins.count(StorageOrigin.op)) == (5, 3)
 
 
+@pytest.mark.slow
 def test_a_trimmed_capture_can_be_trimmed_again_and_names_the_first(captured: Captured, tmp_path: Path) -> None:
     path = captured(training_with_an_optimizer)
     once, twice = tmp_path / "once.opreplay", tmp_path / "twice.opreplay"
@@ -276,6 +277,7 @@ def test_a_signature_keeps_the_calls_that_are_alike(captured: Captured, tmp_path
         assert 1 <= len(ops(reader)) < 3, "of both selections, what both select"
 
 
+@pytest.mark.slow
 def test_storages_that_died_among_what_is_left_out_die_in_the_result_too(captured: Captured, tmp_path: Path) -> None:
     def program() -> None:
         for _ in range(200):

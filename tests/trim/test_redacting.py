@@ -158,6 +158,7 @@ def test_what_does_not_fit_is_refused_and_nothing_is_written(captured: Captured,
         copy(partial, tmp_path / "x.opreplay", redact=True)
 
 
+@pytest.mark.slow
 def test_redaction_needs_no_torch(captured: Captured, tmp_path: Path) -> None:
     path = make(captured)
     code = ("import sys; sys.modules['torch'] = None; from opreplay_tools import trim; "

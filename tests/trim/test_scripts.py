@@ -125,6 +125,7 @@ def test_a_script_with_data_gives_bit_for_bit_what_a_replay_gives(captured: Capt
     assert digests <= expected_of(path, inside[0].ordinal, inside[-1].ordinal)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernel", ["aten::addmm", "aten::bernoulli_*", "aten::native_layer_norm", "aten::random_*"])
 def test_one_op_as_a_script(kernel: str, captured: Captured, tmp_path: Path,
                             capsys: pytest.CaptureFixture[str]) -> None:

@@ -166,6 +166,7 @@ def write_odd_capture(path: Path) -> None:
     writer.close(10)
 
 
+@pytest.mark.slow
 def test_stripping_works_where_torch_is_not_installed(captured: Captured, tmp_path: Path) -> None:
     path, out = captured(program), tmp_path / "out.opreplay"
     code = ("import sys; sys.modules['torch'] = None\n"
