@@ -12,6 +12,7 @@ registers and want to know each namespace, and each operator of a kind that migh
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 # ----------------------------------------------------------------------------------------------------------- namespaces
@@ -242,6 +243,14 @@ def known(name: str, overload: str = "default") -> Operator:
         maps_files=name in _MAPS_FILES,
         unchecked_view=name in _UNCHECKED_VIEWS,
     )
+
+
+def unannotated_writes(name: str, overload: str, tensor_arguments: Sequence[str]) -> tuple[str, ...]:
+    """The arguments that an operator writes without an annotation. `tensor_arguments`: those that are tensors, or hold
+    some. The schemas of collectives (`c10d::allreduce_`) do not say what they write."""
+    if name.startswith("c10d::") and name != "c10d::send":
+        return tuple(argument for argument in tensor_arguments if not argument.startswith("input"))
+    return known(name, overload).quiet_writes
 
 
 def is_pytorchs(namespace: str) -> bool:

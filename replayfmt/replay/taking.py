@@ -17,7 +17,7 @@ from replayfmt.format.model import Record, TensorValue
 from replayfmt.format.reader import CaptureReader
 from replayfmt.pytorch.tensors.bounds import view_inside
 from replayfmt.pytorch.tensors.dtypes import TORCH_DTYPE
-from replayfmt.pytorch.tensors.memory import make_view
+from replayfmt.pytorch.tensors.memory import byte_tensor
 
 from .op_values import GiveTensor, python_values, tensors_of
 from .plan import Plan
@@ -166,7 +166,7 @@ class _TakenSlots:
 def _zero(tensor: torch.Tensor) -> None:
     storage = tensor.untyped_storage()
     if tensor.device.type != "meta" and storage.nbytes():
-        make_view(storage, torch.uint8, (storage.nbytes(),), (1,)).zero_()
+        byte_tensor(storage).zero_()
 
 
 class _Taken:

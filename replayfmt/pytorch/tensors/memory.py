@@ -65,10 +65,22 @@ def storage_bytes(storage: torch.UntypedStorage) -> memoryview:
         return host_view(storage)
     if storage.nbytes() == 0:
         return memoryview(b"")
-    copy = make_view(storage, torch.uint8, (storage.nbytes(),), (1,)).cpu().untyped_storage()
+    copy = byte_tensor(storage).cpu().untyped_storage()
     view = host_view(copy)
     # The view does not own the copy: hand out bytes that own themselves.
     return memoryview(bytes(view))
+
+
+def byte_tensor(storage: torch.UntypedStorage) -> torch.Tensor:
+    """A storage's bytes as a tensor on it."""
+    return make_view(storage, torch.uint8, (storage.nbytes(),), (1,))
+
+
+def row_major_bytes(tensor: torch.Tensor) -> bytes:
+    """The bytes of a strided tensor's elements in row-major order, copied to the host."""
+    flat = tensor.resolve_conj().resolve_neg().cpu().contiguous()
+    start = int(flat.storage_offset()) * flat.element_size()
+    return bytes(storage_bytes(flat.untyped_storage())[start : start + flat.numel() * flat.element_size()])
 
 
 def new_storage(length_bytes: int, device: torch.device) -> torch.UntypedStorage:
@@ -89,12 +101,12 @@ def fill_storage(storage: torch.UntypedStorage, content: bytes | bytearray | mem
     staging = new_storage(len(source), torch.device("cpu"))
     host_view(staging)[:] = source
     target = make_view(storage, torch.uint8, (len(source),), (1,))
-    target.copy_(make_view(staging, torch.uint8, (len(source),), (1,)))
+    target.copy_(byte_tensor(staging))
 
 
 def fix_length(storage: torch.UntypedStorage) -> None:
     """Let a CPU storage keep its length for good, as memory that torch did not allocate does."""
-    make_view(storage, torch.uint8, (storage.nbytes(),), (1,)).numpy()
+    byte_tensor(storage).numpy()
 
 
 def make_view(

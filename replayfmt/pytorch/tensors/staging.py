@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import torch
 
-from .memory import fill_storage, host_view, make_view, new_storage
+from .memory import byte_tensor, fill_storage, host_view, new_storage
 
 PIECE_BYTES = 32 << 20
 # Pinning costs more than it gives for less.
@@ -45,8 +45,8 @@ def _through_pageable_memory(storage: torch.UntypedStorage, length_bytes: int, r
         fill_storage(storage, piece)
         return
     buffer = new_storage(PIECE_BYTES, torch.device("cpu"))
-    source = _bytes(buffer)
-    target = _bytes(storage)
+    source = byte_tensor(buffer)
+    target = byte_tensor(storage)
     for start in range(0, length_bytes, PIECE_BYTES):
         length = min(PIECE_BYTES, length_bytes - start)
         read(host_view(buffer)[:length], start)
@@ -55,7 +55,7 @@ def _through_pageable_memory(storage: torch.UntypedStorage, length_bytes: int, r
 
 def _through_pinned_memory(storage: torch.UntypedStorage, length_bytes: int, read: ReadPiece) -> None:
     piece = min(PIECE_BYTES, length_bytes)
-    target = _bytes(storage)
+    target = byte_tensor(storage)
     with torch.cuda.device(storage.device):
         stream = torch.cuda.current_stream()
         buffers = [torch.empty((piece,), dtype=torch.uint8, pin_memory=True) for _ in range(2)]
@@ -70,7 +70,3 @@ def _through_pinned_memory(storage: torch.UntypedStorage, length_bytes: int, rea
                 event.record(stream)
         finally:
             stream.synchronize()            # the buffers must not go while something still reads them
-
-
-def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
-    return make_view(storage, torch.uint8, (storage.nbytes(),), (1,))

@@ -90,10 +90,8 @@ class KernelFacts:
         self.call = caller_of(func)
         # Where no `__torch_function__` is there to see it.
         self.quick = func._op if known.own and takes_numbers(func) else self.call
-        quiet = known.quiet_writes
-        if self.namespace == "c10d" and base != "send":     # their schemas do not say what they write
-            quiet = tuple(a.name for a in schema.arguments
-                          if "Tensor" in str(a.type) and not a.name.startswith("input"))
+        quiet = operators.unannotated_writes(
+            self.name, self.overload, [a.name for a in schema.arguments if "Tensor" in str(a.type)])
         self.arguments = tuple(
             Argument(a.name, a.name in quiet or (a.alias_info is not None and a.alias_info.is_write),
                      a.kwarg_only)

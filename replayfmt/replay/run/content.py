@@ -15,7 +15,7 @@ import torch
 from replayfmt.errors import InvalidCapture
 from replayfmt.format.codes import ValueKind
 from replayfmt.format.reader import CaptureReader
-from replayfmt.pytorch.tensors.memory import host_view, make_view, new_storage
+from replayfmt.pytorch.tensors.memory import byte_tensor, host_view, new_storage
 from replayfmt.pytorch.tensors.staging import fill_from
 
 from ..codegen.windows import Staged
@@ -124,7 +124,7 @@ class Content:
         if pristine is None:
             self._fill(staged, storage)
         else:
-            _bytes_of(storage).copy_(_bytes_of(pristine))
+            byte_tensor(storage).copy_(byte_tensor(pristine))
 
     def _fits(self, staged: Staged) -> bool:
         if staged.device not in self._budget:
@@ -145,10 +145,6 @@ class Content:
             raise InvalidCapture(f"{self._reader.path}: storage {staged.storage} has {staged.length_bytes} bytes, its "
                                  f"{staged.source.kind.name} {staged.source.id} has {length}")
         self._load(staged.source, length, storage)
-
-
-def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
-    return make_view(storage, torch.uint8, (storage.nbytes(),), (1,))
 
 
 def free_bytes(device: torch.device) -> int | None:

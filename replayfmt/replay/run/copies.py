@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from replayfmt.format.codes import TensorFlag
-from replayfmt.pytorch.tensors.memory import make_view, new_storage
+from replayfmt.pytorch.tensors.memory import byte_tensor, make_view, new_storage
 
 
 def storages_of(values: Sequence[Any], places: Iterable[int]) -> dict[int, torch.UntypedStorage]:
@@ -26,7 +26,7 @@ def copied(storage: torch.UntypedStorage) -> torch.UntypedStorage:
 
 def copy_bytes(to: torch.UntypedStorage, source: torch.UntypedStorage) -> None:
     """Overwrite a storage with the bytes of one of the same length."""
-    _bytes(to).copy_(_bytes(source))
+    byte_tensor(to).copy_(byte_tensor(source))
 
 
 def moved(values: Sequence[Any], to: dict[int, torch.UntypedStorage]) -> list[Any]:
@@ -52,7 +52,3 @@ def _lazy_flags(tensor: torch.Tensor) -> TensorFlag:
     if tensor.is_neg():
         flags |= TensorFlag.neg
     return flags
-
-
-def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
-    return make_view(storage, torch.uint8, (storage.nbytes(),), (1,))

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from replayfmt.pytorch.tensors.composites import is_composite, put_together, take_apart
-from replayfmt.pytorch.tensors.memory import host_view, make_view, new_storage
+from replayfmt.pytorch.tensors.memory import byte_tensor, host_view, new_storage
 
 from ..run.copies import copied, moved
 
@@ -69,12 +69,7 @@ def same_bytes(one: torch.UntypedStorage, other: torch.UntypedStorage) -> bool:
     """Whether two storages of one device and length hold the same."""
     if one.device.type == "cpu":
         return np.array_equal(np.frombuffer(host_view(one), np.uint8), np.frombuffer(host_view(other), np.uint8))
-    return bool(torch.equal(bytes_of(one), bytes_of(other)))
-
-
-def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
-    """A storage's bytes as a tensor on it."""
-    return make_view(storage, torch.uint8, (storage.nbytes(),), (1,))
+    return bool(torch.equal(byte_tensor(one), byte_tensor(other)))
 
 
 def strided_parts(value: Any, place: str) -> Iterator[tuple[str, Any]]:

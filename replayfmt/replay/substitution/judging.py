@@ -12,7 +12,9 @@ from typing import Any
 
 import torch
 
-from .clones import Clones, bytes_of, copy_of, has_memory, same_bytes, strided_parts
+from replayfmt.pytorch.tensors.memory import byte_tensor
+
+from .clones import Clones, copy_of, has_memory, same_bytes, strided_parts
 from .distance import Distance, Tolerance, distance
 from .ranges import MemoryLabels
 from .worst import Worst, worst_element
@@ -253,12 +255,12 @@ def _equal_outside(original: torch.UntypedStorage, copy: torch.UntypedStorage,
                    judged: Sequence[tuple[str, torch.Tensor, torch.Tensor]]) -> bool:
     """Whether two storages are equal outside of these tensors, which are the same views on both."""
     mask = copy_of(original)
-    bytes_of(mask).zero_()
+    byte_tensor(mask).zero_()
     for _name, expected, _got in judged:
         width = expected.element_size()
         sizes, strides = (*expected.shape, width), (*(stride * width for stride in expected.stride()), 1)
         view = torch.empty((0,), dtype=torch.uint8, device=mask.device)
         view.set_(mask, int(expected.storage_offset()) * width, sizes, strides)
         view.fill_(1)
-    outside = bytes_of(mask) == 0
-    return bool(torch.equal(bytes_of(original)[outside], bytes_of(copy)[outside]))
+    outside = byte_tensor(mask) == 0
+    return bool(torch.equal(byte_tensor(original)[outside], byte_tensor(copy)[outside]))

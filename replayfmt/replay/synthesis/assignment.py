@@ -24,7 +24,7 @@ from replayfmt.initializers.demands import Conflict, combine, pull_back
 from replayfmt.initializers.floats import contradiction
 from replayfmt.initializers.roles import is_integral
 from replayfmt.pytorch.tensors.dtypes import TORCH_DTYPE
-from replayfmt.pytorch.tensors.memory import make_view, new_storage, undispatched
+from replayfmt.pytorch.tensors.memory import byte_tensor, make_view, new_storage, undispatched
 
 from ..planning.kernels import ResolvedKernel
 from ..planning.scan import Scan
@@ -156,7 +156,7 @@ class Synthesis:
         view = choice.filled.tensor
         length = view.elements * view.dtype.itemsize
         if length < target.nbytes():
-            make_view(target, torch.uint8, (target.nbytes(),), (1,)).zero_()
+            byte_tensor(target).zero_()
         make_view(target, view.dtype, view.sizes, view.strides, view.offset).copy_(content)
 
     # --------------------------------------------------------------------------------------------------------- choosing

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from replayfmt.errors import SubstitutionFailed
-from replayfmt.pytorch.tensors.memory import make_view, new_storage, storage_bytes
+from replayfmt.pytorch.tensors.memory import byte_tensor, new_storage, row_major_bytes
 
 from ..substitution.clones import Clones, has_memory, strided_parts
 from ..substitution.sites import CallSite
@@ -182,15 +182,12 @@ def _new_memory_filled(fill: int, lengths: dict[torch.device, list[int]]) -> Ite
 def _dirty(storages: list[torch.UntypedStorage], fill: int) -> None:
     """Fill storages before they are let go of."""
     for storage in storages:
-        make_view(storage, torch.uint8, (storage.nbytes(),), (1,)).fill_(fill)
+        byte_tensor(storage).fill_(fill)
 
 
 def _elements(tensor: torch.Tensor) -> np.ndarray:
-    """The bytes of a strided tensor's elements in row-major order, copied: what is made contiguous lives no longer."""
-    flat = tensor.resolve_conj().resolve_neg().cpu().contiguous()
-    start = int(flat.storage_offset()) * flat.element_size()
-    content = np.frombuffer(storage_bytes(flat.untyped_storage()), np.uint8)
-    return content[start:start + flat.numel() * flat.element_size()].copy()
+    """The bytes of a strided tensor's elements in row-major order."""
+    return np.frombuffer(row_major_bytes(tensor), np.uint8)
 
 
 def _explained(one: np.ndarray, other: np.ndarray, unequal: np.ndarray) -> str | None:

@@ -6,7 +6,6 @@ script. Then the script also knows what the ops gave, and says whether they stil
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import os
 from collections.abc import Callable, Iterator
@@ -22,6 +21,7 @@ from replayfmt.format.container.output import check_place, remove_unfinished
 from replayfmt.format.model import Record, TensorValue
 from replayfmt.format.reader import CaptureReader
 from replayfmt.pytorch.settings import read_settings
+from replayfmt.pytorch.tensors.memory import row_major_bytes
 from replayfmt.replay.plan import Plan
 from replayfmt.replay.planning.facts import SlotLayout
 from replayfmt.replay.planning.resolve import resolve as resolve_kernel
@@ -115,9 +115,7 @@ class _Hashing(Materializer):
 
 def _hash(tensor: torch.Tensor) -> str:
     """What the script computes of a tensor, too: SHA-256 of its elements in row-major order."""
-    flat = tensor.resolve_conj().resolve_neg().cpu().contiguous()
-    start = flat.data_ptr() if flat.numel() else 0
-    return hashlib.sha256(ctypes.string_at(start, flat.numel() * flat.element_size())).hexdigest()
+    return hashlib.sha256(row_major_bytes(tensor)).hexdigest()
 
 
 def _resolved(reader: CaptureReader, wanted: Wanted) -> Kept:

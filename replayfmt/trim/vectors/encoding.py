@@ -27,7 +27,7 @@ from replayfmt.format.model import (
 )
 from replayfmt.format.reader import CaptureReader
 from replayfmt.pytorch.tensors.dtypes import TORCH_DTYPE, TORCH_LAYOUT, TORCH_MEMORY_FORMAT
-from replayfmt.pytorch.tensors.memory import storage_bytes
+from replayfmt.pytorch.tensors.memory import row_major_bytes
 
 from ..safetensors import Array
 
@@ -95,16 +95,9 @@ class VectorEncoder:
     def tensor(self, value: TensorValue, tensor: torch.Tensor, key: str) -> dict[str, Any]:
         """A tensor's elements, in row-major order, under `key`, and what the data does not say of it."""
         meta = value.meta
-        self.arrays.append(Array(key, elements(tensor), meta.dtype, meta.sizes))
+        self.arrays.append(Array(key, row_major_bytes(tensor), meta.dtype, meta.sizes))
         return {"$tensor": key, "dtype": _word(TORCH_DTYPE[meta.dtype]), "sizes": list(meta.sizes),
                 "strides": list(meta.strides), "device": str(self._reader.devices[meta.device])}
-
-
-def elements(tensor: torch.Tensor) -> bytes:
-    """The bytes of a tensor's elements in row-major order."""
-    flat = tensor.resolve_conj().resolve_neg().cpu().contiguous()
-    start = int(flat.storage_offset()) * flat.element_size()
-    return bytes(storage_bytes(flat.untyped_storage())[start : start + flat.numel() * flat.element_size()])
 
 
 def _word(of_torch: Any) -> str:

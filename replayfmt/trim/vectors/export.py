@@ -13,6 +13,7 @@ from replayfmt.format.codes import OpStatus, RecordKind
 from replayfmt.format.model import Record, TensorValue
 from replayfmt.format.reader import CaptureReader
 from replayfmt.format.signatures.text import signature_text
+from replayfmt.pytorch.tensors.memory import row_major_bytes
 from replayfmt.replay.op_values import GiveTensor, tensors_of
 from replayfmt.replay.plan import Plan
 from replayfmt.replay.planning.facts import SlotLayout, addresses_of, leaves_unwritten
@@ -23,7 +24,7 @@ from replayfmt.replay.verify.run_twice import RunTwice
 from ..safetensors import write_safetensors
 from ..selection import Wanted, resolve
 from ..trimming import Verify, refuse_incomplete
-from .encoding import VectorEncoder, elements, file_name, problem_of
+from .encoding import VectorEncoder, file_name, problem_of
 from .folder import FORMAT, INDEX, new_folder
 
 _VERSION = 1
@@ -153,20 +154,20 @@ class _VectorWriter:
         for node, value in zip(record.signature.args, record.args, strict=True):
             self._arguments[node.name] = self._encoder.value(value, _asked(give), f"input.{node.name}")
             if written.get(node.name) is False:
-                self._before[node.name] = [elements(give(each, "")) for each in tensors_of([value])]
+                self._before[node.name] = [row_major_bytes(give(each, "")) for each in tensors_of([value])]
 
     def gives(self, record: Record, give: GiveTensor) -> None:
         if record.ordinal in self.problems:
             return
-        encoder, after = self._encoder, {}
+        encoder, after, written = self._encoder, {}, self._written(record)
         same: dict[int, dict[str, Any]] = {}
         undeclared = []
         for node, value in zip(record.signature.args, record.args, strict=True):
-            declared = self._written(record).get(node.name)
+            declared = written.get(node.name)
             if declared is None:
                 continue
             if declared is False:
-                now = [elements(give(each, "")) for each in tensors_of([value])]
+                now = [row_major_bytes(give(each, "")) for each in tensors_of([value])]
                 if now == self._before[node.name]:
                     continue
                 undeclared.append(node.name)
