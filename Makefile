@@ -96,6 +96,7 @@ picture: $(INSTALLED)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
 # flatc also writes an empty __init__.py into every package of the namespace; ours stay as they are.

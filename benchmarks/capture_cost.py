@@ -50,22 +50,47 @@ def measure(name: str, run: Callable[[], None], times: int, rounds: int, directo
         observer.stop()
         observer.unregister_callback()
 
-    taken = in_turns({name: lambda f=function: seconds(f) for name, function in
-                      (("eager", repeated), ("floor", floor), ("capture", capture),
-                       ("unwatched", lambda: capture("off")), ("peer", peer))}, rounds)
+    taken = in_turns(
+        {
+            name: lambda f=function: seconds(f)
+            for name, function in (
+                ("eager", repeated),
+                ("floor", floor),
+                ("capture", capture),
+                ("unwatched", lambda: capture("off")),
+                ("peer", peer),
+            )
+        },
+        rounds,
+    )
     eager, floored, captured, peered = taken["eager"], taken["floor"], taken["capture"], taken["peer"]
-    added = {key: median_of(lambda e, x: (x - e) / (times * operators) * 1e6, eager, taken[key])
-             for key in ("floor", "capture", "unwatched", "peer")}
-    details = {"operators": operators, "times": times, "eager_us_an_op": median(eager) / (times * operators) * 1e6,
-               **{f"{key}_adds_us_an_op": value for key, value in added.items()}}
-    row(f"capture, metadata only, {name}: added time / no-op TorchDispatchMode's",
+    added = {
+        key: median_of(lambda e, x: (x - e) / (times * operators) * 1e6, eager, taken[key])
+        for key in ("floor", "capture", "unwatched", "peer")
+    }
+    details = {
+        "operators": operators,
+        "times": times,
+        "eager_us_an_op": median(eager) / (times * operators) * 1e6,
+        **{f"{key}_adds_us_an_op": value for key, value in added.items()},
+    }
+    row(
+        f"capture, metadata only, {name}: added time / no-op TorchDispatchMode's",
         median_of(lambda e, f, c: (c - e) / (f - e), eager, floored, captured),
-        at_most=1.5 if targets else None, **details)
-    row(f"capture, metadata only, {name}: added time / ExecutionTraceObserver's",
+        at_most=1.5 if targets else None,
+        **details,
+    )
+    row(
+        f"capture, metadata only, {name}: added time / ExecutionTraceObserver's",
         median_of(lambda e, c, p: (c - e) / (p - e), eager, captured, peered),
-        at_most=0.3 if targets else None, **details)
-    row(f"capture, metadata only, {name}: added time / without the watch on threads",
-        median_of(lambda e, c, u: (c - e) / (u - e), eager, captured, taken["unwatched"]), **details)
+        at_most=0.3 if targets else None,
+        **details,
+    )
+    row(
+        f"capture, metadata only, {name}: added time / without the watch on threads",
+        median_of(lambda e, c, u: (c - e) / (u - e), eager, captured, taken["unwatched"]),
+        **details,
+    )
 
 
 def main() -> None:

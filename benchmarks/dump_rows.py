@@ -54,11 +54,31 @@ def capture(run: Callable[[], None], times: int, path: Path) -> int:
 
 def iree_capture(directory: Path, calls: int) -> Path:
     module, path = directory / "add.vmfb", directory / "add.ireereplay"
-    subprocess.run([BIN / "iree-compile", HERE / "add.mlir", "--iree-hal-target-device=local",
-                    "--iree-hal-local-target-device-backends=vmvx", "-o", module], check=True)
-    subprocess.run([BIN / "iree-benchmark-module", f"--module={module}", "--function=main", "--device=local-sync",
-                    "--input=4xf32=1", "--input=4xf32=2", f"--benchmark_min_time={calls}x",
-                    f"--device_replay_output={path}"], check=True, capture_output=True)
+    subprocess.run(
+        [
+            BIN / "iree-compile",
+            HERE / "add.mlir",
+            "--iree-hal-target-device=local",
+            "--iree-hal-local-target-device-backends=vmvx",
+            "-o",
+            module,
+        ],
+        check=True,
+    )
+    subprocess.run(
+        [
+            BIN / "iree-benchmark-module",
+            f"--module={module}",
+            "--function=main",
+            "--device=local-sync",
+            "--input=4xf32=1",
+            "--input=4xf32=2",
+            f"--benchmark_min_time={calls}x",
+            f"--device_replay_output={path}",
+        ],
+        check=True,
+        capture_output=True,
+    )
     return path
 
 
@@ -76,8 +96,13 @@ def main() -> None:
         our_rows, our_bytes = rows_and_bytes(ours)
         if any(shutil.which(BIN / tool) is None for tool in IREE):
             taken = in_turns({"ours": lambda: to_null(ours)}, 1 if quick else 5)
-            row("dump, JSONL rows a second / iree-dump-replay's", None, at_least=1.3,
-                reason="IREE's tools are not installed", rows_a_second=our_rows / median(taken["ours"]))
+            row(
+                "dump, JSONL rows a second / iree-dump-replay's",
+                None,
+                at_least=1.3,
+                reason="IREE's tools are not installed",
+                rows_a_second=our_rows / median(taken["ours"]),
+            )
             return
         theirs = [str(BIN / "iree-dump-replay"), "--format=jsonl", str(iree_capture(directory, wanted // 9 + 1))]
         their_rows, their_bytes = rows_and_bytes(theirs)
@@ -86,11 +111,18 @@ def main() -> None:
         start = [*ours[:2], str(empty)]
         commands = {"ours": ours, "theirs": theirs, "start": start}
         taken = in_turns({name: lambda c=command: to_null(c) for name, command in commands.items()}, 1 if quick else 7)
-    row("dump, JSONL rows a second / iree-dump-replay's",
-        median_of(lambda o, t: (our_rows / o) / (their_rows / t), taken["ours"], taken["theirs"]), at_least=1.3,
-        rows=our_rows, bytes_a_row=our_bytes / our_rows, rows_a_second=our_rows / median(taken["ours"]),
-        start_seconds=median(taken["start"]), iree_rows=their_rows, iree_bytes_a_row=their_bytes / their_rows,
-        iree_rows_a_second=their_rows / median(taken["theirs"]))
+    row(
+        "dump, JSONL rows a second / iree-dump-replay's",
+        median_of(lambda o, t: (our_rows / o) / (their_rows / t), taken["ours"], taken["theirs"]),
+        at_least=1.3,
+        rows=our_rows,
+        bytes_a_row=our_bytes / our_rows,
+        rows_a_second=our_rows / median(taken["ours"]),
+        start_seconds=median(taken["start"]),
+        iree_rows=their_rows,
+        iree_bytes_a_row=their_bytes / their_rows,
+        iree_rows_a_second=their_rows / median(taken["theirs"]),
+    )
 
 
 if __name__ == "__main__":

@@ -45,8 +45,15 @@ def measure(name: str, run: Callable[[], None], times: int, at_most: float, dire
     capture = open_capture(str(path))
     ops, records, length = capture.summary.records[RecordKind.op], capture.record_count, capture.length
     capture.close()
-    row(f"file, {name}: bytes an op", length / ops, "bytes", at_most=at_most,
-        ops=ops, records=records, file_bytes=length)
+    row(
+        f"file, {name}: bytes an op",
+        length / ops,
+        "bytes",
+        at_most=at_most,
+        ops=ops,
+        records=records,
+        file_bytes=length,
+    )
 
 
 def with_gradients(run: Callable[[], None]) -> Callable[[], None]:
@@ -63,8 +70,13 @@ def main() -> None:
     with scratch() as directory:
         measure("steady loop", steady_loop(), 10 if quick else 50_000, 8, directory)
         measure("ever-changing ids, forward", tiny_gpt2.forward(), 2 if quick else 1_700, 16, directory)
-        measure("ever-changing ids, training step", with_gradients(tiny_gpt2.training_step()),
-                1 if quick else 250, 16, directory)
+        measure(
+            "ever-changing ids, training step",
+            with_gradients(tiny_gpt2.training_step()),
+            1 if quick else 250,
+            16,
+            directory,
+        )
 
 
 if __name__ == "__main__":

@@ -49,9 +49,11 @@ def main() -> None:
     rows: dict[str, Callable[[Path, int], float]] = {
         "capture, NumPy arrays that stay alive": arrays,
         "verified replay, tensors in a list": lambda path, count: listed(
-            path, count, "full", lambda plan: plan.execute(verify="bitwise")),
+            path, count, "full", lambda plan: plan.execute(verify="bitwise")
+        ),
         "replay, storages without content in a list": lambda path, count: listed(
-            path, count, "none", lambda plan: plan.execute()),
+            path, count, "none", lambda plan: plan.execute()
+        ),
     }
     with scratch() as directory:
         path = directory / "growth.opreplay"
@@ -59,9 +61,14 @@ def main() -> None:
             progress(what)
             turns = {"few": partial(work, path, small), "many": partial(work, path, 4 * small)}
             taken = in_turns(turns, rounds=1 if quick else 5)
-            row(f"growth, {what}: time of 4 × as many / 4 × the time", median_of(
-                lambda few, many: many / few / 4, taken["few"], taken["many"]), at_most=1.5,
-                seconds_few=taken["few"], seconds_many=taken["many"], few=small)
+            row(
+                f"growth, {what}: time of 4 × as many / 4 × the time",
+                median_of(lambda few, many: many / few / 4, taken["few"], taken["many"]),
+                at_most=1.5,
+                seconds_few=taken["few"],
+                seconds_many=taken["many"],
+                few=small,
+            )
 
 
 if __name__ == "__main__":

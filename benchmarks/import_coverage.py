@@ -25,13 +25,20 @@ from measuring import arguments, progress, row, scratch
 TRACES = Path(os.environ.get("OPREPLAY_TRACES", Path(__file__).parents[2] / "shared" / "traces"))
 FOLDERS = ("kineto", "execution_trace", "tracelens_ir")
 NO_KERNEL, NO_LIBRARY, NO_DATA, NO_OPERATOR, FAILED = (
-    "no CPU kernel", "library absent", "data missing", "no operator", "failed")
+    "no CPU kernel",
+    "library absent",
+    "data missing",
+    "no operator",
+    "failed",
+)
 _REASONS = {"import_incomplete": NO_DATA, "no_schema": NO_LIBRARY}
-_ABSENT = re.compile(r"has no kernel for|that only the captured kind of device gives|only the captured kind|"
-                     r"'CPU' backend|not implemented for|"
-                     # A kernel for this device, but for none of the combinations of dtypes that the other one has.
-                     r"expected scalar type|expected (?:bfloat16|float16|float32)\S* with strides .* got "
-                     r"(?:bfloat16|float16|float32)\[")
+_ABSENT = re.compile(
+    r"has no kernel for|that only the captured kind of device gives|only the captured kind|"
+    r"'CPU' backend|not implemented for|"
+    # A kernel for this device, but for none of the combinations of dtypes that the other one has.
+    r"expected scalar type|expected (?:bfloat16|float16|float32)\S* with strides .* got "
+    r"(?:bfloat16|float16|float32)\["
+)
 
 
 @dataclass
@@ -68,8 +75,16 @@ def covered(trace: Path, directory: Path) -> Coverage | str:
     coverage, kineto = Coverage(trace.name), trace.parent.name == "kineto"
     capture, report = directory / "trace.opreplay", directory / "report.jsonl"
     graph = trace.parent.name == "execution_trace"
-    done = tool("import", "--force", f"--report={report}", "-o", str(capture), *(["--unique"] if kineto else []),
-                *(["--rewrite=portable"] if graph else []), str(trace))
+    done = tool(
+        "import",
+        "--force",
+        f"--report={report}",
+        "-o",
+        str(capture),
+        *(["--unique"] if kineto else []),
+        *(["--rewrite=portable"] if graph else []),
+        str(trace),
+    )
     if done.returncode:
         return done.stderr.strip().splitlines()[-1]
     rows = [json.loads(line) for line in report.read_text().splitlines()]
@@ -77,8 +92,9 @@ def covered(trace: Path, directory: Path) -> Coverage | str:
     for each in rows[1:]:
         if each["status"] == "incomplete":
             outcome = _REASONS.get(each["reason"], NO_OPERATOR)
-            coverage.add(outcome, each["calls"], each["device_ns"] or 0, each["op"],
-                         f"{each['reason']}: {each['detail']}")
+            coverage.add(
+                outcome, each["calls"], each["device_ns"] or 0, each["op"], f"{each['reason']}: {each['detail']}"
+            )
     ran = tool("run", "--device=cpu", "--keep-going", "--verify=none", "--format=jsonl", str(capture))
     verdicts = {row["ordinal"]: row for row in map(json.loads, ran.stdout.splitlines()) if row["kind"] == "verdict"}
     if not verdicts and any(each["status"] != "incomplete" for each in rows[1:]):
@@ -121,8 +137,11 @@ def show(coverage: Coverage) -> None:
     print(f"\n{coverage.name}: {sum(coverage.unique.values())} distinct ops; imported {imported}", file=sys.stderr)
     for outcome in ("replayed", NO_KERNEL, NO_LIBRARY, NO_DATA, NO_OPERATOR, FAILED):
         if coverage.unique[outcome]:
-            print(f"  {outcome:<15} {coverage.unique[outcome]:>5} distinct  {coverage.calls[outcome]:>6} calls  "
-                  f"{coverage.device_ns[outcome] / 1e6:>10.3f} ms on the device", file=sys.stderr)
+            print(
+                f"  {outcome:<15} {coverage.unique[outcome]:>5} distinct  {coverage.calls[outcome]:>6} calls  "
+                f"{coverage.device_ns[outcome] / 1e6:>10.3f} ms on the device",
+                file=sys.stderr,
+            )
             for reason, count in coverage.why[outcome].most_common():
                 print(f"      {count} x {reason[:150]}", file=sys.stderr)
 
@@ -143,9 +162,13 @@ def main() -> None:
             continue
         show(coverage)
         share = coverage.share(coverage.unique)
-        details = {"distinct": dict(coverage.unique), "calls": dict(coverage.calls),
-                   "device_ns": dict(coverage.device_ns), "imported": coverage.imported,
-                   "why": {outcome: dict(counted) for outcome, counted in coverage.why.items()}}
+        details = {
+            "distinct": dict(coverage.unique),
+            "calls": dict(coverage.calls),
+            "device_ns": dict(coverage.device_ns),
+            "imported": coverage.imported,
+            "why": {outcome: dict(counted) for outcome, counted in coverage.why.items()},
+        }
         if share is None:
             row(what, None, reason="nothing of it has a CPU kernel and its data", **details)
         else:

@@ -44,15 +44,25 @@ class Repeated:
         self.floats = np.concatenate([f.floats for f in frames])
         self.definitions: dict[int, tuple[int, int, int]] = {}
         for f in frames:
-            columns = zip(f.tensor_id.tolist(), f.tensor_storage.tolist(), f.tensor_offset.tolist(),
-                          f.tensor_meta.tolist(), strict=True)
+            columns = zip(
+                f.tensor_id.tolist(),
+                f.tensor_storage.tolist(),
+                f.tensor_offset.tolist(),
+                f.tensor_meta.tolist(),
+                strict=True,
+            )
             self.definitions.update({tensor: (storage, offset, meta) for tensor, storage, offset, meta in columns})
-        self.storages = [np.concatenate([getattr(f, name) for f in frames])
-                         for name in ("storage_bytes", "storage_device", "storage_origin")]
+        self.storages = [
+            np.concatenate([getattr(f, name) for f in frames])
+            for name in ("storage_bytes", "storage_device", "storage_origin")
+        ]
         self.most_tensors = max(self.definitions) + 1
         # Which of the int slots hold storage ids: they change with the storages.
-        kinds = {number: [node.kind is ValueKind.storage for node in signature.nodes if SLOTS.get(node.kind, (0, 0))[1]]
-                 for number, signature in enumerate(capture.signatures) if signature is not None}
+        kinds = {
+            number: [node.kind is ValueKind.storage for node in signature.nodes if SLOTS.get(node.kind, (0, 0))[1]]
+            for number, signature in enumerate(capture.signatures)
+            if signature is not None
+        }
         self.storage_ints = np.array([slot for number in self.signature.tolist() for slot in kinds[number]], dtype=bool)
 
     def __len__(self) -> int:
@@ -64,17 +74,24 @@ class Repeated:
         numbers = np.arange(first, first + count, dtype=np.int64)[:, None]
         definitions = {
             tensor + number * self.most_tensors: (storage and storage + number * storages, offset, meta)
-            for number in range(first, first + count) for tensor, (storage, offset, meta) in self.definitions.items()
+            for number in range(first, first + count)
+            for tensor, (storage, offset, meta) in self.definitions.items()
         }
         return RecordColumns(
-            signature=np.tile(self.signature, count), scope=np.tile(self.scope, count),
+            signature=np.tile(self.signature, count),
+            scope=np.tile(self.scope, count),
             thread=np.tile(self.thread, count),
-            start_ns=(self.start_ns + numbers * self.period_ns).ravel().astype(np.uint64), duration_ns=None,
+            start_ns=(self.start_ns + numbers * self.period_ns).ravel().astype(np.uint64),
+            duration_ns=None,
             tensors=(self.tensors + numbers * self.most_tensors).ravel().astype(np.uint64),
-            ints=(self.ints + numbers * (self.storage_ints * storages)).ravel(), floats=np.tile(self.floats, count),
-            tensor_definitions=definitions, first_storage=1 + first * storages,
-            storage_bytes=np.tile(self.storages[0], count), storage_device=np.tile(self.storages[1], count),
-            storage_origin=np.tile(self.storages[2], count), storage_payload=np.zeros(storages * count, np.uint32),
+            ints=(self.ints + numbers * (self.storage_ints * storages)).ravel(),
+            floats=np.tile(self.floats, count),
+            tensor_definitions=definitions,
+            first_storage=1 + first * storages,
+            storage_bytes=np.tile(self.storages[0], count),
+            storage_device=np.tile(self.storages[1], count),
+            storage_origin=np.tile(self.storages[2], count),
+            storage_payload=np.zeros(storages * count, np.uint32),
         )
 
 
@@ -148,10 +165,24 @@ def main() -> None:
                 capture.close()
         length = path.stat().st_size
     details = {"records": records, "file_mib": length / 2**20}
-    row("open 10 M records", median(warm), "ms", at_most=50, after_dropping_caches_ms=median(cold),
-        worst_ms=max(cold + warm), **details)
-    row("read record N, no frame read before", median(single), "ms", at_most=5, worst_ms=max(single),
-        again_ms=median(cached), **details)
+    row(
+        "open 10 M records",
+        median(warm),
+        "ms",
+        at_most=50,
+        after_dropping_caches_ms=median(cold),
+        worst_ms=max(cold + warm),
+        **details,
+    )
+    row(
+        "read record N, no frame read before",
+        median(single),
+        "ms",
+        at_most=5,
+        worst_ms=max(single),
+        again_ms=median(cached),
+        **details,
+    )
 
 
 if __name__ == "__main__":

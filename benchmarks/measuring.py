@@ -30,14 +30,33 @@ def arguments(description: str | None) -> argparse.Namespace:
     return parser.parse_args()
 
 
-def row(what: str, measured: float | None, unit: str = "×", *, at_most: float | None = None,
-        at_least: float | None = None, **details: Any) -> None:
+def row(
+    what: str,
+    measured: float | None,
+    unit: str = "×",
+    *,
+    at_most: float | None = None,
+    at_least: float | None = None,
+    **details: Any,
+) -> None:
     """Print one row. `measured` is None where it could not be measured; then `details` has a `reason`."""
     met = None
     if measured is not None and (at_most is not None or at_least is not None):
         met = (at_most is None or measured <= at_most) and (at_least is None or measured >= at_least)
-    print(json.dumps({"what": what, "measured": measured, "unit": unit, "at_most": at_most, "at_least": at_least,
-                      "met": met, "details": details}), flush=True)
+    print(
+        json.dumps(
+            {
+                "what": what,
+                "measured": measured,
+                "unit": unit,
+                "at_most": at_most,
+                "at_least": at_least,
+                "met": met,
+                "details": details,
+            }
+        ),
+        flush=True,
+    )
 
 
 def in_turns(work: dict[str, Callable[[], float]], rounds: int, repeats: int = 1) -> dict[str, list[float]]:

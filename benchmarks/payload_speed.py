@@ -30,8 +30,10 @@ def main() -> None:
     quick = arguments(__doc__).quick
     torch.manual_seed(0)
     count, elements = (4, 1 << 16) if quick else (96, 1 << 20)
-    tensors = {f"layer{n}.weight": torch.randn(elements).to(torch.bfloat16 if n % 3 == 2 else torch.float32)
-               for n in range(count)}
+    tensors = {
+        f"layer{n}.weight": torch.randn(elements).to(torch.bfloat16 if n % 3 == 2 else torch.float32)
+        for n in range(count)
+    }
     length = sum(tensor.nbytes for tensor in tensors.values())
     written: list[int] = []
     with scratch() as directory:
@@ -57,14 +59,26 @@ def main() -> None:
             work()
             return perf_counter() - begin
 
-        taken = in_turns({work.__name__: lambda w=work: fresh(w) for work in (capture, save_durably, save)},
-                         1 if quick else 7)
-    details = {"bytes": length, "file_bytes": written[-1], "tensors": count,
-               **{f"{name}_gb_a_second": length / median(value) / 1e9 for name, value in taken.items()}}
-    row("embedding payloads: speed / safetensors.torch.save_file and fsync",
-        median_of(lambda c, s: s / c, taken["capture"], taken["save_durably"]), **details)
-    row("embedding payloads: speed / safetensors.torch.save_file alone",
-        median_of(lambda c, s: s / c, taken["capture"], taken["save"]), at_least=0.7, **details)
+        taken = in_turns(
+            {work.__name__: lambda w=work: fresh(w) for work in (capture, save_durably, save)}, 1 if quick else 7
+        )
+    details = {
+        "bytes": length,
+        "file_bytes": written[-1],
+        "tensors": count,
+        **{f"{name}_gb_a_second": length / median(value) / 1e9 for name, value in taken.items()},
+    }
+    row(
+        "embedding payloads: speed / safetensors.torch.save_file and fsync",
+        median_of(lambda c, s: s / c, taken["capture"], taken["save_durably"]),
+        **details,
+    )
+    row(
+        "embedding payloads: speed / safetensors.torch.save_file alone",
+        median_of(lambda c, s: s / c, taken["capture"], taken["save"]),
+        at_least=0.7,
+        **details,
+    )
 
 
 if __name__ == "__main__":

@@ -55,9 +55,16 @@ def main() -> None:
         taken = in_turns({"whole": whole, "isolated": isolated}, 1 if quick else 5)
     ratio = median_of(lambda w, i: i / w, taken["whole"], taken["isolated"])
     largest = sorted(last[0].ops, key=lambda op: -(op.estimated_ns or 0))[:5]
-    row("per-op isolated times, summed: / whole replay", ratio, at_least=0.9, at_most=1.1,
-        whole_s=taken["whole"], isolated_s=taken["isolated"], call_overhead_ns=last[0].overhead_ns,
-        largest={op.group.signature: (op.estimated_ns or 0) / 1e9 for op in largest})
+    row(
+        "per-op isolated times, summed: / whole replay",
+        ratio,
+        at_least=0.9,
+        at_most=1.1,
+        whole_s=taken["whole"],
+        isolated_s=taken["isolated"],
+        call_overhead_ns=last[0].overhead_ns,
+        largest={op.group.signature: (op.estimated_ns or 0) / 1e9 for op in largest},
+    )
 
 
 if __name__ == "__main__":

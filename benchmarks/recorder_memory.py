@@ -37,8 +37,14 @@ def main() -> None:
                     resident.append(resident_bytes())
                     progress(f"{(count + 1) * 10} operators: {resident[-1] / 2**20:.0f} MiB")
         length = path.stat().st_size
-    row("recorder memory: growth from the first to the fifth million operators", (resident[-1] - resident[0]) / 2**20,
-        "MiB", at_most=8, resident_mib=[round(r / 2**20, 1) for r in resident], file_bytes=length)
+    row(
+        "recorder memory: growth from the first to the fifth million operators",
+        (resident[-1] - resident[0]) / 2**20,
+        "MiB",
+        at_most=8,
+        resident_mib=[round(r / 2**20, 1) for r in resident],
+        file_bytes=length,
+    )
 
 
 if __name__ == "__main__":

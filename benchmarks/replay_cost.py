@@ -61,8 +61,9 @@ def bare_loop(run: Callable[[], None]) -> Callable[[], None]:
     return loop
 
 
-def measure(name: str, run: Callable[[], None], times: int, repeats: int, rounds: int, directory: Path,
-            targets: bool) -> None:
+def measure(
+    name: str, run: Callable[[], None], times: int, repeats: int, rounds: int, directory: Path, targets: bool
+) -> None:
     """`run` is captured `times` times in a row."""
     run()
 
@@ -83,14 +84,25 @@ def measure(name: str, run: Callable[[], None], times: int, repeats: int, rounds
         plan.execute(verify="none", timer=timer)
         return timer.seconds
 
-    taken = in_turns({"eager": lambda: seconds(repeated), "bare": lambda: seconds(bare), "replay": replay},
-                     rounds, repeats)
-    details = {"operators": operators, **{f"{key}_us_an_op": median(value) / operators * 1e6
-                                          for key, value in taken.items()}}
-    row(f"replay, {name}: time / eager", median_of(lambda e, r: r / e, taken["eager"], taken["replay"]),
-        at_most=0.65 if targets else None, **details)
-    row(f"replay, {name}: time / bare loop over the same calls",
-        median_of(lambda b, r: r / b, taken["bare"], taken["replay"]), at_most=1.05 if targets else None, **details)
+    taken = in_turns(
+        {"eager": lambda: seconds(repeated), "bare": lambda: seconds(bare), "replay": replay}, rounds, repeats
+    )
+    details = {
+        "operators": operators,
+        **{f"{key}_us_an_op": median(value) / operators * 1e6 for key, value in taken.items()},
+    }
+    row(
+        f"replay, {name}: time / eager",
+        median_of(lambda e, r: r / e, taken["eager"], taken["replay"]),
+        at_most=0.65 if targets else None,
+        **details,
+    )
+    row(
+        f"replay, {name}: time / bare loop over the same calls",
+        median_of(lambda b, r: r / b, taken["bare"], taken["replay"]),
+        at_most=1.05 if targets else None,
+        **details,
+    )
 
 
 def main() -> None:

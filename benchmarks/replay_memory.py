@@ -91,11 +91,19 @@ def main() -> None:
         alone = median(in_process("program", size)["peak_bytes"] for _ in range(rounds))
         once = median(in_process("replay", "1", path)["peak_bytes"] for _ in range(rounds))
         again = median(in_process("replay", "2", path)["peak_bytes"] for _ in range(rounds))
-    details = {"program_mib": alone / 2**20, "first_mib": once / 2**20, "later_mib": again / 2**20,
-               "copy_mib": written / 2**20}
+    details = {
+        "program_mib": alone / 2**20,
+        "first_mib": once / 2**20,
+        "later_mib": again / 2**20,
+        "copy_mib": written / 2**20,
+    }
     row("replay, peak memory / program's: first execution", once / alone, at_most=1.05, **details)
-    row("replay, peak memory / program's: later ones, the copy that restores apart", (again - written) / alone,
-        at_most=1.05, **details)
+    row(
+        "replay, peak memory / program's: later ones, the copy that restores apart",
+        (again - written) / alone,
+        at_most=1.05,
+        **details,
+    )
 
 
 if __name__ == "__main__":

@@ -18,16 +18,38 @@ from typing import Any
 from measuring import CLOCK
 
 HERE = Path(__file__).parent
-SCRIPTS = ("capture_cost", "replay_cost", "replay_memory", "file_size", "large_capture", "dump_rows", "payload_speed",
-           "recorder_memory", "growth", "per_op_sum", "import_coverage")
+SCRIPTS = (
+    "capture_cost",
+    "replay_cost",
+    "replay_memory",
+    "file_size",
+    "large_capture",
+    "dump_rows",
+    "payload_speed",
+    "recorder_memory",
+    "growth",
+    "per_op_sum",
+    "import_coverage",
+)
 
 
 def machine() -> dict[str, Any]:
     """What the figures were measured on."""
-    model = next((line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines()
-                  if line.startswith("model name")), platform.processor())
-    return {"cpu": model, "cores": os.cpu_count(), "system": platform.platform(), "python": platform.python_version(),
-            "torch": version("torch")}
+    model = next(
+        (
+            line.split(":")[1].strip()
+            for line in Path("/proc/cpuinfo").read_text().splitlines()
+            if line.startswith("model name")
+        ),
+        platform.processor(),
+    )
+    return {
+        "cpu": model,
+        "cores": os.cpu_count(),
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        "torch": version("torch"),
+    }
 
 
 def rows_of(script: str, quick: bool) -> list[dict[str, Any]]:
@@ -38,8 +60,17 @@ def rows_of(script: str, quick: bool) -> list[dict[str, Any]]:
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environment)
     rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"what"')]
     if done.returncode:
-        rows.append({"what": script, "measured": None, "unit": "", "at_most": None, "at_least": None, "met": None,
-                     "details": {"reason": f"the script gave exit code {done.returncode}"}})
+        rows.append(
+            {
+                "what": script,
+                "measured": None,
+                "unit": "",
+                "at_most": None,
+                "at_least": None,
+                "met": None,
+                "details": {"reason": f"the script gave exit code {done.returncode}"},
+            }
+        )
     return rows
 
 
@@ -55,8 +86,11 @@ def table(rows: list[dict[str, Any]]) -> str:
     """The rows as a Markdown table, aligned, so that it reads on a terminal as well."""
     cells = [("what", "measured", "target", "met"), ("", "", "", "")]
     for found in rows:
-        measured = (f"{found['measured']:.3g} {found['unit']}" if found["measured"] is not None
-                    else "not measured: " + found["details"]["reason"])
+        measured = (
+            f"{found['measured']:.3g} {found['unit']}"
+            if found["measured"] is not None
+            else "not measured: " + found["details"]["reason"]
+        )
         cells.append((found["what"], measured, target(found), {True: "yes", False: "no", None: ""}[found["met"]]))
     widths = [max(len(row[column]) for row in cells) for column in range(4)]
     lines = ["| " + " | ".join(map(str.ljust, row, widths)) + " |" for row in cells]

@@ -14,8 +14,15 @@ from transformers import GPT2Config, GPT2LMHeadModel
 def model(layers: int = 6, width: int = 64, positions: int = 16, vocabulary: int = 256) -> GPT2LMHeadModel:
     """A GPT-2 with random weights, in evaluation mode."""
     torch.manual_seed(0)
-    config = GPT2Config(n_layer=layers, n_embd=width, n_head=4, n_positions=positions, vocab_size=vocabulary,
-                        bos_token_id=0, eos_token_id=0)
+    config = GPT2Config(
+        n_layer=layers,
+        n_embd=width,
+        n_head=4,
+        n_positions=positions,
+        vocab_size=vocabulary,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
     return GPT2LMHeadModel(config).eval()
 
 

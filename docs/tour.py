@@ -24,13 +24,25 @@ COMMANDS: tuple[tuple[str, tuple[int, int | None]], ...] = (
 def draw(target: Path) -> None:
     """Run the commands in an empty folder and write what a terminal shows to `target`, as SVG."""
     console = Console(record=True, width=WIDTH, file=open(os.devnull, "w"), force_terminal=True)  # noqa: SIM115
-    environment = {**os.environ, "COLUMNS": str(WIDTH), "OMP_NUM_THREADS": "1",
-                   "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    environment = {
+        **os.environ,
+        "COLUMNS": str(WIDTH),
+        "OMP_NUM_THREADS": "1",
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+    }
     with tempfile.TemporaryDirectory() as folder:
         for command, (first, last) in COMMANDS:
             run = command.replace("gpt2_training_step.py", str(ROOT / "examples/gpt2_training_step.py"))
-            done = subprocess.run(run, shell=True, check=True, cwd=folder, env=environment, text=True,
-                                  stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+            done = subprocess.run(
+                run,
+                shell=True,
+                check=True,
+                cwd=folder,
+                env=environment,
+                text=True,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+            )
             console.print(Text.assemble(("$ ", "bold green"), (command, "bold")))
             lines = done.stdout.splitlines()
             for line in lines[first:last]:

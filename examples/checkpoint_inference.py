@@ -23,8 +23,9 @@ def main() -> None:
 
     torch.manual_seed(0)
     if not os.path.exists(os.path.join(asked.directory, "model.safetensors")):
-        config = GPT2Config(vocab_size=500, n_positions=64, n_embd=64, n_layer=2, n_head=4, bos_token_id=0,
-                            eos_token_id=0)
+        config = GPT2Config(
+            vocab_size=500, n_positions=64, n_embd=64, n_layer=2, n_head=4, bos_token_id=0, eos_token_id=0
+        )
         GPT2LMHeadModel(config).save_pretrained(asked.directory)
     model = GPT2LMHeadModel.from_pretrained(asked.directory).eval()
 

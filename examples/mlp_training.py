@@ -1,6 +1,6 @@
 """A few training steps of a small perceptron, in plain PyTorch, each in a scope of its own.
 
-    opreplay-capture -o mlp.opreplay examples/mlp_training.py --steps 3
+opreplay-capture -o mlp.opreplay examples/mlp_training.py --steps 3
 """
 
 import argparse

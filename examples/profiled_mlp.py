@@ -1,6 +1,6 @@
 """A forward and a backward pass of a small MLP under the PyTorch profiler: makes a trace for `opreplay-import`.
 
-    python examples/profiled_mlp.py trace.json
+python examples/profiled_mlp.py trace.json
 """
 
 import argparse

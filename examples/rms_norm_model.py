@@ -1,6 +1,6 @@
 """A small model that calls a custom operator, `demo::rms_norm`: what the kernel substitution examples replace.
 
-    opreplay-capture -o norm.opreplay examples/rms_norm_model.py
+opreplay-capture -o norm.opreplay examples/rms_norm_model.py
 """
 
 import rms_norm_op

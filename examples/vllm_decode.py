@@ -23,8 +23,16 @@ from vllm import LLM, SamplingParams
 
 import replayfmt
 
-SIZES = dict(vocab_size=512, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
-             num_key_value_heads=2, head_dim=32, max_position_embeddings=256)
+SIZES = dict(
+    vocab_size=512,
+    hidden_size=128,
+    intermediate_size=256,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=32,
+    max_position_embeddings=256,
+)
 FAMILIES = {
     "llama": lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)),
     "qwen3": lambda: transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**SIZES)),
@@ -45,13 +53,22 @@ def main() -> None:
     if not os.path.exists(os.path.join(asked.directory, "model.safetensors")):
         FAMILIES[asked.family]().to(torch.bfloat16).save_pretrained(asked.directory)
 
-    engine = LLM(model=asked.directory, skip_tokenizer_init=True, enforce_eager=True, dtype="bfloat16", seed=0,
-                 max_model_len=128, max_num_seqs=4, num_gpu_blocks_override=16)
+    engine = LLM(
+        model=asked.directory,
+        skip_tokenizer_init=True,
+        enforce_eager=True,
+        dtype="bfloat16",
+        seed=0,
+        max_model_len=128,
+        max_num_seqs=4,
+        num_gpu_blocks_override=16,
+    )
     prompts = [{"prompt_token_ids": ids} for ids in PROMPTS]
     ways = {
         "greedy": SamplingParams(temperature=0, max_tokens=asked.tokens, ignore_eos=True, detokenize=False),
-        "sampled": SamplingParams(temperature=1, top_k=20, seed=7, max_tokens=asked.tokens, ignore_eos=True,
-                                  detokenize=False),
+        "sampled": SamplingParams(
+            temperature=1, top_k=20, seed=7, max_tokens=asked.tokens, ignore_eos=True, detokenize=False
+        ),
     }
     for name, how in ways.items():
         watched = asked.trace and name == "greedy"

@@ -1,8 +1,8 @@
 """Kernels for `demo::rms_norm` that are wrong, each in a way that is easy to write and hard to see. None gets through:
 
-    opreplay-run --replay-kernel-substitution=demo::rms_norm=examples/wrong_rms_norm.py norm.opreplay
-    opreplay-run --replay-kernel-substitution=demo::rms_norm=examples/wrong_rms_norm.py:in_place norm.opreplay
-    opreplay-run --replay-kernel-substitution=demo::rms_norm=examples/wrong_rms_norm.py:one_buffer norm.opreplay
+opreplay-run --replay-kernel-substitution=demo::rms_norm=examples/wrong_rms_norm.py norm.opreplay
+opreplay-run --replay-kernel-substitution=demo::rms_norm=examples/wrong_rms_norm.py:in_place norm.opreplay
+opreplay-run --replay-kernel-substitution=demo::rms_norm=examples/wrong_rms_norm.py:one_buffer norm.opreplay
 """
 
 import rms_norm_op  # noqa: F401

@@ -80,8 +80,9 @@ class Op:
 
         return op_values(self._reader, self.record, results=True, replay=replay, options=options)
 
-    def replay(self, device: str | None = None, *, file_remaps: Sequence[str] = (),
-               initializers: Sequence[Initializer] = ()) -> Any:
+    def replay(
+        self, device: str | None = None, *, file_remaps: Sequence[str] = (), initializers: Sequence[Initializer] = ()
+    ) -> Any:
         """Run this op alone on the inputs it had, and return its results as the kernel gives them.
 
         `file_remaps` say where external files are now (CAPTURED=REPLAY), `initializers` fill what was not captured.
@@ -127,8 +128,9 @@ class Ops(Mapping[int, Op]):
         bounds = (start,) if stop is None else (start, stop)
         if wanted.step not in (None, 1) or not all(isinstance(each, int) and each >= 0 for each in bounds):
             raise UsageError("ops are sliced by ordinal, from 0 and without a step: ops[10:20], ops[500:]")
-        return [Op(self._reader, record) for record in self._reader.records(start, stop)
-                if record.kind is RecordKind.op]
+        return [
+            Op(self._reader, record) for record in self._reader.records(start, stop) if record.kind is RecordKind.op
+        ]
 
     def __iter__(self) -> Iterator[int]:
         return (record.ordinal for record in self._reader.records() if record.kind is RecordKind.op)
@@ -187,8 +189,9 @@ class Capture:
         except ImportError as error:
             if error.name != "pandas":
                 raise
-            raise OpReplayError("to_pandas() needs pandas, which is not installed: pip install 'opreplay[pandas]'"
-                                ) from None
+            raise OpReplayError(
+                "to_pandas() needs pandas, which is not installed: pip install 'opreplay[pandas]'"
+            ) from None
         from replayfmt.dump.table import DURATIONS, op_columns
 
         columns = op_columns(self.reader)

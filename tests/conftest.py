@@ -17,8 +17,9 @@ for name in ("FORCE_COLOR", "NO_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE", "CO
 
 # The examples of a test are the same in every run, and no duration fails it: neither chance nor a busy machine can.
 # HYPOTHESIS_PROFILE=random looks for new ones; what it finds belongs into a test, as an @example or one of its own.
-settings.register_profile("repeatable", deadline=None, database=None, derandomize=True,
-                          suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile(
+    "repeatable", deadline=None, database=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+)
 settings.register_profile("random", settings.get_profile("repeatable"), derandomize=False)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 

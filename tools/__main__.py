@@ -34,9 +34,14 @@ class _Tools(click.Group):
         return None if module is None else import_module(f".{module}", __package__).cli  # type: ignore[no-any-return]
 
 
-@click.command("opreplay", _Tools, no_args_is_help=False, subcommand_metavar="TOOL [ARGUMENTS]",
-               context_settings={"help_option_names": ["-h", "--help"]},
-               epilog="`opreplay TOOL …` is `opreplay-TOOL …`.")
+@click.command(
+    "opreplay",
+    _Tools,
+    no_args_is_help=False,
+    subcommand_metavar="TOOL [ARGUMENTS]",
+    context_settings={"help_option_names": ["-h", "--help"]},
+    epilog="`opreplay TOOL …` is `opreplay-TOOL …`.",
+)
 @click.version_option(package_name="opreplay", prog_name="opreplay")
 def cli() -> None:
     """Capture what a PyTorch program gives its devices, and do it again without the program."""

@@ -27,38 +27,82 @@ _OUT = "--benchmark-out"
 _REDRAW_S = 0.2
 
 
-@tool("opreplay-benchmark",
-      ("opreplay-benchmark --replay-scope=execute step.opreplay",
-       "Time one scope:"),
-      ("opreplay-benchmark --per-op --group-by=kernel --top=8 step.opreplay",
-       "Time every op on its own:"),
-      ("opreplay-benchmark --compare --replay-kernel-substitution=aten::mm=my_mm.py step.opreplay",
-       "Is my kernel faster?"))
+@tool(
+    "opreplay-benchmark",
+    ("opreplay-benchmark --replay-scope=execute step.opreplay", "Time one scope:"),
+    ("opreplay-benchmark --per-op --group-by=kernel --top=8 step.opreplay", "Time every op on its own:"),
+    (
+        "opreplay-benchmark --compare --replay-kernel-substitution=aten::mm=my_mm.py step.opreplay",
+        "Is my kernel faster?",
+    ),
+)
 @replay_options
-@click.option("--replay-scope", multiple=True, metavar="NAME",
-              help="Report the time inside the scopes of this name, or of this full path (execute/step 3), instead of "
-                   "the whole replay's; all of it still runs. Passes add up, nested ones count once. With --per-op: "
-                   "measure only the ops inside them. Repeatable.")
-@click.option("--benchmark-min-time", default="0.5s", show_default=True, metavar="Nx|SECONDSs",
-              help="Time N replays (20x), or replays until they took that many seconds (0.5s) altogether.")
-@click.option("--benchmark-warmup", type=click.IntRange(min=0), default=2, show_default=True, metavar="N",
-              help="Untimed replays before each repetition.")
-@click.option("--benchmark-repetitions", type=click.IntRange(min=1), default=1, show_default=True, metavar="N",
-              help="Measure that often, and add rows with mean, median, standard deviation and variation over them.")
-@click.option("--benchmark-format", type=click.Choice(["console", "json", "csv"]), default="console", show_default=True,
-              help="What stdout gets: a table, or Google Benchmark's JSON or CSV.")
+@click.option(
+    "--replay-scope",
+    multiple=True,
+    metavar="NAME",
+    help="Report the time inside the scopes of this name, or of this full path (execute/step 3), instead of "
+    "the whole replay's; all of it still runs. Passes add up, nested ones count once. With --per-op: "
+    "measure only the ops inside them. Repeatable.",
+)
+@click.option(
+    "--benchmark-min-time",
+    default="0.5s",
+    show_default=True,
+    metavar="Nx|SECONDSs",
+    help="Time N replays (20x), or replays until they took that many seconds (0.5s) altogether.",
+)
+@click.option(
+    "--benchmark-warmup",
+    type=click.IntRange(min=0),
+    default=2,
+    show_default=True,
+    metavar="N",
+    help="Untimed replays before each repetition.",
+)
+@click.option(
+    "--benchmark-repetitions",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    metavar="N",
+    help="Measure that often, and add rows with mean, median, standard deviation and variation over them.",
+)
+@click.option(
+    "--benchmark-format",
+    type=click.Choice(["console", "json", "csv"]),
+    default="console",
+    show_default=True,
+    help="What stdout gets: a table, or Google Benchmark's JSON or CSV.",
+)
 @click.option("--benchmark-out", metavar="FILE", help="Write the results to FILE as Google Benchmark's JSON.")
-@click.option("--compare", is_flag=True,
-              help="With --replay-kernel-substitution: measure original and substituted kernels in turns, and say for "
-                   "the whole replay, its scopes and each signature whether there is a difference.")
+@click.option(
+    "--compare",
+    is_flag=True,
+    help="With --replay-kernel-substitution: measure original and substituted kernels in turns, and say for "
+    "the whole replay, its scopes and each signature whether there is a difference.",
+)
 @per_op_options
 @profiling_options
 @click.argument("capture", metavar="CAPTURE", type=click.Path())
 @click.pass_context
-def cli(context: click.Context, /, capture: str, flags: ReplayFlags,
-        replay_scope: tuple[str, ...], benchmark_min_time: str, benchmark_warmup: int, benchmark_repetitions: int,
-        benchmark_format: str, benchmark_out: str | None, compare: bool, device_profiling_mode: str | None,
-        device_profiling_output: str | None, force: bool, **_per_op: object) -> int:
+def cli(
+    context: click.Context,
+    /,
+    capture: str,
+    flags: ReplayFlags,
+    replay_scope: tuple[str, ...],
+    benchmark_min_time: str,
+    benchmark_warmup: int,
+    benchmark_repetitions: int,
+    benchmark_format: str,
+    benchmark_out: str | None,
+    compare: bool,
+    device_profiling_mode: str | None,
+    device_profiling_output: str | None,
+    force: bool,
+    **_per_op: object,
+) -> int:
     """Replay CAPTURE repeatedly and report how long it takes.
 
     Verifies before and after timing.

@@ -25,66 +25,148 @@ from .command import run_tool, tool
 _COUNT = click.IntRange(min=0)
 
 
-@tool("opreplay-capture",
-      ("opreplay-capture -o step.opreplay train.py --steps 1",
-       "A script with its own flags:"),
-      ("opreplay-capture -o gen.opreplay --mark=my_model:Net.forward=forward -m my_package.generate",
-       "A module, with every call of one function as a scope:"),
-      ("opreplay-capture -o shape.opreplay --payload=none infer.py",
-       "Without content, safe to share:"))
-@click.option("-o", "--output", required=True, metavar="FILE",
-              help="Where to write the capture. {rank} and {pid} are replaced by this process's.")
+@tool(
+    "opreplay-capture",
+    ("opreplay-capture -o step.opreplay train.py --steps 1", "A script with its own flags:"),
+    (
+        "opreplay-capture -o gen.opreplay --mark=my_model:Net.forward=forward -m my_package.generate",
+        "A module, with every call of one function as a scope:",
+    ),
+    ("opreplay-capture -o shape.opreplay --payload=none infer.py", "Without content, safe to share:"),
+)
+@click.option(
+    "-o",
+    "--output",
+    required=True,
+    metavar="FILE",
+    help="Where to write the capture. {rank} and {pid} are replaced by this process's.",
+)
 @click.option("-m", "is_module", is_flag=True, help="PROGRAM is a module's name, as in python -m.")
 @click.option("--force", is_flag=True, help="Replace FILE if it exists.")
-@click.option("--payload", type=click.Choice(PAYLOADS), default="full", show_default=True,
-              help="Bytes that no captured op produced: embed them; embed integers, and record how to synthesize the "
-                   "rest; or record metadata only, redacted.")
-@click.option("--file", "files", multiple=True, metavar="PATH",
-              help="A file whose content storages may be copies of: safetensors, torch.save, raw, a directory of "
-                   "checkpoints or an index of shards. Repeatable. Mapped files are found without it.")
-@click.option("--file-policy", type=click.Choice(FILE_POLICIES),
-              help="Storages whose bytes are in a known file: refer to it, embed what is used of it, embed it whole, "
-                   "or end the capture.  [default: reference; with --payload=integers none, unless a --file option is "
-                   "given]")
-@click.option("--file-validation", type=click.Choice(FILE_VALIDATIONS),
-              help="How a replay recognizes a file: by device, inode and time, or by a digest of its content (reads it "
-                   "once).  [default: identity]")
-@click.option("--redact", is_flag=True,
-              help="Leave out host name, user, command line, and the directories of files.")
-@click.option("--digests", type=click.Choice(DIGESTS), default="live", show_default=True,
-              help="What a replay can compare: what is alive at the end of scopes, every result, or nothing.")
-@click.option("--audit", is_flag=True,
-              help="Hash the inputs of every op, and import again what was written from outside. Slow.")
-@click.option("--compiled", type=click.Choice(COMPILED), default="keep", show_default=True,
-              help="torch.compile: run compiled regions as they are (not replayable), or their operators.")
-@click.option("--opaque-result", "opaque_results", multiple=True, metavar="OPERATOR[:INDEX]",
-              help="Results of this operator, or the one of that index, hold bytes that no replay reproduces "
-                   "(addresses, memory left unwritten): they are never compared. Repeatable.")
-@click.option("--inside", multiple=True, metavar="OPERATOR",
-              help="Record what happens inside this operator of another package in its place (NAMESPACE::NAME, * for "
-                   "any). Repeatable.  [default: where one written in Python hides state]")
-@click.option("--whole", multiple=True, metavar="OPERATOR",
-              help="Record this operator of another package as one op, whatever happens inside. Repeatable.")
-@click.option("--native", type=click.Choice(NATIVE),
-              help="Count the operators of threads that never enter Python, so that the capture can tell; the library "
-                   "for it is built once, with the C++ compiler.  [default: OPREPLAY_NATIVE, or auto]")
-@click.option("--mark", "marks", multiple=True, metavar="MODULE:CALLABLE=SCOPE",
-              help="Make every call of a callable a scope. Repeatable.")
+@click.option(
+    "--payload",
+    type=click.Choice(PAYLOADS),
+    default="full",
+    show_default=True,
+    help="Bytes that no captured op produced: embed them; embed integers, and record how to synthesize the "
+    "rest; or record metadata only, redacted.",
+)
+@click.option(
+    "--file",
+    "files",
+    multiple=True,
+    metavar="PATH",
+    help="A file whose content storages may be copies of: safetensors, torch.save, raw, a directory of "
+    "checkpoints or an index of shards. Repeatable. Mapped files are found without it.",
+)
+@click.option(
+    "--file-policy",
+    type=click.Choice(FILE_POLICIES),
+    help="Storages whose bytes are in a known file: refer to it, embed what is used of it, embed it whole, "
+    "or end the capture.  [default: reference; with --payload=integers none, unless a --file option is "
+    "given]",
+)
+@click.option(
+    "--file-validation",
+    type=click.Choice(FILE_VALIDATIONS),
+    help="How a replay recognizes a file: by device, inode and time, or by a digest of its content (reads it "
+    "once).  [default: identity]",
+)
+@click.option("--redact", is_flag=True, help="Leave out host name, user, command line, and the directories of files.")
+@click.option(
+    "--digests",
+    type=click.Choice(DIGESTS),
+    default="live",
+    show_default=True,
+    help="What a replay can compare: what is alive at the end of scopes, every result, or nothing.",
+)
+@click.option(
+    "--audit", is_flag=True, help="Hash the inputs of every op, and import again what was written from outside. Slow."
+)
+@click.option(
+    "--compiled",
+    type=click.Choice(COMPILED),
+    default="keep",
+    show_default=True,
+    help="torch.compile: run compiled regions as they are (not replayable), or their operators.",
+)
+@click.option(
+    "--opaque-result",
+    "opaque_results",
+    multiple=True,
+    metavar="OPERATOR[:INDEX]",
+    help="Results of this operator, or the one of that index, hold bytes that no replay reproduces "
+    "(addresses, memory left unwritten): they are never compared. Repeatable.",
+)
+@click.option(
+    "--inside",
+    multiple=True,
+    metavar="OPERATOR",
+    help="Record what happens inside this operator of another package in its place (NAMESPACE::NAME, * for "
+    "any). Repeatable.  [default: where one written in Python hides state]",
+)
+@click.option(
+    "--whole",
+    multiple=True,
+    metavar="OPERATOR",
+    help="Record this operator of another package as one op, whatever happens inside. Repeatable.",
+)
+@click.option(
+    "--native",
+    type=click.Choice(NATIVE),
+    help="Count the operators of threads that never enter Python, so that the capture can tell; the library "
+    "for it is built once, with the C++ compiler.  [default: OPREPLAY_NATIVE, or auto]",
+)
+@click.option(
+    "--mark",
+    "marks",
+    multiple=True,
+    metavar="MODULE:CALLABLE=SCOPE",
+    help="Make every call of a callable a scope. Repeatable.",
+)
 @click.option("--module-scopes", is_flag=True, help="Make every call of an nn.Module a scope named by its path.")
 @click.option("--start-op", type=_COUNT, metavar="N", help="Record from the Nth op on, counted from 0.")
 @click.option("--stop-op", type=_COUNT, metavar="N", help="Record no op from the Nth on.")
-@click.option("--start-scope", metavar="NAME[#N]", help="Record from the first entry of this scope on, or from the "
-              "Nth, counted from 0.")
+@click.option(
+    "--start-scope",
+    metavar="NAME[#N]",
+    help="Record from the first entry of this scope on, or from the Nth, counted from 0.",
+)
 @click.option("--stop-scope", metavar="NAME[#N]", help="Stop when this scope is left; with N, the Nth that began.")
-@click.option("--steps", metavar="A:B", help="Record the steps A up to, not including, B of a training loop, counted "
-              "from 0; either may be missing. A step ends when the step() of an optimizer returns.")
+@click.option(
+    "--steps",
+    metavar="A:B",
+    help="Record the steps A up to, not including, B of a training loop, counted "
+    "from 0; either may be missing. A step ends when the step() of an optimizer returns.",
+)
 @click.argument("program")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
-def cli(output: str, is_module: bool, force: bool, payload: str, files: tuple[str, ...], file_policy: str | None,
-        file_validation: str | None, redact: bool, digests: str, audit: bool, compiled: str,
-        opaque_results: tuple[str, ...], inside: tuple[str, ...], whole: tuple[str, ...], native: str | None,
-        marks: tuple[str, ...], module_scopes: bool, start_op: int | None, stop_op: int | None, start_scope: str | None,
-        stop_scope: str | None, steps: str | None, program: str, arguments: tuple[str, ...]) -> None:
+def cli(
+    output: str,
+    is_module: bool,
+    force: bool,
+    payload: str,
+    files: tuple[str, ...],
+    file_policy: str | None,
+    file_validation: str | None,
+    redact: bool,
+    digests: str,
+    audit: bool,
+    compiled: str,
+    opaque_results: tuple[str, ...],
+    inside: tuple[str, ...],
+    whole: tuple[str, ...],
+    native: str | None,
+    marks: tuple[str, ...],
+    module_scopes: bool,
+    start_op: int | None,
+    stop_op: int | None,
+    start_scope: str | None,
+    stop_scope: str | None,
+    steps: str | None,
+    program: str,
+    arguments: tuple[str, ...],
+) -> None:
     """Run PROGRAM with its ARGUMENTS and record its work into FILE.
 
     PROGRAM is a script, or with -m a module.
@@ -93,10 +175,24 @@ def cli(output: str, is_module: bool, force: bool, payload: str, files: tuple[st
     Flags after PROGRAM are its own.
     """
     options = CaptureOptions(
-        payload=payload, files=files, file_policy=file_policy, file_validation=file_validation, redact=redact,
-        digests=digests, audit=audit, compiled=compiled, opaque_results=opaque_results, inside=inside, whole=whole,
-        native=native, force=force, start_op=start_op, stop_op=stop_op, start_scope=start_scope,
-        stop_scope=stop_scope, steps=steps,
+        payload=payload,
+        files=files,
+        file_policy=file_policy,
+        file_validation=file_validation,
+        redact=redact,
+        digests=digests,
+        audit=audit,
+        compiled=compiled,
+        opaque_results=opaque_results,
+        inside=inside,
+        whole=whole,
+        native=native,
+        force=force,
+        start_op=start_op,
+        stop_op=stop_op,
+        start_scope=start_scope,
+        stop_scope=stop_scope,
+        steps=steps,
     )
     captured = CapturedProgram(
         Program(program, arguments, is_module),
@@ -112,7 +208,7 @@ cli.allow_interspersed_args = False  # what follows the program is the program's
 
 
 def main() -> None:
-    run_tool(cli, own_streams=False)     # those of the program
+    run_tool(cli, own_streams=False)  # those of the program
 
 
 if __name__ == "__main__":

@@ -64,8 +64,10 @@ def _print_report(report: CheckReport) -> None:
     _echo(f"{report.path}: capture of format {version}, {_plural(report.length, 'byte')}, {state}")
     session = report.session
     made = f"{session.producer} {session.producer_version}"
-    _echo(f"  session      {session.session_id} by {made}" + (
-        f" with torch {session.torch_version}" if session.torch_version else ""))
+    _echo(
+        f"  session      {session.session_id} by {made}"
+        + (f" with torch {session.torch_version}" if session.torch_version else "")
+    )
     _echo(f"  frames       {_listed(report.frames)}")
     if report.definitions:
         _echo(f"  definitions  {_listed(report.definitions)}")
@@ -78,21 +80,35 @@ def _print_report(report: CheckReport) -> None:
         _echo(f"  warning      {warning}")
 
 
-@tool("opreplay-check",
-      ("opreplay-check step.opreplay",
-       "Is the file valid?"),
-      ("opreplay-check killed.opreplay.partial --recover whole.opreplay",
-       "Save what a killed capture wrote:"))
+@tool(
+    "opreplay-check",
+    ("opreplay-check step.opreplay", "Is the file valid?"),
+    ("opreplay-check killed.opreplay.partial --recover whole.opreplay", "Save what a killed capture wrote:"),
+)
 @click.argument("file", type=click.Path())
 @click.argument("output", metavar="[OUT]", type=click.Path(), required=False)
-@click.option("--recover", "out", metavar="OUT", type=click.Path(),
-              help="Write what is whole in FILE to OUT as a valid capture, and verify that.")
-@click.option("--add-digests", "adding", is_flag=True,
-              help="Write FILE to OUT with the digest of every external file, and verify that. Each file must still be "
-                   "the captured one.")
-@click.option("--replay-file-remap", "remaps", metavar="CAPTURED=REPLAY", multiple=True,
-              help="With --add-digests: where external files are now. CAPTURED is a path, or leading directories of "
-                   "it. Repeatable; the longest match wins.")
+@click.option(
+    "--recover",
+    "out",
+    metavar="OUT",
+    type=click.Path(),
+    help="Write what is whole in FILE to OUT as a valid capture, and verify that.",
+)
+@click.option(
+    "--add-digests",
+    "adding",
+    is_flag=True,
+    help="Write FILE to OUT with the digest of every external file, and verify that. Each file must still be "
+    "the captured one.",
+)
+@click.option(
+    "--replay-file-remap",
+    "remaps",
+    metavar="CAPTURED=REPLAY",
+    multiple=True,
+    help="With --add-digests: where external files are now. CAPTURED is a path, or leading directories of "
+    "it. Repeatable; the longest match wins.",
+)
 @click.option("--force", is_flag=True, help="With --recover or --add-digests: replace OUT where it exists.")
 def cli(file: str, output: str | None, out: str | None, adding: bool, remaps: tuple[str, ...], force: bool) -> None:
     """Verify everything in the capture FILE.
@@ -131,11 +147,14 @@ def cli(file: str, output: str | None, out: str | None, adding: bool, remaps: tu
 
 def _add_digests(path: str, out: str, remaps: tuple[str, ...], force: bool) -> None:
     with _progress_bar("adding digests", path, 3) as bar:
-        done = add_digests(path, out, remaps=FileRemaps.parse(remaps), force=force, started=bar.expect,
-                           progress=bar.advance)
+        done = add_digests(
+            path, out, remaps=FileRemaps.parse(remaps), force=force, started=bar.expect, progress=bar.advance
+        )
     _print_report(done.report)
-    _echo(f"valid; digests of {_plural(done.added, 'external file')} added" + (
-        f", {done.confirmed:,} had one" if done.confirmed else ""))
+    _echo(
+        f"valid; digests of {_plural(done.added, 'external file')} added"
+        + (f", {done.confirmed:,} had one" if done.confirmed else "")
+    )
 
 
 def main() -> None:

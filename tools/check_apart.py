@@ -24,10 +24,12 @@ def check_apart(path: str, flags: ReplayFlags) -> Checked:
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="backslashreplace")
     if done.returncode < 0:
         name = signal.Signals(-done.returncode).name
-        raise ReplayMismatch(f"{path}: was not given its name: the process that replayed it was ended by {name}. What "
-                             "is embedded in it may be addresses, or memory that a kernel left unwritten: keep the op "
-                             "that gives it, too, or name its result with --opaque-result; --verify=none writes it all "
-                             "the same")
+        raise ReplayMismatch(
+            f"{path}: was not given its name: the process that replayed it was ended by {name}. What "
+            "is embedded in it may be addresses, or memory that a kernel left unwritten: keep the op "
+            "that gives it, too, or name its result with --opaque-result; --verify=none writes it all "
+            "the same"
+        )
     rows = [json.loads(line) for line in done.stdout.splitlines()]
     row = next((each for each in rows if each["kind"] == "replay"), None)
     if row is None:

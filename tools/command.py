@@ -30,8 +30,14 @@ def agents_md_option(tool: str) -> Callable[[Any], Any]:
             click.echo(playbook.text(tool), nl=False)
             context.exit(0)
 
-    return click.option("--agents-md", is_flag=True, is_eager=True, expose_value=False, callback=show,
-                        help="Print this tool's playbook for agents and exit.")
+    return click.option(
+        "--agents-md",
+        is_flag=True,
+        is_eager=True,
+        expose_value=False,
+        callback=show,
+        help="Print this tool's playbook for agents and exit.",
+    )
 
 
 class ToolCommand(click.Command):
@@ -132,8 +138,12 @@ def _own_streams() -> None:
         before = sys.stdout
         # What an encoding cannot say is escaped: names come from anywhere.
         errors = "backslashreplace" if before.errors == "strict" else before.errors
-        sys.stdout = TextIOWrapper(BufferedWriter(_Output(before.fileno(), "w", closefd=False)), before.encoding,
-                                   errors, line_buffering=before.line_buffering)
+        sys.stdout = TextIOWrapper(
+            BufferedWriter(_Output(before.fileno(), "w", closefd=False)),
+            before.encoding,
+            errors,
+            line_buffering=before.line_buffering,
+        )
 
 
 @contextmanager
@@ -175,7 +185,7 @@ def run_tool(command: click.Command, *, own_streams: bool = True) -> None:
         code = UsageError.exit_code
     except (click.Abort, KeyboardInterrupt):
         code = 130
-    except ReaderLeft:      # that ends the tool, and is no error of ours
+    except ReaderLeft:  # that ends the tool, and is no error of ours
         _discard(sys.stdout)
         code = 0
     except OpReplayError as error:
@@ -186,7 +196,11 @@ def run_tool(command: click.Command, *, own_streams: bool = True) -> None:
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise
-        report(TorchMissing(f"{command.name} needs PyTorch here, which is not installed: pip install torch; "
-                            "opreplay-dump and opreplay-check do without"))
+        report(
+            TorchMissing(
+                f"{command.name} needs PyTorch here, which is not installed: pip install torch; "
+                "opreplay-dump and opreplay-check do without"
+            )
+        )
         code = TorchMissing.exit_code
     sys.exit(code or 0)

@@ -31,8 +31,9 @@ def refuse_with_compare(context: click.Context, flags: ReplayFlags, per_op: bool
             raise UsageError(f"--{name.replace('_', '-')} does not go with --compare, which measures in rounds")
 
 
-def run_compare(plan: Plan, options: Options, form: str, progress: Progress | None,
-                write: Callable[[str], None] | None) -> None:
+def run_compare(
+    plan: Plan, options: Options, form: str, progress: Progress | None, write: Callable[[str], None] | None
+) -> None:
     """Measure and print; `write` gets the JSON for --benchmark-out."""
     from replayfmt.benchmark.comparison.compare import measure_both
     from replayfmt.benchmark.comparison.report import make_compare_report

@@ -17,40 +17,94 @@ from replayfmt.format.reader import open_capture
 from .command import run_tool, tool
 
 
-@tool("opreplay-dump",
-      ("opreplay-dump --summary step.opreplay",
-       "What is in it:"),
-      ("opreplay-dump --scope=execute --kernel='aten::addmm*' step.opreplay",
-       "One kernel in one scope:"),
-      ('opreplay-dump --jq \'select(.kind == "op") | .name\' step.opreplay',
-       "Rows for scripts:"))
+@tool(
+    "opreplay-dump",
+    ("opreplay-dump --summary step.opreplay", "What is in it:"),
+    ("opreplay-dump --scope=execute --kernel='aten::addmm*' step.opreplay", "One kernel in one scope:"),
+    ("opreplay-dump --jq 'select(.kind == \"op\") | .name' step.opreplay", "Rows for scripts:"),
+)
 @click.argument("capture", type=click.Path())
-@click.option("--format", "form", type=click.Choice(["text", "jsonl"]), default=None,
-              help="text for people (the default), or one JSON object a line.")
-@click.option("--jq", "query", metavar="FILTER", help="Apply a jq filter to each row and print its results, as `jq -c` "
-              "does. Implies --format=jsonl.")
-@click.option("-r", "--raw-output", "raw", is_flag=True, help="With --jq: print strings as they are, without quotes, "
-              "as `jq -r` does.")
-@click.option("-s", "--slurp", is_flag=True, help="With --jq: give the filter all rows at once, as one array, as "
-              "`jq -s` does.")
-@click.option("--ops", metavar="A:B", help="Only records with ordinals from A up to, not including, B. Either may be "
-              "missing. Reads only the frames that hold them.")
-@click.option("--scope", "scopes", multiple=True, metavar="NAME", help="Only records inside the scopes of this name or "
-              "full path. Repeatable: in any of them.")
-@click.option("--kernel", "kernels", multiple=True, metavar="PATTERN", help="Only ops whose operator matches, such as "
-              "'aten::mm', 'aten::mm.default' or 'aten::*norm*'. Repeatable: any of them.")
-@click.option("--values", type=click.IntRange(0, MOST_VALUES), default=SHOWN_VALUES, show_default=True, metavar="N",
-              help="Show the values of integer and bool tensors that ops take, of at most N elements, where the "
-                   "capture holds them and no op has overwritten them; 0 shows none.")
+@click.option(
+    "--format",
+    "form",
+    type=click.Choice(["text", "jsonl"]),
+    default=None,
+    help="text for people (the default), or one JSON object a line.",
+)
+@click.option(
+    "--jq",
+    "query",
+    metavar="FILTER",
+    help="Apply a jq filter to each row and print its results, as `jq -c` does. Implies --format=jsonl.",
+)
+@click.option(
+    "-r",
+    "--raw-output",
+    "raw",
+    is_flag=True,
+    help="With --jq: print strings as they are, without quotes, as `jq -r` does.",
+)
+@click.option(
+    "-s", "--slurp", is_flag=True, help="With --jq: give the filter all rows at once, as one array, as `jq -s` does."
+)
+@click.option(
+    "--ops",
+    metavar="A:B",
+    help="Only records with ordinals from A up to, not including, B. Either may be "
+    "missing. Reads only the frames that hold them.",
+)
+@click.option(
+    "--scope",
+    "scopes",
+    multiple=True,
+    metavar="NAME",
+    help="Only records inside the scopes of this name or full path. Repeatable: in any of them.",
+)
+@click.option(
+    "--kernel",
+    "kernels",
+    multiple=True,
+    metavar="PATTERN",
+    help="Only ops whose operator matches, such as "
+    "'aten::mm', 'aten::mm.default' or 'aten::*norm*'. Repeatable: any of them.",
+)
+@click.option(
+    "--values",
+    type=click.IntRange(0, MOST_VALUES),
+    default=SHOWN_VALUES,
+    show_default=True,
+    metavar="N",
+    help="Show the values of integer and bool tensors that ops take, of at most N elements, where the "
+    "capture holds them and no op has overwritten them; 0 shows none.",
+)
 @click.option("--summary", is_flag=True, help="Only the file and its summary.")
-@click.option("--signatures", is_flag=True, help="Only the distinct signatures of ops (docs/signatures.md), with how "
-              "often each is called; of --ops and --kernel if given.")
-@click.option("--kernel-skeleton", metavar="ID|OPERATOR", help="Print a Python file to start a replacement of "
-              "a kernel from, for --replay-kernel-substitution of other tools: of that id, or of that name (aten::mm, "
-              "aten::mm.default).")
-def cli(capture: str, form: str | None, query: str | None, raw: bool, slurp: bool, ops: str | None,
-        scopes: tuple[str, ...], kernels: tuple[str, ...], values: int, summary: bool, signatures: bool,
-        kernel_skeleton: str | None) -> None:
+@click.option(
+    "--signatures",
+    is_flag=True,
+    help="Only the distinct signatures of ops (docs/signatures.md), with how "
+    "often each is called; of --ops and --kernel if given.",
+)
+@click.option(
+    "--kernel-skeleton",
+    metavar="ID|OPERATOR",
+    help="Print a Python file to start a replacement of "
+    "a kernel from, for --replay-kernel-substitution of other tools: of that id, or of that name (aten::mm, "
+    "aten::mm.default).",
+)
+def cli(
+    capture: str,
+    form: str | None,
+    query: str | None,
+    raw: bool,
+    slurp: bool,
+    ops: str | None,
+    scopes: tuple[str, ...],
+    kernels: tuple[str, ...],
+    values: int,
+    summary: bool,
+    signatures: bool,
+    kernel_skeleton: str | None,
+) -> None:
     """Show what is in CAPTURE.
 
     An incomplete capture is shown as far as it goes, and says so.
@@ -59,8 +113,9 @@ def cli(capture: str, form: str | None, query: str | None, raw: bool, slurp: boo
         raise UsageError("--jq works on rows: leave --format out, or give --format=jsonl")
     if query is None and (raw or slurp):
         raise UsageError(f"{'--raw-output' if raw else '--slurp'} is for --jq")
-    if kernel_skeleton is not None and (summary or signatures or scopes or kernels
-                                        or (form, query, ops) != (None,) * 3):
+    if kernel_skeleton is not None and (
+        summary or signatures or scopes or kernels or (form, query, ops) != (None,) * 3
+    ):
         raise UsageError(f"--kernel-skeleton={kernel_skeleton} prints a Python file; it goes with no other flag")
     if summary and signatures:
         raise UsageError("--summary and --signatures print different things; give one of them")

@@ -15,9 +15,11 @@ from .command import run_tool, say, tool
 _FOLDERS = (Path(__file__).parent / "programs", Path(__file__).resolve().parents[1] / "examples")
 
 
-@tool("opreplay-examples",
-      ("opreplay-examples", "Which programs there are:"),
-      ("opreplay-examples examples", "Write them to a folder:"))
+@tool(
+    "opreplay-examples",
+    ("opreplay-examples", "Which programs there are:"),
+    ("opreplay-examples examples", "Write them to a folder:"),
+)
 @click.option("--force", is_flag=True, help="Replace files that exist.")
 @click.argument("folder", metavar="[DIR]", type=click.Path(file_okay=False, path_type=Path), required=False)
 def cli(folder: Path | None, force: bool) -> None:

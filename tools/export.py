@@ -12,27 +12,61 @@ from .command import run_tool, say, tool
 from .progress import record_bar
 
 
-@tool("opreplay-export",
-      ("opreplay-export step.opreplay step.zip",
-       "TraceLens EventReplay IR and a script that replays it:"))
-@click.option("--format", "form", type=click.Choice(["replay-zip"]), default="replay-zip", show_default=True,
-              help="replay-zip: TraceLens EventReplay IR, a script that replays it with PyTorch alone, and a README.")
-@click.option("--ops", metavar="A:B", help="Only records with ordinals from A up to, not including, B. Either may be "
-              "missing.")
-@click.option("--scope", "scopes", multiple=True, metavar="NAME", help="Only what is inside the scopes of this name or "
-              "full path. Repeatable: in any of them.")
-@click.option("--kernel", "kernels", multiple=True, metavar="PATTERN", help="Only operators that match, such as "
-              "'aten::mm' or 'aten::*norm*'. Repeatable: any of them.")
-@click.option("--signature", "signatures", multiple=True, metavar="TEXT", help="Only ops of this signature, as "
-              "opreplay-dump --signatures prints it. Repeatable: of any of them.")
+@tool(
+    "opreplay-export",
+    ("opreplay-export step.opreplay step.zip", "TraceLens EventReplay IR and a script that replays it:"),
+)
+@click.option(
+    "--format",
+    "form",
+    type=click.Choice(["replay-zip"]),
+    default="replay-zip",
+    show_default=True,
+    help="replay-zip: TraceLens EventReplay IR, a script that replays it with PyTorch alone, and a README.",
+)
+@click.option(
+    "--ops", metavar="A:B", help="Only records with ordinals from A up to, not including, B. Either may be missing."
+)
+@click.option(
+    "--scope",
+    "scopes",
+    multiple=True,
+    metavar="NAME",
+    help="Only what is inside the scopes of this name or full path. Repeatable: in any of them.",
+)
+@click.option(
+    "--kernel",
+    "kernels",
+    multiple=True,
+    metavar="PATTERN",
+    help="Only operators that match, such as 'aten::mm' or 'aten::*norm*'. Repeatable: any of them.",
+)
+@click.option(
+    "--signature",
+    "signatures",
+    multiple=True,
+    metavar="TEXT",
+    help="Only ops of this signature, as opreplay-dump --signatures prints it. Repeatable: of any of them.",
+)
 @click.option("--unique", is_flag=True, help="One entry, with its count, for calls that have the same arguments.")
-@click.option("--partial", is_flag=True, help="Leave out calls that the format cannot say, instead of refusing; they "
-              "are listed.")
+@click.option(
+    "--partial", is_flag=True, help="Leave out calls that the format cannot say, instead of refusing; they are listed."
+)
 @click.option("--force", is_flag=True, help="Replace an existing file.")
 @click.argument("capture", metavar="CAPTURE", type=click.Path())
 @click.argument("out", metavar="OUT", type=click.Path())
-def cli(capture: str, out: str, form: str, ops: str | None, scopes: tuple[str, ...], kernels: tuple[str, ...],
-        signatures: tuple[str, ...], unique: bool, partial: bool, force: bool) -> None:
+def cli(
+    capture: str,
+    out: str,
+    form: str,
+    ops: str | None,
+    scopes: tuple[str, ...],
+    kernels: tuple[str, ...],
+    signatures: tuple[str, ...],
+    unique: bool,
+    partial: bool,
+    force: bool,
+) -> None:
     """Write the calls of CAPTURE to OUT for other tools.
 
     What the format cannot say (collectives, sparse tensors, what the capture itself has not) is refused, all of it
@@ -41,8 +75,9 @@ def cli(capture: str, out: str, form: str, ops: str | None, scopes: tuple[str, .
     """
     wanted = Wanted(ops, scopes or None, kernels or None, signatures or None)
     with open_capture(capture) as reader, record_bar("exporting", reader.record_count) as on_record:
-        exported = export_replay_zip(reader, out, wanted, unique=unique, partial=partial, force=force,
-                                     on_record=on_record)
+        exported = export_replay_zip(
+            reader, out, wanted, unique=unique, partial=partial, force=force, on_record=on_record
+        )
     _report(out, exported)
 
 

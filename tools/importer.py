@@ -24,46 +24,111 @@ _KINDS = ("auto", "kineto", "execution-trace", "tracelens")
 _LEVELS = ("auto", "leaf", "launching", "root")
 
 
-@tool("opreplay-import",
-      ("opreplay-import trace.json.gz -o trace.opreplay",
-       "A profiler trace:"),
-      ("opreplay-import trace.json -o small.opreplay --unique --rewrite=portable",
-       "One of each call, with portable operators:"))
+@tool(
+    "opreplay-import",
+    ("opreplay-import trace.json.gz -o trace.opreplay", "A profiler trace:"),
+    (
+        "opreplay-import trace.json -o small.opreplay --unique --rewrite=portable",
+        "One of each call, with portable operators:",
+    ),
+)
 @click.option("-o", "--output", required=True, metavar="FILE", help="Where to write the capture.")
-@click.option("--from", "kind", type=click.Choice(_KINDS), default="auto", show_default=True,
-              help="What made the trace: the PyTorch profiler, its ExecutionTraceObserver, or TraceLens. auto looks "
-                   "into the file.")
-@click.option("--level", type=click.Choice(_LEVELS), default="auto", show_default=True,
-              help="Which operators stand for the work: the outermost (root), the deepest that do some themselves "
-                   "(leaf), or those that launched device work (launching). auto: launching where the trace has device "
-                   "work, else leaf.")
-@click.option("--unique", is_flag=True, help="Keep one of each call (operator, types, shapes, strides, values), with "
-              "its count and its mean times.")
-@click.option("--rewrite", type=click.Choice(["none", "portable"]), default="none", show_default=True,
-              help="Put operators that every device has in the place of those that only the traced device has, each "
-                   "one reported: cuDNN's and MIOpen's, fused attention.")
-@click.option("--op-library", "op_libraries", multiple=True, metavar="NAMESPACE=MODULE",
-              help="Import MODULE where an operator of NAMESPACE is needed. Repeatable.")
-@click.option("--allow-import", "allowed", multiple=True, metavar="NAME",
-              help="Let the known library NAME (a module, a package or an operator namespace) be imported where an "
-                   "operator needs it. Repeatable.")
-@click.option("--op-alias", "aliases", multiple=True, metavar="TRACED=OPERATOR",
-              help="Take OPERATOR for what the trace calls TRACED. Repeatable.")
-@click.option("--string-default", "string_defaults", multiple=True, metavar="OP.ARG=VALUE",
-              help="Take VALUE for the string argument ARG of OP where the trace has none: profiler traces drop "
-                   "all strings; *.ARG=VALUE for any operator. Each use is a warning. Repeatable.")
-@click.option("--graph-capture", "graph_captures", multiple=True, metavar="FILE",
-              help="A profiler trace taken while a CUDA or HIP graph was captured that TRACE launches: its operators "
-                   "get the kernels of those launches. Repeatable.")
-@click.option("--format", "form", type=click.Choice(["text", "jsonl"]), default="text", show_default=True,
-              help="How the report is printed.")
+@click.option(
+    "--from",
+    "kind",
+    type=click.Choice(_KINDS),
+    default="auto",
+    show_default=True,
+    help="What made the trace: the PyTorch profiler, its ExecutionTraceObserver, or TraceLens. auto looks "
+    "into the file.",
+)
+@click.option(
+    "--level",
+    type=click.Choice(_LEVELS),
+    default="auto",
+    show_default=True,
+    help="Which operators stand for the work: the outermost (root), the deepest that do some themselves "
+    "(leaf), or those that launched device work (launching). auto: launching where the trace has device "
+    "work, else leaf.",
+)
+@click.option(
+    "--unique",
+    is_flag=True,
+    help="Keep one of each call (operator, types, shapes, strides, values), with its count and its mean times.",
+)
+@click.option(
+    "--rewrite",
+    type=click.Choice(["none", "portable"]),
+    default="none",
+    show_default=True,
+    help="Put operators that every device has in the place of those that only the traced device has, each "
+    "one reported: cuDNN's and MIOpen's, fused attention.",
+)
+@click.option(
+    "--op-library",
+    "op_libraries",
+    multiple=True,
+    metavar="NAMESPACE=MODULE",
+    help="Import MODULE where an operator of NAMESPACE is needed. Repeatable.",
+)
+@click.option(
+    "--allow-import",
+    "allowed",
+    multiple=True,
+    metavar="NAME",
+    help="Let the known library NAME (a module, a package or an operator namespace) be imported where an "
+    "operator needs it. Repeatable.",
+)
+@click.option(
+    "--op-alias",
+    "aliases",
+    multiple=True,
+    metavar="TRACED=OPERATOR",
+    help="Take OPERATOR for what the trace calls TRACED. Repeatable.",
+)
+@click.option(
+    "--string-default",
+    "string_defaults",
+    multiple=True,
+    metavar="OP.ARG=VALUE",
+    help="Take VALUE for the string argument ARG of OP where the trace has none: profiler traces drop "
+    "all strings; *.ARG=VALUE for any operator. Each use is a warning. Repeatable.",
+)
+@click.option(
+    "--graph-capture",
+    "graph_captures",
+    multiple=True,
+    metavar="FILE",
+    help="A profiler trace taken while a CUDA or HIP graph was captured that TRACE launches: its operators "
+    "get the kernels of those launches. Repeatable.",
+)
+@click.option(
+    "--format",
+    "form",
+    type=click.Choice(["text", "jsonl"]),
+    default="text",
+    show_default=True,
+    help="How the report is printed.",
+)
 @click.option("--report", "report_file", metavar="FILE", help="Write the report to FILE as well, as JSON lines.")
 @click.option("--force", is_flag=True, help="Replace files that exist.")
 @click.argument("trace", metavar="TRACE", type=click.Path())
-def cli(trace: str, output: str, kind: str, level: str, unique: bool, rewrite: str, op_libraries: tuple[str, ...],
-        allowed: tuple[str, ...], aliases: tuple[str, ...], string_defaults: tuple[str, ...],
-        graph_captures: tuple[str, ...], form: str,
-        report_file: str | None, force: bool) -> int:
+def cli(
+    trace: str,
+    output: str,
+    kind: str,
+    level: str,
+    unique: bool,
+    rewrite: str,
+    op_libraries: tuple[str, ...],
+    allowed: tuple[str, ...],
+    aliases: tuple[str, ...],
+    string_defaults: tuple[str, ...],
+    graph_captures: tuple[str, ...],
+    form: str,
+    report_file: str | None,
+    force: bool,
+) -> int:
     """Make the capture FILE out of the trace TRACE.
 
     A report says what of it is exact, inferred or missing.
@@ -78,8 +143,21 @@ def cli(trace: str, output: str, kind: str, level: str, unique: bool, rewrite: s
         check_place(report_file, force)
     with _progress() as (on_bytes, on_record):
         names = _names(aliases, string_defaults)
-        report = _import(trace, output, kind, level, unique, rewrite, op_libraries, allowed, names, graph_captures,
-                         force, on_bytes, on_record)
+        report = _import(
+            trace,
+            output,
+            kind,
+            level,
+            unique,
+            rewrite,
+            op_libraries,
+            allowed,
+            names,
+            graph_captures,
+            force,
+            on_bytes,
+            on_record,
+        )
     if report_file is not None:
         _write_report(report_file, report)
     if form == "jsonl":
@@ -98,9 +176,21 @@ def cli(trace: str, output: str, kind: str, level: str, unique: bool, rewrite: s
     return 0
 
 
-def _import(trace: str, output: str, kind: str, level: str, unique: bool, rewrite: str, op_libraries: tuple[str, ...],
-            allowed: tuple[str, ...], names: TracedNames, graph_captures: tuple[str, ...], force: bool,
-            on_bytes: Callable[[int, int], None] | None, on_record: Callable[[int, int], None] | None) -> ImportReport:
+def _import(
+    trace: str,
+    output: str,
+    kind: str,
+    level: str,
+    unique: bool,
+    rewrite: str,
+    op_libraries: tuple[str, ...],
+    allowed: tuple[str, ...],
+    names: TracedNames,
+    graph_captures: tuple[str, ...],
+    force: bool,
+    on_bytes: Callable[[int, int], None] | None,
+    on_record: Callable[[int, int], None] | None,
+) -> ImportReport:
     from replayfmt.importers.importing import import_trace
     from replayfmt.pytorch.op_libraries import OpLibraries, parse_op_library
 
@@ -108,8 +198,18 @@ def _import(trace: str, output: str, kind: str, level: str, unique: bool, rewrit
     for each in op_libraries:
         libraries.register(*parse_op_library(each))
     choices: dict[str, Any] = {"kind": kind, "level": level, "rewrite": rewrite}
-    return import_trace(trace, output, **choices, unique=unique, libraries=libraries, names=names, force=force,
-                        graph_captures=graph_captures, progress=on_bytes, on_record=on_record)
+    return import_trace(
+        trace,
+        output,
+        **choices,
+        unique=unique,
+        libraries=libraries,
+        names=names,
+        force=force,
+        graph_captures=graph_captures,
+        progress=on_bytes,
+        on_record=on_record,
+    )
 
 
 def _names(aliases: tuple[str, ...], string_defaults: tuple[str, ...]) -> TracedNames:
@@ -140,8 +240,10 @@ def _progress() -> Iterator[tuple[Callable[[int, int], None] | None, Callable[[i
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         reading = bar.add_task("reading", total=None)
         writing = bar.add_task("writing", total=None, visible=False)
-        yield (lambda done, total: bar.update(reading, completed=done, total=total),
-               lambda done, total: bar.update(writing, completed=done, total=total, visible=True))
+        yield (
+            lambda done, total: bar.update(reading, completed=done, total=total),
+            lambda done, total: bar.update(writing, completed=done, total=total, visible=True),
+        )
 
 
 def main() -> None:

@@ -27,16 +27,22 @@ from .command import report
 if TYPE_CHECKING:
     from replayfmt.replay.codegen.windows import Window
 
-_NOTES = "OPREPLAY_ISOLATED"        # in the environment of the process that works: the folder of its notes
+_NOTES = "OPREPLAY_ISOLATED"  # in the environment of the process that works: the folder of its notes
 # The modules that this process finds, it finds as well: --allow-import names them.
 _PROGRAM = "import sys; sys.path[:] = {path!r}; from {module} import main; main()"
 
 
 def isolate_option(function: Any) -> Any:
     """Add `--isolate` to a tool."""
-    return click.option("--isolate", is_flag=True, is_eager=True, expose_value=False, callback=_isolate,
-                        help="Work in a process of its own: where a kernel ends that process, that is a failure with "
-                             "the op's name and exit code 1.")(function)
+    return click.option(
+        "--isolate",
+        is_flag=True,
+        is_eager=True,
+        expose_value=False,
+        callback=_isolate,
+        help="Work in a process of its own: where a kernel ends that process, that is a failure with "
+        "the op's name and exit code 1.",
+    )(function)
 
 
 def _isolate(context: click.Context, _parameter: click.Parameter, wanted: bool) -> None:
@@ -61,15 +67,21 @@ def _isolate(context: click.Context, _parameter: click.Parameter, wanted: bool) 
 
 def _take_notes(folder: Path) -> None:
     """Write down each window before it runs, and what Python was doing when the process ends."""
-    del os.environ[_NOTES]      # not for the processes that this one starts
+    del os.environ[_NOTES]  # not for the processes that this one starts
     faulthandler.enable((folder / "fault").open("w"), all_threads=False)
     notes = (folder / "window").open("w")
 
     def note(path: str, window: Window) -> None:
         notes.seek(0)
         notes.truncate()
-        json.dump({"capture": path, "first": window.first_ordinal, "lines": [
-            window.ordinal_of_line(line) for line in window.lines]}, notes)
+        json.dump(
+            {
+                "capture": path,
+                "first": window.first_ordinal,
+                "lines": [window.ordinal_of_line(line) for line in window.lines],
+            },
+            notes,
+        )
         notes.flush()
 
     from replayfmt.replay.run import execute

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 import click
 
+# fmt: off
 GROUPS: dict[str, tuple[str, ...]] = {
     "Output": (
         "--output", "--force", "--format", "--jq", "--raw-output", "--slurp", "--verbose", "--report",
@@ -36,6 +37,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "What is allowed": ("--allow-operator", "--allow-import", "--allow-incomplete", "--isolate"),
     "Help": ("--help", "--version", "--agents-md"),
 }
+# fmt: on
 _OTHERS = "Options"
 
 

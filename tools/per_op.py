@@ -21,37 +21,60 @@ if TYPE_CHECKING:
 
 _DEFAULT_MIN_TIME = "0.05s"
 # Flags that say how to measure whole replays.
-_WHOLE_ONLY = ("benchmark_repetitions", "benchmark_warmup", "device_profiling_mode",
-               "device_profiling_output")
+_WHOLE_ONLY = ("benchmark_repetitions", "benchmark_warmup", "device_profiling_mode", "device_profiling_output")
 _NEEDS_PER_OP = ("op_filter", "op_limit", "op_instances", "group_by", "top", "stop_on_error", "verbose")
 
 
 def per_op_options(function: Callable[..., Any]) -> Callable[..., Any]:
     """Add --per-op and the flags that go with it."""
     for option in (
-        click.option("--verbose", is_flag=True,
-                     help="With --per-op: print each op on stderr as soon as it is measured, with each argument's "
-                          "name, schema type and value, and each result."),
+        click.option(
+            "--verbose",
+            is_flag=True,
+            help="With --per-op: print each op on stderr as soon as it is measured, with each argument's "
+            "name, schema type and value, and each result.",
+        ),
         click.option("--stop-on-error", is_flag=True, help="With --per-op: end with the first op that fails."),
-        click.option("--top", type=click.IntRange(min=1), metavar="N",
-                     help="With --per-op: print only the N rows that take most time. What could not be measured is "
-                          "always listed."),
-        click.option("--group-by", type=click.Choice(["kernel", "signature", "scope"]),
-                     help="With --per-op: one row for each operator, each signature, or each scope by what is in it "
-                          "and in no inner one. Default: a row for each op that is measured."),
-        click.option("--op-instances", type=click.Choice(["unique", "all"]), default="unique", show_default=True,
-                     help="With --per-op: measure ops with the same kernel, shapes, strides and numbers once and count "
-                          "them, or measure each one."),
-        click.option("--op-limit", type=click.IntRange(min=1), metavar="N",
-                     help="With --per-op: only the first N of those that match."),
-        click.option("--op-filter", metavar="PATTERN",
-                     help="With --per-op: only operators whose name (aten::mm or aten::mm.default) matches the shell "
-                          "pattern."),
-        click.option("--per-op", is_flag=True,
-                     help="Measure every op on its own, on the inputs it has in the replay, and estimate its part of "
-                          "the workload, the most expensive first; with --replay-scope, those in these scopes. "
-                          "--benchmark-min-time is then for each op, and the least; default "
-                          f"{_DEFAULT_MIN_TIME}."),
+        click.option(
+            "--top",
+            type=click.IntRange(min=1),
+            metavar="N",
+            help="With --per-op: print only the N rows that take most time. What could not be measured is "
+            "always listed.",
+        ),
+        click.option(
+            "--group-by",
+            type=click.Choice(["kernel", "signature", "scope"]),
+            help="With --per-op: one row for each operator, each signature, or each scope by what is in it "
+            "and in no inner one. Default: a row for each op that is measured.",
+        ),
+        click.option(
+            "--op-instances",
+            type=click.Choice(["unique", "all"]),
+            default="unique",
+            show_default=True,
+            help="With --per-op: measure ops with the same kernel, shapes, strides and numbers once and count "
+            "them, or measure each one.",
+        ),
+        click.option(
+            "--op-limit",
+            type=click.IntRange(min=1),
+            metavar="N",
+            help="With --per-op: only the first N of those that match.",
+        ),
+        click.option(
+            "--op-filter",
+            metavar="PATTERN",
+            help="With --per-op: only operators whose name (aten::mm or aten::mm.default) matches the shell pattern.",
+        ),
+        click.option(
+            "--per-op",
+            is_flag=True,
+            help="Measure every op on its own, on the inputs it has in the replay, and estimate its part of "
+            "the workload, the most expensive first; with --replay-scope, those in these scopes. "
+            "--benchmark-min-time is then for each op, and the least; default "
+            f"{_DEFAULT_MIN_TIME}.",
+        ),
     ):
         function = option(function)
     return function
@@ -69,8 +92,11 @@ class PerOpFlags:
     @staticmethod
     def of(context: click.Context, verify: Any) -> PerOpFlags | None:
         """From the command's parameters; None without --per-op. Raises UsageError for flags that do not fit."""
-        given = {name for name in context.params
-                 if context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE}
+        given = {
+            name
+            for name in context.params
+            if context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE
+        }
         values = context.params
         if not values["per_op"]:
             for name in _NEEDS_PER_OP:
@@ -84,13 +110,21 @@ class PerOpFlags:
         from replayfmt.benchmark.per_op.measuring import OpOptions
 
         text = values["benchmark_min_time"] if "benchmark_min_time" in given else _DEFAULT_MIN_TIME
-        options = OpOptions(parse_min_time(text), verify, values["op_filter"], values["op_limit"],
-                            values["op_instances"] == "all", values["replay_scope"], values["stop_on_error"])
+        options = OpOptions(
+            parse_min_time(text),
+            verify,
+            values["op_filter"],
+            values["op_limit"],
+            values["op_instances"] == "all",
+            values["replay_scope"],
+            values["stop_on_error"],
+        )
         return PerOpFlags(options, values["group_by"], values["top"], values["verbose"])
 
 
-def run_per_op(plan: Plan, flags: PerOpFlags, form: str, progress: Progress | None,
-               write: Callable[[str], None] | None) -> int:
+def run_per_op(
+    plan: Plan, flags: PerOpFlags, form: str, progress: Progress | None, write: Callable[[str], None] | None
+) -> int:
     """Measure and print; `write` gets the JSON for --benchmark-out. The exit code: 1 where something that was asked for
     was not measured, or differs from the capture."""
     from replayfmt.benchmark.per_op.measuring import MeasuredOp, measure_ops

@@ -19,11 +19,17 @@ def profiling_options(function: Callable[..., Any]) -> Callable[..., Any]:
     """Add the flags, as parameters device_profiling_mode, device_profiling_output and force."""
     for option in (
         click.option("--force", is_flag=True, help="Overwrite output files that exist."),
-        click.option("--device-profiling-output", metavar="FILE",
-                     help="Write a torch.profiler trace of one more, untimed replay to FILE (Chrome JSON, or with .gz "
-                          "compressed), with the capture's scopes as annotations."),
-        click.option("--device-profiling-mode", metavar="LIST",
-                     help="What the trace holds, comma-separated: host-ops, device-kernels, memory, shapes, stacks."),
+        click.option(
+            "--device-profiling-output",
+            metavar="FILE",
+            help="Write a torch.profiler trace of one more, untimed replay to FILE (Chrome JSON, or with .gz "
+            "compressed), with the capture's scopes as annotations.",
+        ),
+        click.option(
+            "--device-profiling-mode",
+            metavar="LIST",
+            help="What the trace holds, comma-separated: host-ops, device-kernels, memory, shapes, stacks.",
+        ),
     ):
         function = option(function)
     return function
@@ -63,7 +69,7 @@ def profiled(request: ProfilingRequest | None, plan: Any) -> Iterator[None]:
     try:
         yield
     except (ReplayFailed, ReplayMismatch):
-        with suppress(ReplayFailed):      # the same failure once more, most likely; the first is the one to report
+        with suppress(ReplayFailed):  # the same failure once more, most likely; the first is the one to report
             request.profile(plan)
         raise
     request.profile(plan)
@@ -78,8 +84,10 @@ def profiling_request(mode: str | None, output: str | None, force: bool, capture
     if mode is None and output is None:
         return None
     if mode is None:
-        raise UsageError(f"--device-profiling-output={output}: give --device-profiling-mode=LIST with it, for instance "
-                         "host-ops,shapes")
+        raise UsageError(
+            f"--device-profiling-output={output}: give --device-profiling-mode=LIST with it, for instance "
+            "host-ops,shapes"
+        )
     if output is None:
         raise UsageError(f"--device-profiling-mode={mode}: give --device-profiling-output=FILE with it")
     from replayfmt.benchmark.meters.profiling import OUTPUT_FLAG, parse_families
@@ -88,5 +96,5 @@ def profiling_request(mode: str | None, output: str | None, force: bool, capture
     families = parse_families(mode)
     refuse_input(OUTPUT_FLAG, output, capture)
     with output_file(OUTPUT_FLAG, output, force):
-        pass        # it can be written; it is made at the end, and nothing is there until then
+        pass  # it can be written; it is made at the end, and nothing is there until then
     return ProfilingRequest(families, output, force)

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-_LONG = 20_000       # records; what goes through fewer shows no progress
+_LONG = 20_000  # records; what goes through fewer shows no progress
 
 
 @contextmanager

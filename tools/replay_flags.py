@@ -38,53 +38,110 @@ def replay_options(function: Callable[..., Any]) -> Callable[..., Any]:
 
     for option in (
         isolate_option,
-        click.option("--allow-incomplete", is_flag=True,
-                     help="Replay what there is of a capture that was never closed."),
-        click.option("--allow-import", "allow_imports", multiple=True, metavar="NAME",
-                     help="Import the module NAME for the custom operators that it registers, or let the known "
-                          "library of the operator namespace NAME be imported. NAMESPACE=MODULE also lets the capture "
-                          "call functions that MODULE defines, under operator names of NAMESPACE. Nothing is imported "
-                          "because a capture names it. Repeatable."),
-        click.option("--allow-operator", "allow_operators", multiple=True, metavar="NAMESPACE::OPERATOR",
-                     help="Run this operator although it does more than compute on tensors: opens files, prints, "
-                          "reaches devices or other processes. Repeatable."),
-        click.option("--op-library", "op_libraries", multiple=True, metavar="NAMESPACE=MODULE",
-                     help="Import MODULE where an operator of NAMESPACE is needed, also for its plain functions that a "
-                          "trace shows as operators. Repeatable."),
-        click.option("--replay-file-remap", multiple=True, metavar="CAPTURED=REPLAY",
-                     help="External files whose captured path begins with CAPTURED are below REPLAY now. Whole path "
-                          "components, the longest match wins. Repeatable."),
-        click.option("--substitution-atol", type=float, metavar="A",
-                     help="A replacement's values may be off by A + R times the expected value, instead of R times the "
-                          "larger of it and the tensor's root mean square."),
-        click.option("--substitution-rtol", type=float, metavar="R",
-                     help="Replaces the relative tolerance R of every dtype when replacements are checked."),
-        click.option("--replay-kernel-substitution", multiple=True, metavar="SELECTOR[@FORMAT]=PATH[:NAME]",
-                     help="Run the function NAME of the Python file PATH, or an operator that a torch library "
-                          "registers, in the place of the selected kernels, after checking it against them. SELECTOR: "
-                          "a kernel id, an operator (aten::mm, aten::mm.default), a signature, or all. Repeatable."),
-        click.option("--replay-initializer", multiple=True, metavar="FILE.py",
-                     help="Run FILE.py, and let the initializers it registers fill what was not captured, before the "
-                          "built-in ones; the first that matches counts. Repeatable."),
-        click.option("--moe-routing", metavar="uniform|zipf[:EXPONENT]",
-                     help="How initializers draw experts that a capture does not hold: uniformly (the default) or by "
-                          "Zipf's law, with exponent 1.2 unless it is given."),
-        click.option("--opaque-result", "opaque_results", multiple=True, metavar="OPERATOR[:INDEX]",
-                     help="Results of this operator, or the one of that index, hold bytes that no replay reproduces "
-                          "(addresses, memory left unwritten): they are not compared, nor embedded. Repeatable."),
-        click.option("--verify", type=click.Choice(_MODES), default="auto", show_default=True,
-                     help="Compare results with the captured digests: bit for bit, by tolerances, as the machine "
-                          "allows, or not at all."),
-        click.option("--device", multiple=True, metavar="DEVICE",
-                     help="Replay on this device; repeat it for each captured accelerator, in the order of their "
-                          "indices. Default: the captured ones."),
+        click.option(
+            "--allow-incomplete", is_flag=True, help="Replay what there is of a capture that was never closed."
+        ),
+        click.option(
+            "--allow-import",
+            "allow_imports",
+            multiple=True,
+            metavar="NAME",
+            help="Import the module NAME for the custom operators that it registers, or let the known "
+            "library of the operator namespace NAME be imported. NAMESPACE=MODULE also lets the capture "
+            "call functions that MODULE defines, under operator names of NAMESPACE. Nothing is imported "
+            "because a capture names it. Repeatable.",
+        ),
+        click.option(
+            "--allow-operator",
+            "allow_operators",
+            multiple=True,
+            metavar="NAMESPACE::OPERATOR",
+            help="Run this operator although it does more than compute on tensors: opens files, prints, "
+            "reaches devices or other processes. Repeatable.",
+        ),
+        click.option(
+            "--op-library",
+            "op_libraries",
+            multiple=True,
+            metavar="NAMESPACE=MODULE",
+            help="Import MODULE where an operator of NAMESPACE is needed, also for its plain functions that a "
+            "trace shows as operators. Repeatable.",
+        ),
+        click.option(
+            "--replay-file-remap",
+            multiple=True,
+            metavar="CAPTURED=REPLAY",
+            help="External files whose captured path begins with CAPTURED are below REPLAY now. Whole path "
+            "components, the longest match wins. Repeatable.",
+        ),
+        click.option(
+            "--substitution-atol",
+            type=float,
+            metavar="A",
+            help="A replacement's values may be off by A + R times the expected value, instead of R times the "
+            "larger of it and the tensor's root mean square.",
+        ),
+        click.option(
+            "--substitution-rtol",
+            type=float,
+            metavar="R",
+            help="Replaces the relative tolerance R of every dtype when replacements are checked.",
+        ),
+        click.option(
+            "--replay-kernel-substitution",
+            multiple=True,
+            metavar="SELECTOR[@FORMAT]=PATH[:NAME]",
+            help="Run the function NAME of the Python file PATH, or an operator that a torch library "
+            "registers, in the place of the selected kernels, after checking it against them. SELECTOR: "
+            "a kernel id, an operator (aten::mm, aten::mm.default), a signature, or all. Repeatable.",
+        ),
+        click.option(
+            "--replay-initializer",
+            multiple=True,
+            metavar="FILE.py",
+            help="Run FILE.py, and let the initializers it registers fill what was not captured, before the "
+            "built-in ones; the first that matches counts. Repeatable.",
+        ),
+        click.option(
+            "--moe-routing",
+            metavar="uniform|zipf[:EXPONENT]",
+            help="How initializers draw experts that a capture does not hold: uniformly (the default) or by "
+            "Zipf's law, with exponent 1.2 unless it is given.",
+        ),
+        click.option(
+            "--opaque-result",
+            "opaque_results",
+            multiple=True,
+            metavar="OPERATOR[:INDEX]",
+            help="Results of this operator, or the one of that index, hold bytes that no replay reproduces "
+            "(addresses, memory left unwritten): they are not compared, nor embedded. Repeatable.",
+        ),
+        click.option(
+            "--verify",
+            type=click.Choice(_MODES),
+            default="auto",
+            show_default=True,
+            help="Compare results with the captured digests: bit for bit, by tolerances, as the machine "
+            "allows, or not at all.",
+        ),
+        click.option(
+            "--device",
+            multiple=True,
+            metavar="DEVICE",
+            help="Replay on this device; repeat it for each captured accelerator, in the order of their "
+            "indices. Default: the captured ones.",
+        ),
     ):
         bundled = option(bundled)
     return bundled
 
 
-_PLURALS = {"allow_imports": "allow-import", "allow_operators": "allow-operator", "op_libraries": "op-library",
-            "opaque_results": "opaque-result"}
+_PLURALS = {
+    "allow_imports": "allow-import",
+    "allow_operators": "allow-operator",
+    "op_libraries": "op-library",
+    "opaque_results": "opaque-result",
+}
 
 
 def flag_of(name: str) -> str:
@@ -128,14 +185,21 @@ class ReplayFlags:
         for library in self.op_libraries:
             register_op_library(*parse_op_library(library))
         with _file_progress() as on_file_bytes:
-            return Plan(path, list(self.device), self.allow_incomplete, keep_going=keep_going,
-                        initializers=self._initializers(),
-                        file_remaps=self.replay_file_remap, on_file_bytes=on_file_bytes,
-                        initializer_options={} if self.moe_routing is None else {"moe-routing": self.moe_routing},
-                        allow_imports=self.allow_imports, allow_operators=self.allow_operators,
-                        opaque_results=self.opaque_results,
-                        substitutions=self.replay_kernel_substitution,
-                        substitution_tolerance=Tolerance(self.substitution_rtol, self.substitution_atol))
+            return Plan(
+                path,
+                list(self.device),
+                self.allow_incomplete,
+                keep_going=keep_going,
+                initializers=self._initializers(),
+                file_remaps=self.replay_file_remap,
+                on_file_bytes=on_file_bytes,
+                initializer_options={} if self.moe_routing is None else {"moe-routing": self.moe_routing},
+                allow_imports=self.allow_imports,
+                allow_operators=self.allow_operators,
+                opaque_results=self.opaque_results,
+                substitutions=self.replay_kernel_substitution,
+                substitution_tolerance=Tolerance(self.substitution_rtol, self.substitution_atol),
+            )
 
     def registry(self) -> Registry:
         """The initializers that plans made with these flags use. Raises UsageError where a file is wrong."""
@@ -149,12 +213,19 @@ class ReplayFlags:
         return [each for file in self.replay_initializer for each in load_initializers(file)]
 
     def _refuse_odd_tolerances(self) -> None:
-        for flag, value in (("--substitution-rtol", self.substitution_rtol),
-                            ("--substitution-atol", self.substitution_atol)):
+        for flag, value in (
+            ("--substitution-rtol", self.substitution_rtol),
+            ("--substitution-atol", self.substitution_atol),
+        ):
             if value is not None and not (self.replay_kernel_substitution and 0 <= value < math.inf):
-                raise UsageError(f"{flag}={value:g}: expected a number from 0"
-                                 + ("" if self.replay_kernel_substitution else ", and --replay-kernel-substitution "
-                                    "with what to judge by it"))
+                raise UsageError(
+                    f"{flag}={value:g}: expected a number from 0"
+                    + (
+                        ""
+                        if self.replay_kernel_substitution
+                        else ", and --replay-kernel-substitution with what to judge by it"
+                    )
+                )
 
 
 @contextmanager

@@ -20,33 +20,63 @@ if TYPE_CHECKING:
     from replayfmt.replay.results import ReplayResult
 
 
-@tool("opreplay-run",
-      ("opreplay-run step.opreplay",
-       "Replay and verify:"),
-      ("opreplay-run --device=cuda:0 step.opreplay",
-       "On another device:"),
-      ("opreplay-run --replay-kernel-substitution=aten::mm=my_mm.py step.opreplay",
-       "With your own kernel, checked against the original:"))
+@tool(
+    "opreplay-run",
+    ("opreplay-run step.opreplay", "Replay and verify:"),
+    ("opreplay-run --device=cuda:0 step.opreplay", "On another device:"),
+    (
+        "opreplay-run --replay-kernel-substitution=aten::mm=my_mm.py step.opreplay",
+        "With your own kernel, checked against the original:",
+    ),
+)
 @replay_options
-@click.option("--keep-going", is_flag=True,
-              help="Run what can be run and give every op a verdict: ok, refused, failed, mismatched or skipped.")
-@click.option("--compare-kernels", is_flag=True,
-              help="Of an imported trace, on a CUDA device: run each op once more under the profiler and say MATCH or "
-                   "DIFFERENT of its device kernels and their grids. Implies --keep-going.")
-@click.option("--warm", is_flag=True,
-              help="Execute everything once more, unverified, and print the time of that, too: the first execution "
-                   "includes allocation and page faults.")
-@click.option("--format", "form", type=click.Choice(["text", "jsonl"]), default="text", show_default=True,
-              help="How the result is printed.")
-@click.option("--list-initializers", is_flag=True,
-              help="Print what fills content that was not captured, in the order it is tried, and exit. Needs no "
-                   "CAPTURE.")
+@click.option(
+    "--keep-going",
+    is_flag=True,
+    help="Run what can be run and give every op a verdict: ok, refused, failed, mismatched or skipped.",
+)
+@click.option(
+    "--compare-kernels",
+    is_flag=True,
+    help="Of an imported trace, on a CUDA device: run each op once more under the profiler and say MATCH or "
+    "DIFFERENT of its device kernels and their grids. Implies --keep-going.",
+)
+@click.option(
+    "--warm",
+    is_flag=True,
+    help="Execute everything once more, unverified, and print the time of that, too: the first execution "
+    "includes allocation and page faults.",
+)
+@click.option(
+    "--format",
+    "form",
+    type=click.Choice(["text", "jsonl"]),
+    default="text",
+    show_default=True,
+    help="How the result is printed.",
+)
+@click.option(
+    "--list-initializers",
+    is_flag=True,
+    help="Print what fills content that was not captured, in the order it is tried, and exit. Needs no CAPTURE.",
+)
 @profiling_options
 @click.argument("capture", metavar="CAPTURE", type=click.Path(), required=False)
 @click.pass_context
-def cli(context: click.Context, /, capture: str | None, list_initializers: bool, flags: ReplayFlags, keep_going: bool,
-        compare_kernels: bool, warm: bool, form: str, device_profiling_mode: str | None,
-        device_profiling_output: str | None, force: bool) -> int:
+def cli(
+    context: click.Context,
+    /,
+    capture: str | None,
+    list_initializers: bool,
+    flags: ReplayFlags,
+    keep_going: bool,
+    compare_kernels: bool,
+    warm: bool,
+    form: str,
+    device_profiling_mode: str | None,
+    device_profiling_output: str | None,
+    force: bool,
+) -> int:
     """Replay CAPTURE without its program and verify the results.
 
     Exits with 0 if it ran and matched, 1 if it was refused, failed or did not match, 2 for wrong usage, 3 if CAPTURE is
@@ -57,8 +87,9 @@ def cli(context: click.Context, /, capture: str | None, list_initializers: bool,
             say(line)
         return 0
     if capture is None:
-        raise click.MissingParameter(ctx=context, param=next(each for each in context.command.params
-                                                             if each.name == "capture"))
+        raise click.MissingParameter(
+            ctx=context, param=next(each for each in context.command.params if each.name == "capture")
+        )
     profiling = profiling_request(device_profiling_mode, device_profiling_output, force, capture)
     keep_going = keep_going or compare_kernels
     with flags.plan(capture, keep_going=keep_going) as plan, profiled(profiling, plan):

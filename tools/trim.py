@@ -21,40 +21,90 @@ from .progress import record_bar
 from .replay_flags import ReplayFlags, flag_of, replay_options
 
 
-@tool("opreplay-trim",
-      ("opreplay-trim --scope=execute step.opreplay execute.opreplay",
-       "One scope, with the memory it needs:"),
-      ("opreplay-trim --kernel=aten::mm --ops=:100 step.opreplay --script mm.py",
-       "A script that needs torch alone:"),
-      ("opreplay-trim --payload=none step.opreplay shared.opreplay",
-       "Without content, safe to share:"))
-@click.option("--ops", metavar="A:B", help="Keep records with ordinals from A up to, not including, B. Either may be "
-              "missing.")
-@click.option("--scope", "scopes", multiple=True, metavar="NAME", help="Keep records inside the scopes of this name or "
-              "full path, every time they are entered. Repeatable: in any of them.")
-@click.option("--kernel", "kernels", multiple=True, metavar="PATTERN", help="Keep ops whose operator matches, such as "
-              "'aten::mm', 'aten::mm.default' or 'aten::*norm*'. Repeatable: any of them.")
-@click.option("--signature", "signatures", multiple=True, metavar="TEXT", help="Keep ops of this signature, as "
-              "opreplay-dump --signatures prints it. Repeatable: of any of them.")
-@click.option("--payload", type=click.Choice(["full", "integers", "none"]), default="full", show_default=True,
-              help="What content the result has: all that its ops need; integers alone, floating-point content being "
-                   "left to initializers with its statistics; or none: metadata alone, safe to share.")
+@tool(
+    "opreplay-trim",
+    ("opreplay-trim --scope=execute step.opreplay execute.opreplay", "One scope, with the memory it needs:"),
+    ("opreplay-trim --kernel=aten::mm --ops=:100 step.opreplay --script mm.py", "A script that needs torch alone:"),
+    ("opreplay-trim --payload=none step.opreplay shared.opreplay", "Without content, safe to share:"),
+)
+@click.option(
+    "--ops", metavar="A:B", help="Keep records with ordinals from A up to, not including, B. Either may be missing."
+)
+@click.option(
+    "--scope",
+    "scopes",
+    multiple=True,
+    metavar="NAME",
+    help="Keep records inside the scopes of this name or "
+    "full path, every time they are entered. Repeatable: in any of them.",
+)
+@click.option(
+    "--kernel",
+    "kernels",
+    multiple=True,
+    metavar="PATTERN",
+    help="Keep ops whose operator matches, such as "
+    "'aten::mm', 'aten::mm.default' or 'aten::*norm*'. Repeatable: any of them.",
+)
+@click.option(
+    "--signature",
+    "signatures",
+    multiple=True,
+    metavar="TEXT",
+    help="Keep ops of this signature, as opreplay-dump --signatures prints it. Repeatable: of any of them.",
+)
+@click.option(
+    "--payload",
+    type=click.Choice(["full", "integers", "none"]),
+    default="full",
+    show_default=True,
+    help="What content the result has: all that its ops need; integers alone, floating-point content being "
+    "left to initializers with its statistics; or none: metadata alone, safe to share.",
+)
 @click.option("--redact", is_flag=True, help="Leave out host name, user, command line, and the directories of files.")
-@click.option("--script", metavar="OUT.py", help="Write the selected ops as a Python script that needs torch alone, "
-              "instead of a capture: one op a line, and a timing loop.")
-@click.option("--script-data", metavar="FILE", help="With --script: write the inputs to FILE (safetensors), which the "
-              "script loads. Without it the script synthesizes them.")
-@click.option("--vectors", metavar="DIR", help="Write each selected op's inputs and results into the new directory DIR "
-              "as test vectors for a kernel, instead of a capture: safetensors and JSON (docs/vectors.md).")
-@click.option("--partial", is_flag=True, help="With --vectors: leave out the ops that a vector cannot express, and "
-              "list them, instead of refusing.")
+@click.option(
+    "--script",
+    metavar="OUT.py",
+    help="Write the selected ops as a Python script that needs torch alone, "
+    "instead of a capture: one op a line, and a timing loop.",
+)
+@click.option(
+    "--script-data",
+    metavar="FILE",
+    help="With --script: write the inputs to FILE (safetensors), which the "
+    "script loads. Without it the script synthesizes them.",
+)
+@click.option(
+    "--vectors",
+    metavar="DIR",
+    help="Write each selected op's inputs and results into the new directory DIR "
+    "as test vectors for a kernel, instead of a capture: safetensors and JSON (docs/vectors.md).",
+)
+@click.option(
+    "--partial",
+    is_flag=True,
+    help="With --vectors: leave out the ops that a vector cannot express, and list them, instead of refusing.",
+)
 @click.option("--force", is_flag=True, help="Replace an existing file, or an existing directory of test vectors.")
 @replay_options
 @click.argument("capture", metavar="IN", type=click.Path())
 @click.argument("out", metavar="[OUT]", type=click.Path(), required=False)
-def cli(capture: str, out: str | None, ops: str | None, scopes: tuple[str, ...], kernels: tuple[str, ...],
-        signatures: tuple[str, ...], payload: str, redact: bool, script: str | None, script_data: str | None,
-        vectors: str | None, partial: bool, force: bool, flags: ReplayFlags) -> None:
+def cli(
+    capture: str,
+    out: str | None,
+    ops: str | None,
+    scopes: tuple[str, ...],
+    kernels: tuple[str, ...],
+    signatures: tuple[str, ...],
+    payload: str,
+    redact: bool,
+    script: str | None,
+    script_data: str | None,
+    vectors: str | None,
+    partial: bool,
+    force: bool,
+    flags: ReplayFlags,
+) -> None:
     """Write a part of the capture IN to OUT.
 
     OUT replays by itself and gives the same results.
@@ -67,8 +117,10 @@ def cli(capture: str, out: str | None, ops: str | None, scopes: tuple[str, ...],
     """
     wanted = Wanted(ops, scopes or None, kernels or None, signatures or None)
     if flags.replay_kernel_substitution:
-        raise UsageError("--replay-kernel-substitution: what is kept comes from the captured kernels; substitute when "
-                         "you replay the result")
+        raise UsageError(
+            "--replay-kernel-substitution: what is kept comes from the captured kernels; substitute when "
+            "you replay the result"
+        )
     if script is None and script_data is not None:
         raise UsageError("--script-data is for --script")
     if partial and vectors is None:
@@ -98,8 +150,10 @@ def cli(capture: str, out: str | None, ops: str | None, scopes: tuple[str, ...],
         _report(_copy(capture, out, redact, payload, force, flags.allow_incomplete))
         return
     if wanted.everything:
-        raise UsageError("nothing is selected: give --ops, --scope, --kernel or --signature (or --payload=none, "
-                         "--payload=integers or --redact, to keep everything, with less in it)")
+        raise UsageError(
+            "nothing is selected: give --ops, --scope, --kernel or --signature (or --payload=none, "
+            "--payload=integers or --redact, to keep everything, with less in it)"
+        )
     if not less:
         _report(_trim(capture, out, wanted, force, flags))
         return
@@ -112,31 +166,50 @@ def cli(capture: str, out: str | None, ops: str | None, scopes: tuple[str, ...],
 
 def _replays_nothing(flags: ReplayFlags, why: str) -> None:
     """Refuse flags that say how to replay where nothing is replayed."""
-    given = [flag_of(name) for name, value in vars(flags).items()
-             if value and name != "allow_incomplete" and (name, value) != ("verify", "auto")]
+    given = [
+        flag_of(name)
+        for name, value in vars(flags).items()
+        if value and name != "allow_incomplete" and (name, value) != ("verify", "auto")
+    ]
     if given:
         raise UsageError(f"{why} replays nothing: leave {', '.join(given)} out")
 
 
 def _strip(capture: str, out: str, wanted: Wanted, force: bool, flags: ReplayFlags) -> None:
     with open_capture(capture) as reader:
-        _report(strip_capture(reader, out, wanted, force=force, allow_incomplete=flags.allow_incomplete, words=_user(),
-                              on_prediction=_predicted))
+        _report(
+            strip_capture(
+                reader,
+                out,
+                wanted,
+                force=force,
+                allow_incomplete=flags.allow_incomplete,
+                words=_user(),
+                on_prediction=_predicted,
+            )
+        )
 
 
 def _copy(capture: str, out: str, redact: bool, payload: str, force: bool, allow_incomplete: bool) -> TrimResult:
     from replayfmt.trim.redacting import copy_capture
 
     with open_capture(capture) as reader:
-        return copy_capture(reader, out, redact=redact, integers_only=payload == "integers", force=force,
-                            allow_incomplete=allow_incomplete, words=_user())
+        return copy_capture(
+            reader,
+            out,
+            redact=redact,
+            integers_only=payload == "integers",
+            force=force,
+            allow_incomplete=allow_incomplete,
+            words=_user(),
+        )
 
 
 def _user() -> tuple[str, ...]:
     try:
         return (getpass.getuser(),)
     except (KeyError, OSError, ImportError):
-        return ()       # nobody this system has a name for
+        return ()  # nobody this system has a name for
 
 
 def _trim(capture: str, out: str, wanted: Wanted, force: bool, flags: ReplayFlags) -> TrimResult:
@@ -147,8 +220,16 @@ def _trim(capture: str, out: str, wanted: Wanted, force: bool, flags: ReplayFlag
         return check_apart(path, replace(flags, replay_file_remap=remaps, verify=verify, opaque_results=()))
 
     with flags.plan(capture, keep_going=True) as plan, record_bar("replaying", plan.reader.record_count) as on_progress:
-        return trim_capture(plan, out, wanted, check, verify=flags.verify, force=force, on_prediction=_predicted,
-                            on_progress=on_progress)
+        return trim_capture(
+            plan,
+            out,
+            wanted,
+            check,
+            verify=flags.verify,
+            force=force,
+            on_prediction=_predicted,
+            on_progress=on_progress,
+        )
 
 
 def _script(capture: str, out: str, data: str | None, wanted: Wanted, force: bool, flags: ReplayFlags) -> None:
@@ -157,12 +238,14 @@ def _script(capture: str, out: str, data: str | None, wanted: Wanted, force: boo
     if data is None:
         _replays_nothing(flags, "--script without --script-data")
         with open_capture(capture) as reader:
-            result = synthesized_script(reader, out, wanted, force=force, allow_incomplete=flags.allow_incomplete,
-                                        on_prediction=_predicted)
+            result = synthesized_script(
+                reader, out, wanted, force=force, allow_incomplete=flags.allow_incomplete, on_prediction=_predicted
+            )
     else:
         with flags.plan(capture, keep_going=True) as plan:
-            result = script_with_data(plan, out, data, wanted, verify=flags.verify, force=force,
-                                      on_prediction=_predicted)
+            result = script_with_data(
+                plan, out, data, wanted, verify=flags.verify, force=force, on_prediction=_predicted
+            )
         say(f"replayed  {result.verified}")
         say(f"{data}: {result.data_bytes:,} bytes of inputs")
     say(f"{result.path}: {result.ops:,} ops, {result.inputs:,} inputs")
@@ -172,8 +255,15 @@ def _vectors(capture: str, out: str, wanted: Wanted, force: bool, partial: bool,
     from replayfmt.trim.vectors.export import write_vectors
 
     with flags.plan(capture, keep_going=True) as plan:
-        result = write_vectors(plan, out, wanted, verify=flags.verify, force=force, partial=partial,
-                               allow_incomplete=flags.allow_incomplete)
+        result = write_vectors(
+            plan,
+            out,
+            wanted,
+            verify=flags.verify,
+            force=force,
+            partial=partial,
+            allow_incomplete=flags.allow_incomplete,
+        )
         made_up = plan.synthesis.reason
     say(f"replayed  {result.verified}")
     if made_up:
@@ -184,7 +274,7 @@ def _vectors(capture: str, out: str, wanted: Wanted, force: bool, partial: bool,
 
 
 def _predicted(prediction: Prediction) -> None:
-    with reader_may_leave():      # what is predicted is still to be done
+    with reader_may_leave():  # what is predicted is still to be done
         click.echo(prediction.text)
 
 
@@ -196,8 +286,10 @@ def _report(result: TrimResult, trimmed: TrimResult | None = None) -> None:
         say(f"checked   {verified.checked}")
     for note in (*(trimmed.notes if trimmed is not None else ()), *result.notes):
         say(f"note      {note}")
-    say(f"{result.path}: {result.bytes:,} bytes, {result.ops:,} ops in {result.records:,} records, "
-        f"{result.embedded_bytes:,} bytes of content")
+    say(
+        f"{result.path}: {result.bytes:,} bytes, {result.ops:,} ops in {result.records:,} records, "
+        f"{result.embedded_bytes:,} bytes of content"
+    )
 
 
 def main() -> None:

@@ -68,9 +68,11 @@ class Sample:
     @staticmethod
     def of(times: Sequence[Times]) -> Sample:
         host = [each.host_ns for each in times if each.host_ns is not None]
-        return Sample(np.array([each.real_ns for each in times], dtype=np.float64),
-                      np.array([each.cpu_ns for each in times], dtype=np.float64),
-                      np.array(host, dtype=np.float64) if len(host) == len(times) else None)
+        return Sample(
+            np.array([each.real_ns for each in times], dtype=np.float64),
+            np.array([each.cpu_ns for each in times], dtype=np.float64),
+            np.array(host, dtype=np.float64) if len(host) == len(times) else None,
+        )
 
     def statistics(self) -> TimeStatistics:
         """Over the iterations' real times."""
@@ -106,8 +108,7 @@ class Run:
 Progress = Callable[[str, int, int | None], None]
 
 
-def measure(plan: Plan, options: Options, *, clock: Clock | None = None,
-            progress: Progress | None = None) -> Run:
+def measure(plan: Plan, options: Options, *, clock: Clock | None = None, progress: Progress | None = None) -> Run:
     """Benchmark a plan.
 
     `clock` replaces the host's clocks. Raises UsageError and ReplayRefused for scopes that cannot be measured, before
@@ -132,8 +133,15 @@ def _no_progress(_what: str, _done: int, _of: int | None) -> None:
 class _Runner:
     """The replays of one benchmark, in order, and what they took so far."""
 
-    def __init__(self, plan: Plan, whole: MeasuredRegion, regions: list[MeasuredRegion], options: Options, clock: Clock,
-                 progress: Progress) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        whole: MeasuredRegion,
+        regions: list[MeasuredRegion],
+        options: Options,
+        clock: Clock,
+        progress: Progress,
+    ) -> None:
         self._plan, self._options, self._clock, self._progress = plan, options, clock, progress
         self.whole_region = whole
         self.whole_samples: list[Sample] = []
@@ -164,7 +172,7 @@ class _Runner:
             nonlocal timed, waited, before
             timed += last.real_ns
             now = self._clock.real()
-            waited += now - before if done > 1 else last.real_ns      # before the first one there were warm-ups
+            waited += now - before if done > 1 else last.real_ns  # before the first one there were warm-ups
             before = now
             return timed >= goal_ns or done >= MOST_ITERATIONS or waited >= PATIENCE * goal_ns
 
@@ -218,8 +226,9 @@ class _Runner:
 
     def _require_match(self, result: ReplayResult, when: str) -> None:
         if result.outcome != "ok":
-            raise ReplayMismatch(f"the replay did not match the capture {when}, so there are no times to report: "
-                                 f"{result.divergence}")
+            raise ReplayMismatch(
+                f"the replay did not match the capture {when}, so there are no times to report: {result.divergence}"
+            )
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from replayfmt.errors import UsageError
 
-MOST_ITERATIONS = 1_000_000_000      # Google Benchmark's own limit
+MOST_ITERATIONS = 1_000_000_000  # Google Benchmark's own limit
 _ITERATIONS = re.compile(r"\s*\+?0*(\d{1,10})x", re.ASCII)
 _SECONDS = re.compile(r"\s*\+?((?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)s?", re.ASCII)
 
@@ -44,5 +44,7 @@ def parse_min_time(text: str) -> MinTime:
             seconds = float(matched[1])
             if seconds > 0 and math.isfinite(seconds):
                 return MinTime(seconds=seconds)
-    raise UsageError(f"--benchmark-min-time={text}: expected <integer>x (iterations, 1 to {MOST_ITERATIONS}) or "
-                     "<float>s (seconds, more than 0), for instance 20x or 0.5s")
+    raise UsageError(
+        f"--benchmark-min-time={text}: expected <integer>x (iterations, 1 to {MOST_ITERATIONS}) or "
+        "<float>s (seconds, more than 0), for instance 20x or 0.5s"
+    )

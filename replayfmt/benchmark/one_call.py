@@ -66,8 +66,16 @@ class Benchmarked:
         return f"<pre>{escape(str(self))}</pre>"
 
 
-def benchmark(path: str | PathLike[str], *, scopes: Sequence[str] = (), min_time: str = "0.5s", repetitions: int = 1,
-              warmup: int = 2, verify: VerifyMode = "auto", **options: Unpack[PlanOptions]) -> Benchmarked:
+def benchmark(
+    path: str | PathLike[str],
+    *,
+    scopes: Sequence[str] = (),
+    min_time: str = "0.5s",
+    repetitions: int = 1,
+    warmup: int = 2,
+    verify: VerifyMode = "auto",
+    **options: Unpack[PlanOptions],
+) -> Benchmarked:
     """Replay a capture repeatedly and measure it, as opreplay-benchmark does: verified before and after timing.
 
     `scopes` (names, or full paths) measures the time inside them instead of the whole replay's; `min_time` is a number

@@ -15,7 +15,7 @@ from replayfmt.errors import ReplayRefused, UsageError
 from replayfmt.format.codes import RecordKind
 from replayfmt.format.reader import CaptureReader
 
-_CLOSEST = 12      # how many scopes the capture has are listed in an error, at most
+_CLOSEST = 12  # how many scopes the capture has are listed in an error, at most
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ def whole_capture(reader: CaptureReader) -> MeasuredRegion:
     last = reader.frame(len(reader.record_frames) - 1)
     end = int(last.start_ns[-1])
     if last.duration_ns is not None:
-        end += max(0, int(last.duration_ns[-1]))     # an unknown one ends no earlier than it began
+        end += max(0, int(last.duration_ns[-1]))  # an unknown one ends no earlier than it began
     captured, reason = _measured(first, end)
     return MeasuredRegion(None, frozenset(), 1, ops, captured, reason)
 
@@ -69,8 +69,13 @@ def find_regions(reader: CaptureReader, names: tuple[str, ...]) -> list[Measured
             scope, begins = int(frame.scope[position]), bool(kind[position] == RecordKind.scope_begin)
             for walk in walks:
                 if scope in walk.open:
-                    walk.step(scope, begins, frame.first_ordinal + int(position), int(frame.start_ns[position]),
-                              int(ops_before[position]))
+                    walk.step(
+                        scope,
+                        begins,
+                        frame.first_ordinal + int(position),
+                        int(frame.start_ns[position]),
+                        int(ops_before[position]),
+                    )
         for walk in walks:
             walk.ops_before_frame += int(ops_before[-1]) if len(ops_before) else 0
     return [walk.region() for walk in walks]
@@ -82,10 +87,13 @@ def matching_scopes(reader: CaptureReader, name: str) -> dict[int, str]:
     matching = {scope: path for scope, path in paths.items() if name in (path, reader.scopes[scope].name)}
     if not matching:
         known = list(dict.fromkeys(paths.values()))
-        shown = ", ".join(map(repr, known[:_CLOSEST])) + (f" and {len(known) - _CLOSEST} more"
-                                                          if len(known) > _CLOSEST else "")
-        raise UsageError(f"--replay-scope={name}: {reader.path} has no scope of that name or path; "
-                         + (f"it has {shown}" if known else "it has no scopes at all"))
+        shown = ", ".join(map(repr, known[:_CLOSEST])) + (
+            f" and {len(known) - _CLOSEST} more" if len(known) > _CLOSEST else ""
+        )
+        raise UsageError(
+            f"--replay-scope={name}: {reader.path} has no scope of that name or path; "
+            + (f"it has {shown}" if known else "it has no scopes at all")
+        )
     return matching
 
 
@@ -93,7 +101,7 @@ def scopes_inside(reader: CaptureReader, names: tuple[str, ...]) -> set[int]:
     """The ids of the scopes that any of `names` means, and of all scopes inside them. Raises UsageError for a name
     that means none."""
     inside = {scope for name in names for scope in matching_scopes(reader, name)}
-    for scope in range(1, len(reader.scopes)):      # a scope's parent is defined before it
+    for scope in range(1, len(reader.scopes)):  # a scope's parent is defined before it
         if reader.scopes[scope].parent in inside:
             inside.add(scope)
     return inside
@@ -113,10 +121,10 @@ class _ScopeWalk:
         self._reader = reader
         self._name = name
         matching = matching_scopes(reader, name)
-        self.open = dict.fromkeys(matching, 0)     # scope id → how many of it are open
+        self.open = dict.fromkeys(matching, 0)  # scope id → how many of it are open
         self._paths = frozenset(matching.values())
         self._depth = 0
-        self._outermost = 0                        # ordinal where the outermost open one began
+        self._outermost = 0  # ordinal where the outermost open one began
         self._begin_ns = self._captured_ns = 0
         self._begin_op = self._ops = self._passes = 0
         self.ops_before_frame = 0
@@ -130,8 +138,10 @@ class _ScopeWalk:
             self._depth += 1
             return
         if not self.open[scope]:
-            raise ReplayRefused(f"{self._reader.path}: ordinal {ordinal}: scope {self._reader.scope_path(scope)!r} "
-                                "ends before it begins; it cannot be measured, choose another with --replay-scope")
+            raise ReplayRefused(
+                f"{self._reader.path}: ordinal {ordinal}: scope {self._reader.scope_path(scope)!r} "
+                "ends before it begins; it cannot be measured, choose another with --replay-scope"
+            )
         self.open[scope] -= 1
         self._depth -= 1
         if not self._depth:
@@ -142,9 +152,11 @@ class _ScopeWalk:
     def region(self) -> MeasuredRegion:
         for scope, count in self.open.items():
             if count:
-                raise ReplayRefused(f"{self._reader.path}: scope {self._reader.scope_path(scope)!r} begins at ordinal "
-                                    f"{self._outermost} or later and does not end; it cannot be measured, choose "
-                                    "another with --replay-scope")
+                raise ReplayRefused(
+                    f"{self._reader.path}: scope {self._reader.scope_path(scope)!r} begins at ordinal "
+                    f"{self._outermost} or later and does not end; it cannot be measured, choose "
+                    "another with --replay-scope"
+                )
         if not self._passes:
             raise UsageError(f"--replay-scope={self._name}: {self._reader.path} defines that scope and never enters it")
         captured, reason = _measured(0, self._captured_ns)

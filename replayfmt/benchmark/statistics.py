@@ -38,8 +38,8 @@ class TimeStatistics:
     mean: float
     minimum: float
     maximum: float
-    standard_deviation: float | None     # of the sample: divided by count - 1
-    interval: Interval | None            # of the median
+    standard_deviation: float | None  # of the sample: divided by count - 1
+    interval: Interval | None  # of the median
     reasons: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -63,10 +63,20 @@ def summarize(times: Sequence[float] | np.ndarray) -> TimeStatistics:
         reasons["standard_deviation"] = "one iteration has no spread; two are needed"
     interval = median_interval(values)
     if interval is None:
-        reasons["interval"] = (f"{values.size} iterations cannot enclose the median with {CONFIDENCE:.0%} confidence; "
-                               f"{SMALLEST_FOR_INTERVAL} are needed")
-    return TimeStatistics(int(values.size), float(np.median(values)), float(values.mean()), float(values.min()),
-                          float(values.max()), deviation, interval, reasons)
+        reasons["interval"] = (
+            f"{values.size} iterations cannot enclose the median with {CONFIDENCE:.0%} confidence; "
+            f"{SMALLEST_FOR_INTERVAL} are needed"
+        )
+    return TimeStatistics(
+        int(values.size),
+        float(np.median(values)),
+        float(values.mean()),
+        float(values.min()),
+        float(values.max()),
+        deviation,
+        interval,
+        reasons,
+    )
 
 
 def median_interval(times: np.ndarray) -> Interval | None:
@@ -90,11 +100,11 @@ def _interval_rank(count: int) -> tuple[int, float]:
     """The largest k whose interval still holds the confidence asked for, and the confidence it holds."""
     if count > LARGEST_EXACT:
         rank = math.floor(count / 2 - 0.98 * math.sqrt(count))
-        spread = (count / 2 - rank + 0.5) / (math.sqrt(count) / 2)   # continuity correction of the rank's tail
+        spread = (count / 2 - rank + 0.5) / (math.sqrt(count) / 2)  # continuity correction of the rank's tail
         return rank, math.erf(spread / math.sqrt(2))
     outcomes = 1 << count
     rank = 1
-    tail = 1      # outcomes, of 2**count, with at most rank - 1 times below the median: at first, the one with none
+    tail = 1  # outcomes, of 2**count, with at most rank - 1 times below the median: at first, the one with none
     while True:
         wider = tail + math.comb(count, rank)
         if outcomes - 2 * wider < CONFIDENCE * outcomes:

@@ -18,7 +18,7 @@ from replayfmt.format.redaction import has_path, has_stack, users_in
 
 _AT_ONCE = 1024
 _SHOWN_NAME = 40
-_MARKS = ("/", "\\", "~", ".py", ".c", ".h", 'File "')   # every path and every place in a program has one of them
+_MARKS = ("/", "\\", "~", ".py", ".c", ".h", 'File "')  # every path and every place in a program has one of them
 _NUMBERS = (ValueKind.bool, ValueKind.int, ValueKind.float, ValueKind.complex)
 
 
@@ -51,22 +51,32 @@ def contained(reader: CaptureReader) -> Contained:
     file_paths = {file.path for file in reader.files[1:]}
     texts = [text for text in (*reader.definitions.strings[1:], *_session_texts(reader)) if text]
     # A capture may have very many texts, of which hardly any tells anything: look at many at once first.
-    pages = ["\n".join(texts[first:first + _AT_ONCE]) for first in range(0, len(texts), _AT_ONCE)]
-    telling = [text for number, page in enumerate(pages) if _may_tell(page)
-               for text in texts[number * _AT_ONCE:(number + 1) * _AT_ONCE]]
+    pages = ["\n".join(texts[first : first + _AT_ONCE]) for first in range(0, len(texts), _AT_ONCE)]
+    telling = [
+        text
+        for number, page in enumerate(pages)
+        if _may_tell(page)
+        for text in texts[number * _AT_ONCE : (number + 1) * _AT_ONCE]
+    ]
     users = {user for text in telling for user in users_in(text)}
     nodes = _Nodes(reader)
     return Contained(
         content_bytes=reader.summary.storage_payload_bytes,
-        digests=reader.summary.records.get(RecordKind.digest, 0) + (
-            reader.summary.records.get(RecordKind.host_read, 0) if nodes.host_reads_with_digest() else 0),
+        digests=reader.summary.records.get(RecordKind.digest, 0)
+        + (reader.summary.records.get(RecordKind.host_read, 0) if nodes.host_reads_with_digest() else 0),
         scalar_results=sum(reader.summary.kernel_calls.get(kernel, 0) for kernel in nodes.scalar_kernels()),
         recipe_statistics=int(np.count_nonzero(reader.definitions.column("recipe_statistics"))),
-        argument_strings=nodes.distinct_texts(ValueKind.string), scope_names=len(reader.scopes) - 1,
-        opaque_descriptions=nodes.distinct_texts(ValueKind.opaque), external_file_paths=len(file_paths),
+        argument_strings=nodes.distinct_texts(ValueKind.string),
+        scope_names=len(reader.scopes) - 1,
+        opaque_descriptions=nodes.distinct_texts(ValueKind.opaque),
+        external_file_paths=len(file_paths),
         other_paths=sum(has_path(text) for text in telling if text not in file_paths),
-        stacks=sum(map(has_stack, telling)), host_name=session.host is not None, user_names=tuple(sorted(users)),
-        working_directory=session.working_directory is not None, command_line=bool(session.argv))
+        stacks=sum(map(has_stack, telling)),
+        host_name=session.host is not None,
+        user_names=tuple(sorted(users)),
+        working_directory=session.working_directory is not None,
+        command_line=bool(session.argv),
+    )
 
 
 def _may_tell(page: str) -> bool:
@@ -121,21 +131,32 @@ def statement(found: Contained) -> tuple[str, str]:
         (found.digests, f"{_counted(found.digests, 'digest')} of content, with up to 64 elements each", "digests"),
         (found.scalar_results, f"values that {_counted(found.scalar_results, 'op')} returned", "values of results"),
         (found.recipe_statistics, f"statistics of {_counted(found.recipe_statistics, 'tensor')}", "statistics"),
-        (found.argument_strings, f"{_counted(found.argument_strings, 'string')} as arguments of ops",
-         "strings as arguments"),
+        (
+            found.argument_strings,
+            f"{_counted(found.argument_strings, 'string')} as arguments of ops",
+            "strings as arguments",
+        ),
         (found.opaque_descriptions, f"{_counted(found.opaque_descriptions, 'description')} of other arguments", ""),
-        (found.external_file_paths, f"{_counted(found.external_file_paths, 'path')} of external files",
-         "paths of external files"),
+        (
+            found.external_file_paths,
+            f"{_counted(found.external_file_paths, 'path')} of external files",
+            "paths of external files",
+        ),
         (found.other_paths, f"{_counted(found.other_paths, 'text')} with absolute paths", "other absolute paths"),
         (found.host_name, "host name", "host name"),
-        (names, f"user {'name' if len(names) == 1 else 'names'} ({', '.join(names[:5])}"
-                f"{', …' if len(names) > 5 else ''})", "user name"),
+        (
+            names,
+            f"user {'name' if len(names) == 1 else 'names'} ({', '.join(names[:5])}{', …' if len(names) > 5 else ''})",
+            "user name",
+        ),
         (found.working_directory, "working directory", "working directory"),
         (found.command_line, "command line", "command line"),
         (found.stacks, f"{_counted(found.stacks, 'text')} with stack information", "stack information"),
     ]
-    return (", ".join(text for there, text, _name in facts if there),
-            ", ".join(name for there, _text, name in facts if not there and name))
+    return (
+        ", ".join(text for there, text, _name in facts if there),
+        ", ".join(name for there, _text, name in facts if not there and name),
+    )
 
 
 def _counted(number: int, noun: str) -> str:

@@ -26,7 +26,7 @@ from .values import CHUNK_CHARACTERS, scope_path
 Row = dict[str, Any]
 
 SHOWN_FILES = 10
-SHOWN_LINE = 1000    # characters; no statement of what a capture contains is as long
+SHOWN_LINE = 1000  # characters; no statement of what a capture contains is as long
 # What the text says of an external file, by where its content is.
 _WHERE = {"external": "", "inline": ", embedded", "ranges": ", what is used of it is embedded", "unknown": ", not used"}
 
@@ -34,9 +34,13 @@ _WHERE = {"external": "", "inline": ", embedded", "ranges": ", what is used of i
 def file_row(reader: CaptureReader) -> Row:
     """What kind of file this is, and whether all of it is there."""
     return {
-        "kind": "file", "path": str(reader.path), "version": f"{reader.version[0]}.{reader.version[1]}",
-        "complete": reader.complete, "length": reader.length,
-        "incomplete_reason": None if reader.complete else reader.incomplete_reason, "warnings": list(reader.warnings),
+        "kind": "file",
+        "path": str(reader.path),
+        "version": f"{reader.version[0]}.{reader.version[1]}",
+        "complete": reader.complete,
+        "length": reader.length,
+        "incomplete_reason": None if reader.complete else reader.incomplete_reason,
+        "warnings": list(reader.warnings),
     }
 
 
@@ -52,8 +56,10 @@ def obstacles(reader: CaptureReader) -> list[str]:
     used = (signature for signature in reader.signatures[1:] if signature.kind == RecordKind.op)
     if any(node.kind == ValueKind.opaque for signature in used for node in signature.nodes):
         found.append("opaque arguments")
-    if any(kernel.kind != KernelKind.operator and reader.summary.kernel_calls.get(number)
-           for number, kernel in enumerate(reader.kernels[1:], start=1)):
+    if any(
+        kernel.kind != KernelKind.operator and reader.summary.kernel_calls.get(number)
+        for number, kernel in enumerate(reader.kernels[1:], start=1)
+    ):
         found.append("kernels that are not operators")
     if reader.summary.records.get(RecordKind.collective):
         found.append("collectives")
@@ -67,16 +73,24 @@ def summary_row(reader: CaptureReader) -> Row:
     summary, needs = reader.summary, Needs(reader)
     records = {kind.name: summary.records.get(kind, 0) for kind in RecordKind if kind != RecordKind.none}
     return {
-        "kind": "summary", "hermetic": needs.hermetic, "environment_referenced": needs.files > 0,
-        "strict_replay_supported": not obstacles(reader), "ops": records["op"], "kernels": len(reader.kernels) - 1,
+        "kind": "summary",
+        "hermetic": needs.hermetic,
+        "environment_referenced": needs.files > 0,
+        "strict_replay_supported": not obstacles(reader),
+        "ops": records["op"],
+        "kernels": len(reader.kernels) - 1,
         "storages": summary.storages,
         "scopes": {"begin": records["scope_begin"], "end": records["scope_end"]},
         "payloads": {"count": len(reader.payloads), "bytes": summary.storage_payload_bytes},
         **files_row(reader, needs),
         "unsupported": dict(sorted(summary.unsupported.items())),
-        "records": records, "absent_storages": summary.absent_storages, "duration_ns": summary.ended_ns,
-        "recovered": summary.recovered, "origins": _by_origin(summary.origins),
-        "origin_bytes": _by_origin(summary.origin_bytes), "annotated": summary.annotated,
+        "records": records,
+        "absent_storages": summary.absent_storages,
+        "duration_ns": summary.ended_ns,
+        "recovered": summary.recovered,
+        "origins": _by_origin(summary.origins),
+        "origin_bytes": _by_origin(summary.origin_bytes),
+        "annotated": summary.annotated,
         "contains": contained(reader).row(),
     }
 
@@ -97,15 +111,26 @@ def created(session: Session) -> str | None:
 def session_row(session: Session) -> Row:
     """What the capture says of its origin."""
     return {
-        "kind": "session", "session_id": session.session_id, "producer": session.producer,
-        "producer_version": session.producer_version, "created": created(session),
+        "kind": "session",
+        "session_id": session.session_id,
+        "producer": session.producer,
+        "producer_version": session.producer_version,
+        "created": created(session),
         # Always a string, so that its type does not depend on its size.
         "created_unix_ns": str(session.created_unix_ns) if session.created_unix_ns else None,
-        "torch_version": session.torch_version, "python_version": session.python_version, "platform": session.platform,
-        "host": session.host, "cpu": session.cpu, "cpu_capability": session.cpu_capability,
-        "argv": list(session.argv), "working_directory": session.working_directory,
-        "rank": session.rank, "world_size": session.world_size,
-        "libraries": session.libraries, "settings": session.settings, "policies": session.policies,
+        "torch_version": session.torch_version,
+        "python_version": session.python_version,
+        "platform": session.platform,
+        "host": session.host,
+        "cpu": session.cpu,
+        "cpu_capability": session.cpu_capability,
+        "argv": list(session.argv),
+        "working_directory": session.working_directory,
+        "rank": session.rank,
+        "world_size": session.world_size,
+        "libraries": session.libraries,
+        "settings": session.settings,
+        "policies": session.policies,
     }
 
 
@@ -124,27 +149,45 @@ def definition_rows(reader: CaptureReader) -> Iterator[Row]:
     names = [None, *(str(device) for device in reader.devices[1:])]
     for number, device in enumerate(reader.devices[1:], start=1):
         yield {
-            "kind": "device", "id": number, "device": names[number], "type": device.kind,
-            "index": device.index if device.index >= 0 else None, "name": device.name or None,
+            "kind": "device",
+            "id": number,
+            "device": names[number],
+            "type": device.kind,
+            "index": device.index if device.index >= 0 else None,
+            "name": device.name or None,
             "fingerprint": fingerprint(device),
         }
     for number, kernel in enumerate(reader.kernels[1:], start=1):
         yield {
-            "kind": "kernel", "id": number, "name": kernel.name, "overload": kernel.overload, "schema": kernel.schema,
-            "calls": reader.summary.kernel_calls.get(number, 0), "kernel_kind": kernel.kind.name,
+            "kind": "kernel",
+            "id": number,
+            "name": kernel.name,
+            "overload": kernel.overload,
+            "schema": kernel.schema,
+            "calls": reader.summary.kernel_calls.get(number, 0),
+            "kernel_kind": kernel.kind.name,
         }
     for number, generator in enumerate(reader.generators[1:], start=1):
         yield {"kind": "generator", "id": number, "device": names[generator.device], "default": generator.default}
     for number, scope in enumerate(reader.scopes[1:], start=1):
         yield {
-            "kind": "scope", "id": number, "name": scope.name, "path": scope_path(reader, number),
+            "kind": "scope",
+            "id": number,
+            "name": scope.name,
+            "path": scope_path(reader, number),
             "parent": scope.parent or None,
         }
     for payload in reader.payloads:
         yield {
-            "kind": "payload", "id": payload.id, "bytes": payload.raw_bytes, "digest": payload.digest,
-            "range": {"offset": payload.offset, "length": payload.stored_bytes,
-                      "compression": Codec(payload.codec).name},
+            "kind": "payload",
+            "id": payload.id,
+            "bytes": payload.raw_bytes,
+            "digest": payload.digest,
+            "range": {
+                "offset": payload.offset,
+                "length": payload.stored_bytes,
+                "compression": Codec(payload.codec).name,
+            },
         }
     yield from file_rows(reader, Needs(reader))
 
@@ -167,23 +210,32 @@ def storage_lines(reader: CaptureReader, frame: RecordFrame) -> Iterator[str]:
     devices = ["null", *(quote(str(device)) for device in reader.devices[1:])]
     origins = [quote(origin.name) for origin in StorageOrigin]
     born = zip(
-        count(frame.first_storage), integers(frame.storage_bytes), frame.storage_device.tolist(),
-        frame.storage_origin.tolist(), frame.storage_payload.tolist(), strict=False)
+        count(frame.first_storage),
+        integers(frame.storage_bytes),
+        frame.storage_device.tolist(),
+        frame.storage_origin.tolist(),
+        frame.storage_payload.tolist(),
+        strict=False,
+    )
     at_once = max(1, CHUNK_CHARACTERS // (max(map(len, devices)) + 256))
     # What the id in the payload's column is, by origin; only origins of format 1.1 have another one than a payload's.
     ends = ['"payload":{0}}}\n'] * (max(StorageOrigin) + 1)
     ends[StorageOrigin.external_file] = '"payload":null,"range":{0}}}\n'
     ends[StorageOrigin.initializer] = '"payload":null,"recipe":{0}}}\n'
     others = bool((frame.storage_origin >= StorageOrigin.external_file).any())
-    while rows := [
-        f'{{"kind":"storage","id":{number},"device":{devices[device]},"bytes":{size},"origin":{origins[origin]},'
-        f'"payload":{payload or "null"}}}\n'
-        for number, size, device, origin, payload in islice(born, at_once)
-    ] if not others else [
-        f'{{"kind":"storage","id":{number},"device":{devices[device]},"bytes":{size},"origin":{origins[origin]},'
-        + ends[origin].format(payload or "null")
-        for number, size, device, origin, payload in islice(born, at_once)
-    ]:
+    while (
+        rows := [
+            f'{{"kind":"storage","id":{number},"device":{devices[device]},"bytes":{size},"origin":{origins[origin]},'
+            f'"payload":{payload or "null"}}}\n'
+            for number, size, device, origin, payload in islice(born, at_once)
+        ]
+        if not others
+        else [
+            f'{{"kind":"storage","id":{number},"device":{devices[device]},"bytes":{size},"origin":{origins[origin]},'
+            + ends[origin].format(payload or "null")
+            for number, size, device, origin, payload in islice(born, at_once)
+        ]
+    ):
         yield "".join(rows)
 
 
@@ -197,8 +249,9 @@ def counted(number: int, noun: str) -> str:
 
 def summary_text(reader: CaptureReader) -> str:
     """The summary as aligned lines, with an empty line after it."""
-    return "".join(f"{name:<14}{printable(value, SHOWN_LINE)}\n" for name, value in summary_facts(reader) if value
-                   ) + "\n"
+    return (
+        "".join(f"{name:<14}{printable(value, SHOWN_LINE)}\n" for name, value in summary_facts(reader) if value) + "\n"
+    )
 
 
 def summary_facts(reader: CaptureReader) -> list[tuple[str, str]]:
@@ -217,15 +270,24 @@ def _file_facts(reader: CaptureReader) -> list[tuple[str, str]]:
 
 def _origin_facts(session: Session) -> list[tuple[str, str]]:
     makers = [f"{session.producer} {session.producer_version}"]
-    makers += [f"{name} {version}" for name, version in (
-        ("torch", session.torch_version), ("python", session.python_version)) if version]
+    makers += [
+        f"{name} {version}"
+        for name, version in (("torch", session.torch_version), ("python", session.python_version))
+        if version
+    ]
     machine = (session.host, session.platform, session.cpu, session.cpu_capability)
     return [
         ("captured", " by ".join(filter(None, (created(session), ", ".join(makers))))),
         ("machine", ", ".join(filter(None, machine))),
         ("command", " ".join(session.argv)),
-        ("policies", ", ".join(f"{name}={value}" for name, value in session.policies.items()
-                               if value is not None and value is not False)),
+        (
+            "policies",
+            ", ".join(
+                f"{name}={value}"
+                for name, value in session.policies.items()
+                if value is not None and value is not False
+            ),
+        ),
         ("rank", f"{session.rank} of {session.world_size}" if session.world_size > 1 else ""),
     ]
 
@@ -235,12 +297,15 @@ def _content_facts(reader: CaptureReader) -> list[tuple[str, str]]:
     devices = [f"{device} ({device.name})" if device.name else str(device) for device in reader.devices[1:]]
     ops = summary.records.get(RecordKind.op, 0)
     records = [f"{counted(ops, 'op')} of {counted(len(reader.kernels) - 1, 'kernel')}"]
-    records += [f"{count:,} {kind.name}" for kind, count in sorted(summary.records.items())
-                if count and kind != RecordKind.op]
+    records += [
+        f"{count:,} {kind.name}" for kind, count in sorted(summary.records.items()) if count and kind != RecordKind.op
+    ]
     if summary.annotated:
         records.append(f"{summary.annotated:,} of them annotated")
-    memory = [counted(summary.storages, "storage"), f"{counted(len(reader.payloads), 'payload')} of "
-              f"{counted(summary.storage_payload_bytes, 'byte')}"]
+    memory = [
+        counted(summary.storages, "storage"),
+        f"{counted(len(reader.payloads), 'payload')} of {counted(summary.storage_payload_bytes, 'byte')}",
+    ]
     if summary.absent_storages:
         memory.append(f"{summary.absent_storages:,} without content")
     made_up = summary.absent_storages
@@ -257,10 +322,15 @@ def _content_facts(reader: CaptureReader) -> list[tuple[str, str]]:
         ("scopes", ", ".join(scope.name for scope in reader.scopes[1:] if not scope.parent)),
         ("memory", ", ".join(memory)),
         *_file_facts_outside(reader),
-        ("contains", has), ("lacks", lacks),
+        ("contains", has),
+        ("lacks", lacks),
         ("unsupported", ", ".join(unsupported) or "none"),
-        ("strict replay", f"refused: {', '.join(against)}" if against else
-         "nothing in the file is against it" + ("; what was not captured is made up" if made_up else "")),
+        (
+            "strict replay",
+            f"refused: {', '.join(against)}"
+            if against
+            else "nothing in the file is against it" + ("; what was not captured is made up" if made_up else ""),
+        ),
     ]
 
 
@@ -268,12 +338,15 @@ def _file_facts_outside(reader: CaptureReader) -> list[tuple[str, str]]:
     """The external files one by one, each with where its content is and what is at its path now."""
     needs = Needs(reader)
     shown = []
-    for number, file in enumerate(reader.files[1:SHOWN_FILES + 1], start=1):
+    for number, file in enumerate(reader.files[1 : SHOWN_FILES + 1], start=1):
         where = needs.where(number)
         found = f", {state(file)}" if where == "external" else ""
-        shown.append(("file needed" if where == "external" else "file",
-                      f"{file.path}, {counted(file.bytes, 'byte')}, validated by {validation(file)}"
-                      f"{_WHERE[where]}{found}"))
+        shown.append(
+            (
+                "file needed" if where == "external" else "file",
+                f"{file.path}, {counted(file.bytes, 'byte')}, validated by {validation(file)}{_WHERE[where]}{found}",
+            )
+        )
     if needs.files > SHOWN_FILES:
         shown.append(("files", f"{needs.files - SHOWN_FILES:,} more"))
     return shown

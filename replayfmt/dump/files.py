@@ -90,19 +90,39 @@ def file_rows(reader: CaptureReader, needs: Needs) -> Iterator[Row]:
     for number, file in enumerate(reader.files[1:], start=1):
         identity = file.identity
         yield {
-            "kind": "external_file", "id": number, "path": file.path, "bytes": file.bytes, "where": needs.where(number),
-            "validation": validation(file), "digest": file.digest,
+            "kind": "external_file",
+            "id": number,
+            "path": file.path,
+            "bytes": file.bytes,
+            "where": needs.where(number),
+            "validation": validation(file),
+            "digest": file.digest,
             # Always strings, so that their type does not depend on their size.
-            "identity": None if identity is None else {
-                "device": str(identity.device), "inode": str(identity.inode), "mtime_ns": str(identity.mtime_ns)},
-            "payload": file.payload or None, "format": file.format or None, "state": state(file),
+            "identity": None
+            if identity is None
+            else {"device": str(identity.device), "inode": str(identity.inode), "mtime_ns": str(identity.mtime_ns)},
+            "payload": file.payload or None,
+            "format": file.format or None,
+            "state": state(file),
         }
     for number, place in enumerate(reader.ranges[1:], start=1):
-        yield {"kind": "range", "id": number, "file": place.file, "offset": place.offset, "bytes": place.bytes,
-               "payload": place.payload or None}
+        yield {
+            "kind": "range",
+            "id": number,
+            "file": place.file,
+            "offset": place.offset,
+            "bytes": place.bytes,
+            "payload": place.payload or None,
+        }
     for number, recipe in enumerate(reader.recipes[1:], start=1):
-        yield {"kind": "recipe", "id": number, "dtype": recipe.dtype.name, "elements": recipe.elements,
-               "seed": str(recipe.seed), "statistics": None if recipe.statistics is None else vars(recipe.statistics)}
+        yield {
+            "kind": "recipe",
+            "id": number,
+            "dtype": recipe.dtype.name,
+            "elements": recipe.elements,
+            "seed": str(recipe.seed),
+            "statistics": None if recipe.statistics is None else vars(recipe.statistics),
+        }
 
 
 def files_row(reader: CaptureReader, needs: Needs) -> Row:
@@ -110,8 +130,12 @@ def files_row(reader: CaptureReader, needs: Needs) -> Row:
     counts, lengths = needs.count()
     validations = [validation(file) for file in reader.files[1:]]
     return {
-        "files": {"external": counts["external"], "inline": counts["inline"], "ranges": counts["ranges"],
-                  "unknown": counts["unknown"]},
+        "files": {
+            "external": counts["external"],
+            "inline": counts["inline"],
+            "ranges": counts["ranges"],
+            "unknown": counts["unknown"],
+        },
         "file_bytes": lengths,
         "file_validation": {**{name: validations.count(name) for name in ("identity", "digest", "none")}, "unknown": 0},
     }

@@ -17,8 +17,15 @@ def capture_html(reader: CaptureReader) -> str:
     calls = reader.summary.kernel_calls
     kernels = sorted(range(1, len(reader.kernels)), key=lambda number: (-calls.get(number, 0), number))
     facts = "".join(_row(name, value) for name, value in summary_facts(reader) if value)
-    rows = "".join(_row(str(number), reader.kernels[number].qualified_name, f"{calls.get(number, 0):,}",
-                        reader.kernels[number].schema) for number in kernels[:_SHOWN_KERNELS])
+    rows = "".join(
+        _row(
+            str(number),
+            reader.kernels[number].qualified_name,
+            f"{calls.get(number, 0):,}",
+            reader.kernels[number].schema,
+        )
+        for number in kernels[:_SHOWN_KERNELS]
+    )
     left = len(kernels) - _SHOWN_KERNELS
     more = f"<p>and {left:,} kernels that are called less</p>" if left > 0 else ""
     head = "".join(f"<th>{name}</th>" for name in ("id", "kernel", "calls", "schema"))

@@ -19,16 +19,28 @@ from .templates import Hole, Piece, Slot
 from .values import Columns, Cursor, Dialect, Made, device_slot, scope_path
 
 # Kinds whose value is plain JSON; lists of one such kind hold these values themselves.
-PLAIN = frozenset({
-    ValueKind.none, ValueKind.bool, ValueKind.int, ValueKind.float, ValueKind.complex, ValueKind.string,
-    ValueKind.dtype, ValueKind.layout, ValueKind.memory_format, ValueKind.device, ValueKind.process_group,
-    ValueKind.opaque,
-})
+PLAIN = frozenset(
+    {
+        ValueKind.none,
+        ValueKind.bool,
+        ValueKind.int,
+        ValueKind.float,
+        ValueKind.complex,
+        ValueKind.string,
+        ValueKind.dtype,
+        ValueKind.layout,
+        ValueKind.memory_format,
+        ValueKind.device,
+        ValueKind.process_group,
+        ValueKind.opaque,
+    }
+)
 RUNS = {ValueKind.int: Hole.integers, ValueKind.float: Hole.numbers}
-REFERENCES = frozenset({
-    ValueKind.storage, ValueKind.generator, ValueKind.payload, ValueKind.range, ValueKind.recipe})
+REFERENCES = frozenset({ValueKind.storage, ValueKind.generator, ValueKind.payload, ValueKind.range, ValueKind.recipe})
 CODES: dict[ValueKind, Callable[[int], Any]] = {
-    ValueKind.dtype: DType, ValueKind.layout: Layout, ValueKind.memory_format: MemoryFormat,
+    ValueKind.dtype: DType,
+    ValueKind.layout: Layout,
+    ValueKind.memory_format: MemoryFormat,
 }
 
 # Keys of a host_read or digest row that carries no digest: a capture may have been made without them.
@@ -61,28 +73,33 @@ class JsonLines(Dialect):
         tensors = [
             f'"tensor":{tensor},"storage":{storage}{before}{offset}{after}'
             for tensor, storage, (before, after), offset in zip(
-                integers(frame.tensor_id), storages, self._metas.of(rows),
-                integers(frame.tensor_offset), strict=True)
+                integers(frame.tensor_id), storages, self._metas.of(rows), integers(frame.tensor_offset), strict=True
+            )
         ]
         floats = frame.floats.tolist()
         if not np.isfinite(frame.floats).all():
             floats = [number(value) for value in floats]
         slots = frame.tensor_slots.tolist()
         return Columns(
-            T=list(map(tensors.__getitem__, slots)), I=integers(frame.ints), F=floats, R=frame.ints.tolist(),
-            L=slots, D=list(self._meta_devices.of(rows)),
+            T=list(map(tensors.__getitem__, slots)),
+            I=integers(frame.ints),
+            F=floats,
+            R=frame.ints.tolist(),
+            L=slots,
+            D=list(self._meta_devices.of(rows)),
         )
 
     def integers(self, column: np.ndarray) -> list[Any]:
         return integers(column)
 
     def device_durations(self, column: np.ndarray) -> list[str]:
-        return [f',"device_duration_ns":{value if value != UNKNOWN_DURATION else "null"}'
-                for value in column.tolist()]
+        return [f',"device_duration_ns":{value if value != UNKNOWN_DURATION else "null"}' for value in column.tolist()]
 
     def annotations(self, ids: list[int]) -> list[str]:
-        known = {number: f',"annotation":{encode_fast(self.reader.annotation(number))}' if number else ""
-                 for number in set(ids)}
+        known = {
+            number: f',"annotation":{encode_fast(self.reader.annotation(number))}' if number else ""
+            for number in set(ids)
+        }
         return [known[number] for number in ids]
 
     def values(self, values: np.ndarray) -> str:
@@ -93,8 +110,9 @@ class JsonLines(Dialect):
 
     def _meta(self, meta: TensorMeta) -> tuple[str, str]:
         """What stands before and after the offset in a tensor's keys."""
-        before = (f',"dtype":{quote(meta.dtype.name)},"sizes":{encode(meta.sizes)},"strides":{encode(meta.strides)}'
-                  ',"offset":')
+        before = (
+            f',"dtype":{quote(meta.dtype.name)},"sizes":{encode(meta.sizes)},"strides":{encode(meta.strides)},"offset":'
+        )
         # Where there is only one device, every op and every storage says already which.
         after = f',"device":{self._devices[meta.device]}' if len(self._devices) > 2 else ""
         if meta.layout != Layout.strided:
@@ -122,11 +140,19 @@ class JsonLines(Dialect):
         kernel = self.reader.kernels[signature.kernel]
         slot = device_slot(signature)
         return [
-            '{"kind":"op","ordinal":', Slot(Hole.ordinal),
+            '{"kind":"op","ordinal":',
+            Slot(Hole.ordinal),
             f',"op":{quote(kernel.name)},"overload":{quote(kernel.overload)},"kernel":{signature.kernel},"scope":',
-            Slot(Hole.scope), ',"device":', "null" if slot is None else Slot(Hole.tensor_device, slot),
-            ',"thread":', Slot(Hole.thread), f',"status":{quote(signature.status.name)},"start_ns":', Slot(Hole.start),
-            ',"duration_ns":', Slot(Hole.duration), Slot(Hole.device_duration),
+            Slot(Hole.scope),
+            ',"device":',
+            "null" if slot is None else Slot(Hole.tensor_device, slot),
+            ',"thread":',
+            Slot(Hole.thread),
+            f',"status":{quote(signature.status.name)},"start_ns":',
+            Slot(Hole.start),
+            ',"duration_ns":',
+            Slot(Hole.duration),
+            Slot(Hole.device_duration),
             *self._values(signature),
         ]
 

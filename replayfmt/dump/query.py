@@ -55,7 +55,8 @@ class Query:
                     yield "".join(results)
                     what = "the array of all rows" if self._slurp else "this row"
                     raise FilterFailed(
-                        f"--jq: {message(error)}; the filter failed on {what}: {abridged(row)}") from None
+                        f"--jq: {message(error)}; the filter failed on {what}: {abridged(row)}"
+                    ) from None
             yield "".join(results)
 
     def _printed(self, result: Any) -> str:
@@ -63,15 +64,21 @@ class Query:
             return printable_json(result)
         text, is_string = result
         # Lines and columns are the filter's own; whatever else a terminal would act on comes from a capture.
-        return "\n".join("\t".join(map(printable, line.split("\t"))) for line in text.split("\n")) if is_string else (
-            printable_json(text))
+        return (
+            "\n".join("\t".join(map(printable, line.split("\t"))) for line in text.split("\n"))
+            if is_string
+            else (printable_json(text))
+        )
 
 
 def message(error: ValueError) -> str:
     """jq's message on one line, without its count of errors and the mark it puts below the place it quotes."""
     lines = (line.strip() for line in str(error).splitlines())
-    return " ".join(line.removeprefix("jq: error: ") for line in lines
-                    if line.strip("^") and not re.fullmatch(r"jq: \d+ compile errors?", line))
+    return " ".join(
+        line.removeprefix("jq: error: ")
+        for line in lines
+        if line.strip("^") and not re.fullmatch(r"jq: \d+ compile errors?", line)
+    )
 
 
 def abridged(row: str) -> str:

@@ -65,15 +65,18 @@ class Filter:
         """Raises UsageError where the capture has no scope of a name, no kernel for a pattern, or no record in the
         range."""
         if selection.start and selection.start >= reader.record_count:
-            raise UsageError(f"{Selection(selection.start, selection.stop).text}: {reader.path} has "
-                             f"{reader.record_count} records, with ordinals from 0 to {reader.record_count - 1}")
+            raise UsageError(
+                f"{Selection(selection.start, selection.stop).text}: {reader.path} has "
+                f"{reader.record_count} records, with ordinals from 0 to {reader.record_count - 1}"
+            )
         self.start = selection.start
         self.stop = min(reader.record_count, reader.record_count if selection.stop is None else selection.stop)
         scopes = [_scopes(reader, name) for name in listed(selection.scope)]
         self._scopes = np.logical_or.reduce(scopes) if scopes else None
         self._kernels = selected_kernels(reader, selection)
         self._signatures: Made[bool] = Made(
-            lambda number: self._kernels is not None and reader.signatures[number].kernel in self._kernels)
+            lambda number: self._kernels is not None and reader.signatures[number].kernel in self._kernels
+        )
 
     def indices(self, frame: RecordFrame) -> slice | np.ndarray:
         """The records to take, as something that indexes the frame's columns."""
@@ -97,8 +100,9 @@ def _scopes(reader: CaptureReader, name: str) -> np.ndarray:
     if not inside.any():
         known = sorted({definition.name for definition in reader.scopes[1:]})
         shown = ", ".join(map(repr, known[:10])) + (f" and {len(known) - 10} more" if len(known) > 10 else "")
-        raise UsageError(f"--scope={name}: {reader.path} has no scope of that name or path; "
-                         f"it has {shown or 'no scopes at all'}")
+        raise UsageError(
+            f"--scope={name}: {reader.path} has no scope of that name or path; it has {shown or 'no scopes at all'}"
+        )
     return inside
 
 
@@ -123,11 +127,14 @@ def selected_kernels(reader: CaptureReader, selection: Selection) -> set[int] | 
         return None
     found: set[int] = set()
     for pattern in listed(selection.kernel):
-        fitting = {number for number, kernel in enumerate(reader.kernels)
-                   if kernel is not None and kernel.fits(pattern)}
+        fitting = {
+            number for number, kernel in enumerate(reader.kernels) if kernel is not None and kernel.fits(pattern)
+        }
         if not fitting:
-            raise UsageError(f"--kernel={pattern}: {reader.path} has no op of that name; opreplay-dump --signatures "
-                             "lists what it has")
+            raise UsageError(
+                f"--kernel={pattern}: {reader.path} has no op of that name; opreplay-dump --signatures "
+                "lists what it has"
+            )
         found |= fitting
     return found
 

@@ -29,16 +29,29 @@ def signature_groups(reader: CaptureReader, selection: Selection) -> list[Signat
 
 def signature_lines(reader: CaptureReader, selection: Selection) -> Iterator[str]:
     """A row for each signature, as JSON lines in chunks."""
-    return lines({"kind": "signature", "kernel": group.kernel, "calls": group.calls, "first": group.first,
-                  "signature": group.text} for group in signature_groups(reader, selection))
+    return lines(
+        {
+            "kind": "signature",
+            "kernel": group.kernel,
+            "calls": group.calls,
+            "first": group.first,
+            "signature": group.text,
+        }
+        for group in signature_groups(reader, selection)
+    )
 
 
 def signature_text_lines(reader: CaptureReader, selection: Selection) -> Iterator[str]:
     """For people: how often, from which ordinal on, which kernel id, and the signature."""
     groups = signature_groups(reader, selection)
-    widths = [max([len(head), *(len(str(value)) for value in column)]) for head, column in (
-        ("calls", [group.calls for group in groups]), ("first at", [group.first for group in groups]),
-        ("kernel", [group.kernel for group in groups]))]
+    widths = [
+        max([len(head), *(len(str(value)) for value in column)])
+        for head, column in (
+            ("calls", [group.calls for group in groups]),
+            ("first at", [group.first for group in groups]),
+            ("kernel", [group.kernel for group in groups]),
+        )
+    ]
     yield f"{'calls':>{widths[0]}}  {'first at':>{widths[1]}}  {'kernel':>{widths[2]}}  signature\n"
     for group in groups:
         yield f"{group.calls:>{widths[0]}}  {group.first:>{widths[1]}}  {group.kernel:>{widths[2]}}  {group.text}\n"

@@ -26,15 +26,43 @@ from replayfmt.format.signatures.groups import SignatureGroup, SignatureIndex
 _SHOWN_SIGNATURES = 40
 _LONGEST_LINE = 400
 _HINTS = {
-    "Tensor": "Tensor", "int": "int", "SymInt": "int", "float": "float", "SymFloat": "float", "bool": "bool",
-    "SymBool": "bool", "str": "str", "complex": "complex", "Scalar": "bool | int | float | complex",
-    "ScalarType": "torch.dtype", "Layout": "torch.layout", "Device": "torch.device", "Generator": "torch.Generator",
-    "MemoryFormat": "torch.memory_format", "Storage": "torch.UntypedStorage",
+    "Tensor": "Tensor",
+    "int": "int",
+    "SymInt": "int",
+    "float": "float",
+    "SymFloat": "float",
+    "bool": "bool",
+    "SymBool": "bool",
+    "str": "str",
+    "complex": "complex",
+    "Scalar": "bool | int | float | complex",
+    "ScalarType": "torch.dtype",
+    "Layout": "torch.layout",
+    "Device": "torch.device",
+    "Generator": "torch.Generator",
+    "MemoryFormat": "torch.memory_format",
+    "Storage": "torch.UntypedStorage",
 }
 # Schemas hold the defaults of these types as numbers; what PyTorch calls them in Python.
 _MEMORY_FORMATS = ("contiguous_format", "preserve_format", "channels_last", "channels_last_3d")
-_SCALAR_TYPES = ("uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64", "complex32", "complex64",
-                 "complex128", "bool", "qint8", "quint8", "qint32", "bfloat16")
+_SCALAR_TYPES = (
+    "uint8",
+    "int8",
+    "int16",
+    "int32",
+    "int64",
+    "float16",
+    "float32",
+    "float64",
+    "complex32",
+    "complex64",
+    "complex128",
+    "bool",
+    "qint8",
+    "quint8",
+    "qint32",
+    "bfloat16",
+)
 _LAYOUTS = ("strided", "sparse_coo")
 
 
@@ -68,17 +96,32 @@ def _kernel_id(reader: CaptureReader, which: int | str, flag: str) -> int:
         if not 1 <= int(which) <= count:
             raise UsageError(f"{flag}: {reader.path} has " + (f"the kernels 1 to {count}" if count else "no kernels"))
         return int(which)
-    found = {kernel.qualified_name: number for number, kernel in enumerate(reader.kernels)
-             if kernel is not None and which in (kernel.name, kernel.qualified_name)}
+    found = {
+        kernel.qualified_name: number
+        for number, kernel in enumerate(reader.kernels)
+        if kernel is not None and which in (kernel.name, kernel.qualified_name)
+    }
     if not found:
-        close = get_close_matches(which, sorted({name for kernel in reader.kernels if kernel is not None
-                                                 for name in (kernel.name, kernel.qualified_name)}), 3)
-        raise UsageError(f"{flag}: {reader.path} calls no operator of that name; "
-                         + (f"did you mean {' or '.join(close)}?" if close else
-                            "opreplay-dump --signatures lists what it calls"))
+        close = get_close_matches(
+            which,
+            sorted(
+                {
+                    name
+                    for kernel in reader.kernels
+                    if kernel is not None
+                    for name in (kernel.name, kernel.qualified_name)
+                }
+            ),
+            3,
+        )
+        raise UsageError(
+            f"{flag}: {reader.path} calls no operator of that name; "
+            + (f"did you mean {' or '.join(close)}?" if close else "opreplay-dump --signatures lists what it calls")
+        )
     if len(found) > 1:
-        raise UsageError(f"{flag}: {reader.path} calls {len(found)} overloads of it; name one of "
-                         f"{', '.join(sorted(found))}")
+        raise UsageError(
+            f"{flag}: {reader.path} calls {len(found)} overloads of it; name one of {', '.join(sorted(found))}"
+        )
     return next(iter(found.values()))
 
 
@@ -91,16 +134,33 @@ class _Skeleton:
         self._function = _free(schema.base_name, {argument.name for argument in schema.arguments})
         self._original = _free("original", taken)
         # Arguments that may come by a name that is a word of Python's, which no parameter can have.
-        self._words = [argument for argument in schema.arguments if iskeyword(argument.name)
-                       and (argument.keyword_only or argument.default is not None)]
+        self._words = [
+            argument
+            for argument in schema.arguments
+            if iskeyword(argument.name) and (argument.keyword_only or argument.default is not None)
+        ]
         self._others = _free("words", {*taken, self._original, *(f"{name}_" for name in taken)})
         self._groups = SignatureIndex(reader).groups({kernel_id})
 
     def text(self) -> str:
-        lines = [*self._heading(), "", "from __future__ import annotations", "", "import torch",
-                 "from torch import Tensor", "", "", *self._called_original(), "", "",
-                 f"def {self._function}(", *self._parameters(), f") -> {self._returned_hint()}:",
-                 *self._docstring(), f"    return {self._original}({', '.join(self._passed())})"]
+        lines = [
+            *self._heading(),
+            "",
+            "from __future__ import annotations",
+            "",
+            "import torch",
+            "from torch import Tensor",
+            "",
+            "",
+            *self._called_original(),
+            "",
+            "",
+            f"def {self._function}(",
+            *self._parameters(),
+            f") -> {self._returned_hint()}:",
+            *self._docstring(),
+            f"    return {self._original}({', '.join(self._passed())})",
+        ]
         return "\n".join(lines) + "\n"
 
     def _heading(self) -> Iterator[str]:
@@ -151,8 +211,9 @@ class _Skeleton:
     def _parameters(self) -> Iterator[str]:
         keyword_only = False
         arguments = self._schema.arguments
-        needed = [index for index, argument in enumerate(arguments)
-                  if argument.default is None and not argument.keyword_only]
+        needed = [
+            index for index, argument in enumerate(arguments) if argument.default is None and not argument.keyword_only
+        ]
         for index, argument in enumerate(arguments):
             if argument.keyword_only and argument in self._words:
                 continue
@@ -241,7 +302,7 @@ def _hint(declared: SchemaType) -> str:
     optional = text.endswith("?")
     text = text.removesuffix("?")
     if text.endswith("]"):
-        inner = text[:text.rindex("[")]
+        inner = text[: text.rindex("[")]
         hint = f"list[{_hint(SchemaType(inner))}]"
     else:
         hint = _HINTS.get(text, "object")
@@ -265,13 +326,13 @@ def _default(declared: SchemaType, text: str) -> str:
     try:
         value = ast.literal_eval(text)
         written = repr(value)
-        ast.literal_eval(written)       # what is written of `...` or 1e999 is a name
+        ast.literal_eval(written)  # what is written of `...` or 1e999 is a name
     except (ValueError, SyntaxError, MemoryError, RecursionError):
         raise ValueError(f"its default {text[:80]!r} is not a literal") from None
     if not written.isascii() or not written.isprintable():
         written = ascii(value)
     if kind.endswith("]") and isinstance(value, int | float) and not isinstance(value, bool):
-        length = kind[kind.rindex("[") + 1:-1]
+        length = kind[kind.rindex("[") + 1 : -1]
         written = repr([value] * int(length)) if length.isdecimal() and int(length) < 16 else repr([value])
     return written
 
@@ -279,7 +340,7 @@ def _default(declared: SchemaType, text: str) -> str:
 def _doc(text: str) -> str:
     """Text of a capture for a docstring: on one line, not too long, and nothing in it can end the docstring."""
     if len(text) > _LONGEST_LINE:
-        text = text[:_LONGEST_LINE - 3] + "..."
+        text = text[: _LONGEST_LINE - 3] + "..."
     escaped = text.replace("\\", "\\\\").replace('"', '\\"')
     return "".join(c if c.isascii() and c.isprintable() else c.encode("unicode_escape").decode() for c in escaped)
 

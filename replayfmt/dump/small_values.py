@@ -17,14 +17,17 @@ from replayfmt.format.operator_schema import parse_operator_schema
 from replayfmt.format.reader import CaptureReader, RecordFrame
 from replayfmt.format.records.values import decode_record
 
-SHOWN_VALUES = 64           # of a tensor with more elements, none is shown
-MOST_VALUES = 4096          # that can be asked for
+SHOWN_VALUES = 64  # of a tensor with more elements, none is shown
+MOST_VALUES = 4096  # that can be asked for
 _LARGEST_PAYLOAD = 1 << 24  # of content that is looked into, bytes
-_KEPT_BYTES = 1 << 26       # of content that is kept at hand
+_KEPT_BYTES = 1 << 26  # of content that is kept at hand
 _KEPT_TEXTS = 1 << 14
 _NUMPY: dict[DType, str] = {
-    **{getattr(DType, f"{kind}{bits}"): f"<{kind[0]}{bits // 8}"
-       for kind in ("int", "uint") for bits in (8, 16, 32, 64)},
+    **{
+        getattr(DType, f"{kind}{bits}"): f"<{kind[0]}{bits // 8}"
+        for kind in ("int", "uint")
+        for bits in (8, 16, 32, 64)
+    },
     DType.bool: "|b1",
 }
 _FLAGS = TensorFlag.conj | TensorFlag.neg | TensorFlag.zero
@@ -41,13 +44,14 @@ class SmallValues:
         if not self.shows:
             return
         self._kinds = np.array([0 if each is None else int(each.kind) for each in reader.signatures], np.int64)
-        self._arguments = np.array([0 if each is None else _argument_tensors(each) for each in reader.signatures],
-                                   np.int64)
+        self._arguments = np.array(
+            [0 if each is None else _argument_tensors(each) for each in reader.signatures], np.int64
+        )
         self._written: dict[int, tuple[list[int], list[int]]] = {}
-        self._payload: dict[int, int] = {}                          # storage → the payload it holds, while it does
-        self._ever = np.zeros(reader.storage_count + 1, bool)       # storages that ever held one
+        self._payload: dict[int, int] = {}  # storage → the payload it holds, while it does
+        self._ever = np.zeros(reader.storage_count + 1, bool)  # storages that ever held one
         self._any = False
-        self._next = 0                                              # the first frame that was not looked through
+        self._next = 0  # the first frame that was not looked through
         self._content: dict[int, np.ndarray] = {}
         self._texts: dict[tuple[int, int, int], str] = {}
 
@@ -107,7 +111,7 @@ class SmallValues:
             found.append((row, storage.id, payload))
         if self._any:
             rows = np.flatnonzero((kinds == RecordKind.storage_resize) | (kinds == RecordKind.storage_release))
-            ended = frame.ints[frame.int_first[rows]]       # the storage is their first argument
+            ended = frame.ints[frame.int_first[rows]]  # the storage is their first argument
             at = np.flatnonzero(self._ever[ended])
             found += zip(rows[at].tolist(), ended[at].tolist(), [0] * len(at), strict=True)
             for number in np.unique(frame.signature).tolist():
@@ -183,7 +187,7 @@ def _written_slots(reader: CaptureReader, signature: Signature) -> tuple[list[in
         arguments = parse_operator_schema(kernel.schema).arguments
         written = {argument.name for argument in arguments if argument.type.written}
     except ValueError:
-        written = {node.name for node in signature.args}     # nobody knows
+        written = {node.name for node in signature.args}  # nobody knows
     tensors: list[int] = []
     storages: list[int] = []
     tensor = integer = 0

@@ -20,8 +20,9 @@ from .text import TextRows
 from .values import Columns, Dialect
 
 
-def jsonl_chunks(reader: CaptureReader, selection: Selection, summary_only: bool = False,
-                 values: int = SHOWN_VALUES) -> Iterator[str]:
+def jsonl_chunks(
+    reader: CaptureReader, selection: Selection, summary_only: bool = False, values: int = SHOWN_VALUES
+) -> Iterator[str]:
     """The capture as JSON lines (docs/rows.md), in chunks of whole lines.
 
     With a selection: the file, the summary and the selected records, without definitions and storages. The values of
@@ -46,23 +47,32 @@ def jsonl_chunks(reader: CaptureReader, selection: Selection, summary_only: bool
         yield from _records(dialect, number, frame, chosen, small)
 
 
-def text_chunks(reader: CaptureReader, selection: Selection, summary_only: bool = False,
-                values: int = SHOWN_VALUES) -> Iterator[str]:
+def text_chunks(
+    reader: CaptureReader, selection: Selection, summary_only: bool = False, values: int = SHOWN_VALUES
+) -> Iterator[str]:
     """The capture as text for people: the summary, then a line for each selected record. Raises as jsonl_chunks."""
     chosen = Filter(reader, selection)
     if summary_only:
         yield summary_text(reader)
         return
     dialect = TextRows(reader)
-    yield from _with_records(iter([summary_text(reader)]), reader, dialect, chosen, selection,
-                             SmallValues(reader, values, dialect.values))
+    yield from _with_records(
+        iter([summary_text(reader)]), reader, dialect, chosen, selection, SmallValues(reader, values, dialect.values)
+    )
 
 
-def _with_records(head: Iterator[str], reader: CaptureReader, dialect: Dialect, chosen: Filter,
-                  selection: Selection, small: SmallValues) -> Iterator[str]:
+def _with_records(
+    head: Iterator[str],
+    reader: CaptureReader,
+    dialect: Dialect,
+    chosen: Filter,
+    selection: Selection,
+    small: SmallValues,
+) -> Iterator[str]:
     """The head, then the selected records. Raises UsageError before the first chunk where there is none of them."""
     records: Iterator[str] = chain.from_iterable(
-        _records(dialect, number, frame, chosen, small) for number, frame in _frames(reader, chosen))
+        _records(dialect, number, frame, chosen, small) for number, frame in _frames(reader, chosen)
+    )
     if not selection.everything:
         first = next(records, None)
         if first is None:
@@ -95,31 +105,39 @@ def _records(dialect: Dialect, number: int, frame: RecordFrame, chosen: Filter, 
     _add_values(dialect, frame, columns, small.of(number, frame))
     T, I, F, R, L, D = columns.T, columns.I, columns.F, columns.R, columns.L, columns.D  # noqa: E741
     records = zip(
-        dialect.ordinals(ordinals), frame.thread[which].tolist(), dialect.integers(frame.start_ns[which]),
+        dialect.ordinals(ordinals),
+        frame.thread[which].tolist(),
+        dialect.integers(frame.start_ns[which]),
         repeat("null") if frame.duration_ns is None else _durations(frame.duration_ns[which]),
         repeat("") if device_duration is None else dialect.device_durations(device_duration[which]),
-        frame.tensor_first[:-1][which].tolist(), frame.int_first[:-1][which].tolist(),
-        frame.float_first[:-1][which].tolist(), strict=False)
+        frame.tensor_first[:-1][which].tolist(),
+        frame.int_first[:-1][which].tolist(),
+        frame.float_first[:-1][which].tolist(),
+        strict=False,
+    )
     tail = dialect.tail(frame)
     notes = None if frame.annotation is None else frame.annotation[which].tolist()
     at_once = dialect.rows_at_once(frame, signatures, columns)
     for first in range(0, len(signatures), at_once):
-        functions = dialect.functions.of(signatures[first:first + at_once])
-        paths = dialect.scopes.of(scopes[first:first + at_once])
+        functions = dialect.functions.of(signatures[first : first + at_once])
+        paths = dialect.scopes.of(scopes[first : first + at_once])
         rows = [
             function(o, s, h, n, d, g, t, i, f, T, I, F, R, L, D)
             for function, s, (o, h, n, d, g, t, i, f) in zip(functions, paths, records, strict=False)
         ]
-        if notes is not None and any(notes[first:first + at_once]):
-            rows = list(map(add, rows, dialect.annotations(notes[first:first + at_once])))
+        if notes is not None and any(notes[first : first + at_once]):
+            rows = list(map(add, rows, dialect.annotations(notes[first : first + at_once])))
         rows.append("")
         yield tail.join(rows)
 
 
 def _durations(column: np.ndarray) -> list[Any]:
     durations = column.tolist()
-    return durations if not (column == UNKNOWN_NS).any() else [
-        "null" if each == UNKNOWN_NS else each for each in durations]
+    return (
+        durations
+        if not (column == UNKNOWN_NS).any()
+        else ["null" if each == UNKNOWN_NS else each for each in durations]
+    )
 
 
 def _add_values(dialect: Dialect, frame: RecordFrame, columns: Columns, values: dict[int, str]) -> None:

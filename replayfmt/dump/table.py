@@ -14,8 +14,20 @@ from .values import device_slot
 
 _UNKNOWN_NS = 0xFFFFFFFFFFFFFFFF
 # In this order; the docstring of Capture.to_pandas says what each holds.
-COLUMNS = ("ordinal", "op", "overload", "kernel", "signature", "scope", "thread", "device", "status", "start_ns",
-           "duration_ns", "device_duration_ns")
+COLUMNS = (
+    "ordinal",
+    "op",
+    "overload",
+    "kernel",
+    "signature",
+    "scope",
+    "thread",
+    "device",
+    "status",
+    "start_ns",
+    "duration_ns",
+    "device_duration_ns",
+)
 DURATIONS = ("duration_ns", "device_duration_ns")
 
 
@@ -82,8 +94,11 @@ class _Facts:
         self.overload = _texts([each and each.overload for each in kernels])
         self.status = _texts([None, *(each.status.name for each in reader.signatures[1:])])
         self.scope = _texts([reader.scope_path(number) for number in range(len(reader.scopes))])
-        self._device_slots = {number: device_slot(each) for number, each in enumerate(reader.signatures)
-                              if each is not None and each.kind is RecordKind.op}
+        self._device_slots = {
+            number: device_slot(each)
+            for number, each in enumerate(reader.signatures)
+            if each is not None and each.kind is RecordKind.op
+        }
         self._meta_devices = _texts([None, *(str(reader.devices[meta.device]) for meta in reader.metas[1:])])
 
     def texts(self, frame: RecordFrame, rows: np.ndarray) -> np.ndarray:

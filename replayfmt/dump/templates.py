@@ -67,7 +67,7 @@ def row_function(pieces: Iterable[Piece]) -> RowFunction:
     """The function that fills a template; its parameters are PARAMETERS. Owns nothing of the frames it is used on."""
     merged = _merge(pieces)
     starts = range(0, len(merged), PIECES_PER_FUNCTION)
-    parts = [_compile(merged[start:start + PIECES_PER_FUNCTION]) for start in starts]
+    parts = [_compile(merged[start : start + PIECES_PER_FUNCTION]) for start in starts]
     if len(parts) == 1:
         return parts[0]
     return lambda *values: "".join([part(*values) for part in parts])
@@ -108,6 +108,7 @@ def _factory(expressions: tuple[str, ...], texts: int) -> Callable[..., RowFunct
     constants = ",".join(f"k{number}" for number in range(texts))
     body = "".join(f"{{{expression}}}" for expression in expressions)
     source = f"lambda {constants}: lambda {','.join(PARAMETERS)}: f'{body}'"
-    factory: Callable[..., Any] = eval(compile(source, "<row>", "eval"), {"hexadecimal": hexadecimal, "__builtins__": {
-        "map": map, "str": str}})
+    factory: Callable[..., Any] = eval(
+        compile(source, "<row>", "eval"), {"hexadecimal": hexadecimal, "__builtins__": {"map": map, "str": str}}
+    )
     return factory

@@ -30,13 +30,16 @@ SHORT_DTYPES: dict[DType, str] = {
     DType.bfloat16: "bf16",
 }
 REFERENCES = {
-    ValueKind.storage: "storage ", ValueKind.generator: "generator ", ValueKind.payload: "payload ",
-    ValueKind.range: "range ", ValueKind.recipe: "recipe ",
+    ValueKind.storage: "storage ",
+    ValueKind.generator: "generator ",
+    ValueKind.payload: "payload ",
+    ValueKind.range: "range ",
+    ValueKind.recipe: "recipe ",
 }
 BRACKETS = {ValueKind.list: ("[", "]"), ValueKind.tuple: ("(", ")"), ValueKind.composite: ("(", ")")}
 SHOWN_FLAGS = (TensorFlag.conj, TensorFlag.neg, TensorFlag.zero)
-SHOWN_ITEMS = 8     # of a list of plain values
-SHOWN_OBJECTS = 3   # of a list that holds tensors or lists
+SHOWN_ITEMS = 8  # of a list of plain values
+SHOWN_OBJECTS = 3  # of a list that holds tensors or lists
 SHOWN_CHARACTERS = 80
 DEEPEST_INDENT = 16
 
@@ -73,11 +76,18 @@ class TextRows(Dialect):
         tensors = [
             f"%{tensor} {meta}{f'+{offset}' if offset else ''}"
             for tensor, meta, offset in zip(
-                frame.tensor_id.tolist(), self._metas.of(metas), frame.tensor_offset.tolist(), strict=True)
+                frame.tensor_id.tolist(), self._metas.of(metas), frame.tensor_offset.tolist(), strict=True
+            )
         ]
         slots, ints = frame.tensor_slots.tolist(), frame.ints.tolist()
-        return Columns(T=list(map(tensors.__getitem__, slots)), I=ints, F=frame.floats.tolist(), R=ints, L=slots,
-                       D=[""] * len(tensors))
+        return Columns(
+            T=list(map(tensors.__getitem__, slots)),
+            I=ints,
+            F=frame.floats.tolist(),
+            R=ints,
+            L=slots,
+            D=[""] * len(tensors),
+        )
 
     def integers(self, column: np.ndarray) -> list[Any]:
         return column.tolist()

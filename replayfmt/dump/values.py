@@ -63,8 +63,9 @@ class Columns:
     def longest(self, frame: RecordFrame) -> int:
         """An upper bound of what the slots of any one record of the frame add to its row, in characters."""
         fragment = max(map(len, self.T), default=0) + 64
-        per_record = (np.diff(column).max(initial=0) for column in (
-            frame.tensor_first, frame.int_first, frame.float_first))
+        per_record = (
+            np.diff(column).max(initial=0) for column in (frame.tensor_first, frame.int_first, frame.float_first)
+        )
         tensors, ints, floats = map(int, per_record)
         return tensors * fragment + 32 * (ints + floats)
 
@@ -111,7 +112,8 @@ class Dialect(ABC):
         self.reader = reader
         self.lengths: Made[int] = Made(self._length)
         self.functions: Made[RowFunction] = Made(
-            lambda number: row_function(self.template(reader.signatures[number])), self._length)
+            lambda number: row_function(self.template(reader.signatures[number])), self._length
+        )
         self.scopes: Made[str] = Made(self.scope, lambda _number: PATH_CHARACTERS)
 
     def _length(self, number: int) -> int:
@@ -140,8 +142,10 @@ class Dialect(ABC):
     def check_room(self, frame: RecordFrame, characters: int, what: str) -> None:
         """Raise InvalidCapture where what a frame needs is more than any real capture makes it."""
         if characters > CHUNK_CHARACTERS:
-            raise InvalidCapture(f"{self.reader.path}: frame at {frame.offset:#x}: {what} of its records could take "
-                                 f"{characters} characters; the limit is {CHUNK_CHARACTERS}")
+            raise InvalidCapture(
+                f"{self.reader.path}: frame at {frame.offset:#x}: {what} of its records could take "
+                f"{characters} characters; the limit is {CHUNK_CHARACTERS}"
+            )
 
     @abstractmethod
     def scope(self, number: int) -> str:

@@ -10,31 +10,40 @@ from __future__ import annotations
 from typing import Any
 
 from replayfmt.format.codes import DType, Layout, MemoryFormat, OpStatus, TensorFlag
-from replayfmt.format.model import (
-    DeviceValue,
-    GeneratorValue,
-    Record,
-    StorageValue,
-    TensorValue,
-)
+from replayfmt.format.model import DeviceValue, GeneratorValue, Record, StorageValue, TensorValue
 from replayfmt.format.operator_schema import OperatorSchema, parse_operator_schema
 from replayfmt.format.reader import CaptureReader
 
-OWN = "opreplay"     # the member that holds what the IR has no place for
+OWN = "opreplay"  # the member that holds what the IR has no place for
 
 DTYPE_NAMES: dict[DType, str] = {
-    DType.uint8: "unsigned char", DType.int8: "signed char", DType.int16: "short int", DType.int32: "int",
-    DType.int64: "long int", DType.float16: "c10::Half", DType.float32: "float", DType.float64: "double",
-    DType.bool: "bool", DType.bfloat16: "c10::BFloat16", DType.complex32: "c10::complex<c10::Half>",
-    DType.complex64: "c10::complex<float>", DType.complex128: "c10::complex<double>",
-    DType.float8_e5m2: "c10::Float8_e5m2", DType.float8_e4m3fn: "c10::Float8_e4m3fn",
-    DType.float8_e5m2fnuz: "c10::Float8_e5m2fnuz", DType.float8_e4m3fnuz: "c10::Float8_e4m3fnuz",
-    DType.float8_e8m0fnu: "c10::Float8_e8m0fnu", DType.float4_e2m1fn_x2: "c10::Float4_e2m1fn_x2",
-    DType.uint16: "uint16_t", DType.uint32: "uint32_t", DType.uint64: "uint64_t",
+    DType.uint8: "unsigned char",
+    DType.int8: "signed char",
+    DType.int16: "short int",
+    DType.int32: "int",
+    DType.int64: "long int",
+    DType.float16: "c10::Half",
+    DType.float32: "float",
+    DType.float64: "double",
+    DType.bool: "bool",
+    DType.bfloat16: "c10::BFloat16",
+    DType.complex32: "c10::complex<c10::Half>",
+    DType.complex64: "c10::complex<float>",
+    DType.complex128: "c10::complex<double>",
+    DType.float8_e5m2: "c10::Float8_e5m2",
+    DType.float8_e4m3fn: "c10::Float8_e4m3fn",
+    DType.float8_e5m2fnuz: "c10::Float8_e5m2fnuz",
+    DType.float8_e4m3fnuz: "c10::Float8_e4m3fnuz",
+    DType.float8_e8m0fnu: "c10::Float8_e8m0fnu",
+    DType.float4_e2m1fn_x2: "c10::Float4_e2m1fn_x2",
+    DType.uint16: "uint16_t",
+    DType.uint32: "uint32_t",
+    DType.uint64: "uint64_t",
     **{DType[f"{sign}int{bits}"]: f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8)},
 }
-_REAL = frozenset({DType.float16, DType.bfloat16, DType.float32, DType.float64, DType.complex32, DType.complex64,
-                   DType.complex128})
+_REAL = frozenset(
+    {DType.float16, DType.bfloat16, DType.float32, DType.float64, DType.complex32, DType.complex64, DType.complex128}
+)
 _FLAGS = ((TensorFlag.conj, "conj"), (TensorFlag.neg, "neg"))
 
 
@@ -56,8 +65,11 @@ class EntryMaker:
 
     def devices(self) -> dict[str, dict[str, str]]:
         """What the capture says of its devices beside their names."""
-        known = {str(each): {"name": each.name, "fingerprint": each.fingerprint} for each in self._reader.devices
-                 if each is not None and (each.name or each.fingerprint)}
+        known = {
+            str(each): {"name": each.name, "fingerprint": each.fingerprint}
+            for each in self._reader.devices
+            if each is not None and (each.name or each.fingerprint)
+        }
         return {name: {key: text for key, text in about.items() if text} for name, about in known.items()}
 
     def entry(self, record: Record, count: int = 1) -> dict[str, Any]:
@@ -86,21 +98,25 @@ class EntryMaker:
             in_turn = not declared.keyword_only and len(positional) == places[node.name]
             (positional if in_turn else keywords).append(item)
         own = {"overload": kernel.overload, "schema": kernel.schema}
-        return {"op_name": kernel.name, "replay_ir": {"list_pos_args": positional, "list_kwargs": keywords},
-                "count": count, OWN: own}
+        return {
+            "op_name": kernel.name,
+            "replay_ir": {"list_pos_args": positional, "list_kwargs": keywords},
+            "count": count,
+            OWN: own,
+        }
 
     def _value(self, value: Any, memory: _Memory) -> tuple[Any, Any]:
         """A value as the IR has it, and what goes beside it."""
         if value is None or isinstance(value, bool | str):
             return value, None
         if isinstance(value, DType | Layout | MemoryFormat):
-            return int(value) - 1, None     # as traces store them: PyTorch's numbers
+            return int(value) - 1, None  # as traces store them: PyTorch's numbers
         if isinstance(value, int):
             return value, None
         if isinstance(value, float):
             return value, None
         if isinstance(value, complex):
-            return str(value), None     # as Python's complex() reads it
+            return str(value), None  # as Python's complex() reads it
         if isinstance(value, TensorValue):
             return self._tensor(value, memory)
         if isinstance(value, DeviceValue):
@@ -130,8 +146,12 @@ class EntryMaker:
             raise Inexpressible("an argument is one of autograd's tensors without memory")
         if meta.dtype not in DTYPE_NAMES:
             raise Inexpressible(f"an argument is a tensor of dtype {meta.dtype.name}")
-        spec = {"shape": list(meta.sizes), "dtype": DTYPE_NAMES[meta.dtype], "strides": list(meta.strides),
-                "init": "normal" if meta.dtype in _REAL else "zeros"}
+        spec = {
+            "shape": list(meta.sizes),
+            "dtype": DTYPE_NAMES[meta.dtype],
+            "strides": list(meta.strides),
+            "init": "normal" if meta.dtype in _REAL else "zeros",
+        }
         own: dict[str, Any] = {"device": str(self._reader.devices[meta.device]), "offset": value.offset}
         if value.storage:
             own["storage"] = memory.number(value.storage)

@@ -23,9 +23,18 @@ from replayfmt.pytorch.tensors.dtypes import TORCH_DTYPE
 from replayfmt.pytorch.tensors.memory import undispatched
 from replayfmt.replay.plan import Plan
 
-_INTEGERS = {DType.bool, DType.uint8, DType.int8, DType.uint16, DType.int16, DType.uint32, DType.int32, DType.uint64,
-             DType.int64}
-_MOST_ELEMENTS = 1 << 22     # quantized weights are integers, too; they need no content
+_INTEGERS = {
+    DType.bool,
+    DType.uint8,
+    DType.int8,
+    DType.uint16,
+    DType.int16,
+    DType.uint32,
+    DType.int32,
+    DType.uint64,
+    DType.int64,
+}
+_MOST_ELEMENTS = 1 << 22  # quantized weights are integers, too; they need no content
 Texts = dict[str, str]
 
 
@@ -34,7 +43,7 @@ class Integers:
 
     def __init__(self, reader: CaptureReader) -> None:
         self._reader = reader
-        self.missing = 0      # integer arguments without content
+        self.missing = 0  # integer arguments without content
         self.problem = ""
         self._plan: Plan | None = None
 
@@ -83,8 +92,9 @@ class Integers:
         inside = end * dtype.itemsize <= self._reader.storage(value.storage).bytes
         if math.prod(sizes) > _MOST_ELEMENTS or not inside or (plan := self._prepared()) is None:
             return None
-        info = TensorInfo(value.storage, dtype, sizes, meta.strides, value.offset,
-                          str(self._reader.devices[meta.device]))
+        info = TensorInfo(
+            value.storage, dtype, sizes, meta.strides, value.offset, str(self._reader.devices[meta.device])
+        )
         with undispatched():
             content = plan.synthesis.content(info)
             return None if content is None else bytes(content.contiguous().view(-1).view(torch.uint8).numpy())

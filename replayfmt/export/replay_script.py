@@ -27,13 +27,28 @@ except ImportError as lacking:
     sys.exit(f"this needs PyTorch, which cannot be imported here: {lacking}")
 
 DTYPES: dict[str, torch.dtype] = {
-    "unsigned char": torch.uint8, "signed char": torch.int8, "short int": torch.int16, "int": torch.int32,
-    "long int": torch.int64, "c10::Half": torch.float16, "float": torch.float32, "double": torch.float64,
-    "bool": torch.bool, "c10::BFloat16": torch.bfloat16, "c10::complex<c10::Half>": torch.complex32,
-    "c10::complex<float>": torch.complex64, "c10::complex<double>": torch.complex128,
+    "unsigned char": torch.uint8,
+    "signed char": torch.int8,
+    "short int": torch.int16,
+    "int": torch.int32,
+    "long int": torch.int64,
+    "c10::Half": torch.float16,
+    "float": torch.float32,
+    "double": torch.float64,
+    "bool": torch.bool,
+    "c10::BFloat16": torch.bfloat16,
+    "c10::complex<c10::Half>": torch.complex32,
+    "c10::complex<float>": torch.complex64,
+    "c10::complex<double>": torch.complex128,
 }
-for _name in ("Float8_e5m2", "Float8_e4m3fn", "Float8_e5m2fnuz", "Float8_e4m3fnuz", "Float8_e8m0fnu",
-              "Float4_e2m1fn_x2"):
+for _name in (
+    "Float8_e5m2",
+    "Float8_e4m3fn",
+    "Float8_e5m2fnuz",
+    "Float8_e4m3fnuz",
+    "Float8_e8m0fnu",
+    "Float4_e2m1fn_x2",
+):
     if hasattr(torch, _name.lower()):
         DTYPES[f"c10::{_name}"] = getattr(torch, _name.lower())
 for _bits in (16, 32, 64):
@@ -76,8 +91,10 @@ class Inputs:
             return self.tensor(value, more or {}, label)
         if kind.startswith("Tensor") and isinstance(value, list):
             beside = more if isinstance(more, list) else [None] * len(value)
-            return [None if each is None else self.tensor(each, own or {}, f"{label}[{place}]")
-                    for place, (each, own) in enumerate(zip(value, beside, strict=True))]
+            return [
+                None if each is None else self.tensor(each, own or {}, f"{label}[{place}]")
+                for place, (each, own) in enumerate(zip(value, beside, strict=True))
+            ]
         if isinstance(value, str) and base in ("Scalar", "complex", "number", "Any"):
             return complex(value)
         if isinstance(value, str) and base == "Device":
@@ -124,7 +141,7 @@ class Inputs:
             return
         flat = torch.empty(0, dtype=dtype, device=device).set_(storage, 0, [count], [1])
         if init == "ones" and dtype == DTYPES.get("c10::Float4_e2m1fn_x2"):
-            flat.view(torch.uint8).fill_(0x22)      # two ones a byte
+            flat.view(torch.uint8).fill_(0x22)  # two ones a byte
         elif str(dtype).removeprefix("torch.").lstrip("u") in [f"int{bits}" for bits in range(1, 8)]:
             # A byte each, and no kernels.
             flat.view(torch.uint8).fill_(1 if init == "ones" else 0)
@@ -199,7 +216,7 @@ def operator(entry: dict[str, Any], allowed: Sequence[str] = ()) -> Any:
         return torch._C._get_operation_overload(name, overload)[0]
     schemas = torch._C._jit_get_schemas_for_operator(name)
     if not any(registered(name, schema.overload_name) for schema in schemas):
-        raise ValueError(lacks(name))     # TorchScript's own are none: one writes files
+        raise ValueError(lacks(name))  # TorchScript's own are none: one writes files
     return torch._C._jit_get_operation(name)[0]
 
 
@@ -216,14 +233,16 @@ def entries_of(path: str) -> list[dict[str, Any]]:
         raise ValueError("no EventReplay IR: expected a list of entries")
     for number, entry in enumerate(entries, 1):
         ir = entry.get("replay_ir") if isinstance(entry, dict) else None
-        if not isinstance(ir, dict) or not isinstance(entry.get("op_name"), str) or not all(
-                isinstance(ir.get(key), list) for key in ("list_pos_args", "list_kwargs")):
+        if (
+            not isinstance(ir, dict)
+            or not isinstance(entry.get("op_name"), str)
+            or not all(isinstance(ir.get(key), list) for key in ("list_pos_args", "list_kwargs"))
+        ):
             raise ValueError(f"entry {number}: expected op_name, and replay_ir with list_pos_args and list_kwargs")
     return entries
 
 
-def arguments(entry: dict[str, Any], device: str | None,
-              integers: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+def arguments(entry: dict[str, Any], device: str | None, integers: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
     """Positional and keyword arguments of a call; `integers` is the content of its integers by argument."""
     inputs = Inputs(device, integers)
     ir = entry["replay_ir"]
@@ -270,8 +289,13 @@ def seconds(text: str) -> float:
 class Once(argparse.Action):
     """A value that may be given once: the first of two would be lost without a word."""
 
-    def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any,
-                 option_string: str | None = None) -> None:
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
         given = vars(namespace).setdefault("given", set())
         if self.dest in given and option_string:
             parser.error(f"{option_string} is given more than once; it takes one value")
@@ -286,12 +310,28 @@ def flags(given: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", help="run everything there, such as cpu or cuda:1; default: where it was recorded")
     parser.add_argument("--op-filter", help="only operators whose name contains this")
     parser.add_argument("--op-limit", type=int, help="at most so many calls")
-    parser.add_argument("--benchmark-min-time", type=seconds, default=0.02, metavar="TIME",
-                        help="measure each call for so long (default 0.02s)")
-    parser.add_argument("--allow-operator", action="append", default=[], metavar="NAME",
-                        help="run this operator although it does more than compute on tensors")
-    parser.add_argument("--import", dest="modules", action="append", default=[], metavar="MODULE",
-                        help="import this module first: a library that registers operators. Repeatable")
+    parser.add_argument(
+        "--benchmark-min-time",
+        type=seconds,
+        default=0.02,
+        metavar="TIME",
+        help="measure each call for so long (default 0.02s)",
+    )
+    parser.add_argument(
+        "--allow-operator",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="run this operator although it does more than compute on tensors",
+    )
+    parser.add_argument(
+        "--import",
+        dest="modules",
+        action="append",
+        default=[],
+        metavar="MODULE",
+        help="import this module first: a library that registers operators. Repeatable",
+    )
     parser.add_argument("--stop-on-error", action="store_true")
     parser.add_argument("-v", "--verbose", action="store_true", help="print arguments and results")
     return parser.parse_args(given)
@@ -302,13 +342,13 @@ def main(given: list[str] | None = None) -> int:
     for module in options.modules:
         try:
             importlib.import_module(module)
-        except Exception as error:      # a foreign library may fail in any way
+        except Exception as error:  # a foreign library may fail in any way
             print(f"--import={module}: {type(error).__name__}: {error}".split("\n")[0], file=sys.stderr)
             return 2
     try:
         if options.device is not None:
             torch.empty(0, device=options.device)
-    except Exception as error:      # each kind of device says it in its own way
+    except Exception as error:  # each kind of device says it in its own way
         print(f"--device={options.device}: {error}".split("\n")[0], file=sys.stderr)
         return 2
     try:
@@ -317,8 +357,11 @@ def main(given: list[str] | None = None) -> int:
     except (OSError, ValueError, RecursionError) as error:
         print(f"{options.file}: {error}".split("\n")[0], file=sys.stderr)
         return 2
-    chosen = [(index, each) for index, each in enumerate(entries)
-              if not options.op_filter or options.op_filter in each["op_name"]]
+    chosen = [
+        (index, each)
+        for index, each in enumerate(entries)
+        if not options.op_filter or options.op_filter in each["op_name"]
+    ]
     matched = len(chosen)
     if entries and not matched:
         print(f"--op-filter={options.op_filter}: no operator's name in {options.file} contains this", file=sys.stderr)
@@ -352,8 +395,10 @@ def main(given: list[str] | None = None) -> int:
         print(f"  {elapsed:.2f} us a call, {count} calls, {elapsed * count:.2f} us in the workload")
         if options.verbose:
             print(f"  result: {describe(result)}")
-    print(f"{len(entries)} calls in the file, {matched} matched, {number} attempted, "
-          f"{number - failed} successful, {failed} failed; {total:.2f} us in the workload")
+    print(
+        f"{len(entries)} calls in the file, {matched} matched, {number} attempted, "
+        f"{number - failed} successful, {failed} failed; {total:.2f} us in the workload"
+    )
     return 1 if failed else 0
 
 

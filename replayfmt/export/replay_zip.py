@@ -31,7 +31,7 @@ from .integers import Integers, Texts
 
 IR_NAME, SCRIPT_NAME, README_NAME = "event_replay_ir.json", "replay.py", "README.md"
 INTEGERS_NAME = "integers.json"
-_TIMELESS = (1980, 1, 1, 0, 0, 0)     # the same capture gives the same bytes
+_TIMELESS = (1980, 1, 1, 0, 0, 0)  # the same capture gives the same bytes
 _EXECUTABLE = 0o755 << 16
 _SHOWN = 20
 
@@ -48,9 +48,16 @@ class Exported:
     left_out: Counter[str] = field(default_factory=Counter)
 
 
-def export_replay_zip(reader: CaptureReader, out: str | os.PathLike[str], wanted: Wanted = Wanted(), *,  # noqa: B008
-                      unique: bool = False, partial: bool = False, force: bool = False,
-                      on_record: Callable[[int, int], None] | None = None) -> Exported:
+def export_replay_zip(
+    reader: CaptureReader,
+    out: str | os.PathLike[str],
+    wanted: Wanted = Wanted(),  # noqa: B008 - frozen
+    *,
+    unique: bool = False,
+    partial: bool = False,
+    force: bool = False,
+    on_record: Callable[[int, int], None] | None = None,
+) -> Exported:
     """Write the selected ops of a capture as a zip artifact.
 
     With `unique`, calls with the same arguments become one entry with their count. With `partial`, calls that the IR
@@ -68,8 +75,11 @@ def export_replay_zip(reader: CaptureReader, out: str | os.PathLike[str], wanted
         exported.without_integers, exported.no_integers = integers.missing, integers.problem
     if exported.left_out and not partial:
         reasons = tuple(f"{reason}: {count} calls" for reason, count in exported.left_out.most_common())
-        raise ReplayRefused(f"{reader.path}: {sum(exported.left_out.values())} of {exported.calls} calls cannot be "
-                            "said in EventReplay IR; nothing was written; --partial leaves them out", reasons)
+        raise ReplayRefused(
+            f"{reader.path}: {sum(exported.left_out.values())} of {exported.calls} calls cannot be "
+            "said in EventReplay IR; nothing was written; --partial leaves them out",
+            reasons,
+        )
     texts = {
         IR_NAME: json.dumps(entries, indent=1),
         INTEGERS_NAME: json.dumps(content, indent=1),
@@ -90,9 +100,14 @@ def _script() -> str:
     return text
 
 
-def _entries(reader: CaptureReader, wanted: Wanted, unique: bool, exported: Exported,
-             on_record: Callable[[int, int], None] | None,
-             integers: Integers) -> tuple[list[dict[str, Any]], dict[int, Texts]]:
+def _entries(
+    reader: CaptureReader,
+    wanted: Wanted,
+    unique: bool,
+    exported: Exported,
+    on_record: Callable[[int, int], None] | None,
+    integers: Integers,
+) -> tuple[list[dict[str, Any]], dict[int, Texts]]:
     """The entries, and by their numbers the content of what integers they take."""
     maker = EntryMaker(reader)
     found: dict[str, dict[str, Any]] = {}
@@ -123,7 +138,7 @@ def _entries(reader: CaptureReader, wanted: Wanted, unique: bool, exported: Expo
         entries.append(entry)
     exported.entries = len(entries)
     if entries and (devices := maker.devices()):
-        entries[0][OWN]["devices"] = devices        # the IR is a list: there is no place for what holds for all of it
+        entries[0][OWN]["devices"] = devices  # the IR is a list: there is no place for what holds for all of it
     return entries, content
 
 
@@ -135,8 +150,9 @@ def _entry(maker: EntryMaker, record: Record, count: int) -> dict[str, Any]:
             raise Inexpressible(f"{maker.name(record)}: {error}") from None
     if record.kind is RecordKind.collective:
         raise Inexpressible("a collective")
-    raise Inexpressible(f"{record.argument('op') or 'a call'}: it is unsupported in the capture, "
-                        f"{record.argument('reason')}")
+    raise Inexpressible(
+        f"{record.argument('op') or 'a call'}: it is unsupported in the capture, {record.argument('reason')}"
+    )
 
 
 def _write(out: str | os.PathLike[str], texts: dict[str, str]) -> None:
@@ -168,30 +184,43 @@ def _readme(reader: CaptureReader, wanted: Wanted, entries: list[dict[str, Any]]
         names[entry["op_name"]] += entry["count"]
     torch_version = reader.session.torch_version or "an unknown version"
     lines = [
-        "# Operator calls to replay", "",
+        "# Operator calls to replay",
+        "",
         f"{exported.entries} entries for {sum(names.values())} operator calls, exported from "
-        f"{escaped(Path(reader.path).name)} (PyTorch {escaped(torch_version)}; selection: {escaped(wanted.text)}).", "",
+        f"{escaped(Path(reader.path).name)} (PyTorch {escaped(torch_version)}; selection: {escaped(wanted.text)}).",
+        "",
         f"- `{IR_NAME}`: the calls as TraceLens EventReplay IR: operators, arguments, dtypes, shapes, strides, counts.",
         f"- `{INTEGERS_NAME}`: what integers and booleans the calls take, by number of the entry and argument: "
         "captured, or made to fit what the calls demand (zlib in base64).",
-        f"- `{SCRIPT_NAME}`: makes inputs and runs every call by itself. It needs PyTorch and nothing else.", "",
-        "```sh", f"python {SCRIPT_NAME}                    # every call, where it was recorded",
-        f"python {SCRIPT_NAME} --device=cpu --verbose --op-filter=mm", "```", "",
-        "It prints the time of each call, times its count, and exits with 1 if a call failed.", "",
+        f"- `{SCRIPT_NAME}`: makes inputs and runs every call by itself. It needs PyTorch and nothing else.",
+        "",
+        "```sh",
+        f"python {SCRIPT_NAME}                    # every call, where it was recorded",
+        f"python {SCRIPT_NAME} --device=cpu --verbose --op-filter=mm",
+        "```",
+        "",
+        "It prints the time of each call, times its count, and exits with 1 if a call failed.",
+        "",
         "Not in here: other contents (floating-point inputs are normally distributed), results, what one call passed",
         "to the next, random generators' states, numeric settings. `opreplay` members hold what the IR has no place",
         "for: overloads, devices, offsets, memory that arguments of one call share. `opreplay-import` reads the",
         "archive back.",
-        "", *([escaped(without_integers(exported)), ""] if exported.without_integers else ()),
-        "| operator | calls |", "| --- | --- |",
+        "",
+        *([escaped(without_integers(exported)), ""] if exported.without_integers else ()),
+        "| operator | calls |",
+        "| --- | --- |",
         *(f"| {escaped(name)} | {count} |" for name, count in names.most_common(_SHOWN)),
     ]
     others = names.most_common()[_SHOWN:]
     if others:
         lines.append(f"| {len(others)} more | {sum(count for _name, count in others)} |")
     if exported.left_out:
-        lines += ["", "Left out, because the IR cannot say it:", "",
-                  *(f"- {escaped(reason)}: {count} calls" for reason, count in exported.left_out.most_common())]
+        lines += [
+            "",
+            "Left out, because the IR cannot say it:",
+            "",
+            *(f"- {escaped(reason)}: {count} calls" for reason, count in exported.left_out.most_common()),
+        ]
     return "\n".join(lines) + "\n"
 
 
@@ -199,6 +228,9 @@ def without_integers(exported: Exported) -> str:
     """What to say of integers whose content is not known, "" where there are none."""
     if not exported.without_integers:
         return ""
-    why = (f"the capture cannot be prepared for a replay here: {exported.no_integers}" if exported.no_integers
-           else "ops of the capture computed them, no initializer is for them, or they are large")
+    why = (
+        f"the capture cannot be prepared for a replay here: {exported.no_integers}"
+        if exported.no_integers
+        else "ops of the capture computed them, no initializer is for them, or they are large"
+    )
     return f"{exported.without_integers} arguments of integers or booleans are 0: {why}"

@@ -11,6 +11,10 @@ def nested_deeper(value: Any, limit: int) -> bool:
     for _depth in range(limit + 1):
         if not level:
             return False
-        level = [inner for outer in level if isinstance(outer, dict | list | tuple)
-                 for inner in (outer.values() if isinstance(outer, dict) else outer)]
+        level = [
+            inner
+            for outer in level
+            if isinstance(outer, dict | list | tuple)
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+        ]
     return bool(level)

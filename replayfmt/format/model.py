@@ -300,9 +300,27 @@ class CompositeValue:
 
 
 Value = (
-    None | bool | int | float | complex | str | list | tuple | DType | Layout | MemoryFormat | TensorValue
-    | StorageValue | GeneratorValue | PayloadValue | RangeValue | RecipeValue | DeviceValue | ProcessGroupValue
-    | OpaqueValue | CompositeValue
+    None
+    | bool
+    | int
+    | float
+    | complex
+    | str
+    | list
+    | tuple
+    | DType
+    | Layout
+    | MemoryFormat
+    | TensorValue
+    | StorageValue
+    | GeneratorValue
+    | PayloadValue
+    | RangeValue
+    | RecipeValue
+    | DeviceValue
+    | ProcessGroupValue
+    | OpaqueValue
+    | CompositeValue
 )
 
 
@@ -316,8 +334,8 @@ class Record:
     scope: int
     thread: int
     start_ns: int
-    duration_ns: int | None          # None: not measured
-    device_duration_ns: int | None   # None: not measured
+    duration_ns: int | None  # None: not measured
+    device_duration_ns: int | None  # None: not measured
     args: tuple[Value, ...]
     results: tuple[Value, ...]
     frame_offset: int
@@ -335,8 +353,9 @@ class Record:
         """
         count = (self.annotation or {}).get("count", 1)
         if not isinstance(count, int) or isinstance(count, bool) or count < 1:
-            raise InvalidCapture(f"ordinal {self.ordinal}: its annotation has count={count!r:.40}; expected a whole "
-                                 "number above 0")
+            raise InvalidCapture(
+                f"ordinal {self.ordinal}: its annotation has count={count!r:.40}; expected a whole number above 0"
+            )
         return count
 
     def argument(self, name: str) -> Value:
@@ -372,6 +391,6 @@ class Summary:
     absent_storages: int
     unsupported: dict[str, int]
     # None: the capture does not say (it was made before these were counted).
-    origins: dict[StorageOrigin, int] | None = None        # storages
-    origin_bytes: dict[StorageOrigin, int] | None = None   # their lengths when born
-    annotated: int | None = None                           # records with an annotation
+    origins: dict[StorageOrigin, int] | None = None  # storages
+    origin_bytes: dict[StorageOrigin, int] | None = None  # their lengths when born
+    annotated: int | None = None  # records with an annotation

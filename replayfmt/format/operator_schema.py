@@ -68,7 +68,7 @@ def canonical_schema(text: str) -> str:
     It prints `Tensor!`, written memory without a name, as `Tensor($0! -> )`, `Tensor(a!)?[]` as `Tensor?(a!)[]`, and
     the names of a set in any order; it reads none of the first two.
     """
-    parts = _QUOTED.split(text)     # texts between the quoted ones, which are defaults
+    parts = _QUOTED.split(text)  # texts between the quoted ones, which are defaults
     for index in range(0, len(parts), 2):
         named = _UNNAMED.sub(r"\1\2", parts[index])
         parts[index] = _SETS.sub(_sorted_set, _AFTER_OPTIONAL.sub(r"\1?", named))
@@ -91,7 +91,7 @@ def parse_operator_schema(text: str) -> OperatorSchema:
     namespace, _, own = head.rpartition("::")
     base, _, overload = own.partition(".")
     end = _closing(rest)
-    arrow, _, returned = rest[end + 1:].partition("->")
+    arrow, _, returned = rest[end + 1 :].partition("->")
     if arrow.strip() or returned.strip() in ("", "..."):
         raise ValueError(f"{text[:80]!r} does not say what it returns")
     arguments = tuple(_arguments(rest[:end]))

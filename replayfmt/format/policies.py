@@ -5,9 +5,9 @@ A trimmed capture keeps the environment of the capture it comes from. What its c
 
 from __future__ import annotations
 
-OPAQUE_RESULTS = "opaque-results"             # OPERATOR[:INDEX], separated by spaces
-TRIMMED_FROM = "trimmed-from"                 # session id of the capture it all comes from
-TRIMMED_SELECTION = "trimmed-selection"       # the flags that selected it; of several trims, in order
-TRIMMED_VERIFIED = "trimmed-verified"         # how the replay that gave its content was verified: bitwise, close, none
-TRIMMED_ELSEWHERE = "trimmed-elsewhere"       # that replay was not on the capture's machine: what differed
-TRIMMED_SYNTHESIZED = "trimmed-synthesized"   # that replay made up content that the capture does not hold: why
+OPAQUE_RESULTS = "opaque-results"  # OPERATOR[:INDEX], separated by spaces
+TRIMMED_FROM = "trimmed-from"  # session id of the capture it all comes from
+TRIMMED_SELECTION = "trimmed-selection"  # the flags that selected it; of several trims, in order
+TRIMMED_VERIFIED = "trimmed-verified"  # how the replay that gave its content was verified: bitwise, close, none
+TRIMMED_ELSEWHERE = "trimmed-elsewhere"  # that replay was not on the capture's machine: what differed
+TRIMMED_SYNTHESIZED = "trimmed-synthesized"  # that replay made up content that the capture does not hold: why

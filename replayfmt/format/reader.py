@@ -77,8 +77,10 @@ class CaptureReader:
         self.incomplete_reason = contents.incomplete_reason
         self.warnings = list(contents.warnings)
         if preamble.minor > MINOR_VERSION:
-            self.warnings.append(f"written by format version {preamble.major}.{preamble.minor}; this reader knows "
-                                 f"{preamble.major}.{MINOR_VERSION} and skips what is newer")
+            self.warnings.append(
+                f"written by format version {preamble.major}.{preamble.minor}; this reader knows "
+                f"{preamble.major}.{MINOR_VERSION} and skips what is newer"
+            )
         self.record_count = contents.records
         self.session = read_session(source, contents, preamble)
         self.definitions = self._read_definitions()
@@ -140,13 +142,16 @@ class CaptureReader:
         offset = int(self.contents.frames["offset"][self._positions[index]])
         frame = self._decoder.decode(body, header, offset, where, self._counts)
         if frame.first_storage != self._first_storages[index]:
-            raise InvalidCapture(f"{where}: first_storage is {frame.first_storage}, "
-                                 f"the index says {int(self._first_storages[index])}")
+            raise InvalidCapture(
+                f"{where}: first_storage is {frame.first_storage}, the index says {int(self._first_storages[index])}"
+            )
         if index + 1 < len(self._positions):
             after = frame.first_storage + len(frame.storage_bytes)
             if after != self._first_storages[index + 1]:
-                raise InvalidCapture(f"{where}: its storages end with {after - 1}, the index says the next is "
-                                     f"{int(self._first_storages[index + 1])}")
+                raise InvalidCapture(
+                    f"{where}: its storages end with {after - 1}, the index says the next is "
+                    f"{int(self._first_storages[index + 1])}"
+                )
         self._cache[index] = frame
         if len(self._cache) > _CACHED_FRAMES:
             self._cache.popitem(last=False)
@@ -191,8 +196,13 @@ class CaptureReader:
             raise IndexError(f"{self.path}: storage {number} of {self.storage_count}")
         frame = self.frame(int(np.searchsorted(self._first_storages, number, side="right")) - 1)
         row = number - frame.first_storage
-        return Storage(number, int(frame.storage_bytes[row]), int(frame.storage_device[row]),
-                       StorageOrigin(int(frame.storage_origin[row])), int(frame.storage_payload[row]))
+        return Storage(
+            number,
+            int(frame.storage_bytes[row]),
+            int(frame.storage_device[row]),
+            StorageOrigin(int(frame.storage_origin[row])),
+            int(frame.storage_payload[row]),
+        )
 
     def scope_path(self, number: int) -> str:
         """A scope's names from the outermost inwards, joined by slashes; "" for 0."""

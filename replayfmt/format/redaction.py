@@ -17,7 +17,7 @@ from .model import ExternalFile, Node, Session, Signature
 
 REDACTED = "(redacted)"
 _OPAQUE = "a string that was redacted"
-_SHORTEST_WORD = 2      # letters stand alone in many texts
+_SHORTEST_WORD = 2  # letters stand alone in many texts
 # What everybody is called says nothing, and may well be a word of a message.
 _COMMON_WORDS = frozenset({"root", "user", "home", "localhost", "ubuntu", "admin", "none", "main"})
 _START = r"(?:/|~[\w.-]*[/\\]|[A-Za-z]:[/\\]|\\\\)"
@@ -26,8 +26,10 @@ _START = r"(?:/|~[\w.-]*[/\\]|[A-Za-z]:[/\\]|\\\\)"
 # the path goes with it.
 _END = r"\s'\",;:()\[\]<>{}|"
 _WORD = rf"[ \t]+(?!{_START})[^{_END}/\\]+"
-_PATH = re.compile(rf"(?P<quote>['\"]){_START}.*?(?P=quote)"
-                   rf"|(?<![\w./\\~]){_START}[^{_END}]+(?:(?:{_WORD})+[/\\][^{_END}]*)*")
+_PATH = re.compile(
+    rf"(?P<quote>['\"]){_START}.*?(?P=quote)"
+    rf"|(?<![\w./\\~]){_START}[^{_END}]+(?:(?:{_WORD})+[/\\][^{_END}]*)*"
+)
 _HOME = re.compile(r"(?:/home|/Users|[A-Za-z]:\\Users)[/\\]([^/\\]+)")
 _USER = re.compile(r"(?:/home|/Users|[A-Za-z]:\\Users)[/\\]([^/\\\s'\",;:]+)")
 _STACK = re.compile(r"""File "[^"]*", line \d+|\w\.(?:py|pyx|cpp|cc|cu|h)(?::\d+|\(\d+\))""")
@@ -44,8 +46,11 @@ class Redaction:
         names = {*words, session.host or ""}
         for place in (session.working_directory or "", *session.argv):
             names.update(_HOME.findall(place))
-        secret = sorted((name for name in names if len(name) >= _SHORTEST_WORD and name.lower() not in _COMMON_WORDS),
-                        key=len, reverse=True)
+        secret = sorted(
+            (name for name in names if len(name) >= _SHORTEST_WORD and name.lower() not in _COMMON_WORDS),
+            key=len,
+            reverse=True,
+        )
         self._words = re.compile(rf"(?<!\w)(?:{'|'.join(map(re.escape, secret))})(?!\w)") if secret else None
 
     @property
@@ -53,8 +58,14 @@ class Redaction:
         """The session without host, command line and working directory; its policies say `redact`."""
         session = self._session
         return replace(
-            session, host=None, argv=(), working_directory=None, libraries=self.values(session.libraries),
-            settings=self.values(session.settings), policies={**self.values(session.policies), "redact": True})
+            session,
+            host=None,
+            argv=(),
+            working_directory=None,
+            libraries=self.values(session.libraries),
+            settings=self.values(session.settings),
+            policies={**self.values(session.policies), "redact": True},
+        )
 
     def text(self, text: str) -> str:
         """A text for people with paths and names replaced by `(redacted)`."""

@@ -32,14 +32,20 @@ def encode_session(session: Session) -> memoryview:
             raise ValueError(f"session value {key!r} is {value!r}; only JSON scalars can be stored")
         return text(key), text(json.dumps(value))
 
-    return build(HEAD, {
-        "session_id": text(session.session_id), "producer": text(session.producer),
-        "producer_version": text(session.producer_version), "created_unix_ns": session.created_unix_ns,
-        **{name: text(getattr(session, name)) for name in _TEXTS if getattr(session, name) is not None},
-        **{name: [pair(*each) for each in getattr(session, name).items()] for name in _PAIRS},
-        "argv": [text(argument) for argument in session.argv],
-        "rank": session.rank, "world_size": session.world_size,
-    })
+    return build(
+        HEAD,
+        {
+            "session_id": text(session.session_id),
+            "producer": text(session.producer),
+            "producer_version": text(session.producer_version),
+            "created_unix_ns": session.created_unix_ns,
+            **{name: text(getattr(session, name)) for name in _TEXTS if getattr(session, name) is not None},
+            **{name: [pair(*each) for each in getattr(session, name).items()] for name in _PAIRS},
+            "argv": [text(argument) for argument in session.argv],
+            "rank": session.rank,
+            "world_size": session.world_size,
+        },
+    )
 
 
 def decode_session(body: bytes, where: str) -> Session:
@@ -49,9 +55,13 @@ def decode_session(body: bytes, where: str) -> Session:
     if not _UUID.fullmatch(session_id):
         raise InvalidCapture(f"{where}: session_id {session_id[:80]!r} is not a lower-case UUID with dashes")
     return Session(
-        session_id=session_id, producer=table.string("producer") or "",
-        producer_version=table.string("producer_version") or "", created_unix_ns=table.scalar("created_unix_ns"),
-        argv=tuple(table.strings("argv")), rank=table.scalar("rank"), world_size=table.scalar("world_size"),
+        session_id=session_id,
+        producer=table.string("producer") or "",
+        producer_version=table.string("producer_version") or "",
+        created_unix_ns=table.scalar("created_unix_ns"),
+        argv=tuple(table.strings("argv")),
+        rank=table.scalar("rank"),
+        world_size=table.scalar("world_size"),
         **{name: table.string(name) for name in _TEXTS},  # type: ignore[arg-type]
         **{name: _decode_pairs(table.pairs(name), f"{where}: {name}") for name in _PAIRS},  # type: ignore[arg-type]
     )

@@ -41,15 +41,20 @@ class Tally:
         self._origins = np.zeros(_ORIGINS, np.int64)
         self._origin_bytes = np.zeros(_ORIGINS, np.uint64)
 
-    def add(self, signature: np.ndarray, storage_origin: np.ndarray, storage_bytes: np.ndarray,
-            annotation: np.ndarray | None) -> None:
+    def add(
+        self,
+        signature: np.ndarray,
+        storage_origin: np.ndarray,
+        storage_bytes: np.ndarray,
+        annotation: np.ndarray | None,
+    ) -> None:
         """Count one frame, given columns of it."""
         counts = np.bincount(signature)
         if len(counts) > len(self._signatures):
             grown = np.zeros(2 * len(counts), np.int64)
-            grown[:len(self._signatures)] = self._signatures
+            grown[: len(self._signatures)] = self._signatures
             self._signatures = grown
-        self._signatures[:len(counts)] += counts
+        self._signatures[: len(counts)] += counts
         self.records += len(signature)
         self.storages += len(storage_origin)
         if len(storage_origin):
@@ -62,13 +67,14 @@ class Tally:
         """Count one decoded frame."""
         self.add(frame.signature, frame.storage_origin, frame.storage_bytes, frame.annotation)
 
-    def summary(self, definitions: Counted, payload_bytes: int, ended_ns: int | None = None,
-                recovered: bool = False) -> Summary:
+    def summary(
+        self, definitions: Counted, payload_bytes: int, ended_ns: int | None = None, recovered: bool = False
+    ) -> Summary:
         """The totals, with `payload_bytes` of content in all payloads."""
         kinds, kernels = definitions.column("signature_kind"), definitions.column("signature_kernel")
         counts = np.zeros(len(kinds), np.int64)
-        seen = self._signatures[1:len(kinds) + 1]
-        counts[:len(seen)] = seen
+        seen = self._signatures[1 : len(kinds) + 1]
+        counts[: len(seen)] = seen
         by_kind = np.bincount(kinds, weights=counts, minlength=max(RecordKind) + 1)
         calls = np.bincount(kernels, weights=np.where(kinds == RecordKind.op, counts, 0), minlength=1)
         reasons: dict[str, int] = {}
@@ -77,12 +83,16 @@ class Tally:
             if count:
                 reasons[reason] = reasons.get(reason, 0) + count
         return Summary(
-            ended_ns=ended_ns or None, recovered=recovered,
+            ended_ns=ended_ns or None,
+            recovered=recovered,
             records={kind: int(by_kind[kind]) for kind in RecordKind if by_kind[kind]},
             kernel_calls={kernel: int(calls[kernel]) for kernel in np.flatnonzero(calls).tolist()},
-            storages=self.storages, storage_payload_bytes=payload_bytes,
-            absent_storages=int(self._origins[StorageOrigin.absent]), unsupported=dict(sorted(reasons.items())),
-            origins=_by_origin(self._origins.tolist()), annotated=self.annotated,
+            storages=self.storages,
+            storage_payload_bytes=payload_bytes,
+            absent_storages=int(self._origins[StorageOrigin.absent]),
+            unsupported=dict(sorted(reasons.items())),
+            origins=_by_origin(self._origins.tolist()),
+            annotated=self.annotated,
             origin_bytes=_by_origin(self._origin_bytes.tolist()),
         )
 
@@ -102,16 +112,24 @@ def encode_summary(summary: Summary) -> memoryview:
     by_origin = {
         name: np.array([counts.get(StorageOrigin(origin), 0) for origin in range(_ORIGINS)], np.uint64)
         for name, counts in (("storage_origins", summary.origins), ("storage_origin_bytes", summary.origin_bytes))
-        if counts is not None}
-    return build(SUMMARY, {
-        "record_counts": kinds, "kernel_calls": calls,
-        "unsupported_reason": [reason.encode() for reason in summary.unsupported],
-        "unsupported_count": np.array(list(summary.unsupported.values()), np.uint64),
-        **by_origin,
-        "ended_ns": summary.ended_ns or 0, "recovered": summary.recovered, "storages": summary.storages,
-        "storage_payload_bytes": summary.storage_payload_bytes, "absent_storages": summary.absent_storages,
-        "annotated_records": summary.annotated or 0,
-    })
+        if counts is not None
+    }
+    return build(
+        SUMMARY,
+        {
+            "record_counts": kinds,
+            "kernel_calls": calls,
+            "unsupported_reason": [reason.encode() for reason in summary.unsupported],
+            "unsupported_count": np.array(list(summary.unsupported.values()), np.uint64),
+            **by_origin,
+            "ended_ns": summary.ended_ns or 0,
+            "recovered": summary.recovered,
+            "storages": summary.storages,
+            "storage_payload_bytes": summary.storage_payload_bytes,
+            "absent_storages": summary.absent_storages,
+            "annotated_records": summary.annotated or 0,
+        },
+    )
 
 
 def decode_summary(body: bytes, kernel_count: int, records: int, where: str) -> Summary:
@@ -127,21 +145,27 @@ def decode_summary(body: bytes, kernel_count: int, records: int, where: str) -> 
     reasons, counts = table.strings("unsupported_reason"), column("unsupported_count")
     if len(reasons) != len(counts) or len(set(reasons)) != len(reasons):
         raise InvalidCapture(f"{where}: {len(reasons)} reasons with {len(counts)} counts, or a reason twice")
-    if any(kinds[max(RecordKind) + 1:]) or any(calls[kernel_count + 1:]) or any(kinds[:1]) or any(calls[:1]):
+    if any(kinds[max(RecordKind) + 1 :]) or any(calls[kernel_count + 1 :]) or any(kinds[:1]) or any(calls[:1]):
         raise InvalidCapture(f"{where}: counts of record kinds or kernels that the capture does not have")
     if sum(kinds) != records or sum(calls) != (kinds[RecordKind.op] if len(kinds) > RecordKind.op else 0):
-        raise InvalidCapture(f"{where}: counts {sum(kinds)} records and {sum(calls)} kernel calls; "
-                             f"the capture has {records} records")
+        raise InvalidCapture(
+            f"{where}: counts {sum(kinds)} records and {sum(calls)} kernel calls; the capture has {records} records"
+        )
     origins, annotated = _decode_origins(table, where), table.scalar("annotated_records")
     if annotated > records:
         raise InvalidCapture(f"{where}: counts {annotated} annotated records; the capture has {records} records")
     return Summary(
-        ended_ns=table.scalar("ended_ns") or None, recovered=bool(table.scalar("recovered")),
+        ended_ns=table.scalar("ended_ns") or None,
+        recovered=bool(table.scalar("recovered")),
         records={RecordKind(kind): count for kind, count in enumerate(kinds) if count},
         kernel_calls={kernel: count for kernel, count in enumerate(calls) if count},
-        storages=table.scalar("storages"), storage_payload_bytes=table.scalar("storage_payload_bytes"),
-        absent_storages=table.scalar("absent_storages"), unsupported=dict(zip(reasons, counts, strict=True)),
-        origins=origins[0], origin_bytes=origins[1], annotated=None if origins[0] is None else annotated,
+        storages=table.scalar("storages"),
+        storage_payload_bytes=table.scalar("storage_payload_bytes"),
+        absent_storages=table.scalar("absent_storages"),
+        unsupported=dict(zip(reasons, counts, strict=True)),
+        origins=origins[0],
+        origin_bytes=origins[1],
+        annotated=None if origins[0] is None else annotated,
     )
 
 

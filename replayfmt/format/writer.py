@@ -180,18 +180,28 @@ class CaptureWriter:
     def _write_records(self, columns: RecordColumns) -> None:
         definitions = self._definitions
         # Copies, because an array cannot grow while someone still looks at it.
-        contents = Referable(self._payloads.count, *(
-            definitions.column(name).copy() for name in ("range_bytes", "recipe_dtype", "recipe_elements")))
-        bounds = Bounds(definitions.count("signature"), definitions.count("scope"), definitions.count("meta"),
-                        definitions.count("device"), definitions.count("string"), self._frames.next_storage, contents)
+        contents = Referable(
+            self._payloads.count,
+            *(definitions.column(name).copy() for name in ("range_bytes", "recipe_dtype", "recipe_elements")),
+        )
+        bounds = Bounds(
+            definitions.count("signature"),
+            definitions.count("scope"),
+            definitions.count("meta"),
+            definitions.count("device"),
+            definitions.count("string"),
+            self._frames.next_storage,
+            contents,
+        )
         encoded = encode_records(columns, bounds, definitions.slot_counts)
         if not encoded.count:
             if encoded.storages:
                 raise ValueError("storages without a record that bears them")
             return
         if len(encoded.body) > MAX_BODY_BYTES:
-            raise ValueError(f"{encoded.count} records take {len(encoded.body)} bytes in one frame; "
-                             f"the limit is {MAX_BODY_BYTES}")
+            raise ValueError(
+                f"{encoded.count} records take {len(encoded.body)} bytes in one frame; the limit is {MAX_BODY_BYTES}"
+            )
         with self._whole():
             self._payloads.flush()
             self._write_definitions()

@@ -19,12 +19,21 @@ from .sniffing import KINDS, TraceKind, sniff
 LEVELS = ("auto", "leaf", "launching", "root")
 
 
-def import_trace(path: str | PathLike[str], out: str | PathLike[str], *, kind: TraceKind | Literal["auto"] = "auto",
-                 level: Literal["auto", "leaf", "launching", "root"] = "auto", unique: bool = False,
-                 rewrite: Literal["none", "portable"] = "none", libraries: OpLibraries | None = None,
-                 names: TracedNames | None = None, force: bool = False, progress: Progress | None = None,
-                 on_record: Callable[[int, int], None] | None = None,
-                 graph_captures: Sequence[str | PathLike[str]] = ()) -> ImportReport:
+def import_trace(
+    path: str | PathLike[str],
+    out: str | PathLike[str],
+    *,
+    kind: TraceKind | Literal["auto"] = "auto",
+    level: Literal["auto", "leaf", "launching", "root"] = "auto",
+    unique: bool = False,
+    rewrite: Literal["none", "portable"] = "none",
+    libraries: OpLibraries | None = None,
+    names: TracedNames | None = None,
+    force: bool = False,
+    progress: Progress | None = None,
+    on_record: Callable[[int, int], None] | None = None,
+    graph_captures: Sequence[str | PathLike[str]] = (),
+) -> ImportReport:
     """Make the capture `out` of another tool's trace, and report what of it is exact, inferred or missing.
 
     `kind` says what made the trace, `auto` looks into the file. `level` chooses the operators that stand for the work,
@@ -44,23 +53,39 @@ def import_trace(path: str | PathLike[str], out: str | PathLike[str], *, kind: T
         raise UsageError(f"level={level!r}: expected one of {', '.join(LEVELS)}")
     if same_file(path, out):
         raise UsageError(f"{os.fspath(out)}: the capture would take the trace's place; name another file")
-    check_place(out, force)      # before a large trace is read in vain
+    check_place(out, force)  # before a large trace is read in vain
     libraries, names = libraries or OpLibraries(), names or TracedNames()
     found = sniff(path) if kind == "auto" else kind
     if found == "kineto":
         from .kineto.importer import KinetoOptions, import_kineto
 
         options = KinetoOptions(level, unique, rewrite, graph_captures)
-        report = import_kineto(path, out, options=options, libraries=libraries, names=names,
-                               force=force, progress=progress, on_record=on_record)
+        report = import_kineto(
+            path,
+            out,
+            options=options,
+            libraries=libraries,
+            names=names,
+            force=force,
+            progress=progress,
+            on_record=on_record,
+        )
     elif unique or graph_captures:
         flag = "--unique" if unique else "--graph-capture"
         raise UsageError(f"{flag} is for profiler traces; {path} is of kind {found}")
     elif found == "execution-trace":
         from .execution_trace.importer import import_execution_trace
 
-        report = import_execution_trace(path, out, level="root" if level == "root" else "deepest", rewrite=rewrite,
-                                        libraries=libraries, names=names, force=force, progress=progress)
+        report = import_execution_trace(
+            path,
+            out,
+            level="root" if level == "root" else "deepest",
+            rewrite=rewrite,
+            libraries=libraries,
+            names=names,
+            force=force,
+            progress=progress,
+        )
     else:
         from .tracelens import import_tracelens
 

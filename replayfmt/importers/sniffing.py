@@ -14,7 +14,7 @@ from .common.trace_files import archive_names, regular_length
 
 TraceKind = Literal["kineto", "execution-trace", "tracelens"]
 KINDS: tuple[TraceKind, ...] = get_args(TraceKind)
-_READ = 64      # entries looked at, at most: what tells stands at the beginning
+_READ = 64  # entries looked at, at most: what tells stands at the beginning
 
 
 def sniff(path: str | PathLike[str]) -> TraceKind:
@@ -32,11 +32,15 @@ def sniff(path: str | PathLike[str]) -> TraceKind:
                 return "tracelens"
             if seen >= _READ:
                 break
-    with JsonStream.open(path) as stream:       # an empty list has no entries that tell
+    with JsonStream.open(path) as stream:  # an empty list has no entries that tell
         if any(entry == ("traceEvents", []) for entry in islice(stream.entries(()), _READ)):
-            raise InvalidCapture(f"{path}: the trace has no operator events: its traceEvents are empty; profile with "
-                                 "activities=[ProfilerActivity.CPU, ...] while operators run")
+            raise InvalidCapture(
+                f"{path}: the trace has no operator events: its traceEvents are empty; profile with "
+                "activities=[ProfilerActivity.CPU, ...] while operators run"
+            )
         member = f": {stream.member}, the archive's first JSON file, is" if stream.member else ":"
         problem = f" ({stream.problems[0]})" if stream.problems else ""
-    raise InvalidCapture(f"{path}{member} no trace that is known: expected a PyTorch profiler trace (traceEvents), a "
-                         f"PyTorch execution trace (nodes), or TraceLens replay IR (op_name and replay_ir){problem}")
+    raise InvalidCapture(
+        f"{path}{member} no trace that is known: expected a PyTorch profiler trace (traceEvents), a "
+        f"PyTorch execution trace (nodes), or TraceLens replay IR (op_name and replay_ir){problem}"
+    )

@@ -55,25 +55,35 @@ _TENSOR = ArgumentType("Tensor")
 _FLAGS = {"conj": TensorFlag.conj, "neg": TensorFlag.neg}
 
 
-def import_tracelens(path: str | PathLike[str], out: str | PathLike[str], *, libraries: OpLibraries | None = None,
-                     names: TracedNames | None = None, force: bool = False,
-                     progress: Progress | None = None) -> ImportReport:
+def import_tracelens(
+    path: str | PathLike[str],
+    out: str | PathLike[str],
+    *,
+    libraries: OpLibraries | None = None,
+    names: TracedNames | None = None,
+    force: bool = False,
+    progress: Progress | None = None,
+) -> ImportReport:
     """Make the capture `out` of an IR file, and report on it.
 
     Raises CaptureNotFound and InvalidCapture for the file, OutputExists and CaptureFailed for the capture.
     """
     report = ImportReport(Path(path).name, KIND)
     operators = Operators(libraries, names)
-    file = TraceFile(path, wanted=lambda name: Path(name).name == _IR_NAME or name.endswith("_ir.json"),
-                     progress=progress)
+    file = TraceFile(
+        path, wanted=lambda name: Path(name).name == _IR_NAME or name.endswith("_ir.json"), progress=progress
+    )
     with JsonStream(file) as stream:
         entries = (value for key, value in stream.entries(()) if key == "")
         first = next(entries, None)
         if not isinstance(first, dict) or not _is_entry(first):
-            raise InvalidCapture(f"{fspath(path)}: no EventReplay IR: expected a list of objects with op_name and "
-                                 "replay_ir" + "".join(f"; {problem}" for problem in stream.problems[:1]))
-        session = imported_session(KIND, report.source, policies={
-            "devices": "recorded" if isinstance(first.get(_OWN), dict) else "assumed"})
+            raise InvalidCapture(
+                f"{fspath(path)}: no EventReplay IR: expected a list of objects with op_name and "
+                "replay_ir" + "".join(f"; {problem}" for problem in stream.problems[:1])
+            )
+        session = imported_session(
+            KIND, report.source, policies={"devices": "recorded" if isinstance(first.get(_OWN), dict) else "assumed"}
+        )
         with ImportedSession(out, session, force=force) as capture:
             writer = _Writer(capture, report, operators)
             _describe_devices(capture, first.get(_OWN), report)
@@ -91,8 +101,9 @@ def import_tracelens(path: str | PathLike[str], out: str | PathLike[str], *, lib
 
 
 def _is_entry(value: Any) -> bool:
-    return (isinstance(value, dict) and isinstance(value.get("op_name"), str)
-            and isinstance(value.get("replay_ir"), dict))
+    return (
+        isinstance(value, dict) and isinstance(value.get("op_name"), str) and isinstance(value.get("replay_ir"), dict)
+    )
 
 
 def _describe_devices(capture: ImportedSession, own: Any, report: ImportReport) -> None:
@@ -145,8 +156,9 @@ class _Writer:
         call = _read(name, entry["replay_ir"])
         if not own:
             # TraceLens reads profiler traces, which drop strings: it writes an empty one.
-            call.recorded = [UNRECORDED if each.form is Form.text and not each.value else each
-                             for each in call.recorded]
+            call.recorded = [
+                UNRECORDED if each.form is Form.text and not each.value else each for each in call.recorded
+            ]
         choice, binding = self._bind(call, own if isinstance(own, dict) else {})
         if choice.operator is None:
             self._unsupported(call, count, choice.reason, choice.detail)
@@ -166,8 +178,12 @@ class _Writer:
             self._unsupported(call, count, "import_incomplete", str(error))
             return
         shown, told, operator = _shown(call), tuple(assumed), choice.operator
-        self._report.add((name, operator.overload, shown, told), lambda: Entry(
-            name, operator.overload, "inferred" if told else "exact", shown, operator.found, told), ordinal, count)
+        self._report.add(
+            (name, operator.overload, shown, told),
+            lambda: Entry(name, operator.overload, "inferred" if told else "exact", shown, operator.found, told),
+            ordinal,
+            count,
+        )
 
     def _bind(self, call: _Call, own: Mapping[str, Any]) -> tuple[Choice, Binding]:
         """The operator and its arguments: by name where the entry says which overload, else by position."""
@@ -230,8 +246,12 @@ class _Writer:
         note = {"import": "incomplete", "count": count}
         ordinal = self._capture.unsupported(reason, call.name, detail, Moment(), note)
         shown = _shown(call)
-        self._report.add((call.name, shown, reason, detail), lambda: Entry(
-            call.name, "", "incomplete", shown, reason=reason, detail=detail), ordinal, count)
+        self._report.add(
+            (call.name, shown, reason, detail),
+            lambda: Entry(call.name, "", "incomplete", shown, reason=reason, detail=detail),
+            ordinal,
+            count,
+        )
 
 
 def _named_score(schema: torch.FunctionSchema, call: _Call) -> int | None:
@@ -266,18 +286,23 @@ def _by_name(reader: Reader, schema: torch.FunctionSchema, call: _Call, complete
         if not argument.has_default_value():
             binding.missing.append(f"{argument.name}: {BY} does not have it, and it has no default")
         elif not complete:
-            binding.assumed.append(f"{argument.name}={argument.default_value!r}: {BY} does not have it; the schema's "
-                                   "default")
+            binding.assumed.append(
+                f"{argument.name}={argument.default_value!r}: {BY} does not have it; the schema's default"
+            )
     bound = dict(full.arguments)
     for argument in schema.arguments:
         # Operators take Python numbers where their schema says Tensor, and promote types differently for them.
         if schema_type(argument) == _TENSOR and argument.name in numbers:
             bound[argument.name] = numbers[argument.name]
-    binding.arguments = [(argument.name, bound[argument.name]) for argument in schema.arguments
-                         if argument.name in by_name and argument.name in bound]
+    binding.arguments = [
+        (argument.name, bound[argument.name])
+        for argument in schema.arguments
+        if argument.name in by_name and argument.name in bound
+    ]
     binding.assumed += [text for text in full.assumed if text.partition(":")[0].partition("=")[0] in by_name]
-    binding.missing += [text for text in full.missing
-                        if (name := text.partition(":")[0]) in by_name and name not in bound]
+    binding.missing += [
+        text for text in full.missing if (name := text.partition(":")[0]) in by_name and name not in bound
+    ]
     return binding
 
 
@@ -306,7 +331,7 @@ def _argument(call: _Call, value: Any, kind: str, own: Any) -> Recorded:
         return of_list(items, str(value))
     if isinstance(value, str) and kind.startswith(("Scalar", "complex", "number")):
         try:
-            return of_value(complex(value))     # as opreplay-export writes what JSON has no numbers for
+            return of_value(complex(value))  # as opreplay-export writes what JSON has no numbers for
         except ValueError:
             return parse(value)
     return of_value(value)
@@ -319,11 +344,18 @@ def _tensor_argument(call: _Call, value: Mapping[str, Any], own: Mapping[str, An
     number = len(call.beside)
     flags = [_FLAGS[each] for each in own.get("flags", ()) if each in _FLAGS]
     storage = own.get("storage")
-    call.beside[number] = _Beside(storage if isinstance(storage, int) else None, _natural(own.get("storage_bytes")),
-                                  TensorFlag(sum(flags)))
+    call.beside[number] = _Beside(
+        storage if isinstance(storage, int) else None, _natural(own.get("storage_bytes")), TensorFlag(sum(flags))
+    )
     device = own.get("device")
-    spec = TensorSpec(dtype_of(str(value.get("dtype", ""))), shape, strides if strides else None if shape else (),
-                      device if isinstance(device, str) else None, _natural(own.get("offset")), number)
+    spec = TensorSpec(
+        dtype_of(str(value.get("dtype", ""))),
+        shape,
+        strides if strides else None if shape else (),
+        device if isinstance(device, str) else None,
+        _natural(own.get("offset")),
+        number,
+    )
     return Recorded(Form.tensor, tensor=spec, shown=f"{value.get('dtype')}{list(shape)}")
 
 
@@ -339,10 +371,12 @@ def _natural(value: Any) -> int:
 
 def _on_device(binding: Binding) -> bool:
     """Whether a call has tensors, or makes some, whose device the IR does not say."""
-    return any(isinstance(each, TensorSpec | DeviceName) for _name, value in binding.arguments
-               for each in (value if isinstance(value, list) else [value]))
+    return any(
+        isinstance(each, TensorSpec | DeviceName)
+        for _name, value in binding.arguments
+        for each in (value if isinstance(value, list) else [value])
+    )
 
 
 def _shown(call: _Call) -> str:
     return ", ".join(each.shown for each in call.recorded)
-

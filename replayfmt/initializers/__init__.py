@@ -1,10 +1,10 @@
 """What fills storages whose content was not captured. docs/initializers.md walks through writing one.
 
-    from replayfmt.initializers import register
+from replayfmt.initializers import register
 
-    @register("my::lookup", argument="table")
-    def table(request):
-        return torch.zeros(request.tensor.sizes, dtype=request.tensor.dtype)
+@register("my::lookup", argument="table")
+def table(request):
+    return torch.zeros(request.tensor.sizes, dtype=request.tensor.dtype)
 """
 
 from .demands import Demand, Role
@@ -13,5 +13,16 @@ from .loading import load_initializers
 from .registry import Registry, register, unregister
 from .request import Call, Request, TensorInfo, Use
 
-__all__ = ["Call", "Demand", "Initializer", "Registry", "Request", "Role", "TensorInfo", "Use", "load_initializers",
-           "register", "unregister"]
+__all__ = [
+    "Call",
+    "Demand",
+    "Initializer",
+    "Registry",
+    "Request",
+    "Role",
+    "TensorInfo",
+    "Use",
+    "load_initializers",
+    "register",
+    "unregister",
+]

@@ -78,7 +78,6 @@ def _integers(request: Request) -> torch.Tensor:
     return fill_integers(request.tensor.dtype, request.tensor.elements, request.demand, request.seed)
 
 
-
 def _bytes(request: Request) -> torch.Tensor:
     length = request.tensor.elements * request.tensor.dtype.itemsize
     return torch.randint(256, (length,), dtype=torch.uint8, generator=request.generator).view(request.tensor.dtype)
@@ -99,6 +98,7 @@ def check_option(name: str, value: str) -> None:
     parse_routing(value)
 
 
+# fmt: off
 BUILT_IN: tuple[Initializer, ...] = (
     PAGED_ATTENTION,
     *CPU_ENGINES,
@@ -133,3 +133,4 @@ BUILT_IN: tuple[Initializer, ...] = (
     Initializer("bytes", _bytes, accepts=lambda request: request.tensor.dtype not in FLOATS | INTEGERS,
                 description="packed and quantized elements: any bits"),
 )
+# fmt: on

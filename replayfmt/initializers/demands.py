@@ -14,14 +14,14 @@ from enum import IntEnum
 class Role(IntEnum):
     """What content is for. Those from `mask` on ask more than that every element is within bounds."""
 
-    number = 0      # any value will do
-    bounded = 1     # computed with, within bounds
-    index = 2       # names an element along a dimension
-    mask = 3        # `total` elements are true
-    offsets = 4     # begins with 0, never falls, ends with `total` where that is known, no step above `step`
-    lengths = 5     # adds up to `total`, the largest is `high`, never rises
-    highest = 6     # an index, and `high` occurs
-    distinct = 7    # `total` different values
+    number = 0  # any value will do
+    bounded = 1  # computed with, within bounds
+    index = 2  # names an element along a dimension
+    mask = 3  # `total` elements are true
+    offsets = 4  # begins with 0, never falls, ends with `total` where that is known, no step above `step`
+    lengths = 5  # adds up to `total`, the largest is `high`, never rises
+    highest = 6  # an index, and `high` occurs
+    distinct = 7  # `total` different values
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ def combine(demands: list[Demand]) -> Demand | Conflict:
     """One demand that contains all the others."""
     low = max((each.low for each in demands if each.low is not None), default=None)
     high = min((each.high for each in demands if each.high is not None), default=None)
-    first = max(demands, key=lambda each: each.role)       # of several the first, so its preference counts
+    first = max(demands, key=lambda each: each.role)  # of several the first, so its preference counts
     asking = [each for each in demands if each.role >= Role.mask]
     others = {(each.role, each.total, each.step) for each in asking}
     if len(others) > 1:

@@ -26,20 +26,32 @@ from replayfmt.pytorch.tensors.dtypes import TORCH_DTYPE
 DEFAULT_MEAN = 0.0
 DEFAULT_STD = 0.02
 
-FLOATS = frozenset({
-    torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex32, torch.complex64, torch.complex128,
-    torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz, torch.float8_e8m0fnu,
-})
+FLOATS = frozenset(
+    {
+        torch.float16,
+        torch.bfloat16,
+        torch.float32,
+        torch.float64,
+        torch.complex32,
+        torch.complex64,
+        torch.complex128,
+        torch.float8_e4m3fn,
+        torch.float8_e4m3fnuz,
+        torch.float8_e5m2,
+        torch.float8_e5m2fnuz,
+        torch.float8_e8m0fnu,
+    }
+)
 
 _CHUNK = 1 << 20
 _THREADS = 8
-_TAIL = 3.0           # a normal law with this many deviations to both ends loses nothing of note by ending there
+_TAIL = 3.0  # a normal law with this many deviations to both ends loses nothing of note by ending there
 # Above this ratio of deviation to mean, values of one sign are log-normal: a normal law would have the other sign too.
 _SKEWED = 0.4
-_MOST = 1e100         # and below this one
-_LOST = 0.02          # the share of a law that may lie beyond the ends
-_ROUNDING = 1e-6      # what sums of very many elements may be off by
-_FEW = 4096           # so many elements miss their law's mean and deviation by chance alone
+_MOST = 1e100  # and below this one
+_LOST = 0.02  # the share of a law that may lie beyond the ends
+_ROUNDING = 1e-6  # what sums of very many elements may be off by
+_FEW = 4096  # so many elements miss their law's mean and deviation by chance alone
 _COMPLEX_PART = {torch.complex32: torch.float16, torch.complex64: torch.float32, torch.complex128: torch.float64}
 
 
@@ -74,9 +86,9 @@ class _Shape(Enum):
 
     normal = 0
     log_normal = 1
-    uniform = 2         # between both ends
-    beta = 3            # between both ends
-    two_values = 4      # the ends
+    uniform = 2  # between both ends
+    beta = 3  # between both ends
+    two_values = 4  # the ends
 
 
 @dataclass(frozen=True)
@@ -88,7 +100,7 @@ class _Law:
     std: float
     low: float
     high: float
-    least: float          # the smallest magnitude
+    least: float  # the smallest magnitude
 
     def draw(self, random: np.random.Generator, out: np.ndarray) -> None:
         """Fill `out`."""
@@ -102,12 +114,12 @@ class _Law:
                 out[:] = random.beta(share * certainty, (1 - share) * certainty, size=out.size)
             else:
                 out[:] = random.permutation(out.size) < round(share * out.size)
-            out[:] = self.low * (1 - out) + self.high * out     # their difference may be out of range
+            out[:] = self.low * (1 - out) + self.high * out  # their difference may be out of range
         if self.shape is not _Shape.two_values and 1 < len(out) < _FEW:
             self._correct(out)
         for end, beyond in ((self.low, out < self.low), (self.high, out > self.high)):
             if beyond.any():
-                out[beyond] = 2 * end - out[beyond]        # reflected, so that the ends do not gather all of the tail
+                out[beyond] = 2 * end - out[beyond]  # reflected, so that the ends do not gather all of the tail
         np.clip(out, self.low, self.high, out=out)
         tiny = np.abs(out) < self.least
         if tiny.any():
@@ -208,14 +220,27 @@ def _parts(target: torch.Tensor) -> torch.Tensor:
 class _Maker:
     """Makes the chunks of one content, of elements that have `width` numbers each."""
 
-    def __init__(self, elements: int, width: int, seed: int, statistics: Statistics | None, dtype: torch.dtype,
-                 carrier: type[np.floating]) -> None:
+    def __init__(
+        self,
+        elements: int,
+        width: int,
+        seed: int,
+        statistics: Statistics | None,
+        dtype: torch.dtype,
+        carrier: type[np.floating],
+    ) -> None:
         self._width = width
         self._elements, self._seed, self._statistics, self._carrier = elements, seed, statistics, carrier
-        self._special = (0, 0, 0, 0) if statistics is None else (
-            statistics.zeros, statistics.nans, statistics.positive_infinities, statistics.negative_infinities)
-        self._ends = [] if statistics is None else [
-            value for value in (statistics.min, statistics.max) if value and math.isfinite(value)]
+        self._special = (
+            (0, 0, 0, 0)
+            if statistics is None
+            else (statistics.zeros, statistics.nans, statistics.positive_infinities, statistics.negative_infinities)
+        )
+        self._ends = (
+            []
+            if statistics is None
+            else [value for value in (statistics.min, statistics.max) if value and math.isfinite(value)]
+        )
         self._law = self._choose_law(dtype)
         self._chunks = list(self._divide())
 
@@ -254,7 +279,7 @@ class _Maker:
         finite = count + known.zeros
         mean = known.mean + (known.zeros * known.mean + sum(known.mean - end for end in ends)) / left
         mean = min(max(mean, low), high)
-        unit = max(abs(low), abs(high))         # squares may be out of range
+        unit = max(abs(low), abs(high))  # squares may be out of range
         others = known.zeros * (known.mean / unit) ** 2 + sum(((end - known.mean) / unit) ** 2 for end in ends)
         squares = finite * (known.std / unit) ** 2 - others
         std = unit * math.sqrt(max(0.0, squares / left - ((mean - known.mean) / unit) ** 2))
@@ -285,8 +310,11 @@ class _Maker:
         if special or chunk.ends:
             places = _places(random, chunk.length, special + len(chunk.ends))
             at = 0
-            for count, value in zip((*chunk.special, *(1 for _ in chunk.ends)),
-                                    (0.0, math.nan, math.inf, -math.inf, *chunk.ends), strict=True):
+            for count, value in zip(
+                (*chunk.special, *(1 for _ in chunk.ends)),
+                (0.0, math.nan, math.inf, -math.inf, *chunk.ends),
+                strict=True,
+            ):
                 elements[places[at : at + count]] = value
                 at += count
         return values

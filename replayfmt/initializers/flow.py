@@ -32,9 +32,21 @@ class Passed:
 
 # Results hold some of the elements as they are. Those in _WHOLE hold all of them, in order.
 _WHOLE = {
-    "clone", "_to_copy", "to", "contiguous", "lift_fresh", "_pin_memory", "resolve_neg", "resolve_conj",
-    "view_copy", "_reshape_copy", "reshape", "detach_copy", "alias_copy",
+    "clone",
+    "_to_copy",
+    "to",
+    "contiguous",
+    "lift_fresh",
+    "_pin_memory",
+    "resolve_neg",
+    "resolve_conj",
+    "view_copy",
+    "_reshape_copy",
+    "reshape",
+    "detach_copy",
+    "alias_copy",
 }
+# fmt: off
 _MOVING = {
     "cat": ("tensors",), "stack": ("tensors",), "repeat": ("self",), "roll": ("self",), "flip": ("self",),
     "tile": ("self",), "constant_pad_nd": ("self",), "expand_copy": ("self",), "permute_copy": ("self",),
@@ -50,7 +62,9 @@ _MOVING = {
     "diag_embed": ("self",), "unfold_copy": ("self",), "take_along_dim": ("self",), "copy": ("src",),
     "nan_to_num": ("self",), "embedding": ("weight",),
 }
+# fmt: on
 # What depends on an argument's shape alone, tells only whether something holds, or is in range whatever is read.
+# fmt: off
 _SEALED = {
     "_embedding_bag", "_embedding_bag_forward_only", "_pack_padded_sequence",
     "zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "randint_like", "new_zeros",
@@ -58,6 +72,7 @@ _SEALED = {
     "nonzero", "argwhere", "searchsorted", "bucketize", "count_nonzero", "_local_scalar_dense", "item", "equal",
     "fill", "zero", "one_hot", "nonzero_static",
 }
+# fmt: on
 
 
 def passed_on(call: Call, argument: str, tensor: TensorInfo) -> Iterator[Passed]:

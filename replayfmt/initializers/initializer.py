@@ -50,8 +50,9 @@ class Initializer:
         if not self.name or not callable(self.fill):
             raise UsageError("an initializer needs a name and a function that fills")
         if self.arguments and self.op is None:
-            raise UsageError(f"initializer {self.name}: arguments={list(self.arguments)} needs op, the operator that "
-                             "has them")
+            raise UsageError(
+                f"initializer {self.name}: arguments={list(self.arguments)} needs op, the operator that has them"
+            )
         if self.joint and self.op is None:
             raise UsageError(f"initializer {self.name}: joint needs op, the operator that has the arguments")
         for text in (self.op, *self.arguments):

@@ -40,8 +40,11 @@ def _bounds(dtype: torch.dtype, demand: Demand) -> tuple[int, int]:
 def _values(random: np.random.Generator, elements: int, demand: Demand, low: int, high: int) -> np.ndarray:
     match demand.role:
         case Role.index | Role.highest:
-            values = random.integers(max(low, 0), high, size=elements, endpoint=True) if high >= 0 else np.full(
-                elements, high, dtype=np.int64)
+            values = (
+                random.integers(max(low, 0), high, size=elements, endpoint=True)
+                if high >= 0
+                else np.full(elements, high, dtype=np.int64)
+            )
             if demand.role is Role.highest and elements:
                 values[random.integers(elements)] = high
             return values

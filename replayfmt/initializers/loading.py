@@ -40,8 +40,9 @@ def load_initializers(path: str) -> tuple[Initializer, ...]:
         except (Exception, SystemExit) as error:
             raise UsageError(f"{FLAG}={path}: {_where(error, path)}{type(error).__name__}: {error}") from error
     if not found:
-        raise UsageError(f"{FLAG}={path}: it registers no initializer; decorate functions with "
-                         "@replayfmt.initializers.register(...)")
+        raise UsageError(
+            f"{FLAG}={path}: it registers no initializer; decorate functions with @replayfmt.initializers.register(...)"
+        )
     return tuple(replace(each, origin=path) for each in found)
 
 

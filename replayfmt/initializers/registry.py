@@ -19,23 +19,38 @@ _registered: list[Initializer] = []
 _collecting: list[list[Initializer]] = []
 
 
-def register(op: str | None = None, *, argument: str | Sequence[str] = (),
-             dtype: torch.dtype | Iterable[torch.dtype] = (),
-             role: Role | Iterable[Role] = (), joint: bool = False, name: str = "", description: str = "",
-             accepts: Callable[[Request], bool] | None = None) -> Callable[[Fill], Fill]:
+def register(
+    op: str | None = None,
+    *,
+    argument: str | Sequence[str] = (),
+    dtype: torch.dtype | Iterable[torch.dtype] = (),
+    role: Role | Iterable[Role] = (),
+    joint: bool = False,
+    name: str = "",
+    description: str = "",
+    accepts: Callable[[Request], bool] | None = None,
+) -> Callable[[Fill], Fill]:
     """Decorator: from now on plans use the function as an initializer, after those that were registered before.
 
     In a file given to --replay-initializer only the plans of that command do. See Initializer for what the arguments
     mean; the name is the function's unless it is given, the description the first line of its docstring.
     Raises UsageError where they contradict each other.
     """
+
     def decorate(function: Fill) -> Fill:
         text = description or (function.__doc__ or "").strip().partition("\n")[0].rstrip(".")
         made = Initializer(
-            name or getattr(function, "__name__", ""), function, op, (argument,) if isinstance(argument, str) else
-            tuple(argument), frozenset({dtype} if isinstance(dtype, torch.dtype) else dtype),
-            frozenset({role} if isinstance(role, Role) else role), joint, accepts, text,
-            origin=getattr(function, "__module__", "") or "registered")
+            name or getattr(function, "__name__", ""),
+            function,
+            op,
+            (argument,) if isinstance(argument, str) else tuple(argument),
+            frozenset({dtype} if isinstance(dtype, torch.dtype) else dtype),
+            frozenset({role} if isinstance(role, Role) else role),
+            joint,
+            accepts,
+            text,
+            origin=getattr(function, "__module__", "") or "registered",
+        )
         into = _collecting[-1] if _collecting else _registered
         if any(other.name == made.name for other in into):
             raise UsageError(f"an initializer called {made.name} is registered already; give it another name")
@@ -87,8 +102,10 @@ class Registry:
     def lines(self) -> list[str]:
         """Every initializer in order: where it comes from, its name, what it matches."""
         width = max(len(each.name) for each in self.initializers)
-        return [f"{number:3}  {each.name:{width}}  {each}" + (f"  ({each.origin})" if each.origin != "built-in" else "")
-                for number, each in enumerate(self.initializers, 1)]
+        return [
+            f"{number:3}  {each.name:{width}}  {each}" + (f"  ({each.origin})" if each.origin != "built-in" else "")
+            for number, each in enumerate(self.initializers, 1)
+        ]
 
 
 def _type_name(value: Any) -> str:

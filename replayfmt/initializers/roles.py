@@ -16,8 +16,19 @@ import torch
 from .demands import Demand, Role
 from .request import TensorInfo, Use
 
-INTEGERS = frozenset({torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16,
-                      torch.uint32, torch.uint64})
+INTEGERS = frozenset(
+    {
+        torch.bool,
+        torch.uint8,
+        torch.int8,
+        torch.int16,
+        torch.int32,
+        torch.int64,
+        torch.uint16,
+        torch.uint32,
+        torch.uint64,
+    }
+)
 _MASKS = (torch.bool, torch.uint8)
 
 
@@ -66,6 +77,7 @@ def _size(info: TensorInfo | None, dim: int | None) -> int | None:
 
 def _into(argument: str, dim: int | str) -> Rule:
     """An index into one dimension of another argument, given as a number or by the argument that holds it."""
+
     def rule(use: Use) -> Demand | None:
         number = use.call.integer(dim) if isinstance(dim, str) else dim
         return _index(use, _size(use.call.tensor(argument), number), f"dimension {number} of {argument}")
@@ -88,6 +100,7 @@ def _from_either_end(demand: Demand | None) -> Demand | None:
 
 def _below(argument: str) -> Rule:
     """Below a number that is an argument itself."""
+
     def rule(use: Use) -> Demand | None:
         return _index(use, use.call.integer(argument), argument)
 
@@ -186,14 +199,20 @@ def _distinct(use: Use) -> Demand | None:
     if not is_integral(use.tensor.dtype):
         return Demand(Role.number, why=f"a number for {use.call.name}")
     count = _size(use.call.result(0), 0)
-    return None if count is None else Demand(Role.distinct, total=count,
-                                             why=f"what {use.call.name} finds {count} different values in")
+    return (
+        None
+        if count is None
+        else Demand(Role.distinct, total=count, why=f"what {use.call.name} finds {count} different values in")
+    )
 
 
 def _repeats(use: Use) -> Demand | None:
     total = _size(use.call.result(0), 0)
-    return None if total is None else Demand(Role.lengths, 0, None, total=total,
-                                             why=f"counts that add up to {total} in {use.call.name}")
+    return (
+        None
+        if total is None
+        else Demand(Role.lengths, 0, None, total=total, why=f"counts that add up to {total} in {use.call.name}")
+    )
 
 
 def _segments(use: Use) -> Demand | None:
@@ -208,8 +227,13 @@ def _packed(use: Use) -> Demand | None:
     if packed is None or sizes is None:
         return None
     longest, total = sizes.elements, _size(packed, 0)
-    return Demand(Role.lengths, 1, longest, total=total, why=f"lengths of which the first is {longest} and that add up "
-                                                             f"to {total} in {use.call.name}")
+    return Demand(
+        Role.lengths,
+        1,
+        longest,
+        total=total,
+        why=f"lengths of which the first is {longest} and that add up to {total} in {use.call.name}",
+    )
 
 
 def _bags(use: Use) -> Demand | None:
@@ -217,8 +241,13 @@ def _bags(use: Use) -> Demand | None:
     if indices is None:
         return None
     total = indices.elements if use.call.arguments.get("include_last_offset") else None
-    return Demand(Role.offsets, 0, indices.elements, total=total,
-                  why=f"offsets into {indices.elements} indices in {use.call.name}")
+    return Demand(
+        Role.offsets,
+        0,
+        indices.elements,
+        total=total,
+        why=f"offsets into {indices.elements} indices in {use.call.name}",
+    )
 
 
 def _bags_again(use: Use) -> Demand | None:
@@ -227,26 +256,38 @@ def _bags_again(use: Use) -> Demand | None:
     return None if indices is None else Demand(Role.bounded, 0, indices.elements, why=f"offsets in {use.call.name}")
 
 
-_BAG_BACKWARD = ("_embedding_bag_backward", "_embedding_bag_dense_backward", "_embedding_bag_sparse_backward",
-                 "_embedding_bag_per_sample_weights_backward")
+_BAG_BACKWARD = (
+    "_embedding_bag_backward",
+    "_embedding_bag_dense_backward",
+    "_embedding_bag_sparse_backward",
+    "_embedding_bag_per_sample_weights_backward",
+)
 
 
 def _cumulative(tokens: str, longest: str) -> Rule:
     """Where each sequence begins and ends among the tokens of a packed batch."""
+
     def rule(use: Use) -> Demand | None:
         # Packed as (tokens, heads, size), or as a batch of one such.
         info = use.call.tensor(tokens)
         total = None if info is None else info.sizes[0] if len(info.sizes) == 3 else prod(info.sizes[:2])
         if total is None:
             return None
-        return Demand(Role.offsets, 0, total, total=total, step=use.call.integer(longest),
-                      why=f"where each of the sequences in {total} tokens begins in {use.call.name}")
+        return Demand(
+            Role.offsets,
+            0,
+            total,
+            total=total,
+            step=use.call.integer(longest),
+            why=f"where each of the sequences in {total} tokens begins in {use.call.name}",
+        )
 
     return rule
 
 
 def _between(low: float, high: float | None) -> Rule:
     """Floating point elements within bounds."""
+
     def rule(use: Use) -> Demand | None:
         return Demand(Role.bounded, low, high, why=f"{use.argument} of {use.call.name}")
 
@@ -254,8 +295,19 @@ def _between(low: float, high: float | None) -> Rule:
 
 
 _POSITIVE, _SHARE = _between(0.5, 1.5), _between(0.0, 1.0)
-_ALONG = ("index_select", "index_add", "index_copy", "index_fill", "index_reduce", "gather", "scatter", "scatter_add",
-          "scatter_reduce", "take_along_dim")
+_ALONG = (
+    "index_select",
+    "index_add",
+    "index_copy",
+    "index_fill",
+    "index_reduce",
+    "gather",
+    "scatter",
+    "scatter_add",
+    "scatter_reduce",
+    "take_along_dim",
+)
+# fmt: off
 _RULES: dict[tuple[str, str], Rule] = {
     **{(name, "indices" if name == "take_along_dim" else "index"): _into("self", "dim") for name in _ALONG},
     ("embedding", "indices"): _into("weight", 0),
@@ -315,8 +367,10 @@ _RULES: dict[tuple[str, str], Rule] = {
     **{(name, "self"): _SHARE for name in ("multinomial", "binary_cross_entropy", "binary_cross_entropy_backward")},
     ("bernoulli", "p"): _SHARE,
 }
+# fmt: on
 
 # Operators that compute with integers, or move them, and are safe whatever they are.
+# fmt: off
 _COMPUTING = {
     "floor_divide", "remainder", "fmod", "pow", "rsub", "neg", "_to_copy", "to", "clone", "copy", "contiguous",
     "detach", "lift_fresh", "alias", "cat", "stack", "repeat", "roll", "flip", "tile", "constant_pad_nd", "expand",
@@ -337,3 +391,4 @@ _COMPUTING = {
     "narrow", "set", "resize", "_index_put_impl", "_unsafe_index_put", "scatter_reduce", "index_reduce",
     "take_along_dim", "put", "nonzero_static", "cross", "outer", "tensordot", "einsum",
 }
+# fmt: on

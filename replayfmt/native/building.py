@@ -52,8 +52,16 @@ def compile_library(source: Path, output: Path, *flags: str) -> None:
     """Compile one C++ file against the installed PyTorch. `flags`: more of them. Raises NotAvailable."""
     command = [*compiler(), *_flags(), *flags, str(source), "-o", str(output), *_linked()]
     try:
-        done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                              text=True, errors="replace", timeout=_PATIENCE_S, env={**os.environ, "LC_ALL": "C"})
+        done = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            timeout=_PATIENCE_S,
+            env={**os.environ, "LC_ALL": "C"},
+        )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise NotAvailable("the compiler failed", str(error)) from error
     if done.returncode != 0:
@@ -103,8 +111,17 @@ def _built(source: str, command: list[str]) -> Path:
 def _key(text: bytes, command: list[str]) -> str:
     """What tells libraries apart."""
     where = os.stat(command[0])
-    parts = (hashlib.sha256(text).hexdigest(), torch.__version__, torch.version.git_version, platform.machine(),
-             os.path.realpath(command[0]), where.st_size, where.st_mtime_ns, command[1:], _flags())
+    parts = (
+        hashlib.sha256(text).hexdigest(),
+        torch.__version__,
+        torch.version.git_version,
+        platform.machine(),
+        os.path.realpath(command[0]),
+        where.st_size,
+        where.st_mtime_ns,
+        command[1:],
+        _flags(),
+    )
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
 
 
@@ -133,8 +150,10 @@ def check_own(path: Path) -> None:
     """Raise NotAvailable where somebody else than this user can have written what is there."""
     found = path.lstat()
     if stat.S_ISLNK(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise NotAvailable("the cache is not safe",
-                           f"{path} is a link, belongs to another user, or can be written by others: remove it")
+        raise NotAvailable(
+            "the cache is not safe",
+            f"{path} is a link, belongs to another user, or can be written by others: remove it",
+        )
 
 
 def _is_whole(path: Path) -> bool:
@@ -149,7 +168,7 @@ def _is_whole(path: Path) -> bool:
 
 def _keep(content: bytes, path: Path) -> None:
     """Write a library and its digest under its name at once."""
-    descriptor, name = tempfile.mkstemp(dir=path.parent)      # for this user alone
+    descriptor, name = tempfile.mkstemp(dir=path.parent)  # for this user alone
     try:
         with os.fdopen(descriptor, "wb") as file:
             file.write(content + hashlib.sha256(content).digest())
@@ -165,5 +184,5 @@ def _load(path: Path) -> ctypes.PyDLL:
 
 
 def say(text: str) -> None:
-    with suppress(Exception):      # the program's own stderr may refuse it
+    with suppress(Exception):  # the program's own stderr may refuse it
         print(f"opreplay: {text}", file=sys.stderr, flush=True)

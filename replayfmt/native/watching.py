@@ -16,12 +16,16 @@ from typing import Any
 
 from .building import NotAvailable, library, say
 
-_AT_ONCE = 64      # threads that one call hands over
+_AT_ONCE = 64  # threads that one call hands over
 
 
 class _Counted(ctypes.Structure):
-    _fields_ = [("count", ctypes.c_uint64), ("id", ctypes.c_int64), ("name", ctypes.c_char * 64),
-                ("first", ctypes.c_char * 192)]
+    _fields_ = [
+        ("count", ctypes.c_uint64),
+        ("id", ctypes.c_int64),
+        ("name", ctypes.c_char * 64),
+        ("first", ctypes.c_char * 192),
+    ]
 
 
 @dataclass(frozen=True)
@@ -35,9 +39,11 @@ class Unseen:
     def sentence(self) -> str:
         """What happened, and what to do about it."""
         ran = f"{self.operators:,} operators" if self.operators != 1 else "an operator"
-        return (f"the thread {self.thread} ran {ran} in C++ code, where the recorder does not take part: {self.first}"
-                f"{' first' if self.operators != 1 else ''}. Nothing of this is recorded: have a thread that Python "
-                "started make these calls")
+        return (
+            f"the thread {self.thread} ran {ran} in C++ code, where the recorder does not take part: {self.first}"
+            f"{' first' if self.operators != 1 else ''}. Nothing of this is recorded: have a thread that Python "
+            "started make these calls"
+        )
 
 
 class ThreadWatch:
@@ -98,8 +104,10 @@ class ThreadWatch:
         number = _AT_ONCE + 1
         while number > _AT_ONCE:
             number = self._library.opreplay_watch_collect(counted, _AT_ONCE)
-            found += [Unseen(_name(entry), entry.count, entry.first.decode(errors="replace"))
-                      for entry in counted[:min(number, _AT_ONCE)]]
+            found += [
+                Unseen(_name(entry), entry.count, entry.first.decode(errors="replace"))
+                for entry in counted[: min(number, _AT_ONCE)]
+            ]
         return found
 
 

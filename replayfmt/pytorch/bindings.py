@@ -19,12 +19,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 _HOLDERS = tuple(
     holder
     for holder in (
-        torch._C._VariableFunctions, torch._C.TensorBase, torch._C._nn,
-        getattr(torch._C, "_linalg", None), getattr(torch._C, "_fft", None), getattr(torch._C, "_special", None),
+        torch._C._VariableFunctions,
+        torch._C.TensorBase,
+        torch._C._nn,
+        getattr(torch._C, "_linalg", None),
+        getattr(torch._C, "_fft", None),
+        getattr(torch._C, "_special", None),
     )
     if holder is not None
 )
-_NATIVE = (type(len), type(str.join))       # functions and methods implemented in C
+_NATIVE = (type(len), type(str.join))  # functions and methods implemented in C
 _ABSENT = object()
 # The argument parser takes a tensor without dimensions for a number too, an integer one also for a size or an index.
 _STAND_INS = (torch.zeros((1,)), torch.zeros(()), torch.zeros((), dtype=torch.int64))
@@ -39,7 +43,7 @@ class _Catch(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False        # otherwise the first call imports all of torch._dynamo, which takes seconds
+        return False  # otherwise the first call imports all of torch._dynamo, which takes seconds
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,8 +61,9 @@ def takes_numbers(func: OpOverload) -> bool:
     return bool(torch._C._should_allow_numbers_as_tensors(func._schema.name.partition("::")[2]))
 
 
-def direct_function(overload: OpOverload, text: str, values: Sequence[Any],
-                    tensors: Sequence[int]) -> Callable[..., Any]:
+def direct_function(
+    overload: OpOverload, text: str, values: Sequence[Any], tensors: Sequence[int]
+) -> Callable[..., Any]:
     """A function to call as `text` says: one that reaches `overload` directly, or else the overload itself.
 
     `text` has a `%s` for the function and one for each of `values`; those at the positions `tensors` are tensors,
@@ -82,13 +87,19 @@ def _candidates(overload: OpOverload) -> Iterator[Callable[..., Any]]:
                 yield found
 
 
-def _arrives(candidate: Callable[..., Any], overload: OpOverload, text: str, values: Sequence[Any],
-             tensors: Sequence[int], stand_in: torch.Tensor) -> bool:
+def _arrives(
+    candidate: Callable[..., Any],
+    overload: OpOverload,
+    text: str,
+    values: Sequence[Any],
+    tensors: Sequence[int],
+    stand_in: torch.Tensor,
+) -> bool:
     """Whether a call of `candidate` arrives at the dispatcher as the call of the overload would."""
     stood_for = set(tensors)
     names = {f"x{index}": stand_in.clone() if index in stood_for else value for index, value in enumerate(values)}
     call = compile(text % ("f", *names), "<opreplay probe>", "eval")
-    wanted = eval(call, {"f": lambda *args, **kwargs: (args, kwargs), **names})   # the plan's text, not the file's
+    wanted = eval(call, {"f": lambda *args, **kwargs: (args, kwargs), **names})  # the plan's text, not the file's
     catch = _Catch()
     # The dispatcher has to ask Python here, also where the replay around this has told it not to.
     keys = torch._C.DispatchKey
@@ -100,7 +111,7 @@ def _arrives(candidate: Callable[..., Any], overload: OpOverload, text: str, val
         warnings.catch_warnings(),
         catch,
     ):
-        warnings.simplefilter("ignore")     # of a form of call that is tried here and may not be used
+        warnings.simplefilter("ignore")  # of a form of call that is tried here and may not be used
         try:
             eval(call, {"f": candidate, **names})
         except _Arrived:

@@ -31,10 +31,17 @@ _OLDEST = re.compile(r"execute_new_(\d+)_cached_(\d+)\Z")
 _SGLANG = re.compile(r"step\[(\w+)((?:\s+\w+=\d+)*)\s*\]\Z")
 _ATOM = re.compile(r"(prefill|decode|eager_decode)\[(bs=\d+[^\[\]]*(?:\[[\d, ]*\][^\[\]]*)?)\]\Z")
 _FIELD = re.compile(r"(\w+)=(\[[\d, ]*\](?:\.\.\.\+\d+)?|\d+)")
-_ENDLESS = re.compile(r"\d{19}")      # no batch has as many of anything
+_ENDLESS = re.compile(r"\d{19}")  # no batch has as many of anything
 _SUMS = re.compile(r"(sqsq|sqsk|sksk|sq|sk)(\d+)")
-_SGLANG_PHASES: dict[str, Phase] = {"DECODE": "decode", "EXTEND": "prefill", "PREFILL": "prefill", "MIXED": "mixed",
-                                    "IDLE": "idle", "TARGET_VERIFY": "decode", "DRAFT_EXTEND": "prefill"}
+_SGLANG_PHASES: dict[str, Phase] = {
+    "DECODE": "decode",
+    "EXTEND": "prefill",
+    "PREFILL": "prefill",
+    "MIXED": "mixed",
+    "IDLE": "idle",
+    "TARGET_VERIFY": "decode",
+    "DRAFT_EXTEND": "prefill",
+}
 
 
 @dataclass(frozen=True)
@@ -117,8 +124,13 @@ def _sglang(found: re.Match[str], name: str) -> Iteration | None:
 
     def group(key: str, own: Phase) -> Requests:
         count, total = (size, tokens) if phase == own else (numbers.get(key), None) if phase == "mixed" else (0, 0)
-        return Requests(count, numbers.get(f"{key}_sq", total), numbers.get(f"{key}_sk"), numbers.get(f"{key}_sqsq"),
-                        numbers.get(f"{key}_sqsk"))
+        return Requests(
+            count,
+            numbers.get(f"{key}_sq", total),
+            numbers.get(f"{key}_sk"),
+            numbers.get(f"{key}_sqsq"),
+            numbers.get(f"{key}_sqsk"),
+        )
 
     return Iteration("sglang", phase, group("c", "prefill"), group("g", "decode"), name)
 
@@ -127,7 +139,7 @@ def _atom(found: re.Match[str], name: str) -> Iteration:
     """A step that is called `decode` may prefill, too: `p` requests do then, `d` decode, with the sums over both."""
     fields = dict(_FIELD.findall(found[2]))
     numbers = {key: int(value) for key, value in fields.items() if value.isdigit()}
-    size, tokens = numbers["bs"], numbers.get("tok")       # of bs=117/128 the first: the rest pads a graph
+    size, tokens = numbers["bs"], numbers.get("tok")  # of bs=117/128 the first: the rest pads a graph
     contexts, listed = numbers.get("sk"), [int(each) for each in re.findall(r"\d+", fields.get("ctx", ""))]
     if contexts is None and len(listed) == size and "..." not in fields["ctx"]:
         contexts = sum(listed)
@@ -138,10 +150,15 @@ def _atom(found: re.Match[str], name: str) -> Iteration:
     starting, going = numbers.get("p", 0), numbers.get("d", size)
     if not starting:
         return Iteration("atom", _phase(none, together), none, together, name)
-    decoded = going * (1 + numbers.get("spec", 0))      # a token each, and those that were speculated
+    decoded = going * (1 + numbers.get("spec", 0))  # a token each, and those that were speculated
     left = None if tokens is None or tokens - decoded < starting else tokens - decoded
-    return Iteration("atom", "mixed" if going else "prefill", Requests(starting, left),
-                     Requests(going, None if left is None else decoded), name)
+    return Iteration(
+        "atom",
+        "mixed" if going else "prefill",
+        Requests(starting, left),
+        Requests(going, None if left is None else decoded),
+        name,
+    )
 
 
 def _sums(count: str, text: str) -> Requests:

@@ -91,8 +91,9 @@ class OpLibraries:
     whether PyTorch's own optional modules need no leave: some of them write files and open sockets.
     """
 
-    def __init__(self, allowed: Iterable[str] = (), registered: Mapping[str, Sequence[str]] | None = None,
-                 *, own: bool = True) -> None:
+    def __init__(
+        self, allowed: Iterable[str] = (), registered: Mapping[str, Sequence[str]] | None = None, *, own: bool = True
+    ) -> None:
         self._own = own
         self._allowed = set(allowed)
         self._registered = dict(_registered)
@@ -107,14 +108,20 @@ class OpLibraries:
 
     def modules_for(self, namespace: str) -> tuple[str, ...]:
         """The names of the modules that register a namespace, those of the user first; none: it is not known."""
-        found = (*self._registered.get(namespace, ()), *_from_entry_points().get(namespace, ()),
-                 *KNOWN_LIBRARIES.get(namespace, ()))
+        found = (
+            *self._registered.get(namespace, ()),
+            *_from_entry_points().get(namespace, ()),
+            *KNOWN_LIBRARIES.get(namespace, ()),
+        )
         return tuple(dict.fromkeys(found))
 
     def admits(self, namespace: str, module: str) -> bool:
         """Whether a module may be imported for a namespace."""
-        if module in self._registered.get(namespace, ()) or module == "torch" or (
-                self._own and module.startswith(_OWN)):
+        if (
+            module in self._registered.get(namespace, ())
+            or module == "torch"
+            or (self._own and module.startswith(_OWN))
+        ):
             return True
         package = module.partition(".")[0]
         return bool(self._allowed & {namespace, module, package})
@@ -153,8 +160,10 @@ class OpLibraries:
         for package in dict.fromkeys(module.partition(".")[0] for module in tried):
             for module in modules_registering(package, namespace, base) if package != "torch" else ():
                 if not self.admits(namespace, module):
-                    return (f"and {module} registers it, which may not be imported; name it with "
-                            f"--op-library {namespace}={module}")
+                    return (
+                        f"and {module} registers it, which may not be imported; name it with "
+                        f"--op-library {namespace}={module}"
+                    )
                 problems += [] if module in tried else _imported(module)[1]
                 if is_there():
                     return ""
@@ -167,19 +176,25 @@ class OpLibraries:
         namespace, _separator, base = name.partition("::")
         for module in loaded.modules:
             if _defines(module, base):
-                return (f"; {module.__name__} has a function of that name, which is called in its place with "
-                        f"--op-library {namespace}={module.__name__}")
+                return (
+                    f"; {module.__name__} has a function of that name, which is called in its place with "
+                    f"--op-library {namespace}={module.__name__}"
+                )
         return f"; if another module has it, name that with --op-library {namespace}=MODULE"
 
     def _load(self, namespace: str) -> LoadedLibrary:
         names = self.modules_for(namespace)
         if not names:
-            return LoadedLibrary((), f"no library is known that registers {namespace!r}; name it with "
-                                     f"--op-library {namespace}=MODULE")
+            return LoadedLibrary(
+                (), f"no library is known that registers {namespace!r}; name it with --op-library {namespace}=MODULE"
+            )
         admitted = [name for name in names if self.admits(namespace, name)]
         if not admitted:
-            return LoadedLibrary((), f"{names[0]} registers {namespace!r} and may not be imported; allow it with "
-                                     f"--allow-import {names[0].partition('.')[0]}")
+            return LoadedLibrary(
+                (),
+                f"{names[0]} registers {namespace!r} and may not be imported; allow it with "
+                f"--allow-import {names[0].partition('.')[0]}",
+            )
         modules, problems = [], []
         for name in admitted:
             found, why = _imported(name)
@@ -192,7 +207,7 @@ def _imported(name: str) -> tuple[list[ModuleType], list[str]]:
     """A module, or a sentence on why it cannot be imported; each in a list of its own."""
     try:
         return [importlib.import_module(name)], []
-    except Exception as error:   # a foreign library may fail in any way
+    except Exception as error:  # a foreign library may fail in any way
         return [], [f"{name} cannot be imported: {type(error).__name__}: {error}".partition("\n")[0]]
 
 
@@ -200,8 +215,9 @@ def _defines(module: ModuleType, name: str) -> bool:
     """Whether a module has a function of that name that its own package defines."""
     value = getattr(module, name, None)
     origin = str(getattr(value, "__module__", ""))
-    return (callable(value) and not inspect.isclass(value)
-            and origin.partition(".")[0] == module.__name__.partition(".")[0])
+    return (
+        callable(value) and not inspect.isclass(value) and origin.partition(".")[0] == module.__name__.partition(".")[0]
+    )
 
 
 _entry_points: dict[str, tuple[str, ...]] | None = None

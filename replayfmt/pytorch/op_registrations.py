@@ -16,7 +16,7 @@ from pathlib import Path
 
 _REGISTERS = re.compile(r"custom_op|triton_op|\bLibrary\(")
 _NOT_SEARCHED = frozenset({"test", "tests", "testing", "__pycache__"})
-_LONGEST_SOURCE = 4 << 20       # bytes
+_LONGEST_SOURCE = 4 << 20  # bytes
 _LONGEST_EXTENSION = 4 << 30
 _MOST_FILES = 50_000
 
@@ -35,8 +35,11 @@ def modules_registering(package: str, namespace: str, name: str) -> list[str]:
             named.append(module)
         elif in_library.search(text):
             local.append(module)
-    extensions = [module for module, path in _files(package) if not path.name.endswith(".py")
-                  and _contains(path, (f"{name}(".encode(), namespace.encode()))]
+    extensions = [
+        module
+        for module, path in _files(package)
+        if not path.name.endswith(".py") and _contains(path, (f"{name}(".encode(), namespace.encode()))
+    ]
     return [*named, *local, *extensions]
 
 

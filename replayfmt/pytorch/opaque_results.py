@@ -69,9 +69,16 @@ class OpaqueResults:
         for name, overload, count in operators:
             for text in (name, f"{name}.{overload}"):
                 counts[text] = max(count, counts.get(text, 0))
-        return [f"{FLAG}={spec}: " + (f"{spec.operator} has {counts[spec.operator]} results, counted from 0"
-                                      if spec.operator in counts else f"no operator {spec.operator} is called")
-                for spec in self._given if counts.get(spec.operator, 0) <= (spec.index or 0)]
+        return [
+            f"{FLAG}={spec}: "
+            + (
+                f"{spec.operator} has {counts[spec.operator]} results, counted from 0"
+                if spec.operator in counts
+                else f"no operator {spec.operator} is called"
+            )
+            for spec in self._given
+            if counts.get(spec.operator, 0) <= (spec.index or 0)
+        ]
 
     @property
     def text(self) -> str:

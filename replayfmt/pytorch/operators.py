@@ -18,21 +18,19 @@ from dataclasses import dataclass
 # ----------------------------------------------------------------------------------------------------------- namespaces
 
 # Those that `import torch` registers; others of PyTorch's come with modules that only the user has imported.
-ALWAYS_THERE = frozenset({
-    "aten", "quantized", "_quantized", "quantization", "sparse", "mkl", "mkldnn", "mkldnn_prepacked", "onednn",
-})
+ALWAYS_THERE = frozenset(
+    {"aten", "quantized", "_quantized", "quantization", "sparse", "mkl", "mkldnn", "mkldnn_prepacked", "onednn"}
+)
 # Whose operators are what their schemas say: they read no autocast state or other state of the program below the
 # dispatch level of a capture, write what they declare, draw numbers only with the tag that says so.
 OWN = ALWAYS_THERE | {"prim", "prims", "rngprims"}
 # Those that a file can call with torch alone.
 WITH_TORCH_ALONE = ALWAYS_THERE | {"prims"}
 # Whose operators compute on tensors, but those that `acts_outside` knows.
-COMPUTING = (OWN - {"prim"}) | {
-    "_native", "_test", "fsdp", "inductor", "inductor_prims", "quantized_decomposed",
-}
-COLLECTIVES = frozenset({
-    "c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd", "_dtensor", "symm_mem",
-})
+COMPUTING = (OWN - {"prim"}) | {"_native", "_test", "fsdp", "inductor", "inductor_prims", "quantized_decomposed"}
+COLLECTIVES = frozenset(
+    {"c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd", "_dtensor", "symm_mem"}
+)
 # Whose composites are what their parts are. Those of other packages are kernels: what their functions do to memory
 # themselves is seen in no part.
 _IN_PARTS = COMPUTING | {"prim", "static_runtime"}
@@ -78,11 +76,21 @@ _DO_WORK_THEMSELVES = frozenset(
 # ------------------------------------------------------------- what is read and written; names as aten has them
 
 # Results are memory that has not been written.
-_EMPTY = frozenset({
-    "empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided", "empty_quantized",
-    "_empty_affine_quantized", "_empty_per_channel_affine_quantized",
-})
+_EMPTY = frozenset(
+    {
+        "empty",
+        "empty_like",
+        "empty_strided",
+        "empty_permuted",
+        "new_empty",
+        "new_empty_strided",
+        "empty_quantized",
+        "_empty_affine_quantized",
+        "_empty_per_channel_affine_quantized",
+    }
+)
 # What an operator does that only looks at metadata.
+# fmt: off
 _LOOKS = frozenset({
     "_assert_tensor_metadata", "_fused_sdp_choice", "_has_compatible_shallow_copy_type", "_has_same_storage_numel",
     "_nested_tensor_storage_offsets", "_version", "can_cast", "device", "dim", "is_contiguous",
@@ -90,15 +98,16 @@ _LOOKS = frozenset({
     "requires_grad_", "result_type", "size", "stride", "sym_is_contiguous", "sym_numel", "sym_size",
     "sym_storage_offset", "sym_stride",
 })
+# fmt: on
 # Tell the allocator which stream uses memory.
 _TELLS_ALLOCATOR = frozenset({"record_stream"})
 _RESIZES = frozenset({"resize_", "resize_as_", "_resize_output_"})
 # Change what memory a tensor stands for, or how much.
 _MOVES_MEMORY = _RESIZES | {"set_", "resize_storage_bytes_"}
 # In place, and still no more than another view on the same memory.
-_VIEWS_IN_PLACE = frozenset({
-    "as_strided_", "detach_", "squeeze_", "swapaxes_", "swapdims_", "t_", "transpose_", "unsqueeze_",
-})
+_VIEWS_IN_PLACE = frozenset(
+    {"as_strided_", "detach_", "squeeze_", "swapaxes_", "swapdims_", "t_", "transpose_", "unsqueeze_"}
+)
 # Give what they are given; `lift` copies nothing.
 _LIFTS = frozenset({"lift_fresh", "lift", "lift_fresh_copy"})
 # Give what they are given, unless a lazy bit is set.
@@ -106,32 +115,78 @@ _RESOLVES = frozenset({"resolve_conj", "resolve_neg"})
 # Only allocate, look at metadata, or name what is there; `is_nonzero` leaves the rest to what it calls.
 _IDLE = _EMPTY | _LOOKS | _MOVES_MEMORY | _VIEWS_IN_PLACE | _RESOLVES | {"lift_fresh", "lift", "is_nonzero"}
 # New memory is filled with what depends on no content.
-_FILLS_NEW = frozenset({
-    "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like", "new_zeros", "new_ones",
-    "new_full",
-})
+_FILLS_NEW = frozenset(
+    {
+        "zeros_like",
+        "ones_like",
+        "full_like",
+        "rand_like",
+        "randn_like",
+        "randint_like",
+        "new_zeros",
+        "new_ones",
+        "new_full",
+    }
+)
 _ZEROES = frozenset({"zero_", "_foreach_zero_"})
 # No bytes of any input are read, only their metadata.
 _READS_NOTHING = (
-    _EMPTY | _FILLS_NEW | _LOOKS | _TELLS_ALLOCATOR | _MOVES_MEMORY | _ZEROES
+    _EMPTY
+    | _FILLS_NEW
+    | _LOOKS
+    | _TELLS_ALLOCATOR
+    | _MOVES_MEMORY
+    | _ZEROES
     | {"_unsafe_view", "detach_", "as_strided_", "lift"}
 )
 # In-place operators that overwrite all of their first argument without reading it.
 _OVERWRITES_SELF = _ZEROES | {
-    "copy_", "fill_", "uniform_", "normal_", "random_", "bernoulli_", "exponential_", "geometric_", "cauchy_",
-    "log_normal_", "_foreach_copy_", "_resize_output_", "_fill_mem_eff_dropout_mask_", "copy_sparse_to_sparse_",
+    "copy_",
+    "fill_",
+    "uniform_",
+    "normal_",
+    "random_",
+    "bernoulli_",
+    "exponential_",
+    "geometric_",
+    "cauchy_",
+    "log_normal_",
+    "_foreach_copy_",
+    "_resize_output_",
+    "_fill_mem_eff_dropout_mask_",
+    "copy_sparse_to_sparse_",
 }
 # In-place operators that write a part of their first argument, which part depends on data, and read none of it.
-_WRITES_SOME = frozenset({
-    "index_put_", "_index_put_impl_", "scatter_", "index_copy_", "index_fill_", "masked_fill_", "masked_scatter_",
-    "put_", "fill_diagonal_",
-})
+_WRITES_SOME = frozenset(
+    {
+        "index_put_",
+        "_index_put_impl_",
+        "scatter_",
+        "index_copy_",
+        "index_fill_",
+        "masked_fill_",
+        "masked_scatter_",
+        "put_",
+        "fill_diagonal_",
+    }
+)
 ACCUMULATES = ("accumulate", "reduce")  # with one of these arguments set, the operators above read what they write
 # With beta=0 the first argument is not read.
-_BETA = frozenset({
-    "addmm", "addmm_", "baddbmm", "baddbmm_", "addbmm", "addbmm_", "addmv", "addmv_", "addr", "addr_",
-    "_addmm_activation",
-})
+_BETA = frozenset(
+    {
+        "addmm",
+        "addmm_",
+        "baddbmm",
+        "baddbmm_",
+        "addbmm",
+        "addbmm_",
+        "addmv",
+        "addmv_",
+        "addr",
+        "addr_",
+        "_addmm_activation",
+    }
+)
 # Whose second argument lends only its shape or type.
 _LIKE_OTHER = frozenset({"expand_as", "view_as", "type_as", "reshape_as"})
 # The argument whose bytes are copied as they are, all of them, and nothing else.
@@ -157,22 +212,32 @@ _UNREAD_WITH = {"aten::_fused_sgd_": ("momentum_buffer_list", "is_first_step")}
 # Arguments that are written without an annotation that says so.
 _RUNNING = ("running_mean", "running_var")
 _UNANNOTATED_WRITES = {
-    **{f"aten::{name}": _RUNNING for name in (
-        "native_batch_norm", "batch_norm", "_batch_norm_impl_index", "cudnn_batch_norm", "miopen_batch_norm",
-        "batch_norm_gather_stats", "batch_norm_gather_stats_with_counts", "batch_norm_update_stats", "instance_norm",
-    )},
+    **{
+        f"aten::{name}": _RUNNING
+        for name in (
+            "native_batch_norm",
+            "batch_norm",
+            "_batch_norm_impl_index",
+            "cudnn_batch_norm",
+            "miopen_batch_norm",
+            "batch_norm_gather_stats",
+            "batch_norm_gather_stats_with_counts",
+            "batch_norm_update_stats",
+            "instance_norm",
+        )
+    },
     # Annotated since, but not in the captures of every version of PyTorch.
     "aten::rrelu_with_noise": ("noise",),
     "aten::rrelu_with_noise_": ("noise",),
     "fsdp::all_gather_copy_in": ("all_gather_output",),
 }
-_WRITES_A_PART = ("fsdp::all_gather_copy_in",)      # of each argument that they write
+_WRITES_A_PART = ("fsdp::all_gather_copy_in",)  # of each argument that they write
 _UNWRITTEN = "the kernel leaves parts of it unwritten"
 # Results that no replay reproduces, by index: why.
 _OPAQUE_RESULTS: dict[str, dict[int, str]] = {
     "aten::mkldnn_rnn_layer": {3: _UNWRITTEN},
-    "aten::_ctc_loss": {1: _UNWRITTEN},                         # what lies beyond the end of each target
-    "_C::get_scheduler_metadata": {0: "it holds addresses"},    # of vLLM's attention on CPUs
+    "aten::_ctc_loss": {1: _UNWRITTEN},  # what lies beyond the end of each target
+    "_C::get_scheduler_metadata": {0: "it holds addresses"},  # of vLLM's attention on CPUs
 }
 
 
@@ -212,12 +277,12 @@ class Operator:
     unchecked_view: bool
 
 
-@functools.lru_cache(1 << 14)     # names may come from a file
+@functools.lru_cache(1 << 14)  # names may come from a file
 def known(name: str, overload: str = "default") -> Operator:
     """What is known of `aten::add`, with its overload where that matters (`Tensor`)."""
     namespace, _, base = name.partition("::")
     named = base if namespace in _LIKE_ATEN else ""
-    packs = namespace == "quantized" and "_prepack" in base     # copies a weight into packed parameters
+    packs = namespace == "quantized" and "_prepack" in base  # copies a weight into packed parameters
     return Operator(
         own=namespace in OWN,
         in_parts=namespace in _IN_PARTS and name not in _DO_WORK_THEMSELVES,

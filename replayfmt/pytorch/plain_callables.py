@@ -19,7 +19,7 @@ from .registry import find_overload
 from .schemas import parse_schema
 
 NAMESPACE = "opreplay_callables"
-OVERLOAD = "callable"        # what a capture names as the overload of a function without a schema
+OVERLOAD = "callable"  # what a capture names as the overload of a function without a schema
 _library: torch.library.Library | None = None
 _known: dict[tuple[str, int], OpOverload] = {}
 
@@ -61,7 +61,7 @@ def as_operator(schema: str, function: Callable[..., Any]) -> OpOverload:
         _library = torch.library.Library(NAMESPACE, "FRAGMENT")
     digest = hashlib.sha256(f"{schema}|{id(function)}".encode()).hexdigest()[:16]
     name = f"{schema.partition('.')[0].replace('::', '__')}_{digest}"
-    _library.define(f"{name}{schema[schema.index('('):]}")
+    _library.define(f"{name}{schema[schema.index('(') :]}")
     _library.impl(name, call, "CompositeExplicitAutograd")
     found = find_overload(f"{NAMESPACE}::{name}")
     assert found is not None, "it was defined just now"

@@ -13,9 +13,9 @@ import torch
 
 from replayfmt.format.operator_schema import canonical_schema
 
-_LONGEST = 1 << 14      # characters; PyTorch's own schemas have up to some 600
-_DEEPEST = 32           # brackets inside brackets
-_LONGEST_LIST = 64      # the length in `int[2]`; PyTorch's own go up to 6
+_LONGEST = 1 << 14  # characters; PyTorch's own schemas have up to some 600
+_DEEPEST = 32  # brackets inside brackets
+_LONGEST_LIST = 64  # the length in `int[2]`; PyTorch's own go up to 6
 _BRACKETS = re.compile(r"[()\[\]]")
 _LENGTHS = re.compile(r"\[\s*(\d+)")
 _LONG_NUMBER = re.compile(r"\d{41}")
@@ -39,7 +39,7 @@ def parse_schema(text: str) -> torch.FunctionSchema:
         raise ValueError(f"a schema with a list of the length {longest}; expected at most {_LONGEST_LIST}")
     try:
         schema: torch.FunctionSchema = torch._C.parse_schema(canonical_schema(text))
-    except IndexError as error:     # a number that fits no C++ type, of which it says no more than `stoll`
+    except IndexError as error:  # a number that fits no C++ type, of which it says no more than `stoll`
         raise ValueError(f"a schema with a number out of range ({error})") from None
     return schema
 

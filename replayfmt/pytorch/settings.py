@@ -23,7 +23,7 @@ from .tensors.dtypes import DTYPE_CODE
 Scalar = bool | int | float | str | None
 
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPE_CODE}
-_MOST_THREADS = 4096     # more than any machine has; that many would be made at the next op
+_MOST_THREADS = 4096  # more than any machine has; that many would be made at the next op
 
 
 @dataclass(frozen=True)
@@ -103,14 +103,14 @@ def _sdp_priority() -> Setting | None:
 
 
 def _dtype_named(name: str) -> torch.dtype:
-    dtype = _DTYPES.get(name)       # a name out of a file is never looked up in torch itself
+    dtype = _DTYPES.get(name)  # a name out of a file is never looked up in torch itself
     if dtype is None:
         raise ValueError(f"{name!r} is not a dtype")
     return dtype
 
 
 def _set_matmul_precision(precision: Scalar) -> None:
-    if precision not in ("highest", "high", "medium"):      # torch would only warn
+    if precision not in ("highest", "high", "medium"):  # torch would only warn
         raise ValueError("expected highest, high or medium")
     torch.set_float32_matmul_precision(str(precision))
 
@@ -129,8 +129,11 @@ _CANDIDATES: tuple[Setting | None, ...] = (
         lambda value: torch.set_default_dtype(_dtype_named(value)),
     ),
     Setting("deterministic_debug_mode", torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
-    _c("fill_uninitialized_memory", "_get_deterministic_fill_uninitialized_memory",
-       "_set_deterministic_fill_uninitialized_memory"),
+    _c(
+        "fill_uninitialized_memory",
+        "_get_deterministic_fill_uninitialized_memory",
+        "_set_deterministic_fill_uninitialized_memory",
+    ),
     Setting("num_threads", torch.get_num_threads, _set_threads),
     Setting("flush_denormal", _flushes_denormals, torch.set_flush_denormal),
     Setting("float32_matmul_precision", torch.get_float32_matmul_precision, _set_matmul_precision),
@@ -142,13 +145,22 @@ _CANDIDATES: tuple[Setting | None, ...] = (
         for backend in ("cuda", "mkldnn")
         for operation in ("all", "matmul", "conv", "rnn")
     ),
-    _reduced_precision("cublas_fp16_reduced_precision", "_get_cublas_allow_fp16_reduced_precision_reduction",
-                       "allow_fp16_reduced_precision_reduction"),
-    _reduced_precision("cublas_bf16_reduced_precision", "_get_cublas_allow_bf16_reduced_precision_reduction",
-                       "allow_bf16_reduced_precision_reduction"),
+    _reduced_precision(
+        "cublas_fp16_reduced_precision",
+        "_get_cublas_allow_fp16_reduced_precision_reduction",
+        "allow_fp16_reduced_precision_reduction",
+    ),
+    _reduced_precision(
+        "cublas_bf16_reduced_precision",
+        "_get_cublas_allow_bf16_reduced_precision_reduction",
+        "allow_bf16_reduced_precision_reduction",
+    ),
     _c("cublas_fp16_accumulation", "_get_cublas_allow_fp16_accumulation", "_set_cublas_allow_fp16_accumulation"),
-    _c("cpu_fp16_reduced_precision", "_get_cpu_allow_fp16_reduced_precision_reduction",
-       "_set_cpu_allow_fp16_reduced_precision_reduction"),
+    _c(
+        "cpu_fp16_reduced_precision",
+        "_get_cpu_allow_fp16_reduced_precision_reduction",
+        "_set_cpu_allow_fp16_reduced_precision_reduction",
+    ),
     _c("cudnn_enabled", "_get_cudnn_enabled", "_set_cudnn_enabled"),
     _c("cudnn_benchmark", "_get_cudnn_benchmark", "_set_cudnn_benchmark"),
     _c("cudnn_deterministic", "_get_cudnn_deterministic", "_set_cudnn_deterministic"),
@@ -160,8 +172,11 @@ _CANDIDATES: tuple[Setting | None, ...] = (
     _c("sdp_mem_efficient", "_get_mem_efficient_sdp_enabled", "_set_sdp_use_mem_efficient"),
     _c("sdp_math", "_get_math_sdp_enabled", "_set_sdp_use_math"),
     _c("sdp_cudnn", "_get_cudnn_sdp_enabled", "_set_sdp_use_cudnn"),
-    _c("sdp_math_reduced_precision", "_get_math_sdp_allow_fp16_bf16_reduction",
-       "_set_math_sdp_allow_fp16_bf16_reduction"),
+    _c(
+        "sdp_math_reduced_precision",
+        "_get_math_sdp_allow_fp16_bf16_reduction",
+        "_set_math_sdp_allow_fp16_bf16_reduction",
+    ),
     _sdp_priority(),
 )
 SETTINGS: dict[str, Setting] = {setting.name: setting for setting in _CANDIDATES if setting is not None}
@@ -217,7 +232,7 @@ def _apply(name: str, value: Scalar) -> None:
     try:
         setting.set(value)
     except Exception as error:  # a value may be anything, and setters check theirs in many ways
-        reason = printable((str(error).splitlines() or [type(error).__name__])[0], 300)    # it may quote the value
+        reason = printable((str(error).splitlines() or [type(error).__name__])[0], 300)  # it may quote the value
         raise ReplayRefused(f"the setting {_shown(name, value)} cannot be set here: {reason}") from error
 
 

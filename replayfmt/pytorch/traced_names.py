@@ -14,7 +14,7 @@ from typing import NamedTuple, TypeVar
 
 from replayfmt.errors import UsageError
 
-ANY = "*"       # in the place of an operator: any that has an argument of that name
+ANY = "*"  # in the place of an operator: any that has an argument of that name
 _OPERATOR = re.compile(r"[A-Za-z_]\w*(?:\.\w+)*::[A-Za-z_]\w*\Z")
 _DEFAULT = re.compile(r"(?P<operator>\*|[^=]*?::[A-Za-z_]\w*)\.(?P<argument>[A-Za-z_]\w*)=(?P<value>.*)\Z")
 
@@ -75,8 +75,9 @@ class _Given:
 class TracedNames:
     """The tables for one import, the user's entries first."""
 
-    def __init__(self, aliases: Mapping[str, str] | None = None,
-                 string_defaults: Mapping[tuple[str, str], str] | None = None) -> None:
+    def __init__(
+        self, aliases: Mapping[str, str] | None = None, string_defaults: Mapping[tuple[str, str], str] | None = None
+    ) -> None:
         """`aliases`: from a traced name to an operator's. `string_defaults`: by operator (ANY: of whatever name) and
         argument."""
         self._aliases = {name: _Given(operator) for name, operator in (_aliases | dict(aliases or {})).items()}
@@ -100,7 +101,7 @@ class TracedNames:
         if name in self._aliases:
             return Guess(f"{name} is {operator}, as you said")
         text = f"{name} is {operator}, by the table of aliases"
-        return text if operator == f"aten::{name}" else Guess(text)     # autograd names without a namespace
+        return text if operator == f"aten::{name}" else Guess(text)  # autograd names without a namespace
 
     def string(self, operator: str, argument: str) -> StringDefault | None:
         """What stands for a string argument that the trace does not have; None where nothing is known."""
@@ -113,16 +114,24 @@ class TracedNames:
         if known is not None:
             return StringDefault(known, "the table of string defaults has this", False)
         known = STRING_DEFAULTS.get((ANY, argument))
-        return None if known is None else StringDefault(known, "the table of string defaults has this for arguments of "
-                                                        "that name", True)
+        return (
+            None
+            if known is None
+            else StringDefault(known, "the table of string defaults has this for arguments of that name", True)
+        )
 
     def unused(self) -> list[str]:
         """A sentence for each entry of the user's that nothing needed."""
-        found = [f"--op-alias {name}={given.value}: nothing in the trace has that name"
-                 for name, given in self._aliases.items() if not given.used and name not in _aliases]
-        return found + [f"--string-default {operator}.{argument}={given.value}: no call lacks that string"
-                        for (operator, argument), given in self._strings.items()
-                        if not given.used and (operator, argument) not in _strings]
+        found = [
+            f"--op-alias {name}={given.value}: nothing in the trace has that name"
+            for name, given in self._aliases.items()
+            if not given.used and name not in _aliases
+        ]
+        return found + [
+            f"--string-default {operator}.{argument}={given.value}: no call lacks that string"
+            for (operator, argument), given in self._strings.items()
+            if not given.used and (operator, argument) not in _strings
+        ]
 
 
 _aliases: dict[str, str] = {}
@@ -153,15 +162,19 @@ def parse_string_default(text: str) -> tuple[tuple[str, str], str]:
     """((operator, argument), value) of `OPERATOR.ARGUMENT=VALUE`. Raises UsageError."""
     found = _DEFAULT.match(text)
     if found is None or not (found["operator"] == ANY or _OPERATOR.match(found["operator"])):
-        raise UsageError(f"--string-default={text}: expected OPERATOR.ARGUMENT=VALUE, such as "
-                         "_C::paged_attention_v1.kv_cache_dtype=fp8, or *.kv_cache_dtype=fp8 for any operator")
+        raise UsageError(
+            f"--string-default={text}: expected OPERATOR.ARGUMENT=VALUE, such as "
+            "_C::paged_attention_v1.kv_cache_dtype=fp8, or *.kv_cache_dtype=fp8 for any operator"
+        )
     return (found["operator"], found["argument"]), found["value"]
 
 
 def parsed(aliases: Iterable[str] = (), string_defaults: Iterable[str] = ()) -> TracedNames:
     """The tables with a command line's entries. Raises UsageError where one is wrong, or said twice."""
-    return TracedNames(_table("--op-alias", map(parse_op_alias, aliases)),
-                       _table("--string-default", map(parse_string_default, string_defaults)))
+    return TracedNames(
+        _table("--op-alias", map(parse_op_alias, aliases)),
+        _table("--string-default", map(parse_string_default, string_defaults)),
+    )
 
 
 def _table(flag: str, entries: Iterable[tuple[_Key, str]]) -> dict[_Key, str]:

@@ -97,9 +97,7 @@ class Core:
         files = FileBackedStorages(self.writer, options, redaction) if options.file_policy is not None else None
         self.contents = FirstContents(self.writer, options, files)
         handles = Handles()
-        self.storages = Storages(
-            self.buffer, self.records, self.metas, self.contents, handles, audit=options.audit
-        )
+        self.storages = Storages(self.buffer, self.records, self.metas, self.contents, handles, audit=options.audit)
         self.generators = Generators(self.buffer, self.records, states=self.contents.recorded)
         self.numeric = NumericState(self.records)
         self.digests = Digests(self.buffer, self.records, self.metas, self.storages)

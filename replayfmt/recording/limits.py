@@ -35,8 +35,10 @@ def parse_steps(text: str) -> StepRange:
     """`A:B`, of which either may be missing. Raises UsageError."""
     found = _STEPS.fullmatch(text) if isinstance(text, str) else None
     if found is None or text == ":":
-        raise UsageError(f"steps={text!r}: expected A:B, the steps from A up to, not including, B; either may be "
-                         "missing: 10:12, or 500:")
+        raise UsageError(
+            f"steps={text!r}: expected A:B, the steps from A up to, not including, B; either may be "
+            "missing: 10:12, or 500:"
+        )
     start, stop = int(found[1] or 0), None if found[2] is None else int(found[2])
     if stop is not None and stop <= start:
         raise UsageError(f"steps={text}: leaves nothing to record: the second number has to be the larger one")
@@ -88,5 +90,7 @@ class ProgramProgress:
             return None
         asked = f"{self._steps.start}:{'' if self._steps.stop is None else self._steps.stop}"
         ended = f"{self.steps} step{'' if self.steps == 1 else 's'} ended"
-        return (f"--steps={asked}: {ended}; a step ends when the step() of an optimizer of PyTorch returns. For other "
-                "loops there is --start-scope=NAME#N")
+        return (
+            f"--steps={asked}: {ended}; a step ends when the step() of an optimizer of PyTorch returns. For other "
+            "loops there is --start-scope=NAME#N"
+        )

@@ -102,8 +102,13 @@ class Recorder:
         self._threads = Threads(self._mode, self._core)
         self._after_fork = AfterFork(self.disable_after_fork)
         self._patches = [
-            Hooks(self, self.options.compiled), HostReads(self), DirectWrites(self), Construction(self),
-            WholeComposites(self), DeclaredWork(self, self._core), ProgramReplacement(self._on_replacement),
+            Hooks(self, self.options.compiled),
+            HostReads(self),
+            DirectWrites(self),
+            Construction(self),
+            WholeComposites(self),
+            DeclaredWork(self, self._core),
+            ProgramReplacement(self._on_replacement),
         ]
         for patches in self._patches:
             patches.install()
@@ -226,8 +231,9 @@ class Recorder:
         if steps is not None:
             found.append(steps)
         if scope is not None and not core.stop_scope_left:
-            found.append(f"--stop-scope={scope}: no scope of that name was left while recording; all that followed is "
-                         "recorded")
+            found.append(
+                f"--stop-scope={scope}: no scope of that name was left while recording; all that followed is recorded"
+            )
         return found
 
     def _flush_loop(self) -> None:

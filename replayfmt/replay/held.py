@@ -28,8 +28,11 @@ from .planning.resolve import resolve
 from .planning.slices import Slicer
 from .planning.sources import NOTHING, ContentSource, source_of
 
-_BORN_WITH = {StorageOrigin.payload: ValueKind.payload, StorageOrigin.external_file: ValueKind.range,
-              StorageOrigin.initializer: ValueKind.recipe}
+_BORN_WITH = {
+    StorageOrigin.payload: ValueKind.payload,
+    StorageOrigin.external_file: ValueKind.range,
+    StorageOrigin.initializer: ValueKind.recipe,
+}
 
 
 class HeldContent:
@@ -67,8 +70,10 @@ class HeldContent:
             missing -= set(self._sources)
         for storage in missing:
             if unseen >= 0:
-                self._sources[storage] = (f"the work of the {self._reader.record(unseen).kind.name} record at ordinal "
-                                          f"{unseen} may have written it")
+                self._sources[storage] = (
+                    f"the work of the {self._reader.record(unseen).kind.name} record at ordinal "
+                    f"{unseen} may have written it"
+                )
                 continue
             born = self._reader.storage(storage)
             if born.origin in (StorageOrigin.uninitialized, StorageOrigin.op):
@@ -113,8 +118,9 @@ class HeldContent:
     def _load(self, source: ContentSource | str, name: str) -> torch.UntypedStorage:
         path = self._reader.path
         if isinstance(source, str):
-            raise ContentNotCaptured(f"{path}: {name}: the capture does not hold its content: {source}; replay=True "
-                                     "computes it")
+            raise ContentNotCaptured(
+                f"{path}: {name}: the capture does not hold its content: {source}; replay=True computes it"
+            )
         if source.kind is ValueKind.payload:
             storage = new_storage(self._reader.payload_info(source.id).raw_bytes, torch.device("cpu"))
             self._reader.read_payload_into(source.id, host_view(storage))
@@ -129,8 +135,10 @@ class HeldContent:
             self._files.read_into(source.id, host_view(storage), 0)
             return storage
         policy = self._reader.session.policies.get("payload", "unknown")
-        raise ContentNotCaptured(f"{path}: {name}: its content was left out of the capture (payload={policy}); "
-                                 "replay=True makes it up as a replay does")
+        raise ContentNotCaptured(
+            f"{path}: {name}: its content was left out of the capture (payload={policy}); "
+            "replay=True makes it up as a replay does"
+        )
 
     def _computed(self, giver: int, asked: int) -> str:
         if giver == asked:
@@ -146,8 +154,11 @@ class HeldContent:
         layout = self._layout(signature_id)
         kernel = self._reader.kernels[layout.signature.kernel]
         resolved = resolve(kernel, self._reader.session.torch_version, AllowedImports())
-        return (resolved.effects(layout) if isinstance(resolved, ResolvedKernel)
-                else effects_of_missing(layout, kernel.schema))
+        return (
+            resolved.effects(layout)
+            if isinstance(resolved, ResolvedKernel)
+            else effects_of_missing(layout, kernel.schema)
+        )
 
     def close(self) -> None:
         """Close the files."""

@@ -81,8 +81,14 @@ class Replayed:
         return f"<pre>{escape(self.text)}</pre>"
 
 
-def run(path: str | PathLike[str], *, verify: VerifyMode = "auto", keep_going: bool = False, check: bool = True,
-        **options: Unpack[PlanOptions]) -> Replayed:
+def run(
+    path: str | PathLike[str],
+    *,
+    verify: VerifyMode = "auto",
+    keep_going: bool = False,
+    check: bool = True,
+    **options: Unpack[PlanOptions],
+) -> Replayed:
     """Replay a capture and verify the results, as opreplay-run does. `options` are those of Plan.
 
     Raises ReplayMismatch where the replay differs from the capture, unless `check` is False: then the result says so.
@@ -98,16 +104,16 @@ def run(path: str | PathLike[str], *, verify: VerifyMode = "auto", keep_going: b
     return replayed
 
 
-def op_values(reader: CaptureReader, record: Record, *, results: bool, replay: bool,
-              options: PlanOptions) -> list[Any]:
+def op_values(reader: CaptureReader, record: Record, *, results: bool, replay: bool, options: PlanOptions) -> list[Any]:
     """What an op takes, or with `results` what it gives: from the capture itself, or with `replay` from a verified
     replay of what comes before.
 
     Raises ContentNotCaptured where neither has it, InvalidCapture, and with `replay` what a replay raises.
     """
     if results and record.signature.status is not OpStatus.ok:
-        raise ContentNotCaptured(f"{reader.path}: ordinal {record.ordinal} raised an error under capture, so it has no "
-                                 "results")
+        raise ContentNotCaptured(
+            f"{reader.path}: ordinal {record.ordinal} raised an error under capture, so it has no results"
+        )
     if replay:
         if options.get("substitutions"):
             raise UsageError("substitutions: an op's values are those of the captured kernels")

@@ -11,13 +11,7 @@ import torch
 
 from replayfmt.errors import ContentNotCaptured, InvalidCapture
 from replayfmt.format.codes import DType, Layout, MemoryFormat
-from replayfmt.format.model import (
-    CompositeValue,
-    DeviceValue,
-    Node,
-    TensorValue,
-    Value,
-)
+from replayfmt.format.model import CompositeValue, DeviceValue, Node, TensorValue, Value
 from replayfmt.format.reader import CaptureReader
 from replayfmt.pytorch.tensors.composites import put_together
 from replayfmt.pytorch.tensors.dtypes import TORCH_DTYPE, TORCH_LAYOUT, TORCH_MEMORY_FORMAT
@@ -37,15 +31,18 @@ def tensors_of(values: Iterable[Value]) -> Iterator[TensorValue]:
             yield from tensors_of(value.parts)
 
 
-def python_values(reader: CaptureReader, nodes: Sequence[Node], values: Sequence[Value], give: GiveTensor,
-                  where: str) -> list[Any]:
+def python_values(
+    reader: CaptureReader, nodes: Sequence[Node], values: Sequence[Value], give: GiveTensor, where: str
+) -> list[Any]:
     """Arguments or results of a record as PyTorch has them. `where` begins the names that errors use.
 
     Raises ContentNotCaptured for what a capture only describes (opaque objects, generators, process groups), and what
     `give` raises.
     """
-    return [_value(reader, value, give, f"{where}{node.name or place}")
-            for place, (node, value) in enumerate(zip(nodes, values, strict=True))]
+    return [
+        _value(reader, value, give, f"{where}{node.name or place}")
+        for place, (node, value) in enumerate(zip(nodes, values, strict=True))
+    ]
 
 
 def _value(reader: CaptureReader, value: Value, give: GiveTensor, name: str) -> Any:
@@ -67,7 +64,7 @@ def _value(reader: CaptureReader, value: Value, give: GiveTensor, name: str) -> 
         if isinstance(value, kind):
             if value not in known:
                 raise ContentNotCaptured(f"{reader.path}: {name}: this torch has no {kind.__name__} {value.name}")
-            return known[value]     # type: ignore[index]
+            return known[value]  # type: ignore[index]
     if value is None or isinstance(value, bool | int | float | complex | str):
         return value
     raise ContentNotCaptured(f"{reader.path}: {name}: the capture only describes it ({value!r:.80})")

@@ -56,14 +56,24 @@ class Plan(Preparation):
     `findings` are the reasons against a strict replay: empty, unless the plan was made with `keep_going`.
     """
 
-    def __init__(self, capture: str | PathLike[str] | CaptureReader | Any, devices: Sequence[str] = (),
-                 allow_incomplete: bool = False, *, keep_going: bool = False, file_remaps: Sequence[str] = (),
-                 on_file_bytes: Callable[[int, int], None] | None = None,
-                 initializers: Sequence[Initializer] = (), initializer_options: Mapping[str, str] | None = None,
-                 substitutions: Asked = (), substitution_tolerance: Tolerance = Tolerance(),  # noqa: B008 - frozen
-                 allow_imports: Iterable[str] = (), allow_operators: Iterable[str] = (),
-                 opaque_results: Iterable[str] = (),
-                 window: WindowSize = WindowSize()) -> None:  # noqa: B008 - a frozen value
+    def __init__(
+        self,
+        capture: str | PathLike[str] | CaptureReader | Any,
+        devices: Sequence[str] = (),
+        allow_incomplete: bool = False,
+        *,
+        keep_going: bool = False,
+        file_remaps: Sequence[str] = (),
+        on_file_bytes: Callable[[int, int], None] | None = None,
+        initializers: Sequence[Initializer] = (),
+        initializer_options: Mapping[str, str] | None = None,
+        substitutions: Asked = (),
+        substitution_tolerance: Tolerance = Tolerance(),  # noqa: B008 - frozen
+        allow_imports: Iterable[str] = (),
+        allow_operators: Iterable[str] = (),
+        opaque_results: Iterable[str] = (),
+        window: WindowSize = WindowSize(),  # noqa: B008 - frozen
+    ) -> None:
         """`file_remaps` are CAPTURED=REPLAY pairs of path prefixes, and say where external files are now; while their
         digests are computed, `on_file_bytes(bytes read, of all)` is called, from any thread. `initializers` fill what
         was not captured, before those that are registered and built in; `initializer_options` are for them
@@ -76,20 +86,41 @@ class Plan(Preparation):
 
         Raises ReplayRefused with `findings`, UsageError for wrong devices and remaps, and what opening a file raises.
         """
-        super().__init__(capture, devices, Registry(initializers, initializer_options),
-                         allow_incomplete=allow_incomplete, keep_going=keep_going, file_remaps=file_remaps,
-                         on_file_bytes=on_file_bytes, allow_imports=allow_imports, allow_operators=allow_operators,
-                         substitutions=substitutions, opaque_results=opaque_results, window=window)
+        super().__init__(
+            capture,
+            devices,
+            Registry(initializers, initializer_options),
+            allow_incomplete=allow_incomplete,
+            keep_going=keep_going,
+            file_remaps=file_remaps,
+            on_file_bytes=on_file_bytes,
+            allow_imports=allow_imports,
+            allow_operators=allow_operators,
+            substitutions=substitutions,
+            opaque_results=opaque_results,
+            window=window,
+        )
         self._keeps_going = keep_going
         self._clock = RunClock()
         self.judge = Judge(self._clock, self.describe)
         self.judge.compares_scalars = not self.synthesis.reason
         self._content = Content(self.reader, self.scan(checks=False), self.files, self.synthesis)
         usable = tuple(None if isinstance(kernel, str) else kernel for kernel in self.kernels)
-        self.context = Context(self.reader, self.device_map, self.generators, usable,
-                               TemplateMaker(self.device_map, self.generators), self._clock, self.judge, CodeCache(),
-                               self.refused, DirectFunctions(), self._content.load, self.device_map.host_goes_to,
-                               opaque=self.opaque_slots())
+        self.context = Context(
+            self.reader,
+            self.device_map,
+            self.generators,
+            usable,
+            TemplateMaker(self.device_map, self.generators),
+            self._clock,
+            self.judge,
+            CodeCache(),
+            self.refused,
+            DirectFunctions(),
+            self._content.load,
+            self.device_map.host_goes_to,
+            opaque=self.opaque_slots(),
+        )
         self._kept: dict[tuple[bool, Shapes, KernelStandIn | None], list[Window]] = {}
         self._shapes_checked = False
         self._executions = 0
@@ -123,9 +154,17 @@ class Plan(Preparation):
 
     # ---------------------------------------------------------------------------------------------------------- running
 
-    def execute(self, verify: VerifyMode = "none", on_scope: OnScope | None = None, keep_going: bool = False, *,
-                timer: Timer | None = None, on_progress: Callable[[int], None] | None = None,
-                scope_times: bool = False, only: Slice | None = None) -> ReplayResult:
+    def execute(
+        self,
+        verify: VerifyMode = "none",
+        on_scope: OnScope | None = None,
+        keep_going: bool = False,
+        *,
+        timer: Timer | None = None,
+        on_progress: Callable[[int], None] | None = None,
+        scope_times: bool = False,
+        only: Slice | None = None,
+    ) -> ReplayResult:
         """Run every op once, from fresh state.
 
         `on_scope(event, name, path, ordinal)` is called at each scope record, inside the timed region; `timer` runs
@@ -154,11 +193,18 @@ class Plan(Preparation):
                 return result
         result = self._run(verify, on_scope, keep_going, timer, on_progress, scope_times, only)
         if self.substitution is not None and verify != "none" and result.divergence is None:
-            self.substitution.check(on_progress, again=True)      # digests only sample what kernels do by now
+            self.substitution.check(on_progress, again=True)  # digests only sample what kernels do by now
         return result
 
-    def run_with(self, stand_in: KernelStandIn | None, on_progress: Callable[[int], None] | None = None, *,
-                 on_scope: OnScope | None = None, timer: Timer | None = None, keep: bool = False) -> ReplayResult:
+    def run_with(
+        self,
+        stand_in: KernelStandIn | None,
+        on_progress: Callable[[int], None] | None = None,
+        *,
+        on_scope: OnScope | None = None,
+        timer: Timer | None = None,
+        keep: bool = False,
+    ) -> ReplayResult:
         """An unverified run with something else in the place of kernels (None: with the captured ones alone); with
         `keep` its code is kept for the next run with it."""
         before, self.context = self.context, replace(self.context, stand_in=stand_in)
@@ -170,9 +216,16 @@ class Plan(Preparation):
                 for key in [key for key in self._kept if key[2] is stand_in]:
                     del self._kept[key]
 
-    def _run(self, verify: VerifyMode, on_scope: OnScope | None, keep_going: bool, timer: Timer | None,
-             on_progress: Callable[[int], None] | None, scope_times: bool,
-             only: Slice | None = None) -> ReplayResult:
+    def _run(
+        self,
+        verify: VerifyMode,
+        on_scope: OnScope | None,
+        keep_going: bool,
+        timer: Timer | None,
+        on_progress: Callable[[int], None] | None,
+        scope_times: bool,
+        only: Slice | None = None,
+    ) -> ReplayResult:
         self.files.check()
         self._executions += 1
         times = ScopeTimes(self._clock, on_scope) if scope_times else None
@@ -242,7 +295,7 @@ class Plan(Preparation):
     def slice(self, ordinals: Collection[int]) -> Slice:
         """What a replay of the ops at these ordinals needs of the capture, and can compare."""
         scan = self.scan(checks=False)
-        imported = "import" in self.reader.session.policies     # its draws are not those of the program
+        imported = "import" in self.reader.session.policies  # its draws are not those of the program
 
         def draws(number: int) -> bool:
             kernel = self.kernels[number]
@@ -282,8 +335,15 @@ class Plan(Preparation):
             self.differences()
             return self._decide(verify, only)
 
-    def watch(self, watcher: Watcher, stop: int, verify: VerifyMode = "auto", *, twice: RunTwice | None = None,
-              on_progress: Callable[[int], None] | None = None) -> tuple[Verification, Divergence | None]:
+    def watch(
+        self,
+        watcher: Watcher,
+        stop: int,
+        verify: VerifyMode = "auto",
+        *,
+        twice: RunTwice | None = None,
+        on_progress: Callable[[int], None] | None = None,
+    ) -> tuple[Verification, Divergence | None]:
         """Run what comes before ordinal `stop`, telling `watcher` of its ops: how it was verified, and what differed.
         `twice` stands in for the ops it looks at.
 
@@ -297,8 +357,9 @@ class Plan(Preparation):
             scan = Scan(self.reader, self.effects, checks=checks, window=self.window, stop=stop)
             findings = self.findings_before(scan)
             if findings:
-                raise ReplayRefused(f"{self.reader.path}: what comes before ordinal {stop} cannot be replayed here",
-                                    findings)
+                raise ReplayRefused(
+                    f"{self.reader.path}: what comes before ordinal {stop} cannot be replayed here", findings
+                )
             self.files.check()
             self.judge.reset(verification, bitwise=self._is_bitwise(verification), stop_at_first=True)
             self._clock.reset(self.devices, None)
@@ -315,11 +376,18 @@ class Plan(Preparation):
     def _machine(self) -> Machine:
         return Machine(self.reader, self._content, self._clock, self.judge, self.describe, self.context.stand_in)
 
-    def _keep_going(self, machine: Machine, checks: bool, on_scope: OnScope | None,
-                    on_op: Callable[[IsolatedOp], None] | None = None, only: Slice | None = None) -> KeepGoing:
+    def _keep_going(
+        self,
+        machine: Machine,
+        checks: bool,
+        on_scope: OnScope | None,
+        on_op: Callable[[IsolatedOp], None] | None = None,
+        only: Slice | None = None,
+    ) -> KeepGoing:
         """Run the ops one by one; who did holds the verdicts."""
-        scan = Scan(self.reader, self.effects, checks=checks, window=ONE_RECORD,
-                    needed=None if only is None else only.needed)
+        scan = Scan(
+            self.reader, self.effects, checks=checks, window=ONE_RECORD, needed=None if only is None else only.needed
+        )
         runner = KeepGoing(self.reader, machine, self._clock, self.judge, self.refused, on_op)
         try:
             runner.run(Steps(replace(self.context, shapes=self._shapes("auto")), scan, compare=checks), on_scope)
@@ -335,13 +403,13 @@ class Plan(Preparation):
         context = replace(self.context, stand_in=twice, shapes=Shapes.unchecked)
         scan = Scan(self.reader, self.effects, checks=False, window=self.window, stop=stop)
         self.judge.reset(Verification("none", "none"), bitwise=False, stop_at_first=False)
-        apply_settings(self.reader.session.settings)        # the run before may have stopped after changes
+        apply_settings(self.reader.session.settings)  # the run before may have stopped after changes
         self._clock.reset(self.devices, None)
         try:
             windows = Lowering(context, scan, compare=False).windows(lower_op)
             self._machine().run(windows, None, None, prepared=False)
         except StopReplay:
-            pass        # `twice` says why
+            pass  # `twice` says why
         except ReplayFailed as error:
             twice.given_up = f"the search for more ended: {error}"
         self.judge.found = found
@@ -349,8 +417,14 @@ class Plan(Preparation):
 
     def run_single(self, ordinal: int) -> tuple[OpVerdict, Any]:
         """Run one op, after those before it that it needs; its verdict, and what it returned."""
-        scan = Scan(self.reader, self.effects, checks=False, window=ONE_RECORD, stop=ordinal + 1,
-                    needed=self.slice([ordinal]).needed)
+        scan = Scan(
+            self.reader,
+            self.effects,
+            checks=False,
+            window=ONE_RECORD,
+            stop=ordinal + 1,
+            needed=self.slice([ordinal]).needed,
+        )
         steps = Steps(self.context, scan, compare=False, result_of=ordinal)
         with self._surroundings():
             self.judge.reset(Verification("none", "none"), bitwise=False, stop_at_first=False)
@@ -376,8 +450,9 @@ class Plan(Preparation):
     def _decide(self, verify: VerifyMode, only: Slice | None = None) -> Verification:
         if self.synthesis.reason:
             if verify in ("bitwise", "close"):
-                raise ReplayRefused(f"{self.reader.path}: --verify={verify}: {self.synthesis.reason}",
-                                    (self.synthesis.reason,))
+                raise ReplayRefused(
+                    f"{self.reader.path}: --verify={verify}: {self.synthesis.reason}", (self.synthesis.reason,)
+                )
             reason = self.synthesis.reason if verify == "auto" else "verification was not asked for"
             return Verification(verify, "none", (reason,))
         policy = self.reader.session.policies.get("digests", "unknown")
@@ -391,17 +466,33 @@ class Plan(Preparation):
             raise ReplayRefused(f"{self.reader.path}: --verify=bitwise: {why}", (f"{why}; capture with digests=live",))
         return verification
 
-    def _result(self, verification: Verification, memory: tuple[PeakMemory, ...], times: ScopeTimes | None,
-                kept_going: KeepGoing | None, *, whole: bool) -> ReplayResult:
+    def _result(
+        self,
+        verification: Verification,
+        memory: tuple[PeakMemory, ...],
+        times: ScopeTimes | None,
+        kept_going: KeepGoing | None,
+        *,
+        whole: bool,
+    ) -> ReplayResult:
         found = self.judge.found
         verdicts, left_out = (None, ()) if kept_going is None else (kept_going.verdicts, tuple(kept_going.left_out))
         complete = whole and not self.findings and not left_out and all(each.verdict == "ok" for each in verdicts or ())
         return ReplayResult(
             outcome="mismatched" if found else "ok" if complete else "incomplete",
-            elapsed_ns=self._clock.elapsed_ns, ops=self.work.ops, kernels=self.work.kernels, scopes=self.work.scopes,
-            verification=verification, divergence=found[0] if found else None, memory=memory,
-            scope_ns=times.totals() if times else {}, notes=self.notes, verdicts=verdicts,
-            unsupported=self.work.unsupported, left_out=left_out, opaque_results=self.opaque_results(),
+            elapsed_ns=self._clock.elapsed_ns,
+            ops=self.work.ops,
+            kernels=self.work.kernels,
+            scopes=self.work.scopes,
+            verification=verification,
+            divergence=found[0] if found else None,
+            memory=memory,
+            scope_ns=times.totals() if times else {},
+            notes=self.notes,
+            verdicts=verdicts,
+            unsupported=self.work.unsupported,
+            left_out=left_out,
+            opaque_results=self.opaque_results(),
             execution=self._executions,
         )
 

@@ -41,11 +41,22 @@ from .synthesis.known import KnownContent
 class Preparation:
     """A capture checked for a group of devices. Owns what it opened until `close`."""
 
-    def __init__(self, capture: Any, devices: Sequence[str], registry: Registry, *,
-                 allow_incomplete: bool, keep_going: bool, file_remaps: Sequence[str],
-                 on_file_bytes: Callable[[int, int], None] | None, allow_imports: Iterable[str],
-                 allow_operators: Iterable[str], substitutions: Asked, opaque_results: Iterable[str],
-                 window: WindowSize) -> None:
+    def __init__(
+        self,
+        capture: Any,
+        devices: Sequence[str],
+        registry: Registry,
+        *,
+        allow_incomplete: bool,
+        keep_going: bool,
+        file_remaps: Sequence[str],
+        on_file_bytes: Callable[[int, int], None] | None,
+        allow_imports: Iterable[str],
+        allow_operators: Iterable[str],
+        substitutions: Asked,
+        opaque_results: Iterable[str],
+        window: WindowSize,
+    ) -> None:
         """See `Plan`."""
         with ExitStack() as opened:
             self.reader = _opened(capture, opened)
@@ -59,13 +70,20 @@ class Preparation:
             self._prepare(devices, allow_incomplete, keep_going, on_file_bytes, registry)
             self._opened = opened.pop_all()
 
-    def _prepare(self, devices: Sequence[str], allow_incomplete: bool, keep_going: bool,
-                 on_file_bytes: Callable[[int, int], None] | None, registry: Registry) -> None:
+    def _prepare(
+        self,
+        devices: Sequence[str],
+        allow_incomplete: bool,
+        keep_going: bool,
+        on_file_bytes: Callable[[int, int], None] | None,
+        registry: Registry,
+    ) -> None:
         reader = self.reader
         self.device_map, sentences = map_devices(reader.devices, devices)
         if not reader.complete and not allow_incomplete:
-            sentences.insert(0, f"the capture is incomplete ({reader.incomplete_reason}); --allow-incomplete replays "
-                                "what is there")
+            sentences.insert(
+                0, f"the capture is incomplete ({reader.incomplete_reason}); --allow-incomplete replays what is there"
+            )
         self.kernels: tuple[ResolvedKernel | str | None, ...] = tuple(
             None if kernel is None else resolve(kernel, reader.session.torch_version, self._imports)
             for kernel in reader.kernels
@@ -77,17 +95,24 @@ class Preparation:
         findings.collect()
         self._file_findings = self.files.validate(on_file_bytes)
         self.synthesis = Synthesis(reader, scan, self.kernels, registry, KnownContent(reader, scan, self.files))
-        self.findings = (*sentences, *self._imports.problems, *findings.sentences, *self._file_findings,
-                         *self.synthesis.findings)
+        self.findings = (
+            *sentences,
+            *self._imports.problems,
+            *findings.sentences,
+            *self._file_findings,
+            *self.synthesis.findings,
+        )
         self.refused = findings.refused
         if sentences or (self.findings and not keep_going):
             count = len(self.findings)
             reasons = f"{count} reason{'s' if count > 1 else ''}"
-            raise ReplayRefused(f"{reader.path}: cannot be replayed here, for {reasons}; nothing was run",
-                                self.findings)
+            raise ReplayRefused(
+                f"{reader.path}: cannot be replayed here, for {reasons}; nothing was run", self.findings
+            )
         self._draw_notes = findings.notes
         self.generators: tuple[torch.Generator | None, ...] = map_generators(
-            reader.generators, self.device_map, bool(findings.notes))
+            reader.generators, self.device_map, bool(findings.notes)
+        )
         """What stands for each captured generator, by id; None where its numbers cannot be drawn here."""
 
     @property
@@ -119,8 +144,10 @@ class Preparation:
             resolved, captured = self.kernels[layout.signature.kernel], self.reader.kernels[layout.signature.kernel]
             assert captured is not None
             self._effects[signature_id] = (
-                resolved.effects(layout) if isinstance(resolved, ResolvedKernel)
-                else effects_of_missing(layout, captured.schema))
+                resolved.effects(layout)
+                if isinstance(resolved, ResolvedKernel)
+                else effects_of_missing(layout, captured.schema)
+            )
         return self._effects[signature_id]
 
     def describe(self, ordinal: int) -> tuple[str, str]:

@@ -41,8 +41,9 @@ def as_text(plan: Plan, result: ReplayResult, warm: ReplayResult | None = None) 
     if result.verdicts is not None:
         lines.append("verdicts: " + ", ".join(f"{count} {name}" for name, count in result.totals().items()))
         failing = [each for each in result.verdicts if each.verdict != "ok"]
-        lines += [f"  ordinal {each.ordinal} ({each.op}): {each.verdict}: {each.reason}"
-                  for each in failing[:_SHOWN_VERDICTS]]
+        lines += [
+            f"  ordinal {each.ordinal} ({each.op}): {each.verdict}: {each.reason}" for each in failing[:_SHOWN_VERDICTS]
+        ]
         if len(failing) > _SHOWN_VERDICTS:
             lines.append(f"  and {len(failing) - _SHOWN_VERDICTS} more; --format=jsonl lists all of them")
     return lines
@@ -51,8 +52,11 @@ def as_text(plan: Plan, result: ReplayResult, warm: ReplayResult | None = None) 
 def _times(result: ReplayResult, ran: int | None) -> list[str]:
     """How long it took, and with what in it."""
     per_op = f", {result.elapsed_ns / ran / 1000:.2f} us an op" if ran else ""
-    state = ("cold: the first execution, with allocation and page faults" if result.execution == 1 else
-             f"warm: execution {result.execution}")
+    state = (
+        "cold: the first execution, with allocation and page faults"
+        if result.execution == 1
+        else f"warm: execution {result.execution}"
+    )
     scopes = [f"  {path}: {seconds(spent)}" for path, spent in result.scope_ns.items() if "/" not in path]
     return [f"time: {seconds(result.elapsed_ns)}{per_op} ({state})", *scopes]
 
@@ -83,8 +87,11 @@ def _verification(result: ReplayResult) -> list[str]:
         compared = verification.scalars or verification.structures
         return [*lines, f"  compared: {verification.compared}"] if compared else lines
     found = {"ok": "verified", "mismatched": "differs", "incomplete": "verified, what ran of it"}
-    return [f"{found[result.outcome]}: {verification.mode}", *(f"  why: {reason}" for reason in verification.reasons),
-            f"  compared: {verification.compared}"]
+    return [
+        f"{found[result.outcome]}: {verification.mode}",
+        *(f"  why: {reason}" for reason in verification.reasons),
+        f"  compared: {verification.compared}",
+    ]
 
 
 def _initialized(plan: Plan) -> list[str]:
@@ -97,8 +104,10 @@ def _initialized(plan: Plan) -> list[str]:
         groups[each.initializer, f"{each.argument} of {each.op}" if each.op else "nothing reads it"].append(each.bytes)
     by_count = sorted(groups.items(), key=lambda item: -len(item[1]))
     lines = [f"not captured: {len(filled)} contents, {_size(sum(each.bytes for each in filled))}, filled by"]
-    lines += [f"  {name}: {len(lengths)} x {what}, {_size(sum(lengths))}"
-              for (name, what), lengths in by_count[:_SHOWN_INITIALIZERS]]
+    lines += [
+        f"  {name}: {len(lengths)} x {what}, {_size(sum(lengths))}"
+        for (name, what), lengths in by_count[:_SHOWN_INITIALIZERS]
+    ]
     if len(by_count) > _SHOWN_INITIALIZERS:
         lines.append(f"  and {len(by_count) - _SHOWN_INITIALIZERS} more groups; --format=jsonl lists every storage")
     return lines
@@ -120,8 +129,9 @@ def as_rows(plan: Plan, result: ReplayResult, warm: ReplayResult | None = None) 
         "elapsed_ns": result.elapsed_ns,
         "scope_ns": result.scope_ns,
         "execution": result.execution,
-        "warm": None if warm is None else {
-            "execution": warm.execution, "elapsed_ns": warm.elapsed_ns, "scope_ns": warm.scope_ns},
+        "warm": None
+        if warm is None
+        else {"execution": warm.execution, "elapsed_ns": warm.elapsed_ns, "scope_ns": warm.scope_ns},
         "verification": {
             "asked": verification.asked,
             "mode": verification.mode,
@@ -131,7 +141,9 @@ def as_rows(plan: Plan, result: ReplayResult, warm: ReplayResult | None = None) 
             "scalars": verification.scalars,
             "structures": verification.structures,
         },
-        "divergence": None if divergence is None else {
+        "divergence": None
+        if divergence is None
+        else {
             "ordinal": divergence.ordinal,
             "op": divergence.what,
             "result": divergence.result,
@@ -142,8 +154,10 @@ def as_rows(plan: Plan, result: ReplayResult, warm: ReplayResult | None = None) 
             "found_at": divergence.found_at,
         },
         "nondeterministic": list(result.nondeterministic),
-        "opaque_results": [{"op": each.op, "result": each.index, "why": each.why, "calls": each.calls}
-                           for each in result.opaque_results],
+        "opaque_results": [
+            {"op": each.op, "result": each.index, "why": each.why, "calls": each.calls}
+            for each in result.opaque_results
+        ],
         "memory": [
             {"device": each.device, "peak_bytes": each.peak_bytes, "before_bytes": each.before_bytes, "note": each.note}
             for each in result.memory
@@ -155,10 +169,19 @@ def as_rows(plan: Plan, result: ReplayResult, warm: ReplayResult | None = None) 
         "verdicts": result.totals() or None,
     }
     initialized = [
-        {"kind": "initialized", "storage": each.storage, "version": each.version, "bytes": each.bytes,
-         "dtype": str(each.tensor.dtype).removeprefix("torch."), "sizes": list(each.tensor.sizes),
-         "initializer": each.initializer, "op": each.op or None, "argument": each.argument if each.op else None,
-         "ordinal": each.ordinal if each.op else None, "why": each.why or None}
+        {
+            "kind": "initialized",
+            "storage": each.storage,
+            "version": each.version,
+            "bytes": each.bytes,
+            "dtype": str(each.tensor.dtype).removeprefix("torch."),
+            "sizes": list(each.tensor.sizes),
+            "initializer": each.initializer,
+            "op": each.op or None,
+            "argument": each.argument if each.op else None,
+            "ordinal": each.ordinal if each.op else None,
+            "why": each.why or None,
+        }
         for each in plan.synthesis.initialized
     ]
     verdicts = [

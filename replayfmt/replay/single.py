@@ -13,8 +13,13 @@ from replayfmt.initializers import Initializer
 from .plan import Plan
 
 
-def replay_op(reader: CaptureReader, ordinal: int, device: str | None, file_remaps: Sequence[str] = (),
-              initializers: Sequence[Initializer] = ()) -> Any:
+def replay_op(
+    reader: CaptureReader,
+    ordinal: int,
+    device: str | None,
+    file_remaps: Sequence[str] = (),
+    initializers: Sequence[Initializer] = (),
+) -> Any:
     """What the op at an ordinal returns, as its kernel gives it, replayed on `device` (default: the captured ones).
 
     `file_remaps` and `initializers` are those of a Plan.
@@ -24,8 +29,14 @@ def replay_op(reader: CaptureReader, ordinal: int, device: str | None, file_rema
     """
     if not 0 <= ordinal < reader.record_count or reader.record(ordinal).kind is not RecordKind.op:
         raise UsageError(f"{reader.path}: there is no op at ordinal {ordinal}")
-    with Plan(reader, [] if device is None else [device], allow_incomplete=True, keep_going=True,
-              file_remaps=file_remaps, initializers=initializers) as plan:
+    with Plan(
+        reader,
+        [] if device is None else [device],
+        allow_incomplete=True,
+        keep_going=True,
+        file_remaps=file_remaps,
+        initializers=initializers,
+    ) as plan:
         verdict, result = plan.run_single(ordinal)
     if verdict.verdict == "ok":
         return result

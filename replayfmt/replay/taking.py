@@ -27,8 +27,13 @@ from .substitution.clones import Clones
 from .verify.run_twice import RunTwice
 
 # Comparisons that come right behind an op, and what may stand between.
-_PASSED = (RecordKind.digest, RecordKind.host_read, RecordKind.scope_begin, RecordKind.scope_end,
-           RecordKind.storage_release)
+_PASSED = (
+    RecordKind.digest,
+    RecordKind.host_read,
+    RecordKind.scope_begin,
+    RecordKind.scope_end,
+    RecordKind.storage_release,
+)
 
 
 class Looker(Protocol):
@@ -44,8 +49,14 @@ class Looker(Protocol):
         ...
 
 
-def show_ops(plan: Plan, ordinals: Collection[int], make: Callable[[], Looker],
-             verify: VerifyMode = "auto", *, twice: Callable[[], RunTwice] | None = None) -> Verification:
+def show_ops(
+    plan: Plan,
+    ordinals: Collection[int],
+    make: Callable[[], Looker],
+    verify: VerifyMode = "auto",
+    *,
+    twice: Callable[[], RunTwice] | None = None,
+) -> Verification:
     """Replay the capture up to the last of these ops, and show them to what `make` makes; how the replay was verified.
 
     Results that hold bytes which no replay reproduces may be found on the way: then it is done once more, with another
@@ -64,8 +75,10 @@ def show_ops(plan: Plan, ordinals: Collection[int], make: Callable[[], Looker],
         if learned or (divergence is not None and plan.find_opaque(divergence.seen_at + 1)):
             continue
         if divergence is not None:
-            raise ReplayMismatch(f"{plan.reader.path}: its replay differs from what was captured, so nothing can be "
-                                 f"taken from it: {divergence}")
+            raise ReplayMismatch(
+                f"{plan.reader.path}: its replay differs from what was captured, so nothing can be "
+                f"taken from it: {divergence}"
+            )
         return verification
 
 
@@ -86,8 +99,11 @@ def _refuse_unseen(reader: CaptureReader, stop: int) -> None:
             record = reader.record(ordinal)
             texts = ", ".join(str(each) for each in record.args if each)
             findings.append(f"{record.kind.name} at ordinal {ordinal}: {texts}")
-        raise ReplayRefused(f"{reader.path}: what ops before ordinal {stop} take cannot be computed: no replay does "
-                            "the work of the records below, which may have written any of it", tuple(findings))
+        raise ReplayRefused(
+            f"{reader.path}: what ops before ordinal {stop} take cannot be computed: no replay does "
+            "the work of the records below, which may have written any of it",
+            tuple(findings),
+        )
 
 
 def _born_unwritten(reader: CaptureReader, stop: int) -> dict[int, set[int]]:
@@ -113,8 +129,9 @@ class _Showing:
     """A Watcher of the ops at `ordinals`. Memory that is born unwritten, by ordinals in `born`, is filled with zeros:
     it may hold anything, and what is taken of it is to be the same each time, and nothing of this process's."""
 
-    def __init__(self, reader: CaptureReader, ordinals: frozenset[int], born: dict[int, set[int]],
-                 looker: Looker) -> None:
+    def __init__(
+        self, reader: CaptureReader, ordinals: frozenset[int], born: dict[int, set[int]], looker: Looker
+    ) -> None:
         self._reader, self._ordinals, self._born, self._looker = reader, ordinals, born, looker
 
     def watches(self, ordinal: int) -> bool:
@@ -129,8 +146,9 @@ class _Showing:
             if meta.flags & TensorFlag.zero:
                 device = next(iter(storages.values())).device if storages else "cpu"
                 return torch.zeros(meta.sizes, dtype=TORCH_DTYPE[meta.dtype], device=device)
-            return view_inside(storages[value.storage], TORCH_DTYPE[meta.dtype], meta.sizes, meta.strides, value.offset,
-                               meta.flags)
+            return view_inside(
+                storages[value.storage], TORCH_DTYPE[meta.dtype], meta.sizes, meta.strides, value.offset, meta.flags
+            )
 
         self._looker.takes(self._reader.record(ordinal), give)
 
@@ -157,7 +175,7 @@ class _TakenSlots:
         self._slots: dict[int, int] = {}
         for slot, value in enumerate(tensors_of((*record.args, *record.results))):
             self._slots[id(value)] = slot
-        self._record = record       # keeps the values, whose ids these are
+        self._record = record  # keeps the values, whose ids these are
 
     def of(self, value: TensorValue) -> int:
         return self._slots[id(value)]

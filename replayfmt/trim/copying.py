@@ -50,25 +50,25 @@ class Copier:
         self.writer = writer
         self._redaction = redaction
         self.rewrite: Callable[[Signature, Values, Values], tuple[Signature, Values, Values]] | None = None
-        self.count = 0                                     # records written so far: the next one's ordinal
-        self.storages: dict[int, int] = {}                 # storage of the reader → storage of the writer
+        self.count = 0  # records written so far: the next one's ordinal
+        self.storages: dict[int, int] = {}  # storage of the reader → storage of the writer
         self._devices: dict[int, int] = {}
         self._kernels: dict[int, int] = {}
         self._scopes: dict[int, int] = {0: 0}
         self._metas: dict[int, int] = {}
-        self._meta_ids: dict[int, int] = {}                # id() of a TensorMeta of the reader → meta of the writer
+        self._meta_ids: dict[int, int] = {}  # id() of a TensorMeta of the reader → meta of the writer
         self._signatures: dict[int, int] = {}
         self._generators: dict[int, int] = {}
         self._files: dict[int, int] = {}
-        self._names: Counter[str] = Counter()              # of files, redacted
+        self._names: Counter[str] = Counter()  # of files, redacted
         self._ranges: dict[int, int] = {}
-        self._embedded: dict[int, int] = {}                # payload of the writer → its length
+        self._embedded: dict[int, int] = {}  # payload of the writer → its length
         self._tensors: dict[tuple[int, int, int], int] = {}
         self._definitions: dict[int, tuple[int, int, int]] = {}
         self._next_storage = 1
         self._clear()
         for number in range(1, len(reader.devices)):
-            self.device(number)     # all of them: --device goes by their number
+            self.device(number)  # all of them: --device goes by their number
 
     def _clear(self) -> None:
         self._rows: list[tuple[int, int, int, int, int, int, int]] = []
@@ -179,7 +179,7 @@ class Copier:
         return replace(node, children=self._nodes(node.children)) if node.children else node
 
     def _meta(self, value: TensorValue) -> int:
-        known = self._meta_ids.get(id(value.meta))      # the reader keeps its metas: an id() stands for one for good
+        known = self._meta_ids.get(id(value.meta))  # the reader keeps its metas: an id() stands for one for good
         if known is None:
             meta = replace(value.meta, device=self.device(value.meta.device))
             known = self._meta_ids[id(value.meta)] = self.writer.meta(meta)
@@ -188,8 +188,9 @@ class Copier:
     def _tensor(self, value: TensorValue) -> int:
         storage = self.storages.get(value.storage, 0) if value.storage else 0
         if value.storage and not storage:
-            raise InvalidCapture(f"{self.reader.path}: storage {value.storage} is used by a record that cannot be the "
-                                 "first to use it")
+            raise InvalidCapture(
+                f"{self.reader.path}: storage {value.storage} is used by a record that cannot be the first to use it"
+            )
         key = (storage, value.offset, self._meta(value))
         number = self._tensors.get(key)
         if number is None:
@@ -223,8 +224,7 @@ class Copier:
         note = {**(record.annotation or {}), **(annotation or {})}
         if note and self._redaction is not None:
             note = self._redaction.values(note)
-        return self._add(number, record.kind, record, (*args, *results),
-                         self.writer.annotation(note) if note else 0)
+        return self._add(number, record.kind, record, (*args, *results), self.writer.annotation(note) if note else 0)
 
     def _with_content(self, values: Values) -> Values:
         """The values with the writer's ids of content."""
@@ -245,8 +245,14 @@ class Copier:
             return CompositeValue(value.form, self._with_content(value.parts))
         return value
 
-    def add(self, near: Record, kind: RecordKind, nodes: Sequence[Node], values: Sequence[Value] = (),
-            scope: int | None = None) -> int:
+    def add(
+        self,
+        near: Record,
+        kind: RecordKind,
+        nodes: Sequence[Node],
+        values: Sequence[Value] = (),
+        scope: int | None = None,
+    ) -> int:
         """Write a record that the reader does not have, at the time, thread and scope of one that it has."""
         placed = near if scope is None else replace(near, scope=scope)
         placed = replace(placed, duration_ns=None, device_duration_ns=None)
@@ -260,8 +266,17 @@ class Copier:
         self._device_timed |= device_ns is not None
         if duration is None:
             duration = UNKNOWN_NS if kind is RecordKind.op else 0
-        self._rows.append((signature, self.scope(record.scope), record.thread, record.start_ns, duration,
-                           _UNKNOWN_DEVICE_NS if device_ns is None else device_ns, annotation))
+        self._rows.append(
+            (
+                signature,
+                self.scope(record.scope),
+                record.thread,
+                record.start_ns,
+                duration,
+                _UNKNOWN_DEVICE_NS if device_ns is None else device_ns,
+                annotation,
+            )
+        )
         self.count += 1
         if len(self._rows) >= _FRAME_RECORDS:
             self.flush()
@@ -290,7 +305,7 @@ class Copier:
         elif isinstance(value, GeneratorValue):
             ints.append(self.generator(value.id))
         elif isinstance(value, PayloadValue | RangeValue | RecipeValue):
-            ints.append(value.id)      # the writer's already
+            ints.append(value.id)  # the writer's already
 
     def flush(self) -> None:
         """Write what waits as a frame of records."""
@@ -301,14 +316,26 @@ class Copier:
             return
         columns = list(zip(*rows, strict=True))
         births = list(zip(*self._births, strict=True)) or [(), (), (), ()]
-        self.writer.records(RecordColumns(
-            signature=columns[0], scope=columns[1], thread=columns[2], start_ns=columns[3],
-            duration_ns=columns[4] if self._timed else None,
-            tensors=self._slots[0], ints=self._slots[1], floats=self._slots[2], tensor_definitions=self._definitions,
-            first_storage=self._first_storage if self._births else 0, storage_bytes=births[0],
-            storage_device=births[1], storage_origin=births[2], storage_payload=births[3],
-            device_duration_ns=_unsigned(columns[5]) if self._device_timed else None,
-            annotation=columns[6] if any(columns[6]) else None))
+        self.writer.records(
+            RecordColumns(
+                signature=columns[0],
+                scope=columns[1],
+                thread=columns[2],
+                start_ns=columns[3],
+                duration_ns=columns[4] if self._timed else None,
+                tensors=self._slots[0],
+                ints=self._slots[1],
+                floats=self._slots[2],
+                tensor_definitions=self._definitions,
+                first_storage=self._first_storage if self._births else 0,
+                storage_bytes=births[0],
+                storage_device=births[1],
+                storage_origin=births[2],
+                storage_payload=births[3],
+                device_duration_ns=_unsigned(columns[5]) if self._device_timed else None,
+                annotation=columns[6] if any(columns[6]) else None,
+            )
+        )
         self._clear()
 
 

@@ -14,8 +14,12 @@ from replayfmt.recording.storages.coverage import ByteRegion, Coverage
 def region_of(tensor: torch.Tensor) -> ByteRegion:
     """A strided tensor as bytes of its storage."""
     item = tensor.element_size()
-    return ByteRegion(int(tensor.storage_offset()) * item, tuple(tensor.shape),
-                      tuple(stride * item for stride in tensor.stride()), item)
+    return ByteRegion(
+        int(tensor.storage_offset()) * item,
+        tuple(tensor.shape),
+        tuple(stride * item for stride in tensor.stride()),
+        item,
+    )
 
 
 class Defined:

@@ -44,8 +44,18 @@ class Materializer:
     itself says of results is kept: they are not those of a replay that made content up.
     """
 
-    def __init__(self, plan: Plan, copier: Copier, schedule: Schedule, kept: Kept, *, digests: bool,
-                 annotate: bool = True, references: bool = True, values: bool = True) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        copier: Copier,
+        schedule: Schedule,
+        kept: Kept,
+        *,
+        digests: bool,
+        annotate: bool = True,
+        references: bool = True,
+        values: bool = True,
+    ) -> None:
         self._plan = plan
         self._copier = copier
         self._schedule = schedule
@@ -56,9 +66,9 @@ class Materializer:
         self._defined = Defined()
         self._facts: dict[int, KernelFacts] = {}
         self._layouts: dict[int, SlotLayout] = {}
-        self._storages: dict[int, torch.UntypedStorage] = {}    # of the op that runs next, only while it does
+        self._storages: dict[int, torch.UntypedStorage] = {}  # of the op that runs next, only while it does
         self._record: Record | None = None
-        self._states: dict[int, bytes] = {}                     # generators, as the result expects them
+        self._states: dict[int, bytes] = {}  # generators, as the result expects them
         self.digest_count = 0
 
     # ------------------------------------------------------------------------------------------------ watching a replay
@@ -166,7 +176,7 @@ class Materializer:
             return EnteringContent(StorageOrigin.initializer, self._copier.recipe(action.source.id), length)
         source = action.source
         if action.unread and length == action.length:
-            number = self._copier.content(memoryview(bytes(length)))    # takes no room, and shows no memory of before
+            number = self._copier.content(memoryview(bytes(length)))  # takes no room, and shows no memory of before
         elif isinstance(source, PayloadValue) and self._plan.reader.payload_info(source.id).raw_bytes == length:
             number = self._copier.payload(source.id)
         else:
@@ -204,8 +214,15 @@ class Materializer:
 
     # ---------------------------------------------------------------------------------------------------------- digests
 
-    def _digest(self, record: Record, facts: KernelFacts, results: dict[int, torch.Tensor],
-                args: dict[int, torch.Tensor], values: dict[int, TensorValue], written: dict[int, bool]) -> None:
+    def _digest(
+        self,
+        record: Record,
+        facts: KernelFacts,
+        results: dict[int, torch.Tensor],
+        args: dict[int, torch.Tensor],
+        values: dict[int, TensorValue],
+        written: dict[int, bool],
+    ) -> None:
         """Digest every result of an op, and what it wrote that is not among them."""
         layout = self._layout(record)
         seen: set[int] = set()
@@ -215,7 +232,7 @@ class Materializer:
                     self._compare_later(record, values[slot], results[slot], index)
                 seen.add(values[slot].id)
         for slot in written:
-            same = slot in args and tuple(args[slot].shape) == values[slot].meta.sizes     # not resized by the op
+            same = slot in args and tuple(args[slot].shape) == values[slot].meta.sizes  # not resized by the op
             if same and values[slot].id not in seen:
                 self._compare_later(record, values[slot], args[slot], -1)
 
@@ -226,11 +243,11 @@ class Materializer:
         if not self._defined.covers(value.storage, tensor):
             return
         if (record.ordinal, result, value.id) in self._schedule.digested:
-            return      # the capture has it itself
+            return  # the capture has it itself
         try:
             digest = digest_tensor(tensor)
         except TypeError:
-            return      # packed elements: nothing to compare
+            return  # packed elements: nothing to compare
         self._write_digest(record, value, result, digest)
 
     def _write_digest(self, record: Record, value: TensorValue, result: int, digest: TensorDigest) -> None:
@@ -238,8 +255,12 @@ class Materializer:
         whole, _reals = digest.slots()
         nodes = [Node(ValueKind.tensor, "tensor"), Node(ValueKind.int, "of"), Node(ValueKind.int, "result")]
         head = whole[: len(whole) - sum(isinstance(each, int) for each in digest.sample)]
-        self._copier.add(record, RecordKind.digest, [*nodes, *digest.nodes()],
-                         [value, self._writing.ops[record.ordinal], result, *head, *statistics, list(digest.sample)])
+        self._copier.add(
+            record,
+            RecordKind.digest,
+            [*nodes, *digest.nodes()],
+            [value, self._writing.ops[record.ordinal], result, *head, *statistics, list(digest.sample)],
+        )
         self.digest_count += 1
 
 
@@ -252,8 +273,12 @@ def overwrites(plan: Plan, signature_id: int) -> tuple[int, ...]:
     if not known(resolved.schema.name).overwrites_self:
         return ()
     name = resolved.schema.arguments[0].name
-    return tuple(slot for place in layout.args for slot in place.tensors
-                 if place.node.name == name and place.node.kind is ValueKind.tensor)
+    return tuple(
+        slot
+        for place in layout.args
+        for slot in place.tensors
+        if place.node.name == name and place.node.kind is ValueKind.tensor
+    )
 
 
 def _length(tensor: torch.Tensor) -> int:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from replayfmt.format.model import Scope
 
-Pass = tuple[int, int]      # scope id, ordinal of the record that began it (-1: none did)
+Pass = tuple[int, int]  # scope id, ordinal of the record that began it (-1: none did)
 
 
 class OpenScopes:

@@ -48,7 +48,7 @@ class _ProducerWalk:
 
     def missing(self, chosen: np.ndarray) -> set[int]:
         """The ops that are not chosen and give chosen ones such bytes."""
-        givers: dict[int, list[int]] = {}       # storages that hold them: the ops that wrote it since
+        givers: dict[int, list[int]] = {}  # storages that hold them: the ops that wrote it since
         found: set[int] = set()
         for index, info in enumerate(self._reader.record_frames):
             if info.first_ordinal >= self._stop:
@@ -63,8 +63,16 @@ class _ProducerWalk:
                         givers.pop(int(rows.ints[rows.int_first[row] + slot]), None)
         return found
 
-    def _op(self, rows: Rows, row: int, number: int, shape: RecordShape, chosen: np.ndarray,
-            givers: dict[int, list[int]], found: set[int]) -> None:
+    def _op(
+        self,
+        rows: Rows,
+        row: int,
+        number: int,
+        shape: RecordShape,
+        chosen: np.ndarray,
+        givers: dict[int, list[int]],
+        found: set[int],
+    ) -> None:
         ordinal = rows.frame.first_ordinal + row
         if givers:
             taken = rows.arguments(row, shape)
@@ -90,9 +98,14 @@ class _ProducerWalk:
 def givers(reader: CaptureReader, schedule: Schedule, stop: int, writes: Writes) -> set[int]:
     """The ops whose bytes a schedule embeds: of each storage, the op that returned it first, and the one that wrote it
     last before it enters."""
-    enters = {ordinal: [each for each in actions if isinstance(each, Enter) and not each.absent and not each.unread
-                        and each.source is None]
-              for ordinal, actions in schedule.actions.items()}
+    enters = {
+        ordinal: [
+            each
+            for each in actions
+            if isinstance(each, Enter) and not each.absent and not each.unread and each.source is None
+        ]
+        for ordinal, actions in schedule.actions.items()
+    }
     wanted = np.array(sorted({each.storage for actions in enters.values() for each in actions}), np.int64)
     found: set[int] = set()
     if not len(wanted):
@@ -109,8 +122,11 @@ def givers(reader: CaptureReader, schedule: Schedule, stop: int, writes: Writes)
         by_row: dict[int, list[int]] = {}
         for place, row in zip(places.tolist(), rows.tolist(), strict=True):
             by_row.setdefault(row, []).append(place)
-        entering = [ordinal - info.first_ordinal for ordinal in enters
-                    if info.first_ordinal <= ordinal < info.first_ordinal + info.count]
+        entering = [
+            ordinal - info.first_ordinal
+            for ordinal in enters
+            if info.first_ordinal <= ordinal < info.first_ordinal + info.count
+        ]
         for row in sorted({*by_row, *entering}):
             ordinal = info.first_ordinal + row
             for each in enters.get(ordinal, ()):
@@ -119,8 +135,16 @@ def givers(reader: CaptureReader, schedule: Schedule, stop: int, writes: Writes)
     return found
 
 
-def _note(reader: CaptureReader, frame: RecordFrame, row: int, places: list[int], writes: Writes,
-          slots: dict[int, tuple[set[int], int]], born: dict[int, int], last: dict[int, int]) -> None:
+def _note(
+    reader: CaptureReader,
+    frame: RecordFrame,
+    row: int,
+    places: list[int],
+    writes: Writes,
+    slots: dict[int, tuple[set[int], int]],
+    born: dict[int, int],
+    last: dict[int, int],
+) -> None:
     """What an op returned or wrote of the storages at these places of the frame's tensor column."""
     number = int(frame.signature[row])
     if number not in slots:

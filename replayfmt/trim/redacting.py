@@ -27,8 +27,16 @@ from .writing import EnteringContent, Writing
 _FLOATS = ("float", "bfloat", "complex")
 
 
-def copy_capture(reader: CaptureReader, out: str, *, redact: bool, integers_only: bool, force: bool = False,
-                 allow_incomplete: bool = False, words: tuple[str, ...] = ()) -> TrimResult:
+def copy_capture(
+    reader: CaptureReader,
+    out: str,
+    *,
+    redact: bool,
+    integers_only: bool,
+    force: bool = False,
+    allow_incomplete: bool = False,
+    words: tuple[str, ...] = (),
+) -> TrimResult:
     """Write the capture again: with `redact` without host name, user, command line and directories, `words` being names
     to leave out of texts, too; with `integers_only` without floating-point content, of which statistics remain, and
     without anything that a replay could be compared with.
@@ -41,8 +49,11 @@ def copy_capture(reader: CaptureReader, out: str, *, redact: bool, integers_only
         kept = resolve(reader, Wanted())
         schedule = Planner(reader, kept, None).plan()
         redaction = Redaction(reader.session, words) if redact else None
-        session = replace(reader.session if redaction is None else redaction.session, session_id=str(uuid.uuid4()),
-                          settings=schedule.settings if redaction is None else redaction.values(schedule.settings))
+        session = replace(
+            reader.session if redaction is None else redaction.session,
+            session_id=str(uuid.uuid4()),
+            settings=schedule.settings if redaction is None else redaction.values(schedule.settings),
+        )
         if integers_only:
             session = replace(session, policies={**session.policies, "payload": "integers", "digests": "none"})
         with writer_of(partial, session) as writer:
@@ -58,8 +69,10 @@ def copy_capture(reader: CaptureReader, out: str, *, redact: bool, integers_only
 
 def _lost_strings(reader: CaptureReader, redaction: Redaction) -> list[str]:
     """What a replay of the redacted capture will refuse."""
-    lost = sum(signature is not None and signature.kind is RecordKind.op
-               and redaction.signature(signature) != signature for signature in reader.signatures)
+    lost = sum(
+        signature is not None and signature.kind is RecordKind.op and redaction.signature(signature) != signature
+        for signature in reader.signatures
+    )
     said = f"{lost} signatures of ops lose a string that told of the machine: a strict replay refuses them"
     return [said] if lost else []
 

@@ -91,7 +91,7 @@ class Schedule:
     ends: list[int] = field(default_factory=list)
     unsupported: list[int] = field(default_factory=list)
     kept_unsupported: int | None = None
-    left_comparisons: int = 0       # host reads and digests of what no kept op uses
+    left_comparisons: int = 0  # host reads and digests of what no kept op uses
     digested: set[tuple[int, int, int]] = field(default_factory=set)
 
     def enters(self) -> Iterator[Enter]:
@@ -104,8 +104,9 @@ class RecordShape:
     `writes_storages` so may be storages that are arguments themselves. `overwritten` are those written without being
     read."""
 
-    def __init__(self, signature: Signature, written: tuple[int, ...], overwritten: tuple[int, ...],
-                 writes_storages: bool) -> None:
+    def __init__(
+        self, signature: Signature, written: tuple[int, ...], overwritten: tuple[int, ...], writes_storages: bool
+    ) -> None:
         self.kind = signature.kind
         self.arg_tensors = sum(node.kind is ValueKind.tensor for top in signature.args for node in top.walk())
         self.storages: list[int] = []
@@ -119,7 +120,11 @@ class RecordShape:
         self.written_storages = self.storages if writes_storages else []
         op = self.kind is RecordKind.op
         self.passive = (op and not written and not self.written_storages) or self.kind in (
-            RecordKind.digest, RecordKind.host_read, RecordKind.synchronize, RecordKind.collective)
+            RecordKind.digest,
+            RecordKind.host_read,
+            RecordKind.synchronize,
+            RecordKind.collective,
+        )
 
 
 class Rows:
@@ -134,7 +139,7 @@ class Rows:
         self.int_first: list[int] = frame.int_first.tolist()
         self.tensor_first: list[int] = frame.tensor_first.tolist()
         storages = frame.tensor_storage[slots].astype(np.int64)
-        storages[zero_metas[frame.tensor_meta[slots]]] = 0      # a ZeroTensor has no bytes that could enter
+        storages[zero_metas[frame.tensor_meta[slots]]] = 0  # a ZeroTensor has no bytes that could enter
         self.storages: list[int] = storages.tolist()
 
     def arguments(self, row: int, shape: RecordShape) -> list[int]:
@@ -147,7 +152,8 @@ class Rows:
     def written(self, row: int, shape: RecordShape) -> set[int]:
         first = self.tensor_first[row]
         return {self.storages[first + slot] for slot in shape.written} | {
-            int(self.ints[self.int_first[row] + slot]) for slot in shape.written_storages}
+            int(self.ints[self.int_first[row] + slot]) for slot in shape.written_storages
+        }
 
 
 def zero_metas(reader: CaptureReader) -> np.ndarray:
@@ -160,21 +166,26 @@ class Planner:
     that it does not matter (metadata alone). `overwrites` gives those that it writes, every element, and does not
     read."""
 
-    def __init__(self, reader: CaptureReader, kept: Kept, writes: Callable[[int], tuple[int, ...]] | None,
-                 overwrites: Callable[[int], tuple[int, ...]] = lambda _signature: ()) -> None:
+    def __init__(
+        self,
+        reader: CaptureReader,
+        kept: Kept,
+        writes: Callable[[int], tuple[int, ...]] | None,
+        overwrites: Callable[[int], tuple[int, ...]] = lambda _signature: (),
+    ) -> None:
         self._reader = reader
         self._kept = kept
         self._writes = writes
         self._overwrites = overwrites
         self._shapes: dict[int, RecordShape] = {}
         self._open = OpenScopes(reader.scopes)
-        self._there: set[int] = set()               # storages of the result
-        self._stale: dict[int, str] = {}            # of these, those whose bytes are others by now, and why
-        self._mapped: set[int] = set()              # storages that were maps of the file that their content is in
-        self._source: dict[int, Source] = {}        # storages whose present bytes the capture itself has
-        self._absent: set[int] = set()              # storages whose content is not in the capture
-        self._length: dict[int, int] = {}           # as the capture last said
-        self._reach: dict[int, int] = {}            # how far tensors reach into storages, beyond what they were born as
+        self._there: set[int] = set()  # storages of the result
+        self._stale: dict[int, str] = {}  # of these, those whose bytes are others by now, and why
+        self._mapped: set[int] = set()  # storages that were maps of the file that their content is in
+        self._source: dict[int, Source] = {}  # storages whose present bytes the capture itself has
+        self._absent: set[int] = set()  # storages whose content is not in the capture
+        self._length: dict[int, int] = {}  # as the capture last said
+        self._reach: dict[int, int] = {}  # how far tensors reach into storages, beyond what they were born as
         self._died: list[int] = []
         self._settings: dict[str, Any] = dict(reader.session.settings)
         self._stated: dict[str, Any] = {}
@@ -254,7 +265,8 @@ class Planner:
     def _note(self, record: Record, *, left_out: bool) -> None:
         """Records about state rather than work."""
         values: dict[str, Any] = {
-            node.name: value for node, value in zip(record.signature.args, record.args, strict=True)}
+            node.name: value for node, value in zip(record.signature.args, record.args, strict=True)
+        }
         if record.kind is RecordKind.global_state:
             self._settings.update(values)
             return
@@ -273,7 +285,7 @@ class Planner:
                 self._changed(storage, "outside_write")
             self._source.pop(storage, None)
             self._length[storage] = values["bytes"]
-        elif left_out and storage in self._there:       # it died
+        elif left_out and storage in self._there:  # it died
             self._died.append(storage)
 
     # ------------------------------------------------------------------------------------------------------------- kept
@@ -308,7 +320,7 @@ class Planner:
             record = self._record(frame, row)
             storage = record.args[0].id  # type: ignore[union-attr]
             if kind is RecordKind.storage_import or storage not in self._there or storage in self._stale:
-                self._schedule.dropped.add(ordinal)     # content enters where it is used, and is as long as it is then
+                self._schedule.dropped.add(ordinal)  # content enters where it is used, and is as long as it is then
             self._note(record, left_out=False)
         if actions:
             self._schedule.actions[ordinal] = actions
@@ -322,8 +334,11 @@ class Planner:
 
     def _state(self, actions: list[Action]) -> None:
         """Settings that are others than the result has said so far."""
-        changes = {name: value for name, value in self._settings.items()
-                   if name not in self._stated or not _same(self._stated[name], value)}
+        changes = {
+            name: value
+            for name, value in self._settings.items()
+            if name not in self._stated or not _same(self._stated[name], value)
+        }
         if changes:
             actions.append(SettingChanges(changes))
             self._stated.update(changes)
@@ -338,8 +353,9 @@ class Planner:
                 if length is None:
                     length = max(self._reader.storage(storage).bytes, self._reach.get(storage, 0))
                 unread = first and self._is_overwritten(frame, row, shape, storage, length)
-                actions.append(Enter(storage, first, reason, self._source.get(storage), length,
-                                     storage in self._absent, unread))
+                actions.append(
+                    Enter(storage, first, reason, self._source.get(storage), length, storage in self._absent, unread)
+                )
                 self._there.add(storage)
         for storage in frame.written(row, shape):
             self._source.pop(storage, None)
@@ -383,8 +399,9 @@ def _extent(meta: TensorMeta | None) -> tuple[int, int]:
 def _is_dense(meta: TensorMeta) -> bool:
     """Whether a tensor's elements are next to each other, each once, in any order of its dimensions."""
     expected = 1
-    for stride, size in sorted((stride, size) for stride, size in zip(meta.strides, meta.sizes, strict=True)
-                               if size != 1):
+    for stride, size in sorted(
+        (stride, size) for stride, size in zip(meta.strides, meta.sizes, strict=True) if size != 1
+    ):
         if stride != expected:
             return False
         expected *= size

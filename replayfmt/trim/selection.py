@@ -78,8 +78,9 @@ def resolve(reader: CaptureReader, wanted: Wanted) -> Kept:
         ops += int(np.count_nonzero(is_op[frame.signature[rows]]))
         parts.append(rows + frame.first_ordinal)
     if not ops:
-        raise UsageError(f"{wanted.text}: selects no op of {reader.path}; opreplay-dump with the same flags shows what "
-                         "there is")
+        raise UsageError(
+            f"{wanted.text}: selects no op of {reader.path}; opreplay-dump with the same flags shows what there is"
+        )
     return Kept(np.concatenate(parts).astype(np.int64), ops)
 
 
@@ -89,7 +90,8 @@ def _with_signatures(reader: CaptureReader, texts: tuple[str, ...], start: int, 
     for text in texts:
         alike = [ops.ordinals for ops in index.matching(parse_signature(text), start, stop)]
         if not alike:
-            raise UsageError(f"--signature={text}: selects no op of {reader.path}; opreplay-dump --signatures lists "
-                             "what there is")
+            raise UsageError(
+                f"--signature={text}: selects no op of {reader.path}; opreplay-dump --signatures lists what there is"
+            )
         found += alike
     return np.unique(np.concatenate(found))

@@ -61,8 +61,10 @@ class Prediction:
             parts.append(f"{self.referenced_bytes:,} bytes in external files")
         if self.synthesized_bytes:
             parts.append(f"{self.synthesized_bytes:,} bytes synthesized")
-        return (f"keeps {self.ops:,} of {self.of_ops:,} ops, which need {self.storages:,} "
-                f"storage{'' if self.storages == 1 else 's'} from before: {', '.join(parts)}")
+        return (
+            f"keeps {self.ops:,} of {self.of_ops:,} ops, which need {self.storages:,} "
+            f"storage{'' if self.storages == 1 else 's'} from before: {', '.join(parts)}"
+        )
 
 
 @dataclass
@@ -98,8 +100,14 @@ def predict(reader: CaptureReader, kept: Kept, schedule: Schedule, *, content: b
         else:
             same = action.source.id if isinstance(action.source, PayloadValue) else None
             embedded[("payload", same) if same is not None else place] = action.length
-    return Prediction(kept.ops, reader.summary.records.get(RecordKind.op, 0), storages, sum(embedded.values()),
-                      referenced, synthesized)
+    return Prediction(
+        kept.ops,
+        reader.summary.records.get(RecordKind.op, 0),
+        storages,
+        sum(embedded.values()),
+        referenced,
+        synthesized,
+    )
 
 
 def _is_embedded(reader: CaptureReader, source: RangeValue) -> bool:
@@ -108,9 +116,16 @@ def _is_embedded(reader: CaptureReader, source: RangeValue) -> bool:
     return bool(given is not None and given.payload) or bool(file is not None and file.payload)
 
 
-def strip_capture(reader: CaptureReader, out: str, wanted: Wanted, *, force: bool = False,
-                  allow_incomplete: bool = False, words: tuple[str, ...] = (),
-                  on_prediction: Callable[[Prediction], None] = lambda prediction: None) -> TrimResult:
+def strip_capture(
+    reader: CaptureReader,
+    out: str,
+    wanted: Wanted,
+    *,
+    force: bool = False,
+    allow_incomplete: bool = False,
+    words: tuple[str, ...] = (),
+    on_prediction: Callable[[Prediction], None] = lambda prediction: None,
+) -> TrimResult:
     """Write the metadata of a capture, or of a part of it, and nothing else. `words` are names to leave out of texts.
 
     Raises UsageError, OutputExists, ReplayRefused for an incomplete capture that is not allowed, and what reading and
@@ -126,8 +141,9 @@ def strip_capture(reader: CaptureReader, out: str, wanted: Wanted, *, force: boo
         if not wanted.everything:
             session = replace(session, policies=redaction.values(_origin(reader.session, wanted, session.policies)))
         settings = redaction.values(schedule.settings)
-        session = replace(session, session_id=str(uuid.uuid4()), settings=settings,
-                          policies={**session.policies, **POLICIES})
+        session = replace(
+            session, session_id=str(uuid.uuid4()), settings=settings, policies={**session.policies, **POLICIES}
+        )
         with writer_of(partial, session) as writer:
             copier = Copier(reader, writer, redaction)
             write_stripped(copier, schedule, kept, annotate=not wanted.everything)
@@ -151,6 +167,7 @@ Check = Callable[[str, Verify], Checked]
 
 def checked_here(make: Callable[[str], Plan]) -> Check:
     """Replay what was written in this process. An op that ends the process ends it."""
+
     def check(path: str, verify: Verify) -> Checked:
         with make(path) as plan:
             result = plan.execute(verify=verify)
@@ -161,9 +178,17 @@ def checked_here(make: Callable[[str], Plan]) -> Check:
     return check
 
 
-def trim_capture(plan: Plan, out: str, wanted: Wanted, check: Check, *, verify: Verify = "auto",
-                 force: bool = False, on_prediction: Callable[[Prediction], None] = lambda prediction: None,
-                 on_progress: Callable[[int, int], None] | None = None) -> TrimResult:
+def trim_capture(
+    plan: Plan,
+    out: str,
+    wanted: Wanted,
+    check: Check,
+    *,
+    verify: Verify = "auto",
+    force: bool = False,
+    on_prediction: Callable[[Prediction], None] = lambda prediction: None,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> TrimResult:
     """Write the part of a capture that `wanted` selects so that it replays by itself.
 
     `plan` is one of the whole capture, made with keep_going; `check` replays and verifies the result before it gets its
@@ -175,15 +200,23 @@ def trim_capture(plan: Plan, out: str, wanted: Wanted, check: Check, *, verify: 
     """
     with output(plan.reader, out, force) as partial:
         asked = resolve(plan.reader, wanted)
-        while True:     # each time more results are known that hold bytes no replay reproduces
+        while True:  # each time more results are known that hold bytes no replay reproduces
             result = _trim(plan, partial, out, wanted, asked, check, verify, on_prediction, on_progress)
             if result is not None:
                 return result
 
 
-def _trim(plan: Plan, partial: str, out: str, wanted: Wanted, asked: Kept, check: Check, verify: Verify,
-          on_prediction: Callable[[Prediction], None], on_progress: Callable[[int, int], None] | None
-          ) -> TrimResult | None:
+def _trim(
+    plan: Plan,
+    partial: str,
+    out: str,
+    wanted: Wanted,
+    asked: Kept,
+    check: Check,
+    verify: Verify,
+    on_prediction: Callable[[Prediction], None],
+    on_progress: Callable[[int, int], None] | None,
+) -> TrimResult | None:
     """One attempt; None where the plan knows more now than when it began."""
     from replayfmt.replay.verify.run_twice import RunTwice
 
@@ -197,29 +230,50 @@ def _trim(plan: Plan, partial: str, out: str, wanted: Wanted, asked: Kept, check
     verification = plan.verification(verify)
     made_up, notes = plan.synthesis.reason, _notes(schedule)
     if kept.ops > asked.ops:
-        notes.append(f"kept beside the {asked.ops} ops that were asked for: {kept.ops - asked.ops}, what they give "
-                     "holds addresses, or memory left unwritten, which cannot be embedded")
-    session = _trimmed_session(reader.session, wanted, schedule, verification.mode,
-                               plan.differences() if verification.mode != "bitwise" else [], made_up, plan.opaque.text)
+        notes.append(
+            f"kept beside the {asked.ops} ops that were asked for: {kept.ops - asked.ops}, what they give "
+            "holds addresses, or memory left unwritten, which cannot be embedded"
+        )
+    session = _trimmed_session(
+        reader.session,
+        wanted,
+        schedule,
+        verification.mode,
+        plan.differences() if verification.mode != "bitwise" else [],
+        made_up,
+        plan.opaque.text,
+    )
     with writer_of(partial, session) as writer:
         copier = Copier(reader, writer)
-        watcher = Materializer(plan, copier, schedule, kept, digests=verify != "none" and not made_up,
-                               values=not made_up)
+        watcher = Materializer(
+            plan, copier, schedule, kept, digests=verify != "none" and not made_up, values=not made_up
+        )
         twice = RunTwice(plan.generators, givers(reader, schedule, kept.stop, plan.writes))
         verification, divergence = plan.watch(
-            watcher, kept.stop, verify, twice=twice, on_progress=_counted(on_progress, kept.stop))
+            watcher, kept.stop, verify, twice=twice, on_progress=_counted(on_progress, kept.stop)
+        )
         if plan.learn(twice) or (divergence is not None and plan.find_opaque(divergence.seen_at + 1)):
             writer.discard()
             return None
         if divergence is not None:
-            raise ReplayMismatch(f"{reader.path}: its replay differs from what was captured, so nothing can be "
-                                 f"taken from it: {divergence}")
+            raise ReplayMismatch(
+                f"{reader.path}: its replay differs from what was captured, so nothing can be "
+                f"taken from it: {divergence}"
+            )
         watcher.finish()
         writer.close(reader.summary.ended_ns or 0)
     if made_up:
         notes.append(f"content that is not in the capture was made up, so nothing is left to verify: {made_up}")
-    result = TrimResult(out, os.path.getsize(partial), copier.count, kept.ops, copier.embedded_bytes,
-                        watcher.digest_count, verification.text, notes=notes)
+    result = TrimResult(
+        out,
+        os.path.getsize(partial),
+        copier.count,
+        kept.ops,
+        copier.embedded_bytes,
+        watcher.digest_count,
+        verification.text,
+        notes=notes,
+    )
     result.checked = _check(plan, partial, out, check, schedule, verify)
     return result if result.checked else None
 
@@ -241,17 +295,25 @@ def _check(plan: Plan, partial: str, out: str, check: Check, schedule: Schedule,
         return ""
     if checked.differs is not None:
         details = [f"ops that differ from themselves when run twice: {text}" for text in checked.details]
-        raise ReplayMismatch("; ".join([
-            f"{out}: was not written: its replay differs from the original's: {checked.differs}", *details,
-            "--verify=none writes it all the same"]))
+        raise ReplayMismatch(
+            "; ".join(
+                [
+                    f"{out}: was not written: its replay differs from the original's: {checked.differs}",
+                    *details,
+                    "--verify=none writes it all the same",
+                ]
+            )
+        )
     return checked.verified
 
 
 def refuse_incomplete(reader: CaptureReader, allowed: bool) -> None:
     """Raise ReplayRefused for a capture that was never closed: what is made of it would look complete."""
     if not reader.complete and not allowed:
-        raise ReplayRefused(f"{reader.path}: the capture is incomplete ({reader.incomplete_reason}); "
-                            "--allow-incomplete takes what is there")
+        raise ReplayRefused(
+            f"{reader.path}: the capture is incomplete ({reader.incomplete_reason}); "
+            "--allow-incomplete takes what is there"
+        )
 
 
 def refuse_unsupported(reader: CaptureReader, kept: Kept, schedule: Schedule) -> None:
@@ -264,7 +326,9 @@ def refuse_unsupported(reader: CaptureReader, kept: Kept, schedule: Schedule) ->
         findings.append(f"unsupported at ordinal {ordinal}: {': '.join(texts)}")
     raise ReplayRefused(
         f"{reader.path}: what the ops from ordinal {kept.first} on need cannot be computed, because records that are "
-        "left out cannot be replayed; keep them too, or keep metadata alone with --payload=none", tuple(findings))
+        "left out cannot be replayed; keep them too, or keep metadata alone with --payload=none",
+        tuple(findings),
+    )
 
 
 def _notes(schedule: Schedule) -> list[str]:
@@ -280,12 +344,16 @@ def _origin(session: Session, wanted: Wanted, policies: dict[str, Any]) -> dict[
     """Policies that name where a trimmed capture comes from: the first capture, where it was trimmed again."""
     before = session.policies.get(TRIMMED_SELECTION)
     selection = wanted.text if before is None else f"{before}; {wanted.text}"
-    return {**policies, TRIMMED_FROM: session.policies.get(TRIMMED_FROM, session.session_id),
-            TRIMMED_SELECTION: selection}
+    return {
+        **policies,
+        TRIMMED_FROM: session.policies.get(TRIMMED_FROM, session.session_id),
+        TRIMMED_SELECTION: selection,
+    }
 
 
-def _trimmed_session(session: Session, wanted: Wanted, schedule: Schedule, mode: str,
-                     differences: list[str], made_up: str, opaque: str) -> Session:
+def _trimmed_session(
+    session: Session, wanted: Wanted, schedule: Schedule, mode: str, differences: list[str], made_up: str, opaque: str
+) -> Session:
     policies = {**_origin(session, wanted, session.policies), TRIMMED_VERIFIED: mode}
     if made_up:
         policies |= {"digests": "none", TRIMMED_SYNTHESIZED: made_up}
@@ -310,8 +378,10 @@ def output(reader: CaptureReader, out: str, force: bool) -> Iterator[str]:
     check_place(out, force)
     partial = f"{out}.partial"
     if os.path.lexists(partial) and not force:
-        raise OutputExists(f"{partial}: exists already, from a capture that is still being written or was never "
-                           "closed; remove it, or use --force")
+        raise OutputExists(
+            f"{partial}: exists already, from a capture that is still being written or was never "
+            "closed; remove it, or use --force"
+        )
     try:
         yield partial
         rename(partial, out)
@@ -335,6 +405,6 @@ def writer_of(partial: str, session: Session) -> Iterator[CaptureWriter]:
         yield writer
     except BaseException as error:
         writer.discard()
-        if type(error) is ValueError:       # a rule of the format that what was read breaks
+        if type(error) is ValueError:  # a rule of the format that what was read breaks
             raise InvalidCapture(f"what the capture says cannot be written again: {error}") from error
         raise

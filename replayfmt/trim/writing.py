@@ -55,15 +55,23 @@ _CONTENT_NODES: dict[StorageOrigin, tuple[ValueKind, Callable[[int], Value]]] = 
 
 
 _SCALARS = frozenset({ValueKind.bool, ValueKind.int, ValueKind.float, ValueKind.complex, ValueKind.string})
-_DIGEST_FREE = 2        # arguments of a host_read record before its digest
+_DIGEST_FREE = 2  # arguments of a host_read record before its digest
 
 
 class Writing:
     """Goes through the kept records of a schedule in order. With `annotate` ops say which ordinal they had. Without
     `values` there is nothing to compare a replay with: no digests, no scalars that ops returned to the program."""
 
-    def __init__(self, copier: Copier, schedule: Schedule, kept: Kept, contents: EnteringContents, *, annotate: bool,
-                 values: bool = True) -> None:
+    def __init__(
+        self,
+        copier: Copier,
+        schedule: Schedule,
+        kept: Kept,
+        contents: EnteringContents,
+        *,
+        annotate: bool,
+        values: bool = True,
+    ) -> None:
         self.copier = copier
         self._schedule = schedule
         self._ordinals = kept.ordinals
@@ -72,11 +80,11 @@ class Writing:
         self._values = values
         if not values:
             copier.rewrite = without_values
-        self._next = 0                             # place in the kept ordinals
-        self._lengths: dict[int, int] = {}         # bytes of each storage as the result knows them
+        self._next = 0  # place in the kept ordinals
+        self._lengths: dict[int, int] = {}  # bytes of each storage as the result knows them
         self._versions: dict[int, int] = {}
-        self.ops: dict[int, int] = {}              # ordinal of a kept op → its ordinal in the result
-        self.born: list[int] = []                  # storages that the op written last brought along
+        self.ops: dict[int, int] = {}  # ordinal of a kept op → its ordinal in the result
+        self.born: list[int] = []  # storages that the op written last brought along
 
     def up_to(self, ordinal: int) -> None:
         """Write every kept record before an ordinal."""
@@ -119,7 +127,7 @@ class Writing:
                 self._digest(record)
         elif record.kind is RecordKind.host_read and not self._values:
             self.copier.add(record, record.kind, record.signature.args[:_DIGEST_FREE], record.args[:_DIGEST_FREE])
-        elif record.kind is not RecordKind.generator_state:      # stated anew before the ops that draw
+        elif record.kind is not RecordKind.generator_state:  # stated anew before the ops that draw
             if record.kind is RecordKind.storage_resize:
                 storage, length = record.args
                 assert isinstance(storage, StorageValue) and isinstance(length, int)
@@ -135,12 +143,12 @@ class Writing:
                 born = self.copier.reader.storage(storage)
                 known = born.origin in (StorageOrigin.op, StorageOrigin.uninitialized)
                 self.bear(storage, born.bytes, born.origin if known else StorageOrigin.op, 0)
-        for storage in _storages(record.args):      # what has no bytes that could enter
+        for storage in _storages(record.args):  # what has no bytes that could enter
             if storage and storage not in self.copier.storages:
                 self.bear(storage, self.copier.reader.storage(storage).bytes, StorageOrigin.uninitialized, 0)
         note = {"captured_ordinal": record.ordinal} if self._annotate else None
         if note and record.annotation and "captured_ordinal" in record.annotation:
-            note = None     # trimmed before: the ordinal is that of the capture it all comes from
+            note = None  # trimmed before: the ordinal is that of the capture it all comes from
         self.ops[record.ordinal] = self.copier.copy(record, note)
 
     def bear(self, storage: int, length: int, origin: StorageOrigin, content: int) -> None:
@@ -150,8 +158,10 @@ class Writing:
     def _digest(self, record: Record) -> None:
         of = record.argument("of")
         if isinstance(of, int) and of >= 0:
-            args = tuple(self.ops[of] if node.name == "of" else value
-                         for node, value in zip(record.signature.args, record.args, strict=True))
+            args = tuple(
+                self.ops[of] if node.name == "of" else value
+                for node, value in zip(record.signature.args, record.args, strict=True)
+            )
             self.copier.add(record, RecordKind.digest, record.signature.args, args)
         else:
             self.copier.copy(record)
@@ -169,8 +179,12 @@ class Writing:
             case Release(storage):
                 add(near, RecordKind.storage_release, [Node(ValueKind.storage, "storage")], [StorageValue(storage)])
             case SettingChanges(changes):
-                add(near, RecordKind.global_state, [Node.scalar(name, value) for name, value in changes.items()],
-                    [value for value in changes.values() if type(value) in (int, float)])
+                add(
+                    near,
+                    RecordKind.global_state,
+                    [Node.scalar(name, value) for name, value in changes.items()],
+                    [value for value in changes.values() if type(value) in (int, float)],
+                )
             case Enter():
                 self._enter(action, near)
 
@@ -185,29 +199,42 @@ class Writing:
         else:
             version = max(self._versions.get(storage, 0), 1)
             if content.length != self._lengths[storage]:
-                self.copier.add(near, RecordKind.storage_resize, [Node(ValueKind.storage, "storage"),
-                                                                  Node(ValueKind.int, "bytes")],
-                                [StorageValue(storage), content.length])
+                self.copier.add(
+                    near,
+                    RecordKind.storage_resize,
+                    [Node(ValueKind.storage, "storage"), Node(ValueKind.int, "bytes")],
+                    [StorageValue(storage), content.length],
+                )
                 self._lengths[storage] = content.length
         if content.origin is StorageOrigin.uninitialized:
-            return      # no bytes at all
+            return  # no bytes at all
         self._versions[storage] = version + 1
         kind = ValueKind.none
         given: list[Value] = [StorageValue(storage), version]
         if content.origin in _CONTENT_NODES:
             kind, value = _CONTENT_NODES[content.origin]
             given.insert(1, value(content.number))
-        self.copier.add(near, RecordKind.storage_import, [
-            Node(ValueKind.storage, "storage"), Node(kind, "payload"), Node(ValueKind.int, "version"),
-            Node(ValueKind.string, "reason", action.reason)], given)
+        self.copier.add(
+            near,
+            RecordKind.storage_import,
+            [
+                Node(ValueKind.storage, "storage"),
+                Node(kind, "payload"),
+                Node(ValueKind.int, "version"),
+                Node(ValueKind.string, "reason", action.reason),
+            ],
+            given,
+        )
 
     def generator_state(self, near: Record, generator: int, state: bytes | None) -> None:
         """Say in which state a generator of the capture is here; None where that is left out."""
         content: list[Value] = [] if state is None else [PayloadValue(self.copier.writer.payload(state))]
-        self.copier.add(near, RecordKind.generator_state, [
-            Node(ValueKind.generator, "generator"),
-            Node(ValueKind.payload if content else ValueKind.none, "payload"),
-        ], [GeneratorValue(generator), *content])
+        self.copier.add(
+            near,
+            RecordKind.generator_state,
+            [Node(ValueKind.generator, "generator"), Node(ValueKind.payload if content else ValueKind.none, "payload")],
+            [GeneratorValue(generator), *content],
+        )
 
 
 def without_values(signature: Signature, args: Values, results: Values) -> tuple[Signature, Values, Values]:
@@ -227,8 +254,10 @@ def _without(node: Node, value: Value, *, is_result: bool) -> tuple[Node, Value]
     if node.children and isinstance(value, list | tuple | CompositeValue):
         composite = isinstance(value, CompositeValue)
         parts = value.parts if isinstance(value, CompositeValue) else value
-        pairs = [_without(child, each, is_result=is_result and not composite)
-                 for child, each in zip(node.children, parts, strict=True)]
+        pairs = [
+            _without(child, each, is_result=is_result and not composite)
+            for child, each in zip(node.children, parts, strict=True)
+        ]
         values = tuple(each for _, each in pairs)
         inside = CompositeValue(value.form, values) if isinstance(value, CompositeValue) else values
         return replace(node, children=tuple(child for child, _ in pairs)), inside

@@ -52,20 +52,28 @@ def test_columns_say_what_records_say(small: Path, tmp_path: Path) -> None:
             for place, op in enumerate(capture.ops.values()):
                 record = op.record
                 assert (columns["ordinal"][place], columns["op"][place], columns["overload"][place]) == (
-                    op.ordinal, op.kernel.name, op.kernel.overload)
+                    op.ordinal,
+                    op.kernel.name,
+                    op.kernel.overload,
+                )
                 assert (columns["scope"][place], columns["thread"][place], columns["start_ns"][place]) == (
-                    op.scope, record.thread, record.start_ns)
+                    op.scope,
+                    record.thread,
+                    record.start_ns,
+                )
                 assert columns["status"][place] == record.signature.status.name
                 for name in ("duration_ns", "device_duration_ns"):
                     values, missing = columns[name]
                     assert (None if missing[place] else values[place]) == getattr(op, name)
             assert len(columns["op"]) == len(capture.ops)
             assert {str(each) for each in columns["device"] if each} <= {
-                str(each) for each in capture.reader.devices[1:]}
+                str(each) for each in capture.reader.devices[1:]
+            }
 
 
 def test_to_pandas_gives_the_columns_with_missing_times(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a stand-in, because pandas need not be installed."""
+
     class DataFrame(dict[str, Any]):
         def set_index(self, name: str) -> DataFrame:
             return DataFrame(self, index=name)
@@ -121,7 +129,8 @@ class Tags(HTMLParser):
 
 
 def test_a_notebook_shows_the_summary_and_the_kernels_and_nothing_of_a_capture_is_markup(
-        small: Path, tmp_path: Path) -> None:
+    small: Path, tmp_path: Path
+) -> None:
     for path in (small, captures.every_kind(tmp_path / "hostile.opreplay")):
         with replayfmt.open(path) as capture:
             page = Tags()

@@ -26,8 +26,11 @@ def test_run_replays_verifies_and_prints_what_the_tool_prints(small: Path) -> No
 
 
 def test_a_difference_is_raised_unless_the_caller_looks_for_it(small: Path, tmp_path: Path) -> None:
-    changed = rewrite(small, tmp_path / "changed.opreplay",
-                      payload=lambda number, content: bytes([content[0] ^ 1]) + content[1:] if number == 1 else content)
+    changed = rewrite(
+        small,
+        tmp_path / "changed.opreplay",
+        payload=lambda number, content: bytes([content[0] ^ 1]) + content[1:] if number == 1 else content,
+    )
     with pytest.raises(replayfmt.ReplayMismatch, match="differs from the capture: ordinal"):
         replayfmt.run(changed, verify="bitwise")
     replayed = replayfmt.run(changed, verify="bitwise", check=False)

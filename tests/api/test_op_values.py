@@ -44,8 +44,11 @@ def test_inputs_that_came_from_outside_are_in_the_capture(small: Path) -> None:
 def test_what_an_op_computed_is_refused_with_its_name_and_computed_on_demand(small: Path) -> None:
     with replayfmt.open(small) as capture:
         norm, first = op_of(capture, "aten::native_batch_norm"), op_of(capture, "aten::addmm")
-        with pytest.raises(ContentNotCaptured, match=rf"input: the capture does not hold its content: ordinal "
-                                                     rf"{first.ordinal} \(aten::addmm.default\) wrote it"):
+        with pytest.raises(
+            ContentNotCaptured,
+            match=rf"input: the capture does not hold its content: ordinal "
+            rf"{first.ordinal} \(aten::addmm.default\) wrote it",
+        ):
             norm.inputs()
         with pytest.raises(ContentNotCaptured, match="result 0: .*this op computed it; replay=True computes it"):
             first.results()
@@ -70,7 +73,7 @@ def test_what_an_op_writes_without_saying_so_is_not_taken_for_what_was_captured(
 
 def test_inputs_of_an_op_in_place_are_those_before_it_and_results_those_after(small: Path) -> None:
     with replayfmt.open(small) as capture:
-        op = op_of(capture, "aten::add_", 1)       # the first counts batch norm's batches
+        op = op_of(capture, "aten::add_", 1)  # the first counts batch norm's batches
         before, (after,) = op.inputs(), op.results(replay=True)
         with pytest.raises(ContentNotCaptured, match="this op computed it"):
             op.results()
@@ -98,8 +101,11 @@ def test_every_op_gives_the_same_from_the_capture_and_from_a_replay(small: Path)
                     there = getattr(op, of)()
                 except ContentNotCaptured:
                     continue
-                pairs = (zip(there.values(), computed.values(), strict=True) if of == "inputs"
-                         else zip(there, computed, strict=True))
+                pairs = (
+                    zip(there.values(), computed.values(), strict=True)
+                    if of == "inputs"
+                    else zip(there, computed, strict=True)
+                )
                 assert all(same(one, other) for one, other in pairs), (op, of)
                 held += 1
     assert held > 8
@@ -138,7 +144,7 @@ def test_work_that_nobody_saw_may_have_written_what_was_captured_before_it(tmp_p
     weight = torch.ones(2, 2)
     with replayfmt.capture(path):
         weight.mm(weight)
-        weight.to_mkldnn()      # a layout that is not recorded
+        weight.to_mkldnn()  # a layout that is not recorded
         weight.relu()
     with replayfmt.open(path) as capture:
         assert op_of(capture, "aten::mm").inputs()["self"].shape == (2, 2)
@@ -179,8 +185,11 @@ def test_an_op_that_raised_has_no_results(tmp_path: Path) -> None:
 
 
 def test_nothing_is_taken_from_a_replay_that_differs(small: Path, tmp_path: Path) -> None:
-    changed = rewrite(small, tmp_path / "changed.opreplay",
-                      payload=lambda number, content: bytes([content[0] ^ 1]) + content[1:] if number == 1 else content)
+    changed = rewrite(
+        small,
+        tmp_path / "changed.opreplay",
+        payload=lambda number, content: bytes([content[0] ^ 1]) + content[1:] if number == 1 else content,
+    )
     with replayfmt.open(changed) as capture:
         op = op_of(capture, "aten::native_batch_norm")
         with pytest.raises(ReplayMismatch, match="nothing can be taken from it: ordinal"):

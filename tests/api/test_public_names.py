@@ -12,7 +12,7 @@ import replayfmt
 
 ROOT = Path(__file__).parents[2]
 
-PROGRAM = '''
+PROGRAM = """
 from pathlib import Path
 from typing import Any, assert_type
 
@@ -56,22 +56,38 @@ def record(path: str) -> None:
     recorder.start()
     recorder.close()
     replayfmt.Plan(path).execute(verify="auto")
-'''
+"""
 
 
 def check_types(program: str, tmp_path: Path) -> subprocess.CompletedProcess[str]:
     """mypy --strict over a user's program. What the library itself imports is looked at as far as it goes."""
     (tmp_path / "program.py").write_text(program)
-    return subprocess.run([sys.executable, "-m", "mypy", "--strict", "--no-site-packages", "--follow-imports=silent",
-                           "--cache-dir", str(tmp_path / "cache"), "program.py"], cwd=tmp_path, text=True, timeout=600,
-                          capture_output=True, env={**os.environ, "MYPYPATH": str(ROOT)})
+    return subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "mypy",
+            "--strict",
+            "--no-site-packages",
+            "--follow-imports=silent",
+            "--cache-dir",
+            str(tmp_path / "cache"),
+            "program.py",
+        ],
+        cwd=tmp_path,
+        text=True,
+        timeout=600,
+        capture_output=True,
+        env={**os.environ, "MYPYPATH": str(ROOT)},
+    )
 
 
 def test_a_strictly_typed_program_can_use_the_public_names(tmp_path: Path) -> None:
     done = check_types(PROGRAM, tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
-    wrong = check_types(PROGRAM.replace('verify="bitwise"', 'verify="bits"').replace('min_time="20x"', "min_time=20"),
-                        tmp_path)
+    wrong = check_types(
+        PROGRAM.replace('verify="bitwise"', 'verify="bits"').replace('min_time="20x"', "min_time=20"), tmp_path
+    )
     assert wrong.returncode == 1
     assert wrong.stdout.count("[arg-type]") == 2, wrong.stdout
 
@@ -86,7 +102,8 @@ def test_every_public_name_is_there_and_is_listed() -> None:
         assert getattr(replayfmt, name) is not None, name
     assert replayfmt.__version__ == metadata.version("opreplay")
     assert set(replayfmt._HOME) | {"OpReplayError", "ReplayMismatch", "ReplayRefused", "__version__"} == set(
-        replayfmt.__all__)
+        replayfmt.__all__
+    )
 
 
 def test_importing_listing_and_opening_need_no_torch(small: Path) -> None:

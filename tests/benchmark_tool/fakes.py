@@ -17,9 +17,14 @@ from replayfmt.benchmark.meters.stopwatch import Clock
 from replayfmt.format.codes import RecordKind
 from replayfmt.format.model import Scope, Session
 
-KINDS = {"op": 1, "begin": 2, "end": 3, "import": 4}      # signature ids
-SIGNATURES = (None, SimpleNamespace(kind=RecordKind.op), SimpleNamespace(kind=RecordKind.scope_begin),
-              SimpleNamespace(kind=RecordKind.scope_end), SimpleNamespace(kind=RecordKind.storage_import))
+KINDS = {"op": 1, "begin": 2, "end": 3, "import": 4}  # signature ids
+SIGNATURES = (
+    None,
+    SimpleNamespace(kind=RecordKind.op),
+    SimpleNamespace(kind=RecordKind.scope_begin),
+    SimpleNamespace(kind=RecordKind.scope_end),
+    SimpleNamespace(kind=RecordKind.storage_import),
+)
 
 EXECUTE = [("begin", "execute"), ("op", 100, 50), ("op", 20, 10), ("end", "execute")]
 
@@ -43,7 +48,7 @@ class FakeReader:
         self.devices = (None,)
         self.signatures = SIGNATURES
         paths = list(dict.fromkeys(step[1] for step in script if step[0] in ("begin", "end")))
-        for path in list(paths):                       # parents that are never entered themselves have ids as well
+        for path in list(paths):  # parents that are never entered themselves have ids as well
             while "/" in path:
                 path = path.rpartition("/")[0]
                 if path not in paths:
@@ -56,16 +61,21 @@ class FakeReader:
         self._frames = []
         ordinal = now = 0
         for count in (*frames, len(script) - sum(frames)):
-            steps = script[ordinal:ordinal + count]
+            steps = script[ordinal : ordinal + count]
             starts = []
             for step in steps:
                 starts.append(now)
-                now += step[1] * 10 if step[0] == "op" and times else 0      # capture is ten times as slow
-            self._frames.append(SimpleNamespace(
-                first_ordinal=ordinal, count=len(steps), duration_ns=None,
-                signature=np.array([KINDS[step[0]] for step in steps], dtype=np.uint32),
-                scope=np.array([self._ids.get(step[1], 0) for step in steps], dtype=np.uint32),
-                start_ns=np.array(starts, dtype=np.int64)))
+                now += step[1] * 10 if step[0] == "op" and times else 0  # capture is ten times as slow
+            self._frames.append(
+                SimpleNamespace(
+                    first_ordinal=ordinal,
+                    count=len(steps),
+                    duration_ns=None,
+                    signature=np.array([KINDS[step[0]] for step in steps], dtype=np.uint32),
+                    scope=np.array([self._ids.get(step[1], 0) for step in steps], dtype=np.uint32),
+                    start_ns=np.array(starts, dtype=np.int64),
+                )
+            )
             ordinal += count
         self.record_frames = self._frames
 
@@ -83,9 +93,9 @@ class FakePlan:
         self.script, self.time, self.slower, self.restore = script, time, slower, restore
         self.reader = FakeReader(script)
         self.devices = [torch.device("cpu")]
-        self.calls: list[str] = []             # how each execute was asked to verify
+        self.calls: list[str] = []  # how each execute was asked to verify
         self.timed = 0
-        self.mismatch_at: int | None = None    # this call of execute does not match
+        self.mismatch_at: int | None = None  # this call of execute does not match
 
     def execute(self, *, verify: str = "none", on_scope: Any = None, timer: Any = None) -> Any:
         self.calls.append(verify)
@@ -109,5 +119,8 @@ class FakePlan:
             self.timed += 1
         self.time.real += self.restore
         failed = self.mismatch_at is not None and len(self.calls) == self.mismatch_at
-        return SimpleNamespace(outcome="mismatched" if failed else "ok", verification=f"{verify}, all of it",
-                               divergence="op 3 (aten::mm), result 0" if failed else None)
+        return SimpleNamespace(
+            outcome="mismatched" if failed else "ok",
+            verification=f"{verify}, all of it",
+            divergence="op 3 (aten::mm), result 0" if failed else None,
+        )

@@ -83,14 +83,15 @@ def test_a_scope_is_reported_in_place_of_the_whole_and_its_passes_add_up(bench, 
     assert forward["passes"] == STEPS and execute["passes"] == 1
     assert forward["ops"] < row["ops"] <= execute["ops"]
     for inner, outer in zip(forward["samples"]["real_time"], execute["samples"]["real_time"], strict=True):
-        assert inner < outer                      # of the same replay: a part of it
+        assert inner < outer  # of the same replay: a part of it
 
 
 @pytest.mark.slow
 def test_repetitions_make_rows_and_aggregates(bench, captured):
     made = rows(bench, captured, "--benchmark-repetitions=2", "--benchmark-min-time=0.001s")
     assert [row["name"] for row in made] == ["BM_replay"] * 2 + [
-        f"BM_replay_{name}" for name in ("mean", "median", "stddev", "cv")]
+        f"BM_replay_{name}" for name in ("mean", "median", "stddev", "cv")
+    ]
     assert made[0]["iterations"] == made[1]["iterations"] >= 1
 
 
@@ -231,8 +232,9 @@ def test_a_trace_of_one_replay_is_written_beside_the_results(bench, captured, tm
     events = trace(path)
     multiplied = [event for event in events if event["name"] == "aten::mm" and event.get("cat") == "cpu_op"]
     with open_capture(captured) as reader:
-        calls = sum(count for kernel, count in reader.summary.kernel_calls.items()
-                    if reader.kernels[kernel].name == "aten::mm")
+        calls = sum(
+            count for kernel, count in reader.summary.kernel_calls.items() if reader.kernels[kernel].name == "aten::mm"
+        )
     assert len(multiplied) == calls and all("Input Dims" in event["args"] for event in multiplied)
     annotations = [event["name"] for event in events if event.get("cat") == "user_annotation"]
     assert sorted(annotations) == ["execute", *["execute/step"] * STEPS, *["execute/step/forward"] * STEPS, "init"]
@@ -248,16 +250,19 @@ def test_run_writes_the_same_kind_of_trace(tool, captured, tmp_path):
     assert tool(run.main, captured, "--device-profiling-mode=memory") == 2
 
 
-@pytest.mark.parametrize("flags, code", [
-    (["--device-profiling-mode=host-ops"], 2),
-    (["--device-profiling-output=trace.json"], 2),
-    (["--device-profiling-mode=nothing", "--device-profiling-output=trace.json"], 2),
-    (["--device-profiling-mode=device-kernels", "--device-profiling-output=trace.json"], 2),
-    (["--device-profiling-mode=host-ops", "--device-profiling-output=there.json"], 1),
-    (["--device-profiling-mode=host-ops", "--device-profiling-output=nowhere/trace.json"], 1),
-    (["--device-profiling-mode=host-ops", "--device-profiling-output="], 1),
-    (["--device-profiling-mode=host-ops", "--device-profiling-output=same.json", "--benchmark-out=same.json"], 2),
-])
+@pytest.mark.parametrize(
+    "flags, code",
+    [
+        (["--device-profiling-mode=host-ops"], 2),
+        (["--device-profiling-output=trace.json"], 2),
+        (["--device-profiling-mode=nothing", "--device-profiling-output=trace.json"], 2),
+        (["--device-profiling-mode=device-kernels", "--device-profiling-output=trace.json"], 2),
+        (["--device-profiling-mode=host-ops", "--device-profiling-output=there.json"], 1),
+        (["--device-profiling-mode=host-ops", "--device-profiling-output=nowhere/trace.json"], 1),
+        (["--device-profiling-mode=host-ops", "--device-profiling-output="], 1),
+        (["--device-profiling-mode=host-ops", "--device-profiling-output=same.json", "--benchmark-out=same.json"], 2),
+    ],
+)
 def test_a_trace_that_cannot_be_is_refused_early(bench, captured, tmp_path, monkeypatch, executed, flags, code):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "there.json").write_text("old")
@@ -265,11 +270,20 @@ def test_a_trace_that_cannot_be_is_refused_early(bench, captured, tmp_path, monk
     assert os.listdir(tmp_path) == ["there.json"]
 
 
-@pytest.mark.parametrize("flags", [
-    ["--benchmark-min-time=fast"], ["--benchmark-min-time=0x"], ["--benchmark-warmup=-1"],
-    ["--benchmark-repetitions=0"], ["--benchmark-format=xml"],
-    ["--verify=maybe"], ["--replay-scope=nowhere"], ["--no-such-flag"], ["second.opreplay"],
-])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--benchmark-min-time=fast"],
+        ["--benchmark-min-time=0x"],
+        ["--benchmark-warmup=-1"],
+        ["--benchmark-repetitions=0"],
+        ["--benchmark-format=xml"],
+        ["--verify=maybe"],
+        ["--replay-scope=nowhere"],
+        ["--no-such-flag"],
+        ["second.opreplay"],
+    ],
+)
 def test_wrong_usage_gives_exit_code_2(bench, captured, flags, executed):
     done = bench(captured, *flags)
     assert done.code == 2 and done.out == "" and done.err and executed == []
@@ -279,20 +293,34 @@ def test_a_scope_that_the_capture_lacks_is_answered_with_those_it_has(bench, cap
     assert "it has 'init', 'execute', 'execute/step', 'execute/step/forward'" in bench(captured, "--replay-scope=x").err
 
 
-@pytest.mark.parametrize("kinds, words", [
-    (["scope_begin"], "begins at ordinal 0 or later and does not end"),
-    (["scope_end", "scope_begin", "scope_end"], "ordinal 0: scope 'step' ends before it begins"),
-])
+@pytest.mark.parametrize(
+    "kinds, words",
+    [
+        (["scope_begin"], "begins at ordinal 0 or later and does not end"),
+        (["scope_end", "scope_begin", "scope_end"], "ordinal 0: scope 'step' ends before it begins"),
+    ],
+)
 def test_a_scope_without_both_ends_is_refused_with_exit_code_1(bench, tmp_path, executed, kinds, words):
     path = tmp_path / "open.opreplay"
     writer = CaptureWriter(path, Session("00112233-4455-6677-8899-aabbccddeeff", "test", "0"))
     scope = writer.scope(0, "step")
-    signatures = [writer.signature(Signature(RecordKind[kind], args=(Node(ValueKind.string, "name", "step"),)))
-                  for kind in kinds]
+    signatures = [
+        writer.signature(Signature(RecordKind[kind], args=(Node(ValueKind.string, "name", "step"),))) for kind in kinds
+    ]
     none = np.zeros(0, dtype=np.uint64)
-    writer.records(RecordColumns(signature=np.array(signatures), scope=np.full(len(kinds), scope),
-                                 thread=np.zeros(len(kinds), dtype=np.uint16), start_ns=np.arange(len(kinds)),
-                                 duration_ns=None, tensors=none, ints=none, floats=none, tensor_definitions={}))
+    writer.records(
+        RecordColumns(
+            signature=np.array(signatures),
+            scope=np.full(len(kinds), scope),
+            thread=np.zeros(len(kinds), dtype=np.uint16),
+            start_ns=np.arange(len(kinds)),
+            duration_ns=None,
+            tensors=none,
+            ints=none,
+            floats=none,
+            tensor_definitions={},
+        )
+    )
     writer.close(100)
     done = bench(path, "--replay-scope=step")
     assert done.code == 1 and words in done.err and done.out == "" and executed == []
@@ -341,8 +369,9 @@ def test_progress_is_shown_on_a_terminal_and_nowhere_else(bench, captured, monke
 def test_the_console_script_runs_and_ends_quietly_when_its_reader_goes_away(captured):
     script = Path(sys.executable).with_name("opreplay-benchmark")
     command = f"'{script}' '{captured}' --benchmark-min-time=2x --benchmark-warmup=0 --benchmark-format=json"
-    done = subprocess.run(["bash", "-c", f"set -o pipefail; {command} | head -c 1"], capture_output=True, text=True,
-                          timeout=600)
+    done = subprocess.run(
+        ["bash", "-c", f"set -o pipefail; {command} | head -c 1"], capture_output=True, text=True, timeout=600
+    )
     assert (done.returncode, done.stdout) == (0, "{")
     assert "Traceback" not in done.stderr and "BrokenPipe" not in done.stderr
 
@@ -353,8 +382,13 @@ def test_the_results_are_in_their_file_whether_or_not_somebody_reads_the_table(c
     out, trace = tmp_path / "out.json", tmp_path / "trace.json"
     if not flags:
         flags = ["--device-profiling-mode=host-ops", f"--device-profiling-output={trace}"]
-    command = [Path(sys.executable).with_name("opreplay-benchmark"), captured, "--benchmark-min-time=2x",
-               f"--benchmark-out={out}", *flags]
+    command = [
+        Path(sys.executable).with_name("opreplay-benchmark"),
+        captured,
+        "--benchmark-min-time=2x",
+        f"--benchmark-out={out}",
+        *flags,
+    ]
     tool = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     tool.stdout.close()
     said = tool.stderr.read()

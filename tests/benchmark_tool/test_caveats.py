@@ -53,7 +53,8 @@ def test_noisy_iterations_are_reported_by_how_much_they_vary(high, words):
 
 def test_repetitions_that_differ_are_reported():
     assert measurement_caveats(of_times([100] * 10, [200] * 10)) == [
-        "repetitions vary by 47%: the machine was not the same throughout"]
+        "repetitions vary by 47%: the machine was not the same throughout"
+    ]
 
 
 def test_a_run_where_the_capture_was_made_leaves_nothing_to_say(tmp_path):
@@ -67,11 +68,14 @@ def here(**session):
     return reader
 
 
-@pytest.mark.parametrize("session, words", [
-    ({"torch_version": "2.11.0"}, "another torch (2.11.0, here "),
-    ({"cpu": "Other 9000"}, "another processor (Other 9000, here "),
-    ({"cpu_capability": "NEON"}, "another CPU capability (NEON, here "),
-])
+@pytest.mark.parametrize(
+    "session, words",
+    [
+        ({"torch_version": "2.11.0"}, "another torch (2.11.0, here "),
+        ({"cpu": "Other 9000"}, "another processor (Other 9000, here "),
+        ({"cpu_capability": "NEON"}, "another CPU capability (NEON, here "),
+    ],
+)
 def test_another_origin_is_reported(tmp_path, session, words):
     (warning,) = run_caveats(run(), here(**session), [CPU], tmp_path)
     assert words in warning
@@ -112,7 +116,8 @@ def test_a_busy_machine_is_reported(tmp_path, monkeypatch):
 def test_more_threads_than_processors_are_reported(tmp_path, monkeypatch):
     monkeypatch.setattr(caveats.os, "cpu_count", lambda: 2)
     assert run_caveats(run(), here(settings={"num_threads": 16}), [CPU], tmp_path) == [
-        "the capture's 16 threads share 2 processors here"]
+        "the capture's 16 threads share 2 processors here"
+    ]
     assert run_caveats(run(), here(settings={"num_threads": 2}), [CPU], tmp_path) == []
 
 

@@ -27,7 +27,7 @@ def test_each_iterations_real_and_cpu_time_is_kept():
     time = Time()
     result, _ = run(time=time, plan=FakePlan(EXECUTE, time, slower=5))
     (sample,) = result.measurements[0].samples
-    assert sample.real.tolist() == [120, 130, 140]      # two ops, each 5 ns slower every time
+    assert sample.real.tolist() == [120, 130, 140]  # two ops, each 5 ns slower every time
     assert sample.cpu.tolist() == [60, 60, 60] and sample.host is None
 
 
@@ -38,7 +38,7 @@ def test_iterations_asked_for_by_number_are_exactly_that_many():
 
 def test_iterations_go_on_until_the_seconds_asked_for_have_been_timed():
     result, _ = run(min_time=MinTime(seconds=1000e-9))
-    assert len(result.whole.samples[0].real) == 9       # 8 * 120 < 1000 <= 9 * 120
+    assert len(result.whole.samples[0].real) == 9  # 8 * 120 < 1000 <= 9 * 120
     assert result.cut_short is None
 
 
@@ -50,7 +50,7 @@ def test_at_least_one_iteration_is_timed():
 def test_untimed_restoring_cannot_keep_a_benchmark_going_for_ever():
     time = Time()
     result, _ = run(time=time, plan=FakePlan(EXECUTE, time, restore=5000), min_time=MinTime(seconds=10_000e-9))
-    assert len(result.whole.samples[0].real) == 6       # 50,000 ns of patience, at 10,120 each but for the first
+    assert len(result.whole.samples[0].real) == 6  # 50,000 ns of patience, at 10,120 each but for the first
     assert result.cut_short == pytest.approx(50_720e-9)
 
 
@@ -64,7 +64,7 @@ def test_every_repetition_has_the_iterations_that_the_first_one_found():
 def test_warm_up_replays_are_not_in_the_sample():
     time = Time()
     result, plan = run(time=time, plan=FakePlan(EXECUTE, time, slower=5), warmup=2, repetitions=2)
-    assert plan.timed == 10                              # the stopwatch runs, nobody reads it
+    assert plan.timed == 10  # the stopwatch runs, nobody reads it
     assert [sample.real.tolist() for sample in result.whole.samples] == [[140, 150, 160], [190, 200, 210]]
 
 
@@ -105,8 +105,15 @@ def test_a_scope_inside_itself_is_counted_once():
 
 
 def test_content_that_enters_on_the_way_is_not_timed():
-    script = [("op", 10, 1), ("import", 9999), ("begin", "a"), ("op", 5, 1), ("import", 7777), ("op", 6, 1),
-              ("end", "a")]
+    script = [
+        ("op", 10, 1),
+        ("import", 9999),
+        ("begin", "a"),
+        ("op", 5, 1),
+        ("import", 7777),
+        ("op", 6, 1),
+        ("end", "a"),
+    ]
     result, _ = run(script, scopes=("a",))
     assert result.measurements[0].samples[0].real.tolist() == [11] * 3
     assert result.whole.samples[0].real.tolist() == [21] * 3
@@ -137,10 +144,15 @@ def test_scopes_that_cannot_be_measured_are_refused_before_anything_runs():
     assert plan.calls == []
 
 
-@pytest.mark.parametrize("events, message", [
-    (["end"], "ended before it began"), (["begin"], "did not end"), (["begin", "end", "begin", "end"], "2 times"),
-    ([], "0 times"),
-])
+@pytest.mark.parametrize(
+    "events, message",
+    [
+        (["end"], "ended before it began"),
+        (["begin"], "did not end"),
+        (["begin", "end", "begin", "end"], "2 times"),
+        ([], "0 times"),
+    ],
+)
 def test_a_replay_that_leaves_its_scopes_otherwise_than_captured_fails(events, message):
     watch = ScopeWatch(MeasuredRegion("step", frozenset({"step"}), 1, 1, None), Stopwatch(Time().clock()))
     with pytest.raises(ReplayFailed, match=message):
@@ -165,7 +177,7 @@ def test_the_garbage_collector_is_off_while_timing_and_as_before_afterwards():
 def test_the_collector_is_back_on_when_a_replay_fails():
     time = Time()
     plan = FakePlan(EXECUTE, time)
-    plan.script = [("end", "execute"), *EXECUTE]      # not what its capture holds
+    plan.script = [("end", "execute"), *EXECUTE]  # not what its capture holds
     with pytest.raises(ReplayFailed):
         measure(plan, Options(scopes=("execute",), verify="none"), clock=time.clock())
     assert gc.isenabled()
@@ -174,8 +186,12 @@ def test_the_collector_is_back_on_when_a_replay_fails():
 def test_progress_is_told_of_every_iteration():
     seen = []
     run(progress=lambda *step: seen.append(step), warmup=1)
-    assert seen == [("verifying before timing", 0, None), ("repetition 1 of 1: warming up", 0, 1),
-                    *(("repetition 1 of 1", done, 3) for done in range(4)), ("verifying after timing", 0, None)]
+    assert seen == [
+        ("verifying before timing", 0, None),
+        ("repetition 1 of 1: warming up", 0, 1),
+        *(("repetition 1 of 1", done, 3) for done in range(4)),
+        ("verifying after timing", 0, None),
+    ]
 
 
 @pytest.mark.parametrize("options", [{"repetitions": 0}, {"repetitions": -1}, {"warmup": -1}])
@@ -215,7 +231,7 @@ def test_on_a_device_real_time_comes_from_events_and_the_hosts_is_kept_beside_it
             time.real += 1000
         times = watch.read()
         assert (times.real_ns, times.cpu_ns, times.host_ns) == (pytest.approx(600), 14, 150)
-    assert len(made) == 8      # two passes, two devices, begin and end: made once and used again
+    assert len(made) == 8  # two passes, two devices, begin and end: made once and used again
 
 
 @pytest.mark.gpu
@@ -225,7 +241,7 @@ def test_events_on_a_real_device_measure_its_work():
     watch = DeviceStopwatch([torch.device("cuda", torch.cuda.current_device())])
     watch.reset()
     watch.start()
-    torch.cuda._sleep(100_000_000)      # cycles: no device is so fast that they take less than 10 ms
+    torch.cuda._sleep(100_000_000)  # cycles: no device is so fast that they take less than 10 ms
     watch.stop()
     assert watch.read().real_ns > 10_000_000
 

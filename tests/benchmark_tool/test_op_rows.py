@@ -19,8 +19,10 @@ from replayfmt.format.model import Kernel, Scope
 from replayfmt.replay.plan import Plan
 
 # Paths: 1 `execute`, 2 `execute/step`, 3 `init`.
-READER = SimpleNamespace(scopes=(None, Scope(0, "execute"), Scope(1, "step"), Scope(0, "init")),
-                         scope_path=("", "execute", "execute/step", "init").__getitem__)
+READER = SimpleNamespace(
+    scopes=(None, Scope(0, "execute"), Scope(1, "step"), Scope(0, "init")),
+    scope_path=("", "execute", "execute/step", "init").__getitem__,
+)
 
 
 def op(kernel, times, by_scope, verdict="ok", reason="", sizes=""):
@@ -39,24 +41,40 @@ def steady(value):
 
 
 def test_a_kernel_is_the_sum_over_its_signatures_of_calls_times_the_median():
-    rows = make_rows(run_of(op("mm", steady(100), {1: 2}, sizes="a"), op("add", steady(30), {1: 10}),
-                            op("mm", steady(50), {2: 4}, sizes="b")), "kernel", READER)
+    rows = make_rows(
+        run_of(
+            op("mm", steady(100), {1: 2}, sizes="a"),
+            op("add", steady(30), {1: 10}),
+            op("mm", steady(50), {2: 4}, sizes="b"),
+        ),
+        "kernel",
+        READER,
+    )
     assert [(row.label, row.estimated_ns, row.calls) for row in rows] == [
-        ("aten::mm.default", 400, 6), ("aten::add.default", 300, 10)]
+        ("aten::mm.default", 400, 6),
+        ("aten::add.default", 300, 10),
+    ]
     assert [row.ranks for row in rows] == [(1, 1), (2, 2)]
 
 
 def test_a_scope_has_the_calls_in_it_and_beside_them_those_of_inner_scopes():
     rows = make_rows(run_of(op("mm", steady(100), {1: 1, 2: 5, 0: 1}), op("add", steady(10), {3: 1})), "scope", READER)
     assert [(row.label, row.estimated_ns, row.inner_ns) for row in rows] == [
-        ("execute/step", 500, 500), ("execute", 100, 600), (NO_SCOPE, 100, 100), ("init", 10, 10)]
+        ("execute/step", 500, 500),
+        ("execute", 100, 600),
+        (NO_SCOPE, 100, 100),
+        ("init", 10, 10),
+    ]
     assert sum(row.estimated_ns for row in rows) == 710, "each call counts once"
 
 
 def test_rows_whose_intervals_overlap_share_their_ranks():
     noisy = [90.0, 95.0, 100.0, 105.0, 110.0] * 4
-    rows = make_rows(run_of(op("a", noisy, {1: 1}), op("b", [each - 2 for each in noisy], {1: 1}),
-                            op("c", steady(20), {1: 1})), "kernel", READER)
+    rows = make_rows(
+        run_of(op("a", noisy, {1: 1}), op("b", [each - 2 for each in noisy], {1: 1}), op("c", steady(20), {1: 1})),
+        "kernel",
+        READER,
+    )
     assert [row.ranks for row in rows] == [(1, 2), (1, 2), (3, 3)]
     assert rows[0].width > 0.05 and rows[2].width == 0
 
@@ -67,10 +85,19 @@ def test_of_too_few_samples_no_rank_follows():
 
 
 def test_what_has_no_time_comes_last_counts_apart_and_is_never_zero():
-    rows = make_rows(run_of(op("a", [], {1: 7}, "refused", "no library"), op("b", steady(20), {1: 1}, sizes="x"),
-                            op("b", [], {1: 2}, "failed", "RuntimeError: x", sizes="y")), "kernel", READER)
+    rows = make_rows(
+        run_of(
+            op("a", [], {1: 7}, "refused", "no library"),
+            op("b", steady(20), {1: 1}, sizes="x"),
+            op("b", [], {1: 2}, "failed", "RuntimeError: x", sizes="y"),
+        ),
+        "kernel",
+        READER,
+    )
     assert [(row.label, row.estimated_ns, row.verdict, dict(row.not_measured)) for row in rows] == [
-        ("aten::b.default", 20, "failed", {"failed": 2}), ("aten::a.default", None, "refused", {"refused": 7})]
+        ("aten::b.default", 20, "failed", {"failed": 2}),
+        ("aten::a.default", None, "refused", {"refused": 7}),
+    ]
     assert rows[1].ranks is None
 
 
@@ -141,7 +168,7 @@ def test_rows_are_sorted_and_cut_alike_in_every_format(captured, tool, by):
     assert [row["rank"] for row in table] == ["1", "2"]
     assert tool(main, *flags, captured) == 0
     lines = tool.out.splitlines()
-    assert len(lines[1:lines.index("")]) == 2 and "verdict" not in lines[0], "there is none but ok"
+    assert len(lines[1 : lines.index("")]) == 2 and "verdict" not in lines[0], "there is none but ok"
     assert "the 2 rows shown are " in tool.out and " more are not shown" in tool.out
 
 

@@ -40,8 +40,10 @@ def test_a_file_that_appears_meanwhile_is_not_overwritten(tmp_path):
     assert path.read_text() == "someone else's"
 
 
-@pytest.mark.parametrize("name, words", [
-    ("missing/a.json", "--out: .*/a.json: there is no directory .*; create it first"), ("", "is a directory")])
+@pytest.mark.parametrize(
+    "name, words",
+    [("missing/a.json", "--out: .*/a.json: there is no directory .*; create it first"), ("", "is a directory")],
+)
 def test_a_place_where_no_file_can_be_is_refused_as_by_every_tool(tmp_path, name, words):
     with pytest.raises(CaptureFailed, match=words), output_file("--out", tmp_path / name, force=True):
         pass

@@ -58,14 +58,17 @@ def test_each_distinct_op_is_one_row_with_its_count(captured):
     assert sum(op.group.count for op in run.ops) == len(replayfmt.open(captured).ops)
 
 
-@pytest.mark.parametrize(("asked", "tick_ns", "calls"), [
-    (MinTime(iterations=3), 10_000_000, 6),         # as many samples as an interval needs
-    (MinTime(iterations=3), 500_000, 10),           # 5 ms
-    (MinTime(iterations=3), 400_000_000, 3),        # what takes a second anyway is left at what was asked for
-    (MinTime(iterations=40), 500_000, 40),
-    (MinTime(seconds=1e-9), 500_000, 11),
-    (MinTime(seconds=0.05), 500_000, 100),
-])
+@pytest.mark.parametrize(
+    ("asked", "tick_ns", "calls"),
+    [
+        (MinTime(iterations=3), 10_000_000, 6),  # as many samples as an interval needs
+        (MinTime(iterations=3), 500_000, 10),  # 5 ms
+        (MinTime(iterations=3), 400_000_000, 3),  # what takes a second anyway is left at what was asked for
+        (MinTime(iterations=40), 500_000, 40),
+        (MinTime(seconds=1e-9), 500_000, 11),
+        (MinTime(seconds=0.05), 500_000, 100),
+    ],
+)
 def test_short_ops_are_timed_for_more_than_was_asked_for_so_that_they_can_be_ranked(captured, asked, tick_ns, calls):
     ticks = count(0, tick_ns)
     clock = Clock(real=lambda: next(ticks), cpu=lambda: 0)
@@ -125,8 +128,9 @@ def test_times_are_the_median_of_samples_and_the_estimate_is_count_times_it(capt
     ticks = iter(range(0, 10**9, 1000))
     clock = Clock(real=lambda: next(ticks), cpu=lambda: 0)
     with Plan(captured, keep_going=True) as plan:
-        run = measure_ops(plan, OpOptions(min_time=FEW, verify="none", pattern="aten::tanh"), clock=clock,
-                          progress=quiet)
+        run = measure_ops(
+            plan, OpOptions(min_time=FEW, verify="none", pattern="aten::tanh"), clock=clock, progress=quiet
+        )
     (op,) = run.ops
     assert op.times.median == 1000 / (op.calls / op.times.count)
     assert op.estimated_ns == op.group.count * op.times.median
@@ -134,8 +138,18 @@ def test_times_are_the_median_of_samples_and_the_estimate_is_count_times_it(capt
 
 
 def test_a_filter_and_a_limit_choose_and_the_totals_say_so(captured, tool):
-    assert tool(main, "--per-op", "--op-filter=aten::*m*", "--op-limit=2", "--benchmark-min-time=2x",
-                "--benchmark-format=json", captured) == 0
+    assert (
+        tool(
+            main,
+            "--per-op",
+            "--op-filter=aten::*m*",
+            "--op-limit=2",
+            "--benchmark-min-time=2x",
+            "--benchmark-format=json",
+            captured,
+        )
+        == 0
+    )
     report = json.loads(tool.out)
     context = report["context"]
     assert len(report["benchmarks"]) == context["selected"] == 2
@@ -194,7 +208,7 @@ def test_an_op_that_fails_is_named_counted_and_ends_with_code_1(broken, tool):
     assert verdicts["aten::sin.default"] == "ok"
     row = next(row for row in report["benchmarks"] if row["verdict"] == "failed")
     assert row["error_occurred"] and row["error_message"] == "failed: RuntimeError: no luck"
-    for row in report["benchmarks"]:      # Google's compare.py takes rows with these keys for numbers, and only those
+    for row in report["benchmarks"]:  # Google's compare.py takes rows with these keys for numbers, and only those
         measured = row["verdict"] == "ok"
         assert ("real_time" in row) == ("cpu_time" in row) == measured
         assert not measured or row["real_time"] > 0 and row["cpu_time"] >= 0
@@ -204,25 +218,38 @@ def test_an_op_that_fails_is_named_counted_and_ends_with_code_1(broken, tool):
 
 
 def test_stop_on_error_measures_nothing_after_it(broken, tool):
-    assert tool(main, "--per-op", "--verify=none", "--stop-on-error", "--benchmark-min-time=2x",
-                "--benchmark-format=json", broken) == 1
+    assert (
+        tool(
+            main,
+            "--per-op",
+            "--verify=none",
+            "--stop-on-error",
+            "--benchmark-min-time=2x",
+            "--benchmark-format=json",
+            broken,
+        )
+        == 1
+    )
     rows = {row["op"]: row for row in json.loads(tool.out)["benchmarks"]}
     assert rows["aten::add.Tensor"]["verdict"] == "ok"
     assert "ended the measurement" in rows["aten::sin.default"]["reason"]
 
 
-@pytest.mark.parametrize(("flags", "names"), [
-    (("--op-filter=x",), "--op-filter needs --per-op"),
-    (("--verbose",), "--verbose needs --per-op"),
-    (("--top=3",), "--top needs --per-op"),
-    (("--group-by=kernel",), "--group-by needs --per-op"),
-    (("--per-op", "--top=0"), "0 is not in the range"),
-    (("--per-op", "--group-by=thread"), "'thread' is not one of"),
-    (("--per-op", "--replay-scope=nowhere"), "--replay-scope=nowhere: "),
-    (("--per-op", "--replay-scope=init", "--op-filter=aten::mm"), "no op in --replay-scope=init of "),
-    (("--per-op", "--benchmark-repetitions=2"), "--benchmark-repetitions is for whole replays"),
-    (("--per-op", "--op-filter=nothing::*"), "no op of "),
-])
+@pytest.mark.parametrize(
+    ("flags", "names"),
+    [
+        (("--op-filter=x",), "--op-filter needs --per-op"),
+        (("--verbose",), "--verbose needs --per-op"),
+        (("--top=3",), "--top needs --per-op"),
+        (("--group-by=kernel",), "--group-by needs --per-op"),
+        (("--per-op", "--top=0"), "0 is not in the range"),
+        (("--per-op", "--group-by=thread"), "'thread' is not one of"),
+        (("--per-op", "--replay-scope=nowhere"), "--replay-scope=nowhere: "),
+        (("--per-op", "--replay-scope=init", "--op-filter=aten::mm"), "no op in --replay-scope=init of "),
+        (("--per-op", "--benchmark-repetitions=2"), "--benchmark-repetitions is for whole replays"),
+        (("--per-op", "--op-filter=nothing::*"), "no op of "),
+    ],
+)
 def test_flags_that_do_not_fit_are_wrong_usage(captured, tool, flags, names):
     assert tool(main, *flags, captured) == 2
     assert names in tool.err
@@ -255,17 +282,24 @@ def test_only_what_is_chosen_and_what_it_needs_is_run(broken, tool):
     assert "attempted 1 = 1 successful + 0 failed; refused 0" in tool.out
     assert "the capture holds nothing to compare the chosen ops with" in tool.out
     with Plan(broken, keep_going=True) as plan:
-        names = [[each.op for each in plan.execute(keep_going=True, only=plan.slice([ordinal])).verdicts]
-                 for ordinal, _op in replayfmt.open(broken).ops.items()]
-    assert [each[-1] for each in names] == ["aten::ones.default", "aten::add.Tensor", "per_op_test::fragile.default",
-                                            "aten::exp.default", "aten::sin.default"]
+        names = [
+            [each.op for each in plan.execute(keep_going=True, only=plan.slice([ordinal])).verdicts]
+            for ordinal, _op in replayfmt.open(broken).ops.items()
+        ]
+    assert [each[-1] for each in names] == [
+        "aten::ones.default",
+        "aten::add.Tensor",
+        "per_op_test::fragile.default",
+        "aten::exp.default",
+        "aten::sin.default",
+    ]
     assert [len(each) for each in names] == [1, 2, 3, 4, 4]
     assert "aten::exp.default" not in names[4] and names[4][2] == "per_op_test::fragile.default"  # it may write
 
 
 def test_a_filtered_measurement_is_verified_by_the_chosen_ops_alone(tmp_path, tool):
     path = tmp_path / "c.opreplay"
-    with replayfmt.capture(path):       # only what is alive at the end has digests
+    with replayfmt.capture(path):  # only what is alive at the end has digests
         kept = torch.ones(3).exp()
         torch.ones(3).sin()
     assert tool(main, "--per-op", "--op-filter=aten::sin", "--benchmark-min-time=2x", path) == 0
@@ -278,20 +312,30 @@ def test_what_is_unsupported_in_a_capture_is_counted_with_its_device_time(tmp_pa
     path = tmp_path / "c.opreplay"
     with ImportedSession(path, imported_session("test", "made")) as session:
         given = plain_tensor(DType.float32, (4,), None, session.device("cpu"))
-        session.op(Kernel("aten::relu", "default", "aten::relu(Tensor self) -> Tensor"), [("self", given)], None,
-                   Moment(device_duration_ns=18_000))
+        session.op(
+            Kernel("aten::relu", "default", "aten::relu(Tensor self) -> Tensor"),
+            [("self", given)],
+            None,
+            Moment(device_duration_ns=18_000),
+        )
         session.unsupported("cuda_graph", "graph launch", "", Moment(device_duration_ns=41_000), {"count": 2})
         session.unsupported("collective", "c10d::allreduce_", "", Moment(), {})
     assert tool(main, "--per-op", "--benchmark-min-time=2x", path) == 1
     assert "not measured and not in it: 3 calls (3 unsupported)" in tool.out
-    assert ("unsupported in the capture, not measured: 3 calls (2 cuda_graph, 1 collective), 82.0% of the captured "
-            "device time") in tool.out
+    assert (
+        "unsupported in the capture, not measured: 3 calls (2 cuda_graph, 1 collective), 82.0% of the captured "
+        "device time"
+    ) in tool.out
     assert "captured device time: 100.0 us, 18.0% of it in the ops measured" in tool.out
     assert "WARNING: the capture holds work that is unsupported" in tool.out
     assert tool(main, "--per-op", "--benchmark-min-time=2x", "--benchmark-format=json", path) == 1
     context = json.loads(tool.out)["context"]
-    assert context["unsupported"] == {"calls": 3, "reasons": {"cuda_graph": 2, "collective": 1},
-                                      "captured_device_us": 82.0, "share_of_device_time": 0.82}
+    assert context["unsupported"] == {
+        "calls": 3,
+        "reasons": {"cuda_graph": 2, "collective": 1},
+        "captured_device_us": 82.0,
+        "share_of_device_time": 0.82,
+    }
     assert context["captured_device_us"] == 100 and context["measured_captured_device_us"] == 18
     # What no replay does is an operator of another name: it was not asked for.
     assert tool(main, "--per-op", "--op-filter=aten::relu", "--benchmark-min-time=2x", path) == 0
@@ -311,14 +355,19 @@ def made_of(path, *annotations):
         device = session.device("cpu")
         for number, annotation in enumerate(annotations, 1):
             given = plain_tensor(DType.float32, (4,), None, device)
-            session.op(Kernel("aten::relu", "default", "aten::relu(Tensor self) -> Tensor"), [("self", given)], None,
-                       Moment(duration_ns=number * 1000), annotation)
+            session.op(
+                Kernel("aten::relu", "default", "aten::relu(Tensor self) -> Tensor"),
+                [("self", given)],
+                None,
+                Moment(duration_ns=number * 1000),
+                annotation,
+            )
     return path
 
 
 def test_the_captured_time_of_a_record_counts_for_each_call_that_it_stands_for(tmp_path):
     with open_capture(made_of(tmp_path / "c.opreplay", {"count": 3}, {})) as reader:
-        group, = choose(reader, pattern=None, limit=None, every=False, progress=lambda *_seen: None).groups
+        (group,) = choose(reader, pattern=None, limit=None, every=False, progress=lambda *_seen: None).groups
     assert (group.count, group.captured_ns) == (4, (3 * 1000 + 2000) / 4)
 
 

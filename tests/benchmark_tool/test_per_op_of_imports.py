@@ -20,8 +20,12 @@ from replayfmt.replay.synthesis.assignment import Synthesis
 
 def call(name: str, start: int, *sizes: list[int]) -> dict[str, Any]:
     strides = [[size[1], 1] for size in sizes]
-    args = {"Input type": ["float"] * len(sizes), "Input Dims": list(sizes), "Input Strides": strides,
-            "Concrete Inputs": [""] * len(sizes)}
+    args = {
+        "Input type": ["float"] * len(sizes),
+        "Input Dims": list(sizes),
+        "Input Strides": strides,
+        "Concrete Inputs": [""] * len(sizes),
+    }
     return {"ph": "X", "cat": "cpu_op", "name": name, "pid": 1, "tid": 1, "ts": start, "dur": 5, "args": args}
 
 
@@ -29,8 +33,11 @@ def call(name: str, start: int, *sizes: list[int]) -> dict[str, Any]:
 def capture(tmp_path: Path) -> Path:
     events = []
     for step in range(20):
-        events += [call("aten::mm", 30 * step, [4, 8], [8, 3]), call("aten::relu", 30 * step + 10, [4, 6]),
-                   call("aten::mm", 30 * step + 20, [5, 8], [8, 3])]
+        events += [
+            call("aten::mm", 30 * step, [4, 8], [8, 3]),
+            call("aten::relu", 30 * step + 10, [4, 6]),
+            call("aten::mm", 30 * step + 20, [5, 8], [8, 3]),
+        ]
     source = tmp_path / "trace.json"
     source.write_text(json.dumps({"schemaVersion": 1, "traceEvents": events}))
     import_trace(source, tmp_path / "t.opreplay", level="leaf")
@@ -53,14 +60,19 @@ def measured(path: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> tup
         at.append(len(filled))
 
     plan = Plan(path, devices=["cpu"], keep_going=True)
-    run = measure_ops(plan, OpOptions(min_time=parse_min_time("2x"), **options), on_measured=report,
-                      progress=lambda what, done, of: None)
+    run = measure_ops(
+        plan,
+        OpOptions(min_time=parse_min_time("2x"), **options),
+        on_measured=report,
+        progress=lambda what, done, of: None,
+    )
     at.append(len(filled))
     return run, at, plan
 
 
-def test_each_distinct_op_is_measured_once_its_own_content_is_made(capture: Path,
-                                                                   monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_distinct_op_is_measured_once_its_own_content_is_made(
+    capture: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run, at, plan = measured(capture, monkeypatch)
     assert at == [2, 3, 5, 5], "two matrices, one tensor, two matrices; nothing for the other 57 calls"
     assert run.successful == 3 and [op.group.count for op in run.ops] == [20, 20, 20]
@@ -68,8 +80,9 @@ def test_each_distinct_op_is_measured_once_its_own_content_is_made(capture: Path
     assert not plan._content._kept, "contents are let go of"
 
 
-def test_verbose_shows_what_was_replayed_and_where(capture: Path, monkeypatch: pytest.MonkeyPatch,
-                                                   tmp_path: Path) -> None:
+def test_verbose_shows_what_was_replayed_and_where(
+    capture: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     run, _at, plan = measured(capture, monkeypatch)
     lines = list(describe(run.ops[0], plan.reader))
     assert lines[-1] == "    replayed 0: float32[4,3] on cpu"
@@ -93,19 +106,24 @@ def test_every_instance_is_run_where_that_is_asked_for(capture: Path, monkeypatc
     assert run.successful == 60 and at[0] == 2 and at[-1] == 100
 
 
-def test_another_instance_is_taken_where_the_first_cannot_be_run(capture: Path,
-                                                                 monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_instance_is_taken_where_the_first_cannot_be_run(
+    capture: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     missing = Synthesis.missing
     first = next(each.storage for each in Plan(capture, devices=["cpu"], keep_going=True).synthesis.initialized)
-    monkeypatch.setattr(Synthesis, "missing", lambda self, storage, version: (
-        "it is not there" if storage == first else missing(self, storage, version)))
+    monkeypatch.setattr(
+        Synthesis,
+        "missing",
+        lambda self, storage, version: "it is not there" if storage == first else missing(self, storage, version),
+    )
     run, _at, _plan = measured(capture, monkeypatch)
     assert [op.times is not None for op in run.ops] == [True] * 3
     assert run.ops[0].ordinal != run.ops[0].group.first_ordinal
 
 
-def test_results_of_another_shape_are_found_though_nothing_is_verified_first(tmp_path: Path,
-                                                                             monkeypatch: pytest.MonkeyPatch) -> None:
+def test_results_of_another_shape_are_found_though_nothing_is_verified_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     sizes = [4]
     with torch.library._scoped_library("per_op_imports", "FRAGMENT") as library:
         library.define("shape(Tensor x) -> Tensor")

@@ -22,7 +22,7 @@ class SmallPlan:
 
     def execute(self, *, verify="none", on_scope=None, timer=None):
         self.calls.append(verify)
-        torch.zeros(7, 7).cosh()                       # restoring state: not part of the replay
+        torch.zeros(7, 7).cosh()  # restoring state: not part of the replay
         timer.start()
         try:
             on_scope("begin", "execute", "execute", 0)
@@ -103,14 +103,14 @@ def test_the_trace_is_closed_and_written_when_the_replay_fails(tmp_path):
         profile_replay(SmallPlan(fail=True), ("host-ops",), path)
     events = json.loads(path.read_text())["traceEvents"]
     assert annotations(events) >= {"execute", "execute/step"} and any(event["name"] == "aten::mm" for event in events)
-    profile_replay(SmallPlan(), ("host-ops",), tmp_path / "next.json")      # the profiler was stopped
+    profile_replay(SmallPlan(), ("host-ops",), tmp_path / "next.json")  # the profiler was stopped
 
 
 @pytest.mark.parametrize("name", ["trace.json", "trace.json.gz"])
 def test_a_trace_that_torch_could_not_write_whole_is_an_error_and_no_file(tmp_path, monkeypatch, name):
-    def export(_profiler, path):            # what torch does on a full disk: it says so on stderr and goes on
+    def export(_profiler, path):  # what torch does on a full disk: it says so on stderr and goes on
         (tmp_path / f"{os.path.basename(path)}.tmp").write_text("left over")
-        with (gzip.open(path, "wt") if path.endswith(".gz") else open(path, "w")) as file:
+        with gzip.open(path, "wt") if path.endswith(".gz") else open(path, "w") as file:
             file.write('{"traceEvents": [{"na')
 
     monkeypatch.setattr(torch.profiler.profile, "export_chrome_trace", export)

@@ -25,18 +25,58 @@ WHOLE = MeasuredRegion(None, frozenset(), 1, 300, 5_000_000)
 STEP = MeasuredRegion("step 3", frozenset({"execute/step 3"}), 4, 40, None, "the capture holds no times for it")
 
 # What Google Benchmark 1.9.5 itself writes, with repetitions: every field of the three objects.
-CONTEXT = {"date", "host_name", "executable", "num_cpus", "mhz_per_cpu", "cpu_scaling_enabled", "caches", "load_avg",
-           "aslr_enabled", "library_version", "library_build_type", "json_schema_version"}
-ITERATION = ["name", "family_index", "per_family_instance_index", "run_name", "run_type", "repetitions",
-             "repetition_index", "threads", "iterations", "real_time", "cpu_time", "time_unit"]
-AGGREGATE = ["name", "family_index", "per_family_instance_index", "run_name", "run_type", "repetitions", "threads",
-             "aggregate_name", "aggregate_unit", "iterations", "real_time", "cpu_time", "time_unit"]
+CONTEXT = {
+    "date",
+    "host_name",
+    "executable",
+    "num_cpus",
+    "mhz_per_cpu",
+    "cpu_scaling_enabled",
+    "caches",
+    "load_avg",
+    "aslr_enabled",
+    "library_version",
+    "library_build_type",
+    "json_schema_version",
+}
+ITERATION = [
+    "name",
+    "family_index",
+    "per_family_instance_index",
+    "run_name",
+    "run_type",
+    "repetitions",
+    "repetition_index",
+    "threads",
+    "iterations",
+    "real_time",
+    "cpu_time",
+    "time_unit",
+]
+AGGREGATE = [
+    "name",
+    "family_index",
+    "per_family_instance_index",
+    "run_name",
+    "run_type",
+    "repetitions",
+    "threads",
+    "aggregate_name",
+    "aggregate_unit",
+    "iterations",
+    "real_time",
+    "cpu_time",
+    "time_unit",
+]
 MAY_BE_ABSENT = {"mhz_per_cpu", "cpu_scaling_enabled", "aslr_enabled", "caches", "load_avg"}
 
 
 def sample(*real, cpu=None, host=None):
-    return Sample(np.array(real, dtype=float), np.array(cpu or real, dtype=float) / 2,
-                  None if host is None else np.array(host, dtype=float))
+    return Sample(
+        np.array(real, dtype=float),
+        np.array(cpu or real, dtype=float) / 2,
+        None if host is None else np.array(host, dtype=float),
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -60,11 +100,21 @@ def shown(made):
 def test_one_repetition_is_one_row_with_google_benchmarks_fields_in_its_order():
     made = json.loads(report(Measurement(WHOLE, [sample(1000, 2000, 3000)])).json())
     (row,) = made["benchmarks"]
-    assert list(row)[:len(ITERATION)] == ITERATION
+    assert list(row)[: len(ITERATION)] == ITERATION
     assert {name: row[name] for name in ITERATION} == {
-        "name": "BM_replay", "family_index": 0, "per_family_instance_index": 0, "run_name": "BM_replay",
-        "run_type": "iteration", "repetitions": 1, "repetition_index": 0, "threads": 1, "iterations": 3,
-        "real_time": 2000.0, "cpu_time": 1000.0, "time_unit": "ns"}
+        "name": "BM_replay",
+        "family_index": 0,
+        "per_family_instance_index": 0,
+        "run_name": "BM_replay",
+        "run_type": "iteration",
+        "repetitions": 1,
+        "repetition_index": 0,
+        "threads": 1,
+        "iterations": 3,
+        "real_time": 2000.0,
+        "cpu_time": 1000.0,
+        "time_unit": "ns",
+    }
     assert CONTEXT - set(made["context"]) <= MAY_BE_ABSENT and made["context"]["json_schema_version"] == 1
 
 
@@ -90,9 +140,10 @@ def test_what_is_not_known_is_null_with_a_reason():
 def test_repetitions_have_aggregates_over_them_as_google_benchmark_makes_them():
     rows = report(Measurement(STEP, [sample(100, 300), sample(500, 500), sample(200, 200)])).rows
     assert [row["name"] for row in rows] == ["BM_replay/scope:step 3"] * 3 + [
-        f"BM_replay/scope:step 3_{name}" for name in ("mean", "median", "stddev", "cv")]
+        f"BM_replay/scope:step 3_{name}" for name in ("mean", "median", "stddev", "cv")
+    ]
     mean, median, stddev, cv = rows[3:]
-    assert list(mean)[:len(AGGREGATE)] == AGGREGATE
+    assert list(mean)[: len(AGGREGATE)] == AGGREGATE
     assert {row["run_name"] for row in rows} == {"BM_replay/scope:step 3"}
     assert {row["iterations"] for row in rows[3:]} == {row["repetitions"] for row in rows} == {3}
     assert (mean["real_time"], median["real_time"]) == (300, 200)
@@ -122,15 +173,18 @@ def test_two_reports_can_be_paired_by_name_and_unit():
     for name in {row["name"] for row in old["benchmarks"]}:
         pair = [[row for row in made["benchmarks"] if row["name"] == name] for made in (old, new)]
         assert len(pair[0]) == len(pair[1]) and {row["time_unit"] for side in pair for row in side} == {"ns"}
-        assert all(isinstance(row["real_time"], float) and isinstance(row["cpu_time"], float)
-                   for side in pair for row in side)
+        assert all(
+            isinstance(row["real_time"], float) and isinstance(row["cpu_time"], float) for side in pair for row in side
+        )
 
 
 def test_csv_has_google_benchmarks_columns_and_then_the_counters():
     text = report(Measurement(WHOLE, [sample(1000, 3000), sample(1000, 1000)])).csv()
     rows = list(csv.DictReader(io.StringIO(text)))
-    assert text.startswith("name,iterations,real_time,cpu_time,time_unit,bytes_per_second,items_per_second,label,"
-                           "error_occurred,error_message,captured_time,")
+    assert text.startswith(
+        "name,iterations,real_time,cpu_time,time_unit,bytes_per_second,items_per_second,label,"
+        "error_occurred,error_message,captured_time,"
+    )
     assert [row["name"] for row in rows][:3] == ["BM_replay", "BM_replay", "BM_replay_mean"]
     assert (rows[0]["iterations"], rows[0]["real_time"], rows[0]["time_unit"]) == ("2", "2000.0", "ns")
     assert rows[0]["captured_time"] == "5000000" and rows[0]["label"] == "" and rows[2]["captured_time"] == ""
@@ -186,14 +240,27 @@ def test_names_from_a_capture_cannot_steer_a_terminal_or_be_taken_for_markup():
     assert json.loads(made.json())["benchmarks"][0]["name"] == "BM_replay/scope:[red]a\x1b[2J\nb"
 
 
-@pytest.mark.parametrize("nanoseconds, text", [
-    (0, "0.000 ns"), (12.345, "12.35 ns"), (999.9, "999.9 ns"), (1000, "1.000 us"), (123_456, "123.5 us"),
-    (1.5e6, "1.500 ms"), (2.5e9, "2.500 s"), (123456e9, "123456 s"), (None, "-"), (-1.5e3, "-1.500 us")])
+@pytest.mark.parametrize(
+    "nanoseconds, text",
+    [
+        (0, "0.000 ns"),
+        (12.345, "12.35 ns"),
+        (999.9, "999.9 ns"),
+        (1000, "1.000 us"),
+        (123_456, "123.5 us"),
+        (1.5e6, "1.500 ms"),
+        (2.5e9, "2.500 s"),
+        (123456e9, "123456 s"),
+        (None, "-"),
+        (-1.5e3, "-1.500 us"),
+    ],
+)
 def test_times_have_four_digits_and_the_unit_that_fits(nanoseconds, text):
     assert duration(nanoseconds) == text
 
 
-@pytest.mark.parametrize("per_second, text", [
-    (12.5, "12.50/s"), (260_123, "260.1k/s"), (3.2e6, "3.200M/s"), (None, "-")])
+@pytest.mark.parametrize(
+    "per_second, text", [(12.5, "12.50/s"), (260_123, "260.1k/s"), (3.2e6, "3.200M/s"), (None, "-")]
+)
 def test_rates_likewise(per_second, text):
     assert rate(per_second) == text

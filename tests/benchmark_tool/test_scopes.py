@@ -28,8 +28,19 @@ def test_nesting_of_the_same_name_counts_the_outermost_only():
 
 
 def test_a_full_path_selects_that_scope_alone():
-    script = [("begin", "a"), ("begin", "a/x"), OP, ("end", "a/x"), ("end", "a"),
-              ("begin", "b"), ("begin", "b/x"), OP, OP, ("end", "b/x"), ("end", "b")]
+    script = [
+        ("begin", "a"),
+        ("begin", "a/x"),
+        OP,
+        ("end", "a/x"),
+        ("end", "a"),
+        ("begin", "b"),
+        ("begin", "b/x"),
+        OP,
+        OP,
+        ("end", "b/x"),
+        ("end", "b"),
+    ]
     assert (region(script, "x").passes, region(script, "x").ops) == (2, 3)
     assert (region(script, "b/x").passes, region(script, "b/x").ops) == (1, 2)
 

@@ -11,7 +11,7 @@ from replayfmt.benchmark.statistics import CONFIDENCE, median_interval, summariz
 def test_an_even_sample_has_the_mean_of_the_middle_two_as_its_median():
     found = summarize([4.0, 1.0, 3.0, 2.0])
     assert (found.count, found.median, found.mean, found.minimum, found.maximum) == (4, 2.5, 2.5, 1.0, 4.0)
-    assert found.standard_deviation == pytest.approx(math.sqrt(5 / 3))      # of the sample: n - 1
+    assert found.standard_deviation == pytest.approx(math.sqrt(5 / 3))  # of the sample: n - 1
     assert found.variation == pytest.approx(math.sqrt(5 / 3) / 2.5)
 
 
@@ -58,6 +58,6 @@ def test_the_approximation_for_large_samples_is_no_narrower_than_the_exact_inter
 
 def test_the_interval_encloses_the_true_median_as_often_as_it_says():
     random = np.random.default_rng(7)
-    samples = random.exponential(size=(2000, 15))      # as skewed as times are
+    samples = random.exponential(size=(2000, 15))  # as skewed as times are
     held = sum(interval.low <= math.log(2) <= interval.high for interval in map(median_interval, samples))
     assert held / len(samples) > 0.95

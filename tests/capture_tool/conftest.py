@@ -4,7 +4,7 @@ import pytest
 
 from .running import Captured, capture, plain
 
-TRAIN = '''
+TRAIN = """
 import os, sys
 os.environ["CHOSEN_BEFORE_TORCH"] = "1"
 import torch
@@ -24,7 +24,7 @@ def step(x):
 
 if __name__ == "__main__":
     print([round(step(data), 4) for _ in range(3)], sys.argv[1:])
-'''
+"""
 
 
 @pytest.fixture(scope="session")

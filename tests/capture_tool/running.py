@@ -22,20 +22,40 @@ def environment(**changes):
 
 def capture(folder, *arguments, stdin="", **variables):
     """Run opreplay-capture in `folder`. The completed process, with text output."""
-    return subprocess.run([CAPTURE, *map(str, arguments)], cwd=folder, env=environment(**variables), input=stdin,
-                          capture_output=True, text=True, timeout=600)
+    return subprocess.run(
+        [CAPTURE, *map(str, arguments)],
+        cwd=folder,
+        env=environment(**variables),
+        input=stdin,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
 
 
 def plain(folder, *arguments, stdin="", **variables):
     """Run python itself."""
-    return subprocess.run([sys.executable, *map(str, arguments)], cwd=folder, env=environment(**variables), input=stdin,
-                          capture_output=True, text=True, timeout=600)
+    return subprocess.run(
+        [sys.executable, *map(str, arguments)],
+        cwd=folder,
+        env=environment(**variables),
+        input=stdin,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
 
 
 def started(folder, *arguments, **variables):
     """Start opreplay-capture and wait for the program to say `ready`."""
-    process = subprocess.Popen([CAPTURE, *map(str, arguments)], cwd=folder, env=environment(**variables),
-                               stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [CAPTURE, *map(str, arguments)],
+        cwd=folder,
+        env=environment(**variables),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     for line in process.stdout:
         if line.strip() == "ready":
             return process
@@ -54,8 +74,11 @@ class Captured:
             self.records = list(reader.records())
             self.scope_paths = [reader.scope_path(record.scope) for record in self.records]
             self.kernels = [kernel.qualified_name for kernel in reader.kernels[1:]]
-            self.op_names = [reader.kernels[record.signature.kernel].qualified_name for record in self.records
-                             if record.kind is RecordKind.op]
+            self.op_names = [
+                reader.kernels[record.signature.kernel].qualified_name
+                for record in self.records
+                if record.kind is RecordKind.op
+            ]
         finally:
             reader.close()
 

@@ -13,21 +13,47 @@ from .running import LOSSES, Captured, capture
 
 @pytest.mark.slow
 def test_marks_and_module_scopes_name_regions_of_the_program(folder):
-    done = capture(folder, "-o", "marked.opreplay", "--mark=__main__:step=step", "--module-scopes",
-                   "--mark=torch.nn.functional:relu=activation", "train.py")
+    done = capture(
+        folder,
+        "-o",
+        "marked.opreplay",
+        "--mark=__main__:step=step",
+        "--module-scopes",
+        "--mark=torch.nn.functional:relu=activation",
+        "train.py",
+    )
     assert done.returncode == 0, done.stderr
     captured = Captured(folder / "marked.opreplay")
     scopes = [scope for scope in captured.scopes() if "#" not in scope]
-    one_step = ["+step", "+Sequential", "+0", "-0", "+1", "+activation", "-activation", "-1", "+2", "-2", "-Sequential",
-                "-step"]
+    one_step = [
+        "+step",
+        "+Sequential",
+        "+0",
+        "-0",
+        "+1",
+        "+activation",
+        "-activation",
+        "-1",
+        "+2",
+        "-2",
+        "-Sequential",
+        "-step",
+    ]
     assert scopes == one_step * 3
     assert "step/Sequential/1/activation" in captured.scope_paths
 
 
 @pytest.mark.slow
 def test_a_mark_that_finds_nothing_fails_the_capture_and_keeps_the_file(folder, ordinary):
-    done = capture(folder, "-o", "unmatched.opreplay", "--mark=__main__:step=step", "--mark=package.other:run=run",
-                   "--mark=__main__:step.gone=x", "train.py")
+    done = capture(
+        folder,
+        "-o",
+        "unmatched.opreplay",
+        "--mark=__main__:step=step",
+        "--mark=package.other:run=run",
+        "--mark=__main__:step.gone=x",
+        "train.py",
+    )
     assert (done.returncode, done.stdout) == (1, f"{LOSSES.match(ordinary[0])[0]} []\n")
     assert "--mark=package.other:run=run: the program never imported package.other" in done.stderr
     assert "--mark=__main__:step.gone=x: step has no gone" in done.stderr
@@ -35,20 +61,34 @@ def test_a_mark_that_finds_nothing_fails_the_capture_and_keeps_the_file(folder, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("source", "scopes"), [
-    # The program's own scopes, and nothing around them, even where this package comes before torch.
-    ("from replayfmt import scope\nimport torch\ntorch.ones(1)\nwith scope('mine'):\n    torch.ones(2)\n",
-     ["+mine", "-mine"]),
-    # Named only later: what came before is the implicit scope.
-    ("import torch\ntorch.ones(1)\ndef main():\n    import replayfmt\n    with replayfmt.scope('mine'):\n"
-     "        torch.ones(2)\n    torch.ones(3)\nmain()\n", ["+execute", "-execute", "+mine", "-mine"]),
-    # Opened before the first op.
-    ("def main():\n    import replayfmt\n    with replayfmt.scope('mine'):\n        import torch\n"
-     "        torch.ones(2)\nmain()\n", ["+mine", "-mine"]),
-    # The first op is another thread's.
-    ("import torch, threading\nthread = threading.Thread(target=torch.ones, args=(1,))\nthread.start()\nthread.join()\n"
-     "torch.ones(2)\n", ["+execute", "-execute"]),
-])
+@pytest.mark.parametrize(
+    ("source", "scopes"),
+    [
+        # The program's own scopes, and nothing around them, even where this package comes before torch.
+        (
+            "from replayfmt import scope\nimport torch\ntorch.ones(1)\nwith scope('mine'):\n    torch.ones(2)\n",
+            ["+mine", "-mine"],
+        ),
+        # Named only later: what came before is the implicit scope.
+        (
+            "import torch\ntorch.ones(1)\ndef main():\n    import replayfmt\n    with replayfmt.scope('mine'):\n"
+            "        torch.ones(2)\n    torch.ones(3)\nmain()\n",
+            ["+execute", "-execute", "+mine", "-mine"],
+        ),
+        # Opened before the first op.
+        (
+            "def main():\n    import replayfmt\n    with replayfmt.scope('mine'):\n        import torch\n"
+            "        torch.ones(2)\nmain()\n",
+            ["+mine", "-mine"],
+        ),
+        # The first op is another thread's.
+        (
+            "import torch, threading\nthread = threading.Thread(target=torch.ones, args=(1,))\nthread.start()\n"
+            "thread.join()\ntorch.ones(2)\n",
+            ["+execute", "-execute"],
+        ),
+    ],
+)
 def test_a_program_with_scopes_of_its_own_has_only_those(tmp_path, source, scopes):
     (tmp_path / "scoped.py").write_text(source)
     done = capture(tmp_path, "-o", "scoped.opreplay", "scoped.py")
@@ -99,21 +139,22 @@ def test_digests_of_every_op_of_what_lives_or_of_nothing(folder, ordinary):
 
 @pytest.mark.slow
 def test_audit_sees_what_was_written_behind_the_recorders_back(tmp_path):
-    (tmp_path / "outside.py").write_text('''
+    (tmp_path / "outside.py").write_text("""
 import ctypes, torch
 x = torch.zeros(4)
 x.add_(1)
 ctypes.memset(x.data_ptr(), 0, 16)
 print(x.sum().item())
-''')
+""")
     imports = {}
     for flags in ((), ("--audit",)):
         done = capture(tmp_path, "-o", "outside.opreplay", "--force", *flags, "outside.py")
         assert (done.returncode, done.stdout) == (0, "0.0\n")
         captured = Captured(tmp_path / "outside.opreplay")
         assert captured.session.policies["audit"] is bool(flags)
-        imports[flags] = [record.argument("reason") for record in captured.records
-                          if record.kind is RecordKind.storage_import]
+        imports[flags] = [
+            record.argument("reason") for record in captured.records if record.kind is RecordKind.storage_import
+        ]
     assert imports == {(): [], ("--audit",): ["outside_write"]}
 
 
@@ -151,14 +192,29 @@ def test_start_and_stop_limit_what_is_recorded(folder, ordinary):
     assert captured.op_names == everything[10:25]
     assert {path.partition("/")[0] for path in captured.scope_paths} == {"execute"}
     assert (captured.session.policies["start_op"], captured.session.policies["stop_op"]) == (10, 25)
-    done = capture(folder, "-o", "scoped.opreplay", "--mark=__main__:step=step", "--mark=torch.nn.functional:relu=relu",
-                   "--start-scope=step", "--stop-scope=relu", "train.py")
+    done = capture(
+        folder,
+        "-o",
+        "scoped.opreplay",
+        "--mark=__main__:step=step",
+        "--mark=torch.nn.functional:relu=relu",
+        "--start-scope=step",
+        "--stop-scope=relu",
+        "train.py",
+    )
     assert done.returncode == 0, done.stderr
     captured = Captured(folder / "scoped.opreplay")
     assert [scope for scope in captured.scopes() if "#" not in scope] == ["+step", "+relu", "-relu", "-step"]
     assert captured.op_names[-1].startswith(("aten::relu", "aten::detach"))
-    done = capture(folder, "-o", "all.opreplay", "--stop-scope=nowhere", "--opaque-result=aten::nothing",
-                   "--opaque-result=aten::relu:1", "train.py")
+    done = capture(
+        folder,
+        "-o",
+        "all.opreplay",
+        "--stop-scope=nowhere",
+        "--opaque-result=aten::nothing",
+        "--opaque-result=aten::relu:1",
+        "train.py",
+    )
     assert done.returncode == 1, "a scope that was never left has stopped nothing"
     assert "--stop-scope=nowhere: no scope of that name was left while recording; all that followed" in done.stderr
     assert "--opaque-result=aten::nothing: no operator aten::nothing is called" in done.stderr
@@ -166,11 +222,10 @@ def test_start_and_stop_limit_what_is_recorded(folder, ordinary):
     assert Captured(folder / "all.opreplay").op_names == everything
     done = capture(folder, "-o", "modules.opreplay", "--module-scopes", "--start-scope=1", "--stop-scope=2", "train.py")
     assert done.returncode == 0, done.stderr
-    assert Captured(folder / "modules.opreplay").scopes() == [
-        "+Sequential", "+1", "-1", "+2", "-2", "-Sequential"]
+    assert Captured(folder / "modules.opreplay").scopes() == ["+Sequential", "+1", "-1", "+2", "-2", "-Sequential"]
 
 
-COMPILED = '''
+COMPILED = """
 import torch
 @torch.compile
 def function(x):
@@ -178,7 +233,7 @@ def function(x):
 x = torch.ones(4, requires_grad=True)
 function(x).backward()
 print(round(x.grad.sum().item(), 4))
-'''
+"""
 
 
 @pytest.mark.slow
@@ -190,14 +245,17 @@ def test_compiled_regions_are_kept_or_run_as_operators(tmp_path):
         assert (done.returncode, done.stdout) == (0, "4.3224\n"), done.stderr
         captured = Captured(tmp_path / "c.opreplay")
         assert captured.session.policies["compiled"] == compiled
-        outcomes[compiled] = (captured.summary.unsupported, "aten::sin.default" in captured.op_names,
-                              done.stderr.strip().rpartition("unsupported: ")[2])
+        outcomes[compiled] = (
+            captured.summary.unsupported,
+            "aten::sin.default" in captured.op_names,
+            done.stderr.strip().rpartition("unsupported: ")[2],
+        )
     assert outcomes == {"keep": ({"compiled_region": 2}, False, "compiled_region 2"), "eager": ({}, True, "none")}
 
 
 def test_triton_launches_are_recorded(tmp_path):
     pytest.importorskip("triton")
-    (tmp_path / "launch.py").write_text('''
+    (tmp_path / "launch.py").write_text("""
 import torch, triton, triton.language as tl
 @triton.jit
 def double(x, n: tl.constexpr):
@@ -206,7 +264,7 @@ def double(x, n: tl.constexpr):
 x = torch.ones(4)
 double[(1,)](x, n=4)
 print(x.sum().item())
-''')
+""")
     done = capture(tmp_path, "-o", "t.opreplay", "launch.py", TRITON_INTERPRET="1", PYTHONPATH=":".join(sys.path))
     assert (done.returncode, done.stdout) == (0, "8.0\n"), done.stderr
     captured = Captured(tmp_path / "t.opreplay")

@@ -34,7 +34,7 @@ REFUSED = {
     "-o missing/x.opreplay no_torch.py": "there is no directory missing",
     "-o folder no_torch.py": "folder: is a directory",
 }
-DRIVER = '''
+DRIVER = """
 import json, sys
 sys.modules["torch"] = None  # importing it would fail
 from opreplay_tools.capture import main
@@ -45,7 +45,7 @@ for line in json.loads(sys.argv[1]):
         main()
     except SystemExit as leaving:
         print(f"={leaving.code}", file=sys.stderr, flush=True)
-'''
+"""
 
 
 def test_usage_errors_and_refusals_come_before_torch_is_imported_and_the_program_started(tmp_path):
@@ -91,21 +91,28 @@ def test_a_program_without_scopes_is_one_execute_scope_and_prints_what_it_prints
     assert "elsewhere" in done.stdout, "flags after the script are the script's own"
     assert captured.complete
     assert [scope for scope in captured.scopes() if "#" not in scope] == ["+execute", "-execute"]
-    inside = [path.partition("/")[0] for record, path in zip(captured.records, captured.scope_paths, strict=True)
-              if record.kind is RecordKind.op]
+    inside = [
+        path.partition("/")[0]
+        for record, path in zip(captured.records, captured.scope_paths, strict=True)
+        if record.kind is RecordKind.op
+    ]
     assert set(inside) == {"execute"}
     assert captured.session.argv == ("train.py", "--force", "-o", "elsewhere", "--", "-m")
     assert {"aten::addmm.default", "aten::threshold_backward.default"} <= set(captured.op_names)
     [line] = done.stderr.splitlines()
-    assert re.fullmatch(r"opreplay-capture: plain\.opreplay: [\d,]+ ops of [\d,]+ kernels, [\d,]+ scopes, [\d,]+ bytes"
-                        r"; unsupported: none", line)
+    assert re.fullmatch(
+        r"opreplay-capture: plain\.opreplay: [\d,]+ ops of [\d,]+ kernels, [\d,]+ scopes, [\d,]+ bytes"
+        r"; unsupported: none",
+        line,
+    )
     assert subprocess.run([CHECK, folder / "plain.opreplay"], env=environment()).returncode == 0
 
 
 @pytest.mark.slow
 def test_what_the_program_sets_before_it_imports_torch_has_its_effect(folder, tmp_path):
     (tmp_path / "threads.py").write_text(
-        "import os\nos.environ['OMP_NUM_THREADS'] = '1'\nimport torch\nprint(torch.get_num_threads(), torch.ones(1))\n")
+        "import os\nos.environ['OMP_NUM_THREADS'] = '1'\nimport torch\nprint(torch.get_num_threads(), torch.ones(1))\n"
+    )
     done = capture(tmp_path, "-o", "t.opreplay", "threads.py", OMP_NUM_THREADS="2")
     assert (done.returncode, done.stdout) == (0, "1 tensor([1.])\n")
 
@@ -120,7 +127,7 @@ def test_a_module_runs_as_under_python_m_and_force_replaces_a_file(folder, ordin
 
 # --------------------------------------------------------------------------------------------------- failing programs
 
-FAILING = '''
+FAILING = """
 import atexit, sys, threading
 import torch
 
@@ -150,12 +157,13 @@ def fail(how):
 atexit.register(at_exit)
 threading.Thread(target=late).start()
 fail(sys.argv[1])
-'''
+"""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("how", "code"), [
-    ("raise", 1), ("system exit", 1), ("code", 7), ("interrupt", 130), ("closed", 3)])
+@pytest.mark.parametrize(
+    ("how", "code"), [("raise", 1), ("system exit", 1), ("code", 7), ("interrupt", 130), ("closed", 3)]
+)
 def test_however_a_program_ends_its_exit_code_is_passed_on_and_the_capture_complete(tmp_path, how, code):
     (tmp_path / "failing.py").write_text(FAILING)
     expected = plain(tmp_path, "failing.py", how)
@@ -170,8 +178,9 @@ def test_however_a_program_ends_its_exit_code_is_passed_on_and_the_capture_compl
     *trace, summary = done.stderr.splitlines()
     assert summary.startswith("opreplay-capture: f.opreplay: ")
     program_lines = [line for line in trace if "failing.py" in line or "Error" in line or "reason" in line]
-    assert program_lines == [line for line in expected.stderr.splitlines()
-                             if "failing.py" in line or "Error" in line or "reason" in line]
+    assert program_lines == [
+        line for line in expected.stderr.splitlines() if "failing.py" in line or "Error" in line or "reason" in line
+    ]
     if how in ("raise", "interrupt"):
         assert trace[0] == "Traceback (most recent call last):"
         assert "failing.py" in trace[1], "none of our own frames come first"
@@ -181,14 +190,22 @@ def test_however_a_program_ends_its_exit_code_is_passed_on_and_the_capture_compl
 def test_a_capture_that_cannot_be_written_leaves_the_program_running_and_exits_with_1(tmp_path):
     (tmp_path / "big.py").write_text(
         "import sys, torch, numpy\nfor i in range(4):\n    torch.from_numpy(numpy.random.rand(100_000)) + 1\n"
-        "print('done')\nsys.exit(int(sys.argv[1]))\n")
+        "print('done')\nsys.exit(int(sys.argv[1]))\n"
+    )
 
     def limit():
         resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, 300_000))
 
     for code, expected in ((0, 1), (4, 4)):
-        done = subprocess.run([CAPTURE, "-o", f"big{code}.opreplay", "big.py", str(code)], cwd=tmp_path, text=True,
-                              env=environment(), capture_output=True, preexec_fn=limit, timeout=600)
+        done = subprocess.run(
+            [CAPTURE, "-o", f"big{code}.opreplay", "big.py", str(code)],
+            cwd=tmp_path,
+            text=True,
+            env=environment(),
+            capture_output=True,
+            preexec_fn=limit,
+            timeout=600,
+        )
         assert (done.returncode, done.stdout) == (expected, "done\n"), done.stderr
         assert "File too large" in done.stderr
         assert "Traceback" not in done.stderr
@@ -197,7 +214,7 @@ def test_a_capture_that_cannot_be_written_leaves_the_program_running_and_exits_w
 
 @pytest.mark.slow
 def test_a_program_that_issues_no_op_fails_and_names_the_children_it_saw(tmp_path):
-    (tmp_path / "parent.py").write_text('''
+    (tmp_path / "parent.py").write_text("""
 import multiprocessing, os, subprocess, sys
 def child():
     import torch
@@ -213,7 +230,7 @@ if __name__ == "__main__":
         sys.exit(0)
     assert os.waitpid(pid, 0)[1] == 0 and process.exitcode == 0
     print(pid, process.pid)
-''')
+""")
     done = capture(tmp_path, "-o", "none.opreplay", "parent.py")
     assert done.returncode == 1
     [first, second] = done.stdout.splitlines()
@@ -244,7 +261,8 @@ def test_a_program_that_imports_torch_and_issues_no_op_leaves_no_file(tmp_path):
 def test_torch_first_imported_by_another_thread_fails_the_capture_alone(tmp_path):
     (tmp_path / "thread.py").write_text(
         "import threading\nthread = threading.Thread(target=__import__, args=('torch',), name='importer')\n"
-        "thread.start()\nthread.join()\nimport torch\nprint(torch.ones(2).sum().item())\n")
+        "thread.start()\nthread.join()\nimport torch\nprint(torch.ones(2).sum().item())\n"
+    )
     done = capture(tmp_path, "-o", "thread.opreplay", "thread.py")
     assert (done.returncode, done.stdout) == (1, "2.0\n")
     [line] = done.stderr.splitlines()
@@ -255,10 +273,12 @@ def test_torch_first_imported_by_another_thread_fails_the_capture_alone(tmp_path
 def test_a_mistake_of_the_recorders_own_is_no_good_capture(tmp_path):
     (tmp_path / "sabotage.py").write_text(
         "import torch\nfrom replayfmt.recording import core\ntorch.ones(1)\n"
-        "core.Core.finish = lambda self: 1 / 0\nprint('done')\n")
+        "core.Core.finish = lambda self: 1 / 0\nprint('done')\n"
+    )
     done = capture(tmp_path, "-o", "s.opreplay", "sabotage.py")
     assert (done.returncode, done.stdout) == (1, "done\n")
     said = done.stderr.splitlines()[-1]
     assert said.startswith("opreplay-capture: FAILED_PRECONDITION: ") and said.endswith(
-        "s.opreplay: recording failed on an unexpected ZeroDivisionError('division by zero')")
+        "s.opreplay: recording failed on an unexpected ZeroDivisionError('division by zero')"
+    )
     assert (tmp_path / "s.opreplay.partial").exists()

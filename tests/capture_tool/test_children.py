@@ -12,7 +12,7 @@ from replayfmt.recording.program.interpreters import runs_python_program
 
 from .running import Captured, capture, plain
 
-LOADING = '''
+LOADING = """
 import multiprocessing, os, signal, sys, time, warnings
 import torch
 from torch.utils.data import DataLoader, Dataset
@@ -58,7 +58,7 @@ if __name__ == "__main__":
     if pid == 0:
         sys.exit(9)
     print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
-'''
+"""
 
 
 @pytest.mark.slow
@@ -73,13 +73,13 @@ def test_workers_forked_and_spawned_children_run_as_ever_and_are_not_recorded(tm
     assert captured.complete
     assert not {"aten::lgamma.default", "aten::erfinv.default"} & set(captured.op_names)
     assert captured.op_names.count("aten::cumsum.default") == 1, "the parent's, not the child's"
-    said, note = done.stderr.splitlines()       # and no child says anything of the capture
+    said, note = done.stderr.splitlines()  # and no child says anything of the capture
     assert "unsupported: none" in said
     assert note.startswith("opreplay-capture: note: 6 child processes seen: ") and "children do not record" in note
     assert "multiprocessing" in note and "running __main__:in_child" in note and "(forked)" in note
 
 
-FORKED_INSIDE = '''
+FORKED_INSIDE = """
 import os, sys
 import torch
 import replayfmt
@@ -115,7 +115,7 @@ try:
 finally:
     if codes:
         print(codes)
-'''
+"""
 
 
 @pytest.mark.slow
@@ -129,8 +129,7 @@ def test_a_forked_child_leaves_the_with_block_quietly_and_may_capture_on_its_own
     assert captured.scopes() == ["+outer", "-outer"]
     for number in (1, 2):
         assert Captured(tmp_path / f"own{number}.opreplay").op_names == ["aten::ones.default", "aten::sin.default"]
-    assert {path.name for path in tmp_path.glob("*.opreplay*")} == {
-        "inside.opreplay", "own1.opreplay", "own2.opreplay"}
+    assert {path.name for path in tmp_path.glob("*.opreplay*")} == {"inside.opreplay", "own1.opreplay", "own2.opreplay"}
 
 
 @pytest.fixture
@@ -167,8 +166,9 @@ def test_children_are_seen_with_what_is_known_of_them(children):
     popen = subprocess.Popen("exit 0 # by the shell", shell=True)
     popen.wait()
     assert children.seen == {spawned: f"{sys.executable} -c pass", popen.pid: "exit 0 # by the shell"}
-    assert children.sentence() == (f"2 child processes seen: {spawned} ({sys.executable} -c pass), {popen.pid} "
-                                   "(exit 0 # by the shell)")
+    assert children.sentence() == (
+        f"2 child processes seen: {spawned} ({sys.executable} -c pass), {popen.pid} (exit 0 # by the shell)"
+    )
 
 
 def test_many_children_and_long_commands_are_cut_short(children):
@@ -178,31 +178,37 @@ def test_many_children_and_long_commands_are_cut_short(children):
     assert len(children.sentence()) < 8 * 150 + 100
 
 
-@pytest.mark.parametrize(("command", "works"), [
-    (["python", "-m", "engine.worker"], True),
-    (["/usr/bin/python3.12", "-X", "dev", "-u", "worker.py", "--rank=0"], True),
-    ([sys.executable, "-c", "import torch; torch.ones(3)"], True),
-    ([b"python3", b"worker.py"], True),
-    (["python3", "-"], True),
-    ("CUDA_VISIBLE_DEVICES=1 exec python worker.py > log", True),
-    ("pypy3 worker.py", True),
-    (["git", "rev-parse", "HEAD"], False),
-    (["nvcc", "--version"], False),
-    ("uname -a", False),
-    (Path("/bin/true"), False),
-    ("echo 'never closed", False),
-    ([], False),
-    (["grep", "python", "worker.py"], False),
-    (["python", "--version"], False),
-    (["python3", "-m", "pip", "list"], False),
-    (["python3", "-W", "ignore", "-m", "torch.utils.collect_env"], False),
-    (["python3", "/lib/torch/_inductor/compile_worker/__main__.py", "--workers=2"], False),
-    (["python3", "-s", "-c", "from multiprocessing.resource_tracker import main;main(5)"], False),
-    (["python3", "-c", "from multiprocessing.spawn import spawn_main; spawn_main()", "--multiprocessing-fork"], False),
-    (["python3", "setup.py", "build_ext"], False),
-    (["python3", "-c", '\nimport sys\nfrom ctypes import cdll\ncdll.LoadLibrary("/tmp/probe.so")\n'], False),
-    (["python3", "-c", 'from ctypes import cdll; cdll.LoadLibrary("/tmp/engine.so").serve()'], True),
-])
+@pytest.mark.parametrize(
+    ("command", "works"),
+    [
+        (["python", "-m", "engine.worker"], True),
+        (["/usr/bin/python3.12", "-X", "dev", "-u", "worker.py", "--rank=0"], True),
+        ([sys.executable, "-c", "import torch; torch.ones(3)"], True),
+        ([b"python3", b"worker.py"], True),
+        (["python3", "-"], True),
+        ("CUDA_VISIBLE_DEVICES=1 exec python worker.py > log", True),
+        ("pypy3 worker.py", True),
+        (["git", "rev-parse", "HEAD"], False),
+        (["nvcc", "--version"], False),
+        ("uname -a", False),
+        (Path("/bin/true"), False),
+        ("echo 'never closed", False),
+        ([], False),
+        (["grep", "python", "worker.py"], False),
+        (["python", "--version"], False),
+        (["python3", "-m", "pip", "list"], False),
+        (["python3", "-W", "ignore", "-m", "torch.utils.collect_env"], False),
+        (["python3", "/lib/torch/_inductor/compile_worker/__main__.py", "--workers=2"], False),
+        (["python3", "-s", "-c", "from multiprocessing.resource_tracker import main;main(5)"], False),
+        (
+            ["python3", "-c", "from multiprocessing.spawn import spawn_main; spawn_main()", "--multiprocessing-fork"],
+            False,
+        ),
+        (["python3", "setup.py", "build_ext"], False),
+        (["python3", "-c", '\nimport sys\nfrom ctypes import cdll\ncdll.LoadLibrary("/tmp/probe.so")\n'], False),
+        (["python3", "-c", 'from ctypes import cdll; cdll.LoadLibrary("/tmp/engine.so").serve()'], True),
+    ],
+)
 def test_python_programs_are_told_from_other_commands_and_from_helpers(command, works):
     assert runs_python_program(command) is works
     assert not runs_python_program(command, executable="/bin/git")
@@ -214,7 +220,7 @@ def test_only_children_that_may_do_the_programs_work_are_workers(children):
     assert len(children.seen) == 2 and children.workers() == ""
     worker = subprocess.Popen("python -c pass", shell=True, executable="/bin/sh")
     worker.wait()
-    assert children.workers() == ""     # what the shell runs is not looked into where another shell is named
+    assert children.workers() == ""  # what the shell runs is not looked into where another shell is named
     worker = subprocess.Popen([sys.executable, "-S", "-c", "pass"])
     worker.wait()
     assert children.workers() == f"1 child process seen: {worker.pid} ({sys.executable} -S -c pass)"

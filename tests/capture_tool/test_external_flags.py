@@ -13,7 +13,7 @@ from replayfmt.format.reader import open_capture
 
 from .running import capture
 
-PROGRAM = '''
+PROGRAM = """
 import os, sys
 import torch
 from safetensors.torch import load_file
@@ -27,7 +27,7 @@ if os.environ.get("RECORDED") == "later":
         print(float((copies["w"] @ copies["w"]).sum()))
 else:
     print(float((copies["w"] @ copies["w"]).sum()))
-'''
+"""
 EXPECTED = "512.0\n"
 
 
@@ -64,12 +64,14 @@ def test_a_named_file_is_found_in_copies(folder):
     """A copy that was made before recording began: no op of the capture says where it came from."""
     shutil.copy(folder / "w.safetensors", folder / "named.safetensors")
     flags = ("--start-scope=here", "--file=named.safetensors", "--file-validation=digest")
-    done = capture(folder, "--force", "-o", "c.opreplay", *flags, "program.py", folder / "w.safetensors", "clone",
-                   RECORDED="later")
+    done = capture(
+        folder, "--force", "-o", "c.opreplay", *flags, "program.py", folder / "w.safetensors", "clone", RECORDED="later"
+    )
     assert done.returncode == 0 and done.stdout == EXPECTED, done.stderr
     _, files, _, policies = look(folder)
     assert [(file.path, file.digest) for file in files] == [
-        (os.path.realpath(folder / "named.safetensors"), digest_file(folder / "named.safetensors"))]
+        (os.path.realpath(folder / "named.safetensors"), digest_file(folder / "named.safetensors"))
+    ]
     assert policies["file-validation"] == "digest"
 
 

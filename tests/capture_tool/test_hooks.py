@@ -99,8 +99,9 @@ def test_forward_and_backward_of_a_compiled_function_are_one_record_each(recorde
     forward = recorder.take()
     result.backward()
     backward = recorder.take()
-    addresses = {name: tensor.data_ptr() for name, tensor in
-                 (("x", x), ("w", w), ("counter", counter), ("result", result))}
+    addresses = {
+        name: tensor.data_ptr() for name, tensor in (("x", x), ("w", w), ("counter", counter), ("result", result))
+    }
     torch.testing.assert_close(result, expected)
     torch.testing.assert_close(w.grad, gradient)
     assert counter.tolist() == [2.0] * 3
@@ -188,8 +189,10 @@ def test_a_model_compiled_ahead_of_time_is_a_region(recorder):
 
     runners = sys.modules["torch._C._aoti"]
     assert {"AOTIModelContainerRunnerCpu", "AOTIModelPackageLoader"} <= set(vars(runners))
-    assert all(hasattr(getattr(runners, name).run, "__wrapped__")
-               for name in ("AOTIModelContainerRunnerCpu", "AOTIModelPackageLoader"))
+    assert all(
+        hasattr(getattr(runners, name).run, "__wrapped__")
+        for name in ("AOTIModelContainerRunnerCpu", "AOTIModelPackageLoader")
+    )
     run = hooks_module._region(recorder, hooks_module._class_name, AOTIModelRunnerOfATest.run)
     tensor = torch.ones(2)
     recorder.log.clear()
@@ -223,7 +226,7 @@ def test_torchscript_is_recorded_op_by_op_and_its_fused_groups_as_unsupported(re
 def test_an_interpreted_triton_launch_is_one_record_and_leaks_no_ops(tmp_path):
     """In a process of its own: TRITON_INTERPRET is read when Triton is imported."""
     pytest.importorskip("triton")
-    (tmp_path / "kernels.py").write_text('''
+    (tmp_path / "kernels.py").write_text("""
 import torch
 from tests.capture_tool.fakes import FakeRecorder
 from replayfmt.recording.hooks.undispatched import Hooks
@@ -261,7 +264,7 @@ assert recorder.take() == [("op", "capture_tests.triton_inside.default")]
 hooks.remove()
 add_one[(1,)](x, out, n=8)
 assert recorder.log == []
-''')
+""")
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join([os.getcwd(), *sys.path])}
     done = subprocess.run([sys.executable, "kernels.py"], cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -335,7 +338,10 @@ def test_launches_of_compiled_kernels_are_seen_once_triton_is_imported(recorder,
     recorder.log.clear()
     kernel[(1,)](x, y=y)
     assert [event[:3] for event in recorder.take()] == [
-        ("unsupported", "triton_launch", my_kernel.__qualname__), ("mark", x.data_ptr()), ("mark", y.data_ptr())]
+        ("unsupported", "triton_launch", my_kernel.__qualname__),
+        ("mark", x.data_ptr()),
+        ("mark", y.data_ptr()),
+    ]
     kernel.run(x, y, grid=(1,), warmup=True)
     assert recorder.take() == []
     CompiledKernel()[(1,)](x)
@@ -393,8 +399,10 @@ def test_a_real_cuda_graph_can_be_captured_and_replayed(recorder):
 
 
 def test_a_vital_target_that_this_build_lacks_makes_the_capture_say_so(recorder, monkeypatch):
-    rows = [Patch("torch", "Gone.run", lambda original: original, "triton_launch", vital=True),
-            Patch("torch", "GoneToo.run", lambda original: original, "triton_launch")]
+    rows = [
+        Patch("torch", "Gone.run", lambda original: original, "triton_launch", vital=True),
+        Patch("torch", "GoneToo.run", lambda original: original, "triton_launch"),
+    ]
     monkeypatch.setattr(hooks_module, "table", lambda recorder: rows)
     hooks = Hooks(recorder)
     with pytest.warns(RuntimeWarning, match="this build has no torch.Gone"):
@@ -406,8 +414,11 @@ def test_a_vital_target_that_this_build_lacks_makes_the_capture_say_so(recorder,
 
 def test_the_session_says_which_targets_this_build_lacks(monkeypatch):
     assert hooks_module.hook_policies() == {}
-    rows = [Patch("torch", "Gone.run", lambda original: original), Patch("torch", "add", lambda original: original),
-            Patch("never_imported", "Gone.run", lambda original: original)]
+    rows = [
+        Patch("torch", "Gone.run", lambda original: original),
+        Patch("torch", "add", lambda original: original),
+        Patch("never_imported", "Gone.run", lambda original: original),
+    ]
     monkeypatch.setattr(hooks_module, "table", lambda recorder: rows)
     assert hooks_module.hook_policies() == {"hooks_missing": "torch.Gone.run"}
 

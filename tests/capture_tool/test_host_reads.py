@@ -26,18 +26,21 @@ def recorder():
     reads.remove()
 
 
-@pytest.mark.parametrize(("method", "read"), [
-    ("tolist", lambda t: t.tolist()),
-    ("tolist", lambda t: torch.Tensor.tolist(t)),
-    ("numpy", lambda t: t.numpy().tolist()),
-    ("numpy", lambda t: t.numpy(force=True).tolist()),
-    ("__array__", lambda t: np.asarray(t).tolist()),
-    ("__array__", lambda t: np.array(t, dtype=np.float64).tolist()),
-    ("__array__", lambda t: np.add(t, 0).tolist()),
-    ("__dlpack__", lambda t: np.from_dlpack(t).tolist()),
-    ("to_dlpack", lambda t: torch.from_dlpack(torch.to_dlpack(t)).numpy().tolist()),
-    ("to_dlpack", lambda t: torch.from_dlpack(torch.utils.dlpack.to_dlpack(t)).numpy().tolist()),
-])
+@pytest.mark.parametrize(
+    ("method", "read"),
+    [
+        ("tolist", lambda t: t.tolist()),
+        ("tolist", lambda t: torch.Tensor.tolist(t)),
+        ("numpy", lambda t: t.numpy().tolist()),
+        ("numpy", lambda t: t.numpy(force=True).tolist()),
+        ("__array__", lambda t: np.asarray(t).tolist()),
+        ("__array__", lambda t: np.array(t, dtype=np.float64).tolist()),
+        ("__array__", lambda t: np.add(t, 0).tolist()),
+        ("__dlpack__", lambda t: np.from_dlpack(t).tolist()),
+        ("to_dlpack", lambda t: torch.from_dlpack(torch.to_dlpack(t)).numpy().tolist()),
+        ("to_dlpack", lambda t: torch.from_dlpack(torch.utils.dlpack.to_dlpack(t)).numpy().tolist()),
+    ],
+)
 def test_each_way_out_is_one_host_read(recorder, method, read):
     values = [1.0, 2.5, -3.0]
     tensor = torch.tensor(values)
@@ -140,7 +143,9 @@ def test_methods_look_like_themselves_and_memory_is_freed(recorder):
 def test_everything_is_as_it_was_afterwards():
     def state():
         return [vars(torch.Tensor).get(name) for name in ("tolist", "numpy", "__array__", "__dlpack__")] + [
-            torch.to_dlpack, torch.utils.dlpack.to_dlpack]
+            torch.to_dlpack,
+            torch.utils.dlpack.to_dlpack,
+        ]
 
     before = state()
     reads = HostReads(FakeRecorder())

@@ -95,9 +95,25 @@ def marks_of(log, *texts, main_module=None):
     return marks
 
 
-@pytest.mark.parametrize("text", [
-    "", "module", "module:f", "module=scope", ":f=scope", "module:=scope", "module:f=", "mod ule:f=s", "module:f:g=s",
-    "1module:f=s", "module:f-g=s", "module:f=a=b", "module.:f=s", "module:f=a/b"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "module",
+        "module:f",
+        "module=scope",
+        ":f=scope",
+        "module:=scope",
+        "module:f=",
+        "mod ule:f=s",
+        "module:f:g=s",
+        "1module:f=s",
+        "module:f-g=s",
+        "module:f=a=b",
+        "module.:f=s",
+        "module:f=a/b",
+    ],
+)
 def test_a_malformed_mark_is_a_usage_error_that_shows_the_form(text):
     with pytest.raises(UsageError) as caught:
         parse_mark(text)
@@ -109,23 +125,25 @@ def test_a_mark_reads_back_as_it_was_written():
     assert (mark.module, mark.callable, mark.scope, str(mark)) == ("a.b", "C.d", "step 1", "a.b:C.d=step 1")
 
 
-@pytest.mark.parametrize(("target", "call", "result"), [
-    ("function", lambda m: m.function(1), 2),
-    ("cached", lambda m: m.cached(), "cached"),
-    ("Trainer.step", lambda m: m.Trainer().step(4), 8),
-    ("Trainer.step", lambda m: m.Heir().step(4), 8),
-    ("Heir.step", lambda m: m.Heir().step(4), 8),
-    ("Trainer.static", lambda m: m.Trainer.static(), "static"),
-    ("Trainer.of_class", lambda m: m.Heir.of_class(), "Heir"),
-    ("Trainer.Inner.deep", lambda m: m.Trainer.Inner().deep(), "deep"),
-    ("Model.__call__", lambda m: m.model(), "forward"),
-    ("model.forward", lambda m: m.model(), "forward"),
-    ("waiting", lambda m: asyncio.run(m.waiting()), "waited"),
-])
+@pytest.mark.parametrize(
+    ("target", "call", "result"),
+    [
+        ("function", lambda m: m.function(1), 2),
+        ("cached", lambda m: m.cached(), "cached"),
+        ("Trainer.step", lambda m: m.Trainer().step(4), 8),
+        ("Trainer.step", lambda m: m.Heir().step(4), 8),
+        ("Heir.step", lambda m: m.Heir().step(4), 8),
+        ("Trainer.static", lambda m: m.Trainer.static(), "static"),
+        ("Trainer.of_class", lambda m: m.Heir.of_class(), "Heir"),
+        ("Trainer.Inner.deep", lambda m: m.Trainer.Inner().deep(), "deep"),
+        ("Model.__call__", lambda m: m.model(), "forward"),
+        ("model.forward", lambda m: m.model(), "forward"),
+        ("waiting", lambda m: asyncio.run(m.waiting()), "waited"),
+    ],
+)
 def test_each_call_of_a_marked_callable_is_a_scope(library, log, target, call, result):
     marks = marks_of(log, f"marked_library:{target}=part")
-    assert marks.unmatched() == [
-        f"--mark=marked_library:{target}=part: the program never imported marked_library"]
+    assert marks.unmatched() == [f"--mark=marked_library:{target}=part: the program never imported marked_library"]
     module = library()
     assert call(module) == result
     assert call(module) == result
@@ -152,17 +170,25 @@ def test_a_marked_function_still_looks_like_itself_and_its_exceptions_pass(libra
     marks.remove()
 
 
-@pytest.mark.parametrize(("target", "problem"), [
-    ("gone", "marked_library has no gone"),
-    ("Gone.step", "marked_library has no Gone"),
-    ("Trainer.gone", "Trainer has no gone"),
-    ("Trainer", "Trainer is a class; name one of its methods, such as Trainer.__call__"),
-    ("number", "number is an object of class int, no function or method"),
-    ("model", "model is an object of class Model, no function or method; name one of its methods, such as "
-              "model.forward"),
-    ("generator", "generator is a generator function: its work runs between other work, so it is no scope; "
-                  "mark what it calls"),
-])
+@pytest.mark.parametrize(
+    ("target", "problem"),
+    [
+        ("gone", "marked_library has no gone"),
+        ("Gone.step", "marked_library has no Gone"),
+        ("Trainer.gone", "Trainer has no gone"),
+        ("Trainer", "Trainer is a class; name one of its methods, such as Trainer.__call__"),
+        ("number", "number is an object of class int, no function or method"),
+        (
+            "model",
+            "model is an object of class Model, no function or method; name one of its methods, such as model.forward",
+        ),
+        (
+            "generator",
+            "generator is a generator function: its work runs between other work, so it is no scope; "
+            "mark what it calls",
+        ),
+    ],
+)
 def test_a_mark_that_finds_nothing_to_wrap_says_why(library, log, target, problem):
     marks = marks_of(log, f"marked_library:{target}=s")
     library()
@@ -177,7 +203,7 @@ def test_a_mark_that_was_never_called_is_told(library, log):
     marks.remove()
 
 
-SCRIPT = '''
+SCRIPT = """
 import functools, sys
 if True:
     def step(x):
@@ -195,7 +221,7 @@ with open(__file__):
     async def unmarked(): pass
 RESULT.append((step(1), Trainer().run(), decorated(), sorted(name for name in globals() if "mark" in name)))
 step(1) if len(RESULT) > 1 else None
-'''
+"""
 
 
 def run_as_main(program, compiler, results, monkeypatch):
@@ -219,8 +245,14 @@ def test_functions_of_the_main_module_can_be_marked(tmp_path, monkeypatch, log, 
     plain, marked = [], []
     assert run_as_main(program, compile_source, plain, monkeypatch) == 0
     step = "main_program:step=step" if as_module else "__main__:step=step"
-    marks = marks_of(log, step, "__main__:Trainer.run=run", "__main__:decorated=cached", "__main__:gone=gone",
-                     main_module="main_program" if as_module else None)
+    marks = marks_of(
+        log,
+        step,
+        "__main__:Trainer.run=run",
+        "__main__:decorated=cached",
+        "__main__:gone=gone",
+        main_module="main_program" if as_module else None,
+    )
     assert run_as_main(program, marks.compiler(compile_source), marked, monkeypatch) == 0
     assert marked == plain, "the program sees the same values, lines and names"
     assert log.events == ["+step", "-step", "+run", "+step", "-step", "-run", "+cached", "-cached"]

@@ -69,8 +69,18 @@ class Model(nn.Module):
         return self.function(x if self.extra is None else self.extra(x))
 
 
-ONE_CALL = ["+Model", "+layers.0", "+layers.0.attention", "-layers.0.attention", "-layers.0", "+layers.1",
-            "+layers.1.attention", "-layers.1.attention", "-layers.1", "-Model"]
+ONE_CALL = [
+    "+Model",
+    "+layers.0",
+    "+layers.0.attention",
+    "-layers.0.attention",
+    "-layers.0",
+    "+layers.1",
+    "+layers.1.attention",
+    "-layers.1.attention",
+    "-layers.1",
+    "-Model",
+]
 
 
 def test_scopes_are_paths_under_the_root_module_and_the_root_goes_by_its_class(log):

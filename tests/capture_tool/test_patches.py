@@ -48,16 +48,22 @@ def louder(original):
 
 def test_everything_is_restored_to_the_very_object_that_was_there(library):
     before = [dict(vars(library.Derived)), dict(vars(library)), dict(vars(Base))]
-    patches = PatchSet([
-        Patch("patched_library", "Derived.own", louder),
-        Patch("patched_library", "Derived.inherited", louder),
-        Patch("patched_library", "Derived.static", lambda original: staticmethod(louder(original.__func__))),
-        Patch("patched_library", "function", louder),
-    ])
+    patches = PatchSet(
+        [
+            Patch("patched_library", "Derived.own", louder),
+            Patch("patched_library", "Derived.inherited", louder),
+            Patch("patched_library", "Derived.static", lambda original: staticmethod(louder(original.__func__))),
+            Patch("patched_library", "function", louder),
+        ]
+    )
     patches.install()
     instance = library.Derived()
     assert [instance.own(), instance.inherited(), instance.static(), library.function()] == [
-        "own!", "inherited!", "static!", "function!"]
+        "own!",
+        "inherited!",
+        "static!",
+        "function!",
+    ]
     assert Base().inherited() == "inherited"
     patches.remove()
     patches.remove()
@@ -75,16 +81,20 @@ def test_a_family_of_classes_is_patched_where_the_method_is_defined(library):
 
 def test_a_target_that_does_not_exist_is_known(library):
     told = []
-    patches = PatchSet([
-        Patch("patched_library", "Derived.gone", louder),
-        Patch("patched_library", "Gone.run", louder),
-        Patch("patched_library", "Gone*.run", louder),
-        Patch("patched_library", "gone", louder),
-        Patch("library_nobody_imports", "gone", louder),
-    ], told.append)
+    patches = PatchSet(
+        [
+            Patch("patched_library", "Derived.gone", louder),
+            Patch("patched_library", "Gone.run", louder),
+            Patch("patched_library", "Gone*.run", louder),
+            Patch("patched_library", "gone", louder),
+            Patch("library_nobody_imports", "gone", louder),
+        ],
+        told.append,
+    )
     patches.install()
     assert [patch.target for patch in patches.missing] == [
-        f"patched_library.{name}" for name in ("Derived.gone", "Gone.run", "Gone*.run", "gone")]
+        f"patched_library.{name}" for name in ("Derived.gone", "Gone.run", "Gone*.run", "gone")
+    ]
     assert told == patches.missing
     patches.remove()
 

@@ -79,8 +79,23 @@ if __name__ == "__main__":
     main(sys.argv[1])
 '''
 
-CASES = ["return", "raise", "hook", "broken hook", "finalizers", "exit 0", "exit 3", "exit None",
-         "exit 'a message'", "exit 256 + 4", "exit True", "os._exit", "at exit", "closed", "spawn"]
+CASES = [
+    "return",
+    "raise",
+    "hook",
+    "broken hook",
+    "finalizers",
+    "exit 0",
+    "exit 3",
+    "exit None",
+    "exit 'a message'",
+    "exit 256 + 4",
+    "exit True",
+    "os._exit",
+    "at exit",
+    "closed",
+    "spawn",
+]
 
 
 @pytest.fixture
@@ -102,8 +117,9 @@ def folder(tmp_path):
 def both(folder, *command):
     outcomes = []
     for runner in ((), (str(folder / "runner.py"),)):
-        done = subprocess.run([sys.executable, *runner, *command], cwd=folder, input="input", capture_output=True,
-                              text=True, timeout=600)
+        done = subprocess.run(
+            [sys.executable, *runner, *command], cwd=folder, input="input", capture_output=True, text=True, timeout=600
+        )
         outcomes.append((done.returncode, done.stdout.splitlines(), done.stderr.splitlines()))
     return outcomes
 
@@ -116,10 +132,20 @@ def test_a_script_behaves_as_under_python(folder, what):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", [
-    ("-m", "package", "raise"), ("-m", "package.module", "spawn"), ("-m", "package.missing"), ("-m", "missing"),
-    ("package", "raise"), ("archive.pyz", "raise"), ("./link/../script.py", "raise"), ("link/module.py", "return"),
-    ("syntax.py",)])
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("-m", "package", "raise"),
+        ("-m", "package.module", "spawn"),
+        ("-m", "package.missing"),
+        ("-m", "missing"),
+        ("package", "raise"),
+        ("archive.pyz", "raise"),
+        ("./link/../script.py", "raise"),
+        ("link/module.py", "return"),
+        ("syntax.py",),
+    ],
+)
 def test_modules_directories_and_odd_paths_behave_as_under_python(folder, command):
     plain, ours = both(folder, *command)
     assert ours == plain

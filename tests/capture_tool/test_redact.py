@@ -15,7 +15,7 @@ from replayfmt.format.reader import open_capture
 from .running import Captured, capture
 
 SECRET_ARGUMENT = "sesame-open-8841"
-PROGRAM = '''
+PROGRAM = """
 import getpass, os, platform, sys
 platform.node = lambda: "workstation-7731"
 import torch
@@ -35,7 +35,7 @@ print((y.sum() + tag)[0].item() > 0, (numbers * 2).sum().item())
 numbers.tolist()
 torch.manual_seed(918273645)
 torch.randn(3)
-'''
+"""
 
 
 @pytest.fixture(scope="module")
@@ -61,14 +61,29 @@ def everything(path):
 
 def names(folder):
     """What tells of the machine and its user."""
-    found = {"directory": str(folder), "project": folder.name, "program": "secret_program",
-             "argument": SECRET_ARGUMENT, "host": "workstation-7731", "user": "mallory-jones"}
+    found = {
+        "directory": str(folder),
+        "project": folder.name,
+        "program": "secret_program",
+        "argument": SECRET_ARGUMENT,
+        "host": "workstation-7731",
+        "user": "mallory-jones",
+    }
     return {what: name.encode() for what, name in found.items()}
 
 
 def run(folder, output, *flags):
-    done = capture(folder, "--force", "-o", output, *flags, "secret_program.py", "weights.safetensors", SECRET_ARGUMENT,
-                   LOGNAME="mallory-jones")
+    done = capture(
+        folder,
+        "--force",
+        "-o",
+        output,
+        *flags,
+        "secret_program.py",
+        "weights.safetensors",
+        SECRET_ARGUMENT,
+        LOGNAME="mallory-jones",
+    )
     assert done.returncode == 0, done.stderr
     return folder / output
 
@@ -101,7 +116,9 @@ def test_a_capture_without_payloads_holds_no_byte_of_content(folder):
     assert told == []
     state = torch.Generator().manual_seed(918273645).get_state().numpy().tobytes()
     values = {
-        "floats": b"ATTACK AT DAWN!!", "integers": b"RETREAT AT DUSK!", "state": state[:64],
+        "floats": b"ATTACK AT DAWN!!",
+        "integers": b"RETREAT AT DUSK!",
+        "state": state[:64],
         "weights": torch.full((2,), 0.7853982).numpy().tobytes(),
         "tag": torch.tensor([1234567.0625, 7654321.125]).numpy().tobytes(),
         "double": torch.tensor(1234567.0625, dtype=torch.float64).numpy().tobytes(),

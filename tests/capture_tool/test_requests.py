@@ -48,8 +48,14 @@ class Server:
     def __init__(self, folder: Path, how: str) -> None:
         (folder / "server.py").write_text(textwrap.dedent(SERVER % how))
         self.folder = folder
-        self.process = subprocess.Popen([sys.executable, "server.py"], cwd=folder, text=True, stdin=subprocess.PIPE,
-                                        stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        self.process = subprocess.Popen(
+            [sys.executable, "server.py"],
+            cwd=folder,
+            text=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
         assert self.process.stdout is not None and self.process.stderr is not None
         assert self.process.stdout.readline() == "ready\n", self.process.stderr.read()
 
@@ -89,7 +95,7 @@ def server(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Server]:
     yield server
     server.process.kill()
     with server.process:
-        pass        # waits, and closes the pipes
+        pass  # waits, and closes the pipes
 
 
 @pytest.mark.slow
@@ -108,8 +114,11 @@ def test_a_signal_starts_a_capture_and_another_one_ends_it(server: Server) -> No
     server.process.send_signal(signal.SIGUSR1)
     server.says("capture to 2.opreplay begins")
     server.process.send_signal(signal.SIGUSR1)
-    server.says("2.opreplay: no op was captured; this process ran no PyTorch operator; the empty file was removed"
-                .replace("2.opreplay", str(server.folder / "2.opreplay"), 1))
+    server.says(
+        "2.opreplay: no op was captured; this process ran no PyTorch operator; the empty file was removed".replace(
+            "2.opreplay", str(server.folder / "2.opreplay"), 1
+        )
+    )
     server.process.send_signal(signal.SIGUSR1)
     server.says("capture to 3.opreplay begins")
     server.ask(7)
@@ -188,8 +197,14 @@ def test_what_cannot_be_captured_is_said_and_the_program_goes_on(tmp_path: Path)
         requests.close()
 
 
-@pytest.mark.parametrize(("options", "said"), [({"payload": "some"}, "payload='some'"), ({"nothing": 1}, "nothing"),
-                                               ({"signal": signal.SIGKILL}, "cannot be handled")])
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"payload": "some"}, "payload='some'"),
+        ({"nothing": 1}, "nothing"),
+        ({"signal": signal.SIGKILL}, "cannot be handled"),
+    ],
+)
 def test_wrong_options_are_refused_at_once(tmp_path: Path, options: dict[str, Any], said: str) -> None:
     with pytest.raises(UsageError, match=said):
         replayfmt.request_capture(tmp_path / "x.opreplay", **options)

@@ -9,17 +9,17 @@ import pytest
 
 from .running import CHECK, Captured, capture, environment, started
 
-HEAD = '''
+HEAD = """
 import os, signal, sys, threading, time
 import torch
 torch.set_num_threads(1)
 x = torch.rand(600, 600)
-'''
+"""
 
 PROGRAMS = {
     # Nearly all time is spent in operators, so nearly every signal comes while one is being recorded.
     "in operators": "x @ x\nprint('ready', flush=True)\nwhile True:\n    x = x @ x / 1000\n",
-    "in a backward pass": '''
+    "in a backward pass": """
 w = torch.rand(300, 300, requires_grad=True)
 w @ w
 print('ready', flush=True)
@@ -29,9 +29,9 @@ while True:
         y = torch.tanh(y @ w)
     y.sum().backward()
     w.grad = None
-''',
+""",
     "in short operators": "y = torch.ones(2)\nprint('ready', flush=True)\nwhile True:\n    y = y + 1\n",
-    "waiting for a thread": '''
+    "waiting for a thread": """
 def work():
     global x
     x = x @ x / 1000
@@ -41,15 +41,15 @@ def work():
 thread = threading.Thread(target=work, daemon=False)
 thread.start()
 thread.join()
-''',
-    "at the end": '''
+""",
+    "at the end": """
 x @ x
 def last():
     threading.main_thread().join()
     print('ready', flush=True)
     time.sleep(600)
 threading.Thread(target=last).start()
-''',
+""",
 }
 
 
@@ -72,7 +72,9 @@ def test_sigterm_closes_the_capture_and_exits_with_143(tmp_path, where):
 
 @pytest.mark.slow
 def test_a_capture_from_python_is_closed_too_and_the_signal_is_as_it_was_afterwards(tmp_path):
-    (tmp_path / "library.py").write_text(HEAD + '''
+    (tmp_path / "library.py").write_text(
+        HEAD
+        + """
 import replayfmt
 with replayfmt.capture("first.opreplay"):
     x + 1
@@ -87,9 +89,16 @@ with replayfmt.capture("second.opreplay"):
     print("ready", flush=True)
     while True:
         x = x @ x / 1000
-''')
-    process = subprocess.Popen([sys.executable, "library.py"], cwd=tmp_path, env=environment(), text=True,
-                               stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+"""
+    )
+    process = subprocess.Popen(
+        [sys.executable, "library.py"],
+        cwd=tmp_path,
+        env=environment(),
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
     assert [process.stdout.readline() for _ in range(2)] == ["-15\n", "ready\n"]
     process.send_signal(signal.SIGTERM)
     _, errors = process.communicate(timeout=600)
@@ -99,7 +108,9 @@ with replayfmt.capture("second.opreplay"):
 
 @pytest.mark.slow
 def test_the_programs_own_sigterm_handler_is_respected(tmp_path):
-    (tmp_path / "own.py").write_text(HEAD + '''
+    (tmp_path / "own.py").write_text(
+        HEAD
+        + """
 x + 1
 def handler(number, frame):
     print("mine", number, callable(previous), flush=True)
@@ -107,7 +118,8 @@ def handler(number, frame):
 previous = signal.signal(signal.SIGTERM, handler)
 print('ready', flush=True)
 time.sleep(600)
-''')
+"""
+    )
     process = started(tmp_path, "-o", "own.opreplay", "own.py")
     process.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=600)
@@ -117,19 +129,24 @@ time.sleep(600)
 
 @pytest.mark.slow
 def test_a_program_that_ignores_sigterm_goes_on(tmp_path):
-    (tmp_path / "ignoring.py").write_text(HEAD + '''
+    (tmp_path / "ignoring.py").write_text(
+        HEAD
+        + """
 x + 1
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 os.kill(os.getpid(), signal.SIGTERM)
 print("still here")
-''')
+"""
+    )
     done = capture(tmp_path, "-o", "i.opreplay", "ignoring.py")
     assert (done.returncode, done.stdout) == (0, "still here\n")
 
 
 @pytest.mark.slow
 def test_an_interrupt_is_a_keyboard_interrupt_and_130(tmp_path):
-    (tmp_path / "interrupted.py").write_text(HEAD + '''
+    (tmp_path / "interrupted.py").write_text(
+        HEAD
+        + """
 try:
     x @ x
     print('ready', flush=True)
@@ -137,7 +154,8 @@ try:
         x = x @ x / 1000
 finally:
     print("cleaned up", flush=True)
-''')
+"""
+    )
     process = started(tmp_path, "-o", "i.opreplay", "interrupted.py")
     process.send_signal(signal.SIGINT)
     output, errors = process.communicate(timeout=600)
@@ -148,7 +166,9 @@ finally:
 
 @pytest.mark.slow
 def test_a_killed_capture_leaves_a_partial_file_that_check_explains_and_recovers(tmp_path):
-    (tmp_path / "killed.py").write_text(HEAD + '''
+    (tmp_path / "killed.py").write_text(
+        HEAD
+        + """
 from replayfmt.format.reader import open_capture
 for _ in range(50):
     x = x @ x / 1000
@@ -158,7 +178,8 @@ while written() < 101:  # what is buffered gets into the file by itself
     time.sleep(0.05)
 print('ready', flush=True)
 time.sleep(600)
-''')
+"""
+    )
     process = started(tmp_path, "-o", "k.opreplay", "killed.py")
     process.kill()
     process.communicate(timeout=600)
@@ -168,8 +189,9 @@ time.sleep(600)
     explained = subprocess.run([CHECK, partial], env=environment(), capture_output=True, text=True)
     assert explained.returncode == 3
     assert "never closed" in explained.stdout + explained.stderr
-    recovered = subprocess.run([CHECK, partial, "--recover", tmp_path / "r.opreplay"], env=environment(),
-                               capture_output=True, text=True)
+    recovered = subprocess.run(
+        [CHECK, partial, "--recover", tmp_path / "r.opreplay"], env=environment(), capture_output=True, text=True
+    )
     assert recovered.returncode == 0, recovered.stderr
     assert Captured(tmp_path / "r.opreplay").op_names.count("aten::mm.default") == 50
 

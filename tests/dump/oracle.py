@@ -24,8 +24,20 @@ from replayfmt.format.reader import CaptureReader
 from replayfmt.format.records.digest import TensorDigest
 
 ID_TYPES = StorageValue | GeneratorValue | PayloadValue | RangeValue | RecipeValue
-PLAIN_TYPES = (type(None), bool, int, float, complex, str, DType, Layout, MemoryFormat, DeviceValue, ProcessGroupValue,
-               OpaqueValue)
+PLAIN_TYPES = (
+    type(None),
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    DType,
+    Layout,
+    MemoryFormat,
+    DeviceValue,
+    ProcessGroupValue,
+    OpaqueValue,
+)
 
 
 def plain(reader: CaptureReader, value: Any) -> Any:
@@ -60,9 +72,14 @@ def content(reader: CaptureReader, node: Node, value: Any) -> dict[str, Any]:
     """A value's object, without its name."""
     row: dict[str, Any] = {"type": node.kind.name}
     if isinstance(value, TensorValue):
-        row |= {"tensor": value.id, "storage": value.storage or None, "dtype": value.meta.dtype.name,
-                "sizes": list(value.meta.sizes), "strides": list(value.meta.strides),
-                "offset": plain(reader, value.offset)}
+        row |= {
+            "tensor": value.id,
+            "storage": value.storage or None,
+            "dtype": value.meta.dtype.name,
+            "sizes": list(value.meta.sizes),
+            "strides": list(value.meta.strides),
+            "offset": plain(reader, value.offset),
+        }
         if len(reader.devices) > 2:
             row["device"] = str(reader.devices[value.meta.device])
         if value.meta.layout != Layout.strided:
@@ -106,15 +123,25 @@ def row(reader: CaptureReader, record: Record) -> dict[str, Any]:
         frame = reader.frame(reader.frame_of(record.ordinal))
         measured = {} if frame.device_duration_ns is None else {"device_duration_ns": record.device_duration_ns}
         return start | {
-            "op": kernel.name, "overload": kernel.overload, "kernel": signature.kernel, "scope": scope,
-            "device": str(reader.devices[tensors[0].meta.device]) if tensors else None, "thread": record.thread,
-            "status": signature.status.name, "start_ns": record.start_ns, "duration_ns": record.duration_ns,
+            "op": kernel.name,
+            "overload": kernel.overload,
+            "kernel": signature.kernel,
+            "scope": scope,
+            "device": str(reader.devices[tensors[0].meta.device]) if tensors else None,
+            "thread": record.thread,
+            "status": signature.status.name,
+            "start_ns": record.start_ns,
+            "duration_ns": record.duration_ns,
             **measured,
-            "args": [{"name": node.name} | content(reader, node, value)
-                     for node, value in zip(signature.args, record.args, strict=True)],
-            "results": [content(reader, node, value)
-                        for node, value in zip(signature.results, record.results, strict=True)],
-            **said, "frame_offset": record.frame_offset,
+            "args": [
+                {"name": node.name} | content(reader, node, value)
+                for node, value in zip(signature.args, record.args, strict=True)
+            ],
+            "results": [
+                content(reader, node, value) for node, value in zip(signature.results, record.results, strict=True)
+            ],
+            **said,
+            "frame_offset": record.frame_offset,
         }
     fields: dict[str, Any] = {}
     for node, value in zip(signature.args, record.args, strict=True):
@@ -134,5 +161,14 @@ def row(reader: CaptureReader, record: Record) -> dict[str, Any]:
         fields["hash"] = None if digest is None else digest.hex
         fields |= {name: None if digest is None else plain(reader, getattr(digest, name)) for name in names}
         fields["sample"] = None if digest is None else [plain(reader, value) for value in digest.sample]
-    return start | fields | {"scope": scope, "thread": record.thread, "start_ns": record.start_ns,
-                             **said, "frame_offset": record.frame_offset}
+    return (
+        start
+        | fields
+        | {
+            "scope": scope,
+            "thread": record.thread,
+            "start_ns": record.start_ns,
+            **said,
+            "frame_offset": record.frame_offset,
+        }
+    )

@@ -58,4 +58,4 @@ def test_a_changed_bit_is_refused_or_changes_no_record(small: bytes, tmp_path: P
         path.write_bytes(data)
         found = rows(path)
         if found is not None:
-            assert [row for row in found if "ordinal" in row] == whole[:sum("ordinal" in row for row in found)]
+            assert [row for row in found if "ordinal" in row] == whole[: sum("ordinal" in row for row in found)]

@@ -26,7 +26,7 @@ def test_text_is_the_default_and_jsonl_is_asked_for(run: Run, plain: Path) -> No
 
 
 def test_jq_implies_jsonl_and_contradicts_text(run: Run, plain: Path) -> None:
-    assert run("--jq", "select(.kind==\"op\") | .op", "--ops=1:3", plain).output == '"aten::add"\n"aten::mul"\n'
+    assert run("--jq", 'select(.kind=="op") | .op', "--ops=1:3", plain).output == '"aten::add"\n"aten::mul"\n'
     assert run("--format=jsonl", "--jq", ".kind", "--summary", plain).output == '"file"\n"summary"\n'
     wrong = run("--format=text", "--jq", ".", plain)
     assert (wrong.code, wrong.output) == (2, "") and "--jq" in wrong.error
@@ -35,7 +35,9 @@ def test_jq_implies_jsonl_and_contradicts_text(run: Run, plain: Path) -> None:
 def test_summary_is_the_first_part_of_either_format(run: Run, plain: Path) -> None:
     assert run(plain).output.startswith(run("--summary", plain).output)
     assert [json.loads(line)["kind"] for line in run("--summary", "--format=jsonl", plain).output.splitlines()] == [
-        "file", "summary"]
+        "file",
+        "summary",
+    ]
 
 
 def test_selections_reach_the_records(run: Run, plain: Path) -> None:
@@ -45,9 +47,21 @@ def test_selections_reach_the_records(run: Run, plain: Path) -> None:
     assert len(run("--scope=execute", "--jq", count, plain).output.splitlines()) == 100
 
 
-@pytest.mark.parametrize("arguments", [
-    ["--ops=1"], ["--ops=9:1"], ["--ops=x:y"], ["--jq", ".["], ["--format=xml"], ["--no-such-flag"], ["--ops"],
-    ["--summary", "--ops=1:2"], ["--summary", "--scope=execute"], ["--summary", "--kernel=aten::mm"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--ops=1"],
+        ["--ops=9:1"],
+        ["--ops=x:y"],
+        ["--jq", ".["],
+        ["--format=xml"],
+        ["--no-such-flag"],
+        ["--ops"],
+        ["--summary", "--ops=1:2"],
+        ["--summary", "--scope=execute"],
+        ["--summary", "--kernel=aten::mm"],
+    ],
+)
 def test_wrong_usage_is_exit_code_2(run: Run, plain: Path, arguments: list[str]) -> None:
     for ran in (run(*arguments, plain), run(*arguments[:1], *arguments[1:], "missing.opreplay")):
         assert (ran.code, ran.output) == (2, "") and "Traceback" not in ran.error
@@ -58,8 +72,13 @@ def test_a_missing_argument_is_exit_code_2(run: Run) -> None:
 
 
 def test_what_cannot_be_done_with_this_capture_is_one_line(run: Run, plain: Path) -> None:
-    for arguments, code in ((["--scope=nowhere"], 2), (["--kernel=aten::nothing"], 2), (["--ops=900:"], 2),
-                            (["--signatures", "--kernel=aten::nothing"], 2), (["--jq", ".kind + 1"], 1)):
+    for arguments, code in (
+        (["--scope=nowhere"], 2),
+        (["--kernel=aten::nothing"], 2),
+        (["--ops=900:"], 2),
+        (["--signatures", "--kernel=aten::nothing"], 2),
+        (["--jq", ".kind + 1"], 1),
+    ):
         ran = run(*arguments, plain)
         assert ran.code == code and ran.error.startswith("INVALID_ARGUMENT: ") and ran.error.count("\n") == 1
 
@@ -139,8 +158,9 @@ def test_the_dump_works_where_torch_cannot_be_imported(plain: Path) -> None:
         "            raise ImportError(name + ' is blocked')\n"
         "sys.meta_path.insert(0, Blocked())\n"
         "from opreplay_tools.dump import main\n"
-        "main()\n")
-    command = [sys.executable, "-c", program, "--jq", "select(.kind==\"op\") | .ordinal", "--ops=98:", str(plain)]
+        "main()\n"
+    )
+    command = [sys.executable, "-c", program, "--jq", 'select(.kind=="op") | .ordinal', "--ops=98:", str(plain)]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert (ran.returncode, ran.stdout, ran.stderr) == (0, "98\n99\n100\n", "")
 

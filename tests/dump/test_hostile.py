@@ -72,8 +72,9 @@ def test_tensors_of_absurd_rank_are_refused(tmp_path: Path) -> None:
     kernel = w.kernel(Kernel("a::b", "default", ""))
     storage = b.storage(8000, cpu)
     for offset in range(1100):
-        b.record(Signature(RecordKind.op, (Node(V.tensor, "x"),), (), kernel, OpStatus.ok),
-                 [b.tensor(storage, meta, offset)])
+        b.record(
+            Signature(RecordKind.op, (Node(V.tensor, "x"),), (), kernel, OpStatus.ok), [b.tensor(storage, meta, offset)]
+        )
     b.frame()
     with open_capture(b.close()) as reader:
         for make in (jsonl_chunks, text_chunks):

@@ -40,7 +40,8 @@ def test_the_playbook_has_a_section_for_every_tool_and_for_failures() -> None:
 
 @pytest.mark.parametrize("tool", TOOLS)
 def test_every_tool_prints_its_part_and_run_prints_all(
-        tool: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    tool: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(sys, "argv", [f"opreplay-{tool}", "--agents-md"])
     with pytest.raises(SystemExit) as left:
         importlib.import_module(f"opreplay_tools.{TOOLS[tool]}").main()
@@ -56,7 +57,7 @@ def test_every_tool_prints_its_part_and_run_prints_all(
 
 def test_every_flag_in_the_playbook_exists() -> None:
     known = set().union(*(flags(tool) for tool in TOOLS)) | {"--help"}
-    script = files("replayfmt.export").joinpath("replay_script.py").read_text(encoding="utf-8")     # of an export
+    script = files("replayfmt.export").joinpath("replay_script.py").read_text(encoding="utf-8")  # of an export
     known |= set(re.findall(r'add_argument\("(--[a-z-]+)"', script))
     assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", WHOLE)) <= known
     for tool in TOOLS:
@@ -74,12 +75,17 @@ def test_the_playbook_names_the_flags_that_matter_of_every_tool() -> None:
 
 
 def test_the_messages_of_the_troubleshooting_table_are_ones_that_the_code_can_say() -> None:
-    sources = "\n".join(path.read_text(encoding="utf-8") for folder in ("replayfmt", "tools")
-                        for path in (ROOT / folder).rglob("*.py"))
+    sources = "\n".join(
+        path.read_text(encoding="utf-8") for folder in ("replayfmt", "tools") for path in (ROOT / folder).rglob("*.py")
+    )
     sources = re.sub(r'"\s*\n\s*f?"', "", sources)  # literals that go on over lines
     table = WHOLE.partition("## Troubleshooting")[2]
-    messages = [message for row in re.findall(r"^\| ([^|]+) \|", table, re.MULTILINE)
-                for message in re.findall(r"`([^`]+)`", row) if not message.startswith("opreplay-")]
+    messages = [
+        message
+        for row in re.findall(r"^\| ([^|]+) \|", table, re.MULTILINE)
+        for message in re.findall(r"`([^`]+)`", row)
+        if not message.startswith("opreplay-")
+    ]
     assert len(messages) > 12
     for message in messages:
         # What stands for something else in the message: a number, a device, a list.

@@ -44,8 +44,10 @@ def test_slurp_gives_the_filter_all_rows_at_once() -> None:
 
     assert slurped("map(.a) | add", '{"a":1}\n{"a":2}\n', '{"a":4}\n') == ["7"]
     assert slurped("length", "") == ["0"]
-    assert slurped("group_by(.op)[] | [.[0].op, length] | @tsv", '{"op":"b"}\n{"op":"a"}\n{"op":"b"}\n',
-                   raw=True) == ["a\t1", "b\t2"]
+    assert slurped("group_by(.op)[] | [.[0].op, length] | @tsv", '{"op":"b"}\n{"op":"a"}\n{"op":"b"}\n', raw=True) == [
+        "a\t1",
+        "b\t2",
+    ]
     with pytest.raises(FilterFailed, match=r"failed on the array of all rows: \[{"):
         slurped("map(.a + 1 | error)", '{"a":1}\n')
 
@@ -59,10 +61,16 @@ def test_numbers_are_printed_by_jq_itself_without_loss() -> None:
 
 
 def test_a_filter_may_be_written_in_every_way_that_jq_takes() -> None:
-    for text, expected in (("1, 2", ["1", "2"]), (". as $x | $x, 3 # comment", ["7", "3"]), ("def f: 1; f", ["1"]),
-                           (". # comment \\", ["7"]),
-                           ("try error(\"x\") catch .", ['"x"']), ("if . then 1 end # a \n # b", ["1"]),
-                           ("label $out | 5, break $out, 6", ["5"]), ("reduce (1, 2) as $i (.; . + $i)", ["10"])):
+    for text, expected in (
+        ("1, 2", ["1", "2"]),
+        (". as $x | $x, 3 # comment", ["7", "3"]),
+        ("def f: 1; f", ["1"]),
+        (". # comment \\", ["7"]),
+        ('try error("x") catch .', ['"x"']),
+        ("if . then 1 end # a \n # b", ["1"]),
+        ("label $out | 5, break $out, 6", ["5"]),
+        ("reduce (1, 2) as $i (.; . + $i)", ["10"]),
+    ):
         assert ask(text, "7") == expected, text
 
 
@@ -74,7 +82,7 @@ def test_a_filter_that_does_not_compile_is_wrong_usage_in_jqs_words(text: str) -
 
 
 def test_an_error_names_the_row_it_happened_on_and_keeps_the_results_before_it() -> None:
-    results = Query("if .a == 2 then error(\"too\\nbad\") else .a end").apply(['{"a":1}\n{"a":2}\n{"a":3}\n'])
+    results = Query('if .a == 2 then error("too\\nbad") else .a end').apply(['{"a":1}\n{"a":2}\n{"a":3}\n'])
     assert next(results) == "1\n"
     with pytest.raises(FilterFailed, match=r'too bad.*on this row: {"a":2}'):
         next(results)
@@ -84,9 +92,17 @@ def test_an_error_names_the_row_it_happened_on_and_keeps_the_results_before_it()
 
 
 @pytest.mark.skipif(which("jq") is None, reason="compares with the jq command")
-@pytest.mark.parametrize("text", [
-    'select(.kind=="op") | [.op, .args[].value]', ".kind", "keys_unsorted", ".ordinal // empty", "[paths] | length",
-    'select(.ordinal | not) | to_entries | map("\\(.key)=\\(.value)") | join(" ")'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        'select(.kind=="op") | [.op, .args[].value]',
+        ".kind",
+        "keys_unsorted",
+        ".ordinal // empty",
+        "[paths] | length",
+        'select(.ordinal | not) | to_entries | map("\\(.key)=\\(.value)") | join(" ")',
+    ],
+)
 def test_output_equals_that_of_the_jq_command(every: Path, text: str) -> None:
     with open_capture(every) as reader:
         rows = "".join(jsonl_chunks(reader, Selection()))
@@ -94,4 +110,5 @@ def test_output_equals_that_of_the_jq_command(every: Path, text: str) -> None:
     ours = "".join(Query(text).apply([rows]))
     # By value: versions of jq differ in whether 1.0 stays 1.0.
     assert [json.loads(line) for line in ours[:-1].split("\n")] == [
-        json.loads(line) for line in theirs[:-1].split("\n")]
+        json.loads(line) for line in theirs[:-1].split("\n")
+    ]

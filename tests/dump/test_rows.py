@@ -96,7 +96,8 @@ def test_the_capture_of_these_tests_has_every_kind_of_record_and_of_value(every:
     # Collectives are reserved and cannot be written yet.
     assert {kind.name for kind in RecordKind} - {row["kind"] for row in found} == {"none", "collective"}
     assert {"file", "summary", "session", "device", "kernel", "generator", "scope", "storage", "payload"} <= {
-        row["kind"] for row in found}
+        row["kind"] for row in found
+    }
     types = {argument["type"] for row in found if row["kind"] == "op" for argument in row["args"]}
     assert types == {kind.name for kind in V}
 
@@ -105,7 +106,7 @@ def test_rows_carry_the_keys_of_the_design_in_its_order(plain: Path) -> None:
     examples = {
         "file": "kind path version complete length",
         "summary": "kind hermetic environment_referenced strict_replay_supported ops kernels storages scopes payloads "
-                   "files file_bytes file_validation unsupported",
+        "files file_bytes file_validation unsupported",
         "kernel": "kind id name overload schema calls",
         "storage": "kind id device bytes origin payload",
         "payload": "kind id bytes digest range",
@@ -116,8 +117,16 @@ def test_rows_carry_the_keys_of_the_design_in_its_order(plain: Path) -> None:
         row = of_kind(plain, kind)[0]
         assert [key for key in row if key in keys.split()] == keys.split()
     op = of_kind(plain, "op")[0]
-    assert op["args"][0] == {"name": "self", "type": "tensor", "tensor": 1, "storage": 1, "dtype": "float32",
-                             "sizes": [4], "strides": [1], "offset": 0}
+    assert op["args"][0] == {
+        "name": "self",
+        "type": "tensor",
+        "tensor": 1,
+        "storage": 1,
+        "dtype": "float32",
+        "sizes": [4],
+        "strides": [1],
+        "offset": 0,
+    }
     assert list(op["args"][0]) == ["name", "type", "tensor", "storage", "dtype", "sizes", "strides", "offset"]
     assert list(op["results"][0])[0] == "type"
 
@@ -126,8 +135,15 @@ def test_definitions_say_what_the_capture_defines(every: Path) -> None:
     found = rows(every)
     assert [row["kind"] for row in found[:3]] == ["file", "summary", "session"]
     with open_capture(every) as reader:
-        assert found[0] == {"kind": "file", "path": str(every), "version": "1.2", "complete": True,
-                            "length": every.stat().st_size, "incomplete_reason": None, "warnings": []}
+        assert found[0] == {
+            "kind": "file",
+            "path": str(every),
+            "version": "1.2",
+            "complete": True,
+            "length": every.stat().st_size,
+            "incomplete_reason": None,
+            "warnings": [],
+        }
         session = found[2]
         assert session["created_unix_ns"] == str(SESSION.created_unix_ns)
         assert session["created"] == "2026-09-21T14:13:20Z"
@@ -139,23 +155,56 @@ def test_definitions_say_what_the_capture_defines(every: Path) -> None:
         where = payload["range"]
         assert where["compression"] in ("none", "zstd")
         if where["compression"] == "none":
-            assert every.read_bytes()[where["offset"]:][:where["length"]] == bytes(reader.payload(1))
+            assert every.read_bytes()[where["offset"] :][: where["length"]] == bytes(reader.payload(1))
     assert of_kind(every, "device")[1] == {
-        "kind": "device", "id": 2, "device": "cuda:0", "type": "cuda", "index": 0, "name": "A GPU",
-        "fingerprint": {"capability": [9, 0], "memory": 151397597184}}
+        "kind": "device",
+        "id": 2,
+        "device": "cuda:0",
+        "type": "cuda",
+        "index": 0,
+        "name": "A GPU",
+        "fingerprint": {"capability": [9, 0], "memory": 151397597184},
+    }
     assert of_kind(every, "generator") == [{"kind": "generator", "id": 1, "device": "cpu", "default": True}]
-    assert of_kind(every, "scope")[1] == {"kind": "scope", "id": 2, "name": "step 3", "path": "execute/step 3",
-                                          "parent": 1}
+    assert of_kind(every, "scope")[1] == {
+        "kind": "scope",
+        "id": 2,
+        "name": "step 3",
+        "path": "execute/step 3",
+        "parent": 1,
+    }
     assert of_kind(every, "storage") == [
         {"kind": "storage", "id": 1, "device": "cpu", "bytes": 4096, "origin": "payload", "payload": 1},
         {"kind": "storage", "id": 2, "device": "cpu", "bytes": 64, "origin": "absent", "payload": None},
         {"kind": "storage", "id": 3, "device": "cpu", "bytes": 1024, "origin": "op", "payload": None},
-        {"kind": "storage", "id": 4, "device": "cpu", "bytes": 64, "origin": "external_file", "payload": None,
-         "range": 1},
-        {"kind": "storage", "id": 5, "device": "cpu", "bytes": 5, "origin": "external_file", "payload": None,
-         "range": 2},
-        {"kind": "storage", "id": 6, "device": "cpu", "bytes": 100, "origin": "initializer", "payload": None,
-         "recipe": 1}]
+        {
+            "kind": "storage",
+            "id": 4,
+            "device": "cpu",
+            "bytes": 64,
+            "origin": "external_file",
+            "payload": None,
+            "range": 1,
+        },
+        {
+            "kind": "storage",
+            "id": 5,
+            "device": "cpu",
+            "bytes": 5,
+            "origin": "external_file",
+            "payload": None,
+            "range": 2,
+        },
+        {
+            "kind": "storage",
+            "id": 6,
+            "device": "cpu",
+            "bytes": 100,
+            "origin": "initializer",
+            "payload": None,
+            "recipe": 1,
+        },
+    ]
 
 
 def test_the_summary_says_what_speaks_against_a_strict_replay(every: Path, plain: Path) -> None:
@@ -177,8 +226,9 @@ def one_obstacle(path: Path, obstacle: str) -> bool:
     b = Builder(path)
     cpu = b.writer.device(Device("cpu"))
     meta = b.writer.meta(TensorMeta(DType.float32, STRIDED, cpu, (4,), (1,)))
-    kernel = b.writer.kernel(Kernel(
-        "test::op", "default", "", KernelKind.triton if obstacle == "triton" else KernelKind.operator))
+    kernel = b.writer.kernel(
+        Kernel("test::op", "default", "", KernelKind.triton if obstacle == "triton" else KernelKind.operator)
+    )
     origin = StorageOrigin.absent if obstacle == "absent" else StorageOrigin.op
     tensor = b.tensor(b.storage(16, cpu, origin), meta)
     argument = Node(V.opaque, "x", "a thing") if obstacle == "opaque" else Node(V.none, "x")
@@ -226,8 +276,21 @@ def test_every_signature_row_is_as_the_schema_says(name: str, request: pytest.Fi
 def test_the_schema_knows_every_kind_and_no_other() -> None:
     jsonschema.Draft202012Validator.check_schema(SCHEMA)
     kinds = {reference["$ref"].removeprefix("#/$defs/row_") for reference in SCHEMA["oneOf"]}
-    definitions = {"file", "summary", "session", "device", "kernel", "generator", "scope", "payload", "external_file",
-                   "range", "recipe", "signature", "storage"}
+    definitions = {
+        "file",
+        "summary",
+        "session",
+        "device",
+        "kernel",
+        "generator",
+        "scope",
+        "payload",
+        "external_file",
+        "range",
+        "recipe",
+        "signature",
+        "storage",
+    }
     assert kinds == definitions | {kind.name for kind in RecordKind if kind != RecordKind.none}
     for kind in kinds:
         assert documented_keys(kind) == list(SCHEMA["$defs"][f"row_{kind}"]["properties"])
@@ -244,8 +307,13 @@ def test_the_schema_knows_every_kind_and_no_other() -> None:
 def test_the_schema_refuses_what_is_not_a_row() -> None:
     validator = jsonschema.Draft202012Validator(SCHEMA)
     assert validator.is_valid({"kind": "generator", "id": 1, "device": "cpu", "default": True})
-    for wrong in ({"kind": "generator", "id": 0, "device": "cpu", "default": True}, {"kind": "generator"},
-                  {"kind": "generator", "id": 1, "device": "cpu", "default": True, "more": 1}, {"kind": "nothing"}, 3):
+    for wrong in (
+        {"kind": "generator", "id": 0, "device": "cpu", "default": True},
+        {"kind": "generator"},
+        {"kind": "generator", "id": 1, "device": "cpu", "default": True, "more": 1},
+        {"kind": "nothing"},
+        3,
+    ):
         assert not validator.is_valid(wrong)
 
 
@@ -324,37 +392,60 @@ def constants(kind: V) -> st.SearchStrategy[Any]:
 
 
 LEAVES = st.sampled_from([kind for kind in V if kind not in (V.list, V.tuple, V.composite)]).flatmap(
-    lambda kind: st.builds(Node, st.just(kind), TEXTS, constants(kind)))
-NODES = st.recursive(LEAVES, lambda children: st.one_of(
-    st.builds(Node, st.sampled_from([V.list, V.tuple]), TEXTS, st.none(), st.lists(children, max_size=4).map(tuple)),
-    st.builds(Node, st.just(V.composite), TEXTS, TEXTS, st.lists(children, max_size=3).map(tuple)),
-    st.builds(lambda child, times: Node(V.list, "run", None, (child,) * times), LEAVES, st.integers(2, 5)),
-), max_leaves=12)
+    lambda kind: st.builds(Node, st.just(kind), TEXTS, constants(kind))
+)
+NODES = st.recursive(
+    LEAVES,
+    lambda children: st.one_of(
+        st.builds(
+            Node, st.sampled_from([V.list, V.tuple]), TEXTS, st.none(), st.lists(children, max_size=4).map(tuple)
+        ),
+        st.builds(Node, st.just(V.composite), TEXTS, TEXTS, st.lists(children, max_size=3).map(tuple)),
+        st.builds(lambda child, times: Node(V.list, "run", None, (child,) * times), LEAVES, st.integers(2, 5)),
+    ),
+    max_leaves=12,
+)
 
 
 @pytest.mark.slow
 @settings(max_examples=60)
 @given(data=st.data(), args=st.lists(NODES, max_size=5), results=st.lists(NODES, max_size=2))
 def test_rows_of_any_signature_and_any_values_equal_the_slow_way(
-        data: st.DataObject, args: list[Node], results: list[Node], tmp_path_factory: pytest.TempPathFactory) -> None:
+    data: st.DataObject, args: list[Node], results: list[Node], tmp_path_factory: pytest.TempPathFactory
+) -> None:
     b = Builder(tmp_path_factory.mktemp("any") / "any.opreplay")
     w = b.writer
     cpu = w.device(Device("cpu"))
-    metas = [w.meta(TensorMeta(DType.float32, STRIDED, cpu, (2, 3), (3, 1))),
-             w.meta(TensorMeta(DType.bool, Layout.sparse_csr, cpu, (), (), TensorFlag.neg))]
+    metas = [
+        w.meta(TensorMeta(DType.float32, STRIDED, cpu, (2, 3), (3, 1))),
+        w.meta(TensorMeta(DType.bool, Layout.sparse_csr, cpu, (), (), TensorFlag.neg)),
+    ]
     storage, generator, payload = b.storage(64, cpu), w.generator(Generator(cpu, False)), w.payload(b"x")
     tensors = [b.tensor(storage, metas[0]), b.tensor(0, metas[1]), b.tensor(storage, metas[0], 2**54)]
     signature = Signature(RecordKind.op, tuple(args), tuple(results), w.kernel(Kernel("a::b", "c", "d")), OpStatus.ok)
     place = w.range(FileRange(w.file(ExternalFile("/a", 9)), 1, 2))
-    fixed = {V.storage: storage, V.generator: generator, V.payload: payload, V.range: place,
-             V.recipe: w.recipe(Recipe(DType.int8, 1, 1))}
+    fixed = {
+        V.storage: storage,
+        V.generator: generator,
+        V.payload: payload,
+        V.range: place,
+        V.recipe: w.recipe(Recipe(DType.int8, 1, 1)),
+    }
     notes = [0, w.annotation({"import": "exact"})]
     for _ in range(2):
-        ints = [fixed[node.kind] if node.kind in fixed else data.draw(st.integers(-2**63, 2**63 - 1))
-                for node in signature.nodes if node.kind in fixed or node.kind == V.int]
+        ints = [
+            fixed[node.kind] if node.kind in fixed else data.draw(st.integers(-(2**63), 2**63 - 1))
+            for node in signature.nodes
+            if node.kind in fixed or node.kind == V.int
+        ]
         drawn = [data.draw(st.floats()) for _ in range(signature.slots[2])]
-        b.record(signature, [data.draw(st.sampled_from(tensors)) for _ in range(signature.slots[0])], ints, drawn,
-                 annotation=data.draw(st.sampled_from(notes)))
+        b.record(
+            signature,
+            [data.draw(st.sampled_from(tensors)) for _ in range(signature.slots[0])],
+            ints,
+            drawn,
+            annotation=data.draw(st.sampled_from(notes)),
+        )
     b.frame()
     with open_capture(b.close()) as reader:
         fast = [row for row in map(json.loads, lines(reader)) if "ordinal" in row]
@@ -364,7 +455,8 @@ def test_rows_of_any_signature_and_any_values_equal_the_slow_way(
 
 
 def test_a_chunk_stays_bounded_however_long_the_rows_of_a_capture_are(
-        every: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    every: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with open_capture(every) as reader:
         whole = "".join(jsonl_chunks(reader, EVERYTHING))
         monkeypatch.setattr(values, "CHUNK_CHARACTERS", 100_000)

@@ -24,22 +24,32 @@ def ordinals(path: Path, **asked: Any) -> list[int]:
     return [row["ordinal"] for row in found[2:]]
 
 
-@pytest.mark.parametrize(("text", "start", "stop"), [
-    ("10:20", 10, 20), (":20", 0, 20), ("10:", 10, None), (":", 0, None), ("3:3", 3, 3), ("007:8", 7, 8)])
+@pytest.mark.parametrize(
+    ("text", "start", "stop"),
+    [("10:20", 10, 20), (":20", 0, 20), ("10:", 10, None), (":", 0, None), ("3:3", 3, 3), ("007:8", 7, 8)],
+)
 def test_a_range_is_half_open_and_either_end_may_be_missing(text: str, start: int, stop: int | None) -> None:
     assert parse_range(text) == (start, stop)
 
 
-@pytest.mark.parametrize("text", [
-    "", "5", "a:b", "-1:3", "1:-3", "1:2:3", "5:2", "1.5:2", " 1:2", "१:२", "1:" + "9" * 99])
+@pytest.mark.parametrize(
+    "text", ["", "5", "a:b", "-1:3", "1:-3", "1:2:3", "5:2", "1.5:2", " 1:2", "१:२", "1:" + "9" * 99]
+)
 def test_anything_else_is_no_range(text: str) -> None:
     with pytest.raises(UsageError, match="--ops"):
         parse_range(text)
 
 
-@pytest.mark.parametrize(("start", "stop", "expected"), [
-    (0, 3, [0, 1, 2]), (8, 12, [8, 9, 10, 11]), (20, 30, list(range(20, 30))), (99, None, [99, 100, 101]),
-    (99, 10**17, [99, 100, 101])])
+@pytest.mark.parametrize(
+    ("start", "stop", "expected"),
+    [
+        (0, 3, [0, 1, 2]),
+        (8, 12, [8, 9, 10, 11]),
+        (20, 30, list(range(20, 30))),
+        (99, None, [99, 100, 101]),
+        (99, 10**17, [99, 100, 101]),
+    ],
+)
 def test_ops_takes_these_ordinals_across_frames(plain: Path, start: int, stop: int | None, expected: list[int]) -> None:
     assert ordinals(plain, start=start, stop=stop) == expected
 
@@ -101,15 +111,18 @@ def test_several_names_take_what_any_of_them_takes(every: Path, plain: Path) -> 
     assert one and other and ordinals(every, scope=("k0", "</script>")) == sorted({*one, *other})
 
 
-@pytest.mark.parametrize(("asked", "said"), [
-    ({"start": 5, "stop": 5}, "^--ops=5:5: selects no record of "),
-    ({"start": 0, "stop": 0}, "^--ops=:0: selects no record of "),
-    ({"start": 500}, "^--ops=500:: .* has 102 records, with ordinals from 0 to 101$"),
-    ({"kernel": "aten::mul.out"}, "^--kernel=aten::mul.out: .* has no op of that name; opreplay-dump --signatures"),
-    ({"kernel": ("aten::mul", "ATEN::ADD")}, "^--kernel=ATEN::ADD: .* has no op of that name"),
-    ({"scope": ("execute", "nowhere")}, "^--scope=nowhere: .* has no scope of that name"),
-    ({"stop": 2, "kernel": "aten::mul"}, "^--ops=:2 --kernel=aten::mul: selects no record of "),
-])
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({"start": 5, "stop": 5}, "^--ops=5:5: selects no record of "),
+        ({"start": 0, "stop": 0}, "^--ops=:0: selects no record of "),
+        ({"start": 500}, "^--ops=500:: .* has 102 records, with ordinals from 0 to 101$"),
+        ({"kernel": "aten::mul.out"}, "^--kernel=aten::mul.out: .* has no op of that name; opreplay-dump --signatures"),
+        ({"kernel": ("aten::mul", "ATEN::ADD")}, "^--kernel=ATEN::ADD: .* has no op of that name"),
+        ({"scope": ("execute", "nowhere")}, "^--scope=nowhere: .* has no scope of that name"),
+        ({"stop": 2, "kernel": "aten::mul"}, "^--ops=:2 --kernel=aten::mul: selects no record of "),
+    ],
+)
 def test_what_takes_nothing_is_refused_before_anything_is_shown(plain: Path, asked: dict[str, Any], said: str) -> None:
     with open_capture(plain) as reader:
         for make in (jsonl_chunks, text_chunks):

@@ -71,8 +71,13 @@ def tensors(row: dict[str, Any]) -> list[dict[str, Any]]:
     """The tensors that an op takes, those in lists included."""
     found = []
     for each in row["args"]:
-        found += [each] if each["type"] == "tensor" else [
-            item for item in each.get("value") or () if isinstance(item, dict)] if each["type"] == "list" else []
+        found += (
+            [each]
+            if each["type"] == "tensor"
+            else [item for item in each.get("value") or () if isinstance(item, dict)]
+            if each["type"] == "list"
+            else []
+        )
     return found
 
 
@@ -110,8 +115,9 @@ def test_every_value_shown_is_the_one_that_the_op_had(path: Path) -> None:
     watched = Program(shown)
     with Plan(path) as plan:
         plan.watch(watched, plan.reader.record_count, "none")
-    values = {(row["ordinal"], each["tensor"]): each["value"] for row in shown for each in tensors(row)
-              if "value" in each}
+    values = {
+        (row["ordinal"], each["tensor"]): each["value"] for row in shown for each in tensors(row) if "value" in each
+    }
     assert len(values) > 30
     for key, value in values.items():
         assert exact(value) == watched.held[key], key
@@ -124,8 +130,13 @@ def test_what_is_shown_of_a_program(path: Path) -> None:
     shown = rows(path)
 
     def of(op: str, name: str) -> list[Any]:
-        return [exact(each["value"]) if "value" in each else None for row in shown if row["op"] == op
-                for each in row["args"] if each["name"] == name]
+        return [
+            exact(each["value"]) if "value" in each else None
+            for row in shown
+            if row["op"] == op
+            for each in row["args"]
+            if each["name"] == name
+        ]
 
     assert of("aten::where", "condition") == [[[True], [False]]] * 6
     assert of("aten::add_", "self") == [[3, 5], None, None, None, None, None], "overwritten from then on"
@@ -137,8 +148,9 @@ def test_what_is_shown_of_a_program(path: Path) -> None:
 
 def test_how_many_elements_are_shown_can_be_said(path: Path) -> None:
     def lengths(**options: Any) -> set[int]:
-        return {int(np.size(each["value"])) for row in rows(path, **options) for each in tensors(row)
-                if "value" in each}
+        return {
+            int(np.size(each["value"])) for row in rows(path, **options) for each in tensors(row) if "value" in each
+        }
 
     assert max(lengths()) == 12 and lengths(values=0) == set() and max(lengths(values=3)) == 3
     assert 65 in lengths(values=65)

@@ -36,8 +36,11 @@ def test_the_summary_comes_first_and_says_what_matters(plain: Path, every: Path)
     assert re.search(r"^unsupported +none$", summary, re.MULTILINE)
     assert len(records.splitlines()) == 102
     assert text(plain, summary_only=True) == summary + "\n\n"
-    assert re.search(r"^strict replay +refused: unsupported records, opaque arguments, kernels that are not operators$",
-                     text(every, summary_only=True), re.MULTILINE)
+    assert re.search(
+        r"^strict replay +refused: unsupported records, opaque arguments, kernels that are not operators$",
+        text(every, summary_only=True),
+        re.MULTILINE,
+    )
 
 
 def test_every_record_is_one_aligned_line(every: Path, plain: Path) -> None:
@@ -48,28 +51,43 @@ def test_every_record_is_one_aligned_line(every: Path, plain: Path) -> None:
     assert record_lines(plain)[:3] == [
         "     0  [scope_begin] name='execute'",
         "     1    aten::add.Tensor(self=%1 f32[4], other=%1 f32[4]) -> %2 f32[4]",
-        "     2    aten::mul.Tensor(self=%2 f32[4], other=%2 f32[4]) -> %3 f32[4]"]
+        "     2    aten::mul.Tensor(self=%2 f32[4], other=%2 f32[4]) -> %3 f32[4]",
+    ]
     assert record_lines(plain)[-1] == "   101  [scope_end] name='execute'"
 
 
 def test_a_line_shows_what_a_value_is(every: Path) -> None:
     lines = record_lines(every)
     assert lines[3].endswith(
-        "aten::mm(self=%1 f32[16,64]@cpu, mat2=%2 f32[64,16]{1,64}:conj@cpu+128) -> %3 f32[16,64]@cpu")
+        "aten::mm(self=%1 f32[16,64]@cpu, mat2=%2 f32[64,16]{1,64}:conj@cpu+128) -> %3 f32[16,64]@cpu"
+    )
     assert lines[5].endswith("mat2=%1 f32[16,64]@cpu) raised")
-    for shown in ("none=None, yes=True, no=False, small=7, large=9223372036854775807", "tenth=0.1, nan=nan, inf=inf",
-                  "complex=(1.5, -2.5j)", "text='say \"é\"\\n'", "dtype=float8_e4m3fn, layout=sparse_csr",
-                  "device=cuda:0", "storage=storage 1", "group=<process_group default_pg>", "empty=[], pair=(3, %1",
-                  "sizes=[0, 1, 2, 3, 4, 5, 6, 7, … 4 more], one=[5]", "@cpu, … 2 more], nested=[[8, 9], [0.5]]",
-                  "matrix=sparse_coo(%5 i64[2,5]@cpu", "-> %6 bf16[8]@cuda:0, [%1"):
+    for shown in (
+        "none=None, yes=True, no=False, small=7, large=9223372036854775807",
+        "tenth=0.1, nan=nan, inf=inf",
+        "complex=(1.5, -2.5j)",
+        "text='say \"é\"\\n'",
+        "dtype=float8_e4m3fn, layout=sparse_csr",
+        "device=cuda:0",
+        "storage=storage 1",
+        "group=<process_group default_pg>",
+        "empty=[], pair=(3, %1",
+        "sizes=[0, 1, 2, 3, 4, 5, 6, 7, … 4 more], one=[5]",
+        "@cpu, … 2 more], nested=[[8, 9], [0.5]]",
+        "matrix=sparse_coo(%5 i64[2,5]@cpu",
+        "-> %6 bf16[8]@cuda:0, [%1",
+    ):
         assert shown in lines[6]
-    assert lines[7].endswith("[host_read] method='tolist', tensor=%3 f32[16,64]@cpu, "
-                             "hash=000000000000009fffffffffffffffff, elements=3")
+    assert lines[7].endswith(
+        "[host_read] method='tolist', tensor=%3 f32[16,64]@cpu, hash=000000000000009fffffffffffffffff, elements=3"
+    )
     assert lines[12].endswith("[storage_release] storage 3")
     assert lines[14].endswith(
-        "[global_state] grad_enabled=False, num_threads=2, min=0.25, precision='high', nothing=None")
-    assert lines[16].endswith("[unsupported] reason='compiled_region', op='CompiledFxGraph', "
-                              "detail='fused kernels are not seen'")
+        "[global_state] grad_enabled=False, num_threads=2, min=0.25, precision='high', nothing=None"
+    )
+    assert lines[16].endswith(
+        "[unsupported] reason='compiled_region', op='CompiledFxGraph', detail='fused kernels are not seen'"
+    )
 
 
 def test_nothing_in_a_capture_can_break_a_line_or_steer_a_terminal(every: Path) -> None:
@@ -98,8 +116,18 @@ def test_long_lists_and_deep_scopes_do_not_make_endless_lines(tmp_path: Path) ->
     assert len(second) < 140
 
 
-@pytest.mark.parametrize(("sizes", "strides", "expected"), [
-    ((), (), True), ((4,), (1,), True), ((4,), (2,), False), ((2, 3), (3, 1), True), ((2, 3), (1, 2), False),
-    ((2, 1, 3), (3, 77, 1), True), ((1,), (9,), True), ((0, 3), (3, 1), True)])
+@pytest.mark.parametrize(
+    ("sizes", "strides", "expected"),
+    [
+        ((), (), True),
+        ((4,), (1,), True),
+        ((4,), (2,), False),
+        ((2, 3), (3, 1), True),
+        ((2, 3), (1, 2), False),
+        ((2, 1, 3), (3, 77, 1), True),
+        ((1,), (9,), True),
+        ((0, 3), (3, 1), True),
+    ],
+)
 def test_contiguous_is_row_major_without_gaps(sizes: tuple[int, ...], strides: tuple[int, ...], expected: bool) -> None:
     assert contiguous(TensorMeta(DType.float32, Layout.strided, 1, sizes, strides)) == expected

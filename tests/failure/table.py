@@ -51,8 +51,9 @@ def of(program: Callable[[], Any], **options: Any) -> Callable[[Path, pytest.Mon
 # ------------------------------------------------------------------------------------------------------- external files
 
 
-def _referring(folder: Path, validation: str, change: Callable[[Path], Any], flags: list[str]
-               ) -> tuple[Path, list[str]]:
+def _referring(
+    folder: Path, validation: str, change: Callable[[Path], Any], flags: list[str]
+) -> tuple[Path, list[str]]:
     """A capture that refers to a file of weights, which is then changed."""
     weight = torch.arange(64.0)
     source = recorded(folder, lambda: weight * 2, "embedded")
@@ -195,6 +196,7 @@ def _cuda_graph(folder: Path, patch: pytest.MonkeyPatch) -> tuple[Path, list[str
             torch.ones(3)
 
     patch.setattr(torch.cuda.graphs, "CUDAGraph", CUDAGraph)
+
     def program() -> None:
         torch.ones(2)
         CUDAGraph().replay()
@@ -237,7 +239,7 @@ def _overlapping() -> None:
     part = torch.from_numpy(array[2:10])
     whole + 1
     part + 1
-    part.view(torch.float32) + whole.sum()      # its elements are no elements of the storage that it is a part of
+    part.view(torch.float32) + whole.sum()  # its elements are no elements of the storage that it is a part of
 
 
 def _collective(folder: Path, patch: pytest.MonkeyPatch) -> tuple[Path, list[str]]:
@@ -269,7 +271,7 @@ def _never_closed(folder: Path, _patch: Any) -> tuple[Path, list[str]]:
         assert recorder._core is not None
         recorder._core.flush()
         left = folder / "left.opreplay"
-        shutil.copyfile(folder / "open.opreplay.partial", left)     # what a killed process leaves
+        shutil.copyfile(folder / "open.opreplay.partial", left)  # what a killed process leaves
     finally:
         recorder.close()
     return left, []
@@ -277,55 +279,99 @@ def _never_closed(folder: Path, _patch: Any) -> tuple[Path, list[str]]:
 
 def unsupported(reason: str, op: str, make: Callable[..., tuple[Path, list[str]]], detail: str = "") -> Row:
     """A row of the kinds of unsupported records."""
-    return Row(reason, make, (rf"^unsupported, {reason}: {op}.*ordinal.*{detail}",),
-               f'select(.kind=="unsupported" and .reason=="{reason}") | (.detail | length > 0)',
-               rf"unsupported   .*{reason}")
+    return Row(
+        reason,
+        make,
+        (rf"^unsupported, {reason}: {op}.*ordinal.*{detail}",),
+        f'select(.kind=="unsupported" and .reason=="{reason}") | (.detail | length > 0)',
+        rf"unsupported   .*{reason}",
+    )
 
 
 REFUSED = (
-    Row("a referenced file is missing", _file_missing,
+    Row(
+        "a referenced file is missing",
+        _file_missing,
         (r"w\.bin does not exist.*--replay-file-remap=CAPTURED=REPLAY",),
-        'select(.kind=="external_file") | .path | endswith("weights/w.bin")'),
-    Row("a referenced file was changed", _file_changed,
+        'select(.kind=="external_file") | .path | endswith("weights/w.bin")',
+    ),
+    Row(
+        "a referenced file was changed",
+        _file_changed,
         (r"w\.bin has other content than the captured one: its digest is \w+, expected \w+",),
-        'select(.kind=="external_file") | .digest | length == 32'),
-    Row("a remap leads to another file", _file_is_another,
-        (r"elsewhere/w\.bin \(captured as .*weights/w\.bin\) is not known to be the captured one: .*"
-         r"--file-validation=digest.*--add-digests",),
-        'select(.kind=="external_file") | .identity.inode > 0'),
-    Row("an operator is not in this build", _operator_is_gone,
-        (r"^failure_gone::twice\.default does not exist in torch .*--allow-import=MODULE; called 2 times, first at "
-         r"ordinals \d+, \d+$",),
-        'select(.kind=="kernel") | select(.name=="failure_gone::twice") | .calls == 2'),
-    Row("an operator is not for this device", _operator_is_for_another_device,
+        'select(.kind=="external_file") | .digest | length == 32',
+    ),
+    Row(
+        "a remap leads to another file",
+        _file_is_another,
+        (
+            r"elsewhere/w\.bin \(captured as .*weights/w\.bin\) is not known to be the captured one: .*"
+            r"--file-validation=digest.*--add-digests",
+        ),
+        'select(.kind=="external_file") | .identity.inode > 0',
+    ),
+    Row(
+        "an operator is not in this build",
+        _operator_is_gone,
+        (
+            r"^failure_gone::twice\.default does not exist in torch .*--allow-import=MODULE; called 2 times, first at "
+            r"ordinals \d+, \d+$",
+        ),
+        'select(.kind=="kernel") | select(.name=="failure_gone::twice") | .calls == 2',
+    ),
+    Row(
+        "an operator is not for this device",
+        _operator_is_for_another_device,
         (r"^failure_elsewhere::twice\.default has no kernel for cpu in this torch; called once",),
-        'select(.kind=="kernel") | .name == "failure_elsewhere::twice"'),
-    Row("an operator's library cannot be imported", _library_cannot_be_imported,
-        (r"^--allow-import=broken_operators: it cannot be imported: OSError: its shared library",
-         r"^failure_gone::twice\.default does not exist"),
-        'select(.kind=="kernel") | select(.name=="failure_gone::twice") | .calls == 2'),
+        'select(.kind=="kernel") | .name == "failure_elsewhere::twice"',
+    ),
+    Row(
+        "an operator's library cannot be imported",
+        _library_cannot_be_imported,
+        (
+            r"^--allow-import=broken_operators: it cannot be imported: OSError: its shared library",
+            r"^failure_gone::twice\.default does not exist",
+        ),
+        'select(.kind=="kernel") | select(.name=="failure_gone::twice") | .calls == 2',
+    ),
     unsupported("unseen_write", "aten::add", of(lambda: torch.empty(4) + 1), "read before any captured op wrote it"),
-    unsupported("mkldnn_layout", "aten::_to_dense", of(lambda: torch.randn(4, 4).to_mkldnn().to_dense() + 1),
-                "oneDNN"),
+    unsupported("mkldnn_layout", "aten::_to_dense", of(lambda: torch.randn(4, 4).to_mkldnn().to_dense() + 1), "oneDNN"),
     unsupported("opaque_argument", "aten::fill_", of(_opaque)),
-    unsupported("symbolic_argument", "failure_symbolic::moved", of(_symbolic, whole="failure_symbolic::moved"),
-                "without a concrete value"),
+    unsupported(
+        "symbolic_argument",
+        "failure_symbolic::moved",
+        of(_symbolic, whole="failure_symbolic::moved"),
+        "without a concrete value",
+    ),
     unsupported("compiled_region", "torch.compile", of(_compiled), "--compiled=eager"),
     unsupported("triton_launch", ".*fused_kernel", _triton_launch, "was launched"),
     unsupported("cuda_graph", "CUDAGraph.replay", _cuda_graph),
     unsupported("host_call", "aten::exp", of(_mode_beneath), "another dispatch mode lies beneath the recorder"),
     unsupported("overlapping_storages", "", of(_overlapping)),
-    unsupported("collective", "c10d::allreduce_", _collective,
-                r"of 1 rank \(0\), this is rank 0 of it; collectives are not replayed yet: it would take all of "
-                r"its ranks, launched together \(torchrun --nproc-per-node=1\)"),
-    Row("content is not in the capture and nothing can stand for it",
+    unsupported(
+        "collective",
+        "c10d::allreduce_",
+        _collective,
+        r"of 1 rank \(0\), this is rank 0 of it; collectives are not replayed yet: it would take all of "
+        r"its ranks, launched together \(torchrun --nproc-per-node=1\)",
+    ),
+    Row(
+        "content is not in the capture and nothing can stand for it",
         _content_of_unknown_role,
         (r"storage \d+.*failure_integers::twice.*--replay-initializer",),
-        'select(.kind=="storage") | .origin == "absent"'),
-    Row("captured devices are not here", _device_is_not_here,
+        'select(.kind=="storage") | .origin == "absent"',
+    ),
+    Row(
+        "captured devices are not here",
+        _device_is_not_here,
         (r"cuda:7 \(Somebody's GPU\), which is not here.*--device=",),
-        'select(.kind=="device") | .name == "Somebody\'s GPU"'),
-    Row("the capture was never closed", _never_closed,
+        'select(.kind=="device") | .name == "Somebody\'s GPU"',
+    ),
+    Row(
+        "the capture was never closed",
+        _never_closed,
         (r"the capture is incomplete \(.*\); --allow-incomplete replays what is there",),
-        'select(.kind=="file") | .complete == false', r"complete      no"),
+        'select(.kind=="file") | .complete == false',
+        r"complete      no",
+    ),
 )

@@ -86,15 +86,19 @@ def test_the_first_divergence_is_named_by_run_and_benchmark(
     assert sum(head["verdicts"].values()) == len(verdicts) == head["ops"]
 
 
-def test_an_op_that_fails_ends_the_run_with_its_ordinal_and_name(tools: Tools, tmp_path: Path, drifting: Drifting
-                                                                ) -> None:
+def test_an_op_that_fails_ends_the_run_with_its_ordinal_and_name(
+    tools: Tools, tmp_path: Path, drifting: Drifting
+) -> None:
     path = recorded(tmp_path, lambda: drifting.shift(torch.ones(3)).exp())
     drifting.fails = True
     for name, flags in (("run", []), ("benchmark", ["--benchmark-min-time=1x"])):
         done = tools(name, *flags, path)
         assert done.code == 1 and len(done.err.splitlines()) == 1
-        assert re.match(rf"FAILED_PRECONDITION: {re.escape(str(path))}: ordinal \d+ \(failure_drift::shift\.default, "
-                        r"scope execute\) failed: ", done.err), done.err
+        assert re.match(
+            rf"FAILED_PRECONDITION: {re.escape(str(path))}: ordinal \d+ \(failure_drift::shift\.default, "
+            r"scope execute\) failed: ",
+            done.err,
+        ), done.err
         assert "the machine it needs is gone" in done.err
     kept = tools("run", "--keep-going", "--format=jsonl", path)
     head, *verdicts = map(json.loads, kept.out.splitlines())
@@ -105,8 +109,9 @@ def test_an_op_that_fails_ends_the_run_with_its_ordinal_and_name(tools: Tools, t
     assert failed["reason"] == "RuntimeError: the machine it needs is gone"
 
 
-def test_an_op_that_raised_when_it_was_captured_has_to_raise_again(tools: Tools, tmp_path: Path, drifting: Drifting
-                                                                   ) -> None:
+def test_an_op_that_raised_when_it_was_captured_has_to_raise_again(
+    tools: Tools, tmp_path: Path, drifting: Drifting
+) -> None:
     def program() -> torch.Tensor:
         drifting.fails = True
         with pytest.raises(RuntimeError):
@@ -136,12 +141,14 @@ def test_bitwise_where_there_is_nothing_to_compare_is_refused_and_auto_says_so(t
 
 @pytest.mark.parametrize(
     ("source", "said"),
-    [("def exp(self, scale):\n    return self\n", r"exp.*(scale|bind|argument)"),
-     ("def other(x):\n    return x\n", r"exp"),
-     ("def exp(self):\n    return self.exp().double()\n", r"dtype|float64"),
-     ("def exp(self):\n    return self.exp()[:1]\n", r"sizes|\[1\]"),
-     ("def exp(self):\n    return self.exp_()\n", r"argument|alias|memory|wrote|writes"),
-     ("def exp(self):\n    return self.exp() * 1.5\n", r"tolerance|off|differs|error")],
+    [
+        ("def exp(self, scale):\n    return self\n", r"exp.*(scale|bind|argument)"),
+        ("def other(x):\n    return x\n", r"exp"),
+        ("def exp(self):\n    return self.exp().double()\n", r"dtype|float64"),
+        ("def exp(self):\n    return self.exp()[:1]\n", r"sizes|\[1\]"),
+        ("def exp(self):\n    return self.exp_()\n", r"argument|alias|memory|wrote|writes"),
+        ("def exp(self):\n    return self.exp() * 1.5\n", r"tolerance|off|differs|error"),
+    ],
     ids=["signature", "no such function", "dtype", "sizes", "writes its argument", "wrong values"],
 )
 def test_a_replacement_that_does_not_fit_fails_before_anything_is_timed(

@@ -19,8 +19,13 @@ from .conftest import Tools
 from .table import recorded
 
 _TOOLS: tuple[tuple[str, ...], ...] = (
-    ("run",), ("benchmark", "--benchmark-min-time=1x"), ("dump",), ("dump", "--summary"), ("check",),
-    ("run", "--keep-going"), ("run", "--allow-incomplete"),
+    ("run",),
+    ("benchmark", "--benchmark-min-time=1x"),
+    ("dump",),
+    ("dump", "--summary"),
+    ("check",),
+    ("run", "--keep-going"),
+    ("run", "--allow-incomplete"),
 )
 
 
@@ -37,8 +42,11 @@ def test_a_capture_that_is_not_there(tools: Tools, tmp_path: Path) -> None:
     _all_fail(tools, tmp_path / "nowhere.opreplay", "NOT_FOUND", "no such file or directory")
 
 
-@pytest.mark.parametrize("content", [b"", b"PK\x03\x04" + bytes(100), b"OPREPLA", PREAMBLE_MAGIC[:4] + bytes(500)],
-                         ids=["empty", "a zip", "a few bytes", "half a magic"])
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"PK\x03\x04" + bytes(100), b"OPREPLA", PREAMBLE_MAGIC[:4] + bytes(500)],
+    ids=["empty", "a zip", "a few bytes", "half a magic"],
+)
 def test_a_file_of_another_kind(tools: Tools, tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "other.opreplay"
     path.write_bytes(content)
@@ -69,8 +77,9 @@ def test_a_flipped_bit_in_content_is_found_by_whoever_reads_it(tools: Tools, pat
         content[at] ^= 4
 
     _changed(path, flip)
-    _all_fail(tools, path, "DATA_LOSS", "payload 1", only=(("run",), ("benchmark", "--benchmark-min-time=1x"),
-                                                          ("check",)))
+    _all_fail(
+        tools, path, "DATA_LOSS", "payload 1", only=(("run",), ("benchmark", "--benchmark-min-time=1x"), ("check",))
+    )
 
 
 def test_a_flipped_bit_anywhere_is_found_with_its_offset(tools: Tools, path: Path) -> None:

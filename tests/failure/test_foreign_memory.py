@@ -49,8 +49,9 @@ def _by_another_process() -> torch.Tensor:
 
 
 @pytest.mark.parametrize("program", [_by_numpy, _by_another_library, _by_another_process])
-def test_writes_that_leave_a_mark_enter_again_and_replay(tools: Tools, tmp_path: Path, program: Callable[[], Any]
-                                                         ) -> None:
+def test_writes_that_leave_a_mark_enter_again_and_replay(
+    tools: Tools, tmp_path: Path, program: Callable[[], Any]
+) -> None:
     path = recorded(tmp_path, program)
     assert tools("run", "--verify=bitwise", path).code == 0
     imports = tools("dump", path, "--jq", 'select(.kind=="storage_import") | .reason').out.split()
@@ -88,8 +89,9 @@ class _ForeignStorage:
 def test_foreign_memory_on_an_accelerator_is_an_unsupported_record(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("replayfmt.recording.stream.records.describe_device",
-                        lambda device: Device("cuda", 0, "no GPU"))
+    monkeypatch.setattr(
+        "replayfmt.recording.stream.records.describe_device", lambda device: Device("cuda", 0, "no GPU")
+    )
     foreign = _ForeignStorage()
     with replayfmt.capture(tmp_path / "foreign.opreplay", payload="none", digests="none") as recorder:
         torch.ones(2)

@@ -30,8 +30,18 @@ COMMANDS = {
     "import": ["--output=out.opreplay", "trace.json"],
     "export": ["step.opreplay", "out.zip"],
 }
-VALUES = ("", "-1", "99999999999999999999", "nan", "a=\udcff", ":12", "aten::mul=fifo", "fifo", "nothing/here",
-          "x" * 5000)
+VALUES = (
+    "",
+    "-1",
+    "99999999999999999999",
+    "nan",
+    "a=\udcff",
+    ":12",
+    "aten::mul=fifo",
+    "fifo",
+    "nothing/here",
+    "x" * 5000,
+)
 # These may be any number: what is asked for so often, or for so long, is done so often.
 _COUNTS = ("--benchmark-min-time", "--benchmark-warmup", "--benchmark-repetitions")
 _LONGEST_S = 300
@@ -74,12 +84,15 @@ def _name(option: click.Option) -> str:
 
 
 def _files(folder: Path) -> dict[str, bytes | None]:
-    return {str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None
-            for path in sorted(folder.rglob("*"))}
+    return {
+        str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None
+        for path in sorted(folder.rglob("*"))
+    }
 
 
-def _call(tool: str, arguments: list[str], folder: Path, capsys: pytest.CaptureFixture[str],
-          monkeypatch: pytest.MonkeyPatch) -> int:
+def _call(
+    tool: str, arguments: list[str], folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> int:
     before = _files(folder)
     monkeypatch.setattr(sys, "argv", [f"opreplay-{tool}", *arguments])
     with pytest.raises(SystemExit) as left:
@@ -125,7 +138,7 @@ def test_a_place_where_nothing_can_be_written_is_one_error(
     tool: str, out: str, folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     arguments = [each.replace("out.opreplay", out).replace("out.zip", out) for each in COMMANDS[tool]]
-    refused = (1, 2, 3) if tool == "import" else (1, 2)     # an import may refuse the trace first, which has no ops
+    refused = (1, 2, 3) if tool == "import" else (1, 2)  # an import may refuse the trace first, which has no ops
     assert _call(tool, arguments, folder, capsys, monkeypatch) in refused
 
 

@@ -47,7 +47,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Sources:
             for _ in range(20):
                 x = (x @ given).relu() / 8 + torch.ones(32)
     whole = found.capture.read_bytes()
-    found.cut.write_bytes(whole[:-len(whole) // 8])
+    found.cut.write_bytes(whole[: -len(whole) // 8])
     args = {"Input type": ["float"], "Input Dims": [[4]], "Input Strides": [[1]], "Concrete Inputs": [""]}
     event = {"ph": "X", "cat": "cpu_op", "name": "aten::relu", "pid": 1, "tid": 1, "ts": 1, "dur": 5, "args": args}
     found.trace.write_text(json.dumps({"schemaVersion": 1, "traceEvents": [event]}))
@@ -73,8 +73,14 @@ WRITERS: dict[str, tuple[str, ...]] = {
 
 
 def arguments(name: str, sources: Sources, out: Path) -> list[str]:
-    values = {"OUT": str(out), "BESIDE": str(out.parent), "CAPTURE": str(sources.capture), "CUT": str(sources.cut),
-              "EXTERNAL": str(sources.external), "TRACE": str(sources.trace)}
+    values = {
+        "OUT": str(out),
+        "BESIDE": str(out.parent),
+        "CAPTURE": str(sources.capture),
+        "CUT": str(sources.cut),
+        "EXTERNAL": str(sources.external),
+        "TRACE": str(sources.trace),
+    }
     found = []
     for text in WRITERS[name]:
         for key, value in values.items():
@@ -89,8 +95,9 @@ def left(folder: Path) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", WRITERS)
-def test_a_folder_that_is_missing_is_exit_code_1_of_every_tool(sources: Sources, tools: Tools, tmp_path: Path,
-                                                               name: str) -> None:
+def test_a_folder_that_is_missing_is_exit_code_1_of_every_tool(
+    sources: Sources, tools: Tools, tmp_path: Path, name: str
+) -> None:
     done = tools(*arguments(name, sources, tmp_path / "missing"))
     assert (done.code, done.out, len(done.err.splitlines())) == (1, "", 1)
     assert done.err.startswith("FAILED_PRECONDITION: ") and "there is no directory" in done.err
@@ -145,14 +152,17 @@ def test_a_capture_that_finds_no_room_is_a_partial_with_something_in_it_or_nothi
     for length in (0, 100, 2000, 60_000):
         folder = tmp_path / str(length)
         folder.mkdir()
-        with files_no_longer_than(length), pytest.raises(CaptureFailed, match="File too large") as failed, \
-                replayfmt.capture(folder / "c.opreplay"):
+        with (
+            files_no_longer_than(length),
+            pytest.raises(CaptureFailed, match="File too large") as failed,
+            replayfmt.capture(folder / "c.opreplay"),
+        ):
             for each in given:
                 with replayfmt.scope("step"):
                     torch.from_numpy(each).neg()
         names = left(folder)
         assert ("--recover" in str(failed.value)) is bool(names)
-        if names:       # the recorder writes twice a second
+        if names:  # the recorder writes twice a second
             assert length > 100 and names == ["c.opreplay.partial"]
             recover_capture(folder / names[0], folder / "r.opreplay")
             with replayfmt.open(folder / "r.opreplay") as capture:
@@ -164,8 +174,13 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 16 KiB."""
     folder = tmp_path / "disk"
     folder.mkdir()
-    if os.geteuid() or shutil.which("mount") is None or subprocess.run(
-            ["mount", "-t", "tmpfs", "-o", "size=16k", "tmpfs", str(folder)], capture_output=True).returncode:
+    if (
+        os.geteuid()
+        or shutil.which("mount") is None
+        or subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", "size=16k", "tmpfs", str(folder)], capture_output=True
+        ).returncode
+    ):
         pytest.skip("a small file system cannot be mounted here")
     try:
         yield folder
@@ -175,8 +190,9 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["trim", "vectors", "import", "recover", "add-digests", "export", "benchmark"])
-def test_a_disk_that_is_full_is_named_and_nothing_is_left_on_it(sources: Sources, tools: Tools, small_disk: Path,
-                                                                name: str) -> None:
+def test_a_disk_that_is_full_is_named_and_nothing_is_left_on_it(
+    sources: Sources, tools: Tools, small_disk: Path, name: str
+) -> None:
     (small_disk / "others").write_bytes(bytes(16 << 10))
     done = tools(*arguments(name, sources, small_disk))
     assert (done.code, left(small_disk)) == (1, ["others"])
@@ -185,9 +201,9 @@ def test_a_disk_that_is_full_is_named_and_nothing_is_left_on_it(sources: Sources
 
 def test_a_capture_on_a_full_disk_leaves_nothing_on_it(small_disk: Path) -> None:
     (small_disk / "others").write_bytes(bytes(16 << 10))
-    with pytest.raises(CaptureFailed, match="disk is full; no record was written by then, and no file is left"), \
-            replayfmt.capture(small_disk / "c.opreplay"):
+    with (
+        pytest.raises(CaptureFailed, match="disk is full; no record was written by then, and no file is left"),
+        replayfmt.capture(small_disk / "c.opreplay"),
+    ):
         torch.ones(3)
     assert left(small_disk) == ["others"]
-
-

@@ -24,8 +24,11 @@ def test_a_strict_replay_is_refused_before_the_first_op_and_the_dump_shows_why(
         assert done.code == 1, done
         assert done.out == "", "nothing was run"
         first = done.err.splitlines()[0]
-        assert re.fullmatch(rf"FAILED_PRECONDITION: {re.escape(str(path))}: cannot be replayed here, for "
-                            rf"{len(done.findings)} reasons?; nothing was run", first), first
+        assert re.fullmatch(
+            rf"FAILED_PRECONDITION: {re.escape(str(path))}: cannot be replayed here, for "
+            rf"{len(done.findings)} reasons?; nothing was run",
+            first,
+        ), first
         for said in row.said:
             assert [finding for finding in done.findings if re.search(said, finding)], done.findings
 
@@ -44,7 +47,7 @@ def test_keeping_going_gives_every_op_one_verdict_and_totals_that_add_up(
 ) -> None:
     path, flags = row.make(tmp_path, monkeypatch)
     ops = [json.loads(line) for line in tools("dump", path, "--jq", 'select(.kind=="op") | .ordinal').out.splitlines()]
-    if "devices" in row.name:       # there is nothing to go on with
+    if "devices" in row.name:  # there is nothing to go on with
         assert tools("run", "--keep-going", *flags, path).code == 1
         return
     if "closed" in row.name:
@@ -61,8 +64,9 @@ def test_keeping_going_gives_every_op_one_verdict_and_totals_that_add_up(
 
     whole = done.code == 0
     assert (head["outcome"] == "ok") == whole, "an outcome never says more than the exit code"
-    assert head["unsupported"] == sum(row["kind"] == "unsupported" for row in map(
-        json.loads, tools("dump", "--format=jsonl", path).out.splitlines()))
+    assert head["unsupported"] == sum(
+        row["kind"] == "unsupported" for row in map(json.loads, tools("dump", "--format=jsonl", path).out.splitlines())
+    )
     text = tools("run", "--keep-going", *flags, path)
     assert text.code == done.code
     assert whole or not re.search("^verified: ", text.out, re.MULTILINE), text.out

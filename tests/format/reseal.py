@@ -44,10 +44,10 @@ def split(data: bytes) -> tuple[bytes, list[Frame]]:
     frames = []
     offset = PREAMBLE_BYTES
     while True:
-        header = parse_header(data[offset:offset + HEADER_BYTES], "test")
+        header = parse_header(data[offset : offset + HEADER_BYTES], "test")
         if header.kind == FrameKind.index:
             return data[:PREAMBLE_BYTES], frames
-        body = data[offset + HEADER_BYTES:offset + HEADER_BYTES + header.stored_bytes]
+        body = data[offset + HEADER_BYTES : offset + HEADER_BYTES + header.stored_bytes]
         rest = b""
         if header.kind == FrameKind.payload:
             rows = header.count * PAYLOAD_ROW.itemsize
@@ -58,8 +58,14 @@ def split(data: bytes) -> tuple[bytes, list[Frame]]:
         offset += HEADER_BYTES + align(header.stored_bytes)
 
 
-def join(preamble: bytes, frames: list[Frame], *, index: bool = True, renumber: bool = True,
-         compressed: frozenset[FrameKind] = frozenset()) -> bytes:
+def join(
+    preamble: bytes,
+    frames: list[Frame],
+    *,
+    index: bool = True,
+    renumber: bool = True,
+    compressed: frozenset[FrameKind] = frozenset(),
+) -> bytes:
     """A file of these frames with every check valid. Payload offsets are moved along where frames moved; index and
     trailer are made to fit. Bodies are stored uncompressed, but those of the `compressed` kinds."""
     out = bytearray(preamble)
@@ -106,13 +112,14 @@ def seal_index(out: bytearray, rows: bytes, payload_rows: bytes, records: int) -
     out += trailer.pack()
 
 
-def change(path: Path, kind: FrameKind, edit: Callable[[Frame], Frame | None], which: int = 0, *,
-           index: bool = True) -> None:
+def change(
+    path: Path, kind: FrameKind, edit: Callable[[Frame], Frame | None], which: int = 0, *, index: bool = True
+) -> None:
     """Rewrite the capture at `path` with its `which`-th frame of a kind edited (None: left out), checks valid."""
     preamble, frames = split(path.read_bytes())
     position = [i for i, frame in enumerate(frames) if frame.header.kind == kind][which]
     edited = edit(frames[position])
-    frames[position:position + 1] = [] if edited is None else [edited]
+    frames[position : position + 1] = [] if edited is None else [edited]
     path.write_bytes(join(preamble, frames, index=index))
 
 
@@ -175,8 +182,9 @@ def change_tables(path: Path, edit: Callable[[Tables], None]) -> None:
     path.write_bytes(join(preamble, frames))
 
 
-def change_header(path: Path, edit: Callable[[FrameHeader], FrameHeader], kind: FrameKind, which: int = 0,
-             index: bool = True) -> None:
+def change_header(
+    path: Path, edit: Callable[[FrameHeader], FrameHeader], kind: FrameKind, which: int = 0, index: bool = True
+) -> None:
     """Change a frame's header as it stands, its check valid; lengths are taken as given."""
     preamble, frames = split(path.read_bytes())
     position = [i for i, frame in enumerate(frames) if frame.header.kind == kind][which]
@@ -184,13 +192,14 @@ def change_header(path: Path, edit: Callable[[FrameHeader], FrameHeader], kind: 
     offset = PREAMBLE_BYTES
     for frame in frames[:position]:
         offset += HEADER_BYTES + align(len(frame.body) + len(frame.payload_data))
-    header = parse_header(data[offset:offset + HEADER_BYTES], "test")
-    data[offset:offset + HEADER_BYTES] = edit(header).pack()
+    header = parse_header(data[offset : offset + HEADER_BYTES], "test")
+    data[offset : offset + HEADER_BYTES] = edit(header).pack()
     path.write_bytes(data)
 
 
 def rename_kernel(path: Path, old: str, **texts: str) -> None:
     """Give the kernel called `old` another `name`, `overload` or `schema`, whatever it is."""
+
     def edit(tables: Tables) -> None:
         strings, columns, _firsts = tables
         row = columns["kernel_name"].tolist().index(strings.index(old.encode()) + 1)

@@ -39,10 +39,21 @@ from replayfmt.format.writer import CaptureWriter
 
 V = ValueKind
 SESSION = Session(
-    session_id="00112233-4455-6677-8899-aabbccddeeff", producer="opreplay", producer_version="0.1.0",
-    created_unix_ns=1_700_000_000_000_000_000, torch_version="2.13.0", python_version="3.11.7", platform="Linux x86_64",
-    host="host", cpu="a processor", cpu_capability="AVX512", argv=("train.py", "--steps", "2"),
-    working_directory="/work", rank=1, world_size=4, libraries={"mkl": "2024.2", "mkldnn": "3.7.1"},
+    session_id="00112233-4455-6677-8899-aabbccddeeff",
+    producer="opreplay",
+    producer_version="0.1.0",
+    created_unix_ns=1_700_000_000_000_000_000,
+    torch_version="2.13.0",
+    python_version="3.11.7",
+    platform="Linux x86_64",
+    host="host",
+    cpu="a processor",
+    cpu_capability="AVX512",
+    argv=("train.py", "--steps", "2"),
+    working_directory="/work",
+    rank=1,
+    world_size=4,
+    libraries={"mkl": "2024.2", "mkldnn": "3.7.1"},
     settings={"threads": 4, "deterministic": False, "matmul_precision": "highest", "seed": None, "scale": 0.5},
     policies={"payload": "full"},
 )
@@ -73,9 +84,18 @@ class Records:
         self.born.append((length, device, origin, payload))
         return self.next_storage + len(self.born) - 1
 
-    def add(self, signature: Signature, tensors: tuple[int, ...] = (), ints: tuple[int, ...] = (),
-            floats: tuple[float, ...] = (), scope: int = 0, thread: int = 0, start: int | None = None,
-            duration: int = 0, annotation: int = 0) -> None:
+    def add(
+        self,
+        signature: Signature,
+        tensors: tuple[int, ...] = (),
+        ints: tuple[int, ...] = (),
+        floats: tuple[float, ...] = (),
+        scope: int = 0,
+        thread: int = 0,
+        start: int | None = None,
+        duration: int = 0,
+        annotation: int = 0,
+    ) -> None:
         start = 1000 * len(self.rows) if start is None else start
         self.rows.append((self.writer.signature(signature), scope, thread, start, duration))
         self.annotations.append(annotation)
@@ -84,16 +104,25 @@ class Records:
 
     def write(self) -> None:
         rows, born = np.array(self.rows, np.int64).reshape(-1, 5), np.array(self.born, np.int64).reshape(-1, 4)
-        self.writer.records(RecordColumns(
-            *(rows[:, i] for i in range(5)), np.array(self.slots[0], np.uint64), np.array(self.slots[1], np.int64),
-            np.array(self.slots[2], np.float64), self.tensors, self.next_storage, *(born[:, i] for i in range(4)),
-            annotation=self.annotations if any(self.annotations) else None))
+        self.writer.records(
+            RecordColumns(
+                *(rows[:, i] for i in range(5)),
+                np.array(self.slots[0], np.uint64),
+                np.array(self.slots[1], np.int64),
+                np.array(self.slots[2], np.float64),
+                self.tensors,
+                self.next_storage,
+                *(born[:, i] for i in range(4)),
+                annotation=self.annotations if any(self.annotations) else None,
+            )
+        )
         self.next_storage += len(self.born)
         self.rows, self.slots, self.born, self.annotations = [], ([], [], []), [], []
 
 
-def op(kernel: int, args: tuple[Node, ...], results: tuple[Node, ...] = (),
-       status: OpStatus = OpStatus.ok) -> Signature:
+def op(
+    kernel: int, args: tuple[Node, ...], results: tuple[Node, ...] = (), status: OpStatus = OpStatus.ok
+) -> Signature:
     return Signature(RecordKind.op, args, results, kernel, status)
 
 
@@ -101,21 +130,46 @@ def marker(kind: RecordKind, name: str) -> Signature:
     return Signature(kind, (Node(V.string, "name", name),))
 
 
-IMPORT = Signature(RecordKind.storage_import, (
-    Node(V.storage, "storage"), Node(V.payload, "payload"), Node(V.int, "version"),
-    Node(V.string, "reason", "first_use")))
-IMPORT_WITHOUT_CONTENT = Signature(RecordKind.storage_import, (
-    Node(V.storage, "storage"), Node(V.none, "payload"), Node(V.int, "version"),
-    Node(V.string, "reason", "outside_write")))
-IMPORT_RANGE = Signature(RecordKind.storage_import, (
-    Node(V.storage, "storage"), Node(V.range, "payload"), Node(V.int, "version"),
-    Node(V.string, "reason", "first_use")))
-IMPORT_RECIPE = Signature(RecordKind.storage_import, (
-    Node(V.storage, "storage"), Node(V.recipe, "payload"), Node(V.int, "version"),
-    Node(V.string, "reason", "first_use")))
+IMPORT = Signature(
+    RecordKind.storage_import,
+    (
+        Node(V.storage, "storage"),
+        Node(V.payload, "payload"),
+        Node(V.int, "version"),
+        Node(V.string, "reason", "first_use"),
+    ),
+)
+IMPORT_WITHOUT_CONTENT = Signature(
+    RecordKind.storage_import,
+    (
+        Node(V.storage, "storage"),
+        Node(V.none, "payload"),
+        Node(V.int, "version"),
+        Node(V.string, "reason", "outside_write"),
+    ),
+)
+IMPORT_RANGE = Signature(
+    RecordKind.storage_import,
+    (
+        Node(V.storage, "storage"),
+        Node(V.range, "payload"),
+        Node(V.int, "version"),
+        Node(V.string, "reason", "first_use"),
+    ),
+)
+IMPORT_RECIPE = Signature(
+    RecordKind.storage_import,
+    (
+        Node(V.storage, "storage"),
+        Node(V.recipe, "payload"),
+        Node(V.int, "version"),
+        Node(V.string, "reason", "first_use"),
+    ),
+)
 RELEASE = Signature(RecordKind.storage_release, (Node(V.storage, "storage"),))
 TENSOR_DIGEST = TensorDigest(
-    0x1122334455667788, 0xFFEEDDCCBBAA9988, 3, 1, 0, -1.5, 2.5, 0.5, 3.0, (-1.5, 2.5, float("nan")))
+    0x1122334455667788, 0xFFEEDDCCBBAA9988, 3, 1, 0, -1.5, 2.5, 0.5, 3.0, (-1.5, 2.5, float("nan"))
+)
 
 
 def write_everything(path: Path) -> None:
@@ -127,8 +181,9 @@ def write_everything(path: Path) -> None:
     odd = writer.kernel(Kernel("mylib::odd", "default", "mylib::odd(...) -> Tensor[]"))
     spun = writer.kernel(Kernel("triton::spun", "default", "spun(...)", KernelKind.triton))
     matrix = writer.meta(TensorMeta(DType.float32, Layout.strided, cpu, (2, 3), (3, 1)))
-    flagged = writer.meta(TensorMeta(
-        DType.complex64, Layout.strided, cuda, (3,), (2,), TensorFlag.conj | TensorFlag.requires_grad))
+    flagged = writer.meta(
+        TensorMeta(DType.complex64, Layout.strided, cuda, (3,), (2,), TensorFlag.conj | TensorFlag.requires_grad)
+    )
     scalar = writer.meta(TensorMeta(DType.int64, Layout.strided, cpu, (), ()))
     run = writer.scope(0, "execute")
     step = writer.scope(run, "step 1 – größer")
@@ -140,16 +195,24 @@ def write_everything(path: Path) -> None:
     large = writer.payload(np.random.default_rng(7).random(9000).data)
     assert writer.payload(np.arange(6, dtype=np.float32).data) == small
 
-    known = writer.file(ExternalFile(
-        "/models/größer.safetensors", 9000 * 8, FileIdentity(0xFD01, 1 << 60, 1_700_000_000_123_456_789),
-        "00112233445566778899aabbccddeeff", large, "safetensors"))
+    known = writer.file(
+        ExternalFile(
+            "/models/größer.safetensors",
+            9000 * 8,
+            FileIdentity(0xFD01, 1 << 60, 1_700_000_000_123_456_789),
+            "00112233445566778899aabbccddeeff",
+            large,
+            "safetensors",
+        )
+    )
     digested = writer.file(ExternalFile("checkpoint.pt", 1 << 35, digest="ffeeddccbbaa99887766554433221100"))
     named = writer.file(ExternalFile("/data/tokens.bin", 48))
     in_file = writer.range(FileRange(known, 4096, 512))
     in_both = writer.range(FileRange(digested, (1 << 34) + 5, 24, small))
     empty_range = writer.range(FileRange(named, 48, 0))
-    noise = writer.recipe(Recipe(DType.bfloat16, 100, 0xFFFFFFFFFFFFFFFF, Statistics(
-        0.5, 1.25, -3.0, 1e30, 7, 2, 1, 0)))
+    noise = writer.recipe(
+        Recipe(DType.bfloat16, 100, 0xFFFFFFFFFFFFFFFF, Statistics(0.5, 1.25, -3.0, 1e30, 7, 2, 1, 0))
+    )
     blanks = writer.recipe(Recipe(DType.int64, 0, 0, Statistics(*[float("nan")] * 4, 0, 0, 0, 0)))
     assumed = writer.recipe(Recipe(DType.float32, 6, 3))
 
@@ -162,61 +225,122 @@ def write_everything(path: Path) -> None:
     nowhere = records.tensor(0, 0, scalar)
 
     records.add(marker(RecordKind.scope_begin, "execute"), scope=run, start=10)
-    records.add(Signature(RecordKind.global_state, (
-        Node(V.bool, "deterministic", 1), Node(V.int, "threads"), Node(V.float, "scale"),
-        Node(V.string, "matmul_precision", "high"), Node(V.none, "seed"))), ints=(2,), floats=(0.25,), scope=run,
-        start=20)
+    records.add(
+        Signature(
+            RecordKind.global_state,
+            (
+                Node(V.bool, "deterministic", 1),
+                Node(V.int, "threads"),
+                Node(V.float, "scale"),
+                Node(V.string, "matmul_precision", "high"),
+                Node(V.none, "seed"),
+            ),
+        ),
+        ints=(2,),
+        floats=(0.25,),
+        scope=run,
+        start=20,
+    )
     records.add(IMPORT, ints=(weight, small, 0), scope=run, start=20)
     records.add(IMPORT_WITHOUT_CONTENT, ints=(unknown, 1), scope=run, start=21)
     records.add(marker(RecordKind.scope_begin, "step 1 – größer"), scope=step, start=22)
     records.add(
         op(add, (Node(V.tensor, "self"), Node(V.tensor, "other"), Node(V.int, "alpha")), (Node(V.tensor),)),
-        (a, a, b), (3,), scope=step, start=30, duration=700)
-    everything = tuple(Node(kind, name, constant, children) for kind, name, constant, children in (
-        (V.none, "nothing", None, ()), (V.bool, "no", 0, ()), (V.int, "whole", None, ()), (V.float, "real", None, ()),
-        (V.complex, "both", None, ()), (V.string, "text", "", ()), (V.dtype, "dtype", int(DType.bfloat16), ()),
-        (V.layout, "layout", int(Layout.sparse_coo), ()),
-        (V.memory_format, "memory_format", int(MemoryFormat.channels_last), ()), (V.device, "device", cuda, ()),
-        (V.tensor, "tensor", None, ()), (V.storage, "storage", None, ()),
-        (V.list, "list", None, (Node(V.tensor), Node(V.list, "", None, (Node(V.int), Node(V.none))), Node(V.float))),
-        (V.generator, "generator", None, ()), (V.process_group, "group", "world", ()),
-        (V.opaque, "opaque", "a ScriptObject", ()), (V.payload, "payload", None, ()),
-        (V.composite, "composite", "sparse_coo", (Node(V.tensor), Node(V.tensor), Node(V.bool, "", 1))),
-        (V.range, "range", None, ()), (V.recipe, "recipe", None, ()),
-        (V.tuple, "tuple", None, (Node(V.string, "", "x"), Node(V.tuple, "", None, ()))),
-    ))
+        (a, a, b),
+        (3,),
+        scope=step,
+        start=30,
+        duration=700,
+    )
+    everything = tuple(
+        Node(kind, name, constant, children)
+        for kind, name, constant, children in (
+            (V.none, "nothing", None, ()),
+            (V.bool, "no", 0, ()),
+            (V.int, "whole", None, ()),
+            (V.float, "real", None, ()),
+            (V.complex, "both", None, ()),
+            (V.string, "text", "", ()),
+            (V.dtype, "dtype", int(DType.bfloat16), ()),
+            (V.layout, "layout", int(Layout.sparse_coo), ()),
+            (V.memory_format, "memory_format", int(MemoryFormat.channels_last), ()),
+            (V.device, "device", cuda, ()),
+            (V.tensor, "tensor", None, ()),
+            (V.storage, "storage", None, ()),
+            (
+                V.list,
+                "list",
+                None,
+                (Node(V.tensor), Node(V.list, "", None, (Node(V.int), Node(V.none))), Node(V.float)),
+            ),
+            (V.generator, "generator", None, ()),
+            (V.process_group, "group", "world", ()),
+            (V.opaque, "opaque", "a ScriptObject", ()),
+            (V.payload, "payload", None, ()),
+            (V.composite, "composite", "sparse_coo", (Node(V.tensor), Node(V.tensor), Node(V.bool, "", 1))),
+            (V.range, "range", None, ()),
+            (V.recipe, "recipe", None, ()),
+            (V.tuple, "tuple", None, (Node(V.string, "", "x"), Node(V.tuple, "", None, ()))),
+        )
+    )
     records.add(
         op(odd, everything, (Node(V.list, "", None, (Node(V.tensor), Node(V.tensor))), Node(V.bool, "", 1))),
-        (c, a, b, nowhere, b, c), (-(1 << 63), blank, (1 << 63) - 1, own, large, in_file, assumed),
-        (float("inf"), -0.0, float("nan"), 1e-310), scope=step, thread=3, start=25, duration=1 << 40)
+        (c, a, b, nowhere, b, c),
+        (-(1 << 63), blank, (1 << 63) - 1, own, large, in_file, assumed),
+        (float("inf"), -0.0, float("nan"), 1e-310),
+        scope=step,
+        thread=3,
+        start=25,
+        duration=1 << 40,
+    )
     remark = writer.annotation({"import": "inferred", "assumed": ["größer", "no strides"], "count": 3})
-    records.add(op(spun, (), (), OpStatus.raised), scope=step, start=6_000_000_000, duration=UNKNOWN_NS,
-                annotation=remark)
+    records.add(
+        op(spun, (), (), OpStatus.raised), scope=step, start=6_000_000_000, duration=UNKNOWN_NS, annotation=remark
+    )
     records.write()
 
-    records.add(Signature(RecordKind.storage_resize, (Node(V.storage, "storage"), Node(V.int, "bytes"))),
-                ints=(blank, 128), scope=step, start=7_000_000_000)
+    records.add(
+        Signature(RecordKind.storage_resize, (Node(V.storage, "storage"), Node(V.int, "bytes"))),
+        ints=(blank, 128),
+        scope=step,
+        start=7_000_000_000,
+    )
     state = writer.payload(bytes(range(256)) * 20)
     fresh = records.storage(8, cpu, StorageOrigin.payload, empty)
-    records.add(Signature(RecordKind.generator_state, (Node(V.generator, "generator"), Node(V.payload, "payload"))),
-                ints=(default, state), scope=step, start=20_000_000_000)
+    records.add(
+        Signature(RecordKind.generator_state, (Node(V.generator, "generator"), Node(V.payload, "payload"))),
+        ints=(default, state),
+        scope=step,
+        start=20_000_000_000,
+    )
     ints, floats = TENSOR_DIGEST.slots()
-    read = Signature(RecordKind.host_read, (
-        Node(V.string, "method", "item"), Node(V.tensor, "tensor"), *TENSOR_DIGEST.nodes()))
+    read = Signature(
+        RecordKind.host_read, (Node(V.string, "method", "item"), Node(V.tensor, "tensor"), *TENSOR_DIGEST.nodes())
+    )
     records.add(read, (b,), tuple(ints), tuple(floats), scope=step, start=20_000_000_001)
-    records.add(Signature(RecordKind.host_read, (Node(V.string, "method", "tolist"), Node(V.tensor, "tensor"))), (b,),
-                scope=step, start=20_000_000_001)
-    digest = Signature(RecordKind.digest, (
-        Node(V.tensor, "tensor"), Node(V.int, "of"), Node(V.int, "result"), *TENSOR_DIGEST.nodes()))
+    records.add(
+        Signature(RecordKind.host_read, (Node(V.string, "method", "tolist"), Node(V.tensor, "tensor"))),
+        (b,),
+        scope=step,
+        start=20_000_000_001,
+    )
+    digest = Signature(
+        RecordKind.digest, (Node(V.tensor, "tensor"), Node(V.int, "of"), Node(V.int, "result"), *TENSOR_DIGEST.nodes())
+    )
     records.add(digest, (b,), (5, 0, *ints), tuple(floats), scope=step, start=20_000_000_002)
     records.add(digest, (a,), (-1, -1, *ints), tuple(floats), scope=step, start=20_000_000_003)
     records.add(IMPORT, ints=(fresh, tokens, 0), scope=step, start=20_000_000_004)
     records.add(Signature(RecordKind.synchronize, (Node(V.device, "device", cuda),)), scope=step, start=20_000_000_005)
     records.add(Signature(RecordKind.collective, (Node(V.process_group, "group", "world"),)), scope=step)
     for reason in ("compiled_region", "compiled_region", "triton_launch"):
-        records.add(Signature(RecordKind.unsupported, (
-            Node(V.string, "reason", reason), Node(V.string, "op", "forward"), Node(V.string, "detail", "kept"))),
-            scope=step, start=20_000_000_006)
+        records.add(
+            Signature(
+                RecordKind.unsupported,
+                (Node(V.string, "reason", reason), Node(V.string, "op", "forward"), Node(V.string, "detail", "kept")),
+            ),
+            scope=step,
+            start=20_000_000_006,
+        )
     mapped = records.storage(512, cpu, StorageOrigin.external_file, in_file)
     short = records.storage(24, cuda, StorageOrigin.external_file, in_both)
     nothing = records.storage(0, cpu, StorageOrigin.external_file, empty_range)
@@ -247,8 +371,14 @@ def write_small(path: Path, frames: int = 2, close: bool = True) -> CaptureWrite
         result = records.storage(8, cpu, StorageOrigin.op)
         x, y = records.tensor(source, 0, meta), records.tensor(result, 0, meta)
         records.add(IMPORT, ints=(source, payload, 0), scope=scope, start=frame * 1000)
-        records.add(op(add, (Node(V.tensor, "self"), Node(V.tensor, "other"), Node(V.int, "alpha")), (Node(V.tensor),)),
-                    (x, x, y), (frame,), scope=scope, start=frame * 1000 + 5, duration=42)
+        records.add(
+            op(add, (Node(V.tensor, "self"), Node(V.tensor, "other"), Node(V.int, "alpha")), (Node(V.tensor),)),
+            (x, x, y),
+            (frame,),
+            scope=scope,
+            start=frame * 1000 + 5,
+            duration=42,
+        )
         records.write()
     if close:
         writer.close(9999)

@@ -39,7 +39,7 @@ def _write(path: Path, *files: ExternalFile, embedded: ExternalFile | None = Non
         number = writer.payload(CONTENT)
         files = (*files, ExternalFile(embedded.path, len(CONTENT), embedded.identity, payload=number))
     for place, file in enumerate(files):
-        payload = writer.payload(CONTENT[place:])   # large: it lies in a frame of its own
+        payload = writer.payload(CONTENT[place:])  # large: it lies in a frame of its own
         small = writer.payload(bytes([place] * 40))
         number = writer.range(FileRange(writer.file(file), place, 100))
         storage = records.storage(100, cpu, StorageOrigin.external_file, number)
@@ -71,7 +71,8 @@ def _file(path: Path, digest: bool = False) -> ExternalFile:
 
 
 def test_every_file_gets_its_digest_and_nothing_else_changes(
-        run: Run, tmp_path: Path, weights: Path, tokens: Path) -> None:
+    run: Run, tmp_path: Path, weights: Path, tokens: Path
+) -> None:
     path, out = tmp_path / "in.opreplay", tmp_path / "out.opreplay"
     _write(path, _file(weights), _file(tokens, digest=True), embedded=_file(tokens))
     ran = run("--add-digests", path, out)
@@ -79,9 +80,15 @@ def test_every_file_gets_its_digest_and_nothing_else_changes(
     assert ran.output.splitlines()[-1] == "valid; digests of 2 external files added, 1 had one"
     with open_capture(out) as reader:
         assert [file.digest for file in reader.files[1:]] == [
-            digest_file(weights), digest_file(tokens), digest_file(weights)]
+            digest_file(weights),
+            digest_file(tokens),
+            digest_file(weights),
+        ]
         assert [file.identity for file in reader.files[1:]] == [
-            _identity(weights), _identity(tokens), _identity(tokens)]
+            _identity(weights),
+            _identity(tokens),
+            _identity(tokens),
+        ]
         for info in reader.payloads:
             assert info.offset % 64 == 0 and len(reader.payload(info.id)) == info.raw_bytes
     before, after = read_all(path), read_all(out)
@@ -114,7 +121,8 @@ def test_files_are_looked_for_where_a_remap_says(run: Run, tmp_path: Path, weigh
 
 
 def test_nothing_is_written_where_a_file_is_not_the_captured_one(
-        run: Run, tmp_path: Path, weights: Path, tokens: Path) -> None:
+    run: Run, tmp_path: Path, weights: Path, tokens: Path
+) -> None:
     path, out = tmp_path / "in.opreplay", tmp_path / "out.opreplay"
     _write(path, _file(weights), _file(tokens), ExternalFile("unknown.bin", 3000))
     os.utime(weights, ns=(0, 0))
@@ -122,8 +130,12 @@ def test_nothing_is_written_where_a_file_is_not_the_captured_one(
     before = sorted(tmp_path.iterdir())
     ran = run("--add-digests", path, out)
     assert ran.code == 1 and ran.error.startswith("FAILED_PRECONDITION: ") and len(ran.error.splitlines()) == 1
-    for part in ("no digests were added", "weights.bin is not known to be the captured one",
-                 "tokens.bin does not exist", "unknown.bin does not exist"):
+    for part in (
+        "no digests were added",
+        "weights.bin is not known to be the captured one",
+        "tokens.bin does not exist",
+        "unknown.bin does not exist",
+    ):
         assert part in ran.error
     assert sorted(tmp_path.iterdir()) == before
 
@@ -177,7 +189,8 @@ def test_a_capture_without_a_summary_is_copied_without_one(run: Run, tmp_path: P
     change(path, 5, lambda frame: None)
     assert run("--add-digests", path, out).code == 0
     assert [frame.header.kind for frame in split(out.read_bytes())[1]] == [
-        frame.header.kind for frame in split(path.read_bytes())[1]]
+        frame.header.kind for frame in split(path.read_bytes())[1]
+    ]
 
 
 def test_paths_in_a_capture_cannot_steer_the_terminal(run: Run, tmp_path: Path) -> None:
@@ -187,9 +200,15 @@ def test_paths_in_a_capture_cannot_steer_the_terminal(run: Run, tmp_path: Path) 
     assert ran.code == 1 and "\x1b" not in ran.error and len(ran.error.splitlines()) == 1
 
 
-@pytest.mark.parametrize("arguments", [
-    ["--add-digests", "a"], ["a", "b"], ["--replay-file-remap=/a=/b", "a"],
-    ["--add-digests", "a", "b", "--recover", "c"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--add-digests", "a"],
+        ["a", "b"],
+        ["--replay-file-remap=/a=/b", "a"],
+        ["--add-digests", "a", "b", "--recover", "c"],
+    ],
+)
 def test_wrong_combinations_exit_with_2(run: Run, arguments: list[str]) -> None:
     ran = run(*arguments)
     assert (ran.code, ran.output) == (2, "")

@@ -34,9 +34,21 @@ def test_a_valid_capture_exits_with_0_and_says_what_is_in_it(run: Run, capture: 
     assert lines[0] == f"{capture}: capture of format 1.2, {capture.stat().st_size:,} bytes, complete"
     assert lines[-1] == "valid"
     text = "\n".join(lines)
-    for part in (SESSION.session_id, "opreplay 0.1.0 with torch 2.13.0", "1 head", "2 records", "3 kernel", "3 op",
-                 "3 unsupported", "storages     10", "3 file", "3 range", "3 recipe", "1 annotated",
-                 "payloads     5 with 117,144 bytes"):
+    for part in (
+        SESSION.session_id,
+        "opreplay 0.1.0 with torch 2.13.0",
+        "1 head",
+        "2 records",
+        "3 kernel",
+        "3 op",
+        "3 unsupported",
+        "storages     10",
+        "3 file",
+        "3 range",
+        "3 recipe",
+        "1 annotated",
+        "payloads     5 with 117,144 bytes",
+    ):
         assert part in text
 
 
@@ -113,7 +125,8 @@ def test_what_a_capture_says_of_itself_cannot_steer_the_terminal(run: Run, tmp_p
 @pytest.mark.slow
 @pytest.mark.parametrize(("arguments", "title"), [([], b"checking"), (["--add-digests"], b"adding digests")])
 def test_a_progress_bar_is_shown_on_a_terminal_and_nowhere_else(
-        tmp_path: Path, arguments: list[str], title: bytes) -> None:
+    tmp_path: Path, arguments: list[str], title: bytes
+) -> None:
     capture, place = tmp_path / "a.opreplay", tmp_path / "file.bin"
     place.write_bytes(bytes(100))
     status = place.stat()
@@ -153,7 +166,9 @@ def test_fifty_truncations_exit_with_3_and_one_line(run: Run, tmp_path: Path) ->
 
 @pytest.mark.slow
 def test_the_format_and_the_check_work_where_torch_cannot_be_imported(capture: Path) -> None:
-    code = ("import sys\nsys.modules['torch'] = None\nimport replayfmt.format.writer\n"
-            "from opreplay_tools.check import main\nsys.argv[1:] = [sys.argv[-1]]\nmain()")
+    code = (
+        "import sys\nsys.modules['torch'] = None\nimport replayfmt.format.writer\n"
+        "from opreplay_tools.check import main\nsys.argv[1:] = [sys.argv[-1]]\nmain()"
+    )
     ran = subprocess.run([sys.executable, "-c", code, str(capture)], capture_output=True, text=True, timeout=600)
     assert ran.returncode == 0, ran.stderr

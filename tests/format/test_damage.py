@@ -55,7 +55,7 @@ def test_every_truncation_is_refused_or_read_as_an_incomplete_prefix(small: Path
             assert str(cut) in str(error) and length < 800
             continue
         assert not complete
-        assert some == records[:len(some)]
+        assert some == records[: len(some)]
         lengths.append(len(some))
     # Shorter pieces never hold more, and every frame's end is reached.
     assert lengths == sorted(lengths, reverse=True) and set(lengths) == {0, 2, 4}
@@ -87,7 +87,7 @@ def test_what_truncation_leaves_is_recovered_and_valid(small: Path, tmp_path: Pa
         assert left
         check_capture(out)
         complete, some, rest = read_all(out)
-        assert complete and some == before == records[:len(some)] and "recovered=True" in rest["summary"]
+        assert complete and some == before == records[: len(some)] and "recovered=True" in rest["summary"]
         recovered.add(len(some))
     assert recovered == {0, 2, 4}
 
@@ -115,7 +115,7 @@ def test_a_flipped_bit_anywhere_is_refused_or_changes_nothing(tiny: Path, tmp_pa
         except OpReplayError:
             refused += 1
             continue
-        assert some == records[:len(some)], f"byte {position:#x} was misread"
+        assert some == records[: len(some)], f"byte {position:#x} was misread"
         if complete:
             assert (some, others) == (records, rest), f"byte {position:#x} was misread"
     assert refused > len(data) // 3
@@ -163,7 +163,7 @@ def test_zeros_or_garbage_for_a_tail_that_was_being_written_are_cut_off(tmp_path
     path.write_bytes(data)
     records = read_all(path)[1]
     assert len(records) == 6
-    for tail in (bytes(64), bytes(4096), b"\xff" * 500, data[PREAMBLE_BYTES:PREAMBLE_BYTES + 300]):
+    for tail in (bytes(64), bytes(4096), b"\xff" * 500, data[PREAMBLE_BYTES : PREAMBLE_BYTES + 300]):
         path.write_bytes(data + tail)
         complete, some, _rest = read_all(path)
         assert not complete and some == records

@@ -28,8 +28,11 @@ def path(tmp_path: Path) -> Path:
 def _captured(path: Path, identity: bool = True, digest: bool = False) -> ExternalFile:
     status = path.stat()
     return ExternalFile(
-        str(path), status.st_size, FileIdentity(status.st_dev, status.st_ino, status.st_mtime_ns) if identity else None,
-        digest_file(path) if digest else None)
+        str(path),
+        status.st_size,
+        FileIdentity(status.st_dev, status.st_ino, status.st_mtime_ns) if identity else None,
+        digest_file(path) if digest else None,
+    )
 
 
 def _both(path: Path) -> tuple[ExternalFile, ExternalFile]:
@@ -45,7 +48,8 @@ def test_a_missing_file_names_the_flag(path: Path) -> None:
     file = _captured(path)
     path.unlink()
     assert validate(file, str(path), False) == (
-        f"external file {path} does not exist; --replay-file-remap=CAPTURED=REPLAY says where it is now")
+        f"external file {path} does not exist; --replay-file-remap=CAPTURED=REPLAY says where it is now"
+    )
     assert "does not exist (captured as " in str(validate(file, str(path) + "2", True))
     assert "a part of the path is not a directory" in str(validate(file, __file__ + "/x", True))
 
@@ -80,7 +84,7 @@ def test_one_changed_byte_of_the_same_length_fails_both(path: Path) -> None:
     data = bytearray(CONTENT)
     data[777] ^= 1
     path.write_bytes(data)
-    os.utime(path, ns=(0, 7))   # where the clock of the file system has not ticked meanwhile, too
+    os.utime(path, ns=(0, 7))  # where the clock of the file system has not ticked meanwhile, too
     assert "its time of last modification differs" in str(validate(by_identity, str(path), False))
     problem = str(validate(by_digest, str(path), False))
     assert f"has other content than the captured one: its digest is {digest_file(path)}, expected" in problem
@@ -101,7 +105,7 @@ def _until_the_clock_ticks(path: Path, since: os.stat_result) -> None:
 @pytest.mark.usefixtures("remembered")
 def test_one_changed_byte_is_found_by_digest_though_the_time_was_set_back(path: Path) -> None:
     _by_identity, by_digest = _both(path)
-    assert validate(by_digest, str(path), False) is None   # its digest is remembered now
+    assert validate(by_digest, str(path), False) is None  # its digest is remembered now
     status = path.stat()
     with path.open("r+b") as file:
         file.write(b"\xff")
@@ -172,9 +176,11 @@ def test_what_is_no_regular_file_is_not_even_opened(tmp_path: Path, monkeypatch:
 def test_permission_denied_is_said(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = _captured(path)
     path.chmod(0)
-    if os.access(path, os.R_OK):   # root may read anything, so the system's refusal is made up
+    if os.access(path, os.R_OK):  # root may read anything, so the system's refusal is made up
+
         def refuse(name: object, *_flags: object) -> int:
             raise PermissionError(13, "Permission denied", name)
+
         monkeypatch.setattr(external.os, "open", refuse)
     assert "cannot be read: permission denied" in str(validate(file, str(path), False))
 
@@ -188,7 +194,7 @@ def test_a_digest_is_read_once_for_a_file_that_stays_the_same(path: Path, monkey
     monkeypatch.setattr(external, "digest_file", None)
     assert validate(file, str(path), False) is None
     status, link = path.stat(), path.with_name("hard link")
-    os.link(path, link)   # which changes the inode's change time: read again, to be sure
+    os.link(path, link)  # which changes the inode's change time: read again, to be sure
     _until_the_clock_ticks(link, status)
     with pytest.raises(TypeError):
         validate(file, str(link), False)
@@ -220,7 +226,7 @@ def test_maps_are_exactly_the_bytes_asked_for(path: Path, offset: int, length: i
         read, private = opened.map(offset, length), opened.map(offset, length, copy_on_write=True)
         buffer = bytearray(length)
         opened.read_into(offset, buffer)
-    assert bytes(read) == bytes(private) == bytes(buffer) == CONTENT[offset:offset + length]   # after it was closed
+    assert bytes(read) == bytes(private) == bytes(buffer) == CONTENT[offset : offset + length]  # after it was closed
     if length:
         assert read.readonly and not private.readonly
         private[0] ^= 0xFF

@@ -17,14 +17,15 @@ from replayfmt.format.external.file_digest import CHUNK_BYTES, digest_file
 
 def _defined(data: bytes, chunk_bytes: int) -> str:
     """The definition, word for word."""
-    chunks = [data[start:start + chunk_bytes] for start in range(0, len(data), chunk_bytes)]
+    chunks = [data[start : start + chunk_bytes] for start in range(0, len(data), chunk_bytes)]
     return xxh3_128(b"".join(xxh3_128_digest(chunk) for chunk in chunks)).hexdigest()
 
 
 @pytest.mark.parametrize("length", [0, 1, 999, 1000, 1001, 5000, 5321])
 @pytest.mark.parametrize("threads", [1, 3])
 def test_the_digest_is_that_of_the_chunks_digests(
-        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, length: int, threads: int) -> None:
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, length: int, threads: int
+) -> None:
     monkeypatch.setattr(file_digest, "CHUNK_BYTES", 1000)
     monkeypatch.setattr(file_digest, "_BUFFER_BYTES", 300)
     monkeypatch.setattr(file_digest, "_MOST_THREADS", threads)
@@ -69,8 +70,7 @@ def test_a_descriptor_stays_open_and_keeps_its_position(tmp_path: Path) -> None:
 
 
 def test_what_is_no_readable_file_has_no_digest(tmp_path: Path) -> None:
-    for path, match in ((tmp_path / "missing", "No such file"), (tmp_path, "not a regular file"),
-                        ("a\0b", "null")):
+    for path, match in ((tmp_path / "missing", "No such file"), (tmp_path, "not a regular file"), ("a\0b", "null")):
         with pytest.raises(ExternalFileProblem, match=match):
             digest_file(path)
     os.mkfifo(tmp_path / "pipe")

@@ -8,47 +8,54 @@ from replayfmt.errors import UsageError
 from replayfmt.format.external.file_remap import FileRemaps
 
 
-@pytest.mark.parametrize(("remaps", "captured", "replay"), [
-    ([], "/mnt/a/model.bin", "/mnt/a/model.bin"),
-    (["/mnt/a=/data"], "/mnt/a/model.bin", "/data/model.bin"),
-    (["/mnt/a=/data"], "/mnt/ab/model.bin", "/mnt/ab/model.bin"),
-    (["/mnt/a=/data"], "/mnt/a", "/data"),
-    (["/mnt/a/model.bin=/data/other.bin"], "/mnt/a/model.bin", "/data/other.bin"),
-    (["/mnt/a/=/data/"], "/mnt/a/model.bin", "/data/model.bin"),
-    (["/=/root2"], "/mnt/a/model.bin", "/root2/mnt/a/model.bin"),
-    (["/mnt=/"], "/mnt/a/model.bin", "/a/model.bin"),
-    (["/mnt=/short", "/mnt/a=/long"], "/mnt/a/model.bin", "/long/model.bin"),
-    (["/mnt/a=/long", "/mnt=/short"], "/mnt/a/model.bin", "/long/model.bin"),
-    (["/mnt/a=/data", "/data=/elsewhere"], "/mnt/a/model.bin", "/data/model.bin"),
-    (["/a=/b", "/b=/a"], "/a/x", "/b/x"),
-    (["/a=/b", "/b=/a"], "/b/x", "/a/x"),
-    (["/a=/a/a"], "/a/x", "/a/a/x"),
-    (["/mnt/a="], "/mnt/a/models/model.bin", "models/model.bin"),
-    (["models=/data"], "models/model.bin", "/data/model.bin"),
-    (["models=/data"], "./models//model.bin", "/data/model.bin"),
-    (["models=/data"], "/models/model.bin", "/models/model.bin"),
-    ([".=/data"], "models/model.bin", "/data/models/model.bin"),
-    (["./=/data"], "/models/model.bin", "/models/model.bin"),
-    (["/mnt/a=/data=new"], "/mnt/a/x", "/data=new/x"),
-    (["/mnt/größe=/データ"], "/mnt/größe/x y", "/データ/x y"),
-    (["/mnt/a=relative"], "/mnt/a/x", "relative/x"),
-    (["/mnt/a=/data"], "/mnt/a/../../etc/shadow", "/mnt/a/../../etc/shadow"),
-    (["/mnt/a/..=/data"], "/mnt/a/../x", "/data/x"),
-])
+@pytest.mark.parametrize(
+    ("remaps", "captured", "replay"),
+    [
+        ([], "/mnt/a/model.bin", "/mnt/a/model.bin"),
+        (["/mnt/a=/data"], "/mnt/a/model.bin", "/data/model.bin"),
+        (["/mnt/a=/data"], "/mnt/ab/model.bin", "/mnt/ab/model.bin"),
+        (["/mnt/a=/data"], "/mnt/a", "/data"),
+        (["/mnt/a/model.bin=/data/other.bin"], "/mnt/a/model.bin", "/data/other.bin"),
+        (["/mnt/a/=/data/"], "/mnt/a/model.bin", "/data/model.bin"),
+        (["/=/root2"], "/mnt/a/model.bin", "/root2/mnt/a/model.bin"),
+        (["/mnt=/"], "/mnt/a/model.bin", "/a/model.bin"),
+        (["/mnt=/short", "/mnt/a=/long"], "/mnt/a/model.bin", "/long/model.bin"),
+        (["/mnt/a=/long", "/mnt=/short"], "/mnt/a/model.bin", "/long/model.bin"),
+        (["/mnt/a=/data", "/data=/elsewhere"], "/mnt/a/model.bin", "/data/model.bin"),
+        (["/a=/b", "/b=/a"], "/a/x", "/b/x"),
+        (["/a=/b", "/b=/a"], "/b/x", "/a/x"),
+        (["/a=/a/a"], "/a/x", "/a/a/x"),
+        (["/mnt/a="], "/mnt/a/models/model.bin", "models/model.bin"),
+        (["models=/data"], "models/model.bin", "/data/model.bin"),
+        (["models=/data"], "./models//model.bin", "/data/model.bin"),
+        (["models=/data"], "/models/model.bin", "/models/model.bin"),
+        ([".=/data"], "models/model.bin", "/data/models/model.bin"),
+        (["./=/data"], "/models/model.bin", "/models/model.bin"),
+        (["/mnt/a=/data=new"], "/mnt/a/x", "/data=new/x"),
+        (["/mnt/größe=/データ"], "/mnt/größe/x y", "/データ/x y"),
+        (["/mnt/a=relative"], "/mnt/a/x", "relative/x"),
+        (["/mnt/a=/data"], "/mnt/a/../../etc/shadow", "/mnt/a/../../etc/shadow"),
+        (["/mnt/a/..=/data"], "/mnt/a/../x", "/data/x"),
+    ],
+)
 def test_a_path_is_remapped_once_by_its_longest_whole_component_prefix(
-        remaps: list[str], captured: str, replay: str) -> None:
+    remaps: list[str], captured: str, replay: str
+) -> None:
     assert FileRemaps.parse(remaps).apply(captured) == replay
 
 
-@pytest.mark.parametrize(("remaps", "match"), [
-    (["/mnt/a"], "expected CAPTURED=REPLAY, found no `=`"),
-    ([""], "expected CAPTURED=REPLAY, found no `=`"),
-    (["=/data"], "the captured prefix before `=` is empty"),
-    (["="], "the captured prefix before `=` is empty"),
-    (["/a=/b", "/a=/c"], "--replay-file-remap=/a=/b has the same captured prefix"),
-    (["/a=/b", "/a/=/b"], "--replay-file-remap=/a=/b has the same captured prefix"),
-    (["/a\0=/b"], "NUL"),
-])
+@pytest.mark.parametrize(
+    ("remaps", "match"),
+    [
+        (["/mnt/a"], "expected CAPTURED=REPLAY, found no `=`"),
+        ([""], "expected CAPTURED=REPLAY, found no `=`"),
+        (["=/data"], "the captured prefix before `=` is empty"),
+        (["="], "the captured prefix before `=` is empty"),
+        (["/a=/b", "/a=/c"], "--replay-file-remap=/a=/b has the same captured prefix"),
+        (["/a=/b", "/a/=/b"], "--replay-file-remap=/a=/b has the same captured prefix"),
+        (["/a\0=/b"], "NUL"),
+    ],
+)
 def test_wrong_remaps_are_refused_as_wrong_arguments(remaps: list[str], match: str) -> None:
     with pytest.raises(UsageError, match=match) as caught:
         FileRemaps.parse(remaps)

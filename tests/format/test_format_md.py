@@ -33,9 +33,23 @@ def _tables() -> dict[str, list[list[str]]]:
 TABLES = _tables()
 
 
-@pytest.mark.parametrize("name", [
-    "FrameKind", "Codec", "RecordKind", "ValueKind", "KernelKind", "OpStatus", "StorageOrigin", "TensorFlag", "Layout",
-    "MemoryFormat", "DType", "FileValidation"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "FrameKind",
+        "Codec",
+        "RecordKind",
+        "ValueKind",
+        "KernelKind",
+        "OpStatus",
+        "StorageOrigin",
+        "TensorFlag",
+        "Layout",
+        "MemoryFormat",
+        "DType",
+        "FileValidation",
+    ],
+)
 def test_tables_of_codes_are_the_codes(name: str) -> None:
     listed = {row[1]: int(row[0]) for row in TABLES[name]}
     ours = {member.name: int(member) for member in getattr(codes, name)}
@@ -56,8 +70,13 @@ def test_the_slots_and_constants_of_values_are_the_codes() -> None:
             count, column = slots.rstrip("s").split()
             columns[("tensor", "int", "float").index(column)] = int(count)
         assert tuple(columns) == SLOTS.get(kind, (0, 0, 0)), name
-        expected = ("string id" if kind in TEXT_CONSTANTS else kind.name.replace("_", "") if kind in CODE_CONSTANTS
-                    else {ValueKind.bool: "0 or 1", ValueKind.device: "device id"}.get(kind, ""))
+        expected = (
+            "string id"
+            if kind in TEXT_CONSTANTS
+            else kind.name.replace("_", "")
+            if kind in CODE_CONSTANTS
+            else {ValueKind.bool: "0 or 1", ValueKind.device: "device id"}.get(kind, "")
+        )
         assert constant.lower() == expected, name
 
 
@@ -66,7 +85,8 @@ def test_the_arguments_of_records_are_the_ones_that_are_required() -> None:
         fixed = ARGUMENTS.get(RecordKind(int(number)), ())
         listed = re.findall(r"`(\w+)` (\w+(?: or \w+)*)", arguments)
         assert [(n, set(kinds.split(" or "))) for n, kinds in listed] == [
-            (n, {kind.name for kind in kinds}) for n, kinds in fixed]
+            (n, {kind.name for kind in kinds}) for n, kinds in fixed
+        ]
     digest = re.search(r"\*\*A digest\*\* is (.*?)\. The hash", TEXT)
     assert digest and re.findall(r"`(\w+)`", digest[1]) == [name for name, _kinds in DIGEST_ARGUMENTS]
 
@@ -76,10 +96,12 @@ def test_the_limits_are_the_codes() -> None:
     body = limits["body of a head, tables, records or summary frame, decompressed"]
     assert body == f"{frames.MAX_BODY_BYTES >> 20} MiB"
     assert limits["the same body, by what is stored"] == (
-        f"{frames.FREE_FRAME_BYTES >> 20} MiB, and {frames.MAX_EXPANSION} bytes for each stored one")
+        f"{frames.FREE_FRAME_BYTES >> 20} MiB, and {frames.MAX_EXPANSION} bytes for each stored one"
+    )
     (definitions,) = (limit for what, limit in limits.items() if what.startswith("bodies of all tables frames"))
     assert definitions == (
-        f"{frames.FREE_DEFINITION_BYTES >> 20} MiB, and {frames.MAX_EXPANSION} bytes for each stored one")
+        f"{frames.FREE_DEFINITION_BYTES >> 20} MiB, and {frames.MAX_EXPANSION} bytes for each stored one"
+    )
     assert limits["payload with codec zstd, decompressed"] == f"{frames.MAX_COMPRESSED_PAYLOAD_BYTES >> 20} MiB"
     assert limits["one string"] == f"{frames.MAX_STRING_BYTES >> 20} MiB"
     assert limits["records a frame"] == f"2^{frames.MAX_FRAME_RECORDS.bit_length() - 1}"
@@ -147,7 +169,9 @@ def test_the_example_is_a_valid_capture_that_says_what_the_page_says(example: Pa
     with open_capture(example) as reader:
         assert reader.complete and reader.warnings == []
         assert [(r.kind, r.argument("name"), r.start_ns) for r in reader.records()] == [
-            (RecordKind.scope_begin, "execute", 1000), (RecordKind.scope_end, "execute", 2500)]
+            (RecordKind.scope_begin, "execute", 1000),
+            (RecordKind.scope_end, "execute", 2500),
+        ]
         assert reader.summary.ended_ns == 3000
 
 
@@ -156,7 +180,7 @@ def test_the_examples_tables_are_its_bytes(example: Path) -> None:
     rows = [row for row in TABLES["at"] if row[1].isdigit()]
     assert len(rows) == 8 + 12 + 9
     for at, count, field, value in rows:
-        raw = data[int(at, 16):int(at, 16) + int(count)]
+        raw = data[int(at, 16) : int(at, 16) + int(count)]
         if field == "session":
             assert str(uuid.UUID(bytes=raw)) == value.strip("`")
         elif value.startswith("`"):
@@ -165,15 +189,19 @@ def test_the_examples_tables_are_its_bytes(example: Path) -> None:
             assert int.from_bytes(raw, "little") == int(value, 0), (at, field)
     assert int(rows[7][3], 0) == xxh3_64_intdigest(data[:56])
     assert int(rows[12][3], 0) == xxh3_64_intdigest(data[64:76] + data[80:128]) & 0xFFFFFFFF
-    assert int(rows[19][3], 0) == xxh3_128_intdigest(data[128:128 + 164])
+    assert int(rows[19][3], 0) == xxh3_128_intdigest(data[128 : 128 + 164])
     assert int(rows[28][3], 0) == xxh3_64_intdigest(data[-64:-8])
     parse_trailer(data[-64:], len(data), "example")
     frames_listed = [row for row in TABLES["at"] if not row[1].isdigit()]
     offset = 64
     for at, kind, stored, first, count in frames_listed:
         assert offset == int(at, 16)
-        header = parse_header(data[offset:offset + HEADER_BYTES], "example")
+        header = parse_header(data[offset : offset + HEADER_BYTES], "example")
         assert (header.name, header.stored_bytes, header.first_ordinal, header.count) == (
-            kind, int(stored), int(first), int(count))
+            kind,
+            int(stored),
+            int(first),
+            int(count),
+        )
         offset += HEADER_BYTES + align(header.stored_bytes)
     assert offset == len(data) - 64

@@ -21,8 +21,15 @@ CAPTURES = sorted(GOLDEN.glob("*.opreplay"))
 
 def test_there_are_golden_captures() -> None:
     assert {path.name for path in CAPTURES} >= {
-        "everything-1.0.opreplay", "recovered-1.0.opreplay", "step-1.0.opreplay", "everything-1.1.opreplay",
-        "recovered-1.1.opreplay", "reference-1.1.opreplay", "everything-1.2.opreplay", "recovered-1.2.opreplay"}
+        "everything-1.0.opreplay",
+        "recovered-1.0.opreplay",
+        "step-1.0.opreplay",
+        "everything-1.1.opreplay",
+        "recovered-1.1.opreplay",
+        "reference-1.1.opreplay",
+        "everything-1.2.opreplay",
+        "recovered-1.2.opreplay",
+    }
 
 
 def test_the_file_of_a_golden_capture_is_known_by_its_digest(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,7 +55,8 @@ def test_a_golden_capture_is_valid_and_complete(path: Path) -> None:
 
 @pytest.mark.parametrize("path", CAPTURES, ids=lambda path: path.stem)
 def test_a_golden_capture_dumps_at_least_what_it_did(
-        path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.chdir(GOLDEN)
     monkeypatch.setattr(sys, "argv", ["opreplay-dump", "--format=jsonl", path.name])
     with pytest.raises(SystemExit) as leaving:
@@ -102,4 +110,8 @@ def test_what_a_version_did_not_count_is_unknown_and_not_zero() -> None:
         summary = reader.summary
         assert (summary.origins, summary.origin_bytes, summary.annotated) == (None, None, None)
         assert reader.recount().origins == {
-            StorageOrigin.op: 1, StorageOrigin.uninitialized: 1, StorageOrigin.payload: 2, StorageOrigin.absent: 1}
+            StorageOrigin.op: 1,
+            StorageOrigin.uninitialized: 1,
+            StorageOrigin.payload: 2,
+            StorageOrigin.absent: 1,
+        }

@@ -16,16 +16,7 @@ from replayfmt.format.maintenance.check import check_capture
 from replayfmt.format.reader import open_capture
 
 from .reading import read_all, refused
-from .reseal import (
-    Frame,
-    Tables,
-    change,
-    change_records,
-    change_tables,
-    join,
-    split,
-    tables_of,
-)
+from .reseal import Frame, Tables, change, change_records, change_tables, join, split, tables_of
 from .samples import TENSOR_DIGEST, write_everything_again, write_small
 
 V = ValueKind
@@ -49,50 +40,78 @@ def _shorter(name: str) -> Callable[[dict], None]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("edit", "match"), [
-    (_put("signature", 0, 0), "signature holds 0"),
-    (_put("signature", 3, 99999), "signature holds 1..99999"),
-    (_put("scope", 0, 3), "scope holds 1..3, allowed 0..2"),
-    (_put("tensors", 0, 4), "tensors holds 0..4, allowed 0..3"),
-    (_put("tensor_id", 0, 0), "tensor_id holds 0"),
-    (_put("tensor_id", 0, 2), "tensor_id is not ascending"),
-    (_put("tensor_id", 3, 1 << 63), "tensor_id holds"),
-    (_put("tensor_storage", 0, 5), "tensor_storage holds 0..5, allowed 0..4"),
-    (_put("tensor_storage", 0, (1 << 64) - 1), "tensor_storage holds"),
-    (_put("tensor_offset", 0, -1), "tensor_offset holds -1"),
-    (_put("tensor_meta", 0, 0), "tensor_meta holds 0"),
-    (_put("tensor_meta", 0, 4), "tensor_meta holds 1..4, allowed 1..3"),
-    (_put("storage_bytes", 0, 1 << 63), "storage_bytes holds"),
-    (_put("storage_device", 0, 3), "storage_device holds 1..3, allowed 1..2"),
-    (_put("storage_origin", 0, 0), "storage_origin holds 0"),
-    (_put("storage_origin", 0, 7), "storage_origin holds 1..7, allowed 1..6"),
-    (_put("storage_origin", 0, 1), "have a payload exactly if"),
-    (_put("storage_payload", 0, 6), "storage_payload holds 6, allowed 0..5"),
-    (_put("ints", 1, 0), "refers to storage 0"),
-    (_put("ints", 1, 77), "refers to storage 77; there are 4"),
-    (_put("ints", 2, -1), "refers to payload -1"),
-    (_put("gap_position", 0, 8), "gap_position holds 8"),
-    (_put("gap_ns", 0, (1 << 64) - 1), "gap_ns holds"),
-    *((_shorter(name), f"column {name} has") for name in (
-        "signature", "scope", "thread", "start_delta_ns", "gap_ns", "duration_ns", "tensors", "ints", "floats",
-        "tensor_storage", "tensor_offset", "tensor_meta", "storage_device", "storage_origin", "storage_payload")),
-    (lambda c: c.update(untimed=np.array([8], np.uint32)), "untimed holds 8..8, allowed 0..7"),
-    (lambda c: c.update(untimed=np.array([7, 7], np.uint32)), "untimed is not ascending"),
-    (lambda c: c.update(untimed=np.array([5, 7], np.uint32)), "untimed names records that have a duration"),
-    (lambda c: c.pop("duration_ns"), "a frame without durations"),
-    (lambda c: c.update(device_duration_ns=np.zeros(3, np.uint64)), "column device_duration_ns has 3 rows, expected 8"),
-    (lambda c: c.update(start_base_ns=(1 << 64) - 1), "start_base_ns is"),
-    (lambda c: c.update(first_storage=0), "first_storage is 0"),
-    (lambda c: c.update(first_storage=(1 << 64) - 1), "first_storage is"),
-    (lambda c: c.update(first_storage=2), "first_storage is 2"),
-    (lambda c: c.update(gap_position=np.array([3, 3], np.uint32), gap_ns=np.array([1, 1], np.uint64)),
-     "gap_position is not ascending"),
-    (lambda c: c.update(gap_position=np.arange(8, dtype=np.uint32), gap_ns=np.full(8, 1 << 60, np.uint64)),
-     "gap_ns add up"),
-    (lambda c: c.pop("signature"), "column signature has 0 rows"),
-])
+@pytest.mark.parametrize(
+    ("edit", "match"),
+    [
+        (_put("signature", 0, 0), "signature holds 0"),
+        (_put("signature", 3, 99999), "signature holds 1..99999"),
+        (_put("scope", 0, 3), "scope holds 1..3, allowed 0..2"),
+        (_put("tensors", 0, 4), "tensors holds 0..4, allowed 0..3"),
+        (_put("tensor_id", 0, 0), "tensor_id holds 0"),
+        (_put("tensor_id", 0, 2), "tensor_id is not ascending"),
+        (_put("tensor_id", 3, 1 << 63), "tensor_id holds"),
+        (_put("tensor_storage", 0, 5), "tensor_storage holds 0..5, allowed 0..4"),
+        (_put("tensor_storage", 0, (1 << 64) - 1), "tensor_storage holds"),
+        (_put("tensor_offset", 0, -1), "tensor_offset holds -1"),
+        (_put("tensor_meta", 0, 0), "tensor_meta holds 0"),
+        (_put("tensor_meta", 0, 4), "tensor_meta holds 1..4, allowed 1..3"),
+        (_put("storage_bytes", 0, 1 << 63), "storage_bytes holds"),
+        (_put("storage_device", 0, 3), "storage_device holds 1..3, allowed 1..2"),
+        (_put("storage_origin", 0, 0), "storage_origin holds 0"),
+        (_put("storage_origin", 0, 7), "storage_origin holds 1..7, allowed 1..6"),
+        (_put("storage_origin", 0, 1), "have a payload exactly if"),
+        (_put("storage_payload", 0, 6), "storage_payload holds 6, allowed 0..5"),
+        (_put("ints", 1, 0), "refers to storage 0"),
+        (_put("ints", 1, 77), "refers to storage 77; there are 4"),
+        (_put("ints", 2, -1), "refers to payload -1"),
+        (_put("gap_position", 0, 8), "gap_position holds 8"),
+        (_put("gap_ns", 0, (1 << 64) - 1), "gap_ns holds"),
+        *(
+            (_shorter(name), f"column {name} has")
+            for name in (
+                "signature",
+                "scope",
+                "thread",
+                "start_delta_ns",
+                "gap_ns",
+                "duration_ns",
+                "tensors",
+                "ints",
+                "floats",
+                "tensor_storage",
+                "tensor_offset",
+                "tensor_meta",
+                "storage_device",
+                "storage_origin",
+                "storage_payload",
+            )
+        ),
+        (lambda c: c.update(untimed=np.array([8], np.uint32)), "untimed holds 8..8, allowed 0..7"),
+        (lambda c: c.update(untimed=np.array([7, 7], np.uint32)), "untimed is not ascending"),
+        (lambda c: c.update(untimed=np.array([5, 7], np.uint32)), "untimed names records that have a duration"),
+        (lambda c: c.pop("duration_ns"), "a frame without durations"),
+        (
+            lambda c: c.update(device_duration_ns=np.zeros(3, np.uint64)),
+            "column device_duration_ns has 3 rows, expected 8",
+        ),
+        (lambda c: c.update(start_base_ns=(1 << 64) - 1), "start_base_ns is"),
+        (lambda c: c.update(first_storage=0), "first_storage is 0"),
+        (lambda c: c.update(first_storage=(1 << 64) - 1), "first_storage is"),
+        (lambda c: c.update(first_storage=2), "first_storage is 2"),
+        (
+            lambda c: c.update(gap_position=np.array([3, 3], np.uint32), gap_ns=np.array([1, 1], np.uint64)),
+            "gap_position is not ascending",
+        ),
+        (
+            lambda c: c.update(gap_position=np.arange(8, dtype=np.uint32), gap_ns=np.full(8, 1 << 60, np.uint64)),
+            "gap_ns add up",
+        ),
+        (lambda c: c.pop("signature"), "column signature has 0 rows"),
+    ],
+)
 def test_record_columns_that_contradict_each_other_are_refused(
-        capture: Path, edit: Callable[[dict], None], match: str) -> None:
+    capture: Path, edit: Callable[[dict], None], match: str
+) -> None:
     change_records(capture, edit)
     refused(capture, match)
 
@@ -114,24 +133,28 @@ def _twice(columns: dict) -> None:
 def _digest_of(of: int, result: int) -> Callable[[dict], None]:
     def edit(columns: dict) -> None:
         hashes = np.flatnonzero(columns["ints"] == TENSOR_DIGEST.hash_low)  # of a host read, then of two digests
-        columns["ints"][hashes[1] - 2:hashes[1]] = of, result
+        columns["ints"][hashes[1] - 2 : hashes[1]] = of, result
 
     return edit
 
 
-@pytest.mark.parametrize(("which", "edit", "match"), [
-    (0, _twice, "two tensor ids"),
-    (1, _put("scope", -1, 2), "a scope marker names another scope"),
-    (1, _put("scope", -1, 0), "a scope marker names another scope"),
-    (1, _digest_of(999, 0), "a digest is of a record that does not come before it"),
-    (1, _digest_of(-2, -2), "a digest is of a record that does not come before it"),
-    (1, _digest_of(-1, 0), "a digest is of a record that does not come before it"),
-    (1, _digest_of(0, 0), "a digest is of result 0 of record 0, which has no such result"),
-    (1, _digest_of(8, 0), "a digest is of result 0 of record 8, which has no such result"),
-    (1, _digest_of(5, 1), "a digest is of result 1 of record 5, which has no such result"),
-])
+@pytest.mark.parametrize(
+    ("which", "edit", "match"),
+    [
+        (0, _twice, "two tensor ids"),
+        (1, _put("scope", -1, 2), "a scope marker names another scope"),
+        (1, _put("scope", -1, 0), "a scope marker names another scope"),
+        (1, _digest_of(999, 0), "a digest is of a record that does not come before it"),
+        (1, _digest_of(-2, -2), "a digest is of a record that does not come before it"),
+        (1, _digest_of(-1, 0), "a digest is of a record that does not come before it"),
+        (1, _digest_of(0, 0), "a digest is of result 0 of record 0, which has no such result"),
+        (1, _digest_of(8, 0), "a digest is of result 0 of record 8, which has no such result"),
+        (1, _digest_of(5, 1), "a digest is of result 1 of record 5, which has no such result"),
+    ],
+)
 def test_references_that_reading_does_not_follow_are_findings_of_the_check(
-        capture: Path, which: int, edit: Callable[[dict], None], match: str) -> None:
+    capture: Path, which: int, edit: Callable[[dict], None], match: str
+) -> None:
     change_records(capture, edit, which)
     with pytest.raises(InvalidCapture, match=match):
         check_capture(capture)
@@ -171,61 +194,63 @@ def _first(family: str, first: int) -> Callable[[Tables], None]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("edit", "match"), [
-    (_column("device_kind", 0, 0), "device_kind holds 0"),
-    (_column("device_name", 0, 9999), "device_name holds"),
-    (_column("device_fingerprint", 0, 9999), "device_fingerprint holds"),
-    (_column("device_index", 0, -2), "device_index holds -2"),
-    (_column("kernel_kind", 0, 0), "kernel_kind holds 0"),
-    (_column("kernel_kind", 0, 4), "kernel_kind holds 1..4"),
-    (_column("kernel_name", 0, 0), "kernel_name holds 0"),
-    (_column("kernel_schema", 0, 0xFFFFFFFF), "kernel_schema holds"),
-    (_column("generator_device", 0, 3), "generator_device holds"),
-    (_column("generator_default", 0, 2), "generator_default holds"),
-    (_column("scope_parent", 0, 1), "parent is not defined before it"),
-    (_column("scope_parent", 1, 2), "parent is not defined before it"),
-    (_column("scope_name", 0, 0), "scope_name holds 0"),
-    (_column("meta_dtype", 0, 0), "meta_dtype holds 0"),
-    (_column("meta_dtype", 0, 47), "meta_dtype holds"),
-    (_column("meta_layout", 0, 9), "meta_layout holds"),
-    (_column("meta_device", 0, 0), "meta_device holds 0"),
-    (_column("meta_flags", 0, 16), "meta_flags holds"),
-    (_column("meta_rank", 0, 0xFFFF), "meta_sizes has"),
-    (_column("meta_sizes", 0, -1), "meta_sizes holds -1"),
-    (_column("meta_strides", 0, -1), "meta_strides holds -1"),
-    (_column("signature_kind", 0, 0), "signature_kind holds 0"),
-    (_column("signature_kind", 0, 14), "signature_kind holds"),
-    (_column("signature_kind", 0, int(RecordKind.op)), "has a kernel or a status"),
-    (_column("signature_status", 0, 3), "signature_status holds"),
-    (_column("signature_kernel", 0, 1), "has a kernel or a status"),
-    (_column("signature_kernel", 0, 4), "signature_kernel holds"),
-    (_column("signature_args", 0, 0), "do not form its arguments"),
-    (_column("signature_args", 0, 0xFFFFFFFF), "do not form its arguments"),
-    (_column("signature_results", 0, 1), "has results"),
-    (_column("signature_nodes", 0, 0), "signature_nodes add up"),
-    (_column("signature_nodes", 0, 0xFFFFFFFF), "signature_nodes add up"),
-    (_column("node_kind", 0, 21), "node_kind holds"),
-    (_column("node_name", 0, 9999), "node_name holds"),
-    (_column("node_name", 0, 0), "argument 0 is not `name`"),
-    (_column("node_kind", 0, int(V.int)), "is a int with the constant"),
-    (_column("node_children", 0, 1), "not a list, tuple or composite has children"),
-    (_node(V.bool, 2), "is a bool with the constant 2, allowed 0..1"),
-    (_node(V.dtype, 0), "is a dtype with the constant 0, allowed 1..46"),
-    (_node(V.layout, 9), "is a layout with the constant 9"),
-    (_node(V.memory_format, -1), "is a memory_format with the constant -1"),
-    (_node(V.device, 3), "is a device with the constant 3"),
-    (_node(V.string, 0), "is a string with the constant 0"),
-    (_node(V.string, 1 << 40), "is a string with the constant"),
-    (_node(V.opaque, -5), "is a opaque with the constant -5"),
-    (_node(V.composite, 1 << 62), "is a composite with the constant"),
-    (_node(V.tensor, 1), "is a tensor with the constant 1"),
-    *((_first(family, 2), f"defines {family} 2 and on; expected 1") for family in ("string", *FAMILIES)),
-    *((_cut(name), "different lengths|adds? up to") for names in FAMILIES.values() for name in names),
-    *((_cut(name), "adds? up to") for name in (*META_COLUMNS, *NODE_COLUMNS)),
-    (lambda t: t[0].append(t[0][0]), "defines a string twice"),
-])
-def test_definitions_that_break_a_rule_are_refused(
-        capture: Path, edit: Callable[[Tables], None], match: str) -> None:
+@pytest.mark.parametrize(
+    ("edit", "match"),
+    [
+        (_column("device_kind", 0, 0), "device_kind holds 0"),
+        (_column("device_name", 0, 9999), "device_name holds"),
+        (_column("device_fingerprint", 0, 9999), "device_fingerprint holds"),
+        (_column("device_index", 0, -2), "device_index holds -2"),
+        (_column("kernel_kind", 0, 0), "kernel_kind holds 0"),
+        (_column("kernel_kind", 0, 4), "kernel_kind holds 1..4"),
+        (_column("kernel_name", 0, 0), "kernel_name holds 0"),
+        (_column("kernel_schema", 0, 0xFFFFFFFF), "kernel_schema holds"),
+        (_column("generator_device", 0, 3), "generator_device holds"),
+        (_column("generator_default", 0, 2), "generator_default holds"),
+        (_column("scope_parent", 0, 1), "parent is not defined before it"),
+        (_column("scope_parent", 1, 2), "parent is not defined before it"),
+        (_column("scope_name", 0, 0), "scope_name holds 0"),
+        (_column("meta_dtype", 0, 0), "meta_dtype holds 0"),
+        (_column("meta_dtype", 0, 47), "meta_dtype holds"),
+        (_column("meta_layout", 0, 9), "meta_layout holds"),
+        (_column("meta_device", 0, 0), "meta_device holds 0"),
+        (_column("meta_flags", 0, 16), "meta_flags holds"),
+        (_column("meta_rank", 0, 0xFFFF), "meta_sizes has"),
+        (_column("meta_sizes", 0, -1), "meta_sizes holds -1"),
+        (_column("meta_strides", 0, -1), "meta_strides holds -1"),
+        (_column("signature_kind", 0, 0), "signature_kind holds 0"),
+        (_column("signature_kind", 0, 14), "signature_kind holds"),
+        (_column("signature_kind", 0, int(RecordKind.op)), "has a kernel or a status"),
+        (_column("signature_status", 0, 3), "signature_status holds"),
+        (_column("signature_kernel", 0, 1), "has a kernel or a status"),
+        (_column("signature_kernel", 0, 4), "signature_kernel holds"),
+        (_column("signature_args", 0, 0), "do not form its arguments"),
+        (_column("signature_args", 0, 0xFFFFFFFF), "do not form its arguments"),
+        (_column("signature_results", 0, 1), "has results"),
+        (_column("signature_nodes", 0, 0), "signature_nodes add up"),
+        (_column("signature_nodes", 0, 0xFFFFFFFF), "signature_nodes add up"),
+        (_column("node_kind", 0, 21), "node_kind holds"),
+        (_column("node_name", 0, 9999), "node_name holds"),
+        (_column("node_name", 0, 0), "argument 0 is not `name`"),
+        (_column("node_kind", 0, int(V.int)), "is a int with the constant"),
+        (_column("node_children", 0, 1), "not a list, tuple or composite has children"),
+        (_node(V.bool, 2), "is a bool with the constant 2, allowed 0..1"),
+        (_node(V.dtype, 0), "is a dtype with the constant 0, allowed 1..46"),
+        (_node(V.layout, 9), "is a layout with the constant 9"),
+        (_node(V.memory_format, -1), "is a memory_format with the constant -1"),
+        (_node(V.device, 3), "is a device with the constant 3"),
+        (_node(V.string, 0), "is a string with the constant 0"),
+        (_node(V.string, 1 << 40), "is a string with the constant"),
+        (_node(V.opaque, -5), "is a opaque with the constant -5"),
+        (_node(V.composite, 1 << 62), "is a composite with the constant"),
+        (_node(V.tensor, 1), "is a tensor with the constant 1"),
+        *((_first(family, 2), f"defines {family} 2 and on; expected 1") for family in ("string", *FAMILIES)),
+        *((_cut(name), "different lengths|adds? up to") for names in FAMILIES.values() for name in names),
+        *((_cut(name), "adds? up to") for name in (*META_COLUMNS, *NODE_COLUMNS)),
+        (lambda t: t[0].append(t[0][0]), "defines a string twice"),
+    ],
+)
+def test_definitions_that_break_a_rule_are_refused(capture: Path, edit: Callable[[Tables], None], match: str) -> None:
     change_tables(capture, edit)
     refused(capture, match)
 
@@ -262,18 +287,30 @@ def test_nesting_is_bounded_and_exactly_that_deep_is_fine(capture: Path) -> None
     assert len(open_capture(capture).signatures[1].nodes) == 301
 
 
-@pytest.mark.parametrize("nodes", [
-    [(int(V.list), 0, 0, 2), LEAF], [(int(V.list), 0, 0, 0), LEAF], [(int(V.list), 0, 0, 0xFFFFFFFF), LEAF],
-    [LEAF, LEAF], [LIST],
-])
+@pytest.mark.parametrize(
+    "nodes",
+    [
+        [(int(V.list), 0, 0, 2), LEAF],
+        [(int(V.list), 0, 0, 0), LEAF],
+        [(int(V.list), 0, 0, 0xFFFFFFFF), LEAF],
+        [LEAF, LEAF],
+        [LIST],
+    ],
+)
 def test_trees_that_do_not_add_up_are_refused(capture: Path, nodes: list[tuple[int, int, int, int]]) -> None:
     change_tables(capture, _one_signature(RecordKind.collective, nodes, 1))
     refused(capture, "do not form its arguments and results")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [kind for kind in RecordKind if kind not in (
-    RecordKind.none, RecordKind.op, RecordKind.collective, RecordKind.global_state)])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        kind
+        for kind in RecordKind
+        if kind not in (RecordKind.none, RecordKind.op, RecordKind.collective, RecordKind.global_state)
+    ],
+)
 def test_records_without_the_arguments_of_their_kind_are_refused(capture: Path, kind: RecordKind) -> None:
     for nodes in ([], [LEAF], [LEAF] * 14):
         change_tables(capture, _one_signature(kind, nodes, len(nodes)))
@@ -300,7 +337,9 @@ def test_consolidated_definitions_that_differ_are_a_finding(capture: Path) -> No
 def test_a_scope_defined_twice_is_a_finding(capture: Path) -> None:
     def edit(tables: Tables) -> None:
         tables[1]["scope_parent"], tables[1]["scope_name"] = (
-            np.array([0, 1, 1], np.uint32), np.append(tables[1]["scope_name"], tables[1]["scope_name"][1]))
+            np.array([0, 1, 1], np.uint32),
+            np.append(tables[1]["scope_name"], tables[1]["scope_name"][1]),
+        )
 
     change_tables(capture, edit)
     read_all(capture)
@@ -317,7 +356,8 @@ def test_definitions_must_come_before_their_use(tmp_path: Path) -> None:
     records = [i for i, kind in enumerate(kinds) if kind == FrameKind.records][1]
     frames[second], frames[records] = (
         replace(frames[records], header=frames[records].header),
-        replace(frames[second], header=replace(frames[second].header, first_ordinal=4)))
+        replace(frames[second], header=replace(frames[second].header, first_ordinal=4)),
+    )
     path.write_bytes(join(preamble, frames))
     with pytest.raises(InvalidCapture, match="scope holds|signature holds"):
         check_capture(path)

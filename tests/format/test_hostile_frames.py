@@ -37,13 +37,7 @@ from replayfmt.format.reader import open_capture
 from replayfmt.format.summary import encode_summary
 
 from .reading import read_all, refused
-from .reseal import (
-    Frame,
-    change,
-    change_header,
-    join,
-    split,
-)
+from .reseal import Frame, change, change_header, join, split
 from .samples import SESSION, write_everything, write_everything_again, write_small
 
 V = ValueKind
@@ -77,9 +71,7 @@ def _strings_head(**pairs: str) -> bytes:
     return bytes(builder.Output())
 
 
-@pytest.mark.parametrize("value", [
-    "", "{", "[1]", "{}", "nope", "9" * 5000, "[" * 3000, "1e999", "'x'", '"a" "b"',
-])
+@pytest.mark.parametrize("value", ["", "{", "[1]", "{}", "nope", "9" * 5000, "[" * 3000, "1e999", "'x'", '"a" "b"'])
 def test_session_values_that_are_no_json_scalars_are_refused(capture: Path, value: str) -> None:
     change(capture, FrameKind.head, lambda frame: replace(frame, body=_strings_head(x=value)))
     refused(capture, "settings: 'x' is")
@@ -111,8 +103,10 @@ def test_a_summary_that_does_not_add_up_is_refused(capture: Path) -> None:
         change(capture, FrameKind.summary, lambda frame: replace(frame, body=body))
 
     for wrong, match in (
-            ({"records": {RecordKind.op: 1}}, "counts 1 records"), ({"kernel_calls": {1: 99}}, "99 kernel calls"),
-            ({"kernel_calls": {77: 3}}, "does not have")):
+        ({"records": {RecordKind.op: 1}}, "counts 1 records"),
+        ({"kernel_calls": {1: 99}}, "99 kernel calls"),
+        ({"kernel_calls": {77: 3}}, "does not have"),
+    ):
         put(wrong)
         refused(capture, match)
     for wrong in ({"storages": 99}, {"absent_storages": 0}, {"storage_payload_bytes": 1}, {"unsupported": {"x": 3}}):
@@ -129,8 +123,10 @@ def test_any_bytes_as_a_flatbuffer_are_refused_or_stay_inside_the_buffer(layout:
     chosen = random.Random(1)
     for _case in range(3000):
         size = chosen.randrange(0, 200)
-        words = [chosen.choice([0, 1, 2, 4, 8, 12, 16, size, 0xFFFFFFFF, 0x7FFFFFFF, 0x80000000, chosen.randrange(256)])
-                 for _ in range(size // 4 + 1)]
+        words = [
+            chosen.choice([0, 1, 2, 4, 8, 12, 16, size, 0xFFFFFFFF, 0x7FFFFFFF, 0x80000000, chosen.randrange(256)])
+            for _ in range(size // 4 + 1)
+        ]
         data = struct.pack(f"<{len(words)}I", *words)[:size]
         try:
             _read_every_field(data, layout)
@@ -182,15 +178,33 @@ def test_strings_that_all_point_to_the_same_bytes_cannot_expand(capture: Path) -
 
 @pytest.mark.slow
 @pytest.mark.parametrize("index", [True, False], ids=["index", "walk"])
-@pytest.mark.parametrize("changes", [
-    {"stored_bytes": 1 << 63, "raw_bytes": 1 << 63}, {"stored_bytes": (1 << 64) - 1, "raw_bytes": (1 << 64) - 1},
-    {"raw_bytes": 5}, {"count": 0}, {"count": 7}, {"count": 0xFFFFFFFF}, {"first_ordinal": 1},
-    {"first_ordinal": 1 << 62}, {"count": (1 << 20) + 1},
-    {"flags": 0}, {"flags": 3}, {"codec": 9}, {"codec": 1}, {"sequence": 77}, {"kind": 0}, {"kind": 4}, {"kind": 1},
-    {"raw_bytes": MAX_BODY_BYTES + 1, "codec": 1}, {"raw_bytes": MAX_BODY_BYTES, "codec": 1},
-])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"stored_bytes": 1 << 63, "raw_bytes": 1 << 63},
+        {"stored_bytes": (1 << 64) - 1, "raw_bytes": (1 << 64) - 1},
+        {"raw_bytes": 5},
+        {"count": 0},
+        {"count": 7},
+        {"count": 0xFFFFFFFF},
+        {"first_ordinal": 1},
+        {"first_ordinal": 1 << 62},
+        {"count": (1 << 20) + 1},
+        {"flags": 0},
+        {"flags": 3},
+        {"codec": 9},
+        {"codec": 1},
+        {"sequence": 77},
+        {"kind": 0},
+        {"kind": 4},
+        {"kind": 1},
+        {"raw_bytes": MAX_BODY_BYTES + 1, "codec": 1},
+        {"raw_bytes": MAX_BODY_BYTES, "codec": 1},
+    ],
+)
 def test_headers_that_promise_what_is_not_there_are_refused(
-        capture: Path, changes: dict[str, int], index: bool) -> None:
+    capture: Path, changes: dict[str, int], index: bool
+) -> None:
     change_header(capture, lambda header: replace(header, **changes), FrameKind.records, index=index)
     try:
         complete, records, _rest = read_all(capture)
@@ -206,14 +220,14 @@ def _reindexed(path: Path, edit: Callable[[np.ndarray, np.ndarray], None], **cha
     """Rewrite the index, with its hash and the trailer valid."""
     data = bytearray(path.read_bytes())
     trailer = parse_trailer(data[-64:], len(data), "test")
-    header = parse_header(data[trailer.index_offset:trailer.index_offset + HEADER_BYTES], "test")
+    header = parse_header(data[trailer.index_offset : trailer.index_offset + HEADER_BYTES], "test")
     begin = trailer.index_offset + HEADER_BYTES
     frames = np.frombuffer(bytes(data[begin:]), FRAME_ROW, trailer.frames).copy()
-    payloads = np.frombuffer(bytes(data[begin + frames.nbytes:]), PAYLOAD_ROW, trailer.payloads).copy()
+    payloads = np.frombuffer(bytes(data[begin + frames.nbytes :]), PAYLOAD_ROW, trailer.payloads).copy()
     edit(frames, payloads)
     body = frames.tobytes() + payloads.tobytes()
-    data[begin:begin + len(body)] = body
-    data[trailer.index_offset:begin] = replace(header, hash=body_hash(body)).pack()
+    data[begin : begin + len(body)] = body
+    data[trailer.index_offset : begin] = replace(header, hash=body_hash(body)).pack()
     data[-64:] = replace(trailer, **changes).pack()
     path.write_bytes(data)
 
@@ -226,22 +240,40 @@ def _row(which: str, name: str, row: int, value: int) -> Callable[[np.ndarray, n
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("edit", "changes"), [
-    *((_row("frames", name, 3, value), {}) for name in ("offset", "stored_bytes", "raw_bytes", "first_ordinal",
-                                                        "first_storage") for value in (0, 65, 1 << 40, (1 << 64) - 1)),
-    *((_row("frames", name, 3, value), {}) for name in ("count", "kind", "flags") for value in (0, 1, 6, 9, 0xFFFF)),
-    *((_row("payloads", name, row, value), {}) for name in ("offset", "stored_bytes", "raw_bytes") for row in (0, 4)
-      for value in (0, 64, 1 << 40, (1 << 64) - 1)),
-    *((_row("payloads", name, 1, value), {}) for name in ("id", "codec", "reserved") for value in (1, 7, 0xFFFF)),
-    (lambda frames, payloads: None, {"records": 1}), (lambda frames, payloads: None, {"records": 1 << 50}),
-    (lambda frames, payloads: None, {"frames": 1}), (lambda frames, payloads: None, {"payloads": 0}),
-    (lambda frames, payloads: None, {"frames": 0xFFFFFFFF, "payloads": 0xFFFFFFFF}),
-    (lambda frames, payloads: None, {"index_offset": 64}), (lambda frames, payloads: None, {"index_bytes": 0}),
-    (lambda frames, payloads: frames.__setitem__(slice(None), frames[::-1]), {}),
-    (lambda frames, payloads: payloads.__setitem__(slice(None), payloads[::-1]), {}),
-])
+@pytest.mark.parametrize(
+    ("edit", "changes"),
+    [
+        *(
+            (_row("frames", name, 3, value), {})
+            for name in ("offset", "stored_bytes", "raw_bytes", "first_ordinal", "first_storage")
+            for value in (0, 65, 1 << 40, (1 << 64) - 1)
+        ),
+        *(
+            (_row("frames", name, 3, value), {})
+            for name in ("count", "kind", "flags")
+            for value in (0, 1, 6, 9, 0xFFFF)
+        ),
+        *(
+            (_row("payloads", name, row, value), {})
+            for name in ("offset", "stored_bytes", "raw_bytes")
+            for row in (0, 4)
+            for value in (0, 64, 1 << 40, (1 << 64) - 1)
+        ),
+        *((_row("payloads", name, 1, value), {}) for name in ("id", "codec", "reserved") for value in (1, 7, 0xFFFF)),
+        (lambda frames, payloads: None, {"records": 1}),
+        (lambda frames, payloads: None, {"records": 1 << 50}),
+        (lambda frames, payloads: None, {"frames": 1}),
+        (lambda frames, payloads: None, {"payloads": 0}),
+        (lambda frames, payloads: None, {"frames": 0xFFFFFFFF, "payloads": 0xFFFFFFFF}),
+        (lambda frames, payloads: None, {"index_offset": 64}),
+        (lambda frames, payloads: None, {"index_bytes": 0}),
+        (lambda frames, payloads: frames.__setitem__(slice(None), frames[::-1]), {}),
+        (lambda frames, payloads: payloads.__setitem__(slice(None), payloads[::-1]), {}),
+    ],
+)
 def test_an_index_that_lies_behind_valid_checks_changes_nothing_that_is_read(
-        capture: Path, edit: Callable[[np.ndarray, np.ndarray], None], changes: dict[str, int]) -> None:
+    capture: Path, edit: Callable[[np.ndarray, np.ndarray], None], changes: dict[str, int]
+) -> None:
     before, data = read_all(capture), capture.read_bytes()
     _reindexed(capture, edit, **changes)
     if capture.read_bytes() == data:
@@ -265,10 +297,21 @@ def _payload_rows(edit: Callable[[np.ndarray], None]) -> Callable[[Frame], Frame
     return change_frame
 
 
-@pytest.mark.parametrize(("name", "value"), [
-    ("id", 0), ("id", 5), ("offset", 64), ("offset", 0), ("stored_bytes", 0), ("stored_bytes", 1 << 61),
-    ("raw_bytes", 1 << 61), ("codec", 2), ("reserved", 1), ("hash_low", 1),
-])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("id", 0),
+        ("id", 5),
+        ("offset", 64),
+        ("offset", 0),
+        ("stored_bytes", 0),
+        ("stored_bytes", 1 << 61),
+        ("raw_bytes", 1 << 61),
+        ("codec", 2),
+        ("reserved", 1),
+        ("hash_low", 1),
+    ],
+)
 @pytest.mark.parametrize("index", [True, False], ids=["index", "walk"])
 def test_payload_rows_that_lie_are_refused(capture: Path, name: str, value: int, index: bool) -> None:
     def edit(rows: np.ndarray) -> None:
@@ -300,8 +343,9 @@ def _bombed(path: Path, kind: FrameKind, stored: bytes, raw_bytes: int) -> None:
     preamble, frames = split(path.read_bytes())
     position = [i for i, frame in enumerate(frames) if frame.header.kind == kind][0]
     head, tail = join(preamble, frames[:position], index=False), frames[position].header
-    header = replace(tail, sequence=position, stored_bytes=len(stored), raw_bytes=raw_bytes, codec=Codec.zstd,
-                     hash=body_hash(stored))
+    header = replace(
+        tail, sequence=position, stored_bytes=len(stored), raw_bytes=raw_bytes, codec=Codec.zstd, hash=body_hash(stored)
+    )
     path.write_bytes(head + header.pack() + stored + bytes(-len(stored) % 64))
 
 
@@ -330,14 +374,17 @@ def test_decompression_bombs_are_refused_before_they_are_decompressed(capture: P
         write_everything_again(capture)
 
 
-@pytest.mark.parametrize(("stored", "match"), [
-    (zstandard.ZstdCompressor().compress(bytes(99)) + b"x", "cannot be decompressed"),
-    (zstandard.ZstdCompressor().compress(bytes(99)) * 2, "cannot be decompressed"),
-    (zstandard.ZstdCompressor(write_content_size=False).compress(bytes(99)), "the zstd frame declares"),
-    (zstandard.ZstdCompressor().compress(bytes(99))[:-3], "cannot be decompressed"),
-    (b"not zstd at all" * 3, "cannot be decompressed"),
-    (b"", "cannot be decompressed"),
-])
+@pytest.mark.parametrize(
+    ("stored", "match"),
+    [
+        (zstandard.ZstdCompressor().compress(bytes(99)) + b"x", "cannot be decompressed"),
+        (zstandard.ZstdCompressor().compress(bytes(99)) * 2, "cannot be decompressed"),
+        (zstandard.ZstdCompressor(write_content_size=False).compress(bytes(99)), "the zstd frame declares"),
+        (zstandard.ZstdCompressor().compress(bytes(99))[:-3], "cannot be decompressed"),
+        (b"not zstd at all" * 3, "cannot be decompressed"),
+        (b"", "cannot be decompressed"),
+    ],
+)
 def test_only_one_whole_zstd_frame_with_its_size_is_accepted(capture: Path, stored: bytes, match: str) -> None:
     _bombed(capture, FrameKind.records, stored, 99)
     with pytest.raises(InvalidCapture, match=match):
@@ -358,7 +405,7 @@ def test_a_compressed_payload_is_bounded_too(capture: Path) -> None:
         header = replace(frame.header, count=1)
         frames[position] = Frame(header, rows.tobytes(), gap + bomb)
         for index in (True, False):
-            capture.write_bytes(join(preamble, frames[:position + 1], index=index))
+            capture.write_bytes(join(preamble, frames[: position + 1], index=index))
 
             def refused(match: str = match) -> None:
                 with pytest.raises(InvalidCapture, match=match):
@@ -373,13 +420,18 @@ def test_a_compressed_payload_is_bounded_too(capture: Path) -> None:
 
 # ----------------------------------------------------------------------------------------------------------- fuzzing
 
+# fmt: off
 _INTERESTING = [
     0, 1, 2, 4, 8, 63, 64, 127, 128, 255, 256, 0x7FFF, 0x8000, 0xFFFF, 1 << 31, (1 << 31) - 1, (1 << 32) - 1,
     (1 << 32) - 16, 1 << 40, 1 << 60, (1 << 60) + 1, (1 << 63) - 1, 1 << 63, (1 << 64) - 8, (1 << 64) - 1,
 ]
+# fmt: on
 _mutation = st.tuples(
-    st.integers(0, 1 << 20), st.integers(0, 1 << 20), st.sampled_from([1, 2, 4, 8]),
-    st.one_of(st.sampled_from(_INTERESTING), st.integers(0, (1 << 64) - 1), st.integers(0, 300)))
+    st.integers(0, 1 << 20),
+    st.integers(0, 1 << 20),
+    st.sampled_from([1, 2, 4, 8]),
+    st.one_of(st.sampled_from(_INTERESTING), st.integers(0, (1 << 64) - 1), st.integers(0, 300)),
+)
 
 
 @pytest.fixture(scope="module")
@@ -395,15 +447,19 @@ def seeds(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[bytes, list[Fr
 @given(which=st.integers(0, 1), mutations=st.lists(_mutation, min_size=1, max_size=4), index=st.booleans())
 @example(which=0, mutations=[(0, 0, 4, (1 << 32) - 1)], index=True)
 def test_no_mutation_behind_valid_checks_escapes_as_anything_but_one_error(
-        seeds: list[tuple[bytes, list[Frame]]], tmp_path_factory: pytest.TempPathFactory, which: int,
-        mutations: list[tuple[int, int, int, int]], index: bool) -> None:
+    seeds: list[tuple[bytes, list[Frame]]],
+    tmp_path_factory: pytest.TempPathFactory,
+    which: int,
+    mutations: list[tuple[int, int, int, int]],
+    index: bool,
+) -> None:
     preamble, frames = seeds[which]
     frames = list(frames)
     for where, place, width, value in mutations:
         number = where % len(frames)
         body = bytearray(frames[number].body)
         place = place % max(1, len(body) - width + 1)
-        body[place:place + width] = (value % (1 << 8 * width)).to_bytes(width, "little")
+        body[place : place + width] = (value % (1 << 8 * width)).to_bytes(width, "little")
         frames[number] = replace(frames[number], body=bytes(body))
     path = tmp_path_factory.getbasetemp() / "mutated.opreplay"
     try:

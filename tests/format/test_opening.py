@@ -45,8 +45,7 @@ def test_a_missing_file_with_a_partial_beside_it_is_explained(tmp_path: Path) ->
     assert f"opreplay-check {path}.partial --recover {path}" in message
 
 
-def test_a_directory_a_pipe_and_a_socket_are_not_found_at_once(
-        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_directory_a_pipe_and_a_socket_are_not_found_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _all_refuse(tmp_path, CaptureNotFound, "is a directory; expected a capture file")
     os.mkfifo(tmp_path / "pipe")
     _all_refuse(tmp_path / "pipe", CaptureNotFound, "is not a regular file")
@@ -69,9 +68,11 @@ def test_an_unreadable_file_is_not_found(tmp_path: Path) -> None:
     write_small(path)
     path.chmod(0)
     tmp_path.chmod(0o755)
-    code = ("import os, errno\nfrom replayfmt.format.reader import open_capture\n"
-            "from replayfmt.errors import CaptureNotFound\nos.getuid() or os.setuid(65534)\n"
-            f"try: open_capture({str(path)!r})\nexcept CaptureNotFound as e: print(e)")
+    code = (
+        "import os, errno\nfrom replayfmt.format.reader import open_capture\n"
+        "from replayfmt.errors import CaptureNotFound\nos.getuid() or os.setuid(65534)\n"
+        f"try: open_capture({str(path)!r})\nexcept CaptureNotFound as e: print(e)"
+    )
     for parent in tmp_path.parents:
         if parent.stat().st_mode & 0o005 != 0o005 and os.getuid() == 0 and parent != parent.parent:
             parent.chmod(parent.stat().st_mode | 0o005)
@@ -84,10 +85,17 @@ def test_an_empty_file_is_no_capture(tmp_path: Path) -> None:
     _all_refuse(tmp_path / "empty", InvalidCapture, "empty: the file is empty")
 
 
-@pytest.mark.parametrize("content", [
-    b"PK\x03\x04 a zip file" * 20, b"{\"json\": true}", b"\x89", b"OPREPLAX" + bytes(300), bytes(10_000),
-    b"OPREPLAY" * 50,
-])
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"PK\x03\x04 a zip file" * 20,
+        b'{"json": true}',
+        b"\x89",
+        b"OPREPLAX" + bytes(300),
+        bytes(10_000),
+        b"OPREPLAY" * 50,
+    ],
+)
 def test_other_files_are_no_captures(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "other").write_bytes(content)
     _all_refuse(tmp_path / "other", InvalidCapture, "other: (not an OpReplay capture|the preamble is damaged)")
@@ -112,7 +120,6 @@ def test_reserved_bytes_of_the_preamble_must_be_zero(tmp_path: Path) -> None:
 
 
 def test_a_capture_that_is_still_being_written_can_be_read_up_to_the_last_whole_frame(tmp_path: Path) -> None:
-
 
     path = tmp_path / "a.opreplay"
     writer = CaptureWriter(path, SESSION)

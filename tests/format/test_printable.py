@@ -19,8 +19,13 @@ def test_text_becomes_printable_and_printable_text_stays(text: str) -> None:
         assert printable(text) == text
 
 
-@given(st.recursive(ANY_TEXT | st.integers() | st.none(), lambda inner: st.lists(inner, max_size=3)
-                    | st.dictionaries(ANY_TEXT, inner, max_size=3), max_leaves=8))
+@given(
+    st.recursive(
+        ANY_TEXT | st.integers() | st.none(),
+        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(ANY_TEXT, inner, max_size=3),
+        max_leaves=8,
+    )
+)
 def test_json_becomes_printable_and_means_the_same(value: object) -> None:
     text = json.dumps(value, ensure_ascii=False)
     assert printable_json(text).isprintable()

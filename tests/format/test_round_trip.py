@@ -83,9 +83,18 @@ def test_absent_strings_of_a_session_stay_none(tmp_path: Path) -> None:
 
 
 def test_definitions_come_back_by_id_with_none_for_zero(everything: CaptureReader) -> None:
-    for sequence in (everything.strings, everything.devices, everything.kernels, everything.generators,
-                     everything.scopes, everything.metas, everything.signatures, everything.files,
-                     everything.ranges, everything.recipes):
+    for sequence in (
+        everything.strings,
+        everything.devices,
+        everything.kernels,
+        everything.generators,
+        everything.scopes,
+        everything.metas,
+        everything.signatures,
+        everything.files,
+        everything.ranges,
+        everything.recipes,
+    ):
         assert sequence[0] is None
     assert everything.devices[1] == Device("cpu", -1, "a processor")
     assert everything.devices[2] == Device("cuda", 0, "a GPU", '{"capability": [9, 0]}')
@@ -94,7 +103,8 @@ def test_definitions_come_back_by_id_with_none_for_zero(everything: CaptureReade
     assert everything.scopes[2] == Scope(1, "step 1 – größer")
     assert everything.scope_path(2) == "execute/step 1 – größer" and everything.scope_path(0) == ""
     assert everything.metas[2] == TensorMeta(
-        DType.complex64, Layout.strided, 2, (3,), (2,), TensorFlag.conj | TensorFlag.requires_grad)
+        DType.complex64, Layout.strided, 2, (3,), (2,), TensorFlag.conj | TensorFlag.requires_grad
+    )
 
 
 def test_every_record_kind_is_there(everything: CaptureReader) -> None:
@@ -112,12 +122,25 @@ def test_every_value_kind_comes_back_as_its_value(everything: CaptureReader) -> 
     assert math.isinf(values.pop("real"))
     assert str(values.pop("both")) == str(complex(-0.0, math.nan))
     assert values == {
-        "nothing": None, "no": False, "whole": -(1 << 63), "text": "", "dtype": DType.bfloat16,
-        "layout": Layout.sparse_coo, "memory_format": MemoryFormat.channels_last, "device": DeviceValue(2), "tensor": c,
-        "storage": StorageValue(3), "list": [a, [(1 << 63) - 1, None], 1e-310], "generator": GeneratorValue(2),
-        "group": ProcessGroupValue("world"), "opaque": OpaqueValue("a ScriptObject"), "payload": PayloadValue(4),
-        "composite": CompositeValue("sparse_coo", (b, nowhere, True)), "tuple": ("x", ()),
-        "range": RangeValue(1), "recipe": RecipeValue(3),
+        "nothing": None,
+        "no": False,
+        "whole": -(1 << 63),
+        "text": "",
+        "dtype": DType.bfloat16,
+        "layout": Layout.sparse_coo,
+        "memory_format": MemoryFormat.channels_last,
+        "device": DeviceValue(2),
+        "tensor": c,
+        "storage": StorageValue(3),
+        "list": [a, [(1 << 63) - 1, None], 1e-310],
+        "generator": GeneratorValue(2),
+        "group": ProcessGroupValue("world"),
+        "opaque": OpaqueValue("a ScriptObject"),
+        "payload": PayloadValue(4),
+        "composite": CompositeValue("sparse_coo", (b, nowhere, True)),
+        "tuple": ("x", ()),
+        "range": RangeValue(1),
+        "recipe": RecipeValue(3),
     }
     assert values["no"] is False
     assert record.results == ([b, c], True)
@@ -154,15 +177,19 @@ def test_storages_come_back_by_id(everything: CaptureReader) -> None:
     assert everything.storage(5) == Storage(5, 8, 1, StorageOrigin.payload, 2)
     assert [(everything.storage(i).origin, everything.storage(i).payload) for i in range(6, 11)] == [
         *((StorageOrigin.external_file, number) for number in (1, 2, 3)),
-        *((StorageOrigin.initializer, number) for number in (1, 2))]
+        *((StorageOrigin.initializer, number) for number in (1, 2)),
+    ]
     with pytest.raises(IndexError):
         everything.storage(11)
 
 
 def test_payloads_come_back_and_lie_aligned_in_the_file(everything: CaptureReader) -> None:
     contents = {
-        1: np.arange(6, dtype=np.float32).tobytes(), 2: b"", 3: (np.arange(5000, dtype=np.int64) % 11).tobytes(),
-        4: np.random.default_rng(7).random(9000).tobytes(), 5: bytes(range(256)) * 20,
+        1: np.arange(6, dtype=np.float32).tobytes(),
+        2: b"",
+        3: (np.arange(5000, dtype=np.int64) % 11).tobytes(),
+        4: np.random.default_rng(7).random(9000).tobytes(),
+        5: bytes(range(256)) * 20,
     }
     data = Path(everything.path).read_bytes()
     for info in everything.payloads:
@@ -172,7 +199,7 @@ def test_payloads_come_back_and_lie_aligned_in_the_file(everything: CaptureReade
         assert buffer == contents[info.id]
         assert info.offset % 64 == 0
         if info.codec == Codec.none:
-            assert data[info.offset:info.offset + info.stored_bytes] == contents[info.id]
+            assert data[info.offset : info.offset + info.stored_bytes] == contents[info.id]
     assert [info.codec for info in everything.payloads] == [Codec.none, Codec.none, Codec.zstd, Codec.none, Codec.zstd]
     assert len(everything.payloads) == len(contents)
     assert everything.payload_info(4).digest == f"{xxh3_128_intdigest(contents[4]):032x}"
@@ -194,11 +221,20 @@ def test_the_summary_counts_everything(everything: CaptureReader) -> None:
     assert summary.unsupported == {"compiled_region": 2, "triton_launch": 1}
     assert (summary.storages, summary.absent_storages) == (10, 1)
     assert summary.origins == {
-        StorageOrigin.op: 1, StorageOrigin.uninitialized: 1, StorageOrigin.payload: 2, StorageOrigin.absent: 1,
-        StorageOrigin.external_file: 3, StorageOrigin.initializer: 2}
+        StorageOrigin.op: 1,
+        StorageOrigin.uninitialized: 1,
+        StorageOrigin.payload: 2,
+        StorageOrigin.absent: 1,
+        StorageOrigin.external_file: 3,
+        StorageOrigin.initializer: 2,
+    }
     assert summary.origin_bytes == {
-        StorageOrigin.op: 24, StorageOrigin.payload: 32, StorageOrigin.absent: 4096,
-        StorageOrigin.external_file: 536, StorageOrigin.initializer: 208}
+        StorageOrigin.op: 24,
+        StorageOrigin.payload: 32,
+        StorageOrigin.absent: 4096,
+        StorageOrigin.external_file: 536,
+        StorageOrigin.initializer: 208,
+    }
     assert summary.annotated == 1
     assert summary.storage_payload_bytes == sum(info.raw_bytes for info in everything.payloads)
     assert summary.ended_ns == 21_000_000_000 and not summary.recovered
@@ -285,8 +321,11 @@ leaves = st.one_of(
     st.text(max_size=5).map(lambda t: Node(V.string, "", t)),
     st.sampled_from(list(DType)[1:]).map(lambda d: Node(V.dtype, "", int(d))),
 )
-nodes = st.recursive(leaves, lambda inner: st.lists(inner, max_size=3).map(
-    lambda children: Node(V.list, "", None, tuple(children))), max_leaves=8)
+nodes = st.recursive(
+    leaves,
+    lambda inner: st.lists(inner, max_size=3).map(lambda children: Node(V.list, "", None, tuple(children))),
+    max_leaves=8,
+)
 signatures = st.tuples(st.lists(nodes, max_size=4), st.lists(nodes, max_size=2))
 ints64 = st.integers(-(1 << 63), (1 << 63) - 1)
 
@@ -321,8 +360,12 @@ def test_any_records_come_back(data: st.DataObject) -> None:
                         slots[1].append(storage if node.kind == V.storage else payload)
                     elif node.kind in (V.float, V.complex):
                         slots[2].extend(data.draw(st.floats()) for _ in range(1 + (node.kind == V.complex)))
-                records.add(signature, *map(tuple, slots), start=data.draw(st.integers(0, 1 << 59)),
-                            duration=data.draw(st.integers(0, 1 << 33)))
+                records.add(
+                    signature,
+                    *map(tuple, slots),
+                    start=data.draw(st.integers(0, 1 << 59)),
+                    duration=data.draw(st.integers(0, 1 << 33)),
+                )
                 expected.append((signature, [records.tensors[t] for t in slots[0]], slots[1], slots[2]))
             records.write()
         writer.close(1)
@@ -332,11 +375,18 @@ def test_any_records_come_back(data: st.DataObject) -> None:
             assert record.signature == signature
             flat = list(_leaves((*record.args, *record.results)))
             assert [(t.storage, t.offset) for t in flat if isinstance(t, TensorValue)] == [t[:2] for t in tensors]
-            whole = [getattr(v, "id", v) for v in flat if isinstance(v, int | StorageValue | PayloadValue)
-                     and not isinstance(v, bool | DType)]
+            whole = [
+                getattr(v, "id", v)
+                for v in flat
+                if isinstance(v, int | StorageValue | PayloadValue) and not isinstance(v, bool | DType)
+            ]
             assert whole == ints
-            real = [part for v in flat if isinstance(v, float | complex)
-                    for part in ((v,) if isinstance(v, float) else (v.real, v.imag))]
+            real = [
+                part
+                for v in flat
+                if isinstance(v, float | complex)
+                for part in ((v,) if isinstance(v, float) else (v.real, v.imag))
+            ]
             assert np.array(real).tobytes() == np.array(floats, np.float64).tobytes()
         starts = [record.start_ns for record in reader.records()]
         assert starts == sorted(starts) or len(reader.record_frames) > 1

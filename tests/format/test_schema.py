@@ -43,7 +43,8 @@ def test_structs_have_the_schemas_fields_in_order() -> None:
     for name, dtype in (("FrameRow", frames.FRAME_ROW), ("PayloadRow", frames.PAYLOAD_ROW)):
         fields = re.findall(r"(\w+)\s*:\s*(\w+)\s*;", _blocks("struct")[name])
         assert [(field, layouts.SCALARS[kind]) for field, kind in fields] == [
-            (field, dtype.fields[field][0]) for field in dtype.names]
+            (field, dtype.fields[field][0]) for field in dtype.names
+        ]
 
 
 def test_enumerations_are_the_schemas() -> None:
@@ -55,7 +56,8 @@ def test_enumerations_are_the_schemas() -> None:
         else:
             assert issubclass(ours, IntEnum)
             assert {key: int(value) for key, value in re.findall(r"(\w+)\s*=\s*(\d+)", body)} == {
-                member.name: int(member) for member in ours}
+                member.name: int(member) for member in ours
+            }
 
 
 def test_table_layouts_are_the_schemas() -> None:
@@ -69,21 +71,38 @@ def test_table_layouts_are_the_schemas() -> None:
         for slot, (field, kind, default, required) in enumerate(fields):
             found = ours[name].fields[field]
             assert (found.slot, found.type, found.default, found.required) == (
-                slot, kind, int(default or 0), bool(required))
+                slot,
+                kind,
+                int(default or 0),
+                bool(required),
+            )
 
 
 def test_everything_is_little_endian() -> None:
     for packed in (frames.PREAMBLE, frames.HEADER, frames.TRAILER):
         assert packed.format.startswith("<")
-    for dtype in (*layouts.SCALARS.values(), *(frames.FRAME_ROW[i] for i in range(len(frames.FRAME_ROW))),
-                  *(frames.PAYLOAD_ROW[i] for i in range(len(frames.PAYLOAD_ROW)))):
+    for dtype in (
+        *layouts.SCALARS.values(),
+        *(frames.FRAME_ROW[i] for i in range(len(frames.FRAME_ROW))),
+        *(frames.PAYLOAD_ROW[i] for i in range(len(frames.PAYLOAD_ROW))),
+    ):
         assert dtype.itemsize == 1 or dtype == dtype.newbyteorder("<")
 
 
 def test_nothing_in_a_capture_can_become_code() -> None:
     """No module of the format has a way to run, import or unpickle what it read."""
     forbidden = {
-        "eval", "exec", "compile", "__import__", "pickle", "marshal", "shelve", "importlib", "ctypes", "subprocess"}
+        "eval",
+        "exec",
+        "compile",
+        "__import__",
+        "pickle",
+        "marshal",
+        "shelve",
+        "importlib",
+        "ctypes",
+        "subprocess",
+    }
     for path in (ROOT / "replayfmt" / "format").rglob("*.py"):
         used: set[str | None] = set()
         for node in ast.walk(ast.parse(path.read_text())):

@@ -80,7 +80,8 @@ def test_unknown_optional_frames_are_skipped_and_counted(capture: Path, index: b
     assert after[1:] == before[1:]
     reader = open_capture(capture)
     assert [w for w in reader.warnings if "skipped" in w] == [
-        "2 optional frames of unknown kind (77, 78) were skipped; a newer version of opreplay wrote them"]
+        "2 optional frames of unknown kind (77, 78) were skipped; a newer version of opreplay wrote them"
+    ]
     if index:
         assert reader.complete
         assert any("skipped" in warning for warning in check_capture(capture).warnings)
@@ -90,8 +91,11 @@ def test_unknown_optional_frames_are_skipped_and_counted(capture: Path, index: b
 def test_unknown_required_frames_are_refused_with_the_version_named(capture: Path, index: bool) -> None:
     _insert(capture, _unknown(77, required=True), at=3, index=index)
     for read in (open_capture, check_capture, lambda path: recover_capture(path, path.with_suffix(".out"))):
-        with pytest.raises(UnsupportedVersion, match=r"required frame of unknown kind 77, of format version 1\.3; "
-                                                     r"this reader knows 1\.2"):
+        with pytest.raises(
+            UnsupportedVersion,
+            match=r"required frame of unknown kind 77, of format version 1\.3; "
+            r"this reader knows 1\.2",
+        ):
             read(capture)
 
 
@@ -100,7 +104,7 @@ def test_an_index_that_hides_a_required_frame_does_not_get_past(capture: Path) -
     data = capture.read_bytes()
     reader_rows = data.rfind(struct.pack("<IHH", 0, 77, FLAG_REQUIRED))
     assert reader_rows > 0
-    changed = data[:reader_rows] + struct.pack("<IHH", 0, 77, 0) + data[reader_rows + 8:]
+    changed = data[:reader_rows] + struct.pack("<IHH", 0, 77, 0) + data[reader_rows + 8 :]
     capture.write_bytes(changed)  # breaks the index's hash, so the walk decides
     with pytest.raises(UnsupportedVersion):
         open_capture(capture)
@@ -110,15 +114,19 @@ def _newer(frame: Frame, body: bytes) -> Frame:
     return replace(frame, header=replace(frame.header, minor=4), body=body)
 
 
-@pytest.mark.parametrize(("kind", "name", "value", "match"), [
-    (FrameKind.tables, "node_kind", 21, "node_kind holds 21"),
-    (FrameKind.tables, "signature_kind", 14, "signature_kind holds 14"),
-    (FrameKind.tables, "meta_dtype", 47, "meta_dtype holds 47"),
-    (FrameKind.tables, "meta_flags", 16, "meta_flags holds 16"),
-    (FrameKind.records, "storage_origin", 7, "storage_origin 7"),
-])
+@pytest.mark.parametrize(
+    ("kind", "name", "value", "match"),
+    [
+        (FrameKind.tables, "node_kind", 21, "node_kind holds 21"),
+        (FrameKind.tables, "signature_kind", 14, "signature_kind holds 14"),
+        (FrameKind.tables, "meta_dtype", 47, "meta_dtype holds 47"),
+        (FrameKind.tables, "meta_flags", 16, "meta_flags holds 16"),
+        (FrameKind.records, "storage_origin", 7, "storage_origin 7"),
+    ],
+)
 def test_codes_of_a_newer_minor_version_are_told_from_damage(
-        tmp_path: Path, kind: FrameKind, name: str, value: int, match: str) -> None:
+    tmp_path: Path, kind: FrameKind, name: str, value: int, match: str
+) -> None:
     for minor, error in ((4, UnsupportedVersion), (0, InvalidCapture)):
         path = tmp_path / f"{minor}.opreplay"
         write_small(path, frames=1)
@@ -148,7 +156,6 @@ def test_fields_that_a_newer_minor_version_appended_are_ignored(tmp_path: Path) 
     import flatbuffers
 
     from replayfmt.format.container.layouts import RECORDS
-
 
     path = tmp_path / "a.opreplay"
     write_everything(path)

@@ -9,16 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from replayfmt.format.codes import (
-    DType,
-    FrameKind,
-    Layout,
-    OpStatus,
-    RecordKind,
-    StorageOrigin,
-    TensorFlag,
-    ValueKind,
-)
+from replayfmt.format.codes import DType, FrameKind, Layout, OpStatus, RecordKind, StorageOrigin, TensorFlag, ValueKind
 from replayfmt.format.container.frames import FLAG_CONSOLIDATED
 from replayfmt.format.definitions.interning import InternedDefinitions
 from replayfmt.format.maintenance.check import check_capture
@@ -40,33 +31,58 @@ V = ValueKind
 
 def _columns(**changes: object) -> RecordColumns:
     given: dict[str, object] = dict(
-        signature=[1], scope=[0], thread=[0], start_ns=[0], duration_ns=[0], tensors=[1], ints=[5], floats=[],
-        tensor_definitions={1: (1, 0, 1)}, first_storage=1, storage_bytes=[8], storage_device=[1],
-        storage_origin=[int(StorageOrigin.op)], storage_payload=[0])
+        signature=[1],
+        scope=[0],
+        thread=[0],
+        start_ns=[0],
+        duration_ns=[0],
+        tensors=[1],
+        ints=[5],
+        floats=[],
+        tensor_definitions={1: (1, 0, 1)},
+        first_storage=1,
+        storage_bytes=[8],
+        storage_device=[1],
+        storage_origin=[int(StorageOrigin.op)],
+        storage_payload=[0],
+    )
     given.update(changes)
     return RecordColumns(**given)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("changes", "match"), [
-    ({"signature": [2]}, "signature holds 2..2, allowed 1..1"), ({"signature": [0]}, "signature holds"),
-    ({"scope": [1]}, "scope holds"), ({"thread": [70000]}, "thread does not fit uint16"),
-    ({"start_ns": [-1]}, "start_ns is negative"), ({"start_ns": [0, 1]}, "record columns have lengths"),
-    ({"duration_ns": [1, 2]}, "record columns have lengths"),
-    ({"duration_ns": [-2]}, "duration_ns does not fit uint32"), ({"ints": []}, "0 ints slots, but"),
-    ({"tensors": []}, "0 tensors slots, but"), ({"floats": [1.0]}, "1 floats slots, but"),
-    ({"tensors": [7]}, "tensor 7 has no definition"), ({"tensors": [0]}, "tensor ids count from 1"),
-    ({"tensor_definitions": {1: (2, 0, 1)}}, "tensor storage holds"),
-    ({"tensor_definitions": {1: (1, -1, 1)}}, "tensor offset holds"),
-    ({"tensor_definitions": {1: (1, 0, 2)}}, "tensor meta holds"),
-    ({"first_storage": 2}, "first_storage is 2, the next"),
-    ({"storage_device": [2]}, "storage_device holds"), ({"storage_origin": [0]}, "storage_origin holds"),
-    ({"storage_payload": [1]}, "storage_payload holds"), ({"storage_bytes": [-1]}, "storage_bytes does not fit uint64"),
-    ({"storage_origin": [int(StorageOrigin.payload)]}, "have a payload exactly if"),
-    ({"storage_bytes": []}, "storage columns have lengths"), ({"ints": [[5]]}, "has 2 dimensions"),
-    ({"ints": [0.5]}, "ints does not fit int64"),
-])
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"signature": [2]}, "signature holds 2..2, allowed 1..1"),
+        ({"signature": [0]}, "signature holds"),
+        ({"scope": [1]}, "scope holds"),
+        ({"thread": [70000]}, "thread does not fit uint16"),
+        ({"start_ns": [-1]}, "start_ns is negative"),
+        ({"start_ns": [0, 1]}, "record columns have lengths"),
+        ({"duration_ns": [1, 2]}, "record columns have lengths"),
+        ({"duration_ns": [-2]}, "duration_ns does not fit uint32"),
+        ({"ints": []}, "0 ints slots, but"),
+        ({"tensors": []}, "0 tensors slots, but"),
+        ({"floats": [1.0]}, "1 floats slots, but"),
+        ({"tensors": [7]}, "tensor 7 has no definition"),
+        ({"tensors": [0]}, "tensor ids count from 1"),
+        ({"tensor_definitions": {1: (2, 0, 1)}}, "tensor storage holds"),
+        ({"tensor_definitions": {1: (1, -1, 1)}}, "tensor offset holds"),
+        ({"tensor_definitions": {1: (1, 0, 2)}}, "tensor meta holds"),
+        ({"first_storage": 2}, "first_storage is 2, the next"),
+        ({"storage_device": [2]}, "storage_device holds"),
+        ({"storage_origin": [0]}, "storage_origin holds"),
+        ({"storage_payload": [1]}, "storage_payload holds"),
+        ({"storage_bytes": [-1]}, "storage_bytes does not fit uint64"),
+        ({"storage_origin": [int(StorageOrigin.payload)]}, "have a payload exactly if"),
+        ({"storage_bytes": []}, "storage columns have lengths"),
+        ({"ints": [[5]]}, "has 2 dimensions"),
+        ({"ints": [0.5]}, "ints does not fit int64"),
+    ],
+)
 def test_columns_that_contradict_each_other_are_the_callers_error_and_change_nothing(
-        tmp_path: Path, changes: dict[str, object], match: str) -> None:
+    tmp_path: Path, changes: dict[str, object], match: str
+) -> None:
     writer = CaptureWriter(tmp_path / "a.opreplay", SESSION)
     cpu = writer.device(Device("cpu"))
     writer.meta(TensorMeta(DType.int8, Layout.strided, cpu, (8,), (1,)))
@@ -93,11 +109,27 @@ def test_records_beyond_a_frames_limits_become_several_frames(tmp_path: Path, mo
     signature = np.array([few] * 10 + [many] * 20, np.uint32)
     ids = np.arange(1, 5001)
     definitions = np.stack([ids, np.ones_like(ids), ids - 1, np.ones_like(ids)], axis=1)
-    writer.records(RecordColumns(
-        signature, [0] * 30, [0] * 30, list(range(30)), [0] * 30, np.tile(ids, 20), list(range(10)), [], definitions, 1,
-        [1 << 20], [1], [int(StorageOrigin.op)], [0]))
-    writer.records(RecordColumns(
-        [few] * 2500, [0] * 2500, [0] * 2500, list(range(2500)), None, [], list(range(2500)), [], {}))
+    writer.records(
+        RecordColumns(
+            signature,
+            [0] * 30,
+            [0] * 30,
+            list(range(30)),
+            [0] * 30,
+            np.tile(ids, 20),
+            list(range(10)),
+            [],
+            definitions,
+            1,
+            [1 << 20],
+            [1],
+            [int(StorageOrigin.op)],
+            [0],
+        )
+    )
+    writer.records(
+        RecordColumns([few] * 2500, [0] * 2500, [0] * 2500, list(range(2500)), None, [], list(range(2500)), [], {})
+    )
     writer.close(1)
     check_capture(path)
     with open_capture(path) as reader:
@@ -131,8 +163,9 @@ def test_definitions_that_do_not_fit_one_frame_stay_in_many(tmp_path: Path, monk
 
 @pytest.mark.slow
 @settings(max_examples=300)
-@given(st.lists(st.one_of(
-    st.integers(1, 40), st.integers(1, 10**6), st.integers((1 << 60) - 50, 1 << 60)), max_size=60))
+@given(
+    st.lists(st.one_of(st.integers(1, 40), st.integers(1, 10**6), st.integers((1 << 60) - 50, 1 << 60)), max_size=60)
+)
 def test_distinct_tensors_are_found_as_numpy_finds_them(values: list[int]) -> None:
     array = np.array(values, np.uint64)
     for ours, numpys in zip(_distinct(array), np.unique(array, return_inverse=True), strict=True):
@@ -153,18 +186,31 @@ def test_definitions_of_tensors_come_as_a_mapping_or_as_rows(tmp_path: Path) -> 
     assert read[0] == read[1]
 
 
-@pytest.mark.parametrize("signature", [
-    Signature(RecordKind.op, (), (), 0, OpStatus.ok), Signature(RecordKind.op, (), (), 1, OpStatus.none),
-    Signature(RecordKind.synchronize, (Node(V.device, "device", 1),), (), 1),
-    Signature(RecordKind.op, (), (Node(V.none),), 1, OpStatus.raised), Signature(RecordKind.op, (), (), 9, OpStatus.ok),
-    Signature(RecordKind.scope_begin, ()), Signature(RecordKind.scope_begin, (Node(V.string, "title", "x"),)),
-    Signature(RecordKind.storage_import, (Node(V.storage, "storage"),)),
-    Signature(RecordKind.global_state, (Node(V.tensor, "x"),)), Signature(RecordKind.global_state, (Node(V.int),)),
-    op(1, (Node(V.bool, "x", 2),)), op(1, (Node(V.bool, "x"),)), op(1, (Node(V.int, "x", 3),)),
-    op(1, (Node(V.dtype, "x", 0),)), op(1, (Node(V.dtype, "x", 99),)), op(1, (Node(V.string, "x", 3),)),
-    op(1, (Node(V.device, "x", 7),)), op(1, (Node(V.tensor, "x", None, (Node(V.int),)),)),
-    Signature(RecordKind.digest, (Node(V.tensor, "tensor"), Node(V.int, "of"), Node(V.int, "result"))),
-], ids=lambda s: f"{s.kind.name}-{len(s.args)}")
+@pytest.mark.parametrize(
+    "signature",
+    [
+        Signature(RecordKind.op, (), (), 0, OpStatus.ok),
+        Signature(RecordKind.op, (), (), 1, OpStatus.none),
+        Signature(RecordKind.synchronize, (Node(V.device, "device", 1),), (), 1),
+        Signature(RecordKind.op, (), (Node(V.none),), 1, OpStatus.raised),
+        Signature(RecordKind.op, (), (), 9, OpStatus.ok),
+        Signature(RecordKind.scope_begin, ()),
+        Signature(RecordKind.scope_begin, (Node(V.string, "title", "x"),)),
+        Signature(RecordKind.storage_import, (Node(V.storage, "storage"),)),
+        Signature(RecordKind.global_state, (Node(V.tensor, "x"),)),
+        Signature(RecordKind.global_state, (Node(V.int),)),
+        op(1, (Node(V.bool, "x", 2),)),
+        op(1, (Node(V.bool, "x"),)),
+        op(1, (Node(V.int, "x", 3),)),
+        op(1, (Node(V.dtype, "x", 0),)),
+        op(1, (Node(V.dtype, "x", 99),)),
+        op(1, (Node(V.string, "x", 3),)),
+        op(1, (Node(V.device, "x", 7),)),
+        op(1, (Node(V.tensor, "x", None, (Node(V.int),)),)),
+        Signature(RecordKind.digest, (Node(V.tensor, "tensor"), Node(V.int, "of"), Node(V.int, "result"))),
+    ],
+    ids=lambda s: f"{s.kind.name}-{len(s.args)}",
+)
 def test_signatures_that_break_a_rule_are_the_callers_error(tmp_path: Path, signature: Signature) -> None:
     writer = CaptureWriter(tmp_path / "a.opreplay", SESSION)
     writer.kernel(Kernel("a::b", "default", "s"))
@@ -190,14 +236,20 @@ def test_values_nested_too_deep_are_the_callers_error(tmp_path: Path) -> None:
     check_capture(tmp_path / "a.opreplay")
 
 
-@pytest.mark.parametrize("meta", [
-    TensorMeta(DType.int8, Layout.strided, 9, (), ()), TensorMeta(DType.int8, Layout.strided, 1, (1,), ()),
-    TensorMeta(DType.int8, Layout.strided, 1, (-1,), (1,)), TensorMeta(DType.int8, Layout.strided, 1, (1,), (-1,)),
-    TensorMeta(DType.int8, Layout.strided, 1, (1 << 70,), (1,)),
-    TensorMeta(DType.int8, Layout.strided, 1, (1,), (1 << 61,)),
-    TensorMeta(DType.none, Layout.strided, 1, (), ()), TensorMeta(DType.int8, Layout.none, 1, (), ()),
-    TensorMeta(DType.int8, Layout.strided, 1, (), (), TensorFlag(64)),
-])
+@pytest.mark.parametrize(
+    "meta",
+    [
+        TensorMeta(DType.int8, Layout.strided, 9, (), ()),
+        TensorMeta(DType.int8, Layout.strided, 1, (1,), ()),
+        TensorMeta(DType.int8, Layout.strided, 1, (-1,), (1,)),
+        TensorMeta(DType.int8, Layout.strided, 1, (1,), (-1,)),
+        TensorMeta(DType.int8, Layout.strided, 1, (1 << 70,), (1,)),
+        TensorMeta(DType.int8, Layout.strided, 1, (1,), (1 << 61,)),
+        TensorMeta(DType.none, Layout.strided, 1, (), ()),
+        TensorMeta(DType.int8, Layout.none, 1, (), ()),
+        TensorMeta(DType.int8, Layout.strided, 1, (), (), TensorFlag(64)),
+    ],
+)
 def test_metadata_that_the_format_cannot_hold_is_the_callers_error(tmp_path: Path, meta: TensorMeta) -> None:
     writer = CaptureWriter(tmp_path / "a.opreplay", SESSION)
     writer.device(Device("cpu"))

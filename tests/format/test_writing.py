@@ -15,14 +15,7 @@ import psutil
 import pytest
 
 from replayfmt.errors import CaptureFailed, OutputExists
-from replayfmt.format.codes import (
-    Codec,
-    DType,
-    FrameKind,
-    Layout,
-    RecordKind,
-    ValueKind,
-)
+from replayfmt.format.codes import Codec, DType, FrameKind, Layout, RecordKind, ValueKind
 from replayfmt.format.maintenance.check import check_capture
 from replayfmt.format.maintenance.recover import recover_capture
 from replayfmt.format.model import Device, Generator, TensorMeta
@@ -122,7 +115,7 @@ def test_while_capturing_the_file_is_only_appended_to_and_always_ends_with_a_who
 
 def _fill(writer: CaptureWriter) -> None:
     for number in range(1000):
-        writer.payload(np.full(20_000, number, np.float64).data[:160_000 - number])
+        writer.payload(np.full(20_000, number, np.float64).data[: 160_000 - number])
         writer.payload(os.urandom(100_000))
 
 
@@ -138,10 +131,16 @@ def test_a_full_disk_is_one_clear_error_at_every_later_call_and_leaves_what_can_
         message = str(first.value)
         assert f"{path}.partial: could not be written at 0x" in message and "File too large" in message
         assert f"opreplay-check {path}.partial --recover OUT" in message
-        for call in (lambda: writer.payload(b"x"), lambda: writer.string("x"), lambda: writer.scope(0, "x"),
-                     lambda: writer.generator(Generator(1, True)), writer.flush, lambda: writer.close(1),
-                     lambda: writer.records(RecordColumns([], [], [], [], [], [], [], [], {})),
-                     lambda: writer.close(1)):
+        for call in (
+            lambda: writer.payload(b"x"),
+            lambda: writer.string("x"),
+            lambda: writer.scope(0, "x"),
+            lambda: writer.generator(Generator(1, True)),
+            writer.flush,
+            lambda: writer.close(1),
+            lambda: writer.records(RecordColumns([], [], [], [], [], [], [], [], {})),
+            lambda: writer.close(1),
+        ):
             with pytest.raises(CaptureFailed) as later:
                 call()
             assert str(later.value) == message
@@ -198,7 +197,8 @@ def test_a_forked_child_cannot_write_into_its_parents_capture(tmp_path: Path) ->
 
 
 def test_an_interrupt_during_a_write_is_raised_after_it_and_the_capture_stays_whole(
-        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "a.opreplay"
     writer = write_small(path, frames=1, close=False)
     records = Records(writer, next_storage=3)

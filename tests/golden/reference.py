@@ -12,7 +12,8 @@ from safetensors.torch import load_file, save_file
 torch.manual_seed(0)
 torch.set_num_threads(1)
 network = torch.nn.Sequential(
-    torch.nn.Embedding(10, 16), torch.nn.Linear(16, 16), torch.nn.GELU(), torch.nn.Linear(16, 4))
+    torch.nn.Embedding(10, 16), torch.nn.Linear(16, 16), torch.nn.GELU(), torch.nn.Linear(16, 4)
+)
 if sys.argv[1:] == ["save"]:
     save_file(network.state_dict(), "model.safetensors")
 else:

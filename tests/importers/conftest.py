@@ -46,8 +46,13 @@ def imported(tmp_path: Path) -> Any:
     """Imports events, or a trace file, and reads the capture back."""
     readers: list[CaptureReader] = []
 
-    def make(events: list[dict[str, Any]] | Path, level: Any = "auto", unique: bool = False, libraries: Any = None,
-             **top: Any) -> Imported:
+    def make(
+        events: list[dict[str, Any]] | Path,
+        level: Any = "auto",
+        unique: bool = False,
+        libraries: Any = None,
+        **top: Any,
+    ) -> Imported:
         path = events if isinstance(events, Path) else trace(tmp_path / "trace.json", events, **top)
         out = tmp_path / "out.opreplay"
         report = import_kineto(path, out, options=KinetoOptions(level, unique), libraries=libraries, force=True)

@@ -75,30 +75,77 @@ class Written:
         self._next = 100
         self.node("[pytorch|profiler|execution_trace|thread]", number=2, parent=1, scope=7)
 
-    def node(self, name: str, schema: str = "", inputs: list[Any] | None = None, outputs: list[Any] | None = None, *,
-             number: int | None = None, parent: int = 2, scope: int = 0, thread: int = 1, **attributes: Any) -> int:
+    def node(
+        self,
+        name: str,
+        schema: str = "",
+        inputs: list[Any] | None = None,
+        outputs: list[Any] | None = None,
+        *,
+        number: int | None = None,
+        parent: int = 2,
+        scope: int = 0,
+        thread: int = 1,
+        **attributes: Any,
+    ) -> int:
         """A node whose inputs and outputs are Traced tensors or plain values; returns its id."""
         number = self._next + 1 if number is None else number
         self._next = max(self._next, number)
-        values = {"rf_id": 0, "fw_parent": 0, "seq_id": -1, "scope": scope, "tid": thread, "fw_tid": 0,
-                  "op_schema": schema, "kernel_backend": "", "kernel_file": "", "tensor_range": ""} | attributes
-        self.nodes.append({
-            "id": number, "name": name, "ctrl_deps": parent, "inputs": _values(inputs or []),
-            "outputs": _values(outputs or []),
-            "attrs": [{"name": key, "type": "string", "value": value} for key, value in values.items()]})
+        values = {
+            "rf_id": 0,
+            "fw_parent": 0,
+            "seq_id": -1,
+            "scope": scope,
+            "tid": thread,
+            "fw_tid": 0,
+            "op_schema": schema,
+            "kernel_backend": "",
+            "kernel_file": "",
+            "tensor_range": "",
+        } | attributes
+        self.nodes.append(
+            {
+                "id": number,
+                "name": name,
+                "ctrl_deps": parent,
+                "inputs": _values(inputs or []),
+                "outputs": _values(outputs or []),
+                "attrs": [{"name": key, "type": "string", "value": value} for key, value in values.items()],
+            }
+        )
         return number
 
     def save(self, path: Path, schema: str = "1.1.1-chakra.0.0.4") -> Path:
-        path.write_text(json.dumps({"schema": schema, "pid": 1, "time": "2024-01-01 00:00:00", "start_ts": 1,
-                                    "nodes": self.nodes, "finish_ts": 2}))
+        path.write_text(
+            json.dumps(
+                {
+                    "schema": schema,
+                    "pid": 1,
+                    "time": "2024-01-01 00:00:00",
+                    "start_ts": 1,
+                    "nodes": self.nodes,
+                    "finish_ts": 2,
+                }
+            )
+        )
         return path
 
 
 class Traced:
     """A tensor of a trace written by hand."""
 
-    def __init__(self, number: int, storage: int, sizes: list[int], *, offset: int = 0,
-                 strides: list[int] | None = None, kind: str = "float", item: int = 4, device: str = "cpu") -> None:
+    def __init__(
+        self,
+        number: int,
+        storage: int,
+        sizes: list[int],
+        *,
+        offset: int = 0,
+        strides: list[int] | None = None,
+        kind: str = "float",
+        item: int = 4,
+        device: str = "cpu",
+    ) -> None:
         self.sizes, self.kind = sizes, kind
         self.strides = strides if strides is not None else list(torch.empty(sizes, device="meta").stride())
         elements = 1
@@ -119,8 +166,12 @@ def _row(value: Any) -> tuple[Any, Any, str, Any]:
         return "<None>", [], "None", []
     if isinstance(value, list):
         rows = [_row(each) for each in value]
-        return ([row[0] for row in rows], [row[1] for row in rows], f"GenericList[{','.join(row[2] for row in rows)}]",
-                [row[3] for row in rows])
+        return (
+            [row[0] for row in rows],
+            [row[1] for row in rows],
+            f"GenericList[{','.join(row[2] for row in rows)}]",
+            [row[3] for row in rows],
+        )
     kinds = {bool: "Bool", int: "Int", float: "Double", str: "String"}
     return value, [], kinds[type(value)], []
 

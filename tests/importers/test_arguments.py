@@ -40,45 +40,58 @@ def bind(overload: Any, *recorded: Recorded) -> Binding:
     return Reader().bind(overload._schema, recorded)
 
 
-@pytest.mark.parametrize(("name", "recorded", "overload"), [
-    ("aten::add", [T, T, parse("1")], "Tensor"),
-    ("aten::add", [T, parse("2.5"), parse("1")], "Scalar"),
-    ("aten::add", [T, T, parse("1"), T], "out"),
-    ("aten::mul", [T, ZERO_DIM], "Tensor"),
-    ("aten::mul", [T, parse("2")], "Scalar"),
-    ("aten::to", [T, parse("6"), parse("False"), parse("False"), UNRECORDED], "dtype"),
-    ("aten::to", [T, UNRECORDED, parse("6"), parse("False"), parse("False"), UNRECORDED], "device"),
-    ("aten::to", [T, parse("6"), parse("0"), UNRECORDED, UNRECORDED, parse("False"), parse("False"), UNRECORDED],
-     "dtype_layout"),
-    ("aten::sum", [T, UNRECORDED], "default"),
-    ("aten::sum", [T, parse("[0]"), parse("True"), UNRECORDED], "dim_IntList"),
-    ("aten::mean", [T, parse("[-1]"), parse("True"), UNRECORDED], "dim"),
-    ("aten::empty", [parse("[2, 3]"), parse("6"), parse("0"), UNRECORDED, parse("False"), UNRECORDED], "memory_format"),
-    ("aten::arange", [parse("5"), UNRECORDED, UNRECORDED, UNRECORDED, parse("False")], "default"),
-    ("aten::arange", [parse("0"), parse("5"), UNRECORDED, UNRECORDED, UNRECORDED, parse("False")], "start"),
-    ("aten::arange", [parse("0"), parse("5"), parse("2"), UNRECORDED, UNRECORDED, UNRECORDED, parse("False")],
-     "start_step"),
-    ("aten::fill_", [T, parse("1")], "Scalar"),
-    ("aten::fill_", [T, ZERO_DIM], "Tensor"),
-    ("aten::eq", [T, parse("0")], "Scalar"),
-    ("aten::max", [T], "default"),
-    ("aten::max", [T, parse("1"), parse("False")], "dim"),
-    ("aten::transpose", [T, parse("0"), parse("1")], "int"),
-    ("aten::split", [T, parse("2"), parse("0")], "Tensor"),
-    ("aten::split", [T, parse("[2, 2]"), parse("0")], "sizes"),
-    ("aten::slice", [T, parse("0"), parse("0"), parse("9223372036854775807"), parse("1")], "Tensor"),
-    ("aten::pow", [T, parse("2")], "Tensor_Scalar"),
-    ("aten::pow", [parse("2"), T], "Scalar"),
-    ("aten::div", [T, T, UNRECORDED], "Tensor_mode"),
-    ("aten::conv2d", [T, T, NOTHING, parse("[1, 1]"), parse("[0, 0]"), parse("[1, 1]"), parse("1")], "default"),
-    ("aten::cat", [of_list([T, T]), parse("0")], "default"),
-    ("aten::where", [T, T, T], "self"),
-    ("aten::clamp", [T, parse("0"), UNRECORDED], "default"),
-    ("aten::full", [parse("[2]"), parse("1.5"), UNRECORDED, UNRECORDED, UNRECORDED, parse("False")], "default"),
-    ("aten::_foreach_add_", [of_list([T, T]), of_list([T, T]), parse("-0.5")], "List"),
-    ("aten::_foreach_add_", [of_list([T, T]), parse("1")], "Scalar"),
-    ("aten::_foreach_add_", [of_list([T, T]), parse("[1, 2]")], "ScalarList"),
-])
+@pytest.mark.parametrize(
+    ("name", "recorded", "overload"),
+    [
+        ("aten::add", [T, T, parse("1")], "Tensor"),
+        ("aten::add", [T, parse("2.5"), parse("1")], "Scalar"),
+        ("aten::add", [T, T, parse("1"), T], "out"),
+        ("aten::mul", [T, ZERO_DIM], "Tensor"),
+        ("aten::mul", [T, parse("2")], "Scalar"),
+        ("aten::to", [T, parse("6"), parse("False"), parse("False"), UNRECORDED], "dtype"),
+        ("aten::to", [T, UNRECORDED, parse("6"), parse("False"), parse("False"), UNRECORDED], "device"),
+        (
+            "aten::to",
+            [T, parse("6"), parse("0"), UNRECORDED, UNRECORDED, parse("False"), parse("False"), UNRECORDED],
+            "dtype_layout",
+        ),
+        ("aten::sum", [T, UNRECORDED], "default"),
+        ("aten::sum", [T, parse("[0]"), parse("True"), UNRECORDED], "dim_IntList"),
+        ("aten::mean", [T, parse("[-1]"), parse("True"), UNRECORDED], "dim"),
+        (
+            "aten::empty",
+            [parse("[2, 3]"), parse("6"), parse("0"), UNRECORDED, parse("False"), UNRECORDED],
+            "memory_format",
+        ),
+        ("aten::arange", [parse("5"), UNRECORDED, UNRECORDED, UNRECORDED, parse("False")], "default"),
+        ("aten::arange", [parse("0"), parse("5"), UNRECORDED, UNRECORDED, UNRECORDED, parse("False")], "start"),
+        (
+            "aten::arange",
+            [parse("0"), parse("5"), parse("2"), UNRECORDED, UNRECORDED, UNRECORDED, parse("False")],
+            "start_step",
+        ),
+        ("aten::fill_", [T, parse("1")], "Scalar"),
+        ("aten::fill_", [T, ZERO_DIM], "Tensor"),
+        ("aten::eq", [T, parse("0")], "Scalar"),
+        ("aten::max", [T], "default"),
+        ("aten::max", [T, parse("1"), parse("False")], "dim"),
+        ("aten::transpose", [T, parse("0"), parse("1")], "int"),
+        ("aten::split", [T, parse("2"), parse("0")], "Tensor"),
+        ("aten::split", [T, parse("[2, 2]"), parse("0")], "sizes"),
+        ("aten::slice", [T, parse("0"), parse("0"), parse("9223372036854775807"), parse("1")], "Tensor"),
+        ("aten::pow", [T, parse("2")], "Tensor_Scalar"),
+        ("aten::pow", [parse("2"), T], "Scalar"),
+        ("aten::div", [T, T, UNRECORDED], "Tensor_mode"),
+        ("aten::conv2d", [T, T, NOTHING, parse("[1, 1]"), parse("[0, 0]"), parse("[1, 1]"), parse("1")], "default"),
+        ("aten::cat", [of_list([T, T]), parse("0")], "default"),
+        ("aten::where", [T, T, T], "self"),
+        ("aten::clamp", [T, parse("0"), UNRECORDED], "default"),
+        ("aten::full", [parse("[2]"), parse("1.5"), UNRECORDED, UNRECORDED, UNRECORDED, parse("False")], "default"),
+        ("aten::_foreach_add_", [of_list([T, T]), of_list([T, T]), parse("-0.5")], "List"),
+        ("aten::_foreach_add_", [of_list([T, T]), parse("1")], "Scalar"),
+        ("aten::_foreach_add_", [of_list([T, T]), parse("[1, 2]")], "ScalarList"),
+    ],
+)
 def test_the_overload_is_the_one_whose_schema_fits(name: str, recorded: Sequence[Recorded], overload: str) -> None:
     choice = OPERATORS.choose(name, recorded)
     assert choice.operator is not None, choice.detail
@@ -100,11 +113,27 @@ def test_overloads_that_fit_equally_well_are_told_apart_in_a_note() -> None:
     assert ambiguous.operator is not None
 
 
-@pytest.mark.parametrize(("text", "value"), [
-    ("1", 1), ("-3", -3), ("9223372036854775807", 2**63 - 1), ("0.", 0.0), ("0.90000000000000002", 0.9),
-    ("1e-05", 1e-5), ("True", True), ("False", False), ("inf", math.inf), ("-inf", -math.inf), ("(1,2.5)", 1 + 2.5j),
-    ("1.5+2j", 1.5 + 2j), ("1.f", 1.0), ("", None), ("sum", None), ("1.2.3", None),
-])
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("1", 1),
+        ("-3", -3),
+        ("9223372036854775807", 2**63 - 1),
+        ("0.", 0.0),
+        ("0.90000000000000002", 0.9),
+        ("1e-05", 1e-5),
+        ("True", True),
+        ("False", False),
+        ("inf", math.inf),
+        ("-inf", -math.inf),
+        ("(1,2.5)", 1 + 2.5j),
+        ("1.5+2j", 1.5 + 2j),
+        ("1.f", 1.0),
+        ("", None),
+        ("sum", None),
+        ("1.2.3", None),
+    ],
+)
 def test_numbers_keep_their_kind(text: str, value: Any) -> None:
     assert number(text) == value and type(number(text)) is type(value)
 
@@ -119,20 +148,44 @@ def test_values_are_parsed_as_far_as_they_are_there() -> None:
 
 
 def test_numbers_become_the_enumerations_that_the_schema_asks_for() -> None:
-    binding = bind(torch.ops.aten.empty.memory_format, parse("[2, 3]"), parse("15"), parse("0"), parse("cuda:1"),
-                   parse("False"), parse("2"))
+    binding = bind(
+        torch.ops.aten.empty.memory_format,
+        parse("[2, 3]"),
+        parse("15"),
+        parse("0"),
+        parse("cuda:1"),
+        parse("False"),
+        parse("2"),
+    )
     assert dict(binding.arguments) == {
-        "size": [2, 3], "dtype": DType.bfloat16, "layout": Layout.strided, "device": DeviceName("cuda:1"),
-        "pin_memory": False, "memory_format": MemoryFormat.channels_last}
+        "size": [2, 3],
+        "dtype": DType.bfloat16,
+        "layout": Layout.strided,
+        "device": DeviceName("cuda:1"),
+        "pin_memory": False,
+        "memory_format": MemoryFormat.channels_last,
+    }
     assert not binding.assumed and not binding.missing
 
 
 def test_names_become_enumerations_as_well() -> None:
-    binding = bind(torch.ops.aten.empty.memory_format, parse("[2]"), parse("torch.float16"), parse("torch.strided"),
-                   UNRECORDED, NOTHING, parse("torch.contiguous_format"))
+    binding = bind(
+        torch.ops.aten.empty.memory_format,
+        parse("[2]"),
+        parse("torch.float16"),
+        parse("torch.strided"),
+        UNRECORDED,
+        NOTHING,
+        parse("torch.contiguous_format"),
+    )
     assert dict(binding.arguments) == {
-        "size": [2], "dtype": DType.float16, "layout": Layout.strided, "device": DeviceName(None), "pin_memory": None,
-        "memory_format": MemoryFormat.contiguous_format}
+        "size": [2],
+        "dtype": DType.float16,
+        "layout": Layout.strided,
+        "device": DeviceName(None),
+        "pin_memory": None,
+        "memory_format": MemoryFormat.contiguous_format,
+    }
 
 
 def test_integer_scalars_stay_integers_and_floats_become_what_the_schema_has() -> None:
@@ -171,8 +224,10 @@ def test_arguments_that_an_older_torch_did_not_have_are_left_to_their_defaults()
 def test_what_is_truncated_missing_or_wrong_is_named() -> None:
     assert "holds only a part" in bind(torch.ops.aten.view.default, T, parse("[1, 2, ...]")).missing[0]
     assert "indices" in bind(torch.ops.aten.index.Tensor, T, UNRECORDED).missing[0]
-    assert "sizes are not recorded" in bind(torch.ops.aten.relu.default, of_tensor(TensorSpec(DType.float32, None))
-                                            ).missing[0]
+    assert (
+        "sizes are not recorded"
+        in bind(torch.ops.aten.relu.default, of_tensor(TensorSpec(DType.float32, None))).missing[0]
+    )
     assert "dtype is not recorded" in bind(torch.ops.aten.relu.default, of_tensor(TensorSpec(None, (2,)))).missing[0]
     assert "expected int" in bind(torch.ops.aten.softmax.int, T, parse("0.5"), NOTHING).missing[0]
 
@@ -186,8 +241,9 @@ def test_hidden_numbers_are_left_to_defaults_or_missing() -> None:
 
 
 def test_one_number_stands_for_a_list_of_fixed_length() -> None:
-    binding = bind(torch.ops.aten.max_pool2d.default, T, parse("3"), parse("[2, 2]"), parse("0"), parse("1"),
-                   parse("False"))
+    binding = bind(
+        torch.ops.aten.max_pool2d.default, T, parse("3"), parse("[2, 2]"), parse("0"), parse("1"), parse("False")
+    )
     assert dict(binding.arguments)["kernel_size"] == [3, 3]
 
 
@@ -197,11 +253,18 @@ def test_optional_lists_of_optional_tensors_are_read() -> None:
     assert dict(binding.arguments)["indices"] == [None, TensorSpec(DType.int64, (3,), (1,))]
 
 
-@pytest.mark.parametrize(("overload", "argument", "text"), [
-    (torch.ops.aten.index.Tensor, 1, "Tensor?[]"), (torch.ops.aten.upsample_nearest2d.vec, 2, "float[]?"),
-    (torch.ops.aten.empty.memory_format, 1, "ScalarType?"), (torch.ops.aten.empty.memory_format, 3, "Device?"),
-    (torch.ops.aten.add.Tensor, 2, "number"), (torch.ops.aten.slice.Tensor, 2, "int?"),
-    (torch.ops.aten.normal_.default, 3, "Generator?"), (torch.ops.aten.conv2d.padding, 4, "str"),
-])
+@pytest.mark.parametrize(
+    ("overload", "argument", "text"),
+    [
+        (torch.ops.aten.index.Tensor, 1, "Tensor?[]"),
+        (torch.ops.aten.upsample_nearest2d.vec, 2, "float[]?"),
+        (torch.ops.aten.empty.memory_format, 1, "ScalarType?"),
+        (torch.ops.aten.empty.memory_format, 3, "Device?"),
+        (torch.ops.aten.add.Tensor, 2, "number"),
+        (torch.ops.aten.slice.Tensor, 2, "int?"),
+        (torch.ops.aten.normal_.default, 3, "Generator?"),
+        (torch.ops.aten.conv2d.padding, 4, "str"),
+    ],
+)
 def test_schema_types_are_named_in_a_few_words(overload: Any, argument: int, text: str) -> None:
     assert str(schema_type(overload._schema.arguments[argument])) == text

@@ -32,9 +32,17 @@ from replayfmt.replay.plan import Plan
 from .conftest import Import
 from .traces import ADD, MM, annotation, kernel, launch, op, trace
 
-EVENTS = [op("aten::mm", 10, 10, MM), launch(1, 12), kernel(1, 100, 5, "gemm_a", grid=[4, 1, 1]),
-          op("aten::add_", 30, 10, ADD), launch(2, 32), kernel(2, 110, 5, "add", grid=[1, 1, 1]),
-          op("aten::_cudnn_init_dropout_state", 50, 10), launch(3, 52), kernel(3, 120, 5, "dropout")]
+EVENTS = [
+    op("aten::mm", 10, 10, MM),
+    launch(1, 12),
+    kernel(1, 100, 5, "gemm_a", grid=[4, 1, 1]),
+    op("aten::add_", 30, 10, ADD),
+    launch(2, 32),
+    kernel(2, 110, 5, "add", grid=[1, 1, 1]),
+    op("aten::_cudnn_init_dropout_state", 50, 10),
+    launch(3, 52),
+    kernel(3, 120, 5, "dropout"),
+]
 
 
 def stand_in(kernels: dict[str, list[str]], ordinals: dict[str, int]) -> Any:
@@ -47,8 +55,10 @@ def stand_in(kernels: dict[str, list[str]], ordinals: dict[str, int]) -> Any:
         for place, (name, launched) in enumerate(kernels.items()):
             events.append(annotation(f"opreplay op {ordinals[name]}", 100 * place, 50))
             for number, each in enumerate(launched):
-                events += [launch(10 * place + number, 100 * place + 5 + number),
-                           kernel(10 * place + number, 1000 + place, 2, each, grid=[4, 1, 1])]
+                events += [
+                    launch(10 * place + number, 100 * place + 5 + number),
+                    kernel(10 * place + number, 1000 + place, 2, each, grid=[4, 1, 1]),
+                ]
         trace(Path(path), events)
 
     return tracing
@@ -58,10 +68,13 @@ def test_each_op_is_a_match_or_different_and_says_how(imported: Import) -> None:
     result = imported(EVENTS)
     ordinals = {result.name(each): each.ordinal for each in result.of("op")}
     with Plan(result.reader.path, ["cpu"], keep_going=True) as plan:
-        verdicts = compare_kernels(plan, kernels_of(plan), stand_in(
-            {"aten::mm.default": ["gemm_a"], "aten::add_.Tensor": ["add"]}, ordinals))
-    assert [(each.op, each.verdict) for each in verdicts] == [("aten::mm.default", "MATCH"),
-                                                              ("aten::add_.Tensor", "DIFFERENT")]
+        verdicts = compare_kernels(
+            plan, kernels_of(plan), stand_in({"aten::mm.default": ["gemm_a"], "aten::add_.Tensor": ["add"]}, ordinals)
+        )
+    assert [(each.op, each.verdict) for each in verdicts] == [
+        ("aten::mm.default", "MATCH"),
+        ("aten::add_.Tensor", "DIFFERENT"),
+    ]
     assert str(verdicts[1]).startswith("DIFFERENT ordinal")
     assert "captured add grid [1, 1, 1]" in str(verdicts[1]) and "replayed add grid [4, 1, 1]" in str(verdicts[1])
     row = json.loads(json.dumps(verdicts[1].row()))
@@ -69,12 +82,26 @@ def test_each_op_is_a_match_or_different_and_says_how(imported: Import) -> None:
 
 
 def test_an_op_that_cannot_run_is_unknown_with_the_reason(imported: Import) -> None:
-    result = imported([op("aten::miopen_convolution", 10, 10, [
-        ("float", [1, 3, 8, 8], [192, 64, 8, 1], ""), ("float", [4, 3, 3, 3], [27, 9, 3, 1], ""), ("", [], [], ""),
-        *(("ScalarList", [], [], "[1, 1]") for _ in range(3)),
-        *(("Scalar", [], [], text) for text in ("1", "False", "False"))]), launch(1, 12), kernel(1, 100, 5, "conv")])
+    result = imported(
+        [
+            op(
+                "aten::miopen_convolution",
+                10,
+                10,
+                [
+                    ("float", [1, 3, 8, 8], [192, 64, 8, 1], ""),
+                    ("float", [4, 3, 3, 3], [27, 9, 3, 1], ""),
+                    ("", [], [], ""),
+                    *(("ScalarList", [], [], "[1, 1]") for _ in range(3)),
+                    *(("Scalar", [], [], text) for text in ("1", "False", "False")),
+                ],
+            ),
+            launch(1, 12),
+            kernel(1, 100, 5, "conv"),
+        ]
+    )
     with Plan(result.reader.path, ["cpu"], keep_going=True) as plan:
-        verdict, = compare_kernels(plan, kernels_of(plan), stand_in({}, {}))
+        (verdict,) = compare_kernels(plan, kernels_of(plan), stand_in({}, {}))
     assert verdict.verdict == "UNKNOWN" and "no kernel for cpu" in verdict.reason
 
 
@@ -96,16 +123,21 @@ def test_work_without_a_mark_belongs_to_no_op(tmp_path: Path) -> None:
 
 
 def test_a_replay_without_a_device_and_a_capture_without_kernels_are_refused(imported: Import) -> None:
-    with (Plan(imported(EVENTS).reader.path, ["cpu"], keep_going=True) as plan,
-          pytest.raises(UsageError, match="no CUDA device")):
+    with (
+        Plan(imported(EVENTS).reader.path, ["cpu"], keep_going=True) as plan,
+        pytest.raises(UsageError, match="no CUDA device"),
+    ):
         check_device(plan)
-    with (Plan(imported([op("aten::mm", 10, 10, MM)]).reader.path, keep_going=True) as plan,
-          pytest.raises(UsageError, match="says nothing of the device kernels")):
+    with (
+        Plan(imported([op("aten::mm", 10, 10, MM)]).reader.path, keep_going=True) as plan,
+        pytest.raises(UsageError, match="says nothing of the device kernels"),
+    ):
         kernels_of(plan)
 
 
-def test_run_has_a_flag_for_it_that_needs_a_device(imported: Import, capsys: pytest.CaptureFixture[str],
-                                                   monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_has_a_flag_for_it_that_needs_a_device(
+    imported: Import, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     result = imported(EVENTS)
     ordinals = {result.name(each): each.ordinal for each in result.of("op")}
     tracing = stand_in({"aten::mm.default": ["gemm_a"], "aten::add_.Tensor": ["add"]}, ordinals)
@@ -121,7 +153,9 @@ def test_run_has_a_flag_for_it_that_needs_a_device(imported: Import, capsys: pyt
         run_tool(run)
     printed = capsys.readouterr().out.splitlines()
     assert [line[:9].strip() for line in printed if "ordinal" in line and "finding" not in line][-2:] == [
-        "MATCH", "DIFFERENT"]
+        "MATCH",
+        "DIFFERENT",
+    ]
 
 
 @pytest.mark.gpu

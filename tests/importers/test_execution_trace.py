@@ -55,16 +55,23 @@ def test_the_import_has_exactly_the_ops_that_the_recorder_records(tmp_path: Path
 
 def _calls(reader: CaptureReader) -> list[tuple[str, list[Any]]]:
     """Every op with the sizes it returned; PyTorch detaches more often where a dispatch mode is active."""
-    return [(name, [value.meta.sizes for value in record.results if isinstance(value, TensorValue)])
-            for name, record in zip(names(reader), ops(reader), strict=True) if name != "aten::detach.default"]
+    return [
+        (name, [value.meta.sizes for value in record.results if isinstance(value, TensorValue)])
+        for name, record in zip(names(reader), ops(reader), strict=True)
+        if name != "aten::detach.default"
+    ]
 
 
 def test_only_what_was_there_before_the_trace_is_without_content(imported: CaptureReader) -> None:
-    absent = [number for number in range(1, imported.storage_count + 1)
-              if imported.storage(number).origin is StorageOrigin.absent]
+    absent = [
+        number
+        for number in range(1, imported.storage_count + 1)
+        if imported.storage(number).origin is StorageOrigin.absent
+    ]
     # Four parameters, inputs, labels.
     assert sorted(imported.storage(number).bytes for number in absent) == sorted(
-        [6 * 8 * 4, 8 * 4, 8 * 3 * 4, 3 * 4, 5 * 6 * 4, 5 * 8])
+        [6 * 8 * 4, 8 * 4, 8 * 3 * 4, 3 * 4, 5 * 6 * 4, 5 * 8]
+    )
 
 
 def test_marks_become_scopes(imported: CaptureReader) -> None:
@@ -81,12 +88,15 @@ def test_a_replay_has_every_result_as_it_was_traced(imported: CaptureReader) -> 
     assert result.ops == len(ops(imported))
 
 
-def test_values_flow_through_the_replayed_graph(mlp: tuple[Path, Mlp], tmp_path: Path,
-                                                monkeypatch: pytest.MonkeyPatch) -> None:
+def test_values_flow_through_the_replayed_graph(
+    mlp: tuple[Path, Mlp], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Given the program's inputs, the replay of three training steps computes the program's last loss."""
     fresh = Mlp()
-    contents = {tuple(tensor.shape): tensor.detach().contiguous().numpy().tobytes()
-                for tensor in [*fresh.model.parameters(), fresh.inputs, fresh.labels]}
+    contents = {
+        tuple(tensor.shape): tensor.detach().contiguous().numpy().tobytes()
+        for tensor in [*fresh.model.parameters(), fresh.inputs, fresh.labels]
+    }
 
     def find(_self: Any, _node: int, _number: int, placed: Any, *_more: Any) -> execution_trace_content.Found | None:
         data = contents.get(placed.tensor.sizes)
@@ -106,7 +116,8 @@ def test_values_flow_through_the_replayed_graph(mlp: tuple[Path, Mlp], tmp_path:
 @pytest.mark.slow
 @pytest.mark.parametrize("version", ["1.0.1", "1.0.3-chakra.0.0.4", "1.1.0-chakra.0.0.4"])
 def test_older_schemas_give_the_same_graph_with_strides_that_are_said_to_be_inferred(
-        version: str, mlp: tuple[Path, Mlp], imported: CaptureReader, tmp_path: Path) -> None:
+    version: str, mlp: tuple[Path, Mlp], imported: CaptureReader, tmp_path: Path
+) -> None:
     path = tmp_path / "old.json"
     path.write_text(json.dumps(as_schema(json.loads(mlp[0].read_text()), version)))
     report = import_execution_trace(path, tmp_path / "old.opreplay")
@@ -122,13 +133,15 @@ def test_older_schemas_give_the_same_graph_with_strides_that_are_said_to_be_infe
 def _geometry(record: Record) -> list[Any]:
     values = (*record.args, *record.results)
     flat = [each for value in values for each in (value if isinstance(value, list) else [value])]
-    return [(value.storage, value.offset, value.meta.sizes, value.meta.strides) for value in flat
-            if isinstance(value, TensorValue)]
+    return [
+        (value.storage, value.offset, value.meta.sizes, value.meta.strides)
+        for value in flat
+        if isinstance(value, TensorValue)
+    ]
 
 
 def test_views_are_on_the_storage_they_were_on(imported: CaptureReader) -> None:
-    transposes = [record for record in ops(imported)
-                  if imported.kernels[record.signature.kernel].name == "aten::t"]
+    transposes = [record for record in ops(imported) if imported.kernels[record.signature.kernel].name == "aten::t"]
     assert transposes
     for record in transposes:
         given, result = record.args[0], record.results[0]
@@ -149,8 +162,9 @@ def test_a_level_that_the_trace_cannot_tell_is_said_to_be_another(mlp: tuple[Pat
     assert any("the deepest operators are taken" in note for note in report.notes)
 
 
-def test_a_trace_that_was_cut_off_gives_what_is_there_and_says_where_it_ends(mlp: tuple[Path, Mlp],
-                                                                            tmp_path: Path) -> None:
+def test_a_trace_that_was_cut_off_gives_what_is_there_and_says_where_it_ends(
+    mlp: tuple[Path, Mlp], tmp_path: Path
+) -> None:
     text = mlp[0].read_text()
     path = tmp_path / "cut.json"
     path.write_text(text[: len(text) // 2])
@@ -160,8 +174,19 @@ def test_a_trace_that_was_cut_off_gives_what_is_there_and_says_where_it_ends(mlp
         assert plan.execute().outcome == "ok"
 
 
-@pytest.mark.parametrize("text", ["", "no json", "[]", "{}", '{"nodes": []}', '{"schema": "1.1.1", "nodes": []}',
-                                  '{"schema": 3, "nodes": [{}]}', '{"schema": "1.1.1", "nodes": [{"id": 1}]}'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "no json",
+        "[]",
+        "{}",
+        '{"nodes": []}',
+        '{"schema": "1.1.1", "nodes": []}',
+        '{"schema": 3, "nodes": [{}]}',
+        '{"schema": "1.1.1", "nodes": [{"id": 1}]}',
+    ],
+)
 def test_what_is_no_execution_trace_is_one_clear_error(text: str, tmp_path: Path) -> None:
     path = tmp_path / "broken.json"
     path.write_text(text)
@@ -187,8 +212,10 @@ def test_progress_counts_to_the_end_once(mlp: tuple[Path, Mlp], tmp_path: Path) 
 
 
 def test_autograds_wrappers_are_noted_on_the_ops_inside_them(imported: CaptureReader) -> None:
-    around = {name: (record.annotation or {}).get("within", [])
-              for name, record in zip(names(imported), ops(imported), strict=True)}
+    around = {
+        name: (record.annotation or {}).get("within", [])
+        for name, record in zip(names(imported), ops(imported), strict=True)
+    }
     assert around["aten::mm.default"][-1] == "AddmmBackward0"
     assert around["aten::mm.default"][0].startswith("autograd::engine::evaluate_function")
     assert around["aten::addmm.default"] == []

@@ -78,8 +78,9 @@ def memory_that_grows_under_its_views() -> torch.Tensor:
     return view.exp()
 
 
-@pytest.mark.parametrize("run", [activations_in_place, conjugates, conjugates_in_the_backward_pass,
-                                 memory_that_grows_under_its_views])
+@pytest.mark.parametrize(
+    "run", [activations_in_place, conjugates, conjugates_in_the_backward_pass, memory_that_grows_under_its_views]
+)
 def test_a_replay_computes_what_the_program_computed(tmp_path: Path, run: Callable[[], torch.Tensor]) -> None:
     path, expected = imported(tmp_path, run)
     with open_capture(path) as reader:
@@ -100,16 +101,18 @@ def test_a_copy_that_only_the_operator_itself_uses_is_not_taken_from_it(tmp_path
         trace.node("aten::relu", RELU, [Traced(12, 21, [4]) if used else x], [Traced(13, 22, [4])], number=902)
         import_execution_trace(trace.save(tmp_path / "t.json"), tmp_path / "o.opreplay", force=True)
         with open_capture(tmp_path / "o.opreplay") as reader:
-            names[used] = [reader.kernels[each.signature.kernel].name for each in reader.records()
-                           if each.kind is RecordKind.op]
+            names[used] = [
+                reader.kernels[each.signature.kernel].name for each in reader.records() if each.kind is RecordKind.op
+            ]
     assert names == {True: ["aten::clone", "aten::silu_", "aten::relu"], False: ["aten::silu_", "aten::relu"]}
 
 
 def test_which_view_of_conjugated_memory_a_tensor_is_is_an_assumption(tmp_path: Path) -> None:
     path, _result = imported(tmp_path, conjugates)
     with open_capture(path) as reader:
-        told = [str((each.annotation or {}).get("assumed", "")) for each in reader.records()
-                if each.kind is RecordKind.op]
+        told = [
+            str((each.annotation or {}).get("assumed", "")) for each in reader.records() if each.kind is RecordKind.op
+        ]
     assert told[0] == ""
     assert any("taken as conjugated" in text for text in told)
     assert any("taken as neither conjugated nor negated" in text for text in told)
@@ -127,13 +130,18 @@ def test_memory_from_resizing_is_blank_until_something_writes_to_it(tmp_path: Pa
         assert [each.op.partition(".")[0] for each in plan.synthesis.initialized] == ["aten::embedding"]
 
 
-@pytest.mark.parametrize(("change", "problem"), [
-    (lambda nodes: nodes[1].update(ctrl_deps=nodes[1]["id"]), "operators that are their own parents: 1"),
-    (lambda nodes: nodes[1].update(id=nodes[2]["id"]), "nodes with the id of another node: 1"),
-    (lambda nodes: nodes[1].update(ctrl_deps=999_999), "operators whose parents are not in the trace: 1"),
-], ids=["its own parent", "an id again", "a lost parent"])
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (lambda nodes: nodes[1].update(ctrl_deps=nodes[1]["id"]), "operators that are their own parents: 1"),
+        (lambda nodes: nodes[1].update(id=nodes[2]["id"]), "nodes with the id of another node: 1"),
+        (lambda nodes: nodes[1].update(ctrl_deps=999_999), "operators whose parents are not in the trace: 1"),
+    ],
+    ids=["its own parent", "an id again", "a lost parent"],
+)
 def test_nodes_that_cannot_be_what_they_say_are_named_among_the_problems(
-        tmp_path: Path, change: Callable[[list[dict[str, Any]]], None], problem: str) -> None:
+    tmp_path: Path, change: Callable[[list[dict[str, Any]]], None], problem: str
+) -> None:
     trace = Written()
     for number in range(3):
         trace.node("aten::relu", RELU, [Traced(10 + number, 20 + number, [4])], [Traced(11 + number, 21 + number, [4])])
@@ -176,12 +184,19 @@ def test_an_archive_that_was_cut_off_within_the_trace_gives_what_is_there(tmp_pa
 
 def test_an_archive_that_was_cut_off_after_the_trace_lacks_resources_and_says_so(tmp_path: Path) -> None:
     trace = Written()
-    trace.node("triton_poi_fused_0", "", [Traced(10, 20, [16], device="cuda:0"), 16, "grid(16,)"], [],
-               kernel_backend="triton", kernel_file="kernel.py")
+    trace.node(
+        "triton_poi_fused_0",
+        "",
+        [Traced(10, 20, [16], device="cuda:0"), 16, "grid(16,)"],
+        [],
+        kernel_backend="triton",
+        kernel_file="kernel.py",
+    )
     trace.save(tmp_path / "t.json")
-    path = packed(tmp_path / "t.tar", {"t.json": (tmp_path / "t.json").read_bytes(),
-                                       "t_resources/kernel.py": b"#" * 9000})
-    path.write_bytes(path.read_bytes()[: -11_000])
+    path = packed(
+        tmp_path / "t.tar", {"t.json": (tmp_path / "t.json").read_bytes(), "t_resources/kernel.py": b"#" * 9000}
+    )
+    path.write_bytes(path.read_bytes()[:-11_000])
     report = import_execution_trace(path, tmp_path / "out.opreplay")
     assert any("resources of the trace may be missing" in problem for problem in report.problems)
     assert report.calls()["incomplete"] == 1
@@ -218,14 +233,16 @@ def names(path: Path) -> list[str]:
     """Every op, and the reason of every unsupported record."""
     with open_capture(path) as reader:
         records = [each for each in reader.records() if each.kind in (RecordKind.op, RecordKind.unsupported)]
-        return [reader.kernels[each.signature.kernel].name if each.kind is RecordKind.op else
-                str(each.argument("reason")) for each in records]
+        return [
+            reader.kernels[each.signature.kernel].name if each.kind is RecordKind.op else str(each.argument("reason"))
+            for each in records
+        ]
 
 
-@pytest.mark.parametrize(("backend", "expected"), [
-    ("", ["aten::relu", "compiled_region", "aten::relu"]),
-    ("triton", ["aten::relu", "triton_launch", "aten::relu"]),
-])
+@pytest.mark.parametrize(
+    ("backend", "expected"),
+    [("", ["aten::relu", "compiled_region", "aten::relu"]), ("triton", ["aten::relu", "triton_launch", "aten::relu"])],
+)
 def test_compiled_code_is_work_that_the_trace_does_not_show(tmp_path: Path, backend: str, expected: list[str]) -> None:
     trace = Written()
     x = Traced(10, 20, [4])

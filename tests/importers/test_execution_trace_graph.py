@@ -21,22 +21,30 @@ from .observed import ADD_, MM, RELU, Traced, Written
 
 LINEAR = "aten::linear(Tensor input, Tensor weight, Tensor? bias=None) -> Tensor"
 T = "aten::t(Tensor(a) self) -> Tensor(a)"
-EMPTY = ("aten::empty.memory_format(SymInt[] size, *, ScalarType? dtype=None, Layout? layout=None, "
-         "Device? device=None, bool? pin_memory=None, MemoryFormat? memory_format=None) -> Tensor")
-CONVOLUTION = ("aten::convolution(Tensor input, Tensor weight, Tensor? bias, SymInt[] stride, SymInt[] padding, "
-               "SymInt[] dilation, bool transposed, SymInt[] output_padding, SymInt groups) -> Tensor")
-CUDNN = ("aten::cudnn_convolution(Tensor self, Tensor weight, SymInt[] padding, SymInt[] stride, SymInt[] dilation, "
-         "SymInt groups, bool benchmark, bool deterministic, bool allow_tf32) -> Tensor")
-ALLREDUCE = ("c10d::allreduce_(Tensor[] tensors, __torch__.torch.classes.c10d.ProcessGroup process_group, "
-             "__torch__.torch.classes.c10d.ReduceOp reduce_op, Tensor? sparse_indices, bool asyncOp, int timeout) -> "
-             "(Tensor[], __torch__.torch.classes.c10d.Work)")
+EMPTY = (
+    "aten::empty.memory_format(SymInt[] size, *, ScalarType? dtype=None, Layout? layout=None, "
+    "Device? device=None, bool? pin_memory=None, MemoryFormat? memory_format=None) -> Tensor"
+)
+CONVOLUTION = (
+    "aten::convolution(Tensor input, Tensor weight, Tensor? bias, SymInt[] stride, SymInt[] padding, "
+    "SymInt[] dilation, bool transposed, SymInt[] output_padding, SymInt groups) -> Tensor"
+)
+CUDNN = (
+    "aten::cudnn_convolution(Tensor self, Tensor weight, SymInt[] padding, SymInt[] stride, SymInt[] dilation, "
+    "SymInt groups, bool benchmark, bool deterministic, bool allow_tf32) -> Tensor"
+)
+ALLREDUCE = (
+    "c10d::allreduce_(Tensor[] tensors, __torch__.torch.classes.c10d.ProcessGroup process_group, "
+    "__torch__.torch.classes.c10d.ReduceOp reduce_op, Tensor? sparse_indices, bool asyncOp, int timeout) -> "
+    "(Tensor[], __torch__.torch.classes.c10d.Work)"
+)
 
 
 class Graph(NamedTuple):
     report: ImportReport
-    names: list[str]                 # of every op, and `reason: op` of every unsupported record
-    records: list[Record]            # the same
-    storages: list[Any]              # all, in order
+    names: list[str]  # of every op, and `reason: op` of every unsupported record
+    records: list[Record]  # the same
+    storages: list[Any]  # all, in order
 
     def tensors(self, place: int, *, results: bool = False) -> list[TensorValue]:
         record = self.records[place]
@@ -48,8 +56,12 @@ def graph(tmp_path: Path, written: Written | Path, **options: Any) -> Graph:
     report = import_execution_trace(path, tmp_path / "out.opreplay", force=True, **options)
     with open_capture(tmp_path / "out.opreplay") as reader:
         records = [each for each in reader.records() if each.kind in (RecordKind.op, RecordKind.unsupported)]
-        names = [reader.kernels[each.signature.kernel].name if each.kind is RecordKind.op else
-                 f"{each.argument('reason')}: {each.argument('op')}" for each in records]
+        names = [
+            reader.kernels[each.signature.kernel].name
+            if each.kind is RecordKind.op
+            else f"{each.argument('reason')}: {each.argument('op')}"
+            for each in records
+        ]
         return Graph(report, names, records, [reader.storage(n) for n in range(1, reader.storage_count + 1)])
 
 
@@ -58,8 +70,12 @@ def graph(tmp_path: Path, written: Written | Path, **options: Any) -> Graph:
 
 def test_a_composite_gives_way_to_what_it_called(tmp_path: Path) -> None:
     trace = Written()
-    x, w, wt, y = Traced(10, 20, [2, 3]), Traced(11, 21, [4, 3]), Traced(12, 21, [3, 4], strides=[1, 3]), Traced(
-        13, 22, [2, 4])
+    x, w, wt, y = (
+        Traced(10, 20, [2, 3]),
+        Traced(11, 21, [4, 3]),
+        Traced(12, 21, [3, 4], strides=[1, 3]),
+        Traced(13, 22, [2, 4]),
+    )
     trace.node("aten::t", T, [w], [wt], parent=900)
     trace.node("aten::empty", EMPTY, [[8], 6, None, None, None, None], [Traced(14, 23, [8])], parent=901)
     trace.node("aten::mm", MM, [x, wt], [y], parent=900, number=901)
@@ -70,18 +86,27 @@ def test_a_composite_gives_way_to_what_it_called(tmp_path: Path) -> None:
 def test_a_composite_whose_result_nothing_below_it_made_stands_for_itself(tmp_path: Path) -> None:
     trace = Written()
     trace.node("aten::t", T, [Traced(11, 21, [4, 3])], [Traced(12, 21, [3, 4], strides=[1, 3])], parent=900)
-    trace.node("aten::linear", LINEAR, [Traced(10, 20, [2, 3]), Traced(11, 21, [4, 3]), None], [Traced(13, 22, [2, 4])],
-               number=900)
+    trace.node(
+        "aten::linear",
+        LINEAR,
+        [Traced(10, 20, [2, 3]), Traced(11, 21, [4, 3]), None],
+        [Traced(13, 22, [2, 4])],
+        number=900,
+    )
     assert graph(tmp_path, trace).names == ["aten::linear"]
 
 
 def test_the_switch_between_backends_gives_way_to_the_backend(tmp_path: Path) -> None:
     trace = Written()
-    x, w, y = Traced(10, 20, [1, 2, 5, 5], device="cuda:0"), Traced(11, 21, [3, 2, 3, 3], device="cuda:0"), Traced(
-        12, 22, [1, 3, 3, 3], device="cuda:0")
+    x, w, y = (
+        Traced(10, 20, [1, 2, 5, 5], device="cuda:0"),
+        Traced(11, 21, [3, 2, 3, 3], device="cuda:0"),
+        Traced(12, 22, [1, 3, 3, 3], device="cuda:0"),
+    )
     trace.node("aten::cudnn_convolution", CUDNN, [x, w, [0, 0], [1, 1], [1, 1], 1, False, False, True], [y], parent=900)
-    trace.node("aten::convolution", CONVOLUTION, [x, w, None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1], [y],
-               number=900)
+    trace.node(
+        "aten::convolution", CONVOLUTION, [x, w, None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1], [y], number=900
+    )
     assert graph(tmp_path, trace).names == ["aten::cudnn_convolution"]
     rewritten = graph(tmp_path, trace, rewrite="portable")
     assert rewritten.names == ["aten::convolution"]
@@ -124,7 +149,7 @@ def test_what_an_op_returns_is_new_memory_even_at_an_address_that_was_used_befor
     trace = Written()
     x = Traced(10, 20, [4])
     trace.node("aten::relu", RELU, [x], [Traced(11, 21, [4])])
-    trace.node("aten::relu", RELU, [x], [Traced(12, 21, [4])])      # the first result was freed
+    trace.node("aten::relu", RELU, [x], [Traced(12, 21, [4])])  # the first result was freed
     trace.node("aten::relu", RELU, [Traced(12, 21, [4])], [Traced(13, 22, [4])])
     found = graph(tmp_path, trace)
     first, second = (found.tensors(place, results=True)[0].storage for place in (0, 1))
@@ -173,21 +198,31 @@ def test_empty_tensors_do_not_take_the_place_of_what_is_at_their_address(tmp_pat
 def test_a_python_number_takes_the_dtype_with_which_the_result_is_right(tmp_path: Path) -> None:
     trace = Written()
     number = Traced(30, 40, [], kind="double", item=8)
-    trace.node("aten::mul", "aten::mul.Tensor(Tensor self, Tensor other) -> Tensor",
-               [Traced(10, 20, []), number], [Traced(11, 21, [])])
+    trace.node(
+        "aten::mul",
+        "aten::mul.Tensor(Tensor self, Tensor other) -> Tensor",
+        [Traced(10, 20, []), number],
+        [Traced(11, 21, [])],
+    )
     found = graph(tmp_path, trace)
     assert [value.meta.dtype.name for value in found.tensors(0)] == ["float32", "float32"]
     assert "a Python number" in json.dumps(found.records[0].annotation)
 
 
 def test_recorded_ranges_of_integers_become_content(tmp_path: Path) -> None:
-    embedding = ("aten::embedding(Tensor weight, Tensor indices, SymInt padding_idx=-1, bool scale_grad_by_freq=False, "
-                 "bool sparse=False) -> Tensor")
+    embedding = (
+        "aten::embedding(Tensor weight, Tensor indices, SymInt padding_idx=-1, bool scale_grad_by_freq=False, "
+        "bool sparse=False) -> Tensor"
+    )
     trace = Written()
     for number, ranges in enumerate(('{"1":[3,3]}', '{"1":[0,8]}')):
-        trace.node("aten::embedding", embedding,
-                   [Traced(10, 20, [9, 4]), Traced(50 + number, 60 + number, [5], kind="long int", item=8), -1, False,
-                    False], [Traced(12 + number, 22 + number, [5, 4])], tensor_range=ranges)
+        trace.node(
+            "aten::embedding",
+            embedding,
+            [Traced(10, 20, [9, 4]), Traced(50 + number, 60 + number, [5], kind="long int", item=8), -1, False, False],
+            [Traced(12 + number, 22 + number, [5, 4])],
+            tensor_range=ranges,
+        )
     found = graph(tmp_path, trace)
     constant, spread = (found.storages[found.tensors(place)[1].storage - 1] for place in (0, 1))
     assert constant.origin is StorageOrigin.payload
@@ -196,15 +231,21 @@ def test_recorded_ranges_of_integers_become_content(tmp_path: Path) -> None:
 
 
 def test_saved_integer_tensors_are_embedded(tmp_path: Path) -> None:
-    embedding = ("aten::embedding(Tensor weight, Tensor indices, SymInt padding_idx=-1, bool scale_grad_by_freq=False, "
-                 "bool sparse=False) -> Tensor")
+    embedding = (
+        "aten::embedding(Tensor weight, Tensor indices, SymInt padding_idx=-1, bool scale_grad_by_freq=False, "
+        "bool sparse=False) -> Tensor"
+    )
     trace = Written()
-    number = trace.node("aten::embedding", embedding,
-                        [Traced(10, 20, [9, 4]), Traced(50, 60, [2], kind="long int", item=8), -1, False, False],
-                        [Traced(12, 22, [2, 4])])
+    number = trace.node(
+        "aten::embedding",
+        embedding,
+        [Traced(10, 20, [9, 4]), Traced(50, 60, [2], kind="long int", item=8), -1, False, False],
+        [Traced(12, 22, [2, 4])],
+    )
     (tmp_path / "trace_resources").mkdir()
     (tmp_path / "trace_resources" / f"nid_{number}_tid_1.dat").write_bytes(
-        (5).to_bytes(8, "little") + (7).to_bytes(8, "little"))
+        (5).to_bytes(8, "little") + (7).to_bytes(8, "little")
+    )
     found = graph(tmp_path, trace)
     storage = found.storages[found.tensors(0)[1].storage - 1]
     assert storage.origin is StorageOrigin.payload
@@ -221,8 +262,21 @@ def collective(ranks: int) -> Written:
     trace.node("## process_group:init ##", "", [json.dumps(groups)], [], scope=7)
     x = Traced(10, 20, [64], device="cuda:0")
     trace.node("nccl:all_reduce", "", [x], [], parent=901, scope=7)
-    trace.node("record_param_comms", "", [[x]], [], parent=900, number=901, collective_name="allreduce", dtype="Float",
-               in_msg_nelems=64, out_msg_nelems=64, pg_name="0", pg_desc="default_pg", pg_size=ranks)
+    trace.node(
+        "record_param_comms",
+        "",
+        [[x]],
+        [],
+        parent=900,
+        number=901,
+        collective_name="allreduce",
+        dtype="Float",
+        in_msg_nelems=64,
+        out_msg_nelems=64,
+        pg_name="0",
+        pg_desc="default_pg",
+        pg_size=ranks,
+    )
     trace.node("c10d::allreduce_", ALLREDUCE, [[x], "<Object>", "<Object>", None, True, -1], [[x]], number=900)
     trace.node("record_param_comms", "", [], [], collective_name="wait", pg_size=ranks)
     trace.node("aten::relu", RELU, [x], [Traced(11, 21, [64], device="cuda:0")])
@@ -235,8 +289,16 @@ def test_a_collective_is_an_unsupported_record_with_sizes_and_group(tmp_path: Pa
         assert found.names == ["collective: c10d::allreduce_", "aten::relu"]
         note = found.records[0].annotation
         assert note is not None
-        assert note["collective"] == {"name": "allreduce", "dtype": "Float", "elements_in": 64, "elements_out": 64,
-                                      "group": "0", "group_description": "default_pg", "ranks": [0, 1], "group_size": 2}
+        assert note["collective"] == {
+            "name": "allreduce",
+            "dtype": "Float",
+            "elements_in": 64,
+            "elements_out": 64,
+            "group": "0",
+            "group_description": "default_pg",
+            "ranks": [0, 1],
+            "group_size": 2,
+        }
         assert "64 Float elements over 2 ranks, group '0' (default_pg)" in str(found.records[0].argument("detail"))
 
 
@@ -251,8 +313,14 @@ def test_a_collective_over_one_rank_is_the_identity_where_that_is_asked_for(tmp_
 @pytest.mark.parametrize("packed", [True, False])
 def test_a_triton_kernel_is_named_with_its_source(packed: bool, tmp_path: Path) -> None:
     trace = Written()
-    trace.node("triton_poi_fused_0", "", [Traced(10, 20, [16], device="cuda:0"), 16, "grid(16,)"], [],
-               kernel_backend="triton", kernel_file="kernel.py")
+    trace.node(
+        "triton_poi_fused_0",
+        "",
+        [Traced(10, 20, [16], device="cuda:0"), 16, "grid(16,)"],
+        [],
+        kernel_backend="triton",
+        kernel_file="kernel.py",
+    )
     path = trace.save(tmp_path / "et.json")
     if packed:
         archive = tmp_path / "et.json.tar.gz"
@@ -300,8 +368,12 @@ def test_a_list_that_was_cut_and_an_object_make_a_call_incomplete(tmp_path: Path
 
 def test_arguments_are_matched_by_name_where_the_schema_has_changed(tmp_path: Path) -> None:
     trace = Written()
-    trace.node("aten::relu", "aten::relu(Tensor self, *, bool gone=False) -> Tensor", [Traced(10, 20, [4]), False],
-               [Traced(11, 21, [4])])
+    trace.node(
+        "aten::relu",
+        "aten::relu(Tensor self, *, bool gone=False) -> Tensor",
+        [Traced(10, 20, [4]), False],
+        [Traced(11, 21, [4])],
+    )
     trace.node("aten::nowhere", "aten::nowhere(Tensor self) -> Tensor", [Traced(10, 20, [4])], [Traced(11, 21, [4])])
     found = graph(tmp_path, trace)
     assert found.names == ["import_incomplete: aten::relu", "no_schema: aten::nowhere"]
@@ -338,8 +410,9 @@ def test_a_tensor_without_a_storage_is_not_taken_for_none(tmp_path: Path) -> Non
     sparse = Traced(10, 0, [2, 2], device="")
     trace.node("aten::mm", MM, [sparse, Traced(11, 21, [2, 2])], [Traced(12, 22, [2, 2])])
     undefined = Traced(13, 0, [], device="", kind="nullptr (uninitialized)")
-    trace.node("aten::linear", LINEAR, [Traced(11, 21, [2, 2]), Traced(11, 21, [2, 2]), undefined],
-               [Traced(14, 23, [2, 2])])
+    trace.node(
+        "aten::linear", LINEAR, [Traced(11, 21, [2, 2]), Traced(11, 21, [2, 2]), undefined], [Traced(14, 23, [2, 2])]
+    )
     found = graph(tmp_path, trace)
     assert found.names == ["import_incomplete: aten::mm", "aten::linear"]
     assert "without a storage" in str(found.records[0].argument("detail"))
@@ -349,8 +422,9 @@ def test_a_tensor_without_a_storage_is_not_taken_for_none(tmp_path: Path) -> Non
 def test_an_address_of_a_tensor_that_was_seen_before_proves_nothing(tmp_path: Path) -> None:
     trace = Written()
     trace.node("aten::relu", RELU, [Traced(10, 20, [1])], [Traced(11, 21, [1])])
-    trace.node("aten::relu", RELU, [Traced(11, 21, [2], kind="double", item=8)], [Traced(12, 22, [2], kind="double",
-                                                                                         item=8)])
+    trace.node(
+        "aten::relu", RELU, [Traced(11, 21, [2], kind="double", item=8)], [Traced(12, 22, [2], kind="double", item=8)]
+    )
     found = graph(tmp_path, trace)
     assert found.tensors(1)[0].storage != found.tensors(0, results=True)[0].storage
     assert found.storages[found.tensors(1)[0].storage - 1].bytes == 16

@@ -44,8 +44,9 @@ def reduced(version: str) -> tuple[Written, list[Any]]:
     group: list[Any] = [93891384002768] if version == "1.0.1" else [["0", "default_pg"]]
     tail: list[Any] = [] if version == "1.0.1" else [0, 1, 8]
     outer = made.node("c10d::allreduce_", ALLREDUCE, [[tensor]], [[tensor]])
-    inner = made.node("record_param_comms", "", [[tensor], 151, *group, 2, "allreduce", [], [], *tail], [],
-                      parent=outer)
+    inner = made.node(
+        "record_param_comms", "", [[tensor], 151, *group, 2, "allreduce", [], [], *tail], [], parent=outer
+    )
     made.node("nccl:all_reduce", "", [tensor], parent=inner)
     made.node("record_param_comms", "", [151, *group, 2, "wait", [], [], *tail])
     return made, tail
@@ -66,13 +67,16 @@ def _depth(node: dict[str, Any], nodes: dict[int, dict[str, Any]]) -> int:
     return 0 if above is None or above is node else 1 + _depth(above, nodes)
 
 
-@pytest.mark.parametrize(("version", "group", "ranks"), [
-    ("1.0.1", "93891384002768", None), ("1.0.3-chakra.0.0.4", "0", 8), ("1.1.0-chakra.0.0.4", "0", 8)])
-def test_the_inner_function_describes_a_collective_of_older_schemas(version: str, group: str, ranks: int | None,
-                                                                    tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("version", "group", "ranks"),
+    [("1.0.1", "93891384002768", None), ("1.0.3-chakra.0.0.4", "0", 8), ("1.1.0-chakra.0.0.4", "0", 8)],
+)
+def test_the_inner_function_describes_a_collective_of_older_schemas(
+    version: str, group: str, ranks: int | None, tmp_path: Path
+) -> None:
     made, _tail = reduced(version)
     _report, records = imported(saved(made, tmp_path / "t.json", version))
-    record, = records
+    (record,) = records
     assert record.argument("op") == "c10d::allreduce_" and record.annotation is not None
     told = record.annotation["collective"]
     assert (told["name"], told["dtype"], told["elements_in"], told["group"]) == ("allreduce", "float", 7, group)
@@ -93,7 +97,9 @@ def test_a_description_is_not_taken_for_another_collective(tmp_path: Path) -> No
     made.node("c10d::broadcast_", ALLREDUCE.replace("allreduce_", "broadcast_"), [[tensor]], [[tensor]])
     _report, records = imported(saved(made, tmp_path / "t.json", "1.0.3"))
     assert {str(each.argument("op")): "no description" in str(each.argument("detail")) for each in records} == {
-        "c10d::allreduce_": False, "c10d::broadcast_": True}
+        "c10d::allreduce_": False,
+        "c10d::broadcast_": True,
+    }
 
 
 def test_telling_the_allocator_about_a_stream_does_not_stop_a_replay(tmp_path: Path) -> None:
@@ -105,8 +111,10 @@ def test_telling_the_allocator_about_a_stream_does_not_stop_a_replay(tmp_path: P
     report, records = imported(made.save(tmp_path / "t.json"))
     assert [each.kind for each in records] == [RecordKind.op, RecordKind.op] and report.calls()["incomplete"] == 0
     assert any("1 aten::record_stream" in note for note in report.notes)
-    events = [op("aten::mm", 10, 5, MM_INPUTS),
-              op("aten::record_stream", 20, 5, [MM_INPUTS[0], ("Stream", [], [], "")])]
+    events = [
+        op("aten::mm", 10, 5, MM_INPUTS),
+        op("aten::record_stream", 20, 5, [MM_INPUTS[0], ("Stream", [], [], "")]),
+    ]
     import_kineto(trace(tmp_path / "k.json", events), tmp_path / "k.opreplay")
     with replayfmt.open(tmp_path / "k.opreplay") as capture:
         assert [each.kernel.name for each in capture.ops.values()] == ["aten::mm"]
@@ -118,9 +126,9 @@ def test_tensors_that_are_set_to_storages_are_on_their_memory(tmp_path: Path) ->
 
     def program() -> None:
         made = torch.arange(12.0)
-        view = torch.empty(0).set_(made.untyped_storage(), 2, (2, 3), (3, 1))      # type: ignore[call-overload]
+        view = torch.empty(0).set_(made.untyped_storage(), 2, (2, 3), (3, 1))  # type: ignore[call-overload]
         view.copy_(view + view)
-        torch.empty(0).set_(whole.untyped_storage()).exp()      # type: ignore[call-overload]
+        torch.empty(0).set_(whole.untyped_storage()).exp()  # type: ignore[call-overload]
         made.clone()
 
     report, _records = imported(observe(tmp_path / "t.json", program))
@@ -128,8 +136,13 @@ def test_tensors_that_are_set_to_storages_are_on_their_memory(tmp_path: Path) ->
     with replayfmt.open(tmp_path / "t.opreplay") as capture:
         last = max(number for number, each in capture.ops.items() if each.kernel.name == "aten::clone")
         result = capture.ops[last].replay()
-        kinds = {node.kind.name for number, each in capture.ops.items() if each.kernel.name == "aten::set_"
-                 for node in capture.reader.record(number).signature.args if node.name == "source"}
+        kinds = {
+            node.kind.name
+            for number, each in capture.ops.items()
+            if each.kernel.name == "aten::set_"
+            for node in capture.reader.record(number).signature.args
+            if node.name == "source"
+        }
         with replayfmt.Plan(tmp_path / "t.opreplay") as plan:
             assert plan.execute().outcome == "ok"
             assert "the content of 1 storage was synthesized" in plan.synthesis.reason
@@ -160,12 +173,15 @@ def test_the_ranks_of_an_archive_that_were_not_read_are_named(name: str, tmp_pat
     text = made.save(tmp_path / "t.json").read_text()
     files = {"run/rank_2.json": text, "run/source.py": "x", "run/._rank_0.json": "x", "run/rank_0.json": text}
     report = import_trace(archived(tmp_path / name, files), tmp_path / "a.opreplay")
-    assert "of the archive, run/rank_2.json was read, its first JSON file; not read, unpack them to import each: " \
-           "run/rank_0.json" in report.notes
+    assert (
+        "of the archive, run/rank_2.json was read, its first JSON file; not read, unpack them to import each: "
+        "run/rank_0.json" in report.notes
+    )
     kineto = trace(tmp_path / "k.json", [op("aten::mm", 10, 5, MM_INPUTS)]).read_text()
-    report = import_trace(archived(tmp_path / name, {f"{each}.json": kineto for each in range(40)}),
-                          tmp_path / "b.opreplay")
-    note, = (each for each in report.notes if "of the archive" in each)
+    report = import_trace(
+        archived(tmp_path / name, {f"{each}.json": kineto for each in range(40)}), tmp_path / "b.opreplay"
+    )
+    (note,) = (each for each in report.notes if "of the archive" in each)
     assert "0.json was read" in note and note.endswith("16.json and 23 more")
     report = import_trace(archived(tmp_path / name, {"only.json": kineto, "a.py": ""}), tmp_path / "c.opreplay")
     assert "of the archive, only.json was read, its first JSON file" in report.notes

@@ -105,8 +105,11 @@ def test_calls_that_take_one_tensor_twice_come_back_as_a_valid_capture(tmp_path:
     check_capture(tmp_path / "back.opreplay")
     with open_capture(tmp_path / "c.opreplay") as before, open_capture(tmp_path / "back.opreplay") as after:
         assert calls(before) == calls(after) and len(calls(after)) == exported.calls
-        (mul,) = [record for record in after.records() if record.signature.kernel
-                  and after.kernels[record.signature.kernel].name == "aten::mul"]
+        (mul,) = [
+            record
+            for record in after.records()
+            if record.signature.kernel and after.kernels[record.signature.kernel].name == "aten::mul"
+        ]
         assert mul.args[0] == mul.args[1], "one tensor"
     with replayfmt.Plan(tmp_path / "back.opreplay", devices=["cpu"]) as plan:
         assert plan.execute().outcome == "ok"
@@ -132,15 +135,24 @@ def test_the_script_runs_where_this_library_is_not_installed(capture: Path, tmp_
     exported = export(capture, tmp_path / "x.zip", unique=True)
     zipfile.ZipFile(tmp_path / "x.zip").extractall(tmp_path / "unpacked")
     # -I leaves out the working directory and the environment; the name itself is blocked as well.
-    blocked = ("import sys, runpy; sys.modules['replayfmt'] = None; "
-               "sys.argv = ['replay.py', '--benchmark-min-time=0s', '-v']; "
-               "runpy.run_path('replay.py', run_name='__main__')")
-    done = subprocess.run([sys.executable, "-I", "-c", blocked], cwd=tmp_path / "unpacked", capture_output=True,
-                          text=True, timeout=600, env={"PATH": "/usr/bin:/bin"})
+    blocked = (
+        "import sys, runpy; sys.modules['replayfmt'] = None; "
+        "sys.argv = ['replay.py', '--benchmark-min-time=0s', '-v']; "
+        "runpy.run_path('replay.py', run_name='__main__')"
+    )
+    done = subprocess.run(
+        [sys.executable, "-I", "-c", blocked],
+        cwd=tmp_path / "unpacked",
+        capture_output=True,
+        text=True,
+        timeout=600,
+        env={"PATH": "/usr/bin:/bin"},
+    )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     entries = exported.entries
     assert f"{entries} calls in the file, {entries} matched, {entries} attempted, {entries} successful, 0 failed" in (
-        done.stdout)
+        done.stdout
+    )
     assert f"[{entries}/{entries}]" in done.stdout and " us in the workload" in done.stdout
     assert "mat2 Tensor: Tensor(shape=" in done.stdout
 
@@ -183,17 +195,22 @@ def _ir(path: Path, *entries: Any) -> str:
 
 
 def test_the_script_runs_custom_operators_once_their_library_is_imported(
-        tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     from replayfmt.export.replay_script import main
 
     (tmp_path / "script_library.py").write_text(
         "import torch\nlibrary = torch.library.Library('script_library', 'FRAGMENT')\n"
         "library.define('twice(Tensor x) -> Tensor')\n"
-        "library.impl('twice', lambda x: x * 2, 'CompositeExplicitAutograd')\n")
+        "library.impl('twice', lambda x: x * 2, 'CompositeExplicitAutograd')\n"
+    )
     monkeypatch.syspath_prepend(str(tmp_path))
     item = {"arg_name": "x", "arg_type": "Tensor", "value": {"shape": [2], "dtype": "float", "strides": [1]}}
-    entry = {"op_name": "script_library::twice", "replay_ir": {"list_pos_args": [item], "list_kwargs": []},
-             "opreplay": {"overload": "default"}}
+    entry = {
+        "op_name": "script_library::twice",
+        "replay_ir": {"list_pos_args": [item], "list_kwargs": []},
+        "opreplay": {"overload": "default"},
+    }
     flags = [_ir(tmp_path / "ir.json", entry), "--device=cpu", "--benchmark-min-time=0s", "-v"]
     assert main(flags) == 1
     assert "'script_library::twice.default' is registered; --import=MODULE" in capsys.readouterr().out
@@ -210,11 +227,14 @@ def test_the_script_names_what_it_lacks_without_a_traceback(tmp_path: Path, caps
     good = {"op_name": "aten::relu", "replay_ir": {"list_pos_args": [], "list_kwargs": []}}
     path = _ir(tmp_path / "ir.json", good)
     (tmp_path / "no.json").write_text("{")
-    for flags, said in (([str(tmp_path / "nowhere.json")], "No such file"), ([str(tmp_path / "no.json")], "Expecting"),
-                        ([_ir(tmp_path / "a.json", {"op_name": "aten::mm"})], "entry 1: expected op_name"),
-                        ([_ir(tmp_path / "b.json", good, 3)], "entry 2: expected op_name"),
-                        ([path, "--import=not_installed_here"], "--import=not_installed_here: ModuleNotFoundError"),
-                        ([path, "--device=nonsense"], "--device=nonsense: ")):
+    for flags, said in (
+        ([str(tmp_path / "nowhere.json")], "No such file"),
+        ([str(tmp_path / "no.json")], "Expecting"),
+        ([_ir(tmp_path / "a.json", {"op_name": "aten::mm"})], "entry 1: expected op_name"),
+        ([_ir(tmp_path / "b.json", good, 3)], "entry 2: expected op_name"),
+        ([path, "--import=not_installed_here"], "--import=not_installed_here: ModuleNotFoundError"),
+        ([path, "--device=nonsense"], "--device=nonsense: "),
+    ):
         assert main(flags) == 2
         assert said in (err := capsys.readouterr().err) and err.count("\n") == 1
     item = {"arg_name": "self", "arg_type": "Tensor", "value": {"shape": [2], "dtype": "float7", "strides": [1]}}
@@ -308,8 +328,7 @@ def test_the_tool_exports_and_lists_what_it_leaves_out(capture: Path, tmp_path: 
     done = CliRunner().invoke(cli, [str(capture), str(out), "--format=replay-zip", "--unique", "--kernel=aten::mm"])
     assert done.exit_code == 0, done.output
     assert f"{out}: " in done.output and " calls" in done.output
-    assert set(zipfile.ZipFile(out).namelist()) == {
-        "event_replay_ir.json", "integers.json", "replay.py", "README.md"}
+    assert set(zipfile.ZipFile(out).namelist()) == {"event_replay_ir.json", "integers.json", "replay.py", "README.md"}
     assert "integers or booleans" not in done.output
 
 
@@ -318,7 +337,7 @@ def test_the_tool_exports_and_lists_what_it_leaves_out(capture: Path, tmp_path: 
 def test_the_scripts_integers_are_those_of_a_replay(payload: str, tmp_path: Path) -> None:
     path = tmp_path / "c.opreplay"
     places, table, lengths = torch.tensor([3, 7, 7, 1]), torch.randn(9, 5), torch.tensor([6, 4, 2])
-    with replayfmt.capture(path, payload=payload):      # type: ignore[arg-type]
+    with replayfmt.capture(path, payload=payload):  # type: ignore[arg-type]
         torch.nn.functional.embedding(places, table)
         shifted = places + 100
         shifted.mul(2)
@@ -329,16 +348,24 @@ def test_the_scripts_integers_are_those_of_a_replay(payload: str, tmp_path: Path
     said = CliRunner().invoke(cli, [str(path), str(tmp_path / "x.zip"), "--force"]).output
     assert f"{exported.without_integers} arguments of integers or booleans are 0: ops of the capture comp" in said
     zipfile.ZipFile(tmp_path / "x.zip").extractall(tmp_path / "unpacked")
-    run = ("import runpy; script = runpy.run_path('replay.py'); integers = script['integers_beside']('./x.json'); "
-           "entries = script['entries_of']('event_replay_ir.json'); found = [];\n"
-           "for index, entry in enumerate(entries):\n"
-           "    given, named = script['arguments'](entry, 'cpu', integers.get(str(index), {}))\n"
-           "    result = script['operator'](entry)(*given, **named)\n"
-           "    plain = isinstance(result, script['torch'].Tensor) and not result.is_floating_point()\n"
-           "    found.append(result.tolist() if plain else None)\n"
-           "import json; print(json.dumps(found))")
-    done = subprocess.run([sys.executable, "-I", "-c", run], cwd=tmp_path / "unpacked", capture_output=True,
-                          text=True, timeout=600, env={"PATH": "/usr/bin:/bin"})
+    run = (
+        "import runpy; script = runpy.run_path('replay.py'); integers = script['integers_beside']('./x.json'); "
+        "entries = script['entries_of']('event_replay_ir.json'); found = [];\n"
+        "for index, entry in enumerate(entries):\n"
+        "    given, named = script['arguments'](entry, 'cpu', integers.get(str(index), {}))\n"
+        "    result = script['operator'](entry)(*given, **named)\n"
+        "    plain = isinstance(result, script['torch'].Tensor) and not result.is_floating_point()\n"
+        "    found.append(result.tolist() if plain else None)\n"
+        "import json; print(json.dumps(found))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-I", "-c", run],
+        cwd=tmp_path / "unpacked",
+        capture_output=True,
+        text=True,
+        timeout=600,
+        env={"PATH": "/usr/bin:/bin"},
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads(done.stdout.splitlines()[-1])
     with replayfmt.open(path) as capture:
@@ -350,13 +377,16 @@ def test_the_scripts_integers_are_those_of_a_replay(payload: str, tmp_path: Path
             assert found[place] == replayed.tolist() and len(set(found[place])) > 1, name
     unknown = found[names.index("aten::mul")]
     assert unknown == [0, 0, 0, 0], "computed by an op: not known without a run"
-    assert f"{exported.without_integers} arguments of integers or booleans are 0" in (
-        tmp_path / "unpacked" / "README.md").read_text()
+    assert (
+        f"{exported.without_integers} arguments of integers or booleans are 0"
+        in (tmp_path / "unpacked" / "README.md").read_text()
+    )
 
 
 @pytest.mark.parametrize("text", ["[]", '{"0": []}', "{"])
-def test_integers_that_are_none_are_an_error(text: str, capture: Path, tmp_path: Path,
-                                             capsys: pytest.CaptureFixture[str]) -> None:
+def test_integers_that_are_none_are_an_error(
+    text: str, capture: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     from replayfmt.export.replay_script import main
 
     export(capture, tmp_path / "x.zip")

@@ -20,11 +20,13 @@ from .observed import ADD_, MM, RELU, Traced, Written
 from .test_execution_trace_graph import collective
 from .test_tracelens import entry, tensor
 
+# fmt: off
 WRONG: list[Any] = [
     None, True, -1, 0, 2**70, -(2**63), 1.5, float("nan"), "", "x", "<None>", [], {}, [[]], [1, 2, 3, 4, 5, "cpu"],
     [1, 2, -5, 4, 4, "cpu"], [10**12] * 3, "weird:device:1", "a\0b", "\ud800", "Tensor(float)", "x" * 5000,
     "GenericList[Tensor(float)]", MM, [0, 0, 0, 0, 0, ""], {"a": 1},
 ]
+# fmt: on
 
 
 def graph_trace(tmp_path: Path) -> Any:
@@ -39,9 +41,11 @@ def graph_trace(tmp_path: Path) -> Any:
 
 def ir(_tmp_path: Path) -> Any:
     own = {"opreplay": {"overload": "default", "schema": MM}}
-    return [entry("aten::mm", ("self", "Tensor", tensor([2, 3])), ("mat2", "Tensor", tensor([3, 4]))) | own,
-            entry("aten::cat", ("tensors", "Tensor[]", [tensor([1, 2]), tensor([3, 2])]), dim=("int", 0)),
-            entry("aten::_to_copy", ("self", "Tensor", tensor([4])), dtype=("ScalarType?", 15))]
+    return [
+        entry("aten::mm", ("self", "Tensor", tensor([2, 3])), ("mat2", "Tensor", tensor([3, 4]))) | own,
+        entry("aten::cat", ("tensors", "Tensor[]", [tensor([1, 2]), tensor([3, 2])]), dim=("int", 0)),
+        entry("aten::_to_copy", ("self", "Tensor", tensor([4])), dtype=("ScalarType?", 15)),
+    ]
 
 
 def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
@@ -64,7 +68,7 @@ def changed(document: Any, chance: random.Random) -> str:
             else:
                 target[path[-1]] = chance.choice(WRONG)
         except (KeyError, IndexError, TypeError):
-            pass        # something further up was changed before
+            pass  # something further up was changed before
     text = json.dumps(document)
     return text[: chance.randint(0, len(text))] if chance.random() < 0.2 else text
 

@@ -16,16 +16,22 @@ from .conftest import Import
 from .test_kineto import LAUNCHED
 from .traces import H100, NONE, annotation, kernel, launch, numbers, op, scalar, tensor, trace
 
-EVENTS = [annotation("ProfilerStep#1", 0, 1000), *LAUNCHED,
-          op("aten::cat", 120, 10, [("TensorList", [[4, 8], [2, 8]], [[8, 1], [8, 1]], ""), scalar("0")]),
-          op("aten::empty", 130, 3, [numbers("[2, 3]"), scalar("6"), scalar("0"), NONE, scalar("False"), NONE]),
-          op("aten::unbind", 150, 3, [tensor("float", 4, 3), scalar("0")]),
-          op("c10d::allreduce_", 170, 3, [("TensorList", [[4]], [[1]], "")]),
-          launch(9, 180, name="cudaGraphLaunch"), kernel(9, 190, 4)]
+EVENTS = [
+    annotation("ProfilerStep#1", 0, 1000),
+    *LAUNCHED,
+    op("aten::cat", 120, 10, [("TensorList", [[4, 8], [2, 8]], [[8, 1], [8, 1]], ""), scalar("0")]),
+    op("aten::empty", 130, 3, [numbers("[2, 3]"), scalar("6"), scalar("0"), NONE, scalar("False"), NONE]),
+    op("aten::unbind", 150, 3, [tensor("float", 4, 3), scalar("0")]),
+    op("c10d::allreduce_", 170, 3, [("TensorList", [[4]], [[1]], "")]),
+    launch(9, 180, name="cudaGraphLaunch"),
+    kernel(9, 190, 4),
+]
+# fmt: off
 STRANGE: list[Any] = [None, True, -1, 2**31, 2**63, 10**30, 1e300, float("nan"), float("inf"), "", "x", "[1,2",
                       "[[[[[[[[[[[[", "9" * 5000,
                       [], [[]], [2**62] * 3, [2**63], {}, {"a": 1}, "TensorList", "c10::complex<", "\ud800",
                       "1e400", "(1,2)", "..."]
+# fmt: on
 
 
 def changed(value: Any, chance: random.Random) -> Any:

@@ -29,8 +29,13 @@ from replayfmt.importers.rewrites.portable import Portable
 from .traces import ADD, H100, MM, SHARED, annotation, kernel, launch, op, tensor, trace
 
 Tool = Callable[..., tuple[int, str, str]]
-EVENTS = [annotation("ProfilerStep#0", 0, 100), op("aten::mm", 10, 10, MM), op("aten::mm", 30, 20, MM),
-          op("aten::add_", 60, 10, ADD), op("aten::gelu", 80, 5, [tensor("float", 4), ("", [], [], "")])]
+EVENTS = [
+    annotation("ProfilerStep#0", 0, 100),
+    op("aten::mm", 10, 10, MM),
+    op("aten::mm", 30, 20, MM),
+    op("aten::add_", 60, 10, ADD),
+    op("aten::gelu", 80, 5, [tensor("float", 4), ("", [], [], "")]),
+]
 
 
 @pytest.fixture
@@ -83,8 +88,9 @@ def test_captured_times_stand_beside_replayed_ones(tool: Tool, source: Path, tmp
 
 def test_the_report_is_written_as_json_lines(tool: Tool, source: Path, tmp_path: Path) -> None:
     rows_file = tmp_path / "report.jsonl"
-    _code, printed, _err = tool(importer, source, "-o", tmp_path / "a.opreplay", "--report", rows_file,
-                                "--format=jsonl")
+    _code, printed, _err = tool(
+        importer, source, "-o", tmp_path / "a.opreplay", "--report", rows_file, "--format=jsonl"
+    )
     assert printed == rows_file.read_text()
     rows = [json.loads(line) for line in printed.splitlines()]
     assert rows[0]["kind"] == "import" and rows[0]["unique"] == {"exact": 2, "inferred": 1, "incomplete": 0}
@@ -130,8 +136,9 @@ def test_the_report_replaces_neither_the_trace_nor_the_capture(tool: Tool, sourc
         assert code == 2 and "have to be different files" in err and not out.exists() and source.exists()
 
 
-def test_progress_is_shown_on_a_terminal_alone(tool: Tool, source: Path, tmp_path: Path,
-                                               monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_is_shown_on_a_terminal_alone(
+    tool: Tool, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     _code, _printed, err = tool(importer, source, "-o", tmp_path / "a.opreplay")
     assert "reading" not in err
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
@@ -149,11 +156,19 @@ def test_a_damaged_trace_is_imported_as_far_as_it_goes_and_says_where_it_ended(t
     assert "the file ends within an entry" in err and "byte " in err
 
 
-@pytest.mark.parametrize(("content", "status"), [
-    (b"", "DATA_LOSS"), (b"hello", "DATA_LOSS"), (b'{"a": 1}', "DATA_LOSS"), (b"[]", "DATA_LOSS"),
-    (b"\x1f\x8bgarbage", "DATA_LOSS"), (b'{"traceEvents": []}', "DATA_LOSS"), (b'{"traceEvents": 3}', "DATA_LOSS"),
-    (b'{"nodes": 3}', "DATA_LOSS"),
-])
+@pytest.mark.parametrize(
+    ("content", "status"),
+    [
+        (b"", "DATA_LOSS"),
+        (b"hello", "DATA_LOSS"),
+        (b'{"a": 1}', "DATA_LOSS"),
+        (b"[]", "DATA_LOSS"),
+        (b"\x1f\x8bgarbage", "DATA_LOSS"),
+        (b'{"traceEvents": []}', "DATA_LOSS"),
+        (b'{"traceEvents": 3}', "DATA_LOSS"),
+        (b'{"nodes": 3}', "DATA_LOSS"),
+    ],
+)
 def test_what_is_no_trace_is_one_line_and_exit_code_3(content: bytes, status: str, tool: Tool, tmp_path: Path) -> None:
     path = tmp_path / "wrong.json"
     path.write_bytes(content)
@@ -182,16 +197,19 @@ def test_from_overrides_what_the_content_says(tool: Tool, source: Path, tmp_path
     assert tool(importer, source, "-o", tmp_path / "b.opreplay", "--from=execution-trace")[0] == 3
 
 
-def test_op_library_and_allow_import_let_an_operator_be_found(tool: Tool, tmp_path: Path,
-                                                              monkeypatch: pytest.MonkeyPatch) -> None:
+def test_op_library_and_allow_import_let_an_operator_be_found(
+    tool: Tool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     name = f"tool_library_{tmp_path.name}"
-    (tmp_path / f"{name}.py").write_text(textwrap.dedent("""
+    (tmp_path / f"{name}.py").write_text(
+        textwrap.dedent("""
         import torch
         library = torch.library.Library("import_tool_tests", "FRAGMENT")
         if not hasattr(torch.ops.import_tool_tests, "halve"):
             library.define("halve(Tensor x) -> Tensor")
             library.impl("halve", lambda x: x / 2, "CompositeExplicitAutograd")
-    """))
+    """)
+    )
     monkeypatch.syspath_prepend(str(tmp_path))
     source = trace(tmp_path / "t.json", [op("import_tool_tests::halve", 10, 10, [tensor("float", 4)])])
     out = tmp_path / "out.opreplay"

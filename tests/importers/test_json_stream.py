@@ -22,8 +22,9 @@ from replayfmt.importers.common.trace_files import TraceFile, archive_texts
 from replayfmt.importers.importing import import_trace
 from replayfmt.importers.sniffing import sniff
 
-EVENTS = [{"ph": "X", "name": f"op {i}", "ts": i * 0.5, "args": {"n": [i, -i, 1e-5], "s": 'a"}]\\b{'}}
-          for i in range(40)]
+EVENTS = [
+    {"ph": "X", "name": f"op {i}", "ts": i * 0.5, "args": {"n": [i, -i, 1e-5], "s": 'a"}]\\b{'}} for i in range(40)
+]
 WHOLE = {"schemaVersion": 1, "deviceProperties": [{"id": 0}], "traceEvents": EVENTS, "traceName": "x", "last": 12345678}
 
 
@@ -33,8 +34,11 @@ def read(data: bytes | str, tmp_path: Path, name: str = "t.json") -> tuple[list[
     path.write_bytes(data.encode() if isinstance(data, str) else data)
     with JsonStream.open(path) as stream:
         entries = list(stream.entries({"traceEvents"}))
-    return ([value for key, value in entries if key == "traceEvents"],
-            {key: value for key, value in entries if key != "traceEvents"}, stream)
+    return (
+        [value for key, value in entries if key == "traceEvents"],
+        {key: value for key, value in entries if key != "traceEvents"},
+        stream,
+    )
 
 
 @pytest.mark.parametrize("chunk", [1, 2, 7, 64, 1000, 1 << 20])
@@ -64,8 +68,7 @@ def test_gzip_tar_and_zip_are_unpacked_by_content(tmp_path: Path) -> None:
             info.size = len(data)
             tar.addfile(info, io.BytesIO(data))
     assert read(packed.getvalue(), tmp_path)[0] == EVENTS
-    assert archive_texts(tmp_path / "t.json", lambda name: name.endswith(".py")) == (
-        {"dir/kernel.py": b"code"}, "")
+    assert archive_texts(tmp_path / "t.json", lambda name: name.endswith(".py")) == ({"dir/kernel.py": b"code"}, "")
     zipped = io.BytesIO()
     with zipfile.ZipFile(zipped, "w") as archive:
         archive.writestr("README", "no")
@@ -104,11 +107,14 @@ def test_a_gzip_file_that_was_cut_off_gives_what_can_be_decompressed(tmp_path: P
     assert any("damaged" in problem.text for problem in stream.problems)
 
 
-@pytest.mark.parametrize(("written", "kind"), [
-    ('{"a": [1, 2,], "b": {"c": 1,},}', "trailing comma"),
-    ('{"a": [1, 2], "b": {"c": nan, "d": -inf}}', "bare word"),
-    ('{"a": [1, 2], "p": "C:\\temp\\x"}', "invalid escape"),
-])
+@pytest.mark.parametrize(
+    ("written", "kind"),
+    [
+        ('{"a": [1, 2,], "b": {"c": 1,},}', "trailing comma"),
+        ('{"a": [1, 2], "b": {"c": nan, "d": -inf}}', "bare word"),
+        ('{"a": [1, 2], "p": "C:\\temp\\x"}', "invalid escape"),
+    ],
+)
 def test_what_exporters_get_wrong_is_read_and_noted(written: str, kind: str, tmp_path: Path) -> None:
     events, others, stream = read(f'{{"traceEvents": [{{"n": 1}}, {written}, {{"n": 2}},], "x": 1,}}', tmp_path)
     assert len(events) == 3 and events[1]["a"] == [1, 2] and events[2] == {"n": 2}
@@ -136,8 +142,9 @@ def test_an_entry_that_cannot_be_read_is_skipped_and_the_rest_goes_on(tmp_path: 
     assert stream.problem_counts["skipped"] == 2 and not stream.complete
 
 
-@pytest.mark.parametrize("data", [b"", b"   ", b"hello", b"OPREPLAY\x01", b"\x1f\x8b", b"\x1f\x8b\x08\x00garbage",
-                                  b"PK\x03\x04"])
+@pytest.mark.parametrize(
+    "data", [b"", b"   ", b"hello", b"OPREPLAY\x01", b"\x1f\x8b", b"\x1f\x8b\x08\x00garbage", b"PK\x03\x04"]
+)
 def test_what_is_no_json_is_refused_in_one_sentence(data: bytes, tmp_path: Path) -> None:
     with pytest.raises(InvalidCapture, match="t.json"):
         read(data, tmp_path)
@@ -201,13 +208,22 @@ def test_a_long_string_takes_memory_of_its_own_size(text: bytes, tmp_path: Path)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("before", "filler", "after"), [
-    (b'[{"name": "', b"a", b""), (b'[{"name": "', b"a", b'"}, '), (b'[{"ts": 0.', b"1", b"}, "),
-    (b'[{"ts": ', b"1", b"}, "), (b"[", b"1", b", "), (b"[-0.", b"1", b", "), (b'[{"a": ', b" ", b"1}, "),
-    (b'[{"a": [', b"[],", b"1]}, "),
-])
-def test_an_endless_entry_is_skipped_in_bounded_memory(before: bytes, filler: bytes, after: bytes, tmp_path: Path,
-                                                       monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("before", "filler", "after"),
+    [
+        (b'[{"name": "', b"a", b""),
+        (b'[{"name": "', b"a", b'"}, '),
+        (b'[{"ts": 0.', b"1", b"}, "),
+        (b'[{"ts": ', b"1", b"}, "),
+        (b"[", b"1", b", "),
+        (b"[-0.", b"1", b", "),
+        (b'[{"a": ', b" ", b"1}, "),
+        (b'[{"a": [', b"[],", b"1]}, "),
+    ],
+)
+def test_an_endless_entry_is_skipped_in_bounded_memory(
+    before: bytes, filler: bytes, after: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(json_stream, "_LONGEST_ENTRY", MILLION // 4)
     rest = after + RELU + b"]}" if after else b""
     path = packed(tmp_path / "t.gz", b'{"traceEvents": ' + before, (filler * (MILLION // len(filler)), 4), rest)
@@ -272,9 +288,23 @@ def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("entry", [
-    '{a},', '{"ph":1,', '{"ph":[,', '{"ph":1,x{"ph":1,', '1e,', '!,', '{"ph":"x},', '"\\x",', '{"a":nan},', ',,,',
-    '{"ph":1}}', '{"ph":1}\n{a}\n'])
+@pytest.mark.parametrize(
+    "entry",
+    [
+        "{a},",
+        '{"ph":1,',
+        '{"ph":[,',
+        '{"ph":1,x{"ph":1,',
+        "1e,",
+        "!,",
+        '{"ph":"x},',
+        '"\\x",',
+        '{"a":nan},',
+        ",,,",
+        '{"ph":1}}',
+        '{"ph":1}\n{a}\n',
+    ],
+)
 def test_reading_damage_costs_no_more_than_its_length(
     entry: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -338,7 +368,7 @@ def test_a_zip_that_is_encrypted_or_packed_in_an_unknown_way_is_one_error(
     data = bytearray(path.read_bytes())
     for magic, place in ((b"PK\x03\x04", local), (b"PK\x01\x02", central)):
         at = data.index(magic) + place
-        data[at:at + 2] = bytes(values)
+        data[at : at + 2] = bytes(values)
     path.write_bytes(data)
     with pytest.raises(InvalidCapture, match=r"trace.zip: cannot be unpacked: .*(encrypted|not supported)"):
         import_trace(path, tmp_path / "out.opreplay")

@@ -32,9 +32,18 @@ def told(result: Imported, *words: str) -> bool:
 def test_a_name_with_an_overload_is_that_overload(imported: Import) -> None:
     # As torch.profiler's capture_overload_names prints them; the values alone would fit `add.Scalar`, too.
     inputs = [tensor("float", 3), scalar("1"), scalar("1")]
-    result = imported([op("aten::add.Scalar", 10, 5, inputs), op("aten::mm", 20, 5, MM),
-                       op("aten::sum.dim_IntList", 30, 5, [tensor("float", 3), ("ScalarList", [], [], "[0]"),
-                                                           scalar("False"), NONE])])
+    result = imported(
+        [
+            op("aten::add.Scalar", 10, 5, inputs),
+            op("aten::mm", 20, 5, MM),
+            op(
+                "aten::sum.dim_IntList",
+                30,
+                5,
+                [tensor("float", 3), ("ScalarList", [], [], "[0]"), scalar("False"), NONE],
+            ),
+        ]
+    )
     assert result.ops == ["aten::add.Scalar", "aten::mm.default", "aten::sum.dim_IntList"]
     assert {row["status"] for row in result.report.rows() if row["kind"] == "op"} == {"exact"}
     unknown = imported([op("aten::add.Nothing", 10, 5, inputs)]).of("unsupported")[0]
@@ -61,18 +70,29 @@ def test_operators_without_a_category_are_told_by_their_name(imported: Import) -
 
 
 def test_an_xpu_trace_is_of_xpu_devices(imported: Import) -> None:
-    events = [op("aten::mm", 10, 50, MM), {**launch(1, 20, name="urEnqueueKernelLaunch"), "cat": "xpu_runtime"},
-              kernel(1, 100, 5)]
+    events = [
+        op("aten::mm", 10, 50, MM),
+        {**launch(1, 20, name="urEnqueueKernelLaunch"), "cat": "xpu_runtime"},
+        kernel(1, 100, 5),
+    ]
     result = imported(events)
-    record, = result.of("op")
+    (record,) = result.of("op")
     assert str(result.reader.devices[record.argument("self").meta.device]) == "xpu:0"
 
 
 def test_kernels_at_time_zero_do_not_shift_the_clock(imported: Import) -> None:
     # Old Kineto wrote kernels with ts 0 and dur 0; other times were microseconds since 1970.
     base = 1_615_207_264_504_915
-    result = imported([op("aten::mm", base, 50, MM), launch(1, base + 5), {**kernel(1, 0, 0), "cat": "Kernel"},
-                       op("aten::mm", base + 100, 50, MM), launch(2, base + 105), kernel(2, base + 200, 9)])
+    result = imported(
+        [
+            op("aten::mm", base, 50, MM),
+            launch(1, base + 5),
+            {**kernel(1, 0, 0), "cat": "Kernel"},
+            op("aten::mm", base + 100, 50, MM),
+            launch(2, base + 105),
+            kernel(2, base + 200, 9),
+        ]
+    )
     assert [record.start_ns for record in result.of("op")] == [0, 100_000]
 
 
@@ -80,8 +100,10 @@ def test_kernels_at_time_zero_do_not_shift_the_clock(imported: Import) -> None:
 def test_times_of_more_digits_than_a_double_has_are_exact(quote: str, imported: Import, tmp_path: Path) -> None:
     events = [op("aten::mm", 1, 2, MM), op("aten::relu", 3, 4, RELU)]
     text = json.dumps(events)
-    for short, long in (('"ts": 1,', f'"ts": {quote}1699999999999999.001{quote},'),
-                        ('"ts": 3,', f'"ts": {quote}1700000000000001.123{quote},')):
+    for short, long in (
+        ('"ts": 1,', f'"ts": {quote}1699999999999999.001{quote},'),
+        ('"ts": 3,', f'"ts": {quote}1700000000000001.123{quote},'),
+    ):
         assert short in text
         text = text.replace(short, long)
     path = tmp_path / "t.json"
@@ -130,9 +152,15 @@ def test_device_work_of_unknown_duration_has_no_time(duration: int | None, impor
 
 
 def test_events_of_unknown_categories_and_phases_are_counted(imported: Import) -> None:
-    events = [*LINEAR, {"ph": "X", "cat": "Ascend", "name": "MatMul", "ts": 1, "dur": 2},
-              {**op("aten::mm", 300, 5, MM), "ph": "i"}, {"cat": "cpu_op", "name": "no phase"},
-              {"ph": "X", "cat": "python_function", "name": "f", "ts": 1, "dur": 2}, {"ph": "s", "cat": "ac2g"}, {}]
+    events = [
+        *LINEAR,
+        {"ph": "X", "cat": "Ascend", "name": "MatMul", "ts": 1, "dur": 2},
+        {**op("aten::mm", 300, 5, MM), "ph": "i"},
+        {"cat": "cpu_op", "name": "no phase"},
+        {"ph": "X", "cat": "python_function", "name": "f", "ts": 1, "dur": 2},
+        {"ph": "s", "cat": "ac2g"},
+        {},
+    ]
     result = imported(events)
     assert told(result, "1 events", "'Ascend'", "not known") and told(result, "1 events", "cpu_op", "phase 'i'")
     assert told(result, "1 events without the fields")
@@ -143,18 +171,19 @@ def test_events_of_unknown_categories_and_phases_are_counted(imported: Import) -
 
 def test_tensors_without_strides_beside_others_are_not_taken_for_strided_ones(imported: Import) -> None:
     sparse = ("float", [4, 8], [], "")
-    record, = imported([op("aten::mm", 10, 5, [sparse, MM[1]])]).of("unsupported")
+    (record,) = imported([op("aten::mm", 10, 5, [sparse, MM[1]])]).of("unsupported")
     assert record.argument("reason") == "import_incomplete" and "without strides" in str(record.argument("detail"))
 
 
 def test_whether_complex_tensors_are_conjugated_is_an_assumption(imported: Import) -> None:
-    record, = imported([op("aten::relu_", 10, 5, RELU), op("aten::abs", 20, 5, [tensor("c10::complex<float>", 3)])]
-                       ).of("op")[1:]
+    (record,) = imported(
+        [op("aten::relu_", 10, 5, RELU), op("aten::abs", 20, 5, [tensor("c10::complex<float>", 3)])]
+    ).of("op")[1:]
     assert record.annotation["assumed"] == ["complex tensors are taken for not conjugated: the trace does not tell"]
 
 
 def test_quantized_tensors_have_no_scale_in_a_trace(imported: Import) -> None:
-    record, = imported([op("aten::dequantize", 10, 5, [tensor("c10::qint8", 5, 6)])]).of("unsupported")
+    (record,) = imported([op("aten::dequantize", 10, 5, [tensor("c10::qint8", 5, 6)])]).of("unsupported")
     assert record.argument("reason") == "import_incomplete" and "scale" in str(record.argument("detail"))
 
 
@@ -162,7 +191,7 @@ def test_what_torch_compile_generated_for_the_host_is_a_record_of_its_own(import
     region = op("Torch-Compiled Region: 0/0", 5, 200)
     graph = annotation("## Call CompiledFxGraph fabc ##", 8, 150)
     result = imported([region, graph, *LINEAR])
-    record, = result.of("unsupported")
+    (record,) = result.of("unsupported")
     assert record.argument("reason") == "compiled_region" and record.duration_ns == 150_000
     assert result.ops == imported(LINEAR).ops and result.report.calls()["incomplete"] == 1
     assert imported([region, *LINEAR]).of("unsupported")[0].argument("op") == "Torch-Compiled Region: 0/0"
@@ -175,7 +204,7 @@ def test_unique_keeps_one_of_the_work_that_no_operator_stands_for(imported: Impo
     events = [*LAUNCHED]
     for each in range(3):
         events += [launch(200 + each, 300 + each), kernel(200 + each, 400 + each, 3 + each, "my_kernel")]
-    record, = imported(events, unique=True).of("unsupported")
+    (record,) = imported(events, unique=True).of("unsupported")
     assert record.annotation["count"] == 3 and record.device_duration_ns == 4_000
     result = imported(events)
     assert len(result.of("unsupported")) == 3 and "count" not in result.of("unsupported")[0].annotation
@@ -198,12 +227,12 @@ def test_what_an_operator_called_stands_for_it_where_no_trace_holds_its_argument
     result = imported([outer, op("aten::mm", 20, 30, MM)])
     assert result.ops == ["aten::mm.default"] and not result.of("unsupported")
     assert any("quantized::linear_dynamic (1 times)" in note for note in result.report.notes)
-    record, = imported([outer]).of("unsupported")
+    (record,) = imported([outer]).of("unsupported")
     assert record.argument("op") == "quantized::linear_dynamic", "it stands for itself where it called nothing"
 
 
 def test_a_collective_says_its_sizes_also_where_its_name_is_all_else(imported: Import) -> None:
-    record, = imported([op("c10d::allreduce_", 10, 100, [("TensorList", [[72]], [[1]], ""), NONE])]).of("unsupported")
+    (record,) = imported([op("c10d::allreduce_", 10, 100, [("TensorList", [[72]], [[1]], ""), NONE])]).of("unsupported")
     assert "[?[72]]" in str(record.argument("detail"))
 
 
@@ -212,12 +241,21 @@ def test_a_collective_says_its_sizes_also_where_its_name_is_all_else(imported: I
 
 def test_ids_that_several_launches_have_mean_the_last_one_before_the_work(imported: Import) -> None:
     def merged(*kernels: dict[str, Any]) -> Imported:
-        return imported([op("aten::mm", 10, 20, MM), launch(1, 12), op("aten::relu", 100, 20, RELU, thread=2),
-                         launch(1, 105, thread=2), *kernels])
+        return imported(
+            [
+                op("aten::mm", 10, 20, MM),
+                launch(1, 12),
+                op("aten::relu", 100, 20, RELU, thread=2),
+                launch(1, 105, thread=2),
+                *kernels,
+            ]
+        )
 
     result = merged(kernel(1, 30, 5, "mm"), kernel(1, 150, 7, "relu"))
     assert [(each, record.device_duration_ns) for each, record in zip(result.ops, result.of("op"), strict=True)] == [
-        ("aten::mm.default", 5_000), ("aten::relu.default", 7_000)]
+        ("aten::mm.default", 5_000),
+        ("aten::relu.default", 7_000),
+    ]
     assert told(result, "2 events of device work", "correlation id that several launches have")
     assert merged(kernel(1, 5, 5)).ops == ["aten::mm.default"], "the clocks of device and host differ: the first one"
     same = imported([op("aten::mm", 10, 20, MM), launch(1, 12), launch(1, 14), kernel(1, 30, 5)])
@@ -225,15 +263,24 @@ def test_ids_that_several_launches_have_mean_the_last_one_before_the_work(import
 
 
 def test_external_ids_that_several_operators_have_mean_the_last_one_before_the_work(imported: Import) -> None:
-    result = imported([op("aten::mm", 10, 20, MM, external=4), op("aten::relu", 100, 20, RELU, external=4),
-                       kernel(1, 150, 5, **{"External id": 4})])
+    result = imported(
+        [
+            op("aten::mm", 10, 20, MM, external=4),
+            op("aten::relu", 100, 20, RELU, external=4),
+            kernel(1, 150, 5, **{"External id": 4}),
+        ]
+    )
     assert result.ops == ["aten::relu.default"]
     assert told(result, "1 events of device work", "external id that several operators have")
 
 
 def test_calls_that_overlap_partly_are_both_taken_and_told(imported: Import) -> None:
-    events = [op("aten::mm", 0, 100, MM), op("aten::relu", 50, 100, RELU), op("aten::add", 120, 10, ADD),
-              op("aten::mm", 160, 10, MM)]
+    events = [
+        op("aten::mm", 0, 100, MM),
+        op("aten::relu", 50, 100, RELU),
+        op("aten::add", 120, 10, ADD),
+        op("aten::mm", 160, 10, MM),
+    ]
     result = imported(events)
     assert result.ops == ["aten::mm.default", "aten::relu.default", "aten::mm.default"]
     assert told(result, "1 events begin inside another one", "end after it")
@@ -247,24 +294,34 @@ def test_what_ends_later_by_a_clocks_rounding_is_inside(imported: Import) -> Non
 
 
 def test_an_instant_before_an_event_of_the_same_moment_is_not_inside_it(imported: Import) -> None:
-    events = [op("aten::relu", 10, 0, RELU, external=1), op("aten::mm", 10, 20, MM, external=2),
-              op("aten::relu", 10, 0, RELU, external=3)]
+    events = [
+        op("aten::relu", 10, 0, RELU, external=1),
+        op("aten::mm", 10, 20, MM, external=2),
+        op("aten::relu", 10, 0, RELU, external=3),
+    ]
     assert imported(events).ops == ["aten::relu.default", "aten::mm.default"]
 
 
 def test_a_clock_of_whole_microseconds_does_not_double_what_short_calls_called(imported: Import) -> None:
     # aten::zeros, 10.2 to 11.9, calls zero_ at 11.1 for half a microsecond, which ends with fill_.
     sizes = [("ScalarList", [], [], "[3]"), scalar("6"), scalar("0"), NONE, scalar("False")]
-    events = [op("aten::zeros", 10, 1, sizes, external=1), op("aten::empty", 10, 0, [*sizes, NONE], external=2),
-              op("aten::zero_", 11, 0, [tensor("float", 3)], external=3), op("aten::relu", 11, 2, RELU, external=4)]
+    events = [
+        op("aten::zeros", 10, 1, sizes, external=1),
+        op("aten::empty", 10, 0, [*sizes, NONE], external=2),
+        op("aten::zero_", 11, 0, [tensor("float", 3)], external=3),
+        op("aten::relu", 11, 2, RELU, external=4),
+    ]
     result = imported(events)
     assert result.ops == ["aten::empty.memory_format", "aten::zero_.default", "aten::relu.default"]
     assert told(result, "1 events of no length", "taken for calls of it")
 
 
 def test_a_collective_that_outlasts_its_call_is_one_record(imported: Import) -> None:
-    events = [op("c10d::allreduce_", 10, 50, [("TensorList", [[4]], [[1]], "")]),
-              annotation("nccl:all_reduce", 20, 400), op("aten::mm", 100, 20, MM)]
+    events = [
+        op("c10d::allreduce_", 10, 50, [("TensorList", [[4]], [[1]], "")]),
+        annotation("nccl:all_reduce", 20, 400),
+        op("aten::mm", 100, 20, MM),
+    ]
     result = imported(events)
     assert [str(each.argument("op")) for each in result.of("unsupported")] == ["c10d::allreduce_"]
     assert result.ops == ["aten::mm.default"] and not result.report.problems

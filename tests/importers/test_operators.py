@@ -28,7 +28,8 @@ T = of_tensor(TensorSpec(DType.float32, (4,), (1,)))
 def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """The name of a module that registers operators of the namespace `importer_tests` once it is imported."""
     name = f"importer_tests_{tmp_path.name}"
-    (tmp_path / f"{name}.py").write_text(textwrap.dedent("""
+    (tmp_path / f"{name}.py").write_text(
+        textwrap.dedent("""
         import torch
         library = torch.library.Library("importer_tests", "FRAGMENT")
         library.define("twice(Tensor x) -> Tensor")
@@ -36,7 +37,8 @@ def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         def thrice(x):
             return x * 3
         not_callable = 3
-    """))
+    """)
+    )
     monkeypatch.syspath_prepend(str(tmp_path))
     yield name
     module = sys.modules.pop(name, None)
@@ -46,8 +48,12 @@ def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 def test_a_registered_operator_is_found_in_the_registry() -> None:
     candidates, why = Operators().candidates("aten::mm")
-    assert not why and {each.overload for each in candidates if each.dispatched} == {"default", "out", "dtype",
-                                                                                      "dtype_out"}
+    assert not why and {each.overload for each in candidates if each.dispatched} == {
+        "default",
+        "out",
+        "dtype",
+        "dtype_out",
+    }
     assert {each.found for each in candidates} == {REGISTRY}
 
 
@@ -75,7 +81,8 @@ def test_a_library_is_imported_only_where_the_user_allows_it(library: str) -> No
 
 
 def test_a_known_library_needs_the_users_leave_and_the_message_says_which_flag(
-        library: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    library: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(KNOWN_LIBRARIES, "importer_tests_known", (library,))
     refused = OpLibraries().load("importer_tests_known")
     assert not refused.modules and f"--allow-import {library}" in refused.problem
@@ -89,8 +96,9 @@ def test_a_name_from_a_trace_is_never_imported_by_itself(library: str) -> None:
     assert library not in sys.modules
 
 
-def test_a_library_that_fails_to_import_is_a_reason_and_no_crash(tmp_path: Path,
-                                                                 monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_library_that_fails_to_import_is_a_reason_and_no_crash(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "importer_tests_broken.py").write_text("raise RuntimeError('no driver')")
     monkeypatch.syspath_prepend(str(tmp_path))
     loaded = OpLibraries(registered={"broken": ("importer_tests_broken",)}).load("broken")
@@ -116,8 +124,8 @@ def moved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         "ops/__main__.py": "raise SystemExit('run')  # custom_op('moved_ns::found'",
         "ops/broken.py": "raise RuntimeError('no driver')  # register_custom_op(op_name='found'",
         "ops/place.py": "import torch\nlibrary = torch.library.Library('moved_ns', 'FRAGMENT')\n"
-                        "library.define('found(Tensor x) -> Tensor')\n"
-                        "library.impl('found', lambda x: x * 2, 'CompositeExplicitAutograd')\n",
+        "library.define('found(Tensor x) -> Tensor')\n"
+        "library.impl('found', lambda x: x * 2, 'CompositeExplicitAutograd')\n",
         "ops/talk.py": "raise RuntimeError('imported')  # found, custom_op",
         "tests/test_it.py": "raise SystemExit('a test')  # Library( custom_op('moved_ns::found'",
         "plain.py": "def plain(x):\n    return x\n",
@@ -176,8 +184,9 @@ def test_a_replay_finds_a_moved_operator_too(moved: str, tmp_path: Path) -> None
         assert plan.execute(verify="bitwise").outcome == "ok"
 
 
-def test_extension_modules_are_searched_for_the_operators_schema(tmp_path: Path,
-                                                                 monkeypatch: pytest.MonkeyPatch) -> None:
+def test_extension_modules_are_searched_for_the_operators_schema(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     package = tmp_path / "with_extension"
     package.mkdir()
     (package / "__init__.py").write_text("")
@@ -207,6 +216,18 @@ def test_op_library_flags_are_checked() -> None:
 
 
 def test_the_namespaces_of_common_libraries_are_known() -> None:
-    for namespace in ("vllm", "_C", "_C_cache_ops", "_moe_C", "_rocm_C", "aiter", "sgl_kernel", "flash_attn",
-                      "xformers", "torchvision", "fbgemm", "quantized"):
+    for namespace in (
+        "vllm",
+        "_C",
+        "_C_cache_ops",
+        "_moe_C",
+        "_rocm_C",
+        "aiter",
+        "sgl_kernel",
+        "flash_attn",
+        "xformers",
+        "torchvision",
+        "fbgemm",
+        "quantized",
+    ):
         assert OpLibraries().modules_for(namespace)

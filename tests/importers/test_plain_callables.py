@@ -17,15 +17,17 @@ from replayfmt.replay.plan import Plan
 from .conftest import Import, Imported
 from .traces import NONE, numbers, op, scalar, tensor
 
-CALL = op("plain_lib::scaled_sum", 10, 10, [tensor("float", 4, 8), tensor("float", 8), scalar("2.5"), numbers("[1, 2]"),
-                                            NONE])
+CALL = op(
+    "plain_lib::scaled_sum", 10, 10, [tensor("float", 4, 8), tensor("float", 8), scalar("2.5"), numbers("[1, 2]"), NONE]
+)
 
 
 @pytest.fixture
 def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """The name of a module with functions and no operators."""
     name = f"plain_library_{tmp_path.name}"
-    (tmp_path / f"{name}.py").write_text(textwrap.dedent("""
+    (tmp_path / f"{name}.py").write_text(
+        textwrap.dedent("""
         from os import system
         from torch import relu
         calls = []
@@ -34,7 +36,8 @@ def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
             return (x * weight * scale).sum(), [x]
         class attention:
             pass
-    """))
+    """)
+    )
     monkeypatch.syspath_prepend(str(tmp_path))
     yield name
     sys.modules.pop(name, None)

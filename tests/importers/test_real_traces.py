@@ -23,8 +23,9 @@ shared = pytest.mark.skipif(not SHARED.is_dir(), reason="the traces of other too
 def work() -> torch.Tensor:
     """A small training step and some operators that are hard to read back."""
     torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.GELU(), torch.nn.LayerNorm(32),
-                                torch.nn.Linear(32, 4))
+    model = torch.nn.Sequential(
+        torch.nn.Linear(16, 32), torch.nn.GELU(), torch.nn.LayerNorm(32), torch.nn.Linear(32, 4)
+    )
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     x = torch.randn(8, 16)
     loss = torch.nn.functional.cross_entropy(model(x), torch.zeros(8, dtype=torch.long))
@@ -49,18 +50,27 @@ def profiled(path: Path, **options: Any) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{}, {"with_stack": True, "with_modules": True, "profile_memory": True,
-                                          "with_flops": True}])
+@pytest.mark.parametrize(
+    "options", [{}, {"with_stack": True, "with_modules": True, "profile_memory": True, "with_flops": True}]
+)
 @pytest.mark.parametrize("suffix", [".json", ".json.gz"])
-def test_a_trace_of_this_torch_is_imported_whole(options: dict[str, Any], suffix: str, tmp_path: Path,
-                                                 imported: Import) -> None:
+def test_a_trace_of_this_torch_is_imported_whole(
+    options: dict[str, Any], suffix: str, tmp_path: Path, imported: Import
+) -> None:
     if suffix == ".json.gz" and options:
         pytest.skip("one compressed trace is enough")
     result = imported(profiled(tmp_path / f"trace{suffix}", record_shapes=True, **options))
     assert result.report.unique()["incomplete"] == 0, list(result.report.lines())
     counts = Counter(result.ops)
-    for name in ("aten::addmm.default", "aten::gelu.default", "aten::native_layer_norm.default", "aten::mm.default",
-                 "aten::_fused_adamw_.default", "aten::nll_loss_forward.default", "aten::cat.default"):
+    for name in (
+        "aten::addmm.default",
+        "aten::gelu.default",
+        "aten::native_layer_norm.default",
+        "aten::mm.default",
+        "aten::_fused_adamw_.default",
+        "aten::nll_loss_forward.default",
+        "aten::cat.default",
+    ):
         assert counts[name] >= 2, name
     assert "aten::linear.default" not in counts and "aten::layer_norm.default" not in counts
     scopes = {result.scope(record).partition("/")[0] for record in result.of("op")}
@@ -90,17 +100,21 @@ def test_without_shapes_everything_is_named_and_nothing_guessed(tmp_path: Path, 
 # For each trace: how many different calls may be incomplete at the default level, and why.
 @pytest.mark.slow
 @shared
-@pytest.mark.parametrize(("name", "incomplete", "reasons"), [
-    ("h100_bert_small_inference", 0, set()),
-    ("h100_qwen15_05b_inference", 0, set()),
-    ("mi300_vit_inference", 0, set()),
-    ("mi300_resnet_ddp_checkpoint_train", 7, {"collective", "import_incomplete"}),
-    ("mi300_vllm_decode", 2, {"cuda_graph", "import_incomplete"}),
-    ("sglang_qwen3_8b_decode", 4, {"cuda_graph", "outside_operator"}),
-    ("torch_compile_triton", 4, {"triton_launch"}),
-])
-def test_other_peoples_traces_are_imported_with_every_call_classified(name: str, incomplete: int, reasons: set[str],
-                                                                      imported: Import) -> None:
+@pytest.mark.parametrize(
+    ("name", "incomplete", "reasons"),
+    [
+        ("h100_bert_small_inference", 0, set()),
+        ("h100_qwen15_05b_inference", 0, set()),
+        ("mi300_vit_inference", 0, set()),
+        ("mi300_resnet_ddp_checkpoint_train", 7, {"collective", "import_incomplete"}),
+        ("mi300_vllm_decode", 2, {"cuda_graph", "import_incomplete"}),
+        ("sglang_qwen3_8b_decode", 4, {"cuda_graph", "outside_operator"}),
+        ("torch_compile_triton", 4, {"triton_launch"}),
+    ],
+)
+def test_other_peoples_traces_are_imported_with_every_call_classified(
+    name: str, incomplete: int, reasons: set[str], imported: Import
+) -> None:
     result = imported(SHARED / "kineto" / f"{name}.json.gz")
     assert not result.report.problems
     unique = result.report.unique()
@@ -115,8 +129,10 @@ def test_other_peoples_traces_are_imported_with_every_call_classified(name: str,
 
 @pytest.mark.slow
 @shared
-@pytest.mark.parametrize("name", ["h100_bert_small_inference", "mi300_vit_inference", "torch_compile_triton",
-                                  "mi300_resnet_ddp_checkpoint_train"])
+@pytest.mark.parametrize(
+    "name",
+    ["h100_bert_small_inference", "mi300_vit_inference", "torch_compile_triton", "mi300_resnet_ddp_checkpoint_train"],
+)
 @pytest.mark.parametrize("level", ["launching", "root", "leaf"])
 def test_no_level_has_any_work_twice_or_loses_any(name: str, level: str, imported: Import) -> None:
     result = imported(SHARED / "kineto" / f"{name}.json.gz", level=level)
@@ -131,11 +147,13 @@ def test_no_level_has_any_work_twice_or_loses_any(name: str, level: str, importe
 @shared
 @pytest.mark.parametrize("name", ["h100_bert_small_inference", "mi300_vit_inference"])
 @pytest.mark.parametrize("level", ["auto", "leaf", "root"])
-def test_at_every_level_portable_replacements_make_all_of_a_trace_run_on_the_host(name: str, level: Any,
-                                                                                  tmp_path: Path) -> None:
-    import_trace(SHARED / "kineto" / f"{name}.json.gz", tmp_path / "t.opreplay", level=level, unique=True,
-                 rewrite="portable")
-    with Plan(tmp_path / "t.opreplay", devices=["cpu"]) as plan:      # refused where one is left
+def test_at_every_level_portable_replacements_make_all_of_a_trace_run_on_the_host(
+    name: str, level: Any, tmp_path: Path
+) -> None:
+    import_trace(
+        SHARED / "kineto" / f"{name}.json.gz", tmp_path / "t.opreplay", level=level, unique=True, rewrite="portable"
+    )
+    with Plan(tmp_path / "t.opreplay", devices=["cpu"]) as plan:  # refused where one is left
         kernels = {each.overload.name() for each in plan.kernels if isinstance(each, ResolvedKernel)}
     assert kernels and not any("flash" in each or "miopen" in each for each in kernels)
 
@@ -144,15 +162,17 @@ def test_at_every_level_portable_replacements_make_all_of_a_trace_run_on_the_hos
 def test_the_steps_of_serving_engines_are_scopes(imported: Import) -> None:
     result = imported(SHARED / "kineto" / "sglang_qwen3_8b_decode.json.gz")
     paths = [result.scope(each) for each in result.of("scope_begin")]
-    assert any(path.endswith("step[DECODE bs=32]") for path in paths) or any("execute_32_context_0" in path
-                                                                              for path in paths)
+    assert any(path.endswith("step[DECODE bs=32]") for path in paths) or any(
+        "execute_32_context_0" in path for path in paths
+    )
     iterations = [each.annotation["iteration"] for each in result.of("scope_begin") if each.annotation]
     assert iterations and iterations[0]["phase"] == "decode"
 
 
 @pytest.mark.parametrize("transposed", [False, True])
-def test_a_convolution_on_the_cpu_is_taken_and_not_what_it_allocates(transposed: bool, tmp_path: Path,
-                                                                     imported: Import) -> None:
+def test_a_convolution_on_the_cpu_is_taken_and_not_what_it_allocates(
+    transposed: bool, tmp_path: Path, imported: Import
+) -> None:
     data = torch.randn(2, 3, 8, 8).requires_grad_()
     weight = torch.randn(3, 2, 2, 2).requires_grad_() if transposed else torch.randn(4, 3, 3, 3).requires_grad_()
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler:

@@ -29,8 +29,10 @@ DROPPED = ("", [], [], "")
 
 @pytest.fixture
 def engine() -> Iterator[None]:
-    with (torch.library._scoped_library("names_engine", "FRAGMENT") as library,
-          torch.library._scoped_library("_rocm_C", "FRAGMENT") as rocm):
+    with (
+        torch.library._scoped_library("names_engine", "FRAGMENT") as library,
+        torch.library._scoped_library("_rocm_C", "FRAGMENT") as rocm,
+    ):
         library.define("write(Tensor key, str kv_cache_dtype) -> Tensor")
         library.define("gather(Tensor key, str kv_cache_dtype='fp8') -> Tensor")
         library.define("scale(Tensor key, str how, str? unit) -> Tensor")
@@ -50,9 +52,13 @@ def _registrations(monkeypatch: pytest.MonkeyPatch) -> None:
 def strings(path: Path) -> dict[str, list[Any]]:
     """Arguments of each op of a capture that are no tensors, by operator."""
     with open_capture(path) as reader:
-        return {reader.kernels[record.signature.kernel].name: [
-            value for value in record.args if value is None or isinstance(value, str)]
-            for record in reader.records() if record.signature.kernel}
+        return {
+            reader.kernels[record.signature.kernel].name: [
+                value for value in record.args if value is None or isinstance(value, str)
+            ]
+            for record in reader.records()
+            if record.signature.kernel
+        }
 
 
 def invoke(source: Path, out: Path, *flags: str) -> Result:
@@ -60,28 +66,44 @@ def invoke(source: Path, out: Path, *flags: str) -> Result:
 
 
 def test_a_cache_dtype_is_taken_by_the_arguments_name_and_warned_of(engine: None, tmp_path: Path) -> None:
-    source = trace(tmp_path / "t.json", [op("names_engine::write", 0, 5, [T, DROPPED]),
-                                         op("names_engine::write", 10, 5, [T, DROPPED]),
-                                         op("names_engine::gather", 20, 5, [T, DROPPED])])
+    source = trace(
+        tmp_path / "t.json",
+        [
+            op("names_engine::write", 0, 5, [T, DROPPED]),
+            op("names_engine::write", 10, 5, [T, DROPPED]),
+            op("names_engine::gather", 20, 5, [T, DROPPED]),
+        ],
+    )
     report = import_trace(source, tmp_path / "t.opreplay", level="leaf")
     assert report.calls()["inferred"] == 3
     assert strings(tmp_path / "t.opreplay") == {"names_engine::write": ["auto"], "names_engine::gather": []}
     (warning,) = report.warnings()
-    assert warning == ("names_engine::write, 2 times: kv_cache_dtype='auto': the trace drops strings; the table of "
-                       "string defaults has this for arguments of that name")
+    assert warning == (
+        "names_engine::write, 2 times: kv_cache_dtype='auto': the trace drops strings; the table of "
+        "string defaults has this for arguments of that name"
+    )
     assert next(report.rows())["warnings"] == [warning] and f"warning       {warning}" in report.lines()
     assert not any(line.startswith("assumed") and "'auto'" in line for line in report.lines()), "said once"
 
 
 def test_the_users_string_comes_first_and_each_use_is_a_warning(engine: None, tmp_path: Path) -> None:
-    source = trace(tmp_path / "t.json", [op("names_engine::write", 0, 5, [T, DROPPED]),
-                                         op("names_engine::gather", 20, 5, [T, DROPPED]),
-                                         op("names_engine::scale", 30, 5, [T, DROPPED, DROPPED])])
+    source = trace(
+        tmp_path / "t.json",
+        [
+            op("names_engine::write", 0, 5, [T, DROPPED]),
+            op("names_engine::gather", 20, 5, [T, DROPPED]),
+            op("names_engine::scale", 30, 5, [T, DROPPED, DROPPED]),
+        ],
+    )
     out = tmp_path / "t.opreplay"
-    done = invoke(source, out, "--string-default=*.kv_cache_dtype=fp8_e5m2",
-                  "--string-default=names_engine::scale.how=x=y",
-                  "--string-default=names_engine::write.kv_cache_dtype=int8",
-                  "--string-default=aten::mm.how=z")
+    done = invoke(
+        source,
+        out,
+        "--string-default=*.kv_cache_dtype=fp8_e5m2",
+        "--string-default=names_engine::scale.how=x=y",
+        "--string-default=names_engine::write.kv_cache_dtype=int8",
+        "--string-default=aten::mm.how=z",
+    )
     assert done.exit_code == 0, done.output
     assert strings(out)["names_engine::write"] == ["int8"] and strings(out)["names_engine::gather"] == ["fp8_e5m2"]
     assert "names_engine::scale" not in strings(out), "unit is still not known"
@@ -95,8 +117,13 @@ def test_the_users_string_comes_first_and_each_use_is_a_warning(engine: None, tm
 
 
 def test_a_library_that_changed_a_spelling_is_met_under_both(engine: None, tmp_path: Path) -> None:
-    source = trace(tmp_path / "t.json", [op("_rocm_C::wvSplitK", 0, 5, [tensor("float", 2, 4), tensor("float", 3, 4)]),
-                                         op("_rocm_C::wvSpltK", 9, 5, [tensor("float", 2, 4), tensor("float", 3, 4)])])
+    source = trace(
+        tmp_path / "t.json",
+        [
+            op("_rocm_C::wvSplitK", 0, 5, [tensor("float", 2, 4), tensor("float", 3, 4)]),
+            op("_rocm_C::wvSpltK", 9, 5, [tensor("float", 2, 4), tensor("float", 3, 4)]),
+        ],
+    )
     report = import_trace(source, tmp_path / "t.opreplay", level="leaf")
     assert report.calls() == {"exact": 1, "inferred": 1, "incomplete": 0}
     (warning,) = report.warnings()
@@ -107,11 +134,18 @@ def test_a_library_that_changed_a_spelling_is_met_under_both(engine: None, tmp_p
 
 
 def test_an_alias_of_the_user_is_taken_and_warned_of(engine: None, tmp_path: Path) -> None:
-    source = trace(tmp_path / "t.json", [op("my kernel", 0, 5, [T]), op("other::relu", 10, 5, [T]),
-                                         op("aten::exp", 20, 5, [T])])
+    source = trace(
+        tmp_path / "t.json", [op("my kernel", 0, 5, [T]), op("other::relu", 10, 5, [T]), op("aten::exp", 20, 5, [T])]
+    )
     out = tmp_path / "t.opreplay"
-    done = invoke(source, out, "--op-alias=my kernel=aten::relu", "--op-alias=other::relu=aten::relu",
-                  "--op-alias=nobody=aten::mm", "--op-alias=aten::exp=aten::sin")
+    done = invoke(
+        source,
+        out,
+        "--op-alias=my kernel=aten::relu",
+        "--op-alias=other::relu=aten::relu",
+        "--op-alias=nobody=aten::mm",
+        "--op-alias=aten::exp=aten::sin",
+    )
     assert done.exit_code == 0, done.output
     assert set(strings(out)) == {"aten::relu", "aten::sin"}
     assert "my kernel, 1 times: my kernel is aten::relu, as you said" in done.stderr
@@ -131,8 +165,9 @@ def test_names_registered_from_python_are_there_in_every_import(engine: None, tm
     replayfmt.register_op_alias("other::relu", "aten::relu")
     replayfmt.register_string_default("*", "how", "twice")
     replayfmt.register_string_default("names_engine::scale", "unit", "m")
-    source = trace(tmp_path / "t.json", [op("other::relu", 0, 5, [T]),
-                                         op("names_engine::scale", 10, 5, [T, DROPPED, DROPPED])])
+    source = trace(
+        tmp_path / "t.json", [op("other::relu", 0, 5, [T]), op("names_engine::scale", 10, 5, [T, DROPPED, DROPPED])]
+    )
     report = import_trace(source, tmp_path / "t.opreplay", level="leaf")
     assert strings(tmp_path / "t.opreplay") == {"aten::relu": [], "names_engine::scale": ["twice", "m"]}
     assert len(report.warnings()) == 3
@@ -159,8 +194,9 @@ def test_what_is_no_alias_is_wrong_usage(text: str) -> None:
         parse_op_alias(text)
 
 
-@pytest.mark.parametrize("text", ["", "a", "aten::div=floor", "div.rounding_mode=floor", "aten::div.=x", ".mode=x",
-                                  "*=x", "aten::a b.c=d"])
+@pytest.mark.parametrize(
+    "text", ["", "a", "aten::div=floor", "div.rounding_mode=floor", "aten::div.=x", ".mode=x", "*=x", "aten::a b.c=d"]
+)
 def test_what_is_no_string_default_is_wrong_usage(text: str) -> None:
     with pytest.raises(UsageError, match="--string-default="):
         parse_string_default(text)

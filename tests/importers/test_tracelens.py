@@ -27,10 +27,16 @@ def tensor(shape: list[int], dtype: str = "float", strides: list[int] | None = N
 
 
 def entry(name: str, *positional: tuple[str, str, Any], count: int = 1, **keywords: tuple[str, Any]) -> dict[str, Any]:
-    return {"op_name": name, "count": count, "replay_ir": {
-        "list_pos_args": [{"arg_name": arg, "arg_type": kind, "value": value} for arg, kind, value in positional],
-        "list_kwargs": [{"arg_name": arg, "arg_type": kind, "value": value}
-                        for arg, (kind, value) in keywords.items()]}}
+    return {
+        "op_name": name,
+        "count": count,
+        "replay_ir": {
+            "list_pos_args": [{"arg_name": arg, "arg_type": kind, "value": value} for arg, kind, value in positional],
+            "list_kwargs": [
+                {"arg_name": arg, "arg_type": kind, "value": value} for arg, (kind, value) in keywords.items()
+            ],
+        },
+    }
 
 
 MM = entry("aten::mm", ("self", "Tensor", tensor([2, 3])), ("mat2", "Tensor", tensor([3, 4], strides=[1, 3])), count=5)
@@ -41,8 +47,12 @@ def imported(path: Path) -> tuple[ImportReport, list[Record], list[str]]:
     report = import_tracelens(path, out, force=True)
     with open_capture(out) as reader:
         records = [each for each in reader.records() if each.kind in (RecordKind.op, RecordKind.unsupported)]
-        names = [reader.kernels[each.signature.kernel].qualified_name if each.kind is RecordKind.op else
-                 str(each.argument("reason")) for each in records]
+        names = [
+            reader.kernels[each.signature.kernel].qualified_name
+            if each.kind is RecordKind.op
+            else str(each.argument("reason"))
+            for each in records
+        ]
         return report, records, names
 
 
@@ -57,24 +67,40 @@ def test_a_call_has_its_shapes_strides_and_count(tmp_path: Path) -> None:
     assert names == ["aten::mm.default"]
     assert record.annotation == {"import": "exact", "count": 5}
     assert [(value.meta.sizes, value.meta.strides) for value in record.args if isinstance(value, TensorValue)] == [
-        ((2, 3), (3, 1)), ((3, 4), (1, 3))]
+        ((2, 3), (3, 1)),
+        ((3, 4), (1, 3)),
+    ]
     assert report.calls() == {"exact": 5, "inferred": 0, "incomplete": 0}
     assert any("cuda:0" in note for note in report.notes)
 
 
 def test_the_overload_is_found_by_the_arguments(tmp_path: Path) -> None:
-    add = entry("aten::add", ("self", "Tensor", tensor([4], "long int")), ("other", "Tensor", tensor([4], "long int")),
-                alpha=("Scalar", 2))
-    mean = entry("aten::mean", ("self", "Tensor", tensor([4, 5])), ("dim", "int[1]?", [1]), ("keepdim", "bool", True),
-                 dtype=("ScalarType?", None))
+    add = entry(
+        "aten::add",
+        ("self", "Tensor", tensor([4], "long int")),
+        ("other", "Tensor", tensor([4], "long int")),
+        alpha=("Scalar", 2),
+    )
+    mean = entry(
+        "aten::mean",
+        ("self", "Tensor", tensor([4, 5])),
+        ("dim", "int[1]?", [1]),
+        ("keepdim", "bool", True),
+        dtype=("ScalarType?", None),
+    )
     _report, records, names = imported(saved(tmp_path, add, mean))
     assert names == ["aten::add.Tensor", "aten::mean.dim"]
     assert records[0].argument("alpha") == 2
 
 
 def test_enumerations_stored_as_numbers_are_read(tmp_path: Path) -> None:
-    copy = entry("aten::_to_copy", ("self", "Tensor", tensor([4, 5])), dtype=("ScalarType?", 15),
-                 device=("Device?", "cuda:1"), memory_format=("MemoryFormat?", 2))
+    copy = entry(
+        "aten::_to_copy",
+        ("self", "Tensor", tensor([4, 5])),
+        dtype=("ScalarType?", 15),
+        device=("Device?", "cuda:1"),
+        memory_format=("MemoryFormat?", 2),
+    )
     _report, (record,), _names = imported(saved(tmp_path, copy))
     assert record.argument("dtype") is DType.bfloat16
     assert record.argument("memory_format") is MemoryFormat.channels_last
@@ -83,12 +109,15 @@ def test_enumerations_stored_as_numbers_are_read(tmp_path: Path) -> None:
 
 def test_lists_of_tensors_and_undefined_ones_are_read(tmp_path: Path) -> None:
     cat = entry("aten::cat", ("tensors", "Tensor[]", [tensor([1, 2]), tensor([3, 2])]), ("dim", "int", 0))
-    index = entry("aten::index", ("self", "Tensor", tensor([4, 5])),
-                  ("indices", "Tensor?[]", [None, tensor([3], "long int", init="zeros")]))
+    index = entry(
+        "aten::index",
+        ("self", "Tensor", tensor([4, 5])),
+        ("indices", "Tensor?[]", [None, tensor([3], "long int", init="zeros")]),
+    )
     _report, records, names = imported(saved(tmp_path, cat, index))
     assert names == ["aten::cat.default", "aten::index.Tensor"]
-    assert [value.meta.sizes for value in records[0].args[0]] == [(1, 2), (3, 2)]     # type: ignore[union-attr]
-    assert records[1].args[1][0] is None                                              # type: ignore[index]
+    assert [value.meta.sizes for value in records[0].args[0]] == [(1, 2), (3, 2)]  # type: ignore[union-attr]
+    assert records[1].args[1][0] is None  # type: ignore[index]
 
 
 def test_calls_that_cannot_be_made_are_unsupported_records_with_the_reason(tmp_path: Path) -> None:

@@ -29,21 +29,30 @@ def imported(tmp_path: Path, run: Callable[[], Any]) -> Path:
 def told(path: Path) -> list[str]:
     """The operators that read content which nothing in the trace wrote."""
     with open_capture(path) as reader:
-        return [reader.kernels[each.signature.kernel].name for each in reader.records() if each.kind is RecordKind.op
-                if any(UNSEEN in text for text in (each.annotation or {}).get("assumed", ()))]
+        return [
+            reader.kernels[each.signature.kernel].name
+            for each in reader.records()
+            if each.kind is RecordKind.op
+            if any(UNSEEN in text for text in (each.annotation or {}).get("assumed", ()))
+        ]
 
 
 WEIGHTS, SCORES, ROWS = torch.randn(4, 2), torch.randn(3, 5), torch.randn(6, 3)
 
 
-@pytest.mark.parametrize(("run", "reader"), [
-    (lambda: F.embedding(torch.tensor([1, 2]), WEIGHTS), "aten::embedding"),
-    (lambda: F.embedding(torch.tensor([[1, 2]]).view(2)[1:], WEIGHTS), "aten::embedding"),
-    (lambda: F.nll_loss(SCORES, torch.tensor([0, 4, 2])), "aten::nll_loss_forward"),
-    (lambda: ROWS.index_select(0, torch.tensor([5, 1])), "aten::index_select"),
-], ids=["embedding", "a view", "nll_loss", "index_select"])
-def test_indices_that_were_written_unseen_are_made_up_in_range(tmp_path: Path, run: Callable[[], Any],
-                                                               reader: str) -> None:
+@pytest.mark.parametrize(
+    ("run", "reader"),
+    [
+        (lambda: F.embedding(torch.tensor([1, 2]), WEIGHTS), "aten::embedding"),
+        (lambda: F.embedding(torch.tensor([[1, 2]]).view(2)[1:], WEIGHTS), "aten::embedding"),
+        (lambda: F.nll_loss(SCORES, torch.tensor([0, 4, 2])), "aten::nll_loss_forward"),
+        (lambda: ROWS.index_select(0, torch.tensor([5, 1])), "aten::index_select"),
+    ],
+    ids=["embedding", "a view", "nll_loss", "index_select"],
+)
+def test_indices_that_were_written_unseen_are_made_up_in_range(
+    tmp_path: Path, run: Callable[[], Any], reader: str
+) -> None:
     path = imported(tmp_path, run)
     assert told(path) == [reader]
     with Plan(path) as plan:

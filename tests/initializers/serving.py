@@ -11,24 +11,48 @@ import torch
 
 work: dict[str, float] = {}
 
-PAGED = ("paged_attention_v1(Tensor(a!) out, Tensor query, Tensor key_cache, Tensor value_cache, int num_kv_heads, "
-         "float scale, Tensor block_tables, Tensor seq_lens, int block_size, int max_seq_len, Tensor? alibi_slopes, "
-         "str kv_cache_dtype) -> ()")
-VARLEN = ("varlen_fwd(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor seqused_k, Tensor block_table, "
-          "int max_seqlen_q, int max_seqlen_k) -> Tensor")
-FLASHINFER = ("batch_decode(Tensor q, Tensor paged_kv_cache, Tensor kv_indptr, Tensor kv_indices, "
-              "Tensor kv_last_page_len, int page_size) -> Tensor")
-RESHAPE = ("reshape_and_cache_flash(Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache, "
-           "Tensor slot_mapping, str kv_cache_dtype) -> ()")
+PAGED = (
+    "paged_attention_v1(Tensor(a!) out, Tensor query, Tensor key_cache, Tensor value_cache, int num_kv_heads, "
+    "float scale, Tensor block_tables, Tensor seq_lens, int block_size, int max_seq_len, Tensor? alibi_slopes, "
+    "str kv_cache_dtype) -> ()"
+)
+VARLEN = (
+    "varlen_fwd(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor seqused_k, Tensor block_table, "
+    "int max_seqlen_q, int max_seqlen_k) -> Tensor"
+)
+FLASHINFER = (
+    "batch_decode(Tensor q, Tensor paged_kv_cache, Tensor kv_indptr, Tensor kv_indices, "
+    "Tensor kv_last_page_len, int page_size) -> Tensor"
+)
+RESHAPE = (
+    "reshape_and_cache_flash(Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache, "
+    "Tensor slot_mapping, str kv_cache_dtype) -> ()"
+)
 ROTARY = "rotary_embedding(Tensor positions, Tensor(a!) query, int head_size, Tensor cos_sin_cache) -> ()"
-ALIGN = ("moe_align_block_size(Tensor topk_ids, int num_experts, int block_size, Tensor(a!) sorted_token_ids, "
-         "Tensor(b!) experts_ids, Tensor(c!) num_tokens_post_pad) -> ()")
-MOE_GEMM = ("moe_gemm(Tensor A, Tensor B, Tensor topk_weights, Tensor sorted_token_ids, Tensor expert_ids, "
-            "Tensor num_tokens_post_pad, int top_k, int block_size) -> Tensor")
+ALIGN = (
+    "moe_align_block_size(Tensor topk_ids, int num_experts, int block_size, Tensor(a!) sorted_token_ids, "
+    "Tensor(b!) experts_ids, Tensor(c!) num_tokens_post_pad) -> ()"
+)
+MOE_GEMM = (
+    "moe_gemm(Tensor A, Tensor B, Tensor topk_weights, Tensor sorted_token_ids, Tensor expert_ids, "
+    "Tensor num_tokens_post_pad, int top_k, int block_size) -> Tensor"
+)
 
 
-def _paged(out, query, key_cache, value_cache, num_kv_heads, scale, block_tables, seq_lens, block_size, max_seq_len,
-           alibi_slopes, kv_cache_dtype):
+def _paged(
+    out,
+    query,
+    key_cache,
+    value_cache,
+    num_kv_heads,
+    scale,
+    block_tables,
+    seq_lens,
+    block_size,
+    max_seq_len,
+    alibi_slopes,
+    kv_cache_dtype,
+):
     """key_cache: (blocks, heads, size / x, block, x); value_cache: (blocks, heads, size, block)."""
     read, distinct = 0, set()
     for row, length in enumerate(seq_lens.tolist()):
@@ -120,8 +144,9 @@ def _moe_gemm(A, B, topk_weights, sorted_token_ids, expert_ids, num_tokens_post_
                 pairs.append(pair)
                 used.add(expert)
     sums = topk_weights.sum(-1)
-    work.update(least_share=float(topk_weights.min()), shares=float(sums.mean()),
-                share_spread=float(sums.max() - sums.min()))
+    work.update(
+        least_share=float(topk_weights.min()), shares=float(sums.mean()), share_spread=float(sums.max() - sums.min())
+    )
     work.update(pairs=len(pairs), distinct=len(set(pairs)), experts=len(used), blocks=valid // block_size)
     return out
 
@@ -130,14 +155,20 @@ def _moe_gemm(A, B, topk_weights, sorted_token_ids, expert_ids, num_tokens_post_
 def engines() -> Iterator[dict[str, float]]:
     """Register the operators; gives what the last call of each did."""
     work.clear()
-    with (torch.library._scoped_library("_C", "FRAGMENT") as vllm,
-          torch.library._scoped_library("_C_cache_ops", "FRAGMENT") as caches,
-          torch.library._scoped_library("_moe_C", "FRAGMENT") as moe,
-          torch.library._scoped_library("_vllm_fa2_C", "FRAGMENT") as flash,
-          torch.library._scoped_library("flashinfer", "FRAGMENT") as flashinfer):
+    with (
+        torch.library._scoped_library("_C", "FRAGMENT") as vllm,
+        torch.library._scoped_library("_C_cache_ops", "FRAGMENT") as caches,
+        torch.library._scoped_library("_moe_C", "FRAGMENT") as moe,
+        torch.library._scoped_library("_vllm_fa2_C", "FRAGMENT") as flash,
+        torch.library._scoped_library("flashinfer", "FRAGMENT") as flashinfer,
+    ):
         for library, schema, function in (
-            (vllm, PAGED, _paged), (vllm, ROTARY, _rotary), (caches, RESHAPE, _reshape_and_cache),
-            (moe, ALIGN, _align), (moe, MOE_GEMM, _moe_gemm), (flash, VARLEN, _varlen),
+            (vllm, PAGED, _paged),
+            (vllm, ROTARY, _rotary),
+            (caches, RESHAPE, _reshape_and_cache),
+            (moe, ALIGN, _align),
+            (moe, MOE_GEMM, _moe_gemm),
+            (flash, VARLEN, _varlen),
             (flashinfer, FLASHINFER, _batch_decode),
         ):
             library.define(schema)

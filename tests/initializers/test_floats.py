@@ -17,8 +17,15 @@ def statistics_of(content: torch.Tensor) -> Statistics:
     wide = content.double()
     finite = wide[wide.isfinite()]
     return Statistics(
-        finite.mean().item(), finite.std(unbiased=False).item(), finite.min().item(), finite.max().item(),
-        int((wide == 0).sum()), int(wide.isnan().sum()), int((wide == math.inf).sum()), int((wide == -math.inf).sum()))
+        finite.mean().item(),
+        finite.std(unbiased=False).item(),
+        finite.min().item(),
+        finite.max().item(),
+        int((wide == 0).sum()),
+        int(wide.isnan().sum()),
+        int((wide == math.inf).sum()),
+        int((wide == -math.inf).sum()),
+    )
 
 
 def filled(like: torch.Tensor, statistics: Statistics | None, seed: int = 7) -> torch.Tensor:
@@ -53,7 +60,8 @@ CONTENTS = {
     "signs": _random(20_000).sign(),
     "uniform": torch.rand(50_000, generator=torch.Generator().manual_seed(3)),
     "cut off at two deviations": torch.nn.init.trunc_normal_(
-        torch.empty(50_000), generator=torch.Generator().manual_seed(3)),
+        torch.empty(50_000), generator=torch.Generator().manual_seed(3)
+    ),
     "cosines": torch.outer(torch.arange(500.0), torch.logspace(0, -4, 64)).cos().reshape(-1),
     "probabilities": _random(200_000).mul(3).view(-1, 100).softmax(-1).reshape(-1),
     "two heaps": torch.where(_random(50_000) > 1, 1000.0, 0.01) + _random(50_000) * 0.01,
@@ -139,16 +147,19 @@ def test_an_empty_content_is_left_alone() -> None:
 GOOD = Statistics(0.0, 1.0, -2.0, 2.0, 1, 0, 0, 0)
 
 
-@pytest.mark.parametrize(("wrong", "said"), [
-    ({"zeros": 9}, "count 9 special elements of 8"),
-    ({"mean": math.nan}, "do not describe"),
-    ({"min": 3.0}, "do not describe"),
-    ({"std": -1.0}, "do not describe"),
-    ({"mean": 2.1}, "the mean"),
-    ({"std": 2.1}, "no elements"),
-    ({"max": 1e39}, "torch.float32 cannot have"),
-    ({"min": 0.0, "max": 0.0}, "count fewer zeros"),
-])
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"zeros": 9}, "count 9 special elements of 8"),
+        ({"mean": math.nan}, "do not describe"),
+        ({"min": 3.0}, "do not describe"),
+        ({"std": -1.0}, "do not describe"),
+        ({"mean": 2.1}, "the mean"),
+        ({"std": 2.1}, "no elements"),
+        ({"max": 1e39}, "torch.float32 cannot have"),
+        ({"min": 0.0, "max": 0.0}, "count fewer zeros"),
+    ],
+)
 def test_statistics_that_contradict_themselves_are_found(wrong: dict[str, float], said: str) -> None:
     assert contradiction(Recipe(DType.float32, 8, 1, GOOD)) is None
     assert said in str(contradiction(Recipe(DType.float32, 8, 1, replace(GOOD, **wrong))))  # type: ignore[arg-type]

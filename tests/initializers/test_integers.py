@@ -51,35 +51,50 @@ def test_the_largest_occurs_where_it_must_and_so_do_different_values() -> None:
     assert len(set(fill(Demand(Role.distinct, 0, 9, total=4), 20).tolist())) == 4
 
 
-@pytest.mark.parametrize("demand", [
-    Demand(Role.mask, 0, 1, total=101), Demand(Role.lengths, 1, 6, total=10_000), Demand(Role.distinct, 0, 1, total=5),
-    Demand(Role.index, 300, 400), Demand(Role.offsets, 0, 500, total=500, step=2),
-], ids=str)
+@pytest.mark.parametrize(
+    "demand",
+    [
+        Demand(Role.mask, 0, 1, total=101),
+        Demand(Role.lengths, 1, 6, total=10_000),
+        Demand(Role.distinct, 0, 1, total=5),
+        Demand(Role.index, 300, 400),
+        Demand(Role.offsets, 0, 500, total=500, step=2),
+    ],
+    ids=str,
+)
 def test_what_cannot_be_satisfied_says_so(demand: Demand) -> None:
     with pytest.raises(Unsatisfiable):
         fill(demand, dtype=torch.uint8 if demand.low == 300 else torch.int64)
 
 
-@pytest.mark.parametrize(("steps", "expected"), [
-    ((DemandStep("add", 2),), (-2, 7)),
-    ((DemandStep("multiply", 2),), (0, 4)),
-    ((DemandStep("multiply", -1),), (-9, 0)),
-    ((DemandStep("floor_divide", 4),), (0, 39)),
-    ((DemandStep("add", 3), DemandStep("multiply", 2)), (-3, 1)),
-    ((DemandStep("remainder", 10),), (None, None)),
-    ((DemandStep("remainder", 100),), (0, 9)),
-    ((DemandStep("running_sum", 3),), (0, 3)),
-    ((DemandStep("running_sum", 3), DemandStep("add", -1)), (1, 3)),
-])
-def test_demands_are_followed_back_through_computations(steps: tuple[DemandStep, ...],
-                                                        expected: tuple[int | None, int | None]) -> None:
+@pytest.mark.parametrize(
+    ("steps", "expected"),
+    [
+        ((DemandStep("add", 2),), (-2, 7)),
+        ((DemandStep("multiply", 2),), (0, 4)),
+        ((DemandStep("multiply", -1),), (-9, 0)),
+        ((DemandStep("floor_divide", 4),), (0, 39)),
+        ((DemandStep("add", 3), DemandStep("multiply", 2)), (-3, 1)),
+        ((DemandStep("remainder", 10),), (None, None)),
+        ((DemandStep("remainder", 100),), (0, 9)),
+        ((DemandStep("running_sum", 3),), (0, 3)),
+        ((DemandStep("running_sum", 3), DemandStep("add", -1)), (1, 3)),
+    ],
+)
+def test_demands_are_followed_back_through_computations(
+    steps: tuple[DemandStep, ...], expected: tuple[int | None, int | None]
+) -> None:
     back = pull_back(Demand(Role.index, 0, 9), steps)
     assert back is not None and (back.low, back.high) == expected
 
 
 def test_every_value_in_a_range_followed_back_is_good_forward() -> None:
-    forward = {"add": lambda x, by: x + by, "multiply": lambda x, by: x * by, "floor_divide": lambda x, by: x // by,
-               "remainder": lambda x, by: x % by}
+    forward = {
+        "add": lambda x, by: x + by,
+        "multiply": lambda x, by: x * by,
+        "floor_divide": lambda x, by: x // by,
+        "remainder": lambda x, by: x % by,
+    }
     for what, function in forward.items():
         for by in (-3, -1, 1, 2, 5):
             back = pull_back(Demand(Role.index, 2, 11), (DemandStep(what, by),))

@@ -116,14 +116,14 @@ def test_a_file_fills_what_no_built_in_initializer_knows(capture: Path, tmp_path
     with Plan(capture, initializers=load_initializers(str(file))) as plan:
         assert [each.initializer for each in plan.synthesis.initialized] == ["rows"]
     with pytest.raises(ReplayRefused):
-        Plan(capture)       # the file's initializers were for that command alone
+        Plan(capture)  # the file's initializers were for that command alone
 
 
 def test_the_example_in_the_finding_works_as_it_stands(capture: Path, tmp_path: Path, tool: Tool) -> None:
     with pytest.raises(ReplayRefused) as caught:
         Plan(capture)
     (finding,) = caught.value.findings
-    example = finding[finding.index("from replayfmt"): finding.index("; or capture")]
+    example = finding[finding.index("from replayfmt") : finding.index("; or capture")]
     statements = [part.strip() for part in example.split(";")]
     file = tmp_path / "example.py"
     file.write_text("import torch\n" + "\n".join(statements) + "\n")
@@ -137,23 +137,33 @@ def test_initializers_are_listed_in_the_order_they_are_tried(tmp_path: Path, too
     file.write_text(UNKNOWN)
     code, out, _err = tool(f"--replay-initializer={file}", "--list-initializers")
     lines = out.splitlines()
-    assert code == 0 and lines[0].split() == ["1", "rows", "aten::_convert_indices_from_coo_to_csr(self):", "Sorted",
-                                              "rows", f"({file})"]
+    assert code == 0 and lines[0].split() == [
+        "1",
+        "rows",
+        "aten::_convert_indices_from_coo_to_csr(self):",
+        "Sorted",
+        "rows",
+        f"({file})",
+    ]
     assert any("index" in line and "integers" in line and "role" in line for line in lines)
     assert len(lines) == len(list(Registry())) + 1
-    assert tool()[0] == 2       # without either there is nothing to do
+    assert tool()[0] == 2  # without either there is nothing to do
 
 
-@pytest.mark.parametrize(("text", "said"), [
-    ("def broken(:\n", "SyntaxError"),
-    ("\n\nx = 1 / 0\n", "line 3: ZeroDivisionError"),
-    ("import sys; sys.exit(0)\n", "SystemExit"),
-    ("x = 1\n", "registers no initializer"),
-    ("from replayfmt.initializers import register\nregister(argument='x')(print)\n", "needs op"),
-    (None, "No such file"),
-])
-def test_a_file_that_is_wrong_is_one_clear_error(capture: Path, tmp_path: Path, tool: Tool, text: str | None,
-                                                 said: str) -> None:
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("def broken(:\n", "SyntaxError"),
+        ("\n\nx = 1 / 0\n", "line 3: ZeroDivisionError"),
+        ("import sys; sys.exit(0)\n", "SystemExit"),
+        ("x = 1\n", "registers no initializer"),
+        ("from replayfmt.initializers import register\nregister(argument='x')(print)\n", "needs op"),
+        (None, "No such file"),
+    ],
+)
+def test_a_file_that_is_wrong_is_one_clear_error(
+    capture: Path, tmp_path: Path, tool: Tool, text: str | None, said: str
+) -> None:
     file = tmp_path / "wrong.py"
     if text is not None:
         file.write_text(text)

@@ -9,9 +9,11 @@ import replayfmt
 
 from .serving import _paged
 
-ROCM = ("paged_attention(Tensor(a!) out, Tensor exp_sum, Tensor max_logits, Tensor tmp_out, Tensor query, "
-        "Tensor key_cache, Tensor value_cache, int num_kv_heads, float scale, Tensor block_tables, Tensor context_lens"
-        ", int block_size, int max_context_len, Tensor? alibi_slopes, str kv_cache_dtype) -> ()")
+ROCM = (
+    "paged_attention(Tensor(a!) out, Tensor exp_sum, Tensor max_logits, Tensor tmp_out, Tensor query, "
+    "Tensor key_cache, Tensor value_cache, int num_kv_heads, float scale, Tensor block_tables, Tensor context_lens"
+    ", int block_size, int max_context_len, Tensor? alibi_slopes, str kv_cache_dtype) -> ()"
+)
 
 
 def result_of(path: Path, program, op: str) -> torch.Tensor:
@@ -52,8 +54,11 @@ def test_bags_share_the_indices_out(tmp_path):
 def test_reads_by_index_are_spread(tmp_path, op):
     source = torch.randn(500, 3)
     long, wide = torch.zeros(40, dtype=torch.int64), torch.zeros(40, 3, dtype=torch.int64)
-    program = {"gather": lambda: torch.gather(source, 0, wide), "index_select": lambda: source.index_select(0, long),
-               "index": lambda: source[long]}[op]
+    program = {
+        "gather": lambda: torch.gather(source, 0, wide),
+        "index_select": lambda: source.index_select(0, long),
+        "index": lambda: source[long],
+    }[op]
     assert len(program().unique(dim=0)) == 1
     assert len(result_of(tmp_path / "a.opreplay", program, f"aten::{op}").unique(dim=0)) > 30
 
@@ -95,8 +100,9 @@ def test_the_rocm_form_of_paged_attention_reads_whole_contexts(tmp_path):
         library.impl("paged_attention", reference, "CPU")
 
         def program():
-            torch.ops._rocm_C.paged_attention(out, parts, parts, parts, query, keys, values, 2, 0.3, tables, lengths,
-                                              16, 256, None, "auto")
+            torch.ops._rocm_C.paged_attention(
+                out, parts, parts, parts, query, keys, values, 2, 0.3, tables, lengths, 16, 256, None, "auto"
+            )
 
         program()
         assert work["tokens_read"] == 0

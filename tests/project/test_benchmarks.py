@@ -15,9 +15,22 @@ RUN = [sys.executable, str(ROOT / "benchmarks/run.py")]
 OTHERS = {"run", "measuring", "tiny_gpt2"}
 SCRIPTS = [path.stem for path in (ROOT / "benchmarks").glob("*.py") if path.stem not in OTHERS]
 # A trace to import: those of other tools may not be here.
-PRODUCT = {"ph": "X", "cat": "cpu_op", "name": "aten::mm", "pid": 1, "tid": 1, "ts": 10.0, "dur": 5.0, "args": {
-    "External id": 1, "Input type": ["float", "float"], "Input Dims": [[4, 8], [8, 3]],
-    "Input Strides": [[8, 1], [3, 1]], "Concrete Inputs": ["", ""]}}
+PRODUCT = {
+    "ph": "X",
+    "cat": "cpu_op",
+    "name": "aten::mm",
+    "pid": 1,
+    "tid": 1,
+    "ts": 10.0,
+    "dur": 5.0,
+    "args": {
+        "External id": 1,
+        "Input type": ["float", "float"],
+        "Input Dims": [[4, 8], [8, 3]],
+        "Input Strides": [[8, 1], [3, 1]],
+        "Concrete Inputs": ["", ""],
+    },
+}
 
 
 @pytest.mark.slow
@@ -25,9 +38,15 @@ def test_every_benchmark_gives_its_rows(tmp_path: Path) -> None:
     out, traces = tmp_path / "rows.json", tmp_path / "traces"
     (traces / "kineto").mkdir(parents=True)
     (traces / "kineto" / "product.json").write_text(json.dumps({"schemaVersion": 1, "traceEvents": [PRODUCT]}))
-    done = subprocess.run([*RUN, "--quick", f"--out={out}"], cwd=tmp_path, text=True, timeout=1800,
-                          stdin=subprocess.DEVNULL, capture_output=True,
-                          env={**os.environ, "OPREPLAY_TRACES": str(traces)})
+    done = subprocess.run(
+        [*RUN, "--quick", f"--out={out}"],
+        cwd=tmp_path,
+        text=True,
+        timeout=1800,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        env={**os.environ, "OPREPLAY_TRACES": str(traces)},
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     rows = json.loads(out.read_text())["rows"]
     assert len(rows) >= len(SCRIPTS)

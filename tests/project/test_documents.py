@@ -70,7 +70,7 @@ def test_a_document_does_what_it_says(document: str, tmp_path: Path) -> None:
 
 def does_what_it_says(document: str, tmp_path: Path) -> None:
     """Run what a document tells its reader to do, and compare what that prints."""
-    if document != "AGENTS.md":      # the playbook asks for nothing but the tools
+    if document != "AGENTS.md":  # the playbook asks for nothing but the tools
         shutil.copytree(ROOT / "examples", tmp_path / "examples", ignore=shutil.ignore_patterns("__pycache__"))
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "COLUMNS": "100"}
     done = steps((ROOT / document).read_text(encoding="utf-8"))
@@ -79,20 +79,34 @@ def does_what_it_says(document: str, tmp_path: Path) -> None:
         if step.kind == "python":
             (tmp_path / f"block{number}.py").write_text(step.text)
             step.text = f"python block{number}.py"
-        ran = subprocess.run(["bash", "-euo", "pipefail", "-c", step.text], cwd=tmp_path, env=environment, text=True,
-                             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=600)
+        ran = subprocess.run(
+            ["bash", "-euo", "pipefail", "-c", step.text],
+            cwd=tmp_path,
+            env=environment,
+            text=True,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            timeout=600,
+        )
         assert ran.returncode == 0, f"{document}: `{step.text}` gave exit code {ran.returncode}\n{ran.stdout}"
         assert "Traceback" not in ran.stdout, f"{document}: `{step.text}`\n{ran.stdout}"
         # A line shown shortened (it ends in …) has to be the beginning of a real one.
         shapes = [shape(line) for line in ran.stdout.splitlines()]
-        missing = [line for line in step.output
-                   if not any(s.startswith(shape(line)) if line.endswith("…") else s == shape(line) for s in shapes)]
+        missing = [
+            line
+            for line in step.output
+            if not any(s.startswith(shape(line)) if line.endswith("…") else s == shape(line) for s in shapes)
+        ]
         assert not missing, f"{document}: `{step.text}` does not print {missing}, but\n{ran.stdout}"
 
 
 def test_the_setup_commands_of_the_readme_exist() -> None:
-    (setup,) = (block["text"] for block in FENCE.finditer((ROOT / "README.md").read_text(encoding="utf-8"))
-                if block["kind"].strip() == "sh setup")
+    (setup,) = (
+        block["text"]
+        for block in FENCE.finditer((ROOT / "README.md").read_text(encoding="utf-8"))
+        if block["kind"].strip() == "sh setup"
+    )
     commands = [line.split("#")[0].split() for line in setup.splitlines()]
     assert commands == [["make", "demo"], ["make", "test"]]
     for command in commands:
@@ -101,10 +115,16 @@ def test_the_setup_commands_of_the_readme_exist() -> None:
 
 @pytest.mark.slow
 def test_the_demo_runs_and_fits_a_hundred_columns(tmp_path: Path) -> None:
-    done = subprocess.run(["make", "demo", "BIN=" + str(Path(sys.executable).parent), f"DEMO={tmp_path}",
-                           "--old-file=.venv/.installed"],
-                          cwd=ROOT, text=True, timeout=600, stdin=subprocess.DEVNULL,
-                          env={**os.environ, "COLUMNS": "100"}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    done = subprocess.run(
+        ["make", "demo", "BIN=" + str(Path(sys.executable).parent), f"DEMO={tmp_path}", "--old-file=.venv/.installed"],
+        cwd=ROOT,
+        text=True,
+        timeout=600,
+        stdin=subprocess.DEVNULL,
+        env={**os.environ, "COLUMNS": "100"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
     assert done.returncode == 0, done.stdout
     output = done.stdout.replace(str(Path(sys.executable).parent), ".venv/bin").replace(str(tmp_path), "build/demo")
     assert [line for line in output.splitlines() if len(line) > 100] == []
@@ -134,11 +154,15 @@ def test_every_local_link_leads_somewhere(document: str) -> None:
 
 
 def test_what_a_document_promises_is_found_in_it() -> None:
-    text = ("```console\n$ echo a \\\n    b\na 12.5 ms\n…\n$ true\n```\n"
-            "```sh setup\nmake demo\n```\n"
-            "```python\nx = 1\n```\n")
-    assert steps(text) == [Step("console", "echo a \\\n    b", ["a 12.5 ms"]),
-                           Step("console", "true"),
-                           Step("python", "x = 1\n")]
+    text = (
+        "```console\n$ echo a \\\n    b\na 12.5 ms\n…\n$ true\n```\n"
+        "```sh setup\nmake demo\n```\n"
+        "```python\nx = 1\n```\n"
+    )
+    assert steps(text) == [
+        Step("console", "echo a \\\n    b", ["a 12.5 ms"]),
+        Step("console", "true"),
+        Step("python", "x = 1\n"),
+    ]
     assert shape("  BM_replay   12.5 ms ") == shape("BM_replay 3 µs") == "BM_replay # unit"
     assert shape("1.2M/s") == shape("322.4k/s") == shape("17/s") == "# unit"

@@ -15,8 +15,9 @@ from opreplay_tools.__main__ import TOOLS
 from opreplay_tools.command import ToolCommand, run_tool
 from opreplay_tools.option_groups import GROUPS
 
-COMMANDS: dict[str, ToolCommand] = {name: import_module(f"opreplay_tools.{module}").cli
-                                    for name, module in TOOLS.items()}
+COMMANDS: dict[str, ToolCommand] = {
+    name: import_module(f"opreplay_tools.{module}").cli for name, module in TOOLS.items()
+}
 
 
 def help_of(command: click.Command) -> str:
@@ -42,8 +43,11 @@ def test_every_option_has_one_heading_and_every_heading_its_options() -> None:
 @pytest.mark.parametrize("name", TOOLS)
 def test_help_has_every_option_once_with_its_default_and_ends_with_examples(name: str) -> None:
     text = help_of(COMMANDS[name])
-    rows = [line.strip().partition("  ")[0].replace(",", " ").split() for line in text.splitlines()
-            if line.startswith("  -")]
+    rows = [
+        line.strip().partition("  ")[0].replace(",", " ").split()
+        for line in text.splitlines()
+        if line.startswith("  -")
+    ]
     for option in options(COMMANDS[name]):
         assert sum(long_name(option) in row for row in rows) == 1, option
         if option.show_default:
@@ -57,15 +61,20 @@ def test_the_examples_are_command_lines_that_the_tool_takes(name: str) -> None:
     for example, _purpose in command.examples:
         tool, *arguments = shlex.split(example)
         assert tool == command.name
-        with command.make_context(tool, arguments):     # refuses what it does not know
+        with command.make_context(tool, arguments):  # refuses what it does not know
             pass
 
 
-@pytest.mark.parametrize(("name", "arguments"), [
-    *((name, ["--no-such-flag"]) for name in TOOLS),
-    *((name, []) for name in TOOLS if name != "examples"),
-    ("run", ["--verify=nonsense", "x"]), ("capture", ["-o"]), ("examples", ["one", "two"]),
-])
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        *((name, ["--no-such-flag"]) for name in TOOLS),
+        *((name, []) for name in TOOLS if name != "examples"),
+        ("run", ["--verify=nonsense", "x"]),
+        ("capture", ["-o"]),
+        ("examples", ["one", "two"]),
+    ],
+)
 def test_wrong_usage_is_one_line_with_a_status(
     name: str, arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -81,8 +90,12 @@ def test_wrong_usage_is_one_line_with_a_status(
 def completed(words: str) -> list[str]:
     """What bash is offered for the last of these words."""
     tool = shlex.split(words)[0]
-    environment = {**os.environ, "COMP_WORDS": words, "COMP_CWORD": str(len(words.split(" ")) - 1),
-                   f"_{tool.upper().replace('-', '_')}_COMPLETE": "bash_complete"}
+    environment = {
+        **os.environ,
+        "COMP_WORDS": words,
+        "COMP_CWORD": str(len(words.split(" ")) - 1),
+        f"_{tool.upper().replace('-', '_')}_COMPLETE": "bash_complete",
+    }
     done = subprocess.run([Path(sys.executable).with_name(tool)], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout.split()
@@ -98,6 +111,10 @@ def test_a_shell_completes_tools_flags_choices_and_files() -> None:
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_the_script_for_a_shell_is_printed(shell: str) -> None:
-    done = subprocess.run([Path(sys.executable).with_name("opreplay")], capture_output=True, text=True,
-                          env={**os.environ, "_OPREPLAY_COMPLETE": f"{shell}_source"})
+    done = subprocess.run(
+        [Path(sys.executable).with_name("opreplay")],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "_OPREPLAY_COMPLETE": f"{shell}_source"},
+    )
     assert done.returncode == 0 and f"_OPREPLAY_COMPLETE={shell}_complete" in done.stdout, done.stderr

@@ -29,11 +29,21 @@ ALLOWED: dict[str, set[str]] = {
     "export": {"errors", "format", "pytorch", "initializers", "replay", "dump", "trim"},
     "api": {"errors", "format", "pytorch", "recording", "initializers", "replay", "benchmark", "dump"},
 }
-WITHOUT_TORCH = ("replayfmt/errors.py", "replayfmt/format", "replayfmt/dump", "tools/__init__.py", "tools/command.py",
-                 "tools/__main__.py", "tools/playbook.py", "tools/dump.py", "tools/check.py",
-                 *(f"replayfmt/trim/{name}.py"
-                   for name in ("selection", "schedule", "open_scopes", "copying", "writing", "stripping",
-                                "safetensors")))
+WITHOUT_TORCH = (
+    "replayfmt/errors.py",
+    "replayfmt/format",
+    "replayfmt/dump",
+    "tools/__init__.py",
+    "tools/command.py",
+    "tools/__main__.py",
+    "tools/playbook.py",
+    "tools/dump.py",
+    "tools/check.py",
+    *(
+        f"replayfmt/trim/{name}.py"
+        for name in ("selection", "schedule", "open_scopes", "copying", "writing", "stripping", "safetensors")
+    ),
+)
 TOP_LEVEL = {"__init__", "__main__", "api"}  # the package's own face: may use every part
 
 
@@ -83,8 +93,11 @@ def test_a_part_imports_only_the_parts_before_it(part: str) -> None:
 
 def _edges() -> dict[str, set[str]]:
     """Which modules of the library each one names in an import, wherever in its code and be it for types alone."""
-    names = {".".join(path.with_suffix("").parts).removesuffix(".__init__"): path for path in modules()
-             if path.parts[0] == "replayfmt"}
+    names = {
+        ".".join(path.with_suffix("").parts).removesuffix(".__init__"): path
+        for path in modules()
+        if path.parts[0] == "replayfmt"
+    }
     found: dict[str, set[str]] = {}
     for name, path in names.items():
         # An import of a module's name comes as `module.name`, one of a module as itself.
@@ -121,35 +134,57 @@ def test_a_circle_is_seen() -> None:
 
 
 def test_nothing_that_must_work_without_torch_names_it() -> None:
-    wrong = [f"{path}:{line}" for path in modules() if str(path).startswith(WITHOUT_TORCH)
-             for line, module in imported(path)
-             if module.split(".")[0] == "torch" or part_of(module) in {"pytorch", "recording", "initializers", "replay",
-                                                                          "benchmark"}]
+    wrong = [
+        f"{path}:{line}"
+        for path in modules()
+        if str(path).startswith(WITHOUT_TORCH)
+        for line, module in imported(path)
+        if module.split(".")[0] == "torch"
+        or part_of(module) in {"pytorch", "recording", "initializers", "replay", "benchmark"}
+    ]
     assert not wrong
 
 
 def test_a_replay_knows_operators_by_its_kernels_alone() -> None:
     """Whatever else is to be replayed is another kind of kernel, not another case in every module. (Replacements may be
     operators themselves; content is looked up by what PyTorch's own operators read.)"""
-    knows = {Path("replayfmt/replay") / name for name in (
-        "planning/kernels.py", "planning/resolve.py", "substitution/loading.py", "synthesis/calls.py",
-        "synthesis/ranges.py")}
+    knows = {
+        Path("replayfmt/replay") / name
+        for name in (
+            "planning/kernels.py",
+            "planning/resolve.py",
+            "substitution/loading.py",
+            "synthesis/calls.py",
+            "synthesis/ranges.py",
+        )
+    }
     wrong = []
     for path in modules():
         if path.parts[:2] != ("replayfmt", "replay") or path in knows:
             continue
-        wrong += [f"{path}:{line}" for line, module in imported(path)
-                  if module.split(".")[-1] in ("OpOverload", "OpOverloadPacket", "find_overload", "direct_function")]
-        wrong += [f"{path}:{node.lineno}" for node in ast.walk(ast.parse((ROOT / path).read_text(encoding="utf-8")))
-                  if isinstance(node, ast.Attribute) and node.attr in ("_schema", "OpOverload")
-                  and not (isinstance(node.value, ast.Name) and node.value.id == "self")]
+        wrong += [
+            f"{path}:{line}"
+            for line, module in imported(path)
+            if module.split(".")[-1] in ("OpOverload", "OpOverloadPacket", "find_overload", "direct_function")
+        ]
+        wrong += [
+            f"{path}:{node.lineno}"
+            for node in ast.walk(ast.parse((ROOT / path).read_text(encoding="utf-8")))
+            if isinstance(node, ast.Attribute)
+            and node.attr in ("_schema", "OpOverload")
+            and not (isinstance(node.value, ast.Name) and node.value.id == "self")
+        ]
     assert not wrong
 
 
 @pytest.mark.slow
 def test_nothing_imports_pickle() -> None:
-    wrong = [f"{path}:{line}" for path in modules() for line, module in imported(path)
-             if module.split(".")[0] in {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve"}]
+    wrong = [
+        f"{path}:{line}"
+        for path in modules()
+        for line, module in imported(path)
+        if module.split(".")[0] in {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve"}
+    ]
     assert not wrong
 
 

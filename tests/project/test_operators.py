@@ -16,7 +16,7 @@ from replayfmt.replay.plan import Plan
 
 ROOT = Path(__file__).parents[2]
 NAMESPACES = COMPUTING | COLLECTIVES | {"prim", "static_runtime", "profiler"}
-NOT_DISPATCHED = {"device", "layout"}      # modes see them, although the dispatcher does not have them
+NOT_DISPATCHED = {"device", "layout"}  # modes see them, although the dispatcher does not have them
 # Whose modules `import torch` leaves out.
 LATER = {"fsdp", "quantized_decomposed"}
 
@@ -37,19 +37,25 @@ def test_no_other_module_lists_namespaces_of_pytorch() -> None:
     wrong = []
     for path in sorted((ROOT / "replayfmt").rglob("*.py")):
         if path.name in ("operators.py", "op_libraries.py") and path.parent.name == "pytorch":
-            continue      # op_libraries: which module registers them
+            continue  # op_libraries: which module registers them
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Set | ast.Tuple | ast.List):
-                texts = {each.value.rstrip(":") for each in node.elts
-                         if isinstance(each, ast.Constant) and isinstance(each.value, str)}
+                texts = {
+                    each.value.rstrip(":")
+                    for each in node.elts
+                    if isinstance(each, ast.Constant) and isinstance(each.value, str)
+                }
                 if len(texts & NAMESPACES) > 1:
                     wrong.append(f"{path.relative_to(ROOT)}:{node.lineno}: {sorted(texts & NAMESPACES)}")
     assert not wrong
 
 
 def test_every_operator_in_the_table_is_one_of_this_torch() -> None:
-    listed = {name: value for name, value in vars(operators).items()
-              if name.startswith("_") and name.isupper() and _named(value)}
+    listed = {
+        name: value
+        for name, value in vars(operators).items()
+        if name.startswith("_") and name.isupper() and _named(value)
+    }
     here = set(_all_names())
     missing = []
     for table, value in listed.items():

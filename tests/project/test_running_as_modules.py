@@ -18,7 +18,7 @@ SCRIPTS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scrip
 def as_module(monkeypatch: pytest.MonkeyPatch, module: str, *arguments: str) -> object:
     """What `python -m MODULE ARGUMENTS…` exits with, in this process."""
     monkeypatch.setattr(sys, "argv", [module, *arguments])
-    for imported in (module, f"{module}.__main__", "opreplay_tools.__main__"):      # or runpy warns
+    for imported in (module, f"{module}.__main__", "opreplay_tools.__main__"):  # or runpy warns
         monkeypatch.delitem(sys.modules, imported, raising=False)
     with pytest.raises(SystemExit) as left:
         runpy.run_module(module, run_name="__main__", alter_sys=True)
@@ -41,9 +41,7 @@ def test_a_tool_runs_as_a_module_as_it_does_as_a_command(
         assert "--no-such-flag" in capsys.readouterr().err, module
 
 
-def test_without_a_tool_one_line_says_so(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_a_tool_one_line_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     for arguments in ((), ("no\x1b[31msuch",), ("command",), ("--no-such-flag",)):
         assert as_module(monkeypatch, "replayfmt", *arguments) == 2
         printed = capsys.readouterr()
@@ -56,8 +54,9 @@ def test_without_a_tool_one_line_says_so(
 
 @pytest.mark.slow
 def test_a_program_is_captured_and_replayed_by_modules(tmp_path: Path) -> None:
-    (tmp_path / "program.py").write_text("import sys, torch\nprint(__name__, sys.argv, sys.path[0])\n"
-                                         "torch.ones(3).exp().sum().item()\nsys.exit(5)\n")
+    (tmp_path / "program.py").write_text(
+        "import sys, torch\nprint(__name__, sys.argv, sys.path[0])\ntorch.ones(3).exp().sum().item()\nsys.exit(5)\n"
+    )
     command = [sys.executable, "-m", "opreplay_tools.capture", "-o", "one.opreplay", "program.py", "--flag"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600)
     assert (done.returncode, done.stdout) == (5, f"__main__ ['program.py', '--flag'] {tmp_path}\n")

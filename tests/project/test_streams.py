@@ -58,7 +58,9 @@ def test_a_full_disk_under_stdout_is_one_error_whatever_is_printed(toy: Path, ar
     if arguments == "--agents-md":
         toy.write_text(_TOOL.replace("opreplay-toy", "opreplay-run"))
     assert _shell(f"'{sys.executable}' '{toy}' {arguments} >/dev/full") == (
-        1, "FAILED_PRECONDITION: the output could not be written: No space left on device\n")
+        1,
+        "FAILED_PRECONDITION: the output could not be written: No space left on device\n",
+    )
 
 
 def test_without_stdout_or_stderr_a_tool_does_its_work_and_exits_as_ever(toy: Path) -> None:
@@ -71,12 +73,15 @@ def test_without_stdout_or_stderr_a_tool_does_its_work_and_exits_as_ever(toy: Pa
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
 def test_what_the_encoding_of_stdout_cannot_say_is_escaped(toy: Path, encoding: str) -> None:
-    toy.write_text(_TOOL.replace('"word " * 100_000', 'chr(0x2026)', 1).replace('click.echo("word " * 100_000)',
-                                                                              "sys.stdout.write(chr(0x2026))"))
+    toy.write_text(
+        _TOOL.replace('"word " * 100_000', "chr(0x2026)", 1).replace(
+            'click.echo("word " * 100_000)', "sys.stdout.write(chr(0x2026))"
+        )
+    )
     spoken = {**os.environ, "PYTHONIOENCODING": encoding}
-    for argument in ("", "--whole"):        # by Python's own stream, and by click's
+    for argument in ("", "--whole"):  # by Python's own stream, and by click's
         done = subprocess.run([sys.executable, toy, *argument.split()], env=spoken, capture_output=True, timeout=600)
-        said = (b"\\u2026", b"?", b"\xe2\x80\xa6") if argument else (b"\\u2026",)     # click chooses as it likes
+        said = (b"\\u2026", b"?", b"\xe2\x80\xa6") if argument else (b"\\u2026",)  # click chooses as it likes
         assert (done.returncode, done.stderr) == (1, b"") and done.stdout.strip() in said
 
 
@@ -91,7 +96,7 @@ def _left_alone(command: list[str]) -> tuple[int, str]:
 
 
 def test_a_reader_that_goes_away_ends_a_tool_with_0_and_where_a_result_is_there_with_the_results_code(
-    toy: Path
+    toy: Path,
 ) -> None:
     assert _left_alone([sys.executable, str(toy)]) == (0, "")
     assert _left_alone([sys.executable, str(toy), "--whole"]) == (1, "")
@@ -114,22 +119,26 @@ def test_an_invalid_capture_is_invalid_whoever_reads(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", [
-    "opreplay-capture --force -o pipe program.py",
-    "opreplay-check --recover pipe --force a.opreplay",
-    "opreplay-trim --payload=none --force a.opreplay pipe",
-    "opreplay-trim --ops=0:1 --script=pipe --force a.opreplay",
-    "opreplay-export --force a.opreplay pipe",
-    "opreplay-import --force -o pipe trace.json",
-    "opreplay-import --force -o b.opreplay --report=pipe trace.json",
-])
+@pytest.mark.parametrize(
+    "command",
+    [
+        "opreplay-capture --force -o pipe program.py",
+        "opreplay-check --recover pipe --force a.opreplay",
+        "opreplay-trim --payload=none --force a.opreplay pipe",
+        "opreplay-trim --ops=0:1 --script=pipe --force a.opreplay",
+        "opreplay-export --force a.opreplay pipe",
+        "opreplay-import --force -o pipe trace.json",
+        "opreplay-import --force -o b.opreplay --report=pipe trace.json",
+    ],
+)
 def test_a_device_or_a_pipe_is_never_replaced_by_a_file_not_even_with_force(tmp_path: Path, command: str) -> None:
     CaptureWriter(tmp_path / "a.opreplay", Session("00112233-4455-6677-8899-aabbccddeeff", "test", "0")).close(0)
     (tmp_path / "program.py").write_text("import torch\ntorch.ones(1) + 1\n")
     (tmp_path / "trace.json").write_text('{"traceEvents": [], "schemaVersion": 1}')
     os.mkfifo(tmp_path / "pipe")
     name, *arguments = command.split()
-    done = subprocess.run([Path(sys.executable).with_name(name), *arguments], cwd=tmp_path, capture_output=True,
-                          text=True, timeout=120)
+    done = subprocess.run(
+        [Path(sys.executable).with_name(name), *arguments], cwd=tmp_path, capture_output=True, text=True, timeout=120
+    )
     assert "pipe: is a device or a pipe; name a file to write to" in done.stderr and done.returncode == 1, done
     assert stat.S_ISFIFO((tmp_path / "pipe").lstat().st_mode)

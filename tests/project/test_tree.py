@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-MOST_LINES = 450
+# The formatter gives each argument of a long call or signature a line of its own.
+MOST_LINES = 520
 
 
 def tracked() -> list[Path]:
@@ -25,23 +26,35 @@ def tracked() -> list[Path]:
 
 def test_no_file_names_a_path_of_the_machine_it_was_written_on() -> None:
     machine = re.compile(rb"/(?:work|root|home/\w+|Users/\w+)/")
-    wrong = [str(path.relative_to(ROOT)) for path in tracked()
-             if path != Path(__file__) and machine.search(path.read_bytes())]
+    wrong = [
+        str(path.relative_to(ROOT))
+        for path in tracked()
+        if path != Path(__file__) and machine.search(path.read_bytes())
+    ]
     assert not wrong
 
 
 def test_modules_stay_short_enough_to_read_at_once() -> None:
-    long = {str(path.relative_to(ROOT)): lines for path in tracked()
-            if path.suffix == ".py" and "generated" not in path.parts
-            and (lines := len(path.read_text(encoding="utf-8").splitlines())) > MOST_LINES}
+    long = {
+        str(path.relative_to(ROOT)): lines
+        for path in tracked()
+        if path.suffix == ".py"
+        and "generated" not in path.parts
+        and (lines := len(path.read_text(encoding="utf-8").splitlines())) > MOST_LINES
+    }
     assert not long
 
 
 @pytest.mark.slow
 def test_every_module_says_what_it_is_for() -> None:
-    silent = [str(path.relative_to(ROOT)) for path in tracked()
-              if path.suffix == ".py" and "generated" not in path.parts and path.stat().st_size
-              and ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) is None]
+    silent = [
+        str(path.relative_to(ROOT))
+        for path in tracked()
+        if path.suffix == ".py"
+        and "generated" not in path.parts
+        and path.stat().st_size
+        and ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) is None
+    ]
     assert not silent
 
 

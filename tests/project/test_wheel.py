@@ -19,8 +19,16 @@ TOOLS = ("capture", "run", "benchmark", "dump", "check")
 def run(*command: str | Path, cwd: Path, **environment: str) -> str:
     """Run a command, without anything that would lead Python back into the tree. Returns what it printed."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
-    done = subprocess.run([str(part) for part in command], cwd=cwd, env={**kept, **environment}, text=True, timeout=600,
-                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
+    done = subprocess.run(
+        [str(part) for part in command],
+        cwd=cwd,
+        env={**kept, **environment},
+        text=True,
+        timeout=600,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        stdin=subprocess.DEVNULL,
+    )
     assert done.returncode == 0, f"{command}: exit code {done.returncode}\n{done.stdout}"
     return done.stdout
 
@@ -46,16 +54,28 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     (packages,) = environment.glob("lib/python*/site-packages")
     # A directory named in a .pth file joins sys.path without its own .pth files: the editable install stays out.
     (packages / "dependencies.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
-    run(sys.executable, "-m", "pip", "--python", environment / "bin/python", "install", "--no-deps", "--no-index",
-        "--disable-pip-version-check", wheel, cwd=environment)
+    run(
+        sys.executable,
+        "-m",
+        "pip",
+        "--python",
+        environment / "bin/python",
+        "install",
+        "--no-deps",
+        "--no-index",
+        "--disable-pip-version-check",
+        wheel,
+        cwd=environment,
+    )
     return environment / "bin"
 
 
 def test_the_wheel_holds_what_the_tree_holds(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         packed = {name for name in archive.namelist() if ".dist-info/" not in name}
-    library = {str(path.relative_to(ROOT)) for path in (ROOT / "replayfmt").rglob("*")
-               if path.suffix in {".py", ".cpp"}}
+    library = {
+        str(path.relative_to(ROOT)) for path in (ROOT / "replayfmt").rglob("*") if path.suffix in {".py", ".cpp"}
+    }
     tools = {f"opreplay_tools/{path.name}" for path in (ROOT / "tools").iterdir() if path.suffix in {".py", ".md"}}
     programs = {f"opreplay_tools/programs/{path.name}" for path in (ROOT / "examples").glob("*.py")}
     assert packed == library | tools | programs | {"replayfmt/py.typed"}

@@ -9,12 +9,7 @@ from replayfmt.format.model import ExternalFile, FileRange, Recipe
 
 from .conftest import Captured
 
-_FROM_OUTSIDE = (
-    StorageOrigin.payload,
-    StorageOrigin.external_file,
-    StorageOrigin.initializer,
-    StorageOrigin.absent,
-)
+_FROM_OUTSIDE = (StorageOrigin.payload, StorageOrigin.external_file, StorageOrigin.initializer, StorageOrigin.absent)
 
 
 def origins(captured: Captured) -> list[str]:
@@ -43,6 +38,4 @@ def payload_bytes(captured: Captured) -> list[bytes]:
 
 def range_bytes(captured: Captured) -> list[bytes]:
     """What the files hold now in the ranges that the capture refers to."""
-    return [
-        Path(file.path).read_bytes()[place.offset : place.offset + place.bytes] for file, place in ranges(captured)
-    ]
+    return [Path(file.path).read_bytes()[place.offset : place.offset + place.bytes] for file, place in ranges(captured)]

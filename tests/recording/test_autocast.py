@@ -103,7 +103,7 @@ def test_the_parts_of_composites_are_in_inference_mode_what_they_are_without_a_c
     capture: Capture, passing: bool
 ) -> None:
     x, weight, bias = torch.randn(4, 4), torch.randn(12, 4, requires_grad=True), torch.randn(12)
-    strided = torch.randn(16).as_strided((4, 1, 4), (1, 16, 4))    # times what requires gradients: mm in place of bmm
+    strided = torch.randn(16).as_strided((4, 1, 4), (1, 16, 4))  # times what requires gradients: mm in place of bmm
     cell, rnn = torch.nn.GRUCell(4, 4), torch.nn.GRU(4, 4, num_layers=2)
 
     @torch.inference_mode()

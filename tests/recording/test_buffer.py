@@ -63,12 +63,15 @@ def test_an_id_that_an_interrupted_op_took_is_filled(tmp_path: Path) -> None:
     path = tmp_path / "x.opreplay"
     with replayfmt.capture(path) as recorder:
         kept = [work(3)]
-        next(recorder._core.buffer.next_storage)     # as if an exception had struck between id and row
+        next(recorder._core.buffer.next_storage)  # as if an exception had struck between id and row
         kept.append(work(3))
     reader = open_capture(path)
     assert reader.summary.storages > 0
-    empty = [i for i in range(1, reader.summary.storages + 1)
-             if reader.storage(i).bytes == 0 and reader.storage(i).origin is not StorageOrigin.payload]
+    empty = [
+        i
+        for i in range(1, reader.summary.storages + 1)
+        if reader.storage(i).bytes == 0 and reader.storage(i).origin is not StorageOrigin.payload
+    ]
     assert len(empty) == 1
 
 

@@ -44,12 +44,15 @@ def test_coverage_is_what_a_map_of_bytes_says(written: list[ByteRegion], asked: 
     assert not coverage.complete or expected.all()
 
 
-@pytest.mark.parametrize("region, dense", [
-    (ByteRegion(0, (2, 3), (12, 4), 4), (0, 24)),
-    (ByteRegion(8, (3, 2), (4, 12), 4), (8, 32)),        # transposed
-    (ByteRegion(0, (2, 3), (16, 4), 4), None),
-    (ByteRegion(0, (2, 3), (0, 4), 4), None),            # expanded
-    (ByteRegion(4, (), (), 4), (4, 8)),
-])
+@pytest.mark.parametrize(
+    "region, dense",
+    [
+        (ByteRegion(0, (2, 3), (12, 4), 4), (0, 24)),
+        (ByteRegion(8, (3, 2), (4, 12), 4), (8, 32)),  # transposed
+        (ByteRegion(0, (2, 3), (16, 4), 4), None),
+        (ByteRegion(0, (2, 3), (0, 4), 4), None),  # expanded
+        (ByteRegion(4, (), (), 4), (4, 8)),
+    ],
+)
 def test_dense_views_are_ranges(region: ByteRegion, dense: tuple[int, int] | None) -> None:
     assert region.dense() == dense

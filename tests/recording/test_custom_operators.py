@@ -65,8 +65,25 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if not (home / "include/torch/csrc/stable/library.h").exists():
         pytest.skip("this torch has no headers of the stable interface")
     assert COMPILER is not None
-    subprocess.run([COMPILER, "-std=c++20", "-O0", "-fPIC", "-shared", f"-I{home / 'include'}", "-o", library, source,
-                    f"-L{home / 'lib'}", "-ltorch_cpu", "-ltorch", "-lc10"], check=True, timeout=600)
+    subprocess.run(
+        [
+            COMPILER,
+            "-std=c++20",
+            "-O0",
+            "-fPIC",
+            "-shared",
+            f"-I{home / 'include'}",
+            "-o",
+            library,
+            source,
+            f"-L{home / 'lib'}",
+            "-ltorch_cpu",
+            "-ltorch",
+            "-lc10",
+        ],
+        check=True,
+        timeout=600,
+    )
     return library
 
 
@@ -99,7 +116,7 @@ def test_a_library_that_is_loaded_while_the_capture_runs_is_noticed(capture: Cap
 @needs_compiler
 @pytest.mark.parametrize("inference", [False, True])
 def test_operators_without_a_dispatch_key_are_recorded_whole(capture: Capture, loaded: Any, inference: bool) -> None:
-    scripted = torch.jit.script(_scripted)     # a caller in C++
+    scripted = torch.jit.script(_scripted)  # a caller in C++
 
     def program() -> Any:
         with torch.inference_mode(inference):
@@ -181,7 +198,7 @@ def test_work_that_passed_the_recorder_by_is_named(capture: Capture, loaded: Any
 
     def program() -> Any:
         x, out = torch.arange(3.0), torch.zeros(3)
-        with Passing():                  # what a mode of the program's lies above comes in parts
+        with Passing():  # what a mode of the program's lies above comes in parts
             loaded.store(x, out)
         return out * 2
 
@@ -195,9 +212,9 @@ def test_work_that_passed_the_recorder_by_is_named(capture: Capture, loaded: Any
 
 _library = torch.library.Library("opreplay_custom", "DEF")
 _library.define("half(Tensor x) -> Tensor")
-_library.impl("half", lambda x: x * 0.5)                      # composite, in Python
+_library.impl("half", lambda x: x * 0.5)  # composite, in Python
 _library.define("third(Tensor x) -> Tensor")
-_library.impl("third", lambda x: x / 3, "CPU")                # no kernel for gradients: those of its parts
+_library.impl("third", lambda x: x / 3, "CPU")  # no kernel for gradients: those of its parts
 _library.define("raw(Tensor x) -> Tensor")
 _library.define("hidden(Tensor x) -> Tensor")
 _library.define("visible(Tensor x, Tensor(a!) out) -> ()")
@@ -264,7 +281,7 @@ def test_a_kernel_above_dispatch_modes_that_does_the_work_itself_is_named(captur
 def test_one_whose_parts_are_recorded_is_not(capture: Capture) -> None:
     def program() -> Any:
         x, out = torch.ones(3), torch.empty(3)
-        for _ in range(4):               # the last ones on the fast path
+        for _ in range(4):  # the last ones on the fast path
             torch.ops.opreplay_custom.visible(x, out)
         return out
 
@@ -294,7 +311,7 @@ def test_memory_that_nobody_wrote_may_be_given_to_what_declares_that_it_writes_i
 def test_memory_that_is_written_by_what_is_no_operator_is_an_unseen_write(capture: Capture) -> None:
     def program() -> Any:
         out = torch.empty(3)
-        ctypes.memset(out.data_ptr(), 0, out.nbytes)      # as a function of a C++ extension does
+        ctypes.memset(out.data_ptr(), 0, out.nbytes)  # as a function of a C++ extension does
         return out + 1
 
     assert capture(program).unsupported() == {"unseen_write": 1}

@@ -20,9 +20,24 @@ from replayfmt.format.records.digest import TensorDigest, sample_positions
 from replayfmt.pytorch.tensors import digests
 from replayfmt.pytorch.tensors.digests import digest_tensor, hash_tensor
 
-DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e5m2, torch.float8_e4m3fn,
-          torch.float8_e8m0fnu, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint64,
-          torch.bool, torch.complex64, torch.complex128]
+DTYPES = [
+    torch.float64,
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.float8_e5m2,
+    torch.float8_e4m3fn,
+    torch.float8_e8m0fnu,
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+    torch.uint64,
+    torch.bool,
+    torch.complex64,
+    torch.complex128,
+]
 LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "contiguous": lambda t: t,
     "transposed": lambda t: t.view(300, -1).t(),
@@ -66,8 +81,9 @@ def by_definition(tensor: torch.Tensor) -> TensorDigest:
     if not len(finite):
         return TensorDigest(*halves, len(every), *counts, None, None, None, None, sample)
     of_reals = (None, None) if flat.is_complex() else (float(finite.min()), float(finite.max()))
-    return TensorDigest(*halves, len(every), *counts, *of_reals, float(finite.mean()),
-                        math.sqrt(float((finite * finite).sum())), sample)
+    return TensorDigest(
+        *halves, len(every), *counts, *of_reals, float(finite.mean()), math.sqrt(float((finite * finite).sum())), sample
+    )
 
 
 def assert_same(got: TensorDigest, expected: TensorDigest) -> None:
@@ -78,7 +94,7 @@ def assert_same(got: TensorDigest, expected: TensorDigest) -> None:
     for name in ("mean", "l2"):
         one, other = getattr(got, name), getattr(expected, name)
         if one is None or other is None or expected.l2 == math.inf:
-            assert one is other is None or expected.l2 == math.inf     # of a sum beyond float64 nothing else is certain
+            assert one is other is None or expected.l2 == math.inf  # of a sum beyond float64 nothing else is certain
         else:
             assert math.isclose(one, other, rel_tol=1e-12, abs_tol=1e-13 * (expected.l2 or 0.0)), name
 
@@ -92,18 +108,22 @@ def test_a_digest_is_what_its_definition_says(dtype: torch.dtype, layout: str) -
         tensor = LAYOUTS[layout](base)
         expected = by_definition(tensor)
         with warnings.catch_warnings():
-            warnings.simplefilter("error")      # a warning would be the program's
+            warnings.simplefilter("error")  # a warning would be the program's
             assert_same(digest_tensor(tensor), expected)
             assert hash_tensor(tensor) == (expected.hash_low, expected.hash_high)
-            assert_same(digest_tensor(tensor), expected)      # known by now
+            assert_same(digest_tensor(tensor), expected)  # known by now
 
 
 def test_blocks_and_rows_of_any_length_add_up() -> None:
     torch.manual_seed(2)
     numbers = torch.randn(301_111)
-    numbers[::1000], numbers[70_000:140_000] = math.nan, math.inf     # whole blocks without a finite element
-    for tensor in (numbers, numbers[:300_000].view(2, 150_000).t(), numbers[:300_000].view(3, -1)[:, 5:99_000],
-                   numbers[:300_000].view(100_000, 3)[:, 1]):
+    numbers[::1000], numbers[70_000:140_000] = math.nan, math.inf  # whole blocks without a finite element
+    for tensor in (
+        numbers,
+        numbers[:300_000].view(2, 150_000).t(),
+        numbers[:300_000].view(3, -1)[:, 5:99_000],
+        numbers[:300_000].view(100_000, 3)[:, 1],
+    ):
         assert_same(digest_tensor(tensor), by_definition(tensor))
 
 
@@ -160,10 +180,16 @@ def test_every_result_of_every_op_has_its_digest_also_where_it_is_the_same_memor
     with open_capture(path) as reader:
         records = list(reader.records())
     ops = {record.ordinal: record for record in records if record.kind is RecordKind.op}
-    found = [(record.argument("of"), record.argument("result")) for record in records
-             if record.kind is RecordKind.digest and record.argument("of") != -1]
-    expected = [(ordinal, place) for ordinal, record in ops.items()
-                for place in range(2 if reader.kernels[record.signature.kernel].name == "aten::split" else 1)]
+    found = [
+        (record.argument("of"), record.argument("result"))
+        for record in records
+        if record.kind is RecordKind.digest and record.argument("of") != -1
+    ]
+    expected = [
+        (ordinal, place)
+        for ordinal, record in ops.items()
+        for place in range(2 if reader.kernels[record.signature.kernel].name == "aten::split" else 1)
+    ]
     assert len(ops) == 7 and [of for of, _result in found] == [of for of, _result in expected]
     with replayfmt.Plan(path) as plan:
         result = plan.execute(verify="bitwise")

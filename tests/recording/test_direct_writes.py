@@ -31,16 +31,20 @@ def _raising(x: torch.Tensor) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("write", [
-    lambda x: x.apply_(lambda value: value + 5),
-    lambda x: x[1:3].apply_(lambda value: value + 5),
-    lambda x: x.detach().map_(torch.full((4,), 3.0), lambda a, b: a + b),
-    lambda x: x.map2_(torch.full((4,), 3.0), torch.full((4,), 2.0), lambda a, b, c: a + b * c),
-    lambda x: x.untyped_storage().byteswap(torch.float32),
-    lambda x: x.untyped_storage()._swap_data_ptr_(torch.full((4,), 9.0).untyped_storage()),
-    _file,
-    _raising,
-], ids=["apply_", "apply_ to a part", "map_", "map2_", "byteswap", "swap", "file", "raises"])
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda x: x.apply_(lambda value: value + 5),
+        lambda x: x[1:3].apply_(lambda value: value + 5),
+        lambda x: x.detach().map_(torch.full((4,), 3.0), lambda a, b: a + b),
+        lambda x: x.map2_(torch.full((4,), 3.0), torch.full((4,), 2.0), lambda a, b, c: a + b * c),
+        lambda x: x.untyped_storage().byteswap(torch.float32),
+        lambda x: x.untyped_storage()._swap_data_ptr_(torch.full((4,), 9.0).untyped_storage()),
+        _file,
+        _raising,
+    ],
+    ids=["apply_", "apply_ to a part", "map_", "map2_", "byteswap", "swap", "file", "raises"],
+)
 @pytest.mark.parametrize("payload", ["full", "none"])
 def test_a_write_without_an_operator_is_an_import(
     capture: Capture, write: Callable[[torch.Tensor], Any], payload: str
@@ -48,7 +52,7 @@ def test_a_write_without_an_operator_is_an_import(
     def program() -> Any:
         x = torch.ones(4) * 2
         for _ in range(3):
-            x + 1                               # seen before, so that the fast path is taken
+            x + 1  # seen before, so that the fast path is taken
         write(x)
         made = [x + 1 for _ in range(3)]
         del made

@@ -214,8 +214,13 @@ def test_recording_does_not_touch_memory_that_a_shorter_file_took_away(tmp_path:
     if not is_readable_told():
         pytest.skip("the system does not tell what can be read")
     path = tmp_path / "short.opreplay"
-    done = subprocess.run([sys.executable, "-c", _TRUNCATING, str(tmp_path / "numbers.bin"), str(path), options],
-                          capture_output=True, text=True, timeout=600, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", _TRUNCATING, str(tmp_path / "numbers.bin"), str(path), options],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
     assert (done.returncode, done.stdout) == (0, "8.0\n"), done.stderr
     assert Captured(path, None).unsupported()["foreign_memory"] == 1
 

@@ -13,10 +13,7 @@ from replayfmt.replay.plan import Plan
 from .conftest import Capture
 from .external import origins, range_bytes, recipes
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 
 @pytest.fixture

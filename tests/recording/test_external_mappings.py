@@ -132,8 +132,14 @@ def test_a_file_that_is_mapped_where_ordinary_memory_was_is_found(path: Path) ->
     libc.mmap.restype = ctypes.c_void_p
     with open(path, "rb") as file:
         flags = mmap.MAP_PRIVATE | 0x10  # MAP_FIXED: in its place
-        placed = libc.mmap(ctypes.c_void_p(address), ctypes.c_size_t(LENGTH), mmap.PROT_READ | mmap.PROT_WRITE, flags,
-                           file.fileno(), ctypes.c_long(0))
+        placed = libc.mmap(
+            ctypes.c_void_p(address),
+            ctypes.c_size_t(LENGTH),
+            mmap.PROT_READ | mmap.PROT_WRITE,
+            flags,
+            file.fileno(),
+            ctypes.c_long(0),
+        )
     assert placed == address
     found = mappings.find(address + 100, 200)
     assert found is not None and found.offset == 100

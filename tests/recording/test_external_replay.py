@@ -125,7 +125,11 @@ def test_a_model_loaded_while_it_is_captured(capture: Capture, tmp_path: Path) -
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
         num_key_value_heads=2,
     )
     LlamaForCausalLM(config).save_pretrained(tmp_path / "model", max_shard_size="20KB")

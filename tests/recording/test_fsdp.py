@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-TRAINING = '''
+TRAINING = """
 import sys, torch, replayfmt
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -27,9 +27,9 @@ with replayfmt.capture(sys.argv[1]):
         optimizer.step()
         optimizer.zero_grad()
 dist.destroy_process_group()
-'''
+"""
 
-REPLAYS = '''
+REPLAYS = """
 import sys, replayfmt
 from replayfmt.errors import ReplayRefused
 
@@ -39,7 +39,7 @@ for allowed in ([], ["fsdp"]):
             print(plan.execute(verify="bitwise").outcome)
     except ReplayRefused as refused:
         print(*refused.findings, sep=" | ")
-'''
+"""
 
 
 def python(*arguments: object) -> str:
@@ -65,6 +65,6 @@ def test_collectives_among_several_ranks_stay_refused_whatever_may_be_imported(t
     python(TRAINING, path, 2)
     without, allowed = (line.split(" | ") for line in python(REPLAYS, path).splitlines())
     assert len(allowed) == 2 and allowed == [each for each in without if not each.startswith("fsdp::")]
-    for finding in allowed:     # and what the collectives wrote is not called unseen
+    for finding in allowed:  # and what the collectives wrote is not called unseen
         assert finding.startswith("unsupported, collective: c10d::")
         assert "of 2 ranks (0, 1), this is rank 0 of it" in finding

@@ -36,7 +36,8 @@ def unrecognized(path: Path, monkeypatch: pytest.MonkeyPatch, run: Callable[[], 
 
 
 def test_what_follows_a_call_without_a_site_is_told_apart_by_what_was_before(
-        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tensors, flag = [torch.ones(size) for size in range(1, 31)], torch.ones(())
 
     def run() -> None:
@@ -49,7 +50,8 @@ def test_what_follows_a_call_without_a_site_is_told_apart_by_what_was_before(
 
 
 def test_a_call_after_one_that_is_the_same_for_many_is_found_among_them(
-        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tensors, steps = [torch.ones(size) for size in range(1, 16)], [torch.ones(()) for _ in range(15)]
 
     def run() -> None:

@@ -19,7 +19,7 @@ from replayfmt.replay.plan import Plan
 
 from .conftest import Capture
 
-OBJECTS: dict[int, float] = {}      # what lives behind the library, by its address: here a factor
+OBJECTS: dict[int, float] = {}  # what lives behind the library, by its address: here a factor
 # As operators in C++ are: of those in Python, what happens inside can be recorded.
 WHOLE = ("addresses::apply", "addresses::apply_directly")
 KEPT: list[ctypes.Array[ctypes.c_char]] = []

@@ -109,10 +109,16 @@ def test_an_operator_that_hides_nothing_is_one_op_from_its_first_call_on(capture
 
     expected = program()
     captured = capture(program, digests="ops")
-    assert all(torch.equal(a, b) for one, two in zip(captured.returned, expected, strict=True)
-               for a, b in zip(one, two, strict=True))
-    assert captured.ops() == ["aten::rand.default", "aten::empty.memory_format",
-                              *["opreplay_hidden::scale.default", "aten::clone.default"] * 3]
+    assert all(
+        torch.equal(a, b)
+        for one, two in zip(captured.returned, expected, strict=True)
+        for a, b in zip(one, two, strict=True)
+    )
+    assert captured.ops() == [
+        "aten::rand.default",
+        "aten::empty.memory_format",
+        *["opreplay_hidden::scale.default", "aten::clone.default"] * 3,
+    ]
     assert captured.unsupported() == {} and not captured.records(RecordKind.host_read)
     captured.replays()
 
@@ -152,8 +158,13 @@ def _moved(x: torch.Tensor) -> torch.Tensor:
     return y + 1
 
 
-for _name, _function in (("undeclared", _undeclared), ("returned", _returned), ("generator", _generator),
-                         ("settings", _settings), ("moved", _moved)):
+for _name, _function in (
+    ("undeclared", _undeclared),
+    ("returned", _returned),
+    ("generator", _generator),
+    ("settings", _settings),
+    ("moved", _moved),
+):
     _library.define(f"{_name}(Tensor x) -> Tensor")
     _library.impl(_name, _function, "CPU")
 

@@ -79,9 +79,14 @@ def handled() -> Iterator[None]:
 
 def dispatch_state() -> tuple[Any, ...]:
     """What of a thread's state an op that was interrupted could leave behind."""
-    return (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch._C._len_torch_dispatch_stack(),
-            torch._C._is_torch_function_enabled(), torch._C._dispatch_tls_local_include_set().raw_repr(),
-            torch._C._dispatch_tls_local_exclude_set().raw_repr())
+    return (
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch._C._len_torch_dispatch_stack(),
+        torch._C._is_torch_function_enabled(),
+        torch._C._dispatch_tls_local_include_set().raw_repr(),
+        torch._C._dispatch_tls_local_exclude_set().raw_repr(),
+    )
 
 
 def writing(x: torch.Tensor, y: torch.Tensor) -> None:
@@ -110,7 +115,9 @@ def scopes(x: torch.Tensor, y: torch.Tensor) -> None:
 @pytest.mark.parametrize("error", [Struck, TimedOut], ids=lambda error: error.__name__)
 @pytest.mark.parametrize("work", [writing, drawing_and_reading, scopes], ids=lambda work: work.__name__)
 def test_an_interrupt_at_any_place_reaches_the_program_and_leaves_a_capture_that_replays(
-    capture: Capture, work: Callable[[torch.Tensor, torch.Tensor], None], error: type[BaseException],
+    capture: Capture,
+    work: Callable[[torch.Tensor, torch.Tensor], None],
+    error: type[BaseException],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     strikes = 0

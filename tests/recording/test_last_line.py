@@ -27,18 +27,55 @@ from replayfmt.format.reader import open_capture
 from replayfmt.recording import core, recorder
 
 # Beside the recorder itself: what it writes with, and what it knows PyTorch by.
-_OTHERS = ("format.writer", "format.container.frame_output", "format.container.payload_output",
-           "format.container.building", "format.definitions.tables_output", "format.container.output",
-           "format.definitions.interning", "format.records.columns", "pytorch.tensors.memory",
-           "pytorch.tensors.digests", "pytorch.tensors.composites", "pytorch.settings", "pytorch.environment")
+_OTHERS = (
+    "format.writer",
+    "format.container.frame_output",
+    "format.container.payload_output",
+    "format.container.building",
+    "format.definitions.tables_output",
+    "format.container.output",
+    "format.definitions.interning",
+    "format.records.columns",
+    "pytorch.tensors.memory",
+    "pytorch.tensors.digests",
+    "pytorch.tensors.composites",
+    "pytorch.settings",
+    "pytorch.environment",
+)
 # Not steps: the defence itself, what a program calls on purpose and has to be told of, and what stands in the place of
 # something that the program calls, and runs that.
-_DEFENCE = {"Core.attempt", "Core.failed", "Core.fail", "_attempted", "is_interrupt", "_arguments", "_is_frame",
-            "leave_no_frames", "leave_no_own_frame", "_next_of_others", "_is_ours", "is_recorders",
-            "CaptureWriter.abandon", "Recorder._put_back", "_set_inactive", "mode_stack",
-            "remove_mode_at", "set_modes", "OpenScope.__init__"}
-_CALLED_BY_PROGRAMS = {"capture", "scope", "Recorder.start", "Recorder.close", "Recorder.scope_begin",
-                       "Recorder.scope_end", "Recorder.__init__", "Recorder._check_content"}
+_DEFENCE = {
+    "Core.attempt",
+    "Core.failed",
+    "Core.fail",
+    "_attempted",
+    "is_interrupt",
+    "_arguments",
+    "_is_frame",
+    "leave_no_frames",
+    "leave_no_own_frame",
+    "_next_of_others",
+    "_is_ours",
+    "is_recorders",
+    "CaptureWriter.abandon",
+    "Recorder._put_back",
+    "_set_inactive",
+    "mode_stack",
+    "remove_mode_at",
+    "set_modes",
+    "OpenScope.__init__",
+}
+_CALLED_BY_PROGRAMS = {
+    "capture",
+    "scope",
+    "Recorder.start",
+    "Recorder.close",
+    "Recorder.scope_begin",
+    "Recorder.scope_end",
+    "Recorder.__init__",
+    "Recorder._check_content",
+}
+# fmt: off
 _STANDS_IN = {"RecordingMode.dispatch", "RecordingMode.record", "RecordingMode._record", "RecordingMode._special",
               "RecordingMode.run_inside", "RecordingMode.observed", "ObservingMode.observed",
               "RecordingMode._unrecorded", "RecordingMode._run_unsupported",
@@ -49,6 +86,7 @@ _STANDS_IN = {"RecordingMode.dispatch", "RecordingMode.record", "RecordingMode._
               "Recorder.recording", "Recorder._own_mode", "Recorder.launching", "Recorder.present",
               "Recorder.sees_first", "Recorder.paused",
               "Recorder.attempt", "Recorder._running", "Core.scope_begin"}
+# fmt: on
 _LIKE_HANDLERS = {"_in_section"}  # is called with a frame, as the signal handlers of programs are
 _NO_STEPS = _LIKE_HANDLERS | _DEFENCE | _CALLED_BY_PROGRAMS | _STANDS_IN
 
@@ -82,8 +120,11 @@ def steps() -> list[tuple[Any, str]]:
 
 def label(step: tuple[Any, str]) -> str:
     holder, name = step
-    return f"{holder.__module__.rpartition('.')[2]}.{holder.__name__}.{name}" if isinstance(
-        holder, type) else f"{holder.__name__.rpartition('.')[2]}.{name}"
+    return (
+        f"{holder.__module__.rpartition('.')[2]}.{holder.__name__}.{name}"
+        if isinstance(holder, type)
+        else f"{holder.__name__.rpartition('.')[2]}.{name}"
+    )
 
 
 class Sabotage:
@@ -104,7 +145,7 @@ class Sabotage:
             return original(*args, **kwargs)
 
         if getattr(raw, "__wrapped__", None) is not None and holder is core.Core:
-            original = raw.__wrapped__      # an attempt: the step is what it attempts
+            original = raw.__wrapped__  # an attempt: the step is what it attempts
             monkeypatch.setattr(raw, "__wrapped__", stand_in)
             return
         monkeypatch.setattr(holder, name, staticmethod(stand_in) if isinstance(raw, staticmethod) else stand_in)

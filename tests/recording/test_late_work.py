@@ -51,7 +51,7 @@ class WatchedLock:
         core = recorder._core
         assert core is not None
         self._lock, self._waiting = core.lock, threading.Semaphore(0)
-        core.lock = core.buffer.lock = self     # type: ignore[assignment]
+        core.lock = core.buffer.lock = self  # type: ignore[assignment]
 
     def __enter__(self) -> None:
         if not self._lock.acquire(blocking=False):

@@ -24,7 +24,7 @@ from .conftest import Capture
 
 def test_memory_is_freed_when_it_would_be_without_a_capture(tmp_path) -> None:
     with replayfmt.capture(tmp_path / "x.opreplay"):
-        for _ in range(4):                       # the complete path, then the fast one
+        for _ in range(4):  # the complete path, then the fast one
             x = torch.ones(3)
             y = x + 1
             z = y.view(3, 1)
@@ -51,7 +51,7 @@ def test_nothing_refers_to_the_programs_tensors(tmp_path) -> None:
 def test_memory_that_only_autograd_holds_stays_known(capture: Capture) -> None:
     def program() -> Any:
         w = torch.ones(3, requires_grad=True)
-        result = torch.exp(w).sum()             # exp's result lives on in the graph
+        result = torch.exp(w).sum()  # exp's result lives on in the graph
         gc.collect()
         result.backward()
         return w.grad
@@ -115,8 +115,11 @@ def test_an_exception_of_the_program_passes_and_the_file_is_complete(tmp_path) -
         raise ZeroDivisionError
     reader = open_capture(path)
     assert reader.complete
-    names = [(r.kind.name, r.argument("name")) for r in reader.records()
-             if r.kind in (RecordKind.scope_begin, RecordKind.scope_end)]
+    names = [
+        (r.kind.name, r.argument("name"))
+        for r in reader.records()
+        if r.kind in (RecordKind.scope_begin, RecordKind.scope_end)
+    ]
     assert names == [("scope_begin", "outer"), ("scope_begin", "inner"), ("scope_end", "inner"), ("scope_end", "outer")]
 
 
@@ -160,10 +163,18 @@ def test_scope_does_nothing_where_nothing_records() -> None:
         torch.ones(2)
 
 
-@pytest.mark.parametrize("wrong", [
-    {"payload": "some"}, {"digests": "all"}, {"compiled": "maybe"}, {"payload": "none", "digests": "ops"},
-    {"start_op": -1}, {"start_op": 5, "stop_op": 5}, {"chunk_records": 0},
-])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"payload": "some"},
+        {"digests": "all"},
+        {"compiled": "maybe"},
+        {"payload": "none", "digests": "ops"},
+        {"start_op": -1},
+        {"start_op": 5, "stop_op": 5},
+        {"chunk_records": 0},
+    ],
+)
 def test_options_that_make_no_sense_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(UsageError):
         CaptureOptions(**wrong)

@@ -30,9 +30,14 @@ def run_tool(directory: Path, *flags: str, **environment: str) -> tuple[str, Any
     """Capture a program in a process of its own. What it said, and what the session says watched threads."""
     (directory / "program.py").write_text(PROGRAM)
     kept = {name: value for name, value in os.environ.items() if name not in ("CXX", "OPREPLAY_NATIVE")}
-    done = subprocess.run([sys.executable, "-m", "opreplay_tools.capture", "--force", "-o", "one.opreplay", *flags,
-                           "program.py"], cwd=directory, env={**kept, **environment}, capture_output=True, text=True,
-                          timeout=600)
+    done = subprocess.run(
+        [sys.executable, "-m", "opreplay_tools.capture", "--force", "-o", "one.opreplay", *flags, "program.py"],
+        cwd=directory,
+        env={**kept, **environment},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
     assert done.returncode == 0, done.stderr
     return done.stderr, replayfmt.open(directory / "one.opreplay").session.policies["thread-watch"]
 
@@ -63,7 +68,7 @@ def built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def compiled(monkeypatch: pytest.MonkeyPatch, built: Path) -> list[Path]:
     """What would be compiled: the compiler is replaced by a copy of what it makes."""
     made: list[Path] = []
-    content = built.read_bytes()[:-building._DIGEST_BYTES]
+    content = built.read_bytes()[: -building._DIGEST_BYTES]
 
     def compile_library(source: Path, output: Path) -> None:
         made.append(source)
@@ -102,8 +107,10 @@ def test_a_library_that_is_there_is_not_built_again(built: Path, compiled: list[
     assert building.library("thread_watch.cpp")._name == str(built) and not compiled
 
 
-@pytest.mark.parametrize("damage", [lambda content: b"", lambda content: content[:5000],
-                                    lambda content: content[:5000] + b"x" + content[5001:]])
+@pytest.mark.parametrize(
+    "damage",
+    [lambda content: b"", lambda content: content[:5000], lambda content: content[:5000] + b"x" + content[5001:]],
+)
 def test_a_damaged_library_is_built_again_before_it_is_loaded(
     built: Path, compiled: list[Path], damage: Callable[[bytes], bytes], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -140,8 +147,10 @@ def _below_a_directory_of_everybody(built: Path) -> None:
     built.parents[2].chmod(0o777)
 
 
-@pytest.mark.parametrize("change", [_open_to_others, _in_a_directory_of_others, _in_a_linked_directory, _a_link,
-                                    _below_a_directory_of_everybody])
+@pytest.mark.parametrize(
+    "change",
+    [_open_to_others, _in_a_directory_of_others, _in_a_linked_directory, _a_link, _below_a_directory_of_everybody],
+)
 def test_what_others_may_have_written_is_never_loaded(built: Path, change: Callable[[Path], None]) -> None:
     change(built)
     with pytest.raises(building.NotAvailable, match="the cache is not safe"):

@@ -38,7 +38,7 @@ def test_writes_through_numpy_of_an_ops_result_are_seen(capture: Capture) -> Non
         view = x.numpy()
         first = x + 1
         view[:] = 7
-        x.add_(1)                    # a captured write between two outside ones
+        x.add_(1)  # a captured write between two outside ones
         view[0] = 0
         return first, x + 2
 
@@ -208,7 +208,7 @@ def test_an_array_that_is_wrapped_again_shows_what_was_written_between(capture: 
         kept = []
         for i in range(4):
             array += i
-            x = torch.from_numpy(array)     # the last one lives until here
+            x = torch.from_numpy(array)  # the last one lives until here
             kept.append(x * 2)
             x.add_(1)
         return kept
@@ -221,7 +221,7 @@ def test_an_array_that_is_wrapped_again_shows_what_was_written_between(capture: 
 def test_unwritten_memory_that_the_program_fills_through_an_array_enters(capture: Capture) -> None:
     def program() -> Any:
         x = torch.empty(4)
-        x.numpy()[:] = 0        # what fresh memory may hold anyway
+        x.numpy()[:] = 0  # what fresh memory may hold anyway
         y = torch.empty(2, 3)
         y[0] = 1
         np.asarray(y)[1] = 2
@@ -245,9 +245,7 @@ def test_unwritten_memory_that_is_wrapped_again_enters_where_it_is_read(capture:
 
 
 @pytest.mark.parametrize("payload", ["full", "integers", "none"])
-def test_writes_through_arrays_leave_the_same_marks_whatever_is_kept_of_content(
-    capture: Capture, payload: str
-) -> None:
+def test_writes_through_arrays_leave_the_same_marks_whatever_is_kept_of_content(capture: Capture, payload: str) -> None:
     def program() -> Any:
         array = np.ones(4, np.float32)
         x, rows, places = torch.from_numpy(array), torch.rand(5, 2), torch.arange(3)

@@ -30,13 +30,15 @@ def per_tensor(*sizes: int) -> torch.Tensor:
 
 def per_channel(*sizes: int, axis: int = 0) -> torch.Tensor:
     scales = torch.rand(sizes[axis]) / 10 + 0.01
-    return torch.quantize_per_channel(torch.randn(sizes), scales, torch.zeros(sizes[axis], dtype=torch.long), axis,
-                                      torch.qint8)
+    return torch.quantize_per_channel(
+        torch.randn(sizes), scales, torch.zeros(sizes[axis], dtype=torch.long), axis, torch.qint8
+    )
 
 
 def rows(count: int, length: int, dtype: torch.dtype = torch.quint8) -> torch.Tensor:
-    return torch.quantize_per_channel(torch.randn(count, length), torch.rand(count) / 10 + 0.01, torch.zeros(count), 0,
-                                      dtype)
+    return torch.quantize_per_channel(
+        torch.randn(count, length), torch.rand(count) / 10 + 0.01, torch.zeros(count), 0, dtype
+    )
 
 
 def image(*sizes: int) -> torch.Tensor:
@@ -65,8 +67,11 @@ def test_a_dynamically_quantized_model_that_was_there_before_replays(capture: Ca
     # The weight entered once, though it was unpacked at each use.
     weights = [r for r in captured.records(RecordKind.storage_import) if r.argument("reason") == "first_use"]
     assert len(weights) == len({r.argument("storage") for r in weights})
-    uses = [op for op in captured.records(RecordKind.op) if "linear_dynamic" in
-            captured.reader.kernels[op.signature.kernel].name]
+    uses = [
+        op
+        for op in captured.records(RecordKind.op)
+        if "linear_dynamic" in captured.reader.kernels[op.signature.kernel].name
+    ]
     assert len(uses) == 2
     first, second = (use.args[1].parts[0] for use in uses)
     assert first == second
@@ -87,26 +92,45 @@ def test_memory_that_nobody_wrote_is_unseen_where_its_packed_form_is_used(captur
 
 
 PACKED: dict[str, tuple[Callable[[], Any], Callable[[Any], torch.Tensor]]] = {
-    "linear": (lambda: ops.linear_prepack(per_channel(4, 8), torch.randn(4)),
-               lambda packed: ops.linear(image(3, 8), packed, 0.1, 4)),
-    "conv1d": (lambda: ops.conv1d_prepack(per_tensor(4, 3, 3), torch.randn(4), [2], [1], [1], 1),
-               lambda packed: ops.conv1d(image(2, 3, 9), packed, 0.1, 4)),
-    "conv2d": (lambda: ops.conv2d_prepack(per_channel(4, 2, 3, 3), None, [1, 2], [1, 0], [2, 1], 2),
-               lambda packed: ops.conv2d(image(1, 4, 9, 9), packed, 0.1, 4)),
+    "linear": (
+        lambda: ops.linear_prepack(per_channel(4, 8), torch.randn(4)),
+        lambda packed: ops.linear(image(3, 8), packed, 0.1, 4),
+    ),
+    "conv1d": (
+        lambda: ops.conv1d_prepack(per_tensor(4, 3, 3), torch.randn(4), [2], [1], [1], 1),
+        lambda packed: ops.conv1d(image(2, 3, 9), packed, 0.1, 4),
+    ),
+    "conv2d": (
+        lambda: ops.conv2d_prepack(per_channel(4, 2, 3, 3), None, [1, 2], [1, 0], [2, 1], 2),
+        lambda packed: ops.conv2d(image(1, 4, 9, 9), packed, 0.1, 4),
+    ),
     "conv_transpose2d": (
         lambda: ops.conv_transpose2d_prepack(per_tensor(4, 3, 3, 3), torch.randn(3), [2, 2], [1, 1], [1, 1], [1, 1], 1),
-        lambda packed: ops.conv_transpose2d(image(1, 4, 5, 5), packed, 0.1, 4)),
-    "conv3d": (lambda: ops.conv3d_prepack(per_tensor(4, 2, 2, 2, 2), torch.randn(4), [1] * 3, [0] * 3, [1] * 3, 1),
-               lambda packed: ops.conv3d(image(1, 2, 4, 4, 4), packed, 0.1, 4)),
-    "embedding": (lambda: ops.embedding_bag_prepack(rows(10, 16)),
-                  lambda packed: ops.embedding_byte(packed, torch.tensor([1, 2, 1]))),
-    "embedding_4bit": (lambda: ops.embedding_bag_prepack(rows(10, 16, torch.quint4x2)),
-                       lambda packed: ops.embedding_4bit(packed, torch.tensor([1, 2, 1]))),
-    "cell": (lambda: ops.make_quantized_cell_params_dynamic(
-                 *(ops.linear_prepack(per_tensor(12, length), torch.randn(12)) for length in (8, 4)), torch.randn(12),
-                 torch.randn(12), False),
-             lambda packed: torch.quantized_gru(torch.ones(4, 2, 8), torch.zeros(1, 2, 4), [packed], True, 1, 0.0,
-                                                False, False, False)[0]),
+        lambda packed: ops.conv_transpose2d(image(1, 4, 5, 5), packed, 0.1, 4),
+    ),
+    "conv3d": (
+        lambda: ops.conv3d_prepack(per_tensor(4, 2, 2, 2, 2), torch.randn(4), [1] * 3, [0] * 3, [1] * 3, 1),
+        lambda packed: ops.conv3d(image(1, 2, 4, 4, 4), packed, 0.1, 4),
+    ),
+    "embedding": (
+        lambda: ops.embedding_bag_prepack(rows(10, 16)),
+        lambda packed: ops.embedding_byte(packed, torch.tensor([1, 2, 1])),
+    ),
+    "embedding_4bit": (
+        lambda: ops.embedding_bag_prepack(rows(10, 16, torch.quint4x2)),
+        lambda packed: ops.embedding_4bit(packed, torch.tensor([1, 2, 1])),
+    ),
+    "cell": (
+        lambda: ops.make_quantized_cell_params_dynamic(
+            *(ops.linear_prepack(per_tensor(12, length), torch.randn(12)) for length in (8, 4)),
+            torch.randn(12),
+            torch.randn(12),
+            False,
+        ),
+        lambda packed: torch.quantized_gru(
+            torch.ones(4, 2, 8), torch.zeros(1, 2, 4), [packed], True, 1, 0.0, False, False, False
+        )[0],
+    ),
 }
 
 
@@ -163,8 +187,9 @@ def test_recurrent_networks_that_are_quantized_per_channel_under_the_capture_rep
         packed = [ops.linear_prepack(per_channel(12, length), torch.randn(12)) for length in (8, 3)]
         cell = ops.make_quantized_cell_params_dynamic(*packed, torch.randn(12), torch.randn(12), True)
         state = [torch.randn(1, 2, 3), torch.randn(1, 2, 3)]
-        return torch.quantized_lstm(torch.randn(4, 2, 8), state, [cell], True, 1, 0.0, False, False, False,
-                                    dtype=torch.qint8, use_dynamic=True)
+        return torch.quantized_lstm(
+            torch.randn(4, 2, 8), state, [cell], True, 1, 0.0, False, False, False, dtype=torch.qint8, use_dynamic=True
+        )
 
     captured = capture(program, digests="ops")
     assert captured.unsupported() == {}
@@ -197,8 +222,9 @@ def test_what_packed_parameters_hold_is_embedded_or_asked_of_initializers(captur
     with pytest.raises(ReplayRefused) as refused:
         Plan(captured.path)
     assert all("--replay-initializer=FILE.py" in finding for finding in refused.value.findings)
-    ours = Initializer("zeros", lambda request: torch.zeros(request.tensor.sizes, dtype=request.tensor.dtype),
-                       dtypes=INTEGERS)
+    ours = Initializer(
+        "zeros", lambda request: torch.zeros(request.tensor.sizes, dtype=request.tensor.dtype), dtypes=INTEGERS
+    )
     with Plan(captured.path, initializers=[ours]) as plan:
         assert plan.execute().outcome == "ok"
 
@@ -207,8 +233,11 @@ def test_what_packed_parameters_hold_is_embedded_or_asked_of_initializers(captur
 def test_a_part_of_a_capture_keeps_what_its_packed_parameters_hold(capture: Capture, tmp_path: Path) -> None:
     model, x = quantized_model(), torch.randn(3, 2, 8)
     captured = capture(lambda: model(x))
-    ordinals = [r.ordinal for r in captured.records(RecordKind.op)
-                if "linear_dynamic" in captured.reader.kernels[r.signature.kernel].name]
+    ordinals = [
+        r.ordinal
+        for r in captured.records(RecordKind.op)
+        if "linear_dynamic" in captured.reader.kernels[r.signature.kernel].name
+    ]
     trimmed = tmp_path / "trimmed.opreplay"
     selected = f"--ops={ordinals[0]}:{ordinals[0] + 1}"
     command = [sys.executable, "-m", "opreplay_tools.trim", selected, str(captured.path), str(trimmed)]
@@ -260,6 +289,6 @@ def test_parts_that_make_no_packed_parameters_are_one_error(case: int) -> None:
 
 
 def test_what_an_object_held_outlives_it() -> None:
-    form, parts = take_apart(PACKED["embedding"][0]())      # its scales are a window on the object, which is gone
+    form, parts = take_apart(PACKED["embedding"][0]())  # its scales are a window on the object, which is gone
     assert form == "packed_embedding_per_channel"
     assert all(part.untyped_storage().resizable() for part in parts if isinstance(part, torch.Tensor))

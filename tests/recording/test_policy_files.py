@@ -83,8 +83,13 @@ def test_a_pretrained_model_refers_to_its_checkpoint(capture: Capture, tmp_path:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=2, tie_word_embeddings=False,
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        tie_word_embeddings=False,
     )
     LlamaForCausalLM(config).save_pretrained(tmp_path / "model", max_shard_size="20KB")
     assert (tmp_path / "model" / "model.safetensors.index.json").exists()

@@ -64,7 +64,8 @@ def test_no_value_that_depends_on_floats_is_recorded(capture: Capture) -> None:
         assert [read.argument("method") for read in reads] == ["tolist"]
         assert len(reads[0].args) == 2  # method and tensor, no digest
         scalars = [
-            record.results for record, name in zip(captured.records(RecordKind.op), captured.ops(), strict=True)
+            record.results
+            for record, name in zip(captured.records(RecordKind.op), captured.ops(), strict=True)
             if name == "aten::_local_scalar_dense.default"
         ]
         assert scalars == [(None,)] * 3
@@ -146,9 +147,7 @@ def test_floats_that_a_loader_first_sees_as_bytes_are_left_out(
 def test_a_model_that_is_loaded_meanwhile_is_left_out(capture: Capture, tmp_path: Path) -> None:
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    config = GPT2Config(
-        vocab_size=97, n_positions=32, n_embd=32, n_layer=2, n_head=2, bos_token_id=1, eos_token_id=1
-    )
+    config = GPT2Config(vocab_size=97, n_positions=32, n_embd=32, n_layer=2, n_head=2, bos_token_id=1, eos_token_id=1)
     GPT2LMHeadModel(config).save_pretrained(tmp_path / "model")
     tokens = torch.arange(8)[None]
 
@@ -196,8 +195,9 @@ def test_without_payloads_only_metadata_is_recorded(capture: Capture, tmp_path: 
 
 
 @pytest.mark.parametrize("name", ["float8_e8m0fnu", "float8_e4m3fnuz", "float8_e5m2fnuz"])
-def test_floats_of_every_width_stay_out_where_safetensors_are_loaded_inside(tmp_path: Path, capture: Capture,
-                                                                            name: str) -> None:
+def test_floats_of_every_width_stay_out_where_safetensors_are_loaded_inside(
+    tmp_path: Path, capture: Capture, name: str
+) -> None:
     secret = torch.frombuffer(bytearray(b"SeCrEt42" * 100), dtype=torch.uint8)
     save_file({"w": secret.view(getattr(torch, name))}, tmp_path / "m.safetensors")
     captured = capture(lambda: load_file(tmp_path / "m.safetensors")["w"].float(), payload="integers")

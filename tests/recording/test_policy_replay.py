@@ -48,7 +48,7 @@ def test_sizes_that_depend_on_content_are_not_taken_for_granted(capture: Capture
     values = torch.tensor([-1.0, 50.0, 100.0]).repeat(20)
 
     def program() -> Any:
-        return (values == 50).nonzero().shape      # no statistics tell that
+        return (values == 50).nonzero().shape  # no statistics tell that
 
     captured = capture(program, payload=payload)
     assert outcome_of(captured) != "ok"

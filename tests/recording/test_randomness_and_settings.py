@@ -113,7 +113,7 @@ def test_what_an_op_makes_under_other_settings_is_not_taken_for_what_it_made_bef
     def program() -> Any:
         made = []
         for _ in range(4):
-            for dtype in (torch.float16, torch.bfloat16):     # the same number of bytes
+            for dtype in (torch.float16, torch.bfloat16):  # the same number of bytes
                 torch.set_default_dtype(dtype)
                 made.append(torch.ones(4) + 1)
                 made.append(torch.arange(4) / 2)
@@ -121,8 +121,12 @@ def test_what_an_op_makes_under_other_settings_is_not_taken_for_what_it_made_bef
         return made
 
     captured = capture(program)
-    dtypes = [value.meta.dtype.name for r in captured.records(RecordKind.op) for value in r.results
-              if captured.reader.kernels[r.signature.kernel].name == "aten::div"]
+    dtypes = [
+        value.meta.dtype.name
+        for r in captured.records(RecordKind.op)
+        for value in r.results
+        if captured.reader.kernels[r.signature.kernel].name == "aten::div"
+    ]
     assert dtypes == ["float16", "bfloat16"] * 4
     captured.replays()
 

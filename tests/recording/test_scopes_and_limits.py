@@ -156,7 +156,7 @@ def test_a_scope_whose_name_ends_in_a_number_is_still_named_by_it(capture: Captu
 
     assert sizes(capture(program, start_scope="block#1#1")) == [2]
     with pytest.raises(NothingCaptured):
-        capture(program, start_scope="block#1")    # the second scope called `block`
+        capture(program, start_scope="block#1")  # the second scope called `block`
 
 
 def train(steps: int) -> None:
@@ -170,8 +170,11 @@ def train(steps: int) -> None:
 
 def fills(captured: Captured) -> list[float]:
     """Which steps of `train` were recorded."""
-    return [record.argument("fill_value") for record in captured.records(RecordKind.op)
-            if captured.reader.kernels[record.signature.kernel].name == "aten::full"]
+    return [
+        record.argument("fill_value")
+        for record in captured.records(RecordKind.op)
+        if captured.reader.kernels[record.signature.kernel].name == "aten::full"
+    ]
 
 
 def test_the_steps_of_a_training_loop_are_counted_by_its_optimizer(capture: Capture) -> None:
@@ -189,9 +192,19 @@ def test_a_step_that_does_not_come_leaves_no_capture(capture: Capture) -> None:
         capture(lambda: train(2), steps="5:6")
 
 
-@pytest.mark.parametrize("options", [{"steps": "3"}, {"steps": ":"}, {"steps": "4:4"}, {"steps": "a:b"}, {"steps": 3},
-                                     {"steps": "1:2", "start_op": 1}, {"steps": "1:2", "stop_scope": "x"},
-                                     {"start_scope": ""}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"steps": "3"},
+        {"steps": ":"},
+        {"steps": "4:4"},
+        {"steps": "a:b"},
+        {"steps": 3},
+        {"steps": "1:2", "start_op": 1},
+        {"steps": "1:2", "stop_scope": "x"},
+        {"start_scope": ""},
+    ],
+)
 def test_wrong_limits_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match="steps|start_scope"):
         CaptureOptions(**options)
@@ -306,9 +319,14 @@ def test_scopes_end_inside_functions_that_are_transformed(capture: Capture) -> N
         return y * 2
 
     x, batch = torch.randn(3), torch.randn(2, 3)
-    captured = capture(lambda: [
-        grad(energy)(x), vmap(energy, randomness="different")(batch), jvp(energy, (x,), (x,)), functionalize(energy)(x)
-    ])
+    captured = capture(
+        lambda: [
+            grad(energy)(x),
+            vmap(energy, randomness="different")(batch),
+            jvp(energy, (x,), (x,)),
+            functionalize(energy)(x),
+        ]
+    )
     assert len(captured.records(RecordKind.scope_end)) == 4
     captured.replays()
 

@@ -41,8 +41,14 @@ def wrappers() -> Any:
     weight = Quantized(torch.randint(-5, 5, (4, 4), dtype=torch.int8), torch.tensor(0.1))
     masked = masked_tensor(torch.randn(4), torch.tensor([True, False, True, True]))
     jagged = torch.nested.nested_tensor([torch.randn(2, 3), torch.randn(4, 3)], layout=torch.jagged)
-    return (two.a + two.b, torch.randn(2, 4) @ weight, (masked + masked).get_data(), (jagged * 2).values().sum(),
-            torch.nn.functional.linear(jagged, torch.randn(5, 3)).values(), torch.randn(3).as_subclass(Named) + 1)
+    return (
+        two.a + two.b,
+        torch.randn(2, 4) @ weight,
+        (masked + masked).get_data(),
+        (jagged * 2).values().sum(),
+        torch.nn.functional.linear(jagged, torch.randn(5, 3)).values(),
+        torch.randn(3).as_subclass(Named) + 1,
+    )
 
 
 def control_flow() -> Any:
@@ -106,7 +112,7 @@ def own_operators() -> Any:
     x = torch.randn(4)
     y = scale(x, 2.5)
     increment(y)
-    noise = [noisy(y), noisy(y), torch.rand(2)]       # draws without the tag that says so
+    noise = [noisy(y), noisy(y), torch.rand(2)]  # draws without the tag that says so
     z = x.clone().requires_grad_()
     Exponential.apply(z).sum().backward()
     return y, noise, torch.ops.recording_tests_library.describe(x, "abc"), z.grad

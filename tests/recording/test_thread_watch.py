@@ -112,15 +112,15 @@ def extension(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     """C code that runs operators in threads of its own."""
     directory = tmp_path_factory.mktemp("extension")
     (directory / "threads.cpp").write_text(EXTENSION)
-    building.compile_library(directory / "threads.cpp", directory / "threads.so", "-O0", "-fopenmp",
-                             "-fvisibility=default")
+    building.compile_library(
+        directory / "threads.cpp", directory / "threads.so", "-O0", "-fopenmp", "-fvisibility=default"
+    )
     return ctypes.CDLL(str(directory / "threads.so"))
 
 
 def told(captured: Captured) -> list[tuple[Any, Any]]:
     """The first operator and the sentence of every thread that was told."""
-    return [(record.argument("op"), record.argument("detail"))
-            for record in captured.records(RecordKind.unsupported)]
+    return [(record.argument("op"), record.argument("detail")) for record in captured.records(RecordKind.unsupported)]
 
 
 # ------------------------------------------------------------------------------------------------------ what is told
@@ -287,8 +287,12 @@ def test_what_is_recorded_is_never_told_as_unseen(capture: Capture, program: Cal
 @watched
 def test_the_recorders_own_threads_are_none_of_those(capture: Capture, tmp_path: Path) -> None:
     torch.save({"w": torch.arange(1000.0)}, tmp_path / "w.pt")
-    captured = capture(lambda: torch.load(tmp_path / "w.pt")["w"].sin(), digests="ops",
-                       files=[tmp_path / "w.pt"], file_validation="digest")
+    captured = capture(
+        lambda: torch.load(tmp_path / "w.pt")["w"].sin(),
+        digests="ops",
+        files=[tmp_path / "w.pt"],
+        file_validation="digest",
+    )
     assert captured.unsupported() == {}
 
 

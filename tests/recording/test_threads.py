@@ -109,9 +109,7 @@ def test_threads_that_are_started_in_any_way_are_recorded(capture: Capture, prog
     captured.replays()
 
 
-def test_an_error_in_a_thread_is_told_as_without_a_capture(
-    capture: Capture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_in_a_thread_is_told_as_without_a_capture(capture: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[Any] = []
     done = threading.Event()
 
@@ -142,9 +140,7 @@ def test_an_error_in_a_thread_is_told_as_without_a_capture(
 # --------------------------------------------------------------------------------------- threads that were there before
 
 
-def test_workers_that_were_waiting_are_recorded_in_each_capture(
-    capture: Capture, serve: Callable[..., Server]
-) -> None:
+def test_workers_that_were_waiting_are_recorded_in_each_capture(capture: Capture, serve: Callable[..., Server]) -> None:
     weight = torch.arange(9.0).view(3, 3)
     pool = ThreadPoolExecutor(2)
     assert list(pool.map(abs, [1, 2])) == [1, 2]
@@ -155,8 +151,12 @@ def test_workers_that_were_waiting_are_recorded_in_each_capture(
 
     for _ in range(2):
         captured = capture(program)
-        assert set(captured.ops()) == {"aten::ones.default", "aten::mm.default", "aten::tanh.default",
-                                       "aten::cos.default"}
+        assert set(captured.ops()) == {
+            "aten::ones.default",
+            "aten::mm.default",
+            "aten::tanh.default",
+            "aten::cos.default",
+        }
         assert captured.unsupported() == {}
         assert len({record.thread for record in captured.records(RecordKind.op)}) == 3
         captured.replays()
@@ -350,8 +350,10 @@ def test_pytorchs_own_threads_are_recorded(capture: Capture) -> None:
 
 def test_a_capture_without_an_op_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "empty.opreplay"
-    with pytest.raises(NothingCaptured, match="no op was captured.*the empty file was removed"), \
-            replayfmt.capture(path):
+    with (
+        pytest.raises(NothingCaptured, match="no op was captured.*the empty file was removed"),
+        replayfmt.capture(path),
+    ):
         pass
     assert not path.exists()
     with pytest.raises(ZeroDivisionError), replayfmt.capture(path):
@@ -366,8 +368,10 @@ def test_a_capture_without_an_op_is_an_error(tmp_path: Path) -> None:
 
 def test_a_capture_of_unsupported_work_alone_is_an_error_and_kept(tmp_path: Path) -> None:
     path = tmp_path / "unsupported.opreplay"
-    with pytest.raises(NothingCaptured, match="no op was captured; the file was kept"), \
-            replayfmt.capture(path) as recorder:
+    with (
+        pytest.raises(NothingCaptured, match="no op was captured; the file was kept"),
+        replayfmt.capture(path) as recorder,
+    ):
         recorder.unsupported("host_call", "x", "y")
     assert replayfmt.open(path).reader.summary.unsupported == {"host_call": 1}
 

@@ -117,16 +117,31 @@ def own_classes() -> Any:
         pass
 
     source = torch.ones(3, requires_grad=True)
-    made = [Plain([1.0, 2.0]), Plain(source), Plain(np.ones(2)), Plain(torch.ones(2).untyped_storage()),
-            Tagged([3.0], "a"), Weight(torch.ones(2)), torch.Tensor([4.0]), torch.FloatTensor([5.0])]
+    made = [
+        Plain([1.0, 2.0]),
+        Plain(source),
+        Plain(np.ones(2)),
+        Plain(torch.ones(2).untyped_storage()),
+        Tagged([3.0], "a"),
+        Weight(torch.ones(2)),
+        torch.Tensor([4.0]),
+        torch.FloatTensor([5.0]),
+    ]
     filled = Plain(2, 3).fill_(6.0)
     (made[1] * 2).sum().backward()
     with pytest.raises(TypeError):
         Plain("no tensor")
-    bias = [torch.nn.functional.scaled_dot_product_attention(*[torch.ones(1, 2, 4, 8)] * 3, attn_mask=mask).sum().item()
-            for mask in (causal_lower_right(4, 4), causal_upper_left(4, 4))]
-    return [[(type(x).__name__, (x + 1).tolist()) for x in (*made, filled)], made[4].tag, source.grad.tolist(),
-            type(Plain().data).__name__, bias]
+    bias = [
+        torch.nn.functional.scaled_dot_product_attention(*[torch.ones(1, 2, 4, 8)] * 3, attn_mask=mask).sum().item()
+        for mask in (causal_lower_right(4, 4), causal_upper_left(4, 4))
+    ]
+    return [
+        [(type(x).__name__, (x + 1).tolist()) for x in (*made, filled)],
+        made[4].tag,
+        source.grad.tolist(),
+        type(Plain().data).__name__,
+        bias,
+    ]
 
 
 def wrapped_numbers() -> Any:
@@ -137,7 +152,13 @@ def wrapped_numbers() -> Any:
 
 
 PROGRAMS = [
-    wrapped_numbers, own_classes, lazy_modules, logging_subclass, strict_subclass, function_mode, awkward_subclass
+    wrapped_numbers,
+    own_classes,
+    lazy_modules,
+    logging_subclass,
+    strict_subclass,
+    function_mode,
+    awkward_subclass,
 ]
 
 
@@ -181,8 +202,13 @@ def expanded() -> list[torch.Tensor]:
     far = (1_000_000, 1_000_000)
     filled = torch.empty(1)
     filled.fill_(3.0)
-    wide = [torch.ones(1).expand(far), torch.arange(1000.0)[:, None].expand(1000, 10**9), filled.expand(far),
-            torch.empty_strided(far, (0, 0)), torch.zeros(3).exp().expand(10**12, 3)]
+    wide = [
+        torch.ones(1).expand(far),
+        torch.arange(1000.0)[:, None].expand(1000, 10**9),
+        filled.expand(far),
+        torch.empty_strided(far, (0, 0)),
+        torch.zeros(3).exp().expand(10**12, 3),
+    ]
     assert wide[1].numpy().shape == (1000, 10**9)
     windows = torch.arange(2_000_000.0).unfold(0, 1_000_000, 1)
     return [*(tensor.t() for tensor in wide), windows, torch.arange(4.0)[:, None].expand(4, 2)]
@@ -254,8 +280,11 @@ def test_an_exception_that_passes_the_recorder_is_printed_as_without_it(capture:
 
 def test_what_ends_a_thread_is_shown_as_without_a_capture(capture: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     ends: list[str] = []
-    monkeypatch.setattr(threading, "excepthook", lambda end: ends.append("".join(
-        traceback.format_exception(end.exc_type, end.exc_value, end.exc_traceback))))
+    monkeypatch.setattr(
+        threading,
+        "excepthook",
+        lambda end: ends.append("".join(traceback.format_exception(end.exc_type, end.exc_value, end.exc_traceback))),
+    )
 
     def program() -> str:
         thread = threading.Thread(target=lambda: torch.mm(torch.ones(2, 3), torch.ones(2, 3)))
@@ -291,7 +320,7 @@ def warned(work: Program) -> list[tuple[str, int, str]]:
 def warning() -> None:
     x = torch.ones(1)
     for _ in range(4):
-        x.std()          # one warning for each place in the program, not one for all
+        x.std()  # one warning for each place in the program, not one for all
     x.std()
     torch.add(torch.ones(3), torch.ones(3), out=torch.empty(2))
 

@@ -109,11 +109,20 @@ def kept_in_part(values: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("use", [
-    a_sum, kept_in_place_of_another, kept_in_part, lambda values: values, lambda values: values.mul_(0),
-    lambda values: values.tolist() and None, lambda values: values.numpy().sum() and None,
-    lambda values: values[2].item() and None, lambda values: torch.where(values > 0, 1.0, 2.0),
-])
+@pytest.mark.parametrize(
+    "use",
+    [
+        a_sum,
+        kept_in_place_of_another,
+        kept_in_part,
+        lambda values: values,
+        lambda values: values.mul_(0),
+        lambda values: values.tolist() and None,
+        lambda values: values.numpy().sum() and None,
+        lambda values: values[2].item() and None,
+        lambda values: torch.where(values > 0, 1.0, 2.0),
+    ],
+)
 def test_what_is_computed_from_unwritten_memory_and_then_used_is_an_unseen_write(capture: Capture, use: Any) -> None:
     kept = []
 

@@ -39,7 +39,7 @@ def content_file(source: Path, path: Path, *, gap: int = 64, only: list[int] | N
             content += bytes(-len(content) % gap)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(content)
-    os.utime(path, ns=(10**18, 10**18))     # long ago, so that a later change shows however slowly the clock ticks
+    os.utime(path, ns=(10**18, 10**18))  # long ago, so that a later change shows however slowly the clock ticks
     return offsets
 
 
@@ -51,8 +51,16 @@ def described(path: Path, validation: str, named: str | None = None) -> External
     return ExternalFile(named or str(path), found.st_size, identity, digest, format="raw")
 
 
-def externalize(source: Path, target: Path, files: dict[Path, dict[int, int]], validation: str = "identity", *,
-                named: Callable[[Path], str] = str, embed: str = "", reason: str = "first_use") -> Path:
+def externalize(
+    source: Path,
+    target: Path,
+    files: dict[Path, dict[int, int]],
+    validation: str = "identity",
+    *,
+    named: Callable[[Path], str] = str,
+    embed: str = "",
+    reason: str = "first_use",
+) -> Path:
     """The capture with the payloads in `files` (path → offsets by payload id) referred to instead of embedded.
 
     `named` gives the path that the capture says; `embed` is `ranges` or `all` to keep the bytes in it as well; `reason`
@@ -71,9 +79,17 @@ def externalize(source: Path, target: Path, files: dict[Path, dict[int, int]], v
     def signature(one: Signature) -> Signature:
         if one.kind is not RecordKind.storage_import:
             return one
-        return replace(one, args=tuple(
-            Node(ValueKind.range, node.name) if node.kind is ValueKind.payload
-            else replace(node, constant=reason) if node.constant == "first_use" else node for node in one.args))
+        return replace(
+            one,
+            args=tuple(
+                Node(ValueKind.range, node.name)
+                if node.kind is ValueKind.payload
+                else replace(node, constant=reason)
+                if node.constant == "first_use"
+                else node
+                for node in one.args
+            ),
+        )
 
     def change(record: Record, ints: list[int], _floats: list[float]) -> None:
         if record.kind is RecordKind.storage_import:

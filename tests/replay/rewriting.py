@@ -22,15 +22,27 @@ Change = Callable[[Record, list[int], list[float]], bool | None]
 Births = Callable[[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]
 
 
-def rewrite(source: Path, target: Path, *, change: Change | None = None,
-            payload: Callable[[int, bytes], bytes] | None = None, kernel: Callable[[Kernel], Kernel] | None = None,
-            device: Callable[[Device], Device] | None = None, signature: Callable[[Signature], Signature] | None = None,
-            scope: Callable[[str], str] | None = None,
-            meta: Callable[[TensorMeta], TensorMeta] | None = None,
-            session: dict[str, Any] | None = None, records: int | None = None, drop_results_of: int | None = None,
-            storage_bytes: int | None = None, tensor_offset: int | None = None, close: bool = True,
-            prepare: Callable[[CaptureReader, CaptureWriter], None] | None = None,
-            births: Births | None = None, recipe: Callable[[Recipe], Recipe] | None = None) -> Path:
+def rewrite(
+    source: Path,
+    target: Path,
+    *,
+    change: Change | None = None,
+    payload: Callable[[int, bytes], bytes] | None = None,
+    kernel: Callable[[Kernel], Kernel] | None = None,
+    device: Callable[[Device], Device] | None = None,
+    signature: Callable[[Signature], Signature] | None = None,
+    scope: Callable[[str], str] | None = None,
+    meta: Callable[[TensorMeta], TensorMeta] | None = None,
+    session: dict[str, Any] | None = None,
+    records: int | None = None,
+    drop_results_of: int | None = None,
+    storage_bytes: int | None = None,
+    tensor_offset: int | None = None,
+    close: bool = True,
+    prepare: Callable[[CaptureReader, CaptureWriter], None] | None = None,
+    births: Births | None = None,
+    recipe: Callable[[Recipe], Recipe] | None = None,
+) -> Path:
     """Copy a capture, changed. `records` stops after that many; without `close` it is left as a killed recorder would.
 
     The op at `drop_results_of` loses its result tensors, for a `signature` that takes them away. `storage_bytes` and
@@ -78,13 +90,20 @@ def rewrite(source: Path, target: Path, *, change: Change | None = None,
         return target.with_name(target.name + ".partial")
 
 
-def _copy_records(reader: CaptureReader, writer: CaptureWriter, change: Change | None, stop: int,
-                  drop_results_of: int | None, storage_bytes: int | None, tensor_offset: int | None,
-                  births: Births | None) -> None:
+def _copy_records(
+    reader: CaptureReader,
+    writer: CaptureWriter,
+    change: Change | None,
+    stop: int,
+    drop_results_of: int | None,
+    storage_bytes: int | None,
+    tensor_offset: int | None,
+    births: Births | None,
+) -> None:
     def length(captured: np.ndarray) -> np.ndarray:
         return captured if storage_bytes is None else np.full_like(captured, storage_bytes)
 
-    moved: dict[int, int] = {}       # where records are now: digests name the op they belong to by its ordinal
+    moved: dict[int, int] = {}  # where records are now: digests name the op they belong to by its ordinal
     for index, frame_info in enumerate(reader.record_frames):
         frame = reader.frame(index)
         columns: dict[str, list[Any]] = {name: [] for name in ("signature", "scope", "thread", "start")}
@@ -112,18 +131,28 @@ def _copy_records(reader: CaptureReader, writer: CaptureWriter, change: Change |
             floats.extend(own_floats)
         definitions = {
             int(tensor): (int(storage), int(offset) if tensor_offset is None else tensor_offset, int(meta))
-            for tensor, storage, offset, meta in zip(frame.tensor_id, frame.tensor_storage, frame.tensor_offset,
-                                                     frame.tensor_meta, strict=True)
+            for tensor, storage, offset, meta in zip(
+                frame.tensor_id, frame.tensor_storage, frame.tensor_offset, frame.tensor_meta, strict=True
+            )
         }
         origins, first_contents = frame.storage_origin, frame.storage_payload
         if births is not None:
             origins, first_contents = births(origins, first_contents)
-        writer.records(RecordColumns(
-            signature=np.array(columns["signature"], np.uint32), scope=np.array(columns["scope"], np.uint32),
-            thread=np.array(columns["thread"], np.uint16), start_ns=np.array(columns["start"], np.int64),
-            duration_ns=None, tensors=tensors, ints=ints, floats=floats, tensor_definitions=definitions,
-            first_storage=frame.first_storage,
-            storage_bytes=length(frame.storage_bytes),
-            storage_device=frame.storage_device,
-            storage_origin=origins, storage_payload=first_contents,
-        ))
+        writer.records(
+            RecordColumns(
+                signature=np.array(columns["signature"], np.uint32),
+                scope=np.array(columns["scope"], np.uint32),
+                thread=np.array(columns["thread"], np.uint16),
+                start_ns=np.array(columns["start"], np.int64),
+                duration_ns=None,
+                tensors=tensors,
+                ints=ints,
+                floats=floats,
+                tensor_definitions=definitions,
+                first_storage=frame.first_storage,
+                storage_bytes=length(frame.storage_bytes),
+                storage_device=frame.storage_device,
+                storage_origin=origins,
+                storage_payload=first_contents,
+            )
+        )

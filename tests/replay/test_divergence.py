@@ -25,8 +25,11 @@ def executed(path: Path, verify: str = "bitwise") -> ReplayResult:
 
 def ordinal_of(path: Path, kernel: str, occurrence: int = 0) -> int:
     with open_capture(path) as reader:
-        found = [record.ordinal for record in reader.records() if record.kind is RecordKind.op
-                 and reader.kernels[record.signature.kernel].name == kernel]  # type: ignore[union-attr]
+        found = [
+            record.ordinal
+            for record in reader.records()
+            if record.kind is RecordKind.op and reader.kernels[record.signature.kernel].name == kernel
+        ]  # type: ignore[union-attr]
     return found[occurrence]
 
 
@@ -44,8 +47,11 @@ def test_one_flipped_bit_of_content_is_named_at_the_first_op_that_reads_it(captu
             second.mul(3)
 
     source = captured(program)
-    changed = rewrite(source, tmp_path / "changed.opreplay",
-                      payload=lambda number, content: bytes([content[0] ^ 1]) + content[1:] if number == 2 else content)
+    changed = rewrite(
+        source,
+        tmp_path / "changed.opreplay",
+        payload=lambda number, content: bytes([content[0] ^ 1]) + content[1:] if number == 2 else content,
+    )
     result = executed(changed)
     assert result.outcome == "mismatched"
     divergence = result.divergence
@@ -55,13 +61,16 @@ def test_one_flipped_bit_of_content_is_named_at_the_first_op_that_reads_it(captu
     assert divergence.distance is not None and "1 of 8 sampled elements differ" in divergence.distance
     place = f"ordinal {divergence.ordinal} (aten::mul.Tensor), result 0, scope execute: expected 8 elements"
     assert place in str(divergence)
-    assert executed(changed, "close").outcome == "ok"        # one bit is within float32's tolerance
+    assert executed(changed, "close").outcome == "ok"  # one bit is within float32's tolerance
 
 
 def test_a_lost_generator_state_is_noticed(captured: Captured, tmp_path: Path) -> None:
     source = captured(lambda: torch.randn(16))
-    changed = rewrite(source, tmp_path / "changed.opreplay",
-                      change=lambda record, ints, floats: record.kind is not RecordKind.generator_state)
+    changed = rewrite(
+        source,
+        tmp_path / "changed.opreplay",
+        change=lambda record, ints, floats: record.kind is not RecordKind.generator_state,
+    )
     for verify in ("bitwise", "close"):
         divergence = executed(changed, verify).divergence
         assert divergence is not None and divergence.what == "aten::randn.default"
@@ -78,7 +87,7 @@ def test_a_changed_argument_is_noticed(captured: Captured, tmp_path: Path) -> No
     for verify in ("bitwise", "close"):
         divergence = executed(changed, verify).divergence
         assert divergence is not None and divergence.what == "aten::mul.Tensor"
-    assert executed(changed, "none").outcome == "ok"         # nobody looked
+    assert executed(changed, "none").outcome == "ok"  # nobody looked
 
 
 def test_a_scalar_the_program_read_is_compared_even_without_verification(captured: Captured, tmp_path: Path) -> None:
@@ -119,8 +128,13 @@ def test_an_op_that_aliases_where_the_captured_one_did_not_is_noticed(captured: 
 
     from dataclasses import replace
 
-    changed = rewrite(source, tmp_path / "changed.opreplay", kernel=lambda kernel: (
-        replace(kernel, name="aten::alias", overload="default", schema=str(schema)) if kernel == clone else kernel))
+    changed = rewrite(
+        source,
+        tmp_path / "changed.opreplay",
+        kernel=lambda kernel: (
+            replace(kernel, name="aten::alias", overload="default", schema=str(schema)) if kernel == clone else kernel
+        ),
+    )
     divergence = executed(changed).divergence
     assert divergence is not None and divergence.what == "aten::alias.default"
     assert divergence.expected == "memory of its own"
@@ -145,8 +159,11 @@ def test_an_op_that_no_longer_raises_is_a_divergence(captured: Captured, tmp_pat
     # Its result is gone from the record, so its tensor slot has to go as well: add has one argument tensor.
     changed = tmp_path / "changed.opreplay"
     with open_capture(source) as reader:
-        add = next(record for record in reader.records()
-                   if record.signature.kernel and kernels[record.signature.kernel] == "aten::add")
+        add = next(
+            record
+            for record in reader.records()
+            if record.signature.kernel and kernels[record.signature.kernel] == "aten::add"
+        )
         assert [node.kind for node in add.signature.results] == [ValueKind.tensor]
     rewrite(source, changed, signature=raising, drop_results_of=add.ordinal, records=add.ordinal + 1)
     divergence = executed(changed, "auto").divergence
@@ -199,7 +216,7 @@ def test_close_compares_statistics_and_integers_exactly() -> None:
     digest = digest_tensor(base)
     assert digests_differ(digest, digest_tensor(base * (1 + 1e-5)), DType.float32) is None
     assert digests_differ(digest, digest_tensor(base * 1.01), DType.float32) is not None
-    assert digests_differ(digest, digest_tensor(base.flip(0)), DType.float32) is not None      # the sample tells
+    assert digests_differ(digest, digest_tensor(base.flip(0)), DType.float32) is not None  # the sample tells
     with_nan = base.clone()
     with_nan[500] = float("nan")
     assert digests_differ(digest, digest_tensor(with_nan), DType.float32) == ("nan 0", "nan 1")
@@ -210,17 +227,24 @@ def test_close_compares_statistics_and_integers_exactly() -> None:
     half = digest_tensor(base.bfloat16())
     assert digests_differ(half, digest_tensor(base.bfloat16() * 1.01), DType.bfloat16) is None
     mask = torch.arange(1000) % 2 == 0
-    masked, other = (digest_tensor(values.masked_fill(mask, torch.finfo(torch.float32).min))
-                     for values in (base, base.flip(0)))
-    assert digests_differ(masked, other, DType.float32) is not None     # what is masked makes nothing else close
+    masked, other = (
+        digest_tensor(values.masked_fill(mask, torch.finfo(torch.float32).min)) for values in (base, base.flip(0))
+    )
+    assert digests_differ(masked, other, DType.float32) is not None  # what is masked makes nothing else close
 
 
-@pytest.mark.parametrize(("session", "reason"), [
-    ({"torch_version": "2.12.0"}, "torch"), ({"cpu_capability": "AVX1"}, "CPU capability"), ({"cpu": "abacus"}, "CPU"),
-    ({"libraries": {"mkl": "0.1"}}, "mkl"),
-])
-def test_auto_is_close_elsewhere_and_says_why(captured: Captured, tmp_path: Path, session: dict[str, str],
-                                              reason: str) -> None:
+@pytest.mark.parametrize(
+    ("session", "reason"),
+    [
+        ({"torch_version": "2.12.0"}, "torch"),
+        ({"cpu_capability": "AVX1"}, "CPU capability"),
+        ({"cpu": "abacus"}, "CPU"),
+        ({"libraries": {"mkl": "0.1"}}, "mkl"),
+    ],
+)
+def test_auto_is_close_elsewhere_and_says_why(
+    captured: Captured, tmp_path: Path, session: dict[str, str], reason: str
+) -> None:
     path = rewrite(captured(lambda: torch.randn(3)), tmp_path / "elsewhere.opreplay", session=session)
     verification = executed(path, "auto").verification
     assert verification.mode == "close"

@@ -39,8 +39,9 @@ def weights(tmp_path: Path) -> Path:
 
 def reference(source: Path, weights: Path, validation: str = "identity", gap: int = 64, **options: object) -> Path:
     offsets = content_file(source, weights, gap=gap)
-    return externalize(source, source.with_name(f"references by {validation}.opreplay"), {weights: offsets}, validation,
-                       **options)  # type: ignore[arg-type]
+    return externalize(
+        source, source.with_name(f"references by {validation}.opreplay"), {weights: offsets}, validation, **options
+    )  # type: ignore[arg-type]
 
 
 def replays(capture: Path, *remaps: str) -> None:
@@ -71,15 +72,17 @@ def test_what_nothing_writes_is_mapped_and_not_copied(source: Path, weights: Pat
         storages = [plan._content.stage(each) for each in staged]
         maps = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if str(weights) in line]
     spans = [tuple(int(end, 16) for end in line[0].split("-")) for line in maps]
-    assert all(any(low <= address < high for low, high in spans)
-               for address in (storage.data_ptr() for storage in storages))
-    assert all("p" in line[1] for line in maps)         # private: what an op writes never reaches the file
+    assert all(
+        any(low <= address < high for low, high in spans) for address in (storage.data_ptr() for storage in storages)
+    )
+    assert all("p" in line[1] for line in maps)  # private: what an op writes never reaches the file
 
 
 @pytest.mark.parametrize("reason", ["mapped_file", "first_use"])
 @pytest.mark.parametrize("written", [False, True])
-def test_content_is_placed_in_memory_as_it_was_under_capture(captured: Captured, weights: Path, reason: str,
-                                                             written: bool) -> None:
+def test_content_is_placed_in_memory_as_it_was_under_capture(
+    captured: Captured, weights: Path, reason: str, written: bool
+) -> None:
     weight = torch.arange(512, dtype=torch.float32)
     source = captured(lambda: weight.add_(1) if written else weight.sum(), "embedded")
     files = {weights: content_file(source, weights, gap=8)}
@@ -104,8 +107,9 @@ def test_what_is_written_has_fresh_content_in_every_run_and_the_file_stays(captu
     assert weights.read_bytes() == before
 
 
-def test_content_that_the_program_put_in_place_later_is_read_again_in_every_run(captured: Captured,
-                                                                                weights: Path) -> None:
+def test_content_that_the_program_put_in_place_later_is_read_again_in_every_run(
+    captured: Captured, weights: Path
+) -> None:
     batch = torch.arange(64, dtype=torch.float32)
     array = batch.numpy()
 
@@ -175,10 +179,13 @@ def _shorten(path: Path) -> None:
     os.utime(path, ns=(found.st_atime_ns, found.st_mtime_ns))
 
 
-@pytest.mark.parametrize(("harm", "expected"), [(_replace, "replaced"), (_overwrite, "changed"), (_shorten, "changed"),
-                                                (Path.unlink, "does not exist")])
-def test_a_file_that_changes_between_plan_and_run_is_noticed(source: Path, weights: Path, harm: object,
-                                                             expected: str) -> None:
+@pytest.mark.parametrize(
+    ("harm", "expected"),
+    [(_replace, "replaced"), (_overwrite, "changed"), (_shorten, "changed"), (Path.unlink, "does not exist")],
+)
+def test_a_file_that_changes_between_plan_and_run_is_noticed(
+    source: Path, weights: Path, harm: object, expected: str
+) -> None:
     with Plan(reference(source, weights)) as plan:
         plan.execute()
         harm(weights)  # type: ignore[operator]
@@ -227,8 +234,9 @@ def test_symbolic_links_are_followed(source: Path, weights: Path, tmp_path: Path
     assert "circle" in refusal(capture)[0]
 
 
-def test_a_relative_path_is_relative_to_the_working_directory(source: Path, weights: Path,
-                                                              monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_relative_path_is_relative_to_the_working_directory(
+    source: Path, weights: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     capture = reference(source, weights, named=lambda path: f"{path.parent.name}/{path.name}")
     monkeypatch.chdir(weights.parent.parent)
     replays(capture)
@@ -265,7 +273,7 @@ def test_a_file_that_may_not_be_read_is_refused(source: Path, weights: Path) -> 
         except ExternalFileProblem as error:
             print(error)
     """)
-    for directory in weights.parents:       # the file's own permissions are to be what is in the way
+    for directory in weights.parents:  # the file's own permissions are to be what is in the way
         if not directory.stat().st_mode & 1:
             directory.chmod(directory.stat().st_mode | 0o111)
     done = subprocess.run([sys.executable, "-c", script, str(weights)], capture_output=True, text=True, timeout=600)
@@ -289,8 +297,8 @@ def test_captured_roots_are_remapped_each_to_its_place(captured: Captured, tmp_p
     files = {first: content_file(source, first, only=[1]), second: content_file(source, second, only=[2])}
     capture = externalize(source, tmp_path / "references.opreplay", files, "digest")
     first.parent.rename(tmp_path / "x")
-    second.parent.rename(tmp_path / "a")        # loops: a → x and b → a, each applied once
-    assert len(refusal(capture)) == 2           # a/w.bin is there, but it is the other file
+    second.parent.rename(tmp_path / "a")  # loops: a → x and b → a, each applied once
+    assert len(refusal(capture)) == 2  # a/w.bin is there, but it is the other file
     replays(capture, f"{tmp_path / 'a'}={tmp_path / 'x'}", f"{tmp_path / 'b'}={tmp_path / 'a'}")
 
 
@@ -306,9 +314,10 @@ def test_all_files_are_looked_at_before_anything_is_refused(captured: Captured, 
     assert "does not exist" in findings[0] and "has 3 bytes" in findings[1]
 
 
-@pytest.mark.parametrize(("remap", "message"), [
-    ("/models", "no `=`"), ("=/models", "empty"), ("/nowhere=/models", "matches no external file"),
-])
+@pytest.mark.parametrize(
+    ("remap", "message"),
+    [("/models", "no `=`"), ("=/models", "empty"), ("/nowhere=/models", "matches no external file")],
+)
 def test_a_remap_that_says_nothing_is_wrong_usage(source: Path, weights: Path, remap: str, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         Plan(reference(source, weights), file_remaps=[remap])
@@ -338,7 +347,7 @@ def test_keep_going_refuses_only_what_reads_the_missing_file(captured: Captured,
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_long_content_reaches_a_gpu_through_pinned_memory(captured: Captured, weights: Path) -> None:
-    weight = torch.randn(25_000_000)           # three pieces and a bit
+    weight = torch.randn(25_000_000)  # three pieces and a bit
     capture = reference(captured(lambda: weight.view(torch.int32).bitwise_xor(3), "embedded"), weights)
     with Plan(capture, ["cuda"]) as plan:
         assert plan.execute(verify="bitwise").outcome == "ok"
@@ -346,8 +355,9 @@ def test_long_content_reaches_a_gpu_through_pinned_memory(captured: Captured, we
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tool", ["run", "benchmark"])
-def test_the_tools_take_remaps(source: Path, weights: Path, tool: str, capsys: pytest.CaptureFixture[str],
-                               monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_tools_take_remaps(
+    source: Path, weights: Path, tool: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     module = importlib.import_module(f"opreplay_tools.{tool}")
     capture = reference(source, weights)
     moved = weights.parent.rename(weights.parent.with_name("moved"))
@@ -382,9 +392,10 @@ def test_one_op_alone_takes_its_content_from_the_file(source: Path, weights: Pat
         assert torch.equal(first.replay(file_remaps=[f"{weights.parent}={moved}"]), weight @ weight)
 
 
-@pytest.mark.parametrize("name", ["a", "aaaa", "aaaaaaa"])       # data begins at 8 past a multiple of 64, and elsewhere
-def test_a_mapped_checkpoint_gives_the_same_bits_wherever_its_data_begins(captured: Captured, tmp_path: Path,
-                                                                          name: str) -> None:
+@pytest.mark.parametrize("name", ["a", "aaaa", "aaaaaaa"])  # data begins at 8 past a multiple of 64, and elsewhere
+def test_a_mapped_checkpoint_gives_the_same_bits_wherever_its_data_begins(
+    captured: Captured, tmp_path: Path, name: str
+) -> None:
     save_file({name: torch.randn(64, 77), "vector": torch.randn(77)}, tmp_path / "model.safetensors")
     loaded = load_file(tmp_path / "model.safetensors")
     capture = captured(lambda: (loaded[name] @ loaded["vector"], torch.dot(loaded[name][0], loaded["vector"])))

@@ -169,11 +169,23 @@ def an_op_that_raises() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("program", [
-    views_of_every_kind, tensors_made_without_an_op, metadata_changed_in_place, storages_taken_over_and_resized,
-    lazy_conjugates_and_negatives, forward_mode_and_vmap, lists_and_results_of_every_kind, composite_layouts,
-    draws_from_default_and_own_generators, settings_changed_on_the_way, an_op_that_raises,
-], ids=lambda program: program.__name__)
+@pytest.mark.parametrize(
+    "program",
+    [
+        views_of_every_kind,
+        tensors_made_without_an_op,
+        metadata_changed_in_place,
+        storages_taken_over_and_resized,
+        lazy_conjugates_and_negatives,
+        forward_mode_and_vmap,
+        lists_and_results_of_every_kind,
+        composite_layouts,
+        draws_from_default_and_own_generators,
+        settings_changed_on_the_way,
+        an_op_that_raises,
+    ],
+    ids=lambda program: program.__name__,
+)
 def test_replays_bit_for_bit_whatever_the_windows(program: Callable[[], None], captured: Captured) -> None:
     replay(captured(program))
 
@@ -193,8 +205,10 @@ def test_a_storage_written_from_outside_gets_its_new_content(captured: Captured)
 @pytest.mark.slow
 def test_a_training_step_replays_bit_for_bit_with_each_optimizer(captured: Captured) -> None:
     for name, make in {
-        "loop": lambda p: torch.optim.AdamW(p, foreach=False), "foreach": lambda p: torch.optim.AdamW(p, foreach=True),
-        "fused": lambda p: torch.optim.AdamW(p, fused=True), "sgd": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9),
+        "loop": lambda p: torch.optim.AdamW(p, foreach=False),
+        "foreach": lambda p: torch.optim.AdamW(p, foreach=True),
+        "fused": lambda p: torch.optim.AdamW(p, fused=True),
+        "sgd": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9),
     }.items():
         layers = (torch.nn.Linear(4, 8), torch.nn.Dropout(0.2), torch.nn.GELU(), torch.nn.Linear(8, 2))
         model = torch.nn.Sequential(*layers)
@@ -294,8 +308,8 @@ def test_one_op_alone_gives_its_results(captured: Captured) -> None:
         by_name: dict[str, list[Any]] = {}
         for op in capture.ops.values():
             by_name.setdefault(op.kernel.name, []).append(op)
-        assert torch.equal(by_name["aten::mul"][0].replay(), weight * 2)      # straight from what was imported
-        assert torch.equal(by_name["aten::sum"][0].replay(), sums[0])         # after the op before it
+        assert torch.equal(by_name["aten::mul"][0].replay(), weight * 2)  # straight from what was imported
+        assert torch.equal(by_name["aten::sum"][0].replay(), sums[0])  # after the op before it
         assert torch.equal(by_name["aten::sum"][1].replay(device="cpu"), sums[1])
 
 

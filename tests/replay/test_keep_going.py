@@ -194,8 +194,9 @@ def test_a_plan_that_keeps_going_does_nothing_else(captured: Captured, tmp_path:
         plan.execute(keep_going=True)
 
 
-def test_the_tool_lists_verdicts_and_exits_with_1(captured: Captured, capsys: pytest.CaptureFixture[str],
-                                                  monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_tool_lists_verdicts_and_exits_with_1(
+    captured: Captured, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     rows = torch.arange(3)
     path = captured(lambda: (unknown_use(rows).sin(), torch.ones(2).cos()), payload="none")
 

@@ -52,13 +52,13 @@ def allocated_at_most(run: Any) -> int:
 @pytest.mark.slow
 @pytest.mark.parametrize("window", [WindowSize(), WindowSize(1, 3)])
 def test_a_chain_of_ops_keeps_only_what_it_needs(captured: Captured, window: WindowSize) -> None:
-    program = chain(16 * 1024, 8)          # 16 MiB a tensor
+    program = chain(16 * 1024, 8)  # 16 MiB a tensor
     needed = allocated_at_most(program)
     path = captured(program, digests="live")
     with Plan(path, window=window) as plan:
         for _ in range(2):
             assert allocated_at_most(plan.execute) <= 1.05 * needed
-    assert needed >= 32 * _MEGABYTE        # two tensors at once: the measurement means something
+    assert needed >= 32 * _MEGABYTE  # two tensors at once: the measurement means something
 
 
 @pytest.mark.slow
@@ -76,10 +76,10 @@ def test_training_replays_within_the_programs_memory(captured: Captured) -> None
     needed = allocated_at_most(program)
     path = captured(program, digests="live")
     with Plan(path) as plan:
-        needed += 4096 * 512 * 4          # a batch, which numpy allocated
+        needed += 4096 * 512 * 4  # a batch, which numpy allocated
         parameters = sum(p.nbytes for p in model.parameters())
-        assert allocated_at_most(plan.execute) <= 1.05 * (needed + parameters)      # it brings the parameters along
-        plan.execute()                                                              # makes pristine copies of them
+        assert allocated_at_most(plan.execute) <= 1.05 * (needed + parameters)  # it brings the parameters along
+        plan.execute()  # makes pristine copies of them
         assert allocated_at_most(plan.execute) <= 1.05 * needed
 
 
@@ -96,7 +96,7 @@ def test_everything_is_dropped_after_its_last_use(captured: Captured, monkeypatc
     monkeypatch.setattr(Machine, "call", counting)
     with Plan(path, window=WindowSize(1, 1)) as plan:
         plan.execute()
-    assert max(alive) == 1                 # one tensor hands on to the next
+    assert max(alive) == 1  # one tensor hands on to the next
     assert alive[-1] == 0
 
 
@@ -104,9 +104,9 @@ def test_everything_is_dropped_after_its_last_use(captured: Captured, monkeypatc
 def test_a_tensor_made_without_an_op_does_not_keep_its_memory_longer(captured: Captured) -> None:
     def program() -> None:
         for _ in range(6):
-            x = torch.ones(16 * 1024, 256)        # 16 MiB
+            x = torch.ones(16 * 1024, 256)  # 16 MiB
             x.exp_()
-            y = torch.from_numpy(x.numpy().reshape(-1))        # no op: the replay makes it of what it has
+            y = torch.from_numpy(x.numpy().reshape(-1))  # no op: the replay makes it of what it has
             del x
             y.mul_(2)
             del y
@@ -129,7 +129,7 @@ def test_a_batch_that_the_program_freed_enters_only_when_it_is_needed(captured: 
         staged = [len(window.staged) for window in plan.windows(checks=False)[0]]
         assert max(staged) == 1 and sum(staged) == 6
         plan.execute()
-        assert allocated_at_most(plan.execute) <= 1.05 * 2 * _MEGABYTE        # one batch of 2 MiB
+        assert allocated_at_most(plan.execute) <= 1.05 * 2 * _MEGABYTE  # one batch of 2 MiB
 
 
 def test_content_that_is_only_read_is_kept_and_written_content_restored(captured: Captured) -> None:
@@ -144,8 +144,9 @@ def test_content_that_is_only_read_is_kept_and_written_content_restored(captured
         assert not plan._content._kept and not plan._content._pristine
 
 
-def test_without_room_for_a_pristine_copy_content_comes_from_the_file_again(captured: Captured,
-                                                                           monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_room_for_a_pristine_copy_content_comes_from_the_file_again(
+    captured: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("replayfmt.replay.run.content.free_bytes", lambda device: 0)
     written = torch.randn(1000)
     path = captured(lambda: written.mul_(2).sum().item())
@@ -155,8 +156,9 @@ def test_without_room_for_a_pristine_copy_content_comes_from_the_file_again(capt
         assert not plan._content._pristine
 
 
-def test_peak_memory_is_reported_or_the_reason_why_not(captured: Captured, monkeypatch: pytest.MonkeyPatch,
-                                                      tmp_path: Path) -> None:
+def test_peak_memory_is_reported_or_the_reason_why_not(
+    captured: Captured, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     path = captured(chain(4096, 2))
     with Plan(path) as plan:
         (peak,) = plan.execute().memory
@@ -172,7 +174,7 @@ def test_a_peak_is_never_below_what_there_was_before(monkeypatch: pytest.MonkeyP
     watch = MemoryWatch([torch.device("cpu")])
     watch.start()
     (peak,) = watch.read()
-    assert peak.peak_bytes in (5000, None)        # None where the mark cannot be reset
+    assert peak.peak_bytes in (5000, None)  # None where the mark cannot be reset
 
 
 def test_a_storage_that_no_machine_could_hold_is_one_clear_error(captured: Captured, tmp_path: Path) -> None:
@@ -187,7 +189,11 @@ def test_a_storage_that_no_machine_could_hold_is_one_clear_error(captured: Captu
 def test_a_tensor_outside_its_storage_is_one_clear_error(captured: Captured, tmp_path: Path) -> None:
     x = torch.ones(4)
     source = captured(lambda: (x.exp(), x[1:].exp()), digests="none")
-    path = rewrite(source, tmp_path / "outside.opreplay", tensor_offset=1 << 40,
-                   change=lambda record, ints, floats: record.kind is not RecordKind.storage_release)
+    path = rewrite(
+        source,
+        tmp_path / "outside.opreplay",
+        tensor_offset=1 << 40,
+        change=lambda record, ints, floats: record.kind is not RecordKind.storage_release,
+    )
     with Plan(path) as plan, pytest.raises(ReplayFailed, match="needs .* bytes of a storage that has"):
         plan.execute()

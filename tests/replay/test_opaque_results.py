@@ -48,7 +48,7 @@ def half_written(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Twice its argument, and a table of which it writes the first half. What new memory holds may be the same again by
     chance; here it is what a search asked for, and otherwise never the same."""
     table = torch.empty(2 * x.numel(), dtype=x.dtype)
-    rest = table[x.numel():]
+    rest = table[x.numel() :]
     if FILLS:
         rest.view(torch.uint8).fill_(FILLS[-1])
     else:
@@ -57,7 +57,7 @@ def half_written(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return x * 2, table
 
 
-FILLS: list[int] = []       # of the searches that are under way
+FILLS: list[int] = []  # of the searches that are under way
 
 
 @pytest.fixture(autouse=True)
@@ -103,10 +103,13 @@ def named(result: ReplayResult) -> list[tuple[str, int]]:
 
 
 @pytest.mark.parametrize("digests", ["ops", "live"])
-@pytest.mark.parametrize(("name", "index", "why"), [
-    ("half_written", 1, "400 of its 800 bytes are left unwritten"),
-    ("addresses", 0, "2 of its 8 words are addresses"),
-])
+@pytest.mark.parametrize(
+    ("name", "index", "why"),
+    [
+        ("half_written", 1, "400 of its 800 bytes are left unwritten"),
+        ("addresses", 0, "2 of its 8 words are addresses"),
+    ],
+)
 def test_what_an_operator_leaves_undefined_is_found_and_named_and_all_else_compared(
     captured: Captured, digests: str, name: str, index: int, why: str
 ) -> None:
@@ -120,7 +123,7 @@ def test_what_an_operator_leaves_undefined_is_found_and_named_and_all_else_compa
     finally:
         KEPT.clear()
     with Plan(path) as plan:
-        for _ in range(2):      # what was found once is known from then on
+        for _ in range(2):  # what was found once is known from then on
             result = plan.execute(verify="auto")
             assert (result.outcome, result.divergence, result.nondeterministic) == ("ok", None, ())
             assert named(result) == [(f"opaquetest::{name}.default", index)]
@@ -163,10 +166,16 @@ def test_known_results_are_not_digested_and_named_all_the_same(captured: Capture
     path = captured(ctc)
     KEPT.clear()
     with open_capture(path) as reader:
-        digested = [(record.argument("of"), record.argument("result")) for record in reader.records()
-                    if record.kind is RecordKind.digest]
-        (loss,) = [record.ordinal for record in reader.records() if record.kind is RecordKind.op
-                   and reader.kernels[record.signature.kernel].name == "aten::_ctc_loss"]
+        digested = [
+            (record.argument("of"), record.argument("result"))
+            for record in reader.records()
+            if record.kind is RecordKind.digest
+        ]
+        (loss,) = [
+            record.ordinal
+            for record in reader.records()
+            if record.kind is RecordKind.op and reader.kernels[record.signature.kernel].name == "aten::_ctc_loss"
+        ]
     assert (loss, 0) in digested and (loss, 1) not in digested
     result = executed(path, "bitwise")
     assert result.outcome == "ok" and named(result) == [("aten::_ctc_loss.default", 1)]
@@ -182,7 +191,7 @@ def test_a_user_names_results_when_capturing_and_the_capture_says_so(captured: C
     with open_capture(path) as reader:
         assert reader.session.policies["opaque-results"] == "opaquetest::half_written:1"
         digested = [record.argument("result") for record in reader.records() if record.kind is RecordKind.digest]
-    assert digested == [-1, 0] or digested == [0, 0]     # of ones, and of the first result
+    assert digested == [-1, 0] or digested == [0, 0]  # of ones, and of the first result
     result = executed(path)
     assert result.outcome == "ok" and result.opaque_results[0].why == "--opaque-result=opaquetest::half_written:1"
 
@@ -208,11 +217,15 @@ def test_a_user_names_results_when_replaying(
         assert (code, err) == (0, "")
         assert f"  not compared: result 0 of opaquetest::chance.default, 1 call: --opaque-result={spec}" in out
     code, out, _err = run("--opaque-result=opaquetest::chance", "--format=jsonl")
-    assert json.loads(out)["opaque_results"] == [{"op": "opaquetest::chance.default", "result": 0, "calls": 1,
-                                                  "why": "--opaque-result=opaquetest::chance"}]
-    for spec, said in (("opaquetest::chance:1", "has 1 results, counted from 0"),
-                       ("aten::nothing", "no operator aten::nothing is called"),
-                       ("chance", "expected OPERATOR[:INDEX]"), ("a::b:x", "expected OPERATOR[:INDEX]")):
+    assert json.loads(out)["opaque_results"] == [
+        {"op": "opaquetest::chance.default", "result": 0, "calls": 1, "why": "--opaque-result=opaquetest::chance"}
+    ]
+    for spec, said in (
+        ("opaquetest::chance:1", "has 1 results, counted from 0"),
+        ("aten::nothing", "no operator aten::nothing is called"),
+        ("chance", "expected OPERATOR[:INDEX]"),
+        ("a::b:x", "expected OPERATOR[:INDEX]"),
+    ):
         code, out, err = run(f"--opaque-result={spec}")
         assert (code, out) == (2, "") and err.startswith("INVALID_ARGUMENT: ") and said in err, err
 
@@ -239,8 +252,8 @@ def test_a_capture_whose_policy_is_no_list_of_results_is_invalid(captured: Captu
 def test_results_that_are_views_with_gaps_are_compared_by_their_own_bytes() -> None:
     """Freed memory must not be taken for what a kernel left unwritten, or for addresses."""
     source = torch.arange(1 << 14, dtype=torch.float32).reshape(128, 128)
-    contents = [run_twice._elements(source[:, first:first + 32]) for first in range(96)]
+    contents = [run_twice._elements(source[:, first : first + 32]) for first in range(96)]
     others = [torch.full((128 * 32,), -1.0) for _ in range(96)]
     assert len(others) == 96
     for first, content in enumerate(contents):
-        assert content.tobytes() == source[:, first:first + 32].numpy().tobytes()
+        assert content.tobytes() == source[:, first : first + 32].numpy().tobytes()

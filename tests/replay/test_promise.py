@@ -175,11 +175,14 @@ def test_scalars_differ_bitwise_by_type_and_by_the_sign_of_zero() -> None:
     assert not _same_scalar(0j, complex(0.0, -0.0))
 
 
-@pytest.mark.parametrize("lengthen", [
-    lambda view: view.resize_(100),
-    lambda view: view.resize_as_(torch.ones(100)),
-    lambda view: torch.add(torch.ones(100), 1, out=view.resize_(0)),
-])
+@pytest.mark.parametrize(
+    "lengthen",
+    [
+        lambda view: view.resize_(100),
+        lambda view: view.resize_as_(torch.ones(100)),
+        lambda view: torch.add(torch.ones(100), 1, out=view.resize_(0)),
+    ],
+)
 def test_memory_that_could_not_be_made_longer_cannot_in_the_replay(
     path: Path, lengthen: Callable[[torch.Tensor], torch.Tensor]
 ) -> None:

@@ -43,13 +43,17 @@ def _in_place(mask: torch.Tensor) -> torch.Tensor:
     return F.embedding(torch.cat([places, places.flip(0)]), TABLE)
 
 
-@pytest.mark.parametrize(("program", "content", "expected"), [
-    (_counted_positions, torch.ones(2, 8, dtype=torch.long), 1),
-    (_kept_or_padded, torch.tensor(5), 0),
-    (_in_place, torch.ones(2, 8, dtype=torch.long), 1),
-])
-def test_a_constant_is_found_where_it_is_shown_to_be_safe(captured: Captured, program: Callable[[torch.Tensor], Any],
-                                                          content: torch.Tensor, expected: int) -> None:
+@pytest.mark.parametrize(
+    ("program", "content", "expected"),
+    [
+        (_counted_positions, torch.ones(2, 8, dtype=torch.long), 1),
+        (_kept_or_padded, torch.tensor(5), 0),
+        (_in_place, torch.ones(2, 8, dtype=torch.long), 1),
+    ],
+)
+def test_a_constant_is_found_where_it_is_shown_to_be_safe(
+    captured: Captured, program: Callable[[torch.Tensor], Any], content: torch.Tensor, expected: int
+) -> None:
     with Plan(captured(lambda: program(content), payload="none")) as plan:
         (filled,) = [each for each in plan.synthesis.initialized if each.initializer == "bounded"]
         assert filled.why == f"computed with, and {expected} is good for every use"
@@ -60,11 +64,11 @@ def test_a_constant_is_found_where_it_is_shown_to_be_safe(captured: Captured, pr
 
 
 def _too_far(mask: torch.Tensor) -> torch.Tensor:
-    return F.embedding(mask * mask - 40, TABLE)         # 41 when it was captured
+    return F.embedding(mask * mask - 40, TABLE)  # 41 when it was captured
 
 
 def _wrapped(mask: torch.Tensor) -> torch.Tensor:
-    return F.embedding((mask * mask + 300).to(torch.int8).long(), TABLE)        # 13 when it was captured
+    return F.embedding((mask * mask + 300).to(torch.int8).long(), TABLE)  # 13 when it was captured
 
 
 def _written_elsewhere(mask: torch.Tensor) -> torch.Tensor:
@@ -79,12 +83,18 @@ def _added_up(mask: torch.Tensor) -> torch.Tensor:
     return F.embedding(places, TABLE)
 
 
-@pytest.mark.parametrize(("program", "content"), [
-    (_too_far, torch.full((3,), 7)), (_wrapped, torch.full((3,), 15)),
-    (_written_elsewhere, torch.ones(3, dtype=torch.long)), (_added_up, torch.ones(3, dtype=torch.long)),
-])
-def test_what_is_not_shown_to_be_safe_is_refused(captured: Captured, program: Callable[[torch.Tensor], Any],
-                                                 content: torch.Tensor) -> None:
+@pytest.mark.parametrize(
+    ("program", "content"),
+    [
+        (_too_far, torch.full((3,), 7)),
+        (_wrapped, torch.full((3,), 15)),
+        (_written_elsewhere, torch.ones(3, dtype=torch.long)),
+        (_added_up, torch.ones(3, dtype=torch.long)),
+    ],
+)
+def test_what_is_not_shown_to_be_safe_is_refused(
+    captured: Captured, program: Callable[[torch.Tensor], Any], content: torch.Tensor
+) -> None:
     with pytest.raises(ReplayRefused) as caught:
         Plan(captured(lambda: program(content), payload="none"))
     assert "computed from it is an argument of aten::embedding" in caught.value.findings[0]
@@ -93,18 +103,49 @@ def test_what_is_not_shown_to_be_safe_is_refused(captured: Captured, program: Ca
 def _many_integer_ops(x: torch.Tensor, y: torch.Tensor, table: torch.Tensor) -> dict[str, torch.Tensor]:
     """Every kind of op whose results have a range, by name."""
     return {
-        "add": x + y, "add alpha": torch.add(x, y, alpha=-2), "sub": x - y, "sub alpha": torch.sub(x, y, alpha=3),
-        "rsub": 7 - x, "mul": x * y, "neg": -x, "and": x.abs() & 3, "remainder": x % 5, "cumsum": x.cumsum(1),
-        "sum": x.sum(), "sum dim": x.sum(0), "sum of none": x[:0].sum(0), "clamp": x.clamp(-2, 2),
-        "clamp min": x.clamp(min=1), "clamp odd": torch.clamp(x, 3, 1), "where": torch.where(x > 0, x, y),
-        "masked_fill": x.masked_fill(x > 0, 9), "cat": torch.cat([x, y]), "maximum": torch.maximum(x, y),
-        "max": x.max(), "max dim": x.max(1).values, "max place": x.max(1).indices, "argmax": x.argmax(),
-        "argmin": x.argmin(0), "sort": x.sort(0).values, "sort place": x.sort().indices, "topk": x.topk(2).indices,
-        "arange": torch.arange(2, 11, 3), "full": torch.full((3,), -4), "full_like": torch.full_like(x, 6),
-        "ones": torch.ones(2, dtype=torch.long), "zeros": torch.zeros_like(x), "randint": torch.randint(3, 9, (50,)),
-        "multinomial": torch.multinomial(table.softmax(-1), 2), "scatter": x.scatter(1, x.argsort(1), 77),
-        "or": (x > 0).long() | (y > 0).long(), "to": (x > 1).to(torch.int32), "clone": x.clone(),
-        "index": x[torch.tensor([0, 2])], "repeat": x.repeat(2, 1), "roll": x.roll(1), "small": (x + 1).to(torch.int8),
+        "add": x + y,
+        "add alpha": torch.add(x, y, alpha=-2),
+        "sub": x - y,
+        "sub alpha": torch.sub(x, y, alpha=3),
+        "rsub": 7 - x,
+        "mul": x * y,
+        "neg": -x,
+        "and": x.abs() & 3,
+        "remainder": x % 5,
+        "cumsum": x.cumsum(1),
+        "sum": x.sum(),
+        "sum dim": x.sum(0),
+        "sum of none": x[:0].sum(0),
+        "clamp": x.clamp(-2, 2),
+        "clamp min": x.clamp(min=1),
+        "clamp odd": torch.clamp(x, 3, 1),
+        "where": torch.where(x > 0, x, y),
+        "masked_fill": x.masked_fill(x > 0, 9),
+        "cat": torch.cat([x, y]),
+        "maximum": torch.maximum(x, y),
+        "max": x.max(),
+        "max dim": x.max(1).values,
+        "max place": x.max(1).indices,
+        "argmax": x.argmax(),
+        "argmin": x.argmin(0),
+        "sort": x.sort(0).values,
+        "sort place": x.sort().indices,
+        "topk": x.topk(2).indices,
+        "arange": torch.arange(2, 11, 3),
+        "full": torch.full((3,), -4),
+        "full_like": torch.full_like(x, 6),
+        "ones": torch.ones(2, dtype=torch.long),
+        "zeros": torch.zeros_like(x),
+        "randint": torch.randint(3, 9, (50,)),
+        "multinomial": torch.multinomial(table.softmax(-1), 2),
+        "scatter": x.scatter(1, x.argsort(1), 77),
+        "or": (x > 0).long() | (y > 0).long(),
+        "to": (x > 1).to(torch.int32),
+        "clone": x.clone(),
+        "index": x[torch.tensor([0, 2])],
+        "repeat": x.repeat(2, 1),
+        "roll": x.roll(1),
+        "small": (x + 1).to(torch.int8),
     }
 
 
@@ -116,8 +157,11 @@ def test_ranges_hold_for_what_ops_really_give(captured: Captured) -> None:
     checked = 0
     with open_capture(path) as reader, Plan(reader) as plan:
         calls = CapturedCalls(reader, plan.kernels)
-        digests = {record.argument("of"): record for record in reader.records() if record.kind is RecordKind.digest
-                   and record.argument("result") == 0}
+        digests = {
+            record.argument("of"): record
+            for record in reader.records()
+            if record.kind is RecordKind.digest and record.argument("result") == 0
+        }
 
         def known(value: Any) -> Range | None:
             if isinstance(value, TensorInfo):

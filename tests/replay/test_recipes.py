@@ -59,8 +59,9 @@ def test_the_replay_runs_and_says_that_it_is_not_verified(capture: Path) -> None
         assert first.verification.structures == first.ops
 
 
-def test_the_tool_says_what_was_filled_by_what(capture: Path, capsys: pytest.CaptureFixture[str],
-                                               monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_tool_says_what_was_filled_by_what(
+    capture: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     def run(*args: str) -> tuple[Any, str, str]:
         monkeypatch.setattr(sys, "argv", ["opreplay-run", *args])
         with pytest.raises(SystemExit) as left:
@@ -73,16 +74,31 @@ def test_the_tool_says_what_was_filled_by_what(capture: Path, capsys: pytest.Cap
     code, out, _err = run("--format=jsonl", str(capture))
     replay, filled = [json.loads(line) for line in out.splitlines()]
     assert code == 0 and replay["verification"]["mode"] == "none"
-    assert filled == {"kind": "initialized", "storage": filled["storage"], "version": 0, "bytes": 1600,
-                      "dtype": "float32", "sizes": [400], "initializer": "recipe", "op": "aten::embedding",
-                      "argument": "weight", "ordinal": filled["ordinal"], "why": "a number for aten::embedding"}
+    assert filled == {
+        "kind": "initialized",
+        "storage": filled["storage"],
+        "version": 0,
+        "bytes": 1600,
+        "dtype": "float32",
+        "sizes": [400],
+        "initializer": "recipe",
+        "op": "aten::embedding",
+        "argument": "weight",
+        "ordinal": filled["ordinal"],
+        "why": "a number for aten::embedding",
+    }
     code, out, err = run("--verify=bitwise", str(capture))
     assert (code, out) == (1, "") and "was synthesized" in err
 
 
 def test_a_recipe_that_contradicts_itself_is_refused(capture: Path, tmp_path: Path) -> None:
-    path = rewrite(capture, tmp_path / "odd.opreplay", recipe=lambda recipe: Recipe(
-        recipe.dtype, recipe.elements, recipe.seed, Statistics(0.0, 1.0, 2.0, -2.0, 0, 0, 0, 0)))
+    path = rewrite(
+        capture,
+        tmp_path / "odd.opreplay",
+        recipe=lambda recipe: Recipe(
+            recipe.dtype, recipe.elements, recipe.seed, Statistics(0.0, 1.0, 2.0, -2.0, 0, 0, 0, 0)
+        ),
+    )
     with pytest.raises(ReplayRefused) as caught:
         Plan(path)
     assert "contradicts itself" in caught.value.findings[0]

@@ -90,16 +90,23 @@ def test_an_operator_that_is_not_here_is_refused(captured: Captured, tmp_path: P
         ({"name": "__class__::mro"}, "does not exist in torch"),
         ({"name": "aten::from_file"}, "host calls are not replayed"),
     ):
-        path = rewrite(source, tmp_path / f"{len(str(fields))}{fields.get('name', 'overload')[-3:]}.opreplay",
-                       kernel=renamed("aten::exp", **fields))
+        path = rewrite(
+            source,
+            tmp_path / f"{len(str(fields))}{fields.get('name', 'overload')[-3:]}.opreplay",
+            kernel=renamed("aten::exp", **fields),
+        )
         (finding,) = refusal(path).findings
         assert said in finding and "; called once, at ordinal 2" in finding
 
 
 def test_a_schema_that_changed_incompatibly_is_refused_with_both_versions(captured: Captured, tmp_path: Path) -> None:
     source = captured(lambda: torch.ones(3).exp())
-    changed = rewrite(source, tmp_path / "changed.opreplay", session={"torch_version": "3.1"},
-                      kernel=renamed("aten::exp", schema="aten::exp(Tensor self, int base) -> Tensor"))
+    changed = rewrite(
+        source,
+        tmp_path / "changed.opreplay",
+        session={"torch_version": "3.1"},
+        kernel=renamed("aten::exp", schema="aten::exp(Tensor self, int base) -> Tensor"),
+    )
     (finding,) = refusal(changed).findings
     assert "aten::exp.default changed" in finding
     assert "torch 3.1" in finding and torch.__version__ in finding
@@ -109,8 +116,11 @@ def test_a_schema_that_changed_incompatibly_is_refused_with_both_versions(captur
 
 def test_a_schema_that_only_gained_a_default_is_accepted(captured: Captured, tmp_path: Path) -> None:
     source = captured(lambda: torch.ones(3).add(torch.ones(3)))
-    older = rewrite(source, tmp_path / "older.opreplay",
-                    kernel=renamed("aten::add", schema="aten::add.Tensor(Tensor self, Tensor other) -> Tensor"))
+    older = rewrite(
+        source,
+        tmp_path / "older.opreplay",
+        kernel=renamed("aten::add", schema="aten::add.Tensor(Tensor self, Tensor other) -> Tensor"),
+    )
     with Plan(older) as plan:
         assert plan.execute(verify="auto").outcome == "ok"
 
@@ -128,8 +138,10 @@ def test_argument_names_that_are_none_never_reach_generated_code(captured: Captu
 
 def test_values_that_were_not_captured_are_refused(captured: Captured, tmp_path: Path) -> None:
     def change(signature: Signature) -> Signature:
-        args = tuple(Node(ValueKind.opaque, node.name, "a ScriptObject") if node.kind is ValueKind.device else node
-                     for node in signature.args)
+        args = tuple(
+            Node(ValueKind.opaque, node.name, "a ScriptObject") if node.kind is ValueKind.device else node
+            for node in signature.args
+        )
         return replace(signature, args=args)
 
     path = rewrite(captured(lambda: torch.ones(3)), tmp_path / "opaque.opreplay", signature=change)
@@ -137,8 +149,9 @@ def test_values_that_were_not_captured_are_refused(captured: Captured, tmp_path:
     assert "aten::ones.default takes an opaque value that cannot be rebuilt (a ScriptObject)" in finding
 
 
-def test_a_captured_device_that_is_not_here_is_refused_with_the_device_that_would_do(captured: Captured,
-                                                                                    tmp_path: Path) -> None:
+def test_a_captured_device_that_is_not_here_is_refused_with_the_device_that_would_do(
+    captured: Captured, tmp_path: Path
+) -> None:
     source = captured(lambda: torch.ones(3).exp())
     path = rewrite(source, tmp_path / "elsewhere.opreplay", device=lambda device: Device("cuda", 7, "Somebody's GPU"))
     finding = refusal(path).findings[0]
@@ -159,6 +172,7 @@ def test_draws_of_another_kind_of_device_are_refused(captured: Captured, tmp_pat
 
 def test_ops_without_a_kernel_for_the_mapped_device_are_refused_together(captured: Captured, tmp_path: Path) -> None:
     source = captured(lambda: (torch.ones(3).exp(), torch.ones(3).sin()))
+
     def change(kernel: Kernel) -> Kernel:
         if kernel.name not in ("aten::exp", "aten::sin"):
             return kernel

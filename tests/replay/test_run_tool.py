@@ -49,10 +49,10 @@ def test_a_run_says_what_it_did_and_how_it_was_verified(captured: Captured, tool
     assert lines[0] == str(path)
     assert lines[1].startswith("replayed: ") and lines[1].endswith("kernels in 2 scopes, on cpu")
     assert lines[2].startswith("time: ") and lines[2].endswith(
-        " us an op (cold: the first execution, with allocation and page faults)")
+        " us an op (cold: the first execution, with allocation and page faults)"
+    )
     assert lines[3].startswith("  step 0: ") and lines[4].startswith("  step 1: ")
-    assert lines[5:7] == ["verified: bitwise",
-                          "  why: same device, torch, libraries, thread count and CPU capability"]
+    assert lines[5:7] == ["verified: bitwise", "  why: same device, torch, libraries, thread count and CPU capability"]
     assert lines[7].startswith("  compared: ") and "digests" in lines[7]
     assert lines[8].startswith("peak memory, cpu: ")
     assert max(map(len, lines[1:])) <= 100
@@ -63,7 +63,9 @@ def test_a_second_execution_is_asked_for_and_its_time_stands_beside_the_first(ca
     code, out, err = tool("--warm", str(path))
     lines = out.splitlines()
     assert (code, err) == (0, "") and [line.partition(" (")[2] for line in lines if line.startswith("time: ")] == [
-        "cold: the first execution, with allocation and page faults)", "warm: execution 2)"]
+        "cold: the first execution, with allocation and page faults)",
+        "warm: execution 2)",
+    ]
     assert [line.split(":")[0] for line in lines[2:8]] == ["time", "  step 0", "  step 1"] * 2
     assert lines[8] == "verified: bitwise"
     for flags in (["--warm"], ["--warm", "--keep-going"], []):
@@ -73,8 +75,11 @@ def test_a_second_execution_is_asked_for_and_its_time_stands_beside_the_first(ca
         if not flags:
             assert row["warm"] is None
             continue
-        assert row["warm"]["execution"] == 2 and row["warm"]["elapsed_ns"] > 0 and list(row["warm"]["scope_ns"]) == [
-            "step 0", "step 1"]
+        assert (
+            row["warm"]["execution"] == 2
+            and row["warm"]["elapsed_ns"] > 0
+            and list(row["warm"]["scope_ns"]) == ["step 0", "step 1"]
+        )
 
 
 def test_what_ran_before_makes_an_execution_warm(captured: Captured, tool: Any) -> None:
@@ -86,7 +91,8 @@ def test_what_ran_before_makes_an_execution_warm(captured: Captured, tool: Any) 
     once = tool(str(bare))[1]
     assert code == 0 and "(cold: " in out and "(warm: execution 2)" in out
     assert [line for line in out.splitlines() if " contents, " in line] == [
-        line for line in once.splitlines() if " contents, " in line], "what was made up is told once"
+        line for line in once.splitlines() if " contents, " in line
+    ], "what was made up is told once"
 
 
 def test_rows_hold_the_same_for_programs(captured: Captured, tool: Any) -> None:
@@ -120,7 +126,7 @@ def test_a_mismatch_exits_with_1_and_names_the_first_divergence(captured: Captur
     command = Path(sys.executable).with_name("opreplay-run")
     run = subprocess.Popen([command, path], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert run.stdout is not None and run.stderr is not None
-    run.stdout.close()          # whoever reads the summary: it did not match
+    run.stdout.close()  # whoever reads the summary: it did not match
     assert run.stderr.read().startswith("DATA_LOSS: ")
     run.stderr.close()
     assert run.wait(600) == 1
@@ -148,14 +154,17 @@ def test_an_op_that_fails_is_one_line_with_its_ordinal_and_name(captured: Captur
     assert "(aten::view.default) failed: RuntimeError: shape '[5, 3]' is invalid" in err
 
 
-@pytest.mark.parametrize(("args", "said"), [
-    (["--device=warp"], "INVALID_ARGUMENT: --device=warp"),
-    (["--device=cpu:7"], "INVALID_ARGUMENT: --device=cpu:7: this machine has 1 cpu device(s)"),
-    (["--verify=maybe"], "Invalid value for '--verify'"),
-    (["--format=xml"], "Invalid value for '--format'"),
-    (["--substitute"], "No such option"),
-    (["--device-profiling-mode=host-ops"], "INVALID_ARGUMENT"),
-])
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["--device=warp"], "INVALID_ARGUMENT: --device=warp"),
+        (["--device=cpu:7"], "INVALID_ARGUMENT: --device=cpu:7: this machine has 1 cpu device(s)"),
+        (["--verify=maybe"], "Invalid value for '--verify'"),
+        (["--format=xml"], "Invalid value for '--format'"),
+        (["--substitute"], "No such option"),
+        (["--device-profiling-mode=host-ops"], "INVALID_ARGUMENT"),
+    ],
+)
 def test_wrong_usage_exits_with_2(captured: Captured, tool: Any, args: list[str], said: str) -> None:
     code, out, err = tool(*args, str(captured(lambda: torch.ones(2))))
     assert (code, out) == (2, "")
@@ -171,8 +180,12 @@ def test_what_is_no_capture_exits_with_3(tool: Any, tmp_path: Path) -> None:
     text.write_text("not a capture\n" * 50)
     empty = tmp_path / "empty.opreplay"
     empty.touch()
-    for path, status in ((tmp_path / "missing", "NOT_FOUND"), (tmp_path, "NOT_FOUND"), (text, "DATA_LOSS"),
-                         (empty, "DATA_LOSS")):
+    for path, status in (
+        (tmp_path / "missing", "NOT_FOUND"),
+        (tmp_path, "NOT_FOUND"),
+        (text, "DATA_LOSS"),
+        (empty, "DATA_LOSS"),
+    ):
         code, out, err = tool(str(path))
         assert (code, out) == (3, "")
         assert err.startswith(f"{status}: {path}") and len(err.splitlines()) == 1

@@ -25,7 +25,7 @@ from .rewriting import rewrite
 def cuts(signatures: list[int], kinds: list[int], window: WindowSize, chunk: int = 50) -> list[int]:
     finder = CutFinder(window)
     for start in range(0, len(kinds), chunk):
-        finder.feed(np.array(signatures[start:start + chunk]), np.array(kinds[start:start + chunk], np.uint8))
+        finder.feed(np.array(signatures[start : start + chunk]), np.array(kinds[start : start + chunk], np.uint8))
     return finder.finish()
 
 
@@ -33,14 +33,14 @@ def test_a_repeated_sequence_is_cut_at_the_same_places_every_time() -> None:
     step = list(np.random.default_rng(0).integers(1, 40, 137))
     found = cuts(step * 100, [RecordKind.op] * 13700, WindowSize(200, 800))
     lengths = set(np.diff(found[1:]).tolist())
-    assert lengths == {274}            # the least multiple of the step that is at least 200
+    assert lengths == {274}  # the least multiple of the step that is at least 200
     assert found == cuts(step * 100, [RecordKind.op] * 13700, WindowSize(200, 800), chunk=13700)
 
 
 def test_scope_boundaries_come_first_and_outer_ones_before_inner_ones() -> None:
     op, begin, end = RecordKind.op, RecordKind.scope_begin, RecordKind.scope_end
     inner = [begin, *[op] * 10, end]
-    step = [begin, *inner * 5, end]           # 62 records
+    step = [begin, *inner * 5, end]  # 62 records
     found = cuts([kind + 1 for kind in step * 20], step * 20, WindowSize(50, 200))
     assert found == [62 * count for count in range(1, len(found) + 1)]
 
@@ -78,8 +78,9 @@ def test_steps_of_a_loop_share_their_code_although_their_numbers_differ(captured
         assert plan.execute(verify="bitwise").outcome == "ok"
 
 
-def test_a_capture_too_long_to_keep_is_prepared_window_by_window(captured: Captured,
-                                                                monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_capture_too_long_to_keep_is_prepared_window_by_window(
+    captured: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("replayfmt.replay.plan._KEPT_RECORDS", 10)
     with Plan(captured(steps(5)), window=WindowSize(20, 40)) as plan:
         for verify in ("bitwise", "none", "bitwise"):
@@ -97,8 +98,9 @@ def test_scopes_are_reported_in_order_and_timed(captured: Captured) -> None:
     path = captured(program)
     events: list[tuple[str, str, str]] = []
     with Plan(path, window=WindowSize(1, 2)) as plan:
-        result = plan.execute(on_scope=lambda event, name, path, ordinal: events.append((event, name, path)),
-                              scope_times=True)
+        result = plan.execute(
+            on_scope=lambda event, name, path, ordinal: events.append((event, name, path)), scope_times=True
+        )
     inner = [("begin", "inner", "outer/inner"), ("end", "inner", "outer/inner")]
     assert events == [("begin", "outer", "outer"), *inner, *inner, ("end", "outer", "outer")]
     assert set(result.scope_ns) == {"outer", "outer/inner"}
@@ -116,7 +118,7 @@ def test_progress_is_told_between_windows_up_to_the_last_record(captured: Captur
 
 def test_work_of_several_threads_is_replayed_in_capture_order_and_said_so(captured: Captured) -> None:
     def program() -> None:
-        together = threading.Barrier(3)        # a thread that ended gives its number to the next
+        together = threading.Barrier(3)  # a thread that ended gives its number to the next
 
         def work(start: float) -> None:
             together.wait()
@@ -155,7 +157,7 @@ def test_a_timer_is_started_once_and_stopped_also_when_an_op_fails(captured: Cap
         assert (timer.calls[0], timer.calls[-1]) == ("start", "stop")
         assert timer.calls.count("start") == timer.calls.count("stop") == 1
         plan.execute(timer=timer, verify="bitwise")
-        assert timer.calls.count("pause") >= 1          # digests are not the replay's time
+        assert timer.calls.count("pause") >= 1  # digests are not the replay's time
 
     def change(record: Record, ints: list[int], floats: list[float]) -> None:
         if ints[:2] == [2, 3]:

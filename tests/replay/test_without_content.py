@@ -82,8 +82,13 @@ def _packed() -> Callable[[], Any]:
 
 def _masks() -> Callable[[], Any]:
     x, mask = torch.randn(4, 5), torch.rand(4, 5) > 0.4
-    return lambda: (x[mask], x.masked_fill(mask, 0), torch.nonzero(mask), torch.masked_select(x, mask),
-                    torch.where(mask, x, -x))
+    return lambda: (
+        x[mask],
+        x.masked_fill(mask, 0),
+        torch.nonzero(mask),
+        torch.masked_select(x, mask),
+        torch.where(mask, x, -x),
+    )
 
 
 def _training() -> Callable[[], Any]:
@@ -186,10 +191,15 @@ def test_results_cannot_be_verified_and_bitwise_is_refused(captured: Captured) -
 def test_shapes_and_scales_of_results_that_are_made_of_tensors_are_metadata(captured: Captured, payload: str) -> None:
     """Without content the numbers that ops return are left out; those that tell how a sparse or quantized tensor is
     made are no content, and a replay gives them again."""
-    path = captured(lambda: (
-        torch.ones(2, 3).to_sparse() * 2, torch.ones(2, 3).to_sparse_csr(),
-        torch.quantize_per_tensor(torch.arange(4.0), 0.5, 3, torch.qint8).dequantize()),
-        payload=payload, digests="none")
+    path = captured(
+        lambda: (
+            torch.ones(2, 3).to_sparse() * 2,
+            torch.ones(2, 3).to_sparse_csr(),
+            torch.quantize_per_tensor(torch.arange(4.0), 0.5, 3, torch.qint8).dequantize(),
+        ),
+        payload=payload,
+        digests="none",
+    )
     with Plan(path) as plan:
         for verify in ("auto", "none"):
             assert plan.execute(verify=verify).outcome == "ok"  # type: ignore[arg-type]
@@ -256,12 +266,15 @@ def test_the_users_initializers_come_first_and_are_checked_against_every_use(cap
     assert "values from 99 to 99" in caught.value.findings[0] and "expected 0 to 4" in caught.value.findings[0]
 
 
-@pytest.mark.parametrize(("gives", "said"), [
-    (lambda request: torch.zeros(3, dtype=torch.int64), r"expected torch.int64\[2\]"),
-    (lambda request: torch.zeros(2), "gave torch.float32"),
-    (lambda request: None, "expected a tensor"),
-    (lambda request: 1 / 0, "ZeroDivisionError"),
-])
+@pytest.mark.parametrize(
+    ("gives", "said"),
+    [
+        (lambda request: torch.zeros(3, dtype=torch.int64), r"expected torch.int64\[2\]"),
+        (lambda request: torch.zeros(2), "gave torch.float32"),
+        (lambda request: None, "expected a tensor"),
+        (lambda request: 1 / 0, "ZeroDivisionError"),
+    ],
+)
 def test_an_initializer_that_gives_something_else_is_refused(captured: Captured, gives: Any, said: str) -> None:
     table, ids = torch.randn(5, 2), torch.tensor([1, 2])
     path = captured(lambda: F.embedding(ids, table), payload="none")
@@ -277,7 +290,7 @@ def test_an_initializer_is_told_about_the_op_and_its_other_arguments(captured: C
     def look(request: Request) -> torch.Tensor:
         seen.append(request)
         request.note("phase: prefill")
-        return torch.randint(5, request.tensor.sizes)      # from PyTorch's generator: the same every time all the same
+        return torch.randint(5, request.tensor.sizes)  # from PyTorch's generator: the same every time all the same
 
     def program() -> None:
         with replayfmt.scope("execute"), replayfmt.scope("step 3"):
@@ -294,7 +307,7 @@ def test_an_initializer_is_told_about_the_op_and_its_other_arguments(captured: C
     weight = request.call.tensor("weight")
     assert weight is not None and weight.sizes == (5, 2) and request.known("weight") is None
     assert request.tensor.sizes == (1, 2)
-    assert request.tensor.dtype is torch.int64       # the program's own tensor is filled, not the op's copy of it
+    assert request.tensor.dtype is torch.int64  # the program's own tensor is filled, not the op's copy of it
     assert content_of(path, initializers=[mine]).keys() == {each.storage for each in first}
 
 
@@ -304,12 +317,15 @@ def test_a_joint_initializer_fills_the_arguments_of_a_call_together(captured: Ca
 
     def both(request: Request) -> dict[str, torch.Tensor]:
         calls.append(sorted(request.wanted))
-        return {label: torch.full(info.sizes, position, dtype=info.dtype)
-                for position, (label, info) in enumerate(sorted(request.wanted.items()))}
+        return {
+            label: torch.full(info.sizes, position, dtype=info.dtype)
+            for position, (label, info) in enumerate(sorted(request.wanted.items()))
+        }
 
     path = captured(lambda: (x[rows, columns], x[rows, columns]), payload="none")
-    made = content_of(path, initializers=[Initializer("both", both, op="aten::index", arguments=("indices",),
-                                                      joint=True)])
+    made = content_of(
+        path, initializers=[Initializer("both", both, op="aten::index", arguments=("indices",), joint=True)]
+    )
     assert calls == [["indices[0]", "indices[1]"]]
     assert sorted(each.tolist() for each in made.values() if each.dtype is torch.int64) == [[0, 0], [1, 1]]
 
@@ -317,8 +333,7 @@ def test_a_joint_initializer_fills_the_arguments_of_a_call_together(captured: Ca
 def test_an_initializer_by_dtype_fills_whole_storages(captured: Captured) -> None:
     x = torch.randn(3, 4)
     path = captured(lambda: x[:, 1:].exp(), payload="none")
-    twos = Initializer("twos", lambda request: torch.full(request.tensor.sizes, 2.0),
-                       dtypes=frozenset({torch.float32}))
+    twos = Initializer("twos", lambda request: torch.full(request.tensor.sizes, 2.0), dtypes=frozenset({torch.float32}))
     (made,) = content_of(path, initializers=[twos]).values()
     assert made.tolist() == [2.0] * 12
 
@@ -330,8 +345,10 @@ def _without_content(signature: Signature) -> Signature:
     """Imports that had a payload have none."""
     if signature.kind is not RecordKind.storage_import:
         return signature
-    return Signature(signature.kind, tuple(Node(ValueKind.none, node.name) if node.name == "payload" else node
-                                           for node in signature.args))
+    return Signature(
+        signature.kind,
+        tuple(Node(ValueKind.none, node.name) if node.name == "payload" else node for node in signature.args),
+    )
 
 
 def _drop_payload(record: Record, ints: list[int], _floats: list[float]) -> None:
@@ -346,8 +363,9 @@ def _absent(origins: np.ndarray, contents: np.ndarray) -> tuple[np.ndarray, np.n
 
 def test_content_that_came_again_from_outside_is_made_again_for_each_time(captured: Captured, tmp_path: Path) -> None:
     source = captured(_written_from_outside(), audit=True, digests="none")
-    path = rewrite(source, tmp_path / "stripped.opreplay", signature=_without_content, change=_drop_payload,
-                   births=_absent)
+    path = rewrite(
+        source, tmp_path / "stripped.opreplay", signature=_without_content, change=_drop_payload, births=_absent
+    )
     result, used = replayed(path)
     assert result.outcome == "ok" and used == {"float": 1, "index": 3}
     with Plan(path) as plan:
@@ -365,8 +383,10 @@ def test_generator_states_that_are_missing_are_seeded_and_said(captured: Capture
     def without_states(signature: Signature) -> Signature:
         if signature.kind is not RecordKind.generator_state:
             return signature
-        return Signature(signature.kind, tuple(Node(ValueKind.none, node.name) if node.name == "payload" else node
-                                               for node in signature.args))
+        return Signature(
+            signature.kind,
+            tuple(Node(ValueKind.none, node.name) if node.name == "payload" else node for node in signature.args),
+        )
 
     def change(record: Record, ints: list[int], _floats: list[float]) -> None:
         if record.kind is RecordKind.generator_state and len(ints) > 1:
@@ -381,8 +401,9 @@ def test_generator_states_that_are_missing_are_seeded_and_said(captured: Capture
 
 def test_empty_contents_and_contents_nobody_reads_need_no_initializer(captured: Captured) -> None:
     empty, target = torch.zeros(0, dtype=torch.long), torch.zeros(3, dtype=torch.long)
-    result, used = replayed(captured(lambda: (empty.clone(), torch.add(torch.ones(3).long(), 1, out=target)),
-                                     payload="none"))
+    result, used = replayed(
+        captured(lambda: (empty.clone(), torch.add(torch.ones(3).long(), 1, out=target)), payload="none")
+    )
     assert result.outcome == "ok" and used.keys() <= {"unread"}
 
 

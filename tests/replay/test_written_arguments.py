@@ -73,10 +73,14 @@ def test_no_form_of_writing_leaks_as_text_that_nothing_reads(capture: Path) -> N
     assert len(kernels) == len(SCHEMAS)
     for kernel in kernels:
         base = kernel.name.partition("::")[2]
-        written = [argument.name for argument in parse_operator_schema(kernel.schema).arguments
-                   if argument.type.written]
-        assert written == [argument.name for argument in getattr(torch.ops.written, base).default._schema.arguments
-                           if argument.alias_info is not None and argument.alias_info.is_write]
+        written = [
+            argument.name for argument in parse_operator_schema(kernel.schema).arguments if argument.type.written
+        ]
+        assert written == [
+            argument.name
+            for argument in getattr(torch.ops.written, base).default._schema.arguments
+            if argument.alias_info is not None and argument.alias_info.is_write
+        ]
         assert parse_schema(kernel.schema) == getattr(torch.ops.written, base).default._schema
         assert torch._C.parse_schema(kernel.schema), "PyTorch reads it as it stands"
         assert ("$" in kernel.schema) == (base == "reads"), "a default's text stays as it is"
@@ -90,13 +94,16 @@ def test_a_skeleton_says_what_has_to_be_written(capture: Path) -> None:
             kernel = reader.kernels[number]
             assert kernel is not None
             if kernel.name.startswith("written::"):
-                said[kernel.name.partition("::")[2]] = next(line.strip() for line in text.splitlines()
-                                                            if "write" in line and line.startswith("    It "))
+                said[kernel.name.partition("::")[2]] = next(
+                    line.strip() for line in text.splitlines() if "write" in line and line.startswith("    It ")
+                )
                 compile(text, "skeleton", "exec")
     assert said.pop("reads") == "It must not write its arguments."
     assert said.pop("named") == "It has to write out, outs, and no other argument."
-    assert set(said.values()) == {"It has to write out, and no other argument.",
-                                  "It has to write outs, and no other argument."}
+    assert set(said.values()) == {
+        "It has to write out, and no other argument.",
+        "It has to write outs, and no other argument.",
+    }
 
 
 def test_such_operators_are_exported_and_imported_back(capture: Path, tmp_path: Path) -> None:
@@ -113,20 +120,24 @@ def _printable(*parts: str) -> torch.FunctionSchema | None:
     try:
         return torch._C.parse_schema("x::f({}{} x, Tensor! y) -> {}".format(*parts))
     except RuntimeError:
-        return None         # PyTorch has no such type
+        return None  # PyTorch has no such type
 
 
 @pytest.mark.parametrize("reads", [torch._C.parse_schema, parse_schema], ids=["pytorch", "ours"])
 def test_every_form_that_pytorch_prints_can_be_read_again(reads: Callable[[str], torch.FunctionSchema]) -> None:
     names = ["", "!", "(a!)", "(a)", "(a|b)", "(a! -> b|c)", "(a -> *)", "(a!)[](b!)"]
     kinds = ["", "?", "[]", "[]?", "?[]", "?[]?", "[2]", "[][]", "[]?[]"]
-    schemas = {text: schema for text in product(names, kinds, ["()", "Tensor!", "(Tensor(a!), Tensor![])"])
-               if (schema := _printable(f"Tensor{text[0]}", text[1], text[2])) is not None}
+    schemas = {
+        text: schema
+        for text in product(names, kinds, ["()", "Tensor!", "(Tensor(a!), Tensor![])"])
+        if (schema := _printable(f"Tensor{text[0]}", text[1], text[2])) is not None
+    }
     assert len(schemas) > 150
     for schema in schemas.values():
         again = reads(printed_schema(schema))
         assert [each.alias_info is not None and each.alias_info.is_write for each in schema.arguments] == [
-            each.alias_info is not None and each.alias_info.is_write for each in again.arguments]
+            each.alias_info is not None and each.alias_info.is_write for each in again.arguments
+        ]
         assert [str(each.type) for each in again.arguments] == [str(each.type) for each in schema.arguments]
         assert printed_schema(again) == printed_schema(schema) == canonical_schema(printed_schema(schema))
         assert parse_schema(str(schema)).arguments[0].name == "x", "captures and traces have what PyTorch printed"
@@ -143,4 +154,4 @@ def test_every_schema_of_this_torch_reads_back_as_it_is() -> None:
 
 def test_hostile_schema_text_takes_no_time() -> None:
     for text in ('"' + '\\"' * 100_000, "a" * 100_000, "a|" * 100_000, "?(" * 100_000, "($1" * 100_000, '"' * 100_001):
-        canonical_schema(text)      # quadratic would take minutes
+        canonical_schema(text)  # quadratic would take minutes

@@ -50,12 +50,27 @@ STAGES = ("read", "plan", "run")
 POLICIES = ("full", "integers", "none")
 # How long a case may work, and how long it may take where it waits for something, or the machine is busy.
 _LONGEST_CASE_CPU_S, _LONGEST_CASE_S = 60, 1800
-_MEMORY_BYTES = 6 << 30     # what a process may have: a case that asks for more than that is told so by PyTorch
-_TEXTS = (b"", b"\xff\xfe", b"x" * 70_000, b"aten::exp", b"self", b"__class__", b"default", b"{}",
-          b"\x1b[2J\xe2\x80\xae", b"aten::exp(Tensor self) -> Tensor", b"out",
-          b"Tensor", b"aten::from_file", b"int[1000000000]")
-_LIMITS = {dtype: (int(np.iinfo(dtype).min), int(np.iinfo(dtype).max)) for dtype in SCALARS.values()
-           if dtype.kind != "f"}
+_MEMORY_BYTES = 6 << 30  # what a process may have: a case that asks for more than that is told so by PyTorch
+_TEXTS = (
+    b"",
+    b"\xff\xfe",
+    b"x" * 70_000,
+    b"aten::exp",
+    b"self",
+    b"__class__",
+    b"default",
+    b"{}",
+    b"\x1b[2J\xe2\x80\xae",
+    b"aten::exp(Tensor self) -> Tensor",
+    b"out",
+    b"Tensor",
+    b"aten::from_file",
+    b"int[1000000000]",
+)
+_LIMITS = {
+    dtype: (int(np.iinfo(dtype).min), int(np.iinfo(dtype).max)) for dtype in SCALARS.values() if dtype.kind != "f"
+}
+
 
 @dataclass(frozen=True)
 class Source:
@@ -87,8 +102,13 @@ def make_sources(folder: Path) -> list[Source]:
     for number, program in enumerate((*PROGRAMS, everything)):
         for payload in POLICIES if program is not everything else POLICIES[:1]:
             torch.manual_seed(0)
-            path = recorded(folder, lambda program=program: program(folder), f"{number}-{payload}", payload=payload,
-                            digests="ops" if payload == "full" else "none")
+            path = recorded(
+                folder,
+                lambda program=program: program(folder),
+                f"{number}-{payload}",
+                payload=payload,
+                digests="ops" if payload == "full" else "none",
+            )
             preamble, frames = split(path.read_bytes())
             if program is not everything:
                 frames = [_short_head(frames[0]), *(frame for frame in frames[1:] if not _repeats(frame))]
@@ -112,10 +132,16 @@ def _places(frame: Frame) -> dict[str, Place]:
     layout = RECORDS if frame.header.kind == FrameKind.records else TABLES
     table = flat.root(frame.body, layout, "source")
     begin = np.frombuffer(frame.body, np.uint8).ctypes.data
-    columns = {name: table.column(name) for name, field in layout.fields.items()
-               if field.type.startswith("[") and field.type != "[string]"}
-    return {name: Place(column.dtype, column.ctypes.data - begin, len(column))
-            for name, column in columns.items() if column is not None and len(column)}
+    columns = {
+        name: table.column(name)
+        for name, field in layout.fields.items()
+        if field.type.startswith("[") and field.type != "[string]"
+    }
+    return {
+        name: Place(column.dtype, column.ctypes.data - begin, len(column))
+        for name, column in columns.items()
+        if column is not None and len(column)
+    }
 
 
 def _change_number(body: bytearray, place: Place, chance: random.Random) -> None:
@@ -126,8 +152,13 @@ def _change_number(body: bytearray, place: Place, chance: random.Random) -> None
         values[at] = chance.choice([0, -1, 1e300, float("nan"), float("inf"), 3])
         return
     lowest, highest = _LIMITS[place.dtype]
-    value = chance.choice([int(values[at]) + chance.choice([-1, 1, 2]), int(values[chance.randrange(place.count)]),
-                           chance.choice([0, highest, lowest, 1, 7, 2**31, 2**40])])
+    value = chance.choice(
+        [
+            int(values[at]) + chance.choice([-1, 1, 2]),
+            int(values[chance.randrange(place.count)]),
+            chance.choice([0, highest, lowest, 1, 7, 2**31, 2**40]),
+        ]
+    )
     values[at] = max(lowest, min(highest, value))
 
 
@@ -150,7 +181,7 @@ def _change_bytes(frame: Frame, chance: random.Random) -> Frame:
         if body:
             body[chance.randrange(len(body))] = chance.choice([0, 1, 255, chance.randrange(256)])
     if chance.random() < 0.2:
-        del body[chance.randrange(len(body) + 1):]
+        del body[chance.randrange(len(body) + 1) :]
     return replace(frame, body=bytes(body))
 
 
@@ -177,7 +208,7 @@ def make_case(sources: list[Source], seed: int) -> bytes:
         # What was changed already is changed as bytes: its columns may lie elsewhere.
         places = source.places[place] if frames[place] is source.frames[place] else {}
         frames[place] = _changed_frame(frames[place], places, chance)
-    if chance.random() < 0.03:      # frames that are missing, twice there, or elsewhere
+    if chance.random() < 0.03:  # frames that are missing, twice there, or elsewhere
         place, other = chance.randrange(len(frames)), chance.randrange(len(frames))
         match chance.randrange(3):
             case 0 if place:
@@ -194,7 +225,7 @@ def try_case(sources: list[Source], seed: int, stage: str, path: Path) -> str:
     try:
         data = make_case(sources, seed)
     except (OpReplayError, ValueError, OverflowError):
-        return "not made"       # the helpers that build files refuse it themselves
+        return "not made"  # the helpers that build files refuse it themselves
     path.write_bytes(data)
     try:
         if stage == "read":
@@ -247,8 +278,9 @@ def _work(stage: str, first: int, end: int, folder: Path) -> None:
         (folder / "ended").write_text(json.dumps(ended))
 
 
-def fuzz(stage: str, first: int, cases: int | None, *, batch: int = 20_000, loud: bool = False
-         ) -> tuple[int, list[Any]]:
+def fuzz(
+    stage: str, first: int, cases: int | None, *, batch: int = 20_000, loud: bool = False
+) -> tuple[int, list[Any]]:
     """How many cases were tried, and the failures as [case, what]."""
     tried, failures, end = 0, [], None if cases is None else first + cases
     at, total, began = first, Counter[str](), time.monotonic()
@@ -256,9 +288,19 @@ def fuzz(stage: str, first: int, cases: int | None, *, batch: int = 20_000, loud
         stop = at + batch if end is None else min(at + batch, end)
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
-            code = subprocess.call([sys.executable, "-m", "safety.fuzzing", "--worker", name, f"--stage={stage}",
-                                    f"--seed={at}", f"--cases={stop - at}"],
-                                   env={**os.environ, "PYTHONPATH": str(_TESTS)})
+            code = subprocess.call(
+                [
+                    sys.executable,
+                    "-m",
+                    "safety.fuzzing",
+                    "--worker",
+                    name,
+                    f"--stage={stage}",
+                    f"--seed={at}",
+                    f"--cases={stop - at}",
+                ],
+                env={**os.environ, "PYTHONPATH": str(_TESTS)},
+            )
             if (folder / "failures").exists():
                 failures += [json.loads(line) for line in (folder / "failures").read_text().splitlines()]
             if code:
@@ -273,8 +315,11 @@ def fuzz(stage: str, first: int, cases: int | None, *, batch: int = 20_000, loud
         at = stop
         if loud:
             rate = tried / (time.monotonic() - began)
-            print(f"{stage}: {tried} cases, {len(failures)} failed, {rate:.0f} a second; go on with --seed={at}  "
-                  f"{dict(total)}", flush=True)
+            print(
+                f"{stage}: {tried} cases, {len(failures)} failed, {rate:.0f} a second; go on with --seed={at}  "
+                f"{dict(total)}",
+                flush=True,
+            )
             for case, what in failures[-5:]:
                 print(f"  case {case}: {what}", flush=True)
     return tried, failures

@@ -78,14 +78,21 @@ def scopes_settings_and_failures(_folder: Path) -> Any:
 
 def mapped_file(folder: Path) -> Any:
     path = folder / "tokens.bin"
-    if not path.exists():   # captures made before refer to it as it is
+    if not path.exists():  # captures made before refer to it as it is
         np.arange(8, dtype=np.int64).tofile(path)
     return torch.from_file(str(path), shared=False, size=6, dtype=torch.int64)[1:] + 1
 
 
 PROGRAMS: tuple[Program, ...] = (
-    views_and_resizes, random_numbers_and_lists, generator_of_its_own, indices_and_missing_arguments, layouts,
-    reads_and_writes_of_the_host, scalars_of_every_kind, scopes_settings_and_failures, mapped_file,
+    views_and_resizes,
+    random_numbers_and_lists,
+    generator_of_its_own,
+    indices_and_missing_arguments,
+    layouts,
+    reads_and_writes_of_the_host,
+    scalars_of_every_kind,
+    scopes_settings_and_failures,
+    mapped_file,
 )
 
 

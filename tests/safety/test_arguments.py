@@ -25,8 +25,12 @@ def test_a_number_in_place_of_a_dtype_is_refused_before_a_kernel_uses_it(tmp_pat
     source = recorded(tmp_path, lambda: torch.arange(0, 4, dtype=torch.int64))
 
     def change(signature: Signature) -> Signature:
-        return replace(signature, args=tuple(
-            Node(ValueKind.int, node.name) if node.kind is ValueKind.dtype else node for node in signature.args))
+        return replace(
+            signature,
+            args=tuple(
+                Node(ValueKind.int, node.name) if node.kind is ValueKind.dtype else node for node in signature.args
+            ),
+        )
 
     def number(record: Record, ints: list[int], _floats: list[float]) -> None:
         if any(node.kind is ValueKind.dtype for node in record.signature.args):
@@ -35,8 +39,9 @@ def test_a_number_in_place_of_a_dtype_is_refused_before_a_kernel_uses_it(tmp_pat
     path = rewrite(source, tmp_path / "number.opreplay", signature=change, change=number)
     with pytest.raises(ReplayRefused) as refused:
         Plan(path)
-    assert any("aten::arange takes a dtype as `dtype`, the capture has an integer" in each
-               for each in refused.value.findings)
+    assert any(
+        "aten::arange takes a dtype as `dtype`, the capture has an integer" in each for each in refused.value.findings
+    )
     with Plan(path, keep_going=True) as plan:
         result = plan.execute(keep_going=True)
     assert result.outcome == "incomplete"
@@ -46,26 +51,39 @@ def _values(name: str, count: int) -> Node:
     return Node(ValueKind.list, name, None, tuple(Node(ValueKind.int) for _ in range(count)))
 
 
-@pytest.mark.parametrize(("operator", "node", "said"), [
-    (aten._stack.default, Node(ValueKind.list, "tensors"), "takes at least one tensor as `tensors`"),
-    (aten._foreach_clone.default, Node(ValueKind.list, "self"), "takes at least one tensor as `self`"),
-    (aten._slow_conv2d_backward.output_mask, _values("padding", 0), "takes 1 or 2 values as `padding`"),
-    (aten.fractional_max_pool3d_backward.default, _values("output_size", 0), "takes 1 or 3 values as `output_size`"),
-    (aten.reflection_pad2d_backward.default, _values("padding", 3), "takes 1 or 4 values as `padding`"),
-    (aten.empty_like.default, Node(ValueKind.int, "layout"), "takes a layout as `layout`"),
-    (aten.empty_like.default, Node(ValueKind.int, "memory_format"), "takes a memory_format as `memory_format`"),
-])
+@pytest.mark.parametrize(
+    ("operator", "node", "said"),
+    [
+        (aten._stack.default, Node(ValueKind.list, "tensors"), "takes at least one tensor as `tensors`"),
+        (aten._foreach_clone.default, Node(ValueKind.list, "self"), "takes at least one tensor as `self`"),
+        (aten._slow_conv2d_backward.output_mask, _values("padding", 0), "takes 1 or 2 values as `padding`"),
+        (
+            aten.fractional_max_pool3d_backward.default,
+            _values("output_size", 0),
+            "takes 1 or 3 values as `output_size`",
+        ),
+        (aten.reflection_pad2d_backward.default, _values("padding", 3), "takes 1 or 4 values as `padding`"),
+        (aten.empty_like.default, Node(ValueKind.int, "layout"), "takes a layout as `layout`"),
+        (aten.empty_like.default, Node(ValueKind.int, "memory_format"), "takes a memory_format as `memory_format`"),
+    ],
+)
 def test_lists_and_codes_that_kernels_do_not_look_at_are_looked_at(
     operator: torch._ops.OpOverload, node: Node, said: str
 ) -> None:
     assert said in ArgumentRules(operator._schema).problem((Node(ValueKind.none, "other"), node))
 
 
-@pytest.mark.parametrize(("operator", "node"), [
-    (aten.cat.default, Node(ValueKind.list, "tensors")), (aten.sum.dim_IntList, _values("dim", 3)),
-    (aten.conv2d.default, _values("stride", 1)), (aten.avg_pool2d_backward.default, _values("stride", 0)),
-    (aten.arange.start_step, Node(ValueKind.int, "step")), (aten.arange.start_step, Node(ValueKind.none, "dtype")),
-])
+@pytest.mark.parametrize(
+    ("operator", "node"),
+    [
+        (aten.cat.default, Node(ValueKind.list, "tensors")),
+        (aten.sum.dim_IntList, _values("dim", 3)),
+        (aten.conv2d.default, _values("stride", 1)),
+        (aten.avg_pool2d_backward.default, _values("stride", 0)),
+        (aten.arange.start_step, Node(ValueKind.int, "step")),
+        (aten.arange.start_step, Node(ValueKind.none, "dtype")),
+    ],
+)
 def test_what_kernels_look_at_themselves_is_left_to_them(operator: torch._ops.OpOverload, node: Node) -> None:
     assert ArgumentRules(operator._schema).problem((node,)) == ""
 

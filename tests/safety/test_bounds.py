@@ -27,6 +27,7 @@ from .conftest import Tools
 
 def _resized(source: Path, target: Path, length: int) -> Path:
     """Every resize makes the storage this long."""
+
     def change(record: Record, ints: list[int], _floats: list[float]) -> None:
         if record.kind is RecordKind.storage_resize:
             ints[1] = length
@@ -46,8 +47,9 @@ def source(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("length", [0, 16, 16_000])
-def test_a_storage_that_shrinks_under_live_views_ends_the_use_of_those_views(source: Path, tmp_path: Path, length: int
-                                                                             ) -> None:
+def test_a_storage_that_shrinks_under_live_views_ends_the_use_of_those_views(
+    source: Path, tmp_path: Path, length: int
+) -> None:
     path = _resized(source, tmp_path / "shrunk.opreplay", length)
     for verify in ("auto", "none"):
         with Plan(path) as plan, pytest.raises(ReplayFailed, match="needs .* bytes of a storage that has"):
@@ -74,8 +76,9 @@ def test_a_program_that_frees_memory_under_a_view_and_takes_it_back_replays(tmp_
 
 
 @pytest.mark.parametrize("length", [-1, -(2**63), 2**61])
-def test_lengths_that_no_storage_has_are_refused_when_they_are_read(source: Path, tmp_path: Path, tools: Tools,
-                                                                    length: int) -> None:
+def test_lengths_that_no_storage_has_are_refused_when_they_are_read(
+    source: Path, tmp_path: Path, tools: Tools, length: int
+) -> None:
     with open_capture(source) as reader:
         before = next(record.args[1] for record in reader.records() if record.kind is RecordKind.storage_resize)
     path = tmp_path / "hostile.opreplay"
@@ -140,29 +143,44 @@ def _parts() -> dict[str, tuple[Any, ...]]:
         "sparse_coo": (torch.tensor([[0, 1], [1, 0]]), torch.ones(2), (2, 2), True),
         "sparse_csr": (torch.tensor([0, 1, 2]), torch.tensor([0, 1]), torch.ones(2), (2, 2)),
         "sparse_csc": (torch.tensor([0, 1, 2]), torch.tensor([0, 1]), torch.ones(2), (2, 2)),
-        "quantized_per_channel": (torch.ones(2, 3, dtype=torch.int8), torch.qint8, torch.ones(2, dtype=torch.float64),
-                                  torch.zeros(2, dtype=torch.int64), 0),
+        "quantized_per_channel": (
+            torch.ones(2, 3, dtype=torch.int8),
+            torch.qint8,
+            torch.ones(2, dtype=torch.float64),
+            torch.zeros(2, dtype=torch.int64),
+            0,
+        ),
         "nested": (torch.arange(6.0), torch.tensor([[2], [4]]), torch.tensor([[1], [1]]), torch.tensor([0, 2])),
     }
 
 
 BROKEN: list[tuple[str, int, Callable[[Any], Any]]] = [
-    ("sparse_coo", 0, lambda indices: indices + 2**40), ("sparse_coo", 0, lambda indices: indices - 5),
-    ("sparse_coo", 1, lambda values: torch.ones(1)), ("sparse_coo", 2, lambda sizes: (1, 1)),
-    ("sparse_coo", 0, lambda indices: indices[:1]), ("sparse_csr", 1, lambda plain: plain + 2**40),
-    ("sparse_csr", 0, lambda rows: rows * 1000), ("sparse_csr", 2, lambda values: values[:1]),
-    ("sparse_csc", 0, lambda rows: -rows), ("quantized_per_channel", 2, lambda scales: scales[:1]),
-    ("quantized_per_channel", 4, lambda axis: 7), ("quantized_per_channel", 4, lambda axis: -3),
-    ("quantized_per_channel", 4, lambda axis: 1), ("nested", 1, lambda sizes: sizes * 1000),
-    ("nested", 3, lambda offsets: offsets + 2**62), ("nested", 3, lambda offsets: offsets - 9),
-    ("nested", 2, lambda strides: strides * 2**62), ("nested", 1, lambda sizes: -sizes),
+    ("sparse_coo", 0, lambda indices: indices + 2**40),
+    ("sparse_coo", 0, lambda indices: indices - 5),
+    ("sparse_coo", 1, lambda values: torch.ones(1)),
+    ("sparse_coo", 2, lambda sizes: (1, 1)),
+    ("sparse_coo", 0, lambda indices: indices[:1]),
+    ("sparse_csr", 1, lambda plain: plain + 2**40),
+    ("sparse_csr", 0, lambda rows: rows * 1000),
+    ("sparse_csr", 2, lambda values: values[:1]),
+    ("sparse_csc", 0, lambda rows: -rows),
+    ("quantized_per_channel", 2, lambda scales: scales[:1]),
+    ("quantized_per_channel", 4, lambda axis: 7),
+    ("quantized_per_channel", 4, lambda axis: -3),
+    ("quantized_per_channel", 4, lambda axis: 1),
+    ("nested", 1, lambda sizes: sizes * 1000),
+    ("nested", 3, lambda offsets: offsets + 2**62),
+    ("nested", 3, lambda offsets: offsets - 9),
+    ("nested", 2, lambda strides: strides * 2**62),
+    ("nested", 1, lambda sizes: -sizes),
     ("nested", 3, lambda offsets: offsets[:1]),
 ]
 
 
 @pytest.mark.parametrize(("form", "place", "change"), BROKEN, ids=range(len(BROKEN)))
-def test_tensors_made_of_others_are_checked_before_a_kernel_sees_them(form: str, place: int,
-                                                                      change: Callable[[Any], Any]) -> None:
+def test_tensors_made_of_others_are_checked_before_a_kernel_sees_them(
+    form: str, place: int, change: Callable[[Any], Any]
+) -> None:
     parts = list(_parts()[form])
     with undispatched():
         assert put_together(form, parts) is not None

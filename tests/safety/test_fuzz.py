@@ -30,7 +30,7 @@ def test_the_fuzzer_sees_what_it_looks_for(tmp_path: Path, monkeypatch: pytest.M
     """Its files are valid behind their checks: only a part is refused, and that for what they say. And what is no error
     of ours gets out."""
     sources = make_sources(tmp_path)
-    for number, source in enumerate(sources):       # as they are, they are captures, and replays of them pass
+    for number, source in enumerate(sources):  # as they are, they are captures, and replays of them pass
         path = tmp_path / f"{number}.opreplay"
         path.write_bytes(join(source.preamble, source.frames))
         assert check_capture(path).complete

@@ -20,14 +20,27 @@ from replayfmt.format.reader import open_capture
 
 MARK = "opreplay_hostile_marker"
 TEXTS = [
-    f'"""\n{MARK}()\n"""', f"'; {MARK}() #", f"\\\"\"\"\n{MARK}()", f"\n{MARK}()\n", f"\x0c{MARK}\r{MARK}()",
-    f"# coding: {MARK}", f"{{{MARK}}}%s", f"\u2028{MARK}()", f"__import__('{MARK}')",
+    f'"""\n{MARK}()\n"""',
+    f"'; {MARK}() #",
+    f'\\"""\n{MARK}()',
+    f"\n{MARK}()\n",
+    f"\x0c{MARK}\r{MARK}()",
+    f"# coding: {MARK}",
+    f"{{{MARK}}}%s",
+    f"\u2028{MARK}()",
+    f"__import__('{MARK}')",
 ]
 SCHEMAS = [
-    "aten::exp(Tensor self, str x={}) -> Tensor", "aten::exp(Tensor self, *, str x=\"{}\") -> Tensor",
-    "aten::exp(Tensor {}) -> Tensor", "aten::exp({} self) -> Tensor", "aten::exp(Tensor self) -> (Tensor {})",
-    "aten::exp(Tensor self, Device x=\"{}\") -> Tensor", "aten::exp(Tensor self, int[{}] x=3) -> Tensor",
-    "aten::exp(Tensor self, float x={}()) -> Tensor", "{}", "aten::exp(Tensor self{}) -> Tensor",
+    "aten::exp(Tensor self, str x={}) -> Tensor",
+    'aten::exp(Tensor self, *, str x="{}") -> Tensor',
+    "aten::exp(Tensor {}) -> Tensor",
+    "aten::exp({} self) -> Tensor",
+    "aten::exp(Tensor self) -> (Tensor {})",
+    'aten::exp(Tensor self, Device x="{}") -> Tensor',
+    "aten::exp(Tensor self, int[{}] x=3) -> Tensor",
+    "aten::exp(Tensor self, float x={}()) -> Tensor",
+    "{}",
+    "aten::exp(Tensor self{}) -> Tensor",
 ]
 
 
@@ -47,8 +60,11 @@ def _code(text: str) -> list[str]:
 def test_a_kernels_skeleton_has_no_code_of_the_capture(source: Path, tmp_path: Path, schema: str) -> None:
     for place, text in enumerate(TEXTS):
         said = schema.replace("{}", text)
-        hostile = rewrite(source, tmp_path / f"{place}.opreplay", kernel=lambda kernel, to=said: replace(
-            kernel, schema=to) if kernel.name == "aten::exp" else kernel)
+        hostile = rewrite(
+            source,
+            tmp_path / f"{place}.opreplay",
+            kernel=lambda kernel, to=said: replace(kernel, schema=to) if kernel.name == "aten::exp" else kernel,
+        )
         with open_capture(hostile) as reader:
             number = next(id for id, kernel in enumerate(reader.kernels) if kernel and kernel.name == "aten::exp")
             try:

@@ -27,14 +27,27 @@ from replayfmt.replay.planning.resolve import resolve
 from .conftest import Tools
 
 HOST_CALLS = [
-    "aten::from_file", "aten::_print", "debugprims::load_tensor", "mkldnn::data_ptr",
-    "inductor::_reinterpret_tensor", "inductor::_alloc_from_pool", "profiler::_record_function_enter",
-    "export::access_subclass_inner_tensor", "static_runtime::dict_unpack", "c10d::send", "_c10d_functional::isend",
-    "symm_mem::memset32_", "prim::Print", "inductor::resize_storage_bytes_", "aten::get_gradients",
-    "aten::_cufft_set_plan_cache_max_size", "aten::_nested_view_from_buffer",
+    "aten::from_file",
+    "aten::_print",
+    "debugprims::load_tensor",
+    "mkldnn::data_ptr",
+    "inductor::_reinterpret_tensor",
+    "inductor::_alloc_from_pool",
+    "profiler::_record_function_enter",
+    "export::access_subclass_inner_tensor",
+    "static_runtime::dict_unpack",
+    "c10d::send",
+    "_c10d_functional::isend",
+    "symm_mem::memset32_",
+    "prim::Print",
+    "inductor::resize_storage_bytes_",
+    "aten::get_gradients",
+    "aten::_cufft_set_plan_cache_max_size",
+    "aten::_nested_view_from_buffer",
 ]
 # What a walk over the registry finds of operators that return no tensor and write none: each of them only looks at its
 # arguments, or makes packed weights. A new one has somebody look at it.
+# fmt: off
 LOOKING = {
     "_assert_async", "_assert_scalar", "_assert_tensor_metadata", "_backward", "_choose_qparams_per_tensor",
     "_cslt_sparse_mm_search", "_cufft_get_plan_cache_max_size", "_cufft_get_plan_cache_size",
@@ -56,8 +69,18 @@ LOOKING = {
     "sym_is_contiguous", "sym_is_non_overlapping_and_dense", "sym_numel", "sym_size", "sym_storage_offset",
     "sym_stride",
 }
-PACKED = ("prepack", "make_quantized_cell_params", "_unpack_sizes", "_stride", "_padding", "_dilation", "_groups",
-          "_transpose", "_output_padding")
+# fmt: on
+PACKED = (
+    "prepack",
+    "make_quantized_cell_params",
+    "_unpack_sizes",
+    "_stride",
+    "_padding",
+    "_dilation",
+    "_groups",
+    "_transpose",
+    "_output_padding",
+)
 
 
 @pytest.fixture(scope="module")
@@ -119,8 +142,9 @@ def test_an_import_tries_no_such_operator(capfd: pytest.CaptureFixture[str]) -> 
     assert capfd.readouterr().out == ""
 
 
-def test_an_exported_script_runs_no_such_operator(source: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-                                                  ) -> None:
+def test_an_exported_script_runs_no_such_operator(
+    source: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     with open_capture(source) as reader:
         export_replay_zip(reader, tmp_path / "calls.zip")
     with zipfile.ZipFile(tmp_path / "calls.zip") as archive:
@@ -128,8 +152,9 @@ def test_an_exported_script_runs_no_such_operator(source: Path, tmp_path: Path, 
     names = {"__name__": "replay", "__file__": str(tmp_path / "replay.py")}
     exec(code, names)
     for name in HOST_CALLS:
-        (tmp_path / "event_replay_ir.json").write_text(json.dumps([
-            {"op_name": name, "replay_ir": {"list_pos_args": [], "list_kwargs": []}}]))
+        (tmp_path / "event_replay_ir.json").write_text(
+            json.dumps([{"op_name": name, "replay_ir": {"list_pos_args": [], "list_kwargs": []}}])
+        )
         capfd.readouterr()
         assert names["main"]([]) == 1  # type: ignore[operator]
         assert "does more than compute on tensors" in capfd.readouterr().out
@@ -156,7 +181,8 @@ def test_every_operator_that_might_do_more_than_compute_is_known() -> None:
         assert found is not None
         schema = found._schema
         gives = any("Tensor" in str(each.type) for each in schema.returns) or any(
-            each.alias_info is not None and each.alias_info.is_write for each in schema.arguments)
+            each.alias_info is not None and each.alias_info.is_write for each in schema.arguments
+        )
         odd = {str(each.type) for each in (*schema.arguments, *schema.returns)} & {"Stream", "Any", "Future(Any)"}
         if odd and name not in ("aten::record_stream", "quantized::conv2d_unpack_sizes"):
             unknown.add(full)
@@ -168,18 +194,48 @@ def test_every_operator_that_might_do_more_than_compute_is_known() -> None:
 def test_every_operator_of_this_torch_that_takes_a_path_or_a_name_of_something_is_known() -> None:
     """A torch that brings another operator with a string has somebody look at it."""
     harmless = (
-        "norm", "rounding_mode", "reduce", "reduce_op", "red_op", "approximate", "UPLO", "driver", "ord", "mode",
-        "indexing", "side", "interpolation", "pad_mode", "padding", "equation", "activation", "algorithm", "attr",
-        "assert_msg", "api_name", "unary_attr", "binary_attr", "unary_algorithm", "output_dtype", "post_op_name",
-        "post_op_algorithm", "unary_post_op", "binary_post_op", "unary_post_op_algorithm", "padding_mode",
-        "upscale_mode", "p", "padding_side",
+        "norm",
+        "rounding_mode",
+        "reduce",
+        "reduce_op",
+        "red_op",
+        "approximate",
+        "UPLO",
+        "driver",
+        "ord",
+        "mode",
+        "indexing",
+        "side",
+        "interpolation",
+        "pad_mode",
+        "padding",
+        "equation",
+        "activation",
+        "algorithm",
+        "attr",
+        "assert_msg",
+        "api_name",
+        "unary_attr",
+        "binary_attr",
+        "unary_algorithm",
+        "output_dtype",
+        "post_op_name",
+        "post_op_algorithm",
+        "unary_post_op",
+        "binary_post_op",
+        "unary_post_op_algorithm",
+        "padding_mode",
+        "upscale_mode",
+        "p",
+        "padding_side",
     )
     unknown = set()
     for full in torch._C._dispatch_get_all_op_names():
         name, _, overload = full.partition(".")
         for each in torch._C._jit_get_schemas_for_operator(name):
-            if (each.overload_name or "") != overload or not name.startswith(("aten::", "prims::", "quantized::",
-                                                                             "mkldnn::", "onednn::", "inductor::")):
+            if (each.overload_name or "") != overload or not name.startswith(
+                ("aten::", "prims::", "quantized::", "mkldnn::", "onednn::", "inductor::")
+            ):
                 continue
             strings = [argument.name for argument in each.arguments if "str" in str(argument.type).split("[")[0]]
             if set(strings) - set(harmless):
@@ -190,8 +246,9 @@ def test_every_operator_of_this_torch_that_takes_a_path_or_a_name_of_something_i
 
 
 @pytest.mark.slow
-def test_a_replay_imports_no_optional_module_of_pytorchs_because_a_capture_names_it(source: Path, tmp_path: Path
-                                                                                     ) -> None:
+def test_a_replay_imports_no_optional_module_of_pytorchs_because_a_capture_names_it(
+    source: Path, tmp_path: Path
+) -> None:
     """In a process of its own, where nothing has imported them: with leave, and only that one."""
     path = _named(source, tmp_path, "fsdp::chunk_cat")
     script = (
@@ -200,7 +257,8 @@ def test_a_replay_imports_no_optional_module_of_pytorchs_because_a_capture_names
         "for allowed in ([], ['fsdp']):\n"
         "    try: plan.Plan(sys.argv[1], allow_imports=allowed)\n"
         "    except ReplayRefused as refused: print(refused.findings[0])\n"
-        "    print(any('fsdp' in each or 'inductor' in each for each in set(sys.modules) - before))\n")
+        "    print(any('fsdp' in each or 'inductor' in each for each in set(sys.modules) - before))\n"
+    )
     done = subprocess.run([sys.executable, "-c", script, path], capture_output=True, text=True, check=True, timeout=600)
     refused, imported, changed, after = done.stdout.splitlines()
     assert "--allow-import=fsdp lets it be imported" in refused and imported == "False"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-DEADLY = '''
+DEADLY = """
 import os, signal, torch
 library = torch.library.Library("deadly", "DEF")
 library.define("end(Tensor x, int signal) -> Tensor")
@@ -19,7 +19,7 @@ def end(x, number):
     return x * 2
 
 library.impl("end", end, "CompositeExplicitAutograd")
-'''
+"""
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +33,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "    with replayfmt.capture(f'{number}.opreplay'), replayfmt.scope('execute'):\n"
         "        x = torch.ones(3) + 1\n"
         "        y = torch.ops.deadly.end(x, number).exp()\n"
-        "        del x, y\n")
+        "        del x, y\n"
+    )
     subprocess.run([sys.executable, "program.py"], cwd=folder, check=True, timeout=600)
     return folder
 
@@ -41,22 +42,32 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _run(folder: Path, tool: str, *arguments: str, deadly: bool) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [Path(sys.executable).with_name(f"opreplay-{tool}"), "--allow-import=deadly_operators", *arguments],
-        cwd=folder, env={"PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1", **({"DEADLY": "1"} if deadly else {})},
-        capture_output=True, text=True, timeout=600)
+        cwd=folder,
+        env={"PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1", **({"DEADLY": "1"} if deadly else {})},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("number", "name", "arguments"), [
-    (11, "SIGSEGV", ("run",)), (6, "SIGABRT", ("run", "--keep-going")), (9, "SIGKILL", ("run",)),
-    (11, "SIGSEGV", ("benchmark", "--benchmark-min-time=1x")),
-])
-def test_the_death_of_a_replay_is_a_failure_with_the_ops_name(folder: Path, number: int, name: str,
-                                                              arguments: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    ("number", "name", "arguments"),
+    [
+        (11, "SIGSEGV", ("run",)),
+        (6, "SIGABRT", ("run", "--keep-going")),
+        (9, "SIGKILL", ("run",)),
+        (11, "SIGSEGV", ("benchmark", "--benchmark-min-time=1x")),
+    ],
+)
+def test_the_death_of_a_replay_is_a_failure_with_the_ops_name(
+    folder: Path, number: int, name: str, arguments: tuple[str, ...]
+) -> None:
     done = _run(folder, arguments[0], "--isolate", *arguments[1:], f"{number}.opreplay", deadly=True)
     assert done.returncode == 1 and "Traceback" not in done.stderr, done
     (line,) = [line for line in done.stderr.splitlines() if "was ended by" in line]
     assert line.startswith(f"FAILED_PRECONDITION: {number}.opreplay: the process that worked was ended by {name}"), line
-    if number != 9:     # nobody can write down anything then
+    if number != 9:  # nobody can write down anything then
         assert "(deadly::end.default)" in line and "at ordinal" in line
     else:
         assert "or later" in line and "no memory left" in line

@@ -40,7 +40,7 @@ def _bomb(source: Path, target: Path, family: str, rows: int, frames: int) -> Pa
         if family == "meta":
             for name in META_COLUMNS:
                 more[name] = np.repeat(columns[name][-1:], rows * int(more["meta_rank"][0]))
-        if family == "signature":       # one op that takes a list of so many things
+        if family == "signature":  # one op that takes a list of so many things
             for name in FAMILIES[family]:
                 more[name] = columns[name][columns["signature_kernel"] != 0][:1]
             more["signature_nodes"], more["signature_args"] = (np.array([rows], more["signature_nodes"].dtype),) * 2
@@ -66,8 +66,13 @@ def test_definitions_cannot_add_up_over_frames(source: Path, tmp_path: Path, too
     path = _bomb(source, tmp_path / "bomb.opreplay", family, 500_000, 6)
     assert path.stat().st_size < 100_000
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    for command in (("dump", "--summary"), ("dump", "--format=jsonl"), ("check",), ("run",),
-                    ("check", f"--recover={tmp_path / 'recovered.opreplay'}")):
+    for command in (
+        ("dump", "--summary"),
+        ("dump", "--format=jsonl"),
+        ("check",),
+        ("run",),
+        ("check", f"--recover={tmp_path / 'recovered.opreplay'}"),
+    ):
         done = tools(*command, path)
         assert done.code == 3 and "bytes of definitions in" in done.err and len(done.err.splitlines()) == 1, done
     assert not (tmp_path / "recovered.opreplay").exists()
@@ -85,9 +90,11 @@ def test_a_frame_cannot_become_much_longer_than_it_is(source: Path, tmp_path: Pa
 def test_what_the_limits_allow_takes_memory_in_proportion(source: Path, tmp_path: Path, family: str) -> None:
     rows = {"scope": 1_000_000, "signature": 800_000}[family]
     path = _bomb(source, tmp_path / "within.opreplay", family, rows, 1)
-    script = ("import re, sys; from opreplay_tools.dump import main; sys.argv[1:] = ['--summary', sys.argv[1]]\n"
-              "try: main()\nfinally: print(re.search(r'VmHWM:\\s+(\\d+)', open('/proc/self/status').read())[1], "
-              "file=sys.stderr)")
+    script = (
+        "import re, sys; from opreplay_tools.dump import main; sys.argv[1:] = ['--summary', sys.argv[1]]\n"
+        "try: main()\nfinally: print(re.search(r'VmHWM:\\s+(\\d+)', open('/proc/self/status').read())[1], "
+        "file=sys.stderr)"
+    )
     done = subprocess.run([sys.executable, "-c", script, path], capture_output=True, text=True, timeout=300)
     assert int(done.stderr.split()[-1]) < 400_000, "kilobytes"
 

@@ -72,8 +72,14 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Iterator[Seen]:
 
 
 TEXTS = [
-    f"{MARK}", f"'; import os; os._exit(7) #{MARK}", f'"""\n{MARK}()\n"""', f"%s%d{{}}{MARK}", f"\\'{MARK}\x00\x1b[31m",
-    f"{MARK}\n    import {MARK}\n", f"__import__('{MARK}')", f"{MARK}‮\ud7ff",
+    f"{MARK}",
+    f"'; import os; os._exit(7) #{MARK}",
+    f'"""\n{MARK}()\n"""',
+    f"%s%d{{}}{MARK}",
+    f"\\'{MARK}\x00\x1b[31m",
+    f"{MARK}\n    import {MARK}\n",
+    f"__import__('{MARK}')",
+    f"{MARK}‮\ud7ff",
 ]
 
 
@@ -85,8 +91,12 @@ def test_no_text_of_a_capture_gets_into_generated_code(tmp_path: Path, seen: See
     source = recorded(tmp_path, lambda: torch.div(x, 2, rounding_mode="trunc").add_(1))
 
     def change(signature: Signature) -> Signature:
-        args = tuple(replace(node, constant=text) if node.kind is ValueKind.string and node.constant in
-                     ("trunc", "execute", "first_use") else node for node in signature.args)
+        args = tuple(
+            replace(node, constant=text)
+            if node.kind is ValueKind.string and node.constant in ("trunc", "execute", "first_use")
+            else node
+            for node in signature.args
+        )
         return replace(signature, args=args)
 
     path = rewrite(source, tmp_path / "hostile.opreplay", signature=change)
@@ -104,8 +114,7 @@ def test_no_text_of_a_capture_gets_into_generated_code(tmp_path: Path, seen: See
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name",
-    ["self=1, {}", "self); {}(", "{}", "*self", "self\n", "self ", "ſelf", "", "__class__", "lambda", "out"],
+    "name", ["self=1, {}", "self); {}(", "{}", "*self", "self\n", "self ", "ſelf", "", "__class__", "lambda", "out"]
 )
 def test_no_name_of_an_argument_gets_into_generated_code(tmp_path: Path, seen: Seen, name: str) -> None:
     source = recorded(tmp_path, lambda: torch.ones(3).exp())
@@ -125,17 +134,29 @@ def test_no_name_of_an_argument_gets_into_generated_code(tmp_path: Path, seen: S
 
 
 SETTINGS: list[tuple[str, Any]] = [
-    ("default_dtype", MARK), ("default_dtype", "nn"), ("default_dtype", "__class__"), ("default_dtype", "int64"),
-    ("autocast.cpu", MARK), ("__class__", 1), ("num_threads", -1), ("num_threads", 10**9), ("num_threads", "1"),
-    ("quantized_engine", "nonsense"), ("float32_matmul_precision", f"{MARK}"), ("sdp_priority_order", f"{MARK}"),
-    (f"{MARK}", True), ("num_threads", 2**63 - 1), ("sdp_priority_order", "99999999999999999999"),
+    ("default_dtype", MARK),
+    ("default_dtype", "nn"),
+    ("default_dtype", "__class__"),
+    ("default_dtype", "int64"),
+    ("autocast.cpu", MARK),
+    ("__class__", 1),
+    ("num_threads", -1),
+    ("num_threads", 10**9),
+    ("num_threads", "1"),
+    ("quantized_engine", "nonsense"),
+    ("float32_matmul_precision", f"{MARK}"),
+    ("sdp_priority_order", f"{MARK}"),
+    (f"{MARK}", True),
+    ("num_threads", 2**63 - 1),
+    ("sdp_priority_order", "99999999999999999999"),
 ]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "value"), SETTINGS, ids=range(len(SETTINGS)))
-def test_settings_take_known_names_and_values_and_are_put_back(tmp_path: Path, seen: Seen, name: str, value: Any
-                                                               ) -> None:
+def test_settings_take_known_names_and_values_and_are_put_back(
+    tmp_path: Path, seen: Seen, name: str, value: Any
+) -> None:
     from replayfmt.pytorch.settings import read_settings
 
     source = recorded(tmp_path, lambda: torch.ones(3).exp())
@@ -143,7 +164,7 @@ def test_settings_take_known_names_and_values_and_are_put_back(tmp_path: Path, s
         before_settings = dict(plan.reader.session.settings)
     path = rewrite(source, tmp_path / "hostile.opreplay", session={"settings": {**before_settings, name: value}})
     before = read_settings()
-    if name == "autocast.cpu":      # only custom operators are called under it
+    if name == "autocast.cpu":  # only custom operators are called under it
         with Plan(path) as plan:
             plan.execute()
     else:
@@ -181,10 +202,18 @@ def test_nothing_is_imported_because_a_capture_names_it(tmp_path: Path, monkeypa
     for name in ("torchvision", "vllm"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     source = recorded(tmp_path, lambda: torch.ones(3).exp())
-    for namespace, advice in (("opreplay_trap", "--allow-import=MODULE"), ("torchvision", "--allow-import=torchvision"),
-                              ("_moe_C", "--allow-import=vllm")):
-        path = rewrite(source, tmp_path / f"{namespace}.opreplay", kernel=lambda kernel, to=namespace: replace(
-            kernel, name=f"{to}::exp") if kernel.name == "aten::exp" else kernel)
+    for namespace, advice in (
+        ("opreplay_trap", "--allow-import=MODULE"),
+        ("torchvision", "--allow-import=torchvision"),
+        ("_moe_C", "--allow-import=vllm"),
+    ):
+        path = rewrite(
+            source,
+            tmp_path / f"{namespace}.opreplay",
+            kernel=lambda kernel, to=namespace: (
+                replace(kernel, name=f"{to}::exp") if kernel.name == "aten::exp" else kernel
+            ),
+        )
         with pytest.raises(ReplayRefused) as refused:
             Plan(path)
         assert advice in refused.value.findings[0]
@@ -201,19 +230,25 @@ def test_an_allowed_module_is_imported_and_its_operators_are_replayed(tmp_path: 
         "import torch\n"
         "library = torch.library.Library('opreplay_demo', 'DEF')\n"
         "library.define('twice(Tensor x) -> Tensor')\n"
-        "library.impl('twice', lambda x: x * 2, 'CompositeExplicitAutograd')\n")
+        "library.impl('twice', lambda x: x * 2, 'CompositeExplicitAutograd')\n"
+    )
     (tmp_path / "program.py").write_text(
         "import torch, replayfmt, demo_operators\n"
         "with replayfmt.capture('demo.opreplay'):\n"
-        "    kept = torch.ops.opreplay_demo.twice(torch.ones(3))\n")
+        "    kept = torch.ops.opreplay_demo.twice(torch.ones(3))\n"
+    )
     subprocess.run([sys.executable, "program.py"], cwd=tmp_path, check=True, timeout=600)
     path = tmp_path / "demo.opreplay"
     done = tools("run", path)
     assert done.code == 1 and "opreplay_demo::twice.default does not exist" in done.err
     run = subprocess.run(
         [Path(sys.executable).with_name("opreplay-run"), "--allow-import=demo_operators", "demo.opreplay"],
-        cwd=tmp_path, env={"PYTHONPATH": str(tmp_path), "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
-        timeout=600)
+        cwd=tmp_path,
+        env={"PYTHONPATH": str(tmp_path), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
     assert run.returncode == 0 and "verified: bitwise" in run.stdout, run.stderr
 
 
@@ -223,35 +258,59 @@ def test_names_cannot_steer_the_terminal(tmp_path: Path, tools: Tools) -> None:
     source = recorded(tmp_path, lambda: torch.ones(3).exp())
 
     def change(signature: Signature) -> Signature:
-        args = tuple(Node(node.kind, node.name, hostile) if node.constant == "execute" else node
-                     for node in signature.args)
+        args = tuple(
+            Node(node.kind, node.name, hostile) if node.constant == "execute" else node for node in signature.args
+        )
         return replace(signature, args=args)
 
-    session = {"torch_version": hostile, "cpu": hostile, "cpu_capability": hostile, "host": hostile,
-               "argv": (hostile,)}
+    session = {"torch_version": hostile, "cpu": hostile, "cpu_capability": hostile, "host": hostile, "argv": (hostile,)}
     runs = rewrite(source, tmp_path / "runs.opreplay", signature=change, scope=lambda _name: hostile, session=session)
-    path = rewrite(source, tmp_path / "hostile.opreplay", signature=change, scope=lambda _name: hostile,
-                   kernel=lambda kernel: replace(kernel, schema=f"aten::exp({hostile}) -> Tensor")
-                   if kernel.name == "aten::exp" else kernel)
+    path = rewrite(
+        source,
+        tmp_path / "hostile.opreplay",
+        signature=change,
+        scope=lambda _name: hostile,
+        kernel=lambda kernel: (
+            replace(kernel, schema=f"aten::exp({hostile}) -> Tensor") if kernel.name == "aten::exp" else kernel
+        ),
+    )
     named = tmp_path / "named.opreplay"
     shutil.copyfile(runs, named)
     rename_kernel(named, "aten::exp", name=f"aten::{hostile}")
     commands: list[tuple[Any, ...]] = [
-        ("run", path), ("run", "--keep-going", path), ("run", "--keep-going", "--format=jsonl", path),
-        ("benchmark", path), ("dump", path), ("dump", "--summary", path), ("dump", "--signatures", path),
-        ("check", path), ("trim", "--ops=0:1", path, tmp_path / "none.opreplay"),
-        ("dump", "--jq", ".", path), ("dump", "--format=jsonl", path), ("export", path, tmp_path / "none.zip"),
-        ("run", named), ("dump", named), ("check", named), ("export", named, tmp_path / "other.zip"),
+        ("run", path),
+        ("run", "--keep-going", path),
+        ("run", "--keep-going", "--format=jsonl", path),
+        ("benchmark", path),
+        ("dump", path),
+        ("dump", "--summary", path),
+        ("dump", "--signatures", path),
+        ("check", path),
+        ("trim", "--ops=0:1", path, tmp_path / "none.opreplay"),
+        ("dump", "--jq", ".", path),
+        ("dump", "--format=jsonl", path),
+        ("export", path, tmp_path / "none.zip"),
+        ("run", named),
+        ("dump", named),
+        ("check", named),
+        ("export", named, tmp_path / "other.zip"),
     ]
     fine: list[tuple[Any, ...]] = [
-        ("run", runs), ("run", "--format=jsonl", runs), ("benchmark", "--benchmark-min-time=1x", runs),
+        ("run", runs),
+        ("run", "--format=jsonl", runs),
+        ("benchmark", "--benchmark-min-time=1x", runs),
         ("benchmark", "--benchmark-min-time=1x", f"--replay-scope={hostile}", runs),
         ("benchmark", "--per-op", "--benchmark-min-time=1x", "--verbose", runs),
-        *(("benchmark", "--benchmark-min-time=1x", f"--benchmark-format={form}", f"--replay-scope={hostile}", runs)
-          for form in ("json", "csv")),
-        *(("benchmark", "--per-op", "--benchmark-min-time=1x", f"--benchmark-format={form}", runs)
-          for form in ("json", "csv")),
-        ("dump", "--jq", ".", runs), ("dump", "--jq", "[.name, .torch_version]", runs),
+        *(
+            ("benchmark", "--benchmark-min-time=1x", f"--benchmark-format={form}", f"--replay-scope={hostile}", runs)
+            for form in ("json", "csv")
+        ),
+        *(
+            ("benchmark", "--per-op", "--benchmark-min-time=1x", f"--benchmark-format={form}", runs)
+            for form in ("json", "csv")
+        ),
+        ("dump", "--jq", ".", runs),
+        ("dump", "--jq", "[.name, .torch_version]", runs),
         ("trim", "--ops=0:3", runs, tmp_path / "trimmed.opreplay"),
     ]
     for command in (*commands, *fine):
@@ -261,18 +320,34 @@ def test_names_cannot_steer_the_terminal(tmp_path: Path, tools: Tools) -> None:
             assert not [line for line in text.split("\n") if not line.isprintable()], (command, text)
 
 
-def test_leave_to_import_a_library_is_no_leave_to_call_its_functions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-                                                                     ) -> None:
+def test_leave_to_import_a_library_is_no_leave_to_call_its_functions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A module may have functions that write files; only naming it for the very namespace lets a capture call them."""
     (tmp_path / "callable_trap.py").write_text(
-        f"def save(x):\n    open({str(tmp_path / 'sprung')!r}, 'w').write('written')\n    return x\n")
+        f"def save(x):\n    open({str(tmp_path / 'sprung')!r}, 'w').write('written')\n    return x\n"
+    )
     monkeypatch.syspath_prepend(str(tmp_path))
     source = recorded(tmp_path, lambda: torch.ones(3).exp())
-    path = rewrite(source, tmp_path / "hostile.opreplay", kernel=lambda kernel: replace(
-        kernel, name="callable_trap::save", overload="callable",
-        schema="callable_trap::save.callable(Tensor x) -> Any") if kernel.name == "aten::exp" else kernel,
-        signature=lambda one: replace(one, args=(replace(one.args[0], name="x"),))
-        if one.kind is RecordKind.op and len(one.args) == 1 else one)
+    path = rewrite(
+        source,
+        tmp_path / "hostile.opreplay",
+        kernel=lambda kernel: (
+            replace(
+                kernel,
+                name="callable_trap::save",
+                overload="callable",
+                schema="callable_trap::save.callable(Tensor x) -> Any",
+            )
+            if kernel.name == "aten::exp"
+            else kernel
+        ),
+        signature=lambda one: (
+            replace(one, args=(replace(one.args[0], name="x"),))
+            if one.kind is RecordKind.op and len(one.args) == 1
+            else one
+        ),
+    )
     for allowed in ([], ["callable_trap"], ["another=callable_trap"]):
         with pytest.raises(ReplayRefused) as refused:
             Plan(path, allow_imports=allowed)

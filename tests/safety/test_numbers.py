@@ -66,8 +66,11 @@ def test_a_length_beyond_what_the_format_allows_is_no_valid_capture(source: Path
         Plan(path)
 
 
-@pytest.mark.parametrize("change", [{"tensor_offset": 2**20}, {"tensor_offset": 2**58}, {"storage_bytes": 0}],
-                         ids=["far", "farther", "nothing there"])
+@pytest.mark.parametrize(
+    "change",
+    [{"tensor_offset": 2**20}, {"tensor_offset": 2**58}, {"storage_bytes": 0}],
+    ids=["far", "farther", "nothing there"],
+)
 def test_a_view_beyond_its_storage_is_never_made(source: Path, tmp_path: Path, change: dict[str, int]) -> None:
     """PyTorch would make the storage longer instead of complaining."""
     path = rewrite(source, tmp_path / "outside.opreplay", **change)  # type: ignore[arg-type]
@@ -93,11 +96,10 @@ def test_sizes_and_strides_that_do_not_fit_fail_or_differ(
         assert outcome not in ("ok",), "what it claims is not what the capture's ops give"
 
 
-@pytest.mark.parametrize(("column", "value"), [("meta_sizes", -1), ("meta_sizes", 2**62), ("meta_strides", -8),
-                                               ("meta_strides", 2**62)])
-def test_impossible_sizes_and_strides_are_found_when_the_file_is_read(
-    source: Path, column: str, value: int
-) -> None:
+@pytest.mark.parametrize(
+    ("column", "value"), [("meta_sizes", -1), ("meta_sizes", 2**62), ("meta_strides", -8), ("meta_strides", 2**62)]
+)
+def test_impossible_sizes_and_strides_are_found_when_the_file_is_read(source: Path, column: str, value: int) -> None:
     def edit(tables: tuple[Any, dict[str, np.ndarray], Any]) -> None:
         name = next(each for each in tables[1] if each.endswith(column.removeprefix("meta_")))
         tables[1][name] = np.full_like(tables[1][name], value)
@@ -110,8 +112,9 @@ def test_impossible_sizes_and_strides_are_found_when_the_file_is_read(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [kind for kind in RecordKind if kind not in (RecordKind.scope_begin,)],
-                         ids=lambda kind: kind.name)
+@pytest.mark.parametrize(
+    "kind", [kind for kind in RecordKind if kind not in (RecordKind.scope_begin,)], ids=lambda kind: kind.name
+)
 def test_integers_of_any_size_in_a_record_are_one_clear_error(source: Path, tmp_path: Path, kind: RecordKind) -> None:
     """Ids, versions, lengths, shapes, indices: each record's integers, all at once and one at a time."""
     with open_capture(source) as reader:
@@ -120,8 +123,10 @@ def test_integers_of_any_size_in_a_record_are_one_clear_error(source: Path, tmp_
         return
     for value in EXTREMES:
         for only in (None, 0):
-            def change(record: Record, ints: list[int], _floats: list[float], at: int | None = only, to: int = value
-                       ) -> None:
+
+            def change(
+                record: Record, ints: list[int], _floats: list[float], at: int | None = only, to: int = value
+            ) -> None:
                 if record.kind is kind:
                     for place in range(len(ints)) if at is None else range(min(1, len(ints))):
                         ints[place] = to
@@ -129,7 +134,7 @@ def test_integers_of_any_size_in_a_record_are_one_clear_error(source: Path, tmp_
             path = tmp_path / "extreme.opreplay"
             try:
                 rewrite(source, path, change=change)
-            except ValueError:      # the writer itself refuses it
+            except ValueError:  # the writer itself refuses it
                 path.with_name(path.name + ".partial").unlink(missing_ok=True)
                 continue
             _tried(path)
@@ -138,16 +143,24 @@ def test_integers_of_any_size_in_a_record_are_one_clear_error(source: Path, tmp_
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "change", [lambda content: b"\xff" * len(content), lambda content: content[:100], lambda content: content * 3,
-               lambda content: b""],
+    "change",
+    [
+        lambda content: b"\xff" * len(content),
+        lambda content: content[:100],
+        lambda content: content * 3,
+        lambda content: b"",
+    ],
     ids=["nonsense", "short", "long", "empty"],
 )
 def test_a_generators_state_is_checked_by_the_generator(
     source: Path, tmp_path: Path, change: Callable[[bytes], bytes]
 ) -> None:
     before = torch.get_rng_state()
-    path = rewrite(source, tmp_path / "state.opreplay",
-                   payload=lambda _number, content: change(content) if len(content) > 4000 else content)
+    path = rewrite(
+        source,
+        tmp_path / "state.opreplay",
+        payload=lambda _number, content: change(content) if len(content) > 4000 else content,
+    )
     with Plan(path) as plan, pytest.raises(ReplayFailed, match="generator_state.* failed: RuntimeError"):
         plan.execute()
     assert torch.equal(torch.get_rng_state(), before)

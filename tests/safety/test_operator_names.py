@@ -30,22 +30,56 @@ from replayfmt.replay.substitution.loading import find_operator
 from .conftest import Tools
 
 NO_NAMES = [
-    ("aten::exp\n", "default"), ("aten", "default"), ("::", ""), ("", ""), ("aten::", "default"), ("::exp", "default"),
-    ("aten::exp; import os", "default"), ("aten::ехр", "default"), ("aten::" + "x" * 100_000, "default"),
-    ("aten::exp", "default.out"), ("aten::exp.out", "default"), ("aten::exp", ""), ("aten::exp", "x y"),
-    ("aten::exp::out", "default"), ("aten::exp\x1b[2J", "default"), ("aten::1", "default"), ("aten::exp", "out()"),
-    ("aten::exp", "out\n"), ("a b::exp", "default"), ("aten-x::exp", "default"), ("aten.x::exp", "default"),
+    ("aten::exp\n", "default"),
+    ("aten", "default"),
+    ("::", ""),
+    ("", ""),
+    ("aten::", "default"),
+    ("::exp", "default"),
+    ("aten::exp; import os", "default"),
+    ("aten::ехр", "default"),
+    ("aten::" + "x" * 100_000, "default"),
+    ("aten::exp", "default.out"),
+    ("aten::exp.out", "default"),
+    ("aten::exp", ""),
+    ("aten::exp", "x y"),
+    ("aten::exp::out", "default"),
+    ("aten::exp\x1b[2J", "default"),
+    ("aten::1", "default"),
+    ("aten::exp", "out()"),
+    ("aten::exp", "out\n"),
+    ("a b::exp", "default"),
+    ("aten-x::exp", "default"),
+    ("aten.x::exp", "default"),
 ]
 # Attributes of Python objects under `torch.ops`, names of modules, of TorchScript's operators, of nothing.
 UNREGISTERED = [
-    ("load_library::__call__", "default"), ("load_library::__func__", "__call__"),
-    ("import_module::__call__", "default"), ("aten::name", "__add__"),
-    ("loaded_libraries::add", "default"), ("load_library::so", "default"), ("__class__::__init__", "default"),
-    ("__import__::os", "default"), ("os::system", "default"), ("torch::load", "default"), ("_C::_load", "default"),
-    ("builtins::exec", "default"), ("torch::save", "default"), ("aten::__class__", "default"),
-    ("aten::__getattr__", "__call__"), ("aten::_dir", "append"), ("aten::exp", "__class__"), ("aten::exp", "_op"),
-    ("aten::exp", "__call__"), ("aten::exp", "decompose"), ("aten::exp", "op"), ("aten::exp", "overloads"),
-    ("aten::save", "default"), ("aten::add", "str"), ("higher_order::cond", "default"), ("_ops::aten", "exp"),
+    ("load_library::__call__", "default"),
+    ("load_library::__func__", "__call__"),
+    ("import_module::__call__", "default"),
+    ("aten::name", "__add__"),
+    ("loaded_libraries::add", "default"),
+    ("load_library::so", "default"),
+    ("__class__::__init__", "default"),
+    ("__import__::os", "default"),
+    ("os::system", "default"),
+    ("torch::load", "default"),
+    ("_C::_load", "default"),
+    ("builtins::exec", "default"),
+    ("torch::save", "default"),
+    ("aten::__class__", "default"),
+    ("aten::__getattr__", "__call__"),
+    ("aten::_dir", "append"),
+    ("aten::exp", "__class__"),
+    ("aten::exp", "_op"),
+    ("aten::exp", "__call__"),
+    ("aten::exp", "decompose"),
+    ("aten::exp", "op"),
+    ("aten::exp", "overloads"),
+    ("aten::save", "default"),
+    ("aten::add", "str"),
+    ("higher_order::cond", "default"),
+    ("_ops::aten", "exp"),
 ]
 
 
@@ -90,9 +124,11 @@ def test_every_tool_refuses_a_name_that_is_none(source: Path, tmp_path: Path, to
     for command in (("run",), ("benchmark", "--per-op"), ("check",), ("dump",)):
         done = tools(*command, path)
         assert done.code == 3 and "is not an operator name" in done.err and len(done.err.splitlines()) == 1
-    for command in (("trim", "--ops=0:9", path, tmp_path / "out"),
-                    ("trim", "--ops=0:9", f"--script={tmp_path / 'out'}", path),
-                    ("export", path, tmp_path / "out")):
+    for command in (
+        ("trim", "--ops=0:9", path, tmp_path / "out"),
+        ("trim", "--ops=0:9", f"--script={tmp_path / 'out'}", path),
+        ("export", path, tmp_path / "out"),
+    ):
         done = tools(*command)
         assert done.code == 3 and "is not an operator name" in done.err
         assert not (tmp_path / "out").exists()
@@ -100,8 +136,9 @@ def test_every_tool_refuses_a_name_that_is_none(source: Path, tmp_path: Path, to
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "overload"), UNREGISTERED, ids=[f"{name}.{each}" for name, each in UNREGISTERED])
-def test_an_operator_is_what_the_dispatcher_knows_or_nothing(source: Path, tmp_path: Path, name: str, overload: str
-                                                             ) -> None:
+def test_an_operator_is_what_the_dispatcher_knows_or_nothing(
+    source: Path, tmp_path: Path, name: str, overload: str
+) -> None:
     path = _renamed(source, tmp_path, name, overload)
     modules = set(sys.modules)
     with pytest.raises(ReplayRefused) as refused:
@@ -125,8 +162,11 @@ def test_an_exported_script_calls_what_the_dispatcher_knows_or_nothing(
     for own in ({"overload": overload}, None):
         if own is None and overloads_of(name):
             continue
-        entry = {"op_name": name, "replay_ir": {"list_pos_args": [argument], "list_kwargs": []},
-                 **({"opreplay": own} if own else {})}
+        entry = {
+            "op_name": name,
+            "replay_ir": {"list_pos_args": [argument], "list_kwargs": []},
+            **({"opreplay": own} if own else {}),
+        }
         file = tmp_path / "event_replay_ir.json"
         file.write_text(json.dumps([entry]))
         assert replay_script.main([str(file)]) == 1
@@ -141,8 +181,9 @@ def test_an_exported_script_calls_registered_operators_with_and_without_their_ov
 
 
 @pytest.mark.parametrize(("name", "overload"), UNREGISTERED, ids=[f"{name}.{each}" for name, each in UNREGISTERED])
-def test_a_skeleton_has_an_operator_of_the_registry_or_does_not_run(source: Path, tmp_path: Path, name: str,
-                                                                    overload: str) -> None:
+def test_a_skeleton_has_an_operator_of_the_registry_or_does_not_run(
+    source: Path, tmp_path: Path, name: str, overload: str
+) -> None:
     path = _renamed(source, tmp_path, name, overload)
     rename_kernel(path, name, schema=f"{name}{'' if overload == 'default' else '.' + overload}(str path) -> ()")
     with open_capture(path) as reader:
@@ -159,8 +200,9 @@ def test_a_skeleton_has_an_operator_of_the_registry_or_does_not_run(source: Path
 
 
 @pytest.mark.parametrize(("name", "overload"), UNREGISTERED, ids=[f"{name}.{each}" for name, each in UNREGISTERED])
-def test_a_script_of_a_part_has_no_such_operator(source: Path, tmp_path: Path, tools: Tools, name: str, overload: str
-                                                 ) -> None:
+def test_a_script_of_a_part_has_no_such_operator(
+    source: Path, tmp_path: Path, tools: Tools, name: str, overload: str
+) -> None:
     path = _renamed(source, tmp_path, name, overload)
     done = tools("trim", "--ops=1:5", f"--script={tmp_path / 'part.py'}", path)
     assert done.code == 1 and "does not exist in torch" in done.err, done
@@ -169,9 +211,10 @@ def test_a_script_of_a_part_has_no_such_operator(source: Path, tmp_path: Path, t
 
 def test_an_import_looks_names_up_in_the_registry_alone() -> None:
     for name, overload in UNREGISTERED:
-        assert not [each for each in Operators().candidates(name)[0]
-                    if each.dispatched and each.overload == overload], name
-        if "__" not in overload:    # PyTorch's parser refuses those itself
+        assert not [
+            each for each in Operators().candidates(name)[0] if each.dispatched and each.overload == overload
+        ], name
+        if "__" not in overload:  # PyTorch's parser refuses those itself
             schema = parse_schema(f"{name}{'' if overload == 'default' else '.' + overload}(int x) -> Tensor")
             assert infer(schema, [("x", 1)]).values is None
 

@@ -39,8 +39,12 @@ def refers(folder: Path, file: ExternalFile, offset: int = 64, length: int = 64)
     def signature(one: Signature) -> Signature:
         if one.kind is not RecordKind.storage_import:
             return one
-        return replace(one, args=tuple(Node(ValueKind.range, node.name) if node.kind is ValueKind.payload else node
-                                       for node in one.args))
+        return replace(
+            one,
+            args=tuple(
+                Node(ValueKind.range, node.name) if node.kind is ValueKind.payload else node for node in one.args
+            ),
+        )
 
     def change(record: Record, ints: list[int], _floats: list[float]) -> None:
         if record.kind is RecordKind.storage_import:
@@ -55,8 +59,9 @@ def refers(folder: Path, file: ExternalFile, offset: int = 64, length: int = 64)
         origins[moved] = StorageOrigin.external_file
         return origins, contents
 
-    return rewrite(source, folder / "refers.opreplay", prepare=prepare, signature=signature, change=change,
-                   births=births)
+    return rewrite(
+        source, folder / "refers.opreplay", prepare=prepare, signature=signature, change=change, births=births
+    )
 
 
 @pytest.fixture
@@ -75,8 +80,13 @@ def _claims(path: Path, **changes: Any) -> ExternalFile:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"digest": "0" * 32}, {"identity": FileIdentity(1, 2, 3)}, {"digest": "0" * 32, "identity": "its own"},
-     {"bytes": 2**50, "identity": "its own"}],
+    [
+        {},
+        {"digest": "0" * 32},
+        {"identity": FileIdentity(1, 2, 3)},
+        {"digest": "0" * 32, "identity": "its own"},
+        {"bytes": 2**50, "identity": "its own"},
+    ],
     ids=["nothing", "another digest", "another identity", "its identity and another digest", "another length"],
 )
 def test_a_file_that_the_capture_cannot_vouch_for_is_never_read(
@@ -88,9 +98,15 @@ def test_a_file_that_the_capture_cannot_vouch_for_is_never_read(
     path = refers(tmp_path, _claims(secret, **changes))
     with pytest.raises(ReplayRefused):
         Plan(path)
-    for command in (("run",), ("run", "--keep-going"), ("run", "--keep-going", "--format=jsonl", "--verify=none"),
-                    ("benchmark", "--benchmark-min-time=1x"), ("dump",), ("dump", "--format=jsonl"),
-                    ("check",)):
+    for command in (
+        ("run",),
+        ("run", "--keep-going"),
+        ("run", "--keep-going", "--format=jsonl", "--verify=none"),
+        ("benchmark", "--benchmark-min-time=1x"),
+        ("dump",),
+        ("dump", "--format=jsonl"),
+        ("check",),
+    ):
         done = tools(*command, path)
         assert "s3cret" not in done.out + done.err
         if command[0] in ("run", "benchmark"):
@@ -115,11 +131,15 @@ def _changed_in_nothing_but_its_time_of_change(path: Path) -> None:
     os.link(path, path.with_name("another name"))
 
 
-@pytest.mark.parametrize(("change", "validation", "refused"), [
-    (_edited_with_its_time_set_back, "identity", False), (_edited_with_its_time_set_back, "digest", True),
-    (_changed_in_nothing_but_its_time_of_change, "identity", False),
-    (_changed_in_nothing_but_its_time_of_change, "digest", False),
-])
+@pytest.mark.parametrize(
+    ("change", "validation", "refused"),
+    [
+        (_edited_with_its_time_set_back, "identity", False),
+        (_edited_with_its_time_set_back, "digest", True),
+        (_changed_in_nothing_but_its_time_of_change, "identity", False),
+        (_changed_in_nothing_but_its_time_of_change, "digest", False),
+    ],
+)
 def test_identity_goes_by_the_time_of_last_modification_and_a_digest_by_the_content(
     tmp_path: Path, secret: Path, change: Callable[[Path], None], validation: str, refused: bool
 ) -> None:
@@ -135,14 +155,27 @@ def test_identity_goes_by_the_time_of_last_modification_and_a_digest_by_the_cont
             assert plan.execute(verify="none").outcome == "ok"
 
 
-@pytest.mark.parametrize("path", ["/dev/zero", "/dev/stdin", "/proc/self/mem", "/proc/self/environ", "/", "/dev/tty",
-                                  "", "\x00", "a" * 5000, "nowhere/../../etc/passwd"])
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/dev/zero",
+        "/dev/stdin",
+        "/proc/self/mem",
+        "/proc/self/environ",
+        "/",
+        "/dev/tty",
+        "",
+        "\x00",
+        "a" * 5000,
+        "nowhere/../../etc/passwd",
+    ],
+)
 def test_what_is_no_regular_file_that_was_captured_is_refused_at_once(tmp_path: Path, path: str) -> None:
     file = ExternalFile(path, 4096, FileIdentity(1, 2, 3), "0" * 32)
     try:
         capture = refers(tmp_path, file)
     except ValueError:
-        return      # the format has no such path
+        return  # the format has no such path
     with pytest.raises(ReplayRefused) as refused:
         Plan(capture)
     assert "external file" in refused.value.findings[0]
@@ -159,8 +192,16 @@ def test_a_range_outside_its_file_is_no_valid_capture(tmp_path: Path, secret: Pa
 
 @pytest.mark.parametrize(
     "captured",
-    ["/data/../etc/passwd", "/data/models/../../etc/passwd", "/database/w", "/dat", "data/w", "/other=/data/w",
-     "/data=/etc/passwd", "--replay-file-remap=/=/etc"],
+    [
+        "/data/../etc/passwd",
+        "/data/models/../../etc/passwd",
+        "/database/w",
+        "/dat",
+        "data/w",
+        "/other=/data/w",
+        "/data=/etc/passwd",
+        "--replay-file-remap=/=/etc",
+    ],
 )
 def test_a_capture_cannot_steer_where_a_remap_leads(captured: str) -> None:
     """Only a path below the prefix, component by component and without going up again, is moved, and moved once."""
@@ -175,7 +216,7 @@ def test_a_remap_is_applied_once_even_where_its_result_looks_like_another(tmp_pa
     assert remaps.apply("/a/passwd") == "/b/passwd"
 
 
-WATCHED = '''
+WATCHED = """
 import sys
 import torch, replayfmt, replayfmt.replay.plan
 import torch.utils.data, importlib.metadata
@@ -207,28 +248,40 @@ for path in sys.argv[1:]:
 writes = [each for each in seen if each[1:2] != ("/proc/self/clear_refs",)]
 assert not writes, writes
 print("nothing was touched")
-'''
+"""
 
 
 @pytest.mark.slow
 def test_a_replay_writes_starts_connects_and_imports_nothing(tmp_path: Path) -> None:
     """Seen by the interpreter's audit hook: files opened for writing, processes, sockets, libraries, imports."""
     weight = torch.arange(256.0)
-    good = recorded(tmp_path, lambda: (weight.view(16, 16) @ weight.view(16, 16), torch.rand(3).tolist()), "good",
-                    digests="ops")
+    good = recorded(
+        tmp_path, lambda: (weight.view(16, 16) @ weight.view(16, 16), torch.rand(3).tolist()), "good", digests="ops"
+    )
     with open_capture(good) as reader:
         payloads = imported_payloads(reader)
     content = tmp_path / "w.bin"
     content_file(good, content, only=payloads[:1])
     hostile = []
     for number, name in enumerate(("aten::from_file", "torchvision::nms", "os::system", "debugprims::load_tensor")):
-        hostile.append(rewrite(good, tmp_path / f"hostile{number}.opreplay", kernel=lambda kernel, to=name: replace(
-            kernel, name=to) if kernel.name == "aten::mm" else kernel))
+        hostile.append(
+            rewrite(
+                good,
+                tmp_path / f"hostile{number}.opreplay",
+                kernel=lambda kernel, to=name: replace(kernel, name=to) if kernel.name == "aten::mm" else kernel,
+            )
+        )
     script = tmp_path / "watched.py"
     script.write_text(WATCHED)
     paths = [good, *hostile, refers(tmp_path, described(content, "digest"))]
-    done = subprocess.run([sys.executable, script, *paths], cwd=tmp_path, capture_output=True, text=True, timeout=600,
-                          env={**os.environ, "OMP_NUM_THREADS": "1"})
+    done = subprocess.run(
+        [sys.executable, script, *paths],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.splitlines()[-1] == "nothing was touched"
     assert done.stdout.count(" ok\n") >= 4, done.stdout

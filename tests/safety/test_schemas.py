@@ -21,16 +21,25 @@ from .conftest import Tools
 
 ROOT = Path(__file__).resolve().parents[2]
 HOSTILE = [
-    "aten::exp(" + "(" * 1_000_000, "aten::exp(" + "Future(" * 50_000 + "Tensor" + ")" * 50_000 + " self) -> Tensor",
-    "aten::exp(Tensor" + "[]" * 500_000 + " self) -> Tensor", "aten::exp(Tensor self) -> " + "(" * 30_000,
-    "x" * 10_000_000, "", "aten::exp(__torch__.torch.classes.a.B self) -> Tensor", "\x00",
-    "aten::exp)(Tensor self -> Tensor", "aten::exp(Tensor self, int[1000000000] x=1) -> Tensor",
+    "aten::exp(" + "(" * 1_000_000,
+    "aten::exp(" + "Future(" * 50_000 + "Tensor" + ")" * 50_000 + " self) -> Tensor",
+    "aten::exp(Tensor" + "[]" * 500_000 + " self) -> Tensor",
+    "aten::exp(Tensor self) -> " + "(" * 30_000,
+    "x" * 10_000_000,
+    "",
+    "aten::exp(__torch__.torch.classes.a.B self) -> Tensor",
+    "\x00",
+    "aten::exp)(Tensor self -> Tensor",
+    "aten::exp(Tensor self, int[1000000000] x=1) -> Tensor",
     "aten::exp(Tensor self, int[ 1000000000 ] x=1) -> Tensor",
     "aten::exp(Tensor self, Tensor(a!)[999999999] x) -> Tensor",
-    f"aten::exp(Tensor self, int[{'9' * 40}] x=1) -> Tensor", f"aten::exp(Tensor self, int x={'9' * 9000}) -> Tensor",
-    "aten::exp(Tensor self, int x=99999999999999999999) -> Tensor", "aten::exp(Tensor self, float x=1e999) -> Tensor",
+    f"aten::exp(Tensor self, int[{'9' * 40}] x=1) -> Tensor",
+    f"aten::exp(Tensor self, int x={'9' * 9000}) -> Tensor",
+    "aten::exp(Tensor self, int x=99999999999999999999) -> Tensor",
+    "aten::exp(Tensor self, float x=1e999) -> Tensor",
     "aten::exp(Tensor self, float x=1e99999999999999999999999) -> Tensor",
-    "aten::exp(Tensor self) -> Tensor[1000000000]", "aten::exp(Tensor self, int[2][1000000000] x=1) -> Tensor",
+    "aten::exp(Tensor self) -> Tensor[1000000000]",
+    "aten::exp(Tensor self, int[2][1000000000] x=1) -> Tensor",
 ]
 
 
@@ -58,9 +67,21 @@ def test_a_schema_cannot_end_the_process_nor_take_its_memory(tmp_path: Path, sch
 
 def test_archives_of_other_tools_are_read_by_the_same_parser(tmp_path: Path, tools: Tools) -> None:
     for number, schema in enumerate(each for each in HOSTILE if len(each) < 2_000_000):
-        entry = {"op_name": "aten::exp", "count": 1, "opreplay": {"overload": "default", "schema": schema},
-                 "replay_ir": {"list_pos_args": [{"arg_name": "self", "arg_type": "Tensor", "value": {
-                     "shape": [3], "dtype": "float", "strides": [1], "init": "normal"}}], "list_kwargs": []}}
+        entry = {
+            "op_name": "aten::exp",
+            "count": 1,
+            "opreplay": {"overload": "default", "schema": schema},
+            "replay_ir": {
+                "list_pos_args": [
+                    {
+                        "arg_name": "self",
+                        "arg_type": "Tensor",
+                        "value": {"shape": [3], "dtype": "float", "strides": [1], "init": "normal"},
+                    }
+                ],
+                "list_kwargs": [],
+            },
+        }
         trace = tmp_path / f"{number}.json"
         trace.write_text(json.dumps([entry]))
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -81,7 +102,7 @@ def test_every_schema_of_pytorchs_own_is_read() -> None:
         try:
             torch._C.parse_schema(text)
         except RuntimeError:
-            continue      # PyTorch's own parser does not know PyObject, which operators of torch.distributed take
+            continue  # PyTorch's own parser does not know PyObject, which operators of torch.distributed take
         parse_schema(text)
         read += 1
     assert read > 2000
@@ -91,8 +112,17 @@ def test_every_schema_of_pytorchs_own_is_read() -> None:
 def test_nothing_else_calls_pytorchs_parsers() -> None:
     """What is defined in a library was read by the guarded parser before."""
     allowed = {"parse_schema": "replayfmt/pytorch/schemas.py", "define": "replayfmt/pytorch/plain_callables.py"}
-    parsers = {"parse_schema", "parse_ir", "parse_type_comment", "define", "_jit_script_compile",
-               "CompilationUnit", "import_ir_module", "import_ir_module_from_buffer", "infer_schema"}
+    parsers = {
+        "parse_schema",
+        "parse_ir",
+        "parse_type_comment",
+        "define",
+        "_jit_script_compile",
+        "CompilationUnit",
+        "import_ir_module",
+        "import_ir_module_from_buffer",
+        "infer_schema",
+    }
     found = set()
     for path in [*(ROOT / "replayfmt").rglob("*.py"), *(ROOT / "tools").rglob("*.py")]:
         for node in ast.walk(ast.parse(path.read_text())):

@@ -17,7 +17,21 @@ from replayfmt.pytorch.settings import SETTINGS, Scalar, read_settings
 from replayfmt.replay.plan import Plan
 
 VALUES: tuple[Scalar, ...] = (
-    None, True, False, -1, 2, 2**63 - 1, 2**64, 0.5, float("nan"), "", "1,1,", "tf32", "\x1b[2J\n", "x" * 3000)
+    None,
+    True,
+    False,
+    -1,
+    2,
+    2**63 - 1,
+    2**64,
+    0.5,
+    float("nan"),
+    "",
+    "1,1,",
+    "tf32",
+    "\x1b[2J\n",
+    "x" * 3000,
+)
 
 
 @pytest.mark.slow
@@ -27,6 +41,7 @@ def test_a_value_of_any_kind_is_set_or_refused_in_one_line(tmp_path: Path, name:
     path = recorded(tmp_path, lambda: x * 2)
     captured, before, outcomes = path.read_bytes(), read_settings(), set()
     for value in VALUES:
+
         def edit(frame: Frame, to: Scalar = value) -> Frame:
             session = decode_session(frame.body, "head")
             settings = {**session.settings, name: to}

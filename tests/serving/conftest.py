@@ -28,8 +28,14 @@ def run(*command: object, code: int = 0, or_code: int | None = None) -> str:
     """Run a tool (`opreplay-run`) or a program (`python`); gives what it printed. Fails where its exit code is neither
     `code` nor `or_code`."""
     name, *arguments = map(str, command)
-    done = subprocess.run([str(TOOLS / name), *arguments], text=True, stdin=subprocess.DEVNULL, timeout=900,
-                          capture_output=True, env={**os.environ, "COLUMNS": "100"})
+    done = subprocess.run(
+        [str(TOOLS / name), *arguments],
+        text=True,
+        stdin=subprocess.DEVNULL,
+        timeout=900,
+        capture_output=True,
+        env={**os.environ, "COLUMNS": "100"},
+    )
     assert done.returncode in (code, or_code), f"{command} gave {done.returncode}\n{done.stdout}\n{done.stderr}"
     return done.stdout
 

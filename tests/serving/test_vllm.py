@@ -13,9 +13,13 @@ from .conftest import EXAMPLE, ROOT, Served, run
 
 VLLM = "--allow-import=vllm"
 ENGINE_OPERATORS = {
-    "_C::compute_slot_mapping_kernel_impl", "_C::cpu_attention_with_kv_cache", "_C::cpu_attn_reshape_and_cache",
-    "_C::get_scheduler_metadata", "_C::onednn_mm",
+    "_C::compute_slot_mapping_kernel_impl",
+    "_C::cpu_attention_with_kv_cache",
+    "_C::cpu_attn_reshape_and_cache",
+    "_C::get_scheduler_metadata",
+    "_C::onednn_mm",
 }
+
 
 def rows(*command: object) -> list[dict]:
     return [json.loads(line) for line in run(*command).splitlines()]
@@ -35,8 +39,9 @@ def test_a_capture_changes_no_token(served: Served) -> None:
 def test_all_that_the_engine_did_is_recorded(served: Served) -> None:
     (summary,) = (row for row in rows("opreplay-dump", "--format=jsonl", served.capture) if row["kind"] == "summary")
     assert summary["unsupported"] == {} and summary["strict_replay_supported"]
-    kernels = {row["name"] for row in rows("opreplay-dump", "--jq", 'select(.kind == "kernel") | {name}',
-                                           served.capture)}
+    kernels = {
+        row["name"] for row in rows("opreplay-dump", "--jq", 'select(.kind == "kernel") | {name}', served.capture)
+    }
     assert kernels >= ENGINE_OPERATORS
 
 
@@ -68,8 +73,9 @@ def test_a_kernel_of_the_engine_is_replaced_and_checked(llama: Served, tmp_path:
 
 
 def test_one_step_is_cut_out_and_replays_by_itself(llama: Served, tmp_path: Path) -> None:
-    steps = rows("opreplay-dump", "--jq", 'select(.kind == "scope_begin" and .name == "step") | {ordinal}',
-                 llama.capture)
+    steps = rows(
+        "opreplay-dump", "--jq", 'select(.kind == "scope_begin" and .name == "step") | {ordinal}', llama.capture
+    )
     first, after = steps[3]["ordinal"], steps[4]["ordinal"]
     run("opreplay-trim", VLLM, f"--ops={first}:{after}", llama.capture, tmp_path / "step.opreplay")
     output = run("opreplay-run", VLLM, tmp_path / "step.opreplay")
@@ -79,9 +85,16 @@ def test_one_step_is_cut_out_and_replays_by_itself(llama: Served, tmp_path: Path
 def test_a_profiler_trace_of_the_engine_replays_with_initializers(tmp_path: Path) -> None:
     run("python", EXAMPLE, tmp_path / "model", "--tokens=3", f"--trace={tmp_path / 'trace.json'}")
     report = tmp_path / "report.jsonl"
-    run("opreplay-import", VLLM, "--string-default=_C::get_scheduler_metadata.isa_hint=vec",
-        "--string-default=_C::cpu_attn_reshape_and_cache.isa=vec", f"--report={report}", tmp_path / "trace.json",
-        "-o", tmp_path / "trace.opreplay")
+    run(
+        "opreplay-import",
+        VLLM,
+        "--string-default=_C::get_scheduler_metadata.isa_hint=vec",
+        "--string-default=_C::cpu_attn_reshape_and_cache.isa=vec",
+        f"--report={report}",
+        tmp_path / "trace.json",
+        "-o",
+        tmp_path / "trace.opreplay",
+    )
     imported = [json.loads(line) for line in report.read_text().splitlines()]
     lacking = {row["op"] for row in imported if row.get("status") == "incomplete"}
     assert lacking == {"aten::index"}, "a profiler records no lists of optional tensors"

@@ -47,8 +47,25 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if not (home / "include/torch/csrc/stable/library.h").exists():
         pytest.skip("this torch has no headers of the stable interface")
     assert COMPILER is not None
-    subprocess.run([COMPILER, "-std=c++20", "-O0", "-fPIC", "-shared", f"-I{home / 'include'}", "-o", built, source,
-                    f"-L{home / 'lib'}", "-ltorch_cpu", "-ltorch", "-lc10"], check=True, timeout=600)
+    subprocess.run(
+        [
+            COMPILER,
+            "-std=c++20",
+            "-O0",
+            "-fPIC",
+            "-shared",
+            f"-I{home / 'include'}",
+            "-o",
+            built,
+            source,
+            f"-L{home / 'lib'}",
+            "-ltorch_cpu",
+            "-ltorch",
+            "-lc10",
+        ],
+        check=True,
+        timeout=600,
+    )
     return built
 
 

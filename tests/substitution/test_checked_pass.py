@@ -52,7 +52,9 @@ def test_a_right_kernel_passes_and_is_reported_by_signature(captured: Captured) 
     report = check(captured(products), "aten::mm", lambda a, b: (a.double() @ b.double()).float())
     assert report.ok and report.findings == ()
     assert [(each.signature, each.calls) for each in report.checks] == [
-        ("aten::mm.default(float32[4,6], float32[6,4])", 3), ("aten::mm.default(float32[6,4]{1,6}, float32[4,2])", 1)]
+        ("aten::mm.default(float32[4,6], float32[6,4])", 3),
+        ("aten::mm.default(float32[6,4]{1,6}, float32[4,2])", 1),
+    ]
     first = report.checks[0]
     assert first.distance.elements == 3 * 16 and first.kernel == "aten::mm.default" and first.faults == []
     assert first.distance.largest_absolute is not None and first.distance.largest_absolute < 1e-3
@@ -68,7 +70,7 @@ def test_values_that_are_too_far_off_are_found_and_the_first_call_named(captured
 
     def wrong_later(a: Tensor, b: Tensor) -> Tensor:
         calls.append(a)
-        return (a @ b) * (1.01 if len(calls) > 2 else 1.0)      # the first call of a signature is made twice
+        return (a @ b) * (1.01 if len(calls) > 2 else 1.0)  # the first call of a signature is made twice
 
     error = rejected(captured(products), "aten::mm.default(float32[4,6], *)", wrong_later)
     (finding,) = error.findings
@@ -80,9 +82,13 @@ def test_tolerances_can_be_widened_and_narrowed(captured: Captured) -> None:
     path = captured(products)
     off = Substitution("aten::mm", lambda a, b: (a @ b) * 1.01)
     slightly = Substitution("aten::mm", lambda a, b: (a @ b) * 1.0001)
-    for substitution, tolerance, ok in ((off, Tolerance(), False), (off, Tolerance(relative=0.02), True),
-                                        (off, Tolerance(absolute=100.0), True), (slightly, Tolerance(), True),
-                                        (slightly, Tolerance(relative=1e-6), False)):
+    for substitution, tolerance, ok in (
+        (off, Tolerance(), False),
+        (off, Tolerance(relative=0.02), True),
+        (off, Tolerance(absolute=100.0), True),
+        (slightly, Tolerance(), True),
+        (slightly, Tolerance(relative=1e-6), False),
+    ):
         with Plan(path, substitutions=[substitution], substitution_tolerance=tolerance) as plan:
             assert plan.substitution is not None
             if ok:
@@ -94,6 +100,7 @@ def test_tolerances_can_be_widened_and_narrowed(captured: Captured) -> None:
 
 def test_every_call_is_judged_on_true_inputs(captured: Captured) -> None:
     """The second product would be of the first one's wrong result if that had flowed on."""
+
     def chain() -> None:
         torch.mm(torch.mm(torch.full((2, 2), 3.0), torch.full((2, 2), 5.0)), torch.full((2, 2), 7.0))
 
@@ -112,12 +119,15 @@ def nan() -> None:
     torch.tensor([1.0, 0.0]).log()
 
 
-@pytest.mark.parametrize(("function", "ok"), [
-    (lambda x: torch.tensor([1.0, float("nan")]), True),
-    (lambda x: torch.tensor([1.0, 0.0]), False),
-    (lambda x: torch.tensor([float("nan"), float("nan")]), False),
-    (lambda x: torch.tensor([float("inf"), float("nan")]), False),
-])
+@pytest.mark.parametrize(
+    ("function", "ok"),
+    [
+        (lambda x: torch.tensor([1.0, float("nan")]), True),
+        (lambda x: torch.tensor([1.0, 0.0]), False),
+        (lambda x: torch.tensor([float("nan"), float("nan")]), False),
+        (lambda x: torch.tensor([float("inf"), float("nan")]), False),
+    ],
+)
 def test_nan_has_to_be_where_it_was(captured: Captured, function: Any, ok: bool) -> None:
     path = captured(nan)
     if ok:
@@ -128,9 +138,9 @@ def test_nan_has_to_be_where_it_was(captured: Captured, function: Any, ok: bool)
 
 def behaviours() -> None:
     x = torch.arange(6.0).view(2, 3)
-    x.t()                                    # a view
-    torch.max(x, 1)                          # two results
-    torch.split(x, 1)                        # a list of views
+    x.t()  # a view
+    torch.max(x, 1)  # two results
+    torch.split(x, 1)  # a list of views
     x.neg()
     torch.dropout(x, 0.5, True)
     x.add_(1)
@@ -172,8 +182,11 @@ WRONG: list[tuple[str, Callable[..., Any], str]] = [
     ("aten::neg", lambda x: (x.mul_(2), -x / 2)[1], "writes argument self, which the original does not write"),
     ("aten::neg", lambda x: BUFFER.copy_(-x), "returns the same memory from two calls"),
     ("aten::neg", lambda x: (torch.rand(1), -x)[1], "leaves a random generator in another state"),
-    ("aten::clone", lambda x, *, memory_format=None: torch.from_numpy(x.numpy()),
-     "result 0 is on argument memory 0, the original's on new memory 1"),
+    (
+        "aten::clone",
+        lambda x, *, memory_format=None: torch.from_numpy(x.numpy()),
+        "result 0 is on argument memory 0, the original's on new memory 1",
+    ),
     ("aten::t", lambda x: x.t().contiguous(), "with strides [2, 1] on cpu, the original's"),
     ("aten::t", lambda x: x.clone().t(), "result 0 is on new memory 1, the original's on argument memory 0"),
     ("aten::max.dim", lambda x, dim, keepdim=False: torch.max(x, dim)[::-1], "result 0 is int64[2]"),
@@ -207,8 +220,11 @@ def many(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("selector", "function", "said"), [case for case in WRONG if case[2]],
-                         ids=[f"{selector}: {said}" for selector, _function, said in WRONG if said])
+@pytest.mark.parametrize(
+    ("selector", "function", "said"),
+    [case for case in WRONG if case[2]],
+    ids=[f"{selector}: {said}" for selector, _function, said in WRONG if said],
+)
 def test_what_is_done_otherwise_is_found(many: Path, selector: str, function: Callable[..., Any], said: str) -> None:
     error = rejected(many, selector, function)
     assert any(said in finding for finding in error.findings), error.findings
@@ -358,7 +374,7 @@ def test_an_exception_after_the_check_is_the_same_error(captured: Captured) -> N
     path = captured(products)
     with Plan(path, substitutions=[Substitution("aten::mm", tires)]) as plan, pytest.raises(ReplayFailed) as raised:
         plan.execute()
-    assert len(calls) == 7      # four calls of two signatures, checked, and the first of the run
+    assert len(calls) == 7  # four calls of two signatures, checked, and the first of the run
     assert "the replacement tires failed at " in str(raised.value) and "RuntimeError: enough" in str(raised.value)
 
 
@@ -371,10 +387,15 @@ def test_where_the_originals_differ_from_the_capture_no_replacement_is_blamed(ca
     with Plan(path, substitutions=[Substitution("aten::add_", lambda x, o, *, alpha=1: x.copy_(x + o))]) as plan:
         from replayfmt.replay.codegen.templates import DirectFunctions
 
-        plan.context.direct._by_signature.update({
-            number: lambda x: original(x) * 2 for number, signature in enumerate(plan.reader.signatures)
-            if signature is not None and signature.kernel
-            and plan.reader.kernels[signature.kernel].name == "aten::sum"})
+        plan.context.direct._by_signature.update(
+            {
+                number: lambda x: original(x) * 2
+                for number, signature in enumerate(plan.reader.signatures)
+                if signature is not None
+                and signature.kernel
+                and plan.reader.kernels[signature.kernel].name == "aten::sum"
+            }
+        )
         assert isinstance(plan.context.direct, DirectFunctions)
         with pytest.raises(ReplayMismatch, match="no replacement could be judged, because the original kernels differ"):
             plan.execute()
@@ -439,5 +460,6 @@ def test_what_a_mask_is_filled_with_does_not_make_the_other_values_close(capture
 
         path = captured(scores, str(dtype), digests="none")
         assert "too far off" in rejected(path, "aten::masked_fill", wrong).findings[0]
-        assert check(path, "aten::masked_fill",
-                     lambda self, mask, value: torch.where(mask, value, self * (1 + 1e-8))).ok
+        assert check(
+            path, "aten::masked_fill", lambda self, mask, value: torch.where(mask, value, self * (1 + 1e-8))
+        ).ok

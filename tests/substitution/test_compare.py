@@ -47,7 +47,7 @@ def test_a_difference_shows_through_drift_that_is_much_larger(factor: float, ver
 
 def test_the_same_thing_twice_is_no_measurable_difference() -> None:
     verdicts = [compare(*noisy(seed, 1.0)).verdict for seed in range(200)]
-    assert verdicts.count("no measurable difference") >= 185          # 95% of 200, and a little for chance
+    assert verdicts.count("no measurable difference") >= 185  # 95% of 200, and a little for chance
 
 
 def test_a_few_disturbed_rounds_do_not_decide() -> None:
@@ -107,8 +107,15 @@ def test_rounds_pair_both_sides_and_take_turns(captured: Captured, monkeypatch: 
         run_with = plan.run_with
 
         def noted(stand_in: Any, *args: Any, **kwargs: Any) -> Any:
-            order.append("original" if stand_in is None else "substituted" if stand_in is plan.substitution.replace
-                         else "timed" if type(stand_in).__name__ == "_Timed" else "check")
+            order.append(
+                "original"
+                if stand_in is None
+                else "substituted"
+                if stand_in is plan.substitution.replace
+                else "timed"
+                if type(stand_in).__name__ == "_Timed"
+                else "check"
+            )
             return run_with(stand_in, *args, **kwargs)
 
         monkeypatch.setattr(plan, "run_with", noted)
@@ -116,7 +123,7 @@ def test_rounds_pair_both_sides_and_take_turns(captured: Captured, monkeypatch: 
     assert run.rounds == 8 and run.cut_short is None
     # Before and after the verified replay that frames the rounds on either side.
     assert order[:2] == ["check", "check"] and order[-1] == "check" and order.count("check") == 3
-    timed = order[2 + 4:-1]
+    timed = order[2 + 4 : -1]
     assert timed == (["original", "substituted", "timed", "timed"] + ["substituted", "original", "timed", "timed"]) * 4
     whole, scope, wide, narrow = run.rows
     assert (whole.name, scope.name) == ("whole replay", "scope execute")
@@ -136,14 +143,18 @@ def test_seconds_make_rounds_until_they_are_over_but_enough_for_a_verdict(captur
         run = measure_both(plan, Options(MinTime(seconds=0.001), warmup=0, verify="none"), clock=ticking.clock())
         assert run.rounds == 6 and run.before is None
         longer = measure_both(plan, Options(MinTime(seconds=100.0), warmup=0, verify="none"), clock=ticking.clock())
-        assert longer.rounds == 25 and longer.cut_short is None       # four seconds a round
+        assert longer.rounds == 25 and longer.cut_short is None  # four seconds a round
 
 
 def test_a_wrong_kernel_is_never_timed(captured: Captured) -> None:
     for verify in ("auto", "none"):
-        with (Plan(captured(program, f"wrong-{verify}"), substitutions=[
-                Substitution("aten::mm", lambda a, b: torch.mm(a, b) + 1)]) as plan,
-              pytest.raises(SubstitutionRejected)):
+        with (
+            Plan(
+                captured(program, f"wrong-{verify}"),
+                substitutions=[Substitution("aten::mm", lambda a, b: torch.mm(a, b) + 1)],
+            ) as plan,
+            pytest.raises(SubstitutionRejected),
+        ):
             measure_both(plan, Options(MinTime(iterations=1), verify=verify))
 
 
@@ -158,8 +169,10 @@ def test_a_replacement_that_goes_wrong_later_gives_no_times(captured: Captured) 
         program()
         torch.mm(torch.ones(2, 2), torch.ones(2, 2)).sum().item()
 
-    with (Plan(captured(read), substitutions=[Substitution("aten::mm", later)]) as plan,
-          pytest.raises(ReplayMismatch, match="so there are no times to report")):
+    with (
+        Plan(captured(read), substitutions=[Substitution("aten::mm", later)]) as plan,
+        pytest.raises(ReplayMismatch, match="so there are no times to report"),
+    ):
         measure_both(plan, Options(MinTime(iterations=6)))
 
 
@@ -178,14 +191,18 @@ def flag(kernels: Kernels) -> str:
 
 
 def test_the_table_has_a_line_for_everything_compared(captured: Captured, flag: str, tool: Tool) -> None:
-    code, out, _err = tool("benchmark", "--compare", flag, "--replay-scope=execute", "--benchmark-min-time=7x",
-                           captured(program))
+    code, out, _err = tool(
+        "benchmark", "--compare", flag, "--replay-scope=execute", "--benchmark-min-time=7x", captured(program)
+    )
     assert code == 0
     lines = out.splitlines()
     assert "checked   substituted: 4 calls of 2 signatures, each checked against the original kernel" in lines
-    for name in ("whole replay", "scope execute",
-                 "aten::mm.default(float32[8,8], float32[8,8]) by kernels.py:mm, 3 calls",
-                 "aten::mm.default(float32[2,8], float32[8,8]) by kernels.py:mm, 1 call"):
+    for name in (
+        "whole replay",
+        "scope execute",
+        "aten::mm.default(float32[8,8], float32[8,8]) by kernels.py:mm, 3 calls",
+        "aten::mm.default(float32[2,8], float32[8,8]) by kernels.py:mm, 1 call",
+    ):
         figures = lines[lines.index(name) + 1]
         assert figures.endswith(("faster", "slower", "no measurable difference"))
         assert " to " in figures
@@ -198,11 +215,19 @@ def test_too_few_rounds_say_so_instead_of_a_verdict(captured: Captured, flag: st
     assert "whole replay: not known: 2 rounds cannot enclose the ratio with 95% confidence; 6 are needed" in out
 
 
-def test_json_is_google_benchmarks_with_the_comparisons_beside(captured: Captured, flag: str, tool: Tool,
-                                                               tmp_path: Path) -> None:
+def test_json_is_google_benchmarks_with_the_comparisons_beside(
+    captured: Captured, flag: str, tool: Tool, tmp_path: Path
+) -> None:
     file = tmp_path / "compared.json"
-    code, out, _err = tool("benchmark", "--compare", flag, "--benchmark-min-time=6x", "--benchmark-format=json",
-                           f"--benchmark-out={file}", captured(program))
+    code, out, _err = tool(
+        "benchmark",
+        "--compare",
+        flag,
+        "--benchmark-min-time=6x",
+        "--benchmark-format=json",
+        f"--benchmark-out={file}",
+        captured(program),
+    )
     assert code == 0
     document = json.loads(out)
     assert json.loads(file.read_text())["comparisons"] == document["comparisons"]
@@ -223,8 +248,9 @@ def test_json_is_google_benchmarks_with_the_comparisons_beside(captured: Capture
 
 
 def test_csv_has_a_line_for_each_thing_compared(captured: Captured, flag: str, tool: Tool) -> None:
-    code, out, _err = tool("benchmark", "--compare", flag, "--benchmark-min-time=2x", "--benchmark-format=csv",
-                           captured(program))
+    code, out, _err = tool(
+        "benchmark", "--compare", flag, "--benchmark-min-time=2x", "--benchmark-format=csv", captured(program)
+    )
     rows = list(csv.DictReader(io.StringIO(out)))
     assert code == 0 and [row["name"] for row in rows][0] == "whole replay" and len(rows) == 3
     assert rows[1]["calls"] == "3" and rows[1]["verdict"] == "not known" and rows[1]["ratio_low"] == ""
@@ -241,15 +267,21 @@ def test_an_interval_too_wide_to_see_differences_is_a_warning(captured: Captured
     assert any("the ratio is only known to be between 0.500 and 2.000" in text for text in report.context["warnings"])
 
 
-@pytest.mark.parametrize(("flags", "said"), [
-    ([], "--compare needs --replay-kernel-substitution"),
-    (["FLAG", "--per-op"], "--compare and --per-op are two ways to measure"),
-    (["FLAG", "--benchmark-repetitions=2"], "--benchmark-repetitions does not go with --compare"),
-    (["FLAG", "--device-profiling-mode=host-ops", "--device-profiling-output=t.json"],
-     "--device-profiling-mode does not go with --compare"),
-])
-def test_flags_that_do_not_go_together_are_wrong_use(captured: Captured, flag: str, tool: Tool, flags: list[str],
-                                                     said: str) -> None:
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ([], "--compare needs --replay-kernel-substitution"),
+        (["FLAG", "--per-op"], "--compare and --per-op are two ways to measure"),
+        (["FLAG", "--benchmark-repetitions=2"], "--benchmark-repetitions does not go with --compare"),
+        (
+            ["FLAG", "--device-profiling-mode=host-ops", "--device-profiling-output=t.json"],
+            "--device-profiling-mode does not go with --compare",
+        ),
+    ],
+)
+def test_flags_that_do_not_go_together_are_wrong_use(
+    captured: Captured, flag: str, tool: Tool, flags: list[str], said: str
+) -> None:
     given = [flag if each == "FLAG" else each for each in flags]
     code, out, err = tool("benchmark", "--compare", *given, captured(program))
     assert (code, out) == (2, "") and said in err

@@ -12,8 +12,16 @@ from hypothesis import strategies as st
 
 from replayfmt.replay.substitution.distance import Distance, Tolerance, distance, largest_ulp
 
-FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2,
-          torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
+FLOATS = (
+    torch.float64,
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.float8_e4m3fnuz,
+    torch.float8_e5m2fnuz,
+)
 INTEGER = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 
@@ -33,8 +41,9 @@ def test_neighbours_are_one_unit_apart_in_every_width(dtype: torch.dtype) -> Non
         above = of_bits([bits + units], dtype)
         assert largest_ulp(one, above) == units
         assert largest_ulp(torch.tensor([-1.0]).to(dtype), one) == 2 * bits
-        assert apart(one, above).largest_absolute == float(above.to(torch.float32)
-                                                           if dtype.itemsize == 1 else above) - 1.0
+        assert (
+            apart(one, above).largest_absolute == float(above.to(torch.float32) if dtype.itemsize == 1 else above) - 1.0
+        )
 
 
 def test_the_distance_of_the_largest_doubles_does_not_overflow() -> None:
@@ -105,14 +114,17 @@ def test_complex_numbers_are_apart_by_their_magnitude() -> None:
     assert apart(half, half).beyond == 0
 
 
-@pytest.mark.parametrize(("tolerance", "beyond"), [
-    (Tolerance(), 1),                       # 1e-3 of the larger of the value and the root mean square, about 0.7
-    (Tolerance(relative=0.01), 0),
-    (Tolerance(relative=0.0), 2),
-    (Tolerance(absolute=0.0), 2),           # the small one is no longer measured by the others
-    (Tolerance(absolute=0.002), 0),
-    (Tolerance(relative=0.0, absolute=0.001), 1),
-])
+@pytest.mark.parametrize(
+    ("tolerance", "beyond"),
+    [
+        (Tolerance(), 1),  # 1e-3 of the larger of the value and the root mean square, about 0.7
+        (Tolerance(relative=0.01), 0),
+        (Tolerance(relative=0.0), 2),
+        (Tolerance(absolute=0.0), 2),  # the small one is no longer measured by the others
+        (Tolerance(absolute=0.002), 0),
+        (Tolerance(relative=0.0, absolute=0.001), 1),
+    ],
+)
 def test_what_is_too_far_follows_the_tolerance(tolerance: Tolerance, beyond: int) -> None:
     found = apart(torch.tensor([1.0, 0.001, 0.0]), torch.tensor([1.002, 0.0011, 0.0]), tolerance)
     assert found.beyond == beyond
@@ -141,8 +153,9 @@ def test_nothing_is_apart_where_there_is_nothing() -> None:
 
 @pytest.mark.parametrize("values", [[], [0.0], [1.0, 2.0], [math.nan], [math.inf, -math.inf], [math.nan, 0.0, 1.0]])
 @pytest.mark.parametrize("dtype", [*FLOATS, torch.complex64])
-def test_the_quick_way_for_equal_bits_finds_what_the_long_way_finds(dtype: torch.dtype, values: list[float],
-                                                                    monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_quick_way_for_equal_bits_finds_what_the_long_way_finds(
+    dtype: torch.dtype, values: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
     tensor = torch.tensor(values).to(dtype)
     quick = apart(tensor, tensor)
     monkeypatch.setattr("replayfmt.replay.substitution.distance._same_bits", lambda *_pair: False)

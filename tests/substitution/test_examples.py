@@ -24,16 +24,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     for file in ("rms_norm_op.py", "rms_norm_model.py", "fused_rms_norm.py", "wrong_rms_norm.py"):
         shutil.copy(ROOT / "examples" / file, path)
     tool = str(Path(sys.executable).parent / "opreplay-capture")
-    done = subprocess.run([tool, "-o", "norm.opreplay", "rms_norm_model.py"], cwd=path, capture_output=True, text=True,
-                          check=True)
+    done = subprocess.run(
+        [tool, "-o", "norm.opreplay", "rms_norm_model.py"], cwd=path, capture_output=True, text=True, check=True
+    )
     assert done.stdout.startswith("result ") and "unsupported: none" in done.stderr
     yield path
 
 
 @pytest.mark.slow
 def test_the_fused_kernel_passes_and_is_verified(folder: Path, tool: Tool) -> None:
-    code, out, err = tool("run", f"--replay-kernel-substitution=demo::rms_norm={folder / 'fused_rms_norm.py'}",
-                          folder / "norm.opreplay")
+    code, out, err = tool(
+        "run", f"--replay-kernel-substitution=demo::rms_norm={folder / 'fused_rms_norm.py'}", folder / "norm.opreplay"
+    )
     assert (code, err) == (0, "")
     assert "verified: close" in out
     assert "substituted: 5 calls of 2 signatures, each checked against the original kernel" in out
@@ -41,11 +43,14 @@ def test_the_fused_kernel_passes_and_is_verified(folder: Path, tool: Tool) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "said"), [
-    ("rms_norm", "elements are too far off"),
-    ("in_place", "writes argument x, which the original does not write"),
-    ("one_buffer", "returns the same memory from two calls, so that one overwrites the other"),
-])
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("rms_norm", "elements are too far off"),
+        ("in_place", "writes argument x, which the original does not write"),
+        ("one_buffer", "returns the same memory from two calls, so that one overwrites the other"),
+    ],
+)
 def test_each_wrong_kernel_is_caught(folder: Path, tool: Tool, name: str, said: str) -> None:
     flag = f"--replay-kernel-substitution=demo::rms_norm={folder / 'wrong_rms_norm.py'}:{name}"
     code, _out, err = tool("run", flag, folder / "norm.opreplay")

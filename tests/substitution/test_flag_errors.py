@@ -84,30 +84,36 @@ def capture(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(("flags", "said"), CASES, ids=[f"{index}: {said}" for index, (_, said) in enumerate(CASES)])
-def test_wrong_use_is_one_line_with_exit_code_2(flags: list[str], said: str, capture: Path, kernels: Kernels,
-                                                tool: Tool, tmp_path: Path) -> None:
+def test_wrong_use_is_one_line_with_exit_code_2(
+    flags: list[str], said: str, capture: Path, kernels: Kernels, tool: Tool, tmp_path: Path
+) -> None:
     from replayfmt.format.reader import open_capture
 
     path = kernels(KERNELS)
     with open_capture(capture) as reader:
         number = next(i for i, kernel in enumerate(reader.kernels) if kernel and kernel.name == "aten::mm")
-    given = [flag.replace("FILE", str(path)).replace("FOLDER", str(tmp_path)).replace("ID=", f"{number}=")
-             for flag in flags]
+    given = [
+        flag.replace("FILE", str(path)).replace("FOLDER", str(tmp_path)).replace("ID=", f"{number}=") for flag in flags
+    ]
     code, out, err = tool("run", *(f"--replay-kernel-substitution={each}" for each in given), capture)
     assert (code, out) == (2, "")
     assert len(err.splitlines()) == 1 and err.startswith("INVALID_ARGUMENT: ")
     assert said in err
 
 
-@pytest.mark.parametrize(("code", "said"), [
-    ("raise KeyError('no such table')", "does not load: KeyError: 'no such table' (kernels.py:2)"),
-    ("def mm(self, mat2:", "does not load: SyntaxError: '(' was never closed (kernels.py:2)"),
-    ("def _load():\n  return 1 / 0\n_load()", "does not load: ZeroDivisionError: division by zero (kernels.py:3)"),
-    ("import module_that_does_not_exist", "does not load: ModuleNotFoundError: No module named"),
-    ("raise SystemExit(3)", "does not load: SystemExit: 3 (kernels.py:2)"),
-])
-def test_a_file_that_does_not_load_is_one_line_with_the_place(code: str, said: str, capture: Path, kernels: Kernels,
-                                                              tool: Tool) -> None:
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("raise KeyError('no such table')", "does not load: KeyError: 'no such table' (kernels.py:2)"),
+        ("def mm(self, mat2:", "does not load: SyntaxError: '(' was never closed (kernels.py:2)"),
+        ("def _load():\n  return 1 / 0\n_load()", "does not load: ZeroDivisionError: division by zero (kernels.py:3)"),
+        ("import module_that_does_not_exist", "does not load: ModuleNotFoundError: No module named"),
+        ("raise SystemExit(3)", "does not load: SystemExit: 3 (kernels.py:2)"),
+    ],
+)
+def test_a_file_that_does_not_load_is_one_line_with_the_place(
+    code: str, said: str, capture: Path, kernels: Kernels, tool: Tool
+) -> None:
     given = f"--replay-kernel-substitution=aten::mm={kernels(code)}"
     status, _out, err = tool("run", given, capture)
     assert status == 2 and len(err.splitlines()) == 1 and said in err
@@ -120,8 +126,9 @@ def test_a_library_that_is_no_library_does_not_load(capture: Path, tool: Tool, t
     assert code == 2 and len(err.splitlines()) == 1 and "does not load: OSError" in err
 
 
-def test_a_file_that_may_not_be_read_is_said(capture: Path, kernels: Kernels, tool: Tool,
-                                             monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_may_not_be_read_is_said(
+    capture: Path, kernels: Kernels, tool: Tool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = kernels("")
 
     def refuse(*_args: object, **_kwargs: object) -> None:
@@ -132,20 +139,25 @@ def test_a_file_that_may_not_be_read_is_said(capture: Path, kernels: Kernels, to
     assert code == 2 and "kernels.py: cannot be read: Permission denied" in err
 
 
-def test_a_file_without_any_operator_by_name_matches_nothing_under_all(capture: Path, kernels: Kernels,
-                                                                       tool: Tool) -> None:
+def test_a_file_without_any_operator_by_name_matches_nothing_under_all(
+    capture: Path, kernels: Kernels, tool: Tool
+) -> None:
     path = kernels("def matmul(self, mat2): return self")
     code, _out, err = tool("run", f"--replay-kernel-substitution=all={path}", capture)
     assert code == 2 and "has no function with the name of an operator" in err and "it has matmul" in err
 
 
-@pytest.mark.parametrize(("flags", "said"), [
-    (["--substitution-rtol=0.1"], "expected a number from 0, and --replay-kernel-substitution"),
-    (["--replay-kernel-substitution=aten::mm=FILE", "--substitution-rtol=-1"], "expected a number from 0"),
-    (["--replay-kernel-substitution=aten::mm=FILE", "--substitution-atol=nan"], "expected a number from 0"),
-])
-def test_tolerances_are_numbers_about_substitutions(flags: list[str], said: str, capture: Path, kernels: Kernels,
-                                                    tool: Tool) -> None:
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--substitution-rtol=0.1"], "expected a number from 0, and --replay-kernel-substitution"),
+        (["--replay-kernel-substitution=aten::mm=FILE", "--substitution-rtol=-1"], "expected a number from 0"),
+        (["--replay-kernel-substitution=aten::mm=FILE", "--substitution-atol=nan"], "expected a number from 0"),
+    ],
+)
+def test_tolerances_are_numbers_about_substitutions(
+    flags: list[str], said: str, capture: Path, kernels: Kernels, tool: Tool
+) -> None:
     path = kernels(KERNELS)
     code, _out, err = tool("run", *(flag.replace("FILE", str(path)) for flag in flags), capture)
     assert code == 2 and said in err
@@ -158,7 +170,8 @@ def test_the_benchmark_takes_the_same_flags_and_says_the_same(capture: Path, ker
 
 
 def test_an_operator_that_is_not_here_is_refused_although_something_stands_for_it(
-        captured: Captured, kernels: Kernels, tool: Tool, monkeypatch: pytest.MonkeyPatch) -> None:
+    captured: Captured, kernels: Kernels, tool: Tool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The original is what a replacement is judged by."""
     path = captured(program)
     monkeypatch.setattr("replayfmt.replay.planning.resolve.find_overload", lambda *_names: None)

@@ -48,18 +48,21 @@ def test_the_run_calls_the_replacement_itself_after_the_check_once(captured: Cap
     with Plan(captured(program), substitutions=[Substitution("aten::mm", counting)]) as plan:
         plan.execute()
         checked = len(counting.calls) - 4
-        assert checked == 4 + 2         # every call, and the first of each signature once more
+        assert checked == 4 + 2  # every call, and the first of each signature once more
         plan.execute()
         assert len(counting.calls) == checked + 8
         window = next(iter(plan.windows(checks=False)[0]))
         constants = window.function.__defaults__
-        assert any(value is counting for value in constants)        # nothing stands between
+        assert any(value is counting for value in constants)  # nothing stands between
 
 
 def test_only_the_selected_calls_are_substituted(captured: Captured) -> None:
     path = captured(program)
-    for selector, sizes in (("aten::mm", {(4, 6), (6, 4)}), ("aten::mm.default(float32[4,6], *)", {(4, 6)}),
-                            ("aten::mm.default(float32[6,4]{*}, *)", {(6, 4)})):
+    for selector, sizes in (
+        ("aten::mm", {(4, 6), (6, 4)}),
+        ("aten::mm.default(float32[4,6], *)", {(4, 6)}),
+        ("aten::mm.default(float32[6,4]{*}, *)", {(6, 4)}),
+    ):
         counting = Counting()
         with Plan(path, substitutions=[Substitution(selector, counting)]) as plan:
             assert plan.execute().outcome == "ok"
@@ -68,10 +71,13 @@ def test_only_the_selected_calls_are_substituted(captured: Captured) -> None:
 
 def test_two_signatures_of_one_kernel_can_have_two_replacements(captured: Captured) -> None:
     wide, tall = Counting(), Counting()
-    with Plan(captured(program), substitutions=[
-        Substitution("aten::mm.default(float32[4,6], *)", wide),
-        Substitution("aten::mm.default(float32[6,4]{*}, *)", tall),
-    ]) as plan:
+    with Plan(
+        captured(program),
+        substitutions=[
+            Substitution("aten::mm.default(float32[4,6], *)", wide),
+            Substitution("aten::mm.default(float32[6,4]{*}, *)", tall),
+        ],
+    ) as plan:
         assert plan.execute().outcome == "ok"
     assert set(wide.calls) == {(4, 6)} and set(tall.calls) == {(6, 4)}
 
@@ -99,12 +105,18 @@ def test_a_callback_decides_by_ordinal_device_kernel_and_signature(captured: Cap
 
     def decide(call: KernelCall) -> Callable[..., Any] | None:
         asked.append(call)
-        return counting if call.kernel == "aten::mm.default" and "float32[6,4]" in call.signature.split(",")[0] + \
-            call.signature and call.ordinal == last else None
+        return (
+            counting
+            if call.kernel == "aten::mm.default"
+            and "float32[6,4]" in call.signature.split(",")[0] + call.signature
+            and call.ordinal == last
+            else None
+        )
 
     with Plan(path) as plan:
-        products = [op.ordinal for op in replayfmt.open(path).ops.values()
-                    if op.kernel.qualified_name == "aten::mm.default"]
+        products = [
+            op.ordinal for op in replayfmt.open(path).ops.values() if op.kernel.qualified_name == "aten::mm.default"
+        ]
         ops = len(replayfmt.open(path).ops)
         assert plan.substitution is None
     last = products[-1]
@@ -120,13 +132,13 @@ def test_a_callback_decides_by_ordinal_device_kernel_and_signature(captured: Cap
 def test_a_callback_that_gives_no_function_or_one_that_cannot_bind_is_wrong_use(captured: Captured) -> None:
     path = captured(program)
     with pytest.raises(UsageError, match="the callback gave a int for ordinal"):
-        Plan(path, substitutions=lambda call: 3)        # type: ignore[arg-type, return-value]
+        Plan(path, substitutions=lambda call: 3)  # type: ignore[arg-type, return-value]
     with pytest.raises(UsageError, match="does not bind"):
         Plan(path, substitutions=lambda call: (lambda: None) if call.kernel == "aten::mm.default" else None)
     with pytest.raises(UsageError, match="expected a list of them"):
         Plan(path, substitutions="aten::mm=k.py")
     with pytest.raises(UsageError, match="int is none; expected Substitution"):
-        Plan(path, substitutions=[3])                   # type: ignore[list-item]
+        Plan(path, substitutions=[3])  # type: ignore[list-item]
 
 
 def test_digests_are_compared_close_and_the_sentence_says_why(captured: Captured, kernels: Kernels, tool: Tool) -> None:
@@ -138,8 +150,10 @@ def test_digests_are_compared_close_and_the_sentence_says_why(captured: Captured
     at = lines.index("verified: close")
     assert lines[at + 1] == "  why: kernels are substituted: aten::mm.default by kernels.py:mm"
     assert "substituted: 4 calls of 2 signatures, each checked against the original kernel" in lines
-    assert any(line.startswith("  aten::mm.default(float32[4,6], float32[6,4]) by kernels.py:mm: 3 calls, values ")
-               for line in lines)
+    assert any(
+        line.startswith("  aten::mm.default(float32[4,6], float32[6,4]) by kernels.py:mm: 3 calls, values ")
+        for line in lines
+    )
 
 
 def test_bitwise_stays_bitwise_where_it_is_asked_for(captured: Captured, kernels: Kernels, tool: Tool) -> None:
@@ -164,18 +178,21 @@ def test_rows_for_programs_have_the_distances_by_signature(captured: Captured, k
     assert rows[0]["verification"]["reasons"][0].startswith("kernels are substituted: ")
 
 
-def test_a_wrong_kernel_exits_with_1_and_what_was_found_is_printed(captured: Captured, kernels: Kernels,
-                                                                   tool: Tool) -> None:
+def test_a_wrong_kernel_exits_with_1_and_what_was_found_is_printed(
+    captured: Captured, kernels: Kernels, tool: Tool
+) -> None:
     path = captured(program)
     flag = f"--replay-kernel-substitution=aten::mm={kernels('def mm(self, mat2): return self @ mat2 + 0.1')}"
     code, out, err = tool("run", flag, path)
     assert (code, out) == (1, ""), "what was found is printed once"
     first, *findings = err.splitlines()
-    assert first == (f"ABORTED: {path}: the replacements of 2 signatures do not do what the original kernels do; "
-                     "nothing was timed")
+    assert first == (
+        f"ABORTED: {path}: the replacements of 2 signatures do not do what the original kernels do; nothing was timed"
+    )
     assert len(findings) == 2 and "kernels.py:mm in the place of aten::mm.default(float32[4,6]" in findings[0]
-    assert re.search(r"the worst at ordinal \d+, result 0: element \[\d, \d\] expected -?[\d.]+, got -?[\d.]+, where",
-                     findings[0])
+    assert re.search(
+        r"the worst at ordinal \d+, result 0: element \[\d, \d\] expected -?[\d.]+, got -?[\d.]+, where", findings[0]
+    )
     code, out, _err = tool("run", "--format=jsonl", flag, path)
     assert code == 1 and [json.loads(line)["ok"] for line in out.splitlines()] == [False, False]
     worst = json.loads(out.splitlines()[0])["worst"]
@@ -191,25 +208,34 @@ def test_an_exception_in_a_file_names_its_line(captured: Captured, kernels: Kern
     code, out, err = tool("run", f"--replay-kernel-substitution=aten::mm={file}", path)
     assert (code, out) == (1, "") and err.startswith(f"ABORTED: {path}: ordinal ")
     assert [line.strip() for line in err.splitlines()[1:] if "^" not in line] == [
-        f'File "{file}", line 3, in mm', "return helper(self)", f'File "{file}", line 5, in helper',
-        "raise ValueError('no such tile')", "ValueError: no such tile"]
+        f'File "{file}", line 3, in mm',
+        "return helper(self)",
+        f'File "{file}", line 5, in helper',
+        "raise ValueError('no such tile')",
+        "ValueError: no such tile",
+    ]
     assert f"scope execute): the replacement kernels.py:mm failed at {file}:5: ValueError: no such tile" in err
 
 
 @pytest.mark.parametrize("after", [0, 6])
-def test_a_replacement_cannot_end_the_process_as_if_all_were_well(captured: Captured, kernels: Kernels, tool: Tool,
-                                                                  after: int) -> None:
-    file = kernels(f"calls = []\ndef mm(self, mat2):\n    calls.append(1)\n    if len(calls) > {after}:\n"
-                   "        raise SystemExit(0)\n    return torch.matmul(self, mat2)")
+def test_a_replacement_cannot_end_the_process_as_if_all_were_well(
+    captured: Captured, kernels: Kernels, tool: Tool, after: int
+) -> None:
+    file = kernels(
+        f"calls = []\ndef mm(self, mat2):\n    calls.append(1)\n    if len(calls) > {after}:\n"
+        "        raise SystemExit(0)\n    return torch.matmul(self, mat2)"
+    )
     code, out, err = tool("run", f"--replay-kernel-substitution=aten::mm={file}", captured(program))
     assert (code, out) == (1, "") and f"kernels.py:mm failed at {file}:6: SystemExit: 0" in err
 
 
 def test_all_takes_every_function_that_has_an_operators_name(captured: Captured, kernels: Kernels, tool: Tool) -> None:
     path = captured(program)
-    file = kernels("def mm(self, mat2): return torch.matmul(self, mat2)\n"
-                   "def add_(self, other, *, alpha=1): return self.copy_(self + other)\n"
-                   "def unused(x): return x\nfrom torch import sum")
+    file = kernels(
+        "def mm(self, mat2): return torch.matmul(self, mat2)\n"
+        "def add_(self, other, *, alpha=1): return self.copy_(self + other)\n"
+        "def unused(x): return x\nfrom torch import sum"
+    )
     code, out, err = tool("run", "--format=jsonl", f"--replay-kernel-substitution=all={file}", path)
     assert (code, err) == (0, "")
     kinds = {row["kernel"] for row in map(json.loads, out.splitlines()) if row["kind"] == "substitution"}
@@ -232,12 +258,17 @@ library.impl("mm", lambda self, mat2: torch.matmul(self, mat2), "CPU")
 """
 
 
-def test_a_module_that_registers_an_operator_is_a_torch_library(captured: Captured, kernels: Kernels,
-                                                                tool: Tool) -> None:
+def test_a_module_that_registers_an_operator_is_a_torch_library(
+    captured: Captured, kernels: Kernels, tool: Tool
+) -> None:
     path = captured(program)
     file = kernels(LIBRARY_MODULE.format(namespace="opreplay_mine"))
-    for given in (f"aten::mm={file}:opreplay_mine::mm", f"aten::mm@torch-library={file}",
-                  f"aten::mm@torch-library={file}:mm", f"aten::mm={file}:opreplay_mine::mm.default"):
+    for given in (
+        f"aten::mm={file}:opreplay_mine::mm",
+        f"aten::mm@torch-library={file}",
+        f"aten::mm@torch-library={file}:mm",
+        f"aten::mm={file}:opreplay_mine::mm.default",
+    ):
         code, out, err = tool("run", f"--replay-kernel-substitution={given}", path)
         assert (code, err) == (0, "") and "by kernels.py:opreplay_mine::mm" in out
     code, _out, err = tool("run", f"--replay-kernel-substitution=aten::mm={file}:opreplay_mine::other", path)
@@ -299,14 +330,15 @@ def test_a_plan_that_keeps_going_rejects_a_wrong_kernel_as_well(captured: Captur
             assert said in raised.value.findings[0]
 
 
-def test_a_very_long_capture_prepared_window_by_window_is_substituted_too(captured: Captured,
-                                                                          monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_very_long_capture_prepared_window_by_window_is_substituted_too(
+    captured: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("replayfmt.replay.plan._KEPT_RECORDS", 1)
     counting = Counting()
     with Plan(captured(program), substitutions=[Substitution("aten::mm", counting)]) as plan:
         for _ in range(2):
             assert plan.execute(verify="auto").outcome == "ok"
-    assert len(counting.calls) == 6 + 2 * (4 + 6)      # both signatures are called once more when they are checked
+    assert len(counting.calls) == 6 + 2 * (4 + 6)  # both signatures are called once more when they are checked
 
 
 def test_a_file_is_loaded_once_and_again_when_it_changed(captured: Captured, kernels: Kernels, tmp_path: Path) -> None:
@@ -315,8 +347,13 @@ def test_a_file_is_loaded_once_and_again_when_it_changed(captured: Captured, ker
     code = f"open({str(log)!r}, 'a').write('loaded ')\ndef mm(self, mat2): return torch.matmul(self, mat2)"
     file = kernels(code)
     for _ in range(2):
-        with Plan(path, substitutions=[f"aten::mm.default(float32[4,6], *)={file}",
-                                       f"aten::mm.default(float32[6,4]{{*}}, *)={file}"]) as plan:
+        with Plan(
+            path,
+            substitutions=[
+                f"aten::mm.default(float32[4,6], *)={file}",
+                f"aten::mm.default(float32[6,4]{{*}}, *)={file}",
+            ],
+        ) as plan:
             plan.execute()
     assert log.read_text() == "loaded "
     kernels(code + "\n# changed")
@@ -335,8 +372,9 @@ def test_a_file_can_import_what_lies_beside_it(captured: Captured, kernels: Kern
 
 def test_a_compiled_function_can_be_a_replacement(captured: Captured, kernels: Kernels, tool: Tool) -> None:
     """torch.compile makes fake tensors, which a replay's own surroundings have no room for."""
-    file = kernels('@torch.compile(backend="eager")\n'
-                   'def mm(self, mat2): return self.double().matmul(mat2.double()).float()')
+    file = kernels(
+        '@torch.compile(backend="eager")\ndef mm(self, mat2): return self.double().matmul(mat2.double()).float()'
+    )
     path = captured(program)
     code, out, err = tool("run", f"--replay-kernel-substitution=aten::mm={file}", path)
     assert (code, err) == (0, "") and "each checked against the original kernel" in out
@@ -350,6 +388,8 @@ def test_a_capture_without_content_can_be_substituted_too(captured: Captured) ->
     path = captured(lambda: torch.mm(torch.ones(4, 6), weight), payload="none", digests="none")
     with Plan(path, substitutions=[Substitution("aten::mm", lambda a, b: torch.matmul(a, b))]) as plan:
         assert plan.execute(verify="auto").outcome == "ok"
-    with (Plan(path, substitutions=[Substitution("aten::mm", lambda a, b: torch.matmul(a, b) * 1.1)]) as plan,
-          pytest.raises(SubstitutionRejected)):
+    with (
+        Plan(path, substitutions=[Substitution("aten::mm", lambda a, b: torch.matmul(a, b) * 1.1)]) as plan,
+        pytest.raises(SubstitutionRejected),
+    ):
         plan.execute(verify="auto")

@@ -42,33 +42,52 @@ SIZES = st.lists(st.integers(0, 2**40), max_size=4).map(tuple)
 @st.composite
 def tensors(draw: st.DrawFn) -> TensorText:
     sizes = draw(SIZES)
-    strides = draw(st.one_of(st.none(), st.just(Open()), st.lists(
-        st.integers(0, 2**40), min_size=len(sizes), max_size=len(sizes)).map(tuple)))
+    strides = draw(
+        st.one_of(
+            st.none(),
+            st.just(Open()),
+            st.lists(st.integers(0, 2**40), min_size=len(sizes), max_size=len(sizes)).map(tuple),
+        )
+    )
     wanted = draw(st.lists(st.booleans(), min_size=len(sizes), max_size=len(sizes)))
     notes = draw(st.lists(st.sampled_from(["conj", "neg", "zero", "sparse_coo"]), unique=True).map(tuple))
-    return TensorText(draw(st.sampled_from([dtype.name for dtype in DType if dtype])),
-                      tuple(size if fixed else None for size, fixed in zip(sizes, wanted, strict=True)), strides,
-                      notes, draw(st.one_of(st.just(""), DEVICES)))
+    return TensorText(
+        draw(st.sampled_from([dtype.name for dtype in DType if dtype])),
+        tuple(size if fixed else None for size, fixed in zip(sizes, wanted, strict=True)),
+        strides,
+        notes,
+        draw(st.one_of(st.just(""), DEVICES)),
+    )
 
 
 VALUES: st.SearchStrategy[ValueText] = st.recursive(
     st.one_of(
-        st.just(Open()), st.sampled_from(["None", "True", "channels_last", "strided", *TYPES.values()]).map(Word),
+        st.just(Open()),
+        st.sampled_from(["None", "True", "channels_last", "strided", *TYPES.values()]).map(Word),
         st.integers(-(2**63), 2**63 - 1).map(lambda value: Number(repr(value))),
         st.floats().map(lambda value: Number(repr(value))),
-        st.builds(Text, st.text(), st.sampled_from(["", "opaque", "process_group"])), DEVICES.map(DeviceText),
+        st.builds(Text, st.text(), st.sampled_from(["", "opaque", "process_group"])),
+        DEVICES.map(DeviceText),
         tensors(),
     ),
     lambda inner: st.builds(
         lambda form, values, counts: Items(form, tuple((value, count + counts) for value, count in runs_of(values))),
-        st.one_of(st.sampled_from(["[", "(", "composite", "opaque"]), NAMES, st.text(min_size=1, max_size=5).filter(
-            lambda form: form not in ("[", "("))), st.lists(inner, max_size=3), st.integers(0, 5)),
+        st.one_of(
+            st.sampled_from(["[", "(", "composite", "opaque"]),
+            NAMES,
+            st.text(min_size=1, max_size=5).filter(lambda form: form not in ("[", "(")),
+        ),
+        st.lists(inner, max_size=3),
+        st.integers(0, 5),
+    ),
     max_leaves=6,
 )
 ARGUMENT_NAMES = st.one_of(st.just(""), NAMES, st.text(min_size=1, max_size=4))
 SIGNATURES = st.builds(
-    SignatureText, st.one_of(st.builds("{}::{}.{}".format, NAMES, NAMES, NAMES), st.text(max_size=8)),
-    st.lists(st.tuples(ARGUMENT_NAMES, VALUES), max_size=4).map(tuple))
+    SignatureText,
+    st.one_of(st.builds("{}::{}.{}".format, NAMES, NAMES, NAMES), st.text(max_size=8)),
+    st.lists(st.tuples(ARGUMENT_NAMES, VALUES), max_size=4).map(tuple),
+)
 
 
 @given(SIGNATURES)
@@ -78,7 +97,7 @@ def test_whatever_is_printed_is_read_back_to_the_same_and_holds_no_equals_sign(s
     assert "=" not in text and text.isascii() and text.isprintable()
 
 
-@given(st.text(alphabet="aten::m.() [],float32x*@\"\\{}1-:", max_size=40))
+@given(st.text(alphabet='aten::m.() [],float32x*@"\\{}1-:', max_size=40))
 def test_whatever_is_written_is_a_signature_or_a_usage_error_that_names_a_place(text: str) -> None:
     try:
         signature = parse_signature(text)
@@ -88,22 +107,25 @@ def test_whatever_is_written_is_a_signature_or_a_usage_error_that_names_a_place(
         assert parse_signature(str(signature)) == signature
 
 
-@pytest.mark.parametrize(("text", "said"), [
-    ("", "expected a kernel and its arguments in parentheses"),
-    ("aten::mm", "expected a kernel and its arguments in parentheses"),
-    ("mm(float32[2])", "expected a kernel with its overload, like 'aten::mm.default' at character 1"),
-    ("aten::mm.default(", "expected a value at its end"),
-    ("aten::mm.default(floaty[3])", "expected a dtype, like float32 at character 18, found 'floaty[3])'"),
-    ("aten::mm.default(float32[3,a])", "expected a whole number at character 28, found 'a])'"),
-    ("aten::mm.default(float32[3]{1,2})", "expected 1 strides, or {*} at character 28"),
-    ("aten::mm.default(float32[3]:odd)", "expected one of conj, neg, zero"),
-    ("aten::mm.default(float32[3]) x", "expected nothing more at character 30"),
-    ("aten::mm.default(float32[3] x 2)", "expected ')' at character 29"),
-    ("aten::mm.default([float32[3] x 0])", "expected a whole number from 1 at character 32"),
-    ("aten::mm.default(number)", "expected a value at character 18"),
-    ("aten::mm.default(" + "[" * 99, "at most 64 brackets inside one another"),
-    ("aten::mm.default(" + "9" * 30 + ")", "a number of 64 bits"),
-])
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "expected a kernel and its arguments in parentheses"),
+        ("aten::mm", "expected a kernel and its arguments in parentheses"),
+        ("mm(float32[2])", "expected a kernel with its overload, like 'aten::mm.default' at character 1"),
+        ("aten::mm.default(", "expected a value at its end"),
+        ("aten::mm.default(floaty[3])", "expected a dtype, like float32 at character 18, found 'floaty[3])'"),
+        ("aten::mm.default(float32[3,a])", "expected a whole number at character 28, found 'a])'"),
+        ("aten::mm.default(float32[3]{1,2})", "expected 1 strides, or {*} at character 28"),
+        ("aten::mm.default(float32[3]:odd)", "expected one of conj, neg, zero"),
+        ("aten::mm.default(float32[3]) x", "expected nothing more at character 30"),
+        ("aten::mm.default(float32[3] x 2)", "expected ')' at character 29"),
+        ("aten::mm.default([float32[3] x 0])", "expected a whole number from 1 at character 32"),
+        ("aten::mm.default(number)", "expected a value at character 18"),
+        ("aten::mm.default(" + "[" * 99, "at most 64 brackets inside one another"),
+        ("aten::mm.default(" + "9" * 30 + ")", "a number of 64 bits"),
+    ],
+)
 def test_what_is_no_signature_says_what_was_expected_and_where(text: str, said: str) -> None:
     with pytest.raises(UsageError) as raised:
         parse_signature(text)
@@ -136,19 +158,22 @@ def calls(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[CaptureRea
 Calls = tuple[CaptureReader, dict[str, Record]]
 
 
-@pytest.mark.parametrize(("op", "text"), [
-    ("mm", "aten::mm.default(float32[4,5], float32[5,4]{1,5})"),
-    ("add", "aten::add.Tensor(float32[4,5], float32[4,5], alpha: int)"),
-    ("sum", "aten::sum.dim_IntList(float32[4,5], [int])"),
-    ("add_", "aten::add_.Tensor(float32[4,5], float)"),
-    ("cat", "aten::cat.default([float32[4,5] x 2, float32[1,5]])"),
-    ("_to_copy", "aten::_to_copy.default(float32[4,5], dtype: float64)"),
-    ("clone", "aten::clone.default(float32[4,5], memory_format: contiguous_format)"),
-    ("gelu", 'aten::gelu.default(float32[4,5], approximate: "tanh")'),
-    ("_foreach_add_", "aten::_foreach_add_.Scalar([float32[4,5], float32[4]], int)"),
-    ("neg", "aten::neg.default(float32[3,0])"),
-    ("select", "aten::select.int(float32[4,5], int, int)"),
-])
+@pytest.mark.parametrize(
+    ("op", "text"),
+    [
+        ("mm", "aten::mm.default(float32[4,5], float32[5,4]{1,5})"),
+        ("add", "aten::add.Tensor(float32[4,5], float32[4,5], alpha: int)"),
+        ("sum", "aten::sum.dim_IntList(float32[4,5], [int])"),
+        ("add_", "aten::add_.Tensor(float32[4,5], float)"),
+        ("cat", "aten::cat.default([float32[4,5] x 2, float32[1,5]])"),
+        ("_to_copy", "aten::_to_copy.default(float32[4,5], dtype: float64)"),
+        ("clone", "aten::clone.default(float32[4,5], memory_format: contiguous_format)"),
+        ("gelu", 'aten::gelu.default(float32[4,5], approximate: "tanh")'),
+        ("_foreach_add_", "aten::_foreach_add_.Scalar([float32[4,5], float32[4]], int)"),
+        ("neg", "aten::neg.default(float32[3,0])"),
+        ("select", "aten::select.int(float32[4,5], int, int)"),
+    ],
+)
 def test_signatures_of_a_capture_read_as_a_person_would_write_them(calls: Calls, op: str, text: str) -> None:
     reader, ops = calls
     assert signature_text(ops[op], reader) == text
@@ -164,30 +189,33 @@ def test_every_op_of_a_capture_matches_what_is_printed_of_it_with_and_without_it
             assert matches(signature, record, reader)
 
 
-@pytest.mark.parametrize(("op", "text", "wanted"), [
-    ("mm", "aten::mm.default(float32[4,*], float32[*,4]{*})", True),
-    ("mm", "aten::mm.default(*, *)", True),
-    ("mm", "aten::mm.default(self: float32[4,5], mat2: *)", True),
-    ("mm", "aten::mm.default(mat2: float32[4,5], self: *)", False),
-    ("mm", "aten::mm.default(float32[4,5]@cpu, *)", True),
-    ("mm", "aten::mm.default(float32[4,5]@cuda:0, *)", False),
-    ("mm", "aten::mm.default(float32[4,5], float32[5,4])", False),
-    ("mm", "aten::mm.default(float32[4,5], float32[5,4]{1,4})", False),
-    ("mm", "aten::mm.default(float32[4,5])", False),
-    ("mm", "aten::mm.out(float32[4,5], float32[5,4]{1,5})", False),
-    ("mm", "aten::mm.default(float16[4,5], *)", False),
-    ("add", "aten::add.Tensor(float32[4,5], float32[4,5], alpha: 2)", True),
-    ("add", "aten::add.Tensor(float32[4,5], float32[4,5], alpha: 2.0)", False),
-    ("add", "aten::add.Tensor(float32[4,5], float32[4,5], int)", False),
-    ("sum", "aten::sum.dim_IntList(float32[4,5], [1])", True),
-    ("sum", "aten::sum.dim_IntList(float32[4,5], [0])", False),
-    ("add_", "aten::add_.Tensor(float32[4,5], 1.5)", True),
-    ("cat", "aten::cat.default([float32[*,5] x 3])", True),
-    ("cat", "aten::cat.default([* x 2])", False),
-    ("cat", "aten::cat.default([float32[4,5], * x 2])", True),
-    ("clone", "aten::clone.default(float32[4,5]{5,1}, memory_format: *)", True),
-    ("gelu", 'aten::gelu.default(float32[4,5], approximate: "none")', False),
-])
+@pytest.mark.parametrize(
+    ("op", "text", "wanted"),
+    [
+        ("mm", "aten::mm.default(float32[4,*], float32[*,4]{*})", True),
+        ("mm", "aten::mm.default(*, *)", True),
+        ("mm", "aten::mm.default(self: float32[4,5], mat2: *)", True),
+        ("mm", "aten::mm.default(mat2: float32[4,5], self: *)", False),
+        ("mm", "aten::mm.default(float32[4,5]@cpu, *)", True),
+        ("mm", "aten::mm.default(float32[4,5]@cuda:0, *)", False),
+        ("mm", "aten::mm.default(float32[4,5], float32[5,4])", False),
+        ("mm", "aten::mm.default(float32[4,5], float32[5,4]{1,4})", False),
+        ("mm", "aten::mm.default(float32[4,5])", False),
+        ("mm", "aten::mm.out(float32[4,5], float32[5,4]{1,5})", False),
+        ("mm", "aten::mm.default(float16[4,5], *)", False),
+        ("add", "aten::add.Tensor(float32[4,5], float32[4,5], alpha: 2)", True),
+        ("add", "aten::add.Tensor(float32[4,5], float32[4,5], alpha: 2.0)", False),
+        ("add", "aten::add.Tensor(float32[4,5], float32[4,5], int)", False),
+        ("sum", "aten::sum.dim_IntList(float32[4,5], [1])", True),
+        ("sum", "aten::sum.dim_IntList(float32[4,5], [0])", False),
+        ("add_", "aten::add_.Tensor(float32[4,5], 1.5)", True),
+        ("cat", "aten::cat.default([float32[*,5] x 3])", True),
+        ("cat", "aten::cat.default([* x 2])", False),
+        ("cat", "aten::cat.default([float32[4,5], * x 2])", True),
+        ("clone", "aten::clone.default(float32[4,5]{5,1}, memory_format: *)", True),
+        ("gelu", 'aten::gelu.default(float32[4,5], approximate: "none")', False),
+    ],
+)
 def test_a_written_signature_finds_the_calls_it_asks_for(calls: Calls, op: str, text: str, wanted: bool) -> None:
     reader, ops = calls
     assert matches(parse_signature(text), ops[op], reader) is wanted
@@ -200,8 +228,10 @@ def test_only_numbers_that_stand_for_themselves_make_calls_of_one_signature_diff
 
 
 def test_the_signatures_module_needs_no_torch(tmp_path: Path) -> None:
-    code = ("import sys; sys.modules['torch'] = None; from replayfmt.format.signatures.text import parse_signature; "
-            "print(parse_signature('aten::mm.default(float32[2,3], *)'))")
+    code = (
+        "import sys; sys.modules['torch'] = None; from replayfmt.format.signatures.text import parse_signature; "
+        "print(parse_signature('aten::mm.default(float32[2,3], *)'))"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, check=True)
     assert done.stdout == "aten::mm.default(float32[2,3], *)\n"
 
@@ -231,12 +261,18 @@ def test_groups_count_the_calls_of_each_signature_and_name_the_first(tmp_path: P
         kernel = next(number for number, kernel in enumerate(reader.kernels) if kernel and kernel.name == "aten::mul")
         groups = {group.text: group for group in index.groups([kernel])}
         assert {text: group.calls for text, group in groups.items()} == {
-            "aten::mul.Tensor(float32[1,3], float32[3])": 4, "aten::mul.Tensor(float32[2,3], float32[3])": 2}
+            "aten::mul.Tensor(float32[1,3], float32[3])": 4,
+            "aten::mul.Tensor(float32[2,3], float32[3])": 2,
+        }
         for group in groups.values():
             assert signature_text(reader.record(group.first), reader) == group.text
         assert sum(group.calls for group in index.groups()) == reader.summary.records[RecordKind.op]
-        for text, calls in (("aten::mul.Tensor(float32[1,3], *)", 4), ("aten::mul.Tensor(*, *)", 6),
-                            ("aten::slice.Tensor(*, int, int, 1)", 4), ("aten::slice.Tensor(*, int, int, int)", 6)):
+        for text, calls in (
+            ("aten::mul.Tensor(float32[1,3], *)", 4),
+            ("aten::mul.Tensor(*, *)", 6),
+            ("aten::slice.Tensor(*, int, int, 1)", 4),
+            ("aten::slice.Tensor(*, int, int, int)", 6),
+        ):
             found = [int(ordinal) for ops in index.matching(parse_signature(text)) for ordinal in ops.ordinals]
             assert len(found) == calls, text
             assert all(matches(parse_signature(text), reader.record(ordinal), reader) for ordinal in found)

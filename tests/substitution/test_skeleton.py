@@ -50,8 +50,9 @@ def program() -> None:
         x.random_(2, 5)
 
 
-def test_the_skeleton_of_every_kernel_of_a_capture_passes_the_check_unchanged(captured: Captured,
-                                                                             tmp_path: Path) -> None:
+def test_the_skeleton_of_every_kernel_of_a_capture_passes_the_check_unchanged(
+    captured: Captured, tmp_path: Path
+) -> None:
     path = captured(program)
     requests = []
     with open_capture(path) as reader:
@@ -80,10 +81,17 @@ def test_the_tool_prints_it_and_needs_no_torch(captured: Captured, tool: Tool, t
         text = kernel_skeleton(reader, number)
     code, out, err = tool("dump", f"--kernel-skeleton={number}", path)
     assert (code, out, err) == (0, text, "")
-    run = ("import sys; sys.modules['torch'] = None; sys.argv = ['opreplay-dump', sys.argv[1], sys.argv[2]]; "
-           "from opreplay_tools.dump import main; main()")
-    done = subprocess.run([sys.executable, "-c", run, f"--kernel-skeleton={number}", str(path)], capture_output=True,
-                          text=True, cwd=tmp_path, check=True)
+    run = (
+        "import sys; sys.modules['torch'] = None; sys.argv = ['opreplay-dump', sys.argv[1], sys.argv[2]]; "
+        "from opreplay_tools.dump import main; main()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", run, f"--kernel-skeleton={number}", str(path)],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        check=True,
+    )
     assert done.stdout == text
 
 
@@ -105,8 +113,9 @@ def filled(text: str, body: str) -> str:
     return "\n".join([*lines[:-1], f"    return {body}"]) + "\n"
 
 
-def test_a_skeleton_by_name_with_its_line_filled_in_stands_for_the_operator(captured: Captured, tool: Tool,
-                                                                            tmp_path: Path) -> None:
+def test_a_skeleton_by_name_with_its_line_filled_in_stands_for_the_operator(
+    captured: Captured, tool: Tool, tmp_path: Path
+) -> None:
     def calls() -> None:
         x = torch.randn(4, 6)
         torch.mm(x, x.t()).add_(1.0, alpha=2)
@@ -155,12 +164,18 @@ def test_the_skeleton_of_a_librarys_operator_loads_before_the_library_does(tmp_p
     (tmp_path / "late_library.py").write_text(LIBRARY)
     (tmp_path / "program.py").write_text(
         "import late_library, torch, replayfmt\nwith replayfmt.capture('c.opreplay'):\n"
-        "    torch.ops.skeleton_late.half(torch.randn(3))\n")
+        "    torch.ops.skeleton_late.half(torch.randn(3))\n"
+    )
     command = "import sys; sys.argv = ['opreplay-run', *sys.argv[1:]]; from opreplay_tools.run import main; main()"
 
     def python(*arguments: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, cwd=tmp_path,
-                              env={**os.environ, "PYTHONPATH": str(tmp_path)})
+        return subprocess.run(
+            [sys.executable, *arguments],
+            capture_output=True,
+            text=True,
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        )
 
     assert python("program.py").returncode == 0
     with open_capture(tmp_path / "c.opreplay") as reader:
@@ -171,16 +186,20 @@ def test_the_skeleton_of_a_librarys_operator_loads_before_the_library_does(tmp_p
     refused = python("-c", command, flag, "c.opreplay")
     assert refused.returncode == 1 and refused.stderr.startswith("FAILED_PRECONDITION: ")
     assert "--allow-import=MODULE" in refused.stderr
-    done = python("-c", command, "--op-library=skeleton_late=late_library", "--allow-import=skeleton_late", flag,
-                  "c.opreplay")
+    done = python(
+        "-c", command, "--op-library=skeleton_late=late_library", "--allow-import=skeleton_late", flag, "c.opreplay"
+    )
     assert done.returncode == 0 and "each checked against the original kernel" in done.stdout, done.stderr
 
 
 def test_it_says_what_has_to_be_written_and_returned_and_what_is_called(captured: Captured) -> None:
     path = captured(program)
     with open_capture(path) as reader:
-        texts = {kernel.qualified_name: kernel_skeleton(reader, number)
-                 for number, kernel in enumerate(reader.kernels) if kernel}
+        texts = {
+            kernel.qualified_name: kernel_skeleton(reader, number)
+            for number, kernel in enumerate(reader.kernels)
+            if kernel
+        }
     add = texts["aten::add_.Tensor"]
     assert "def add_(\n    self: Tensor,\n    other: Tensor,\n    *,\n    alpha: bool | int | float" in add
     assert '"""aten::add_.Tensor(Tensor(a!) self, Tensor other, *, Scalar alpha=1) -> Tensor(a!)' in add
@@ -198,11 +217,18 @@ def test_it_says_what_has_to_be_written_and_returned_and_what_is_called(captured
     assert "    from_: int," in texts["aten::random_.from"]
 
 
-@pytest.mark.parametrize(("number", "said"), [
-    ("0", "has the kernels 1 to"), ("-1", "has the kernels 1 to"), ("999", "has the kernels 1 to"),
-    ("x", "calls no operator of that name; opreplay-dump --signatures"), ("", "calls no operator of that name"),
-    ("aten::one", "did you mean aten::ones"), ("aten::ones.out", "did you mean aten::ones"),
-])
+@pytest.mark.parametrize(
+    ("number", "said"),
+    [
+        ("0", "has the kernels 1 to"),
+        ("-1", "has the kernels 1 to"),
+        ("999", "has the kernels 1 to"),
+        ("x", "calls no operator of that name; opreplay-dump --signatures"),
+        ("", "calls no operator of that name"),
+        ("aten::one", "did you mean aten::ones"),
+        ("aten::ones.out", "did you mean aten::ones"),
+    ],
+)
 def test_a_kernel_that_is_not_there_is_wrong_use(captured: Captured, tool: Tool, number: str, said: str) -> None:
     code, out, err = tool("dump", f"--kernel-skeleton={number}", captured(lambda: torch.ones(2)))
     assert (code, out) == (2, "") and said in err
@@ -245,7 +271,7 @@ HOSTILE = [
     Kernel("aten::class", "default", "aten::class(Tensor self) -> Tensor"),
     Kernel("aten::torch", "import", "aten::torch.import(Tensor self) -> Tensor"),
     Kernel("aten::mm", "default", "aten::mm(Tensor class=None) -> Tensor"),
-    Kernel("aten::mm", "default", "aten::mm(Tensor self, Device d=\"cpu\\\"); import os #\") -> Tensor"),
+    Kernel("aten::mm", "default", 'aten::mm(Tensor self, Device d="cpu\\"); import os #") -> Tensor'),
 ]
 
 
@@ -297,7 +323,7 @@ def _harmless(text: str) -> None:
         names.add(function.args.kwarg.arg)
     passed = set()
     for value in (*returned.value.args, *(keyword.value for keyword in returned.value.keywords)):
-        if isinstance(value, ast.Call):        # words.pop("from", from_)
+        if isinstance(value, ast.Call):  # words.pop("from", from_)
             assert function.args.kwarg is not None and ast.unparse(value.func) == f"{function.args.kwarg.arg}.pop"
             word, value = value.args
             assert isinstance(word, ast.Constant) and iskeyword(word.value)
@@ -379,7 +405,8 @@ def test_the_schema_reader_agrees_with_pytorchs_own() -> None:
         assert (mine.name, mine.overload) == (schema.name, schema.overload_name)
         assert [(a.name, a.keyword_only, a.type.written, a.default is not None) for a in mine.arguments] == [
             (a.name, a.kwarg_only, bool(a.alias_info and a.alias_info.is_write), a.has_default_value())
-            for a in schema.arguments]
+            for a in schema.arguments
+        ]
         assert len(mine.returns) == len(schema.returns)
 
 
@@ -397,10 +424,14 @@ def test_signatures_are_printed_with_their_calls_for_people_and_programs(capture
     head, *lines = out.splitlines()
     assert head.split() == ["calls", "first", "at", "kernel", "signature"]
     assert [line.split(None, 3)[0::3] for line in lines if "neg" in line] == [
-        ["2", "aten::neg.default(float32[2])"], ["1", "aten::neg.default(float32[3])"]]
+        ["2", "aten::neg.default(float32[2])"],
+        ["1", "aten::neg.default(float32[3])"],
+    ]
     _code, out, _err = tool("dump", "--signatures", "--kernel=aten::neg", "--jq", "[.kind, .calls, .signature]", path)
-    assert out.splitlines() == ['["signature",2,"aten::neg.default(float32[2])"]',
-                                '["signature",1,"aten::neg.default(float32[3])"]']
+    assert out.splitlines() == [
+        '["signature",2,"aten::neg.default(float32[2])"]',
+        '["signature",1,"aten::neg.default(float32[3])"]',
+    ]
     _code, whole, _err = tool("dump", "--signatures", "--format=jsonl", path)
     with open_capture(path) as reader:
         assert sum(row["calls"] for row in map(_row, whole.splitlines())) == sum(reader.summary.kernel_calls.values())
@@ -414,12 +445,12 @@ def _row(line: str) -> Any:
 
 
 @pytest.mark.parametrize("flags", [["--summary"], ["--scope=execute"]])
-def test_signatures_go_without_a_scope_and_without_the_summary(captured: Captured, tool: Tool,
-                                                               flags: list[str]) -> None:
+def test_signatures_go_without_a_scope_and_without_the_summary(
+    captured: Captured, tool: Tool, flags: list[str]
+) -> None:
     def scoped() -> None:
         with replayfmt.scope("execute"):
             torch.ones(2)
 
     code, out, err = tool("dump", "--signatures", *flags, captured(scoped))
     assert (code, out) == (2, "") and "INVALID_ARGUMENT" in err
-

@@ -37,15 +37,18 @@ def test_agreeing_infinities_and_nans_are_none() -> None:
     assert worst_element(expected, got, AUTO).index == (3,)
 
 
-@pytest.mark.parametrize(("dtype", "one", "other", "text"), [
-    (torch.int64, 1 << 60, (1 << 60) + 1, "expected 1152921504606846976, got 1152921504606846977"),
-    (torch.bool, True, False, "expected True, got False"),
-    (torch.uint8, 7, 9, "expected 7, got 9"),
-    (torch.bfloat16, 1.0, 2.0, "expected 1, got 2"),
-    (torch.float64, 1.0, 1.5, "expected 1, got 1.5"),
-    (torch.complex64, 1 + 1j, 1 - 1j, "expected 1+1j, got 1-1j"),
-    (torch.float8_e4m3fn, 1.0, 4.0, "expected 1, got 4"),
-])
+@pytest.mark.parametrize(
+    ("dtype", "one", "other", "text"),
+    [
+        (torch.int64, 1 << 60, (1 << 60) + 1, "expected 1152921504606846976, got 1152921504606846977"),
+        (torch.bool, True, False, "expected True, got False"),
+        (torch.uint8, 7, 9, "expected 7, got 9"),
+        (torch.bfloat16, 1.0, 2.0, "expected 1, got 2"),
+        (torch.float64, 1.0, 1.5, "expected 1, got 1.5"),
+        (torch.complex64, 1 + 1j, 1 - 1j, "expected 1+1j, got 1-1j"),
+        (torch.float8_e4m3fn, 1.0, 4.0, "expected 1, got 4"),
+    ],
+)
 def test_numbers_of_every_kind_are_shown_as_they_are(dtype: torch.dtype, one: Any, other: Any, text: str) -> None:
     expected = torch.full((2, 3), one, dtype=dtype)
     got = expected.clone()

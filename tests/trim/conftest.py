@@ -42,6 +42,7 @@ def captured(tmp_path: Path) -> Captured:
 @pytest.fixture
 def tool(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Tool:
     """The tool in this process: exit code, stdout, stderr."""
+
     def run(*args: object) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["opreplay-trim", *map(str, args)])
         with pytest.raises(SystemExit) as left:

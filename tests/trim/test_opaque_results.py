@@ -21,7 +21,7 @@ from .conftest import Captured
 from .trimmed import compare, trim
 
 # A library whose scheduler gives records with addresses in them, and whose kernel follows those.
-LIBRARY = '''
+LIBRARY = """
 import ctypes
 import torch
 
@@ -50,7 +50,7 @@ def hidden(x):
 
 for name, function in (("schedule", schedule), ("advance", advance), ("attend", attend), ("hidden", hidden)):
     library.impl(name, function, "CompositeExplicitAutograd")
-'''
+"""
 
 
 @pytest.fixture(scope="module")
@@ -78,8 +78,11 @@ def attention() -> torch.Tensor:
 
 def names(path: Path) -> list[str]:
     with open_capture(path) as reader:
-        return [reader.kernels[record.signature.kernel].name.partition("::")[2] for record in reader.records()
-                if record.kind is RecordKind.op]
+        return [
+            reader.kernels[record.signature.kernel].name.partition("::")[2]
+            for record in reader.records()
+            if record.kind is RecordKind.op
+        ]
 
 
 @pytest.mark.parametrize("digests", ["live", "ops"])
@@ -109,13 +112,14 @@ def test_undefined_bytes_are_not_embedded_either(captured: Captured, tmp_path: P
     path, out = captured(program), tmp_path / "out.opreplay"
     trim(path, out, scope="kept")
     assert names(out) == ["_ctc_loss", "ones", "_ctc_loss_backward"]
-    compare(path, out, content=False)      # the table has other bytes each time
+    compare(path, out, content=False)  # the table has other bytes each time
 
 
 def test_a_script_with_data_gives_such_bytes_again_as_well(captured: Captured, tmp_path: Path) -> None:
     def program() -> torch.Tensor:
-        loss, table = torch._ctc_loss(torch.randn(12, 3, 6).log_softmax(2), torch.randint(1, 6, (3, 5)), [12, 9, 7],
-                                      [5, 2, 3])
+        loss, table = torch._ctc_loss(
+            torch.randn(12, 3, 6).log_softmax(2), torch.randint(1, 6, (3, 5)), [12, 9, 7], [5, 2, 3]
+        )
         with replayfmt.scope("kept"):
             return table.exp() + loss.sum()
 
@@ -127,8 +131,11 @@ def test_a_script_with_data_gives_such_bytes_again_as_well(captured: Captured, t
 
 @pytest.mark.slow
 def test_a_replay_that_ends_its_process_is_a_finding(
-    captured: Captured, tmp_path: Path, library: str, capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch
+    captured: Captured,
+    tmp_path: Path,
+    library: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """An address that is the same whenever the op runs in this process, so that running it twice shows nothing."""
     from opreplay_tools import trim as tool

@@ -17,8 +17,10 @@ from replayfmt.format.reader import open_capture
 from .trimmed import compare, trim
 
 # What a step does to the tensors there are; each takes two places among them and a small number.
+# fmt: off
 STEPS = ("add", "add_", "view", "transpose", "narrow", "copy_", "dropout", "normal_", "clone", "empty", "drop", "scope",
          "seed", "outside", "resize", "dtype", "item", "list", "index", "out")
+# fmt: on
 
 
 def run(steps: list[tuple[str, int, int, int]]) -> None:
@@ -80,11 +82,17 @@ def run(steps: list[tuple[str, int, int, int]]) -> None:
 
 @pytest.mark.slow
 @settings(max_examples=25)
-@given(steps=st.lists(st.tuples(st.sampled_from(STEPS), st.integers(0, 9), st.integers(0, 9), st.integers(0, 5)),
-                      min_size=3, max_size=14),
-       cut=st.tuples(st.floats(0, 1), st.floats(0, 1)))
-def test_any_range_of_any_program_replays_from_the_inputs_it_had(steps: list[tuple[str, int, int, int]],
-                                                                 cut: tuple[float, float]) -> None:
+@given(
+    steps=st.lists(
+        st.tuples(st.sampled_from(STEPS), st.integers(0, 9), st.integers(0, 9), st.integers(0, 5)),
+        min_size=3,
+        max_size=14,
+    ),
+    cut=st.tuples(st.floats(0, 1), st.floats(0, 1)),
+)
+def test_any_range_of_any_program_replays_from_the_inputs_it_had(
+    steps: list[tuple[str, int, int, int]], cut: tuple[float, float]
+) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path, out = Path(folder) / "in.opreplay", Path(folder) / "out.opreplay"
         torch.manual_seed(0)
@@ -101,11 +109,17 @@ def test_any_range_of_any_program_replays_from_the_inputs_it_had(steps: list[tup
 
 @pytest.mark.slow
 @settings(max_examples=15)
-@given(steps=st.lists(st.tuples(st.sampled_from(STEPS), st.integers(0, 9), st.integers(0, 9), st.integers(0, 5)),
-                      min_size=4, max_size=14),
-       kernel=st.sampled_from(["aten::*_", "aten::mul*", "aten::view", "aten::*l*", "aten::fill_", "aten::sum"]))
-def test_any_kernels_of_any_program_replay_from_the_inputs_they_had(steps: list[tuple[str, int, int, int]],
-                                                                    kernel: str) -> None:
+@given(
+    steps=st.lists(
+        st.tuples(st.sampled_from(STEPS), st.integers(0, 9), st.integers(0, 9), st.integers(0, 5)),
+        min_size=4,
+        max_size=14,
+    ),
+    kernel=st.sampled_from(["aten::*_", "aten::mul*", "aten::view", "aten::*l*", "aten::fill_", "aten::sum"]),
+)
+def test_any_kernels_of_any_program_replay_from_the_inputs_they_had(
+    steps: list[tuple[str, int, int, int]], kernel: str
+) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path, out = Path(folder) / "in.opreplay", Path(folder) / "out.opreplay"
         torch.manual_seed(0)

@@ -126,15 +126,24 @@ def several_threads() -> None:
         layer(x).sum().backward()
 
 
-PROGRAMS = (views_and_writes_in_place, training_with_an_optimizer, autocast_and_settings, composites,
-            resized_and_partly_written, written_from_outside, ops_that_raise_and_lists, seeded_again_and_own_generators,
-            several_threads)
+PROGRAMS = (
+    views_and_writes_in_place,
+    training_with_an_optimizer,
+    autocast_and_settings,
+    composites,
+    resized_and_partly_written,
+    written_from_outside,
+    ops_that_raise_and_lists,
+    seeded_again_and_own_generators,
+    several_threads,
+)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_every_third_of_a_program_replays_from_the_inputs_it_had(program: Callable[[], Any], captured: Captured,
-                                                                 tmp_path: Path) -> None:
+def test_every_third_of_a_program_replays_from_the_inputs_it_had(
+    program: Callable[[], Any], captured: Captured, tmp_path: Path
+) -> None:
     path = captured(program)
     with open_capture(path) as reader:
         count, all_ops = reader.record_count, len(ops(reader))
@@ -169,10 +178,17 @@ def test_a_scope_that_is_entered_several_times_keeps_what_changed_between(captur
     trim(path, out, scope="train/forward")
     assert compare(path, out) == 3
     with open_capture(out) as reader:
-        text = [(record.kind.name, reader.scope_path(record.scope)) for record in reader.records()
-                if record.kind in (RecordKind.scope_begin, RecordKind.scope_end)]
-        one_pass = [("scope_begin", "train"), ("scope_begin", "train/forward"), ("scope_end", "train/forward"),
-                    ("scope_end", "train")]
+        text = [
+            (record.kind.name, reader.scope_path(record.scope))
+            for record in reader.records()
+            if record.kind in (RecordKind.scope_begin, RecordKind.scope_end)
+        ]
+        one_pass = [
+            ("scope_begin", "train"),
+            ("scope_begin", "train/forward"),
+            ("scope_end", "train/forward"),
+            ("scope_end", "train"),
+        ]
         assert text == one_pass * 3
         imports = [record for record in reader.records() if record.kind is RecordKind.storage_import]
         assert [record.argument("version") for record in imports] == [0, 0, 1, 2], "y was changed in between, x was not"
@@ -223,13 +239,15 @@ def test_digests_are_those_of_a_capture_that_digests_every_op(captured: Captured
         out = tmp_path / f"{name}.opreplay"
         trim(path, out, ops="20:")
         with open_capture(out) as reader, open_capture(path) as original, open_capture(thorough) as every:
-            ordinals = {record.ordinal: record.annotation["captured_ordinal"] for record in ops(reader)
-                        if record.annotation}
+            ordinals = {
+                record.ordinal: record.annotation["captured_ordinal"] for record in ops(reader) if record.annotation
+            }
             place = {record.ordinal: index for index, record in enumerate(ops(original))}
             in_thorough = [record.ordinal for record in ops(every)]
             got = {in_thorough[place[ordinals[of]]]: hexes for of, hexes in digest_hexes(out).items() if of >= 0}
         assert {of: set(hexes) for of, hexes in got.items()} == {
-            of: set(hexes) for of, hexes in expected.items() if of >= min(got)}
+            of: set(hexes) for of, hexes in expected.items() if of >= min(got)
+        }
 
 
 def test_what_was_already_digested_is_not_digested_twice(captured: Captured, tmp_path: Path) -> None:
@@ -256,8 +274,9 @@ def test_only_live_storages_are_embedded_and_never_more_than_predicted(captured:
 
     path, out = captured(program), tmp_path / "out.opreplay"
     with Plan(path, keep_going=True) as plan:
-        result = trim_capture(plan, str(out), Wanted(scope="kept"), checked_here(Plan),
-                              on_prediction=predictions.append)
+        result = trim_capture(
+            plan, str(out), Wanted(scope="kept"), checked_here(Plan), on_prediction=predictions.append
+        )
     assert result.embedded_bytes == predictions[0].embedded_bytes == 4000
     assert out.stat().st_size < 20_000
     with open_capture(out) as reader:
@@ -293,8 +312,9 @@ def test_storages_that_died_among_what_is_left_out_die_in_the_result_too(capture
         assert reader.storage_count == 400
 
 
-def test_content_that_the_first_op_overwrites_without_reading_it_is_left_out(captured: Captured,
-                                                                             tmp_path: Path) -> None:
+def test_content_that_the_first_op_overwrites_without_reading_it_is_left_out(
+    captured: Captured, tmp_path: Path
+) -> None:
     def program() -> None:
         whole, part, turned, other = (torch.randn(100, 100) for _ in range(4))
         other.copy_(part)

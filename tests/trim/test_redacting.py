@@ -53,14 +53,21 @@ def copy(path: Path, out: Path, *, redact: bool = False, integers: bool = False,
 def bytes_of(path: Path) -> bytes:
     """Everything in a file, decompressed."""
     with open_capture(path) as reader:
-        frames = b"".join(reader.read_frame(number)[1] for number in range(len(reader.contents.frames))
-                          if not reader.contents.payloads.size)
-        return path.read_bytes() + frames + b"".join(
-            bytes(reader.payload(number)) for number in range(1, len(reader.payloads) + 1))
+        frames = b"".join(
+            reader.read_frame(number)[1]
+            for number in range(len(reader.contents.frames))
+            if not reader.contents.payloads.size
+        )
+        return (
+            path.read_bytes()
+            + frames
+            + b"".join(bytes(reader.payload(number)) for number in range(1, len(reader.payloads) + 1))
+        )
 
 
 def test_a_redacted_capture_replays_bit_for_bit_and_tells_nothing_of_the_machine(
-        captured: Captured, tmp_path: Path) -> None:
+    captured: Captured, tmp_path: Path
+) -> None:
     path, out = make(captured), tmp_path / "redacted.opreplay"
     result = copy(path, out, redact=True)
     assert result.notes == [] and result.ops == len(replayfmt.open(path).ops)
@@ -78,7 +85,8 @@ def test_a_redacted_capture_replays_bit_for_bit_and_tells_nothing_of_the_machine
 
 
 def test_without_floating_point_content_integers_stay_and_statistics_take_the_place_of_the_rest(
-        captured: Captured, tmp_path: Path) -> None:
+    captured: Captured, tmp_path: Path
+) -> None:
     path, out = make(captured), tmp_path / "integers.opreplay"
     secret, numbers = torch.full((1,), SECRET).numpy().tobytes(), torch.tensor([NUMBERS]).numpy().tobytes()
     assert secret in bytes_of(path)
@@ -110,7 +118,8 @@ def test_it_holds_what_a_capture_made_with_that_policy_holds(captured: Captured,
     with open_capture(direct) as made, open_capture(tmp_path / "copied.opreplay") as copied:
         assert copied.recipes[1:] == made.recipes[1:]
         assert {bytes(copied.payload(n)) for n in range(1, len(copied.payloads) + 1)} == {
-            bytes(made.payload(n)) for n in range(1, len(made.payloads) + 1)}
+            bytes(made.payload(n)) for n in range(1, len(made.payloads) + 1)
+        }
 
 
 def test_files_are_named_without_their_directories_and_apart(captured: Captured, tmp_path: Path) -> None:
@@ -144,8 +153,11 @@ def test_a_part_is_verified_before_it_is_redacted(captured: Captured, tool: Tool
 
 def test_what_does_not_fit_is_refused_and_nothing_is_written(captured: Captured, tool: Tool, tmp_path: Path) -> None:
     path, out = make(captured), tmp_path / "out.opreplay"
-    for flags in (("--redact", "--device=cpu", path, out), ("--redact", f"--vectors={tmp_path / 'v'}", path),
-                  ("--payload=integers", "--script=x.py", path)):
+    for flags in (
+        ("--redact", "--device=cpu", path, out),
+        ("--redact", f"--vectors={tmp_path / 'v'}", path),
+        ("--payload=integers", "--script=x.py", path),
+    ):
         assert tool(*flags)[0] == 2
     assert not out.exists()
     out.write_text("mine")
@@ -161,8 +173,10 @@ def test_what_does_not_fit_is_refused_and_nothing_is_written(captured: Captured,
 @pytest.mark.slow
 def test_redaction_needs_no_torch(captured: Captured, tmp_path: Path) -> None:
     path = make(captured)
-    code = ("import sys; sys.modules['torch'] = None; from opreplay_tools import trim; "
-            f"sys.argv = ['opreplay-trim', '--redact', {str(path)!r}, {str(tmp_path / 'out.opreplay')!r}]; trim.main()")
+    code = (
+        "import sys; sys.modules['torch'] = None; from opreplay_tools import trim; "
+        f"sys.argv = ['opreplay-trim', '--redact', {str(path)!r}, {str(tmp_path / 'out.opreplay')!r}]; trim.main()"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     assert replayfmt.run(tmp_path / "out.opreplay", verify="bitwise").outcome == "ok"

@@ -49,9 +49,11 @@ def run_here(script: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, str]
 
 def run(script: Path) -> dict[str, str]:
     """Run a script where only torch can be imported; what it says of each result: digest, or number."""
-    guard = ("import sys, runpy\n"
-             "sys.modules.update(replayfmt=None, safetensors=None, transformers=None, opreplay_tools=None)\n"
-             f"sys.argv = [{str(script)!r}]\nrunpy.run_path({str(script)!r}, run_name='__main__')")
+    guard = (
+        "import sys, runpy\n"
+        "sys.modules.update(replayfmt=None, safetensors=None, transformers=None, opreplay_tools=None)\n"
+        f"sys.argv = [{str(script)!r}]\nrunpy.run_path({str(script)!r}, run_name='__main__')"
+    )
     done = subprocess.run([sys.executable, "-c", guard], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     return results(done.stdout)
@@ -127,13 +129,13 @@ def test_a_script_with_data_gives_bit_for_bit_what_a_replay_gives(captured: Capt
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kernel", ["aten::addmm", "aten::bernoulli_*", "aten::native_layer_norm", "aten::random_*"])
-def test_one_op_as_a_script(kernel: str, captured: Captured, tmp_path: Path,
-                            capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_op_as_a_script(
+    kernel: str, captured: Captured, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = captured(everything_a_script_can_do)
     with open_capture(path) as reader:
         name = kernel.rstrip("*")
-        ordinal = next(record.ordinal for record in ops(reader)
-                       if reader.kernels[record.signature.kernel].name == name)
+        ordinal = next(record.ordinal for record in ops(reader) if reader.kernels[record.signature.kernel].name == name)
     out, result = with_data(path, tmp_path, ops=f"{ordinal}:{ordinal + 1}")
     assert result.ops == 1
     printed = run_here(out, capsys)
@@ -150,18 +152,21 @@ def test_data_is_a_safetensors_file_that_others_read(captured: Captured, tmp_pat
 
     path = captured(program)
     with open_capture(path) as reader:
-        first = next(record.ordinal for record in ops(reader)
-                     if reader.kernels[record.signature.kernel].name == "aten::mm")
+        first = next(
+            record.ordinal for record in ops(reader) if reader.kernels[record.signature.kernel].name == "aten::mm"
+        )
     with_data(path, tmp_path, ops=f"{first}:{first + 1}")
     loaded = load_file(tmp_path / "data.safetensors")
     assert {tuple(each.shape) for each in loaded.values()} == {(6,), (3, 2)} or {
-        tuple(each.shape) for each in loaded.values()} == {(2, 3), (3, 2)}
+        tuple(each.shape) for each in loaded.values()
+    } == {(2, 3), (3, 2)}
     assert any(torch.equal(each.view(2, 3), torch.arange(6.0).view(2, 3)) for each in loaded.values())
 
 
 @pytest.mark.slow
-def test_a_script_without_data_makes_inputs_of_the_captured_shapes_up(captured: Captured, tmp_path: Path,
-                                                                      capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_script_without_data_makes_inputs_of_the_captured_shapes_up(
+    captured: Captured, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path, out = captured(everything_a_script_can_do), tmp_path / "script.py"
     with open_capture(path) as reader:
         result = synthesized_script(reader, str(out), Wanted(scope="part"))
@@ -172,8 +177,9 @@ def test_a_script_without_data_makes_inputs_of_the_captured_shapes_up(captured: 
     assert "synthesize(" in text and "EXPECTED = {\n}" in text
 
 
-def test_a_script_of_work_on_content_that_changes_between(captured: Captured, tmp_path: Path,
-                                                          capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_script_of_work_on_content_that_changes_between(
+    captured: Captured, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     def program() -> None:
         x, y = torch.ones(4), torch.ones(4)
         for _ in range(3):
@@ -208,8 +214,11 @@ def test_what_a_script_cannot_express_is_refused_by_name(captured: Captured, tmp
         torch.empty(3).sum()
 
     out = tmp_path / "script.py"
-    cases: list[tuple[Callable[[], Any], str]] = [(sparse, "sparse_coo tensor"), (raising, "raised an exception"),
-                                                  (unseen, "unsupported")]
+    cases: list[tuple[Callable[[], Any], str]] = [
+        (sparse, "sparse_coo tensor"),
+        (raising, "raised an exception"),
+        (unseen, "unsupported"),
+    ]
     for number, (program, said) in enumerate(cases):
         path = captured(program, f"case{number}")
         with open_capture(path) as reader, pytest.raises(ReplayRefused, match=said):
@@ -217,8 +226,9 @@ def test_what_a_script_cannot_express_is_refused_by_name(captured: Captured, tmp
         assert not any(each.name.startswith("script") for each in tmp_path.iterdir())
 
 
-def test_too_many_ops_and_existing_files_are_refused(captured: Captured, tmp_path: Path,
-                                                     monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_many_ops_and_existing_files_are_refused(
+    captured: Captured, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path, out = captured(lambda: torch.ones(3).add(1).mul(2)), tmp_path / "script.py"
     monkeypatch.setattr("replayfmt.trim.script.export.MOST_OPS", 2)
     with open_capture(path) as reader, pytest.raises(UsageError, match="too many for a script"):
@@ -243,8 +253,19 @@ def test_names_and_strings_of_a_capture_never_become_code(tmp_path: Path) -> Non
     scope = writer.scope(0, HOSTILE)
     begin = writer.signature(Signature(RecordKind.scope_begin, (Node(ValueKind.string, "name", HOSTILE),)))
     op = writer.signature(Signature(RecordKind.op, (Node(ValueKind.string, "size", HOSTILE),), (), kernel, OpStatus.ok))
-    writer.records(RecordColumns(signature=[begin, op], scope=[scope] * 2, thread=[0, 0], start_ns=[0, 1],
-                                 duration_ns=None, tensors=[], ints=[], floats=[], tensor_definitions={}))
+    writer.records(
+        RecordColumns(
+            signature=[begin, op],
+            scope=[scope] * 2,
+            thread=[0, 0],
+            start_ns=[0, 1],
+            duration_ns=None,
+            tensors=[],
+            ints=[],
+            floats=[],
+            tensor_definitions={},
+        )
+    )
     writer.close(2)
     with open_capture(path) as reader:
         synthesized_script(reader, str(out), Wanted(scope=HOSTILE))
@@ -261,7 +282,13 @@ def test_names_and_strings_of_a_capture_never_become_code(tmp_path: Path) -> Non
     assert argument("from", "0") == "**{'from': 0}"
     assert "\n" not in comment(HOSTILE) and comment("\x1b[2J") == r"\x1b[2J"
     assert [scalar(value) for value in (float("nan"), float("-inf"), -0.0, 1e300, complex(0, float("inf")), True)] == [
-        'float("nan")', 'float("-inf")', "-0.0", "1e+300", 'complex(0.0, float("inf"))', "True"]
+        'float("nan")',
+        'float("-inf")',
+        "-0.0",
+        "1e+300",
+        'complex(0.0, float("inf"))',
+        "True",
+    ]
 
 
 def test_an_operator_that_is_not_torchs_own_is_refused(captured: Captured, tmp_path: Path) -> None:

@@ -20,8 +20,9 @@ from .conftest import Captured
 from .trimmed import compare, ops, trim
 
 
-def test_what_a_custom_op_writes_unannounced_is_seen_by_the_ops_that_are_kept(captured: Captured,
-                                                                             tmp_path: Path) -> None:
+def test_what_a_custom_op_writes_unannounced_is_seen_by_the_ops_that_are_kept(
+    captured: Captured, tmp_path: Path
+) -> None:
     library = torch.library.Library("trimtest", "DEF")
     library.define("sneak(Tensor x) -> Tensor")
 
@@ -45,8 +46,9 @@ def test_what_a_custom_op_writes_unannounced_is_seen_by_the_ops_that_are_kept(ca
 
 
 @pytest.mark.parametrize("payload", ["integers", "none"])
-def test_made_up_content_is_said_to_be_and_nothing_is_left_to_verify(payload: str, captured: Captured,
-                                                                     tmp_path: Path) -> None:
+def test_made_up_content_is_said_to_be_and_nothing_is_left_to_verify(
+    payload: str, captured: Captured, tmp_path: Path
+) -> None:
     table, index = torch.randn(10, 4), torch.tensor([1, 3, 5])
 
     def program() -> None:
@@ -158,6 +160,11 @@ def test_only_bytes_that_every_replay_gives_are_digested() -> None:
 def test_progress_counts_up_to_the_end_of_what_is_kept(captured: Captured, tmp_path: Path) -> None:
     path, seen = captured(lambda: [torch.ones(3).add(1) for _ in range(20)]), []
     with Plan(path, keep_going=True) as plan:
-        trim_capture(plan, str(tmp_path / "out.opreplay"), Wanted(ops="5:21"), checked_here(Plan),
-                     on_progress=lambda done, total: seen.append((done, total)))
+        trim_capture(
+            plan,
+            str(tmp_path / "out.opreplay"),
+            Wanted(ops="5:21"),
+            checked_here(Plan),
+            on_progress=lambda done, total: seen.append((done, total)),
+        )
     assert seen == sorted(seen) and seen[-1] == (21, 21)

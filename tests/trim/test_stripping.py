@@ -28,7 +28,7 @@ from replayfmt.trim.trimming import TrimResult, strip_capture
 from .conftest import Captured
 
 GOLDEN = Path(__file__).parents[1] / "golden"
-HOME = "/".join(("", "home", "alice"))       # no path of a machine stands in any file of the project
+HOME = "/".join(("", "home", "alice"))  # no path of a machine stands in any file of the project
 SECRET = 12345.6789
 
 
@@ -63,13 +63,25 @@ def test_no_byte_of_content_and_nothing_of_the_machine_is_left(captured: Capture
     result = strip(path, out)
     assert result.embedded_bytes == 0
     with open_capture(path) as reader:
-        read = next(record for record in reader.records() if reader.kernels[record.signature.kernel] is not None
-                    and reader.kernels[record.signature.kernel].name == "aten::_local_scalar_dense")
+        read = next(
+            record
+            for record in reader.records()
+            if reader.kernels[record.signature.kernel] is not None
+            and reader.kernels[record.signature.kernel].name == "aten::_local_scalar_dense"
+        )
         scalar, session = read.results[0], reader.session
         contents = [bytes(reader.payload(number)) for number in range(1, len(reader.payloads) + 1)]
     assert isinstance(scalar, float) and session.host
-    secrets = [np.float32(SECRET).tobytes(), np.int64(987654321).tobytes(), np.float64(scalar).tobytes(),
-               session.host.encode(), os.getcwd().encode(), str(tmp_path).encode(), sys.argv[0].encode(), *contents]
+    secrets = [
+        np.float32(SECRET).tobytes(),
+        np.int64(987654321).tobytes(),
+        np.float64(scalar).tobytes(),
+        session.host.encode(),
+        os.getcwd().encode(),
+        str(tmp_path).encode(),
+        sys.argv[0].encode(),
+        *contents,
+    ]
     found = list(bodies(out))
     assert len(found) > 4, "every frame is looked at"
     for secret in secrets:
@@ -92,8 +104,11 @@ def test_everything_that_is_metadata_stays(captured: Captured, tmp_path: Path) -
         assert {**mine.records, RecordKind.digest: 0} == {**theirs.records, RecordKind.digest: 0}
         assert one.kernels[1:] == other.kernels[1:]
         assert one.session.torch_version == other.session.torch_version
-        pairs = zip([r for r in one.records() if r.kind is RecordKind.op],
-                    [r for r in other.records() if r.kind is RecordKind.op], strict=True)
+        pairs = zip(
+            [r for r in one.records() if r.kind is RecordKind.op],
+            [r for r in other.records() if r.kind is RecordKind.op],
+            strict=True,
+        )
         for source, record in pairs:
             assert source.start_ns == record.start_ns
             assert one.kernels[source.signature.kernel] == other.kernels[record.signature.kernel]
@@ -128,8 +143,12 @@ def test_a_capture_that_cannot_be_replayed_can_be_stripped(tmp_path: Path) -> No
     with open_capture(out) as reader:
         details = [record.argument("detail") for record in reader.records() if record.kind is RecordKind.unsupported]
         assert details == ["failed at (redacted), line 3"]
-        kinds = {node.name: node.kind for record in reader.records() for node in record.signature.args
-                 if record.kind is RecordKind.op}
+        kinds = {
+            node.name: node.kind
+            for record in reader.records()
+            for node in record.signature.args
+            if record.kind is RecordKind.op
+        }
         assert kinds["filename"] is ValueKind.opaque and kinds["mode"] is ValueKind.string
         assert reader.scope_path(1) == "(redacted)"
         assert list(reader.files[1:]) == [] and list(reader.ranges[1:]) == []
@@ -138,8 +157,14 @@ def test_a_capture_that_cannot_be_replayed_can_be_stripped(tmp_path: Path) -> No
 
 def write_odd_capture(path: Path) -> None:
     """Paths in every place where a capture may have text, and an operator that nobody has."""
-    session = Session("01234567-89ab-cdef-0123-456789abcdef", "opreplay", "1", host="greybox",
-                      argv=(f"{HOME}/train.py",), working_directory=f"{HOME}")
+    session = Session(
+        "01234567-89ab-cdef-0123-456789abcdef",
+        "opreplay",
+        "1",
+        host="greybox",
+        argv=(f"{HOME}/train.py",),
+        working_directory=f"{HOME}",
+    )
     writer = CaptureWriter(path, session)
     cpu = writer.device(Device("cpu", -1, "EPYC"))
     kernel = writer.kernel(Kernel("nobody::has", "default", "nobody::has(str filename, str mode) -> ()"))
@@ -147,31 +172,71 @@ def write_odd_capture(path: Path) -> None:
     range_id = writer.range(FileRange(writer.file(ExternalFile(f"{HOME}/w.bin", 8, digest="0" * 32)), 0, 8))
     signatures = [
         writer.signature(Signature(RecordKind.scope_begin, (Node(ValueKind.string, "name", f"{HOME}/model"),))),
-        writer.signature(Signature(RecordKind.storage_import, (
-            Node(ValueKind.storage, "storage"), Node(ValueKind.range, "payload"), Node(ValueKind.int, "version"),
-            Node(ValueKind.string, "reason", "first_use")))),
-        writer.signature(Signature(RecordKind.op, (
-            Node(ValueKind.storage, "storage"), Node(ValueKind.string, "filename", f"{HOME}/w.bin"),
-            Node(ValueKind.string, "mode", "floor")), (), kernel, OpStatus.ok)),
-        writer.signature(Signature(RecordKind.unsupported, (
-            Node(ValueKind.string, "reason", "host_call"), Node(ValueKind.string, "op", "f"),
-            Node(ValueKind.string, "detail", f"failed at '{HOME}/my code.py', line 3")))),
+        writer.signature(
+            Signature(
+                RecordKind.storage_import,
+                (
+                    Node(ValueKind.storage, "storage"),
+                    Node(ValueKind.range, "payload"),
+                    Node(ValueKind.int, "version"),
+                    Node(ValueKind.string, "reason", "first_use"),
+                ),
+            )
+        ),
+        writer.signature(
+            Signature(
+                RecordKind.op,
+                (
+                    Node(ValueKind.storage, "storage"),
+                    Node(ValueKind.string, "filename", f"{HOME}/w.bin"),
+                    Node(ValueKind.string, "mode", "floor"),
+                ),
+                (),
+                kernel,
+                OpStatus.ok,
+            )
+        ),
+        writer.signature(
+            Signature(
+                RecordKind.unsupported,
+                (
+                    Node(ValueKind.string, "reason", "host_call"),
+                    Node(ValueKind.string, "op", "f"),
+                    Node(ValueKind.string, "detail", f"failed at '{HOME}/my code.py', line 3"),
+                ),
+            )
+        ),
     ]
     count = len(signatures)
-    writer.records(RecordColumns(
-        signature=signatures, scope=[scope] * count, thread=[0] * count, start_ns=list(range(count)),
-        duration_ns=None, tensors=[], ints=[1, range_id, 0, 1], floats=[], tensor_definitions={}, first_storage=1,
-        storage_bytes=[8], storage_device=[cpu], storage_origin=[StorageOrigin.external_file],
-        storage_payload=[range_id]))
+    writer.records(
+        RecordColumns(
+            signature=signatures,
+            scope=[scope] * count,
+            thread=[0] * count,
+            start_ns=list(range(count)),
+            duration_ns=None,
+            tensors=[],
+            ints=[1, range_id, 0, 1],
+            floats=[],
+            tensor_definitions={},
+            first_storage=1,
+            storage_bytes=[8],
+            storage_device=[cpu],
+            storage_origin=[StorageOrigin.external_file],
+            storage_payload=[range_id],
+        )
+    )
     writer.close(10)
 
 
 @pytest.mark.slow
 def test_stripping_works_where_torch_is_not_installed(captured: Captured, tmp_path: Path) -> None:
     path, out = captured(program), tmp_path / "out.opreplay"
-    code = ("import sys; sys.modules['torch'] = None\n"
-            f"sys.argv = ['opreplay-trim', '--payload=none', '--scope=execute', {str(path)!r}, {str(out)!r}]\n"
-            "from opreplay_tools.trim import main; main()")
+    code = (
+        "import sys; sys.modules['torch'] = None\n"
+        f"sys.argv = ['opreplay-trim', '--payload=none', '--scope=execute', {str(path)!r}, {str(out)!r}]\n"
+        "from opreplay_tools.trim import main; main()"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[0].startswith("keeps 1")
@@ -203,8 +268,18 @@ def test_a_selection_that_names_a_path_is_redacted_too(tmp_path: Path) -> None:
         assert reader.session.policies["trimmed-selection"] == "--scope=(redacted)"
 
 
-@pytest.mark.parametrize("name", ["everything-1.0", "everything-1.1", "recovered-1.0", "recovered-1.1", "step-1.0",
-                                  "everything-1.2", "reference-1.1"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "everything-1.0",
+        "everything-1.1",
+        "recovered-1.0",
+        "recovered-1.1",
+        "step-1.0",
+        "everything-1.2",
+        "reference-1.1",
+    ],
+)
 def test_captures_of_every_version_with_records_of_every_kind_can_be_stripped(name: str, tmp_path: Path) -> None:
     path, out = GOLDEN / f"{name}.opreplay", tmp_path / "out.opreplay"
     with open_capture(path) as reader:
@@ -218,4 +293,5 @@ def test_captures_of_every_version_with_records_of_every_kind_can_be_stripped(na
         assert len(reader.payloads) == 0 and len(reader.files) == len(reader.ranges) == len(reader.recipes) == 1
         same = (RecordKind.op, RecordKind.unsupported, RecordKind.host_read)
         assert {kind: reader.summary.records.get(kind, 0) for kind in same} == {
-            kind: kinds.get(kind, 0) for kind in same}
+            kind: kinds.get(kind, 0) for kind in same
+        }

@@ -33,8 +33,9 @@ def left_behind(folder: Path) -> list[str]:
 
 
 @pytest.mark.slow
-def test_it_says_what_it_needs_what_it_verified_and_what_it_wrote(captured: Captured, tool: Tool,
-                                                                  tmp_path: Path) -> None:
+def test_it_says_what_it_needs_what_it_verified_and_what_it_wrote(
+    captured: Captured, tool: Tool, tmp_path: Path
+) -> None:
     path, out = captured(training), tmp_path / "out.opreplay"
     code, text, err = tool("--scope=step 1", path, out)
     assert (code, err) == (0, "")
@@ -47,26 +48,30 @@ def test_it_says_what_it_needs_what_it_verified_and_what_it_wrote(captured: Capt
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("flags", "said"), [
-    (["--ops=5:5"], "selects no op"),
-    (["--ops=9999:"], "records, with ordinals from 0 to"),
-    (["--ops=0:9999"], "records, with ordinals from 0 to"),
-    (["--ops=3:1"], "the range ends before it begins"),
-    (["--ops=x"], "expected A:B"),
-    (["--scope=nowhere"], "has no scope of that name or path; it has"),
-    (["--kernel=aten::nothing"], "has no op of that name"),
-    (["--kernel=aten::mm", "--kernel=aten::nothing"], "--kernel=aten::nothing"),
-    (["--signature=aten::nothing.default()"], "--signature=aten::nothing.default(): selects no op"),
-    (["--ops=0:5", "--ops=6:7"], "--ops is given 2 times; it takes one value"),
-    (["--signature=("], "--signature"),
-    ([], "nothing is selected"),
-    (["--ops=0:5", "--script-data=x"], "--script-data is for --script"),
-    (["--ops=0:5", "--script=a.py"], "name one output"),
-    (["--ops=0:5", "--replay-kernel-substitution=all=x.py"], "--replay-kernel-substitution"),
-    (["--payload=none", "--device=cpu", "--verify=none"], "replays nothing: leave --device, --verify out"),
-])
-def test_wrong_usage_names_what_is_wrong_and_writes_nothing(flags: list[str], said: str, captured: Captured, tool: Tool,
-                                                            tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--ops=5:5"], "selects no op"),
+        (["--ops=9999:"], "records, with ordinals from 0 to"),
+        (["--ops=0:9999"], "records, with ordinals from 0 to"),
+        (["--ops=3:1"], "the range ends before it begins"),
+        (["--ops=x"], "expected A:B"),
+        (["--scope=nowhere"], "has no scope of that name or path; it has"),
+        (["--kernel=aten::nothing"], "has no op of that name"),
+        (["--kernel=aten::mm", "--kernel=aten::nothing"], "--kernel=aten::nothing"),
+        (["--signature=aten::nothing.default()"], "--signature=aten::nothing.default(): selects no op"),
+        (["--ops=0:5", "--ops=6:7"], "--ops is given 2 times; it takes one value"),
+        (["--signature=("], "--signature"),
+        ([], "nothing is selected"),
+        (["--ops=0:5", "--script-data=x"], "--script-data is for --script"),
+        (["--ops=0:5", "--script=a.py"], "name one output"),
+        (["--ops=0:5", "--replay-kernel-substitution=all=x.py"], "--replay-kernel-substitution"),
+        (["--payload=none", "--device=cpu", "--verify=none"], "replays nothing: leave --device, --verify out"),
+    ],
+)
+def test_wrong_usage_names_what_is_wrong_and_writes_nothing(
+    flags: list[str], said: str, captured: Captured, tool: Tool, tmp_path: Path
+) -> None:
     path = captured(training)
     code, text, err = tool(*flags, path, tmp_path / "out.opreplay")
     assert (code, text) == (2, "")
@@ -97,7 +102,7 @@ def test_an_existing_output_is_replaced_only_with_force(captured: Captured, tool
 def test_a_capture_whose_replay_differs_gives_nothing(captured: Captured, tool: Tool, tmp_path: Path) -> None:
     def wrong(record: Record, ints: list[int], floats: list[float]) -> None:
         if record.kind is RecordKind.digest:
-            ints[2] += 1        # the hash's low half, behind `of` and `result`
+            ints[2] += 1  # the hash's low half, behind `of` and `result`
 
     path, changed = captured(training, digests="ops"), tmp_path / "changed.opreplay"
     rewrite(path, changed, change=wrong)
@@ -112,7 +117,7 @@ def test_a_capture_whose_replay_differs_gives_nothing(captured: Captured, tool: 
 
 def reading_what_nobody_wrote() -> None:
     x = torch.ones(3).add(1)
-    y = torch.dot(torch.empty(3), x)      # an unseen write, as far as the recorder can tell
+    y = torch.dot(torch.empty(3), x)  # an unseen write, as far as the recorder can tell
     (y * x).sub(1)
     x.mul(3).sum()
 
@@ -123,7 +128,8 @@ def unsupported_at(path: Path) -> int:
 
 
 def test_unsupported_work_before_the_range_is_refused_unless_only_metadata_is_kept(
-        captured: Captured, tool: Tool, tmp_path: Path) -> None:
+    captured: Captured, tool: Tool, tmp_path: Path
+) -> None:
     odd, out = captured(reading_what_nobody_wrote), tmp_path / "out.opreplay"
     place = unsupported_at(odd)
     code, _text, err = tool(f"--ops={place + 3}:", odd, out)
@@ -135,7 +141,8 @@ def test_unsupported_work_before_the_range_is_refused_unless_only_metadata_is_ke
 
 @pytest.mark.slow
 def test_unsupported_records_in_the_range_are_kept_and_those_behind_it_do_not_matter(
-        captured: Captured, tool: Tool, tmp_path: Path) -> None:
+    captured: Captured, tool: Tool, tmp_path: Path
+) -> None:
     odd, out = captured(reading_what_nobody_wrote), tmp_path / "out.opreplay"
     place = unsupported_at(odd)
     code, text, err = tool(f"--ops={place - 2}:", odd, out)
@@ -168,8 +175,9 @@ def test_an_incomplete_capture_needs_to_be_allowed(captured: Captured, tool: Too
 
 
 @pytest.mark.slow
-def test_a_trimmed_capture_keeps_its_environment_and_says_what_it_was_made_from(captured: Captured, tool: Tool,
-                                                                                tmp_path: Path) -> None:
+def test_a_trimmed_capture_keeps_its_environment_and_says_what_it_was_made_from(
+    captured: Captured, tool: Tool, tmp_path: Path
+) -> None:
     def program() -> None:
         torch.ones(3).add(1)
         torch.set_default_dtype(torch.float64)
@@ -183,7 +191,13 @@ def test_a_trimmed_capture_keeps_its_environment_and_says_what_it_was_made_from(
     with open_capture(path) as reader, open_capture(out) as trimmed:
         one, other = reader.session, trimmed.session
         assert (one.torch_version, one.cpu, one.host, one.argv, one.libraries, one.created_unix_ns) == (
-            other.torch_version, other.cpu, other.host, other.argv, other.libraries, other.created_unix_ns)
+            other.torch_version,
+            other.cpu,
+            other.host,
+            other.argv,
+            other.libraries,
+            other.created_unix_ns,
+        )
         assert one.settings["default_dtype"] == "float32" and other.settings["default_dtype"] == "float64"
         assert other.policies["trimmed-from"] == one.session_id != other.session_id
         assert other.policies["trimmed-selection"] == f"--ops={last}:{last + 1}"
@@ -283,9 +297,9 @@ def test_scripts_from_the_command_line(captured: Captured, tool: Tool, tmp_path:
 
 
 @pytest.mark.slow
-def test_the_result_can_be_dumped_with_the_ordinals_it_had(captured: Captured, tool: Tool, tmp_path: Path,
-                                                           capsys: pytest.CaptureFixture[str],
-                                                           monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_result_can_be_dumped_with_the_ordinals_it_had(
+    captured: Captured, tool: Tool, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     from opreplay_tools import dump
 
     path, out = captured(training), tmp_path / "out.opreplay"

@@ -37,7 +37,7 @@ def _fill(out: torch.Tensor, x: torch.Tensor) -> None:
 
 @torch.library.impl(LIBRARY, "sly", "CompositeExplicitAutograd")
 def _sly(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    y.copy_(x)          # without saying so
+    y.copy_(x)  # without saying so
     return x + 1
 
 
@@ -49,8 +49,9 @@ def documented() -> dict[str, Any]:
     return defined
 
 
-def written(path: Path, out: Path, *, verify: Any = "auto", force: bool = False, partial: bool = False,
-            **wanted: str) -> VectorsResult:
+def written(
+    path: Path, out: Path, *, verify: Any = "auto", force: bool = False, partial: bool = False, **wanted: str
+) -> VectorsResult:
     with Plan(path, keep_going=True) as plan:
         return write_vectors(plan, str(out), Wanted(**wanted), verify=verify, force=force, partial=partial)
 
@@ -87,7 +88,8 @@ def program() -> None:
 
 
 def test_the_documents_loader_and_check_work_on_every_vector_of_the_operators_themselves(
-        captured: Captured, tmp_path: Path) -> None:
+    captured: Captured, tmp_path: Path
+) -> None:
     path, out = captured(program), tmp_path / "vectors"
     with replayfmt.open(path) as capture:
         ops = len(capture.ops)
@@ -123,7 +125,8 @@ def test_a_vector_says_what_the_program_gave_and_got(captured: Captured, tmp_pat
 
 
 def test_memory_that_nothing_wrote_is_zeros_and_what_an_operator_writes_unsaid_is_said(
-        captured: Captured, tmp_path: Path) -> None:
+    captured: Captured, tmp_path: Path
+) -> None:
     def custom() -> None:
         torch.add(torch.ones(2), 1, out=torch.empty(2))
         torch.ops.vectors_test.fill(torch.empty(8), torch.ones(3))
@@ -134,7 +137,7 @@ def test_memory_that_nothing_wrote_is_zeros_and_what_an_operator_writes_unsaid_i
     found = cases(out)
     (add,) = found["aten::add.out"]
     assert add["arguments"]["out"].tolist() == [0.0] * 2 and add["written"]["out"].tolist() == [2.0] * 2
-    (fill,) = found["vectors_test::fill.default"]       # what was in the memory given to it is in the capture
+    (fill,) = found["vectors_test::fill.default"]  # what was in the memory given to it is in the capture
     assert fill["written"]["out"][:3].tolist() == [2.0] * 3 and fill["results"] == []
     assert fill["written"]["out"][3:].view(torch.int32).equal(fill["arguments"]["out"][3:].view(torch.int32))
     (sly,) = found["vectors_test::sly.default"]
@@ -142,11 +145,12 @@ def test_memory_that_nothing_wrote_is_zeros_and_what_an_operator_writes_unsaid_i
     documented()["check"](torch.ops.vectors_test.sly.default, sly)
     wrong = documented()["load"](next(out.glob("*sly*.json")).with_suffix(""))
     with pytest.raises(AssertionError):
-        documented()["check"](lambda x, y: x + 1, wrong)     # does not write y
+        documented()["check"](lambda x, y: x + 1, wrong)  # does not write y
 
 
 def test_what_a_vector_cannot_say_is_refused_and_listed_and_nothing_is_written(
-        captured: Captured, tmp_path: Path) -> None:
+    captured: Captured, tmp_path: Path
+) -> None:
     def odd() -> None:
         torch.ones(2).add(1)
         torch.rand(2)
@@ -159,9 +163,12 @@ def test_what_a_vector_cannot_say_is_refused_and_listed_and_nothing_is_written(
     with pytest.raises(ReplayRefused, match="of them cannot be written as test vectors; --partial") as refused:
         written(path, out)
     findings = "\n".join(refused.value.findings)
-    for expected in (r"ordinal \d+ \(aten::rand.default\): it draws random numbers",
-                     r"\(aten::empty.memory_format\): a result holds bytes that no run reproduces",
-                     r"\(aten::_to_sparse.default\): a tensor is sparse_coo", r"\(aten::mm.default\): it raised"):
+    for expected in (
+        r"ordinal \d+ \(aten::rand.default\): it draws random numbers",
+        r"\(aten::empty.memory_format\): a result holds bytes that no run reproduces",
+        r"\(aten::_to_sparse.default\): a tensor is sparse_coo",
+        r"\(aten::mm.default\): it raised",
+    ):
         assert re.search(expected, findings), findings
     assert list(tmp_path.glob("vectors*")) == []
     result = written(path, out, partial=True)
@@ -189,15 +196,19 @@ def test_nothing_is_written_behind_work_that_was_not_captured(captured: Captured
 def test_nothing_is_written_where_the_replay_differs(captured: Captured, tmp_path: Path) -> None:
     weight = torch.randn(4)
     path = captured(lambda: weight.exp(), digests="ops")
-    changed = rewrite(path, tmp_path / "changed.opreplay",
-                      payload=lambda _number, content: content[:2] + bytes([content[2] ^ 64]) + content[3:])
+    changed = rewrite(
+        path,
+        tmp_path / "changed.opreplay",
+        payload=lambda _number, content: content[:2] + bytes([content[2] ^ 64]) + content[3:],
+    )
     with pytest.raises(ReplayMismatch, match="nothing can be taken from it"):
         written(changed, tmp_path / "vectors")
     assert list(tmp_path.glob("vectors*")) == []
 
 
-def test_a_directory_is_written_whole_or_not_at_all(captured: Captured, tmp_path: Path,
-                                                    monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_directory_is_written_whole_or_not_at_all(
+    captured: Captured, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path, out = captured(program), tmp_path / "vectors"
     write, count = export.write_safetensors, 0
 
@@ -240,8 +251,9 @@ def test_made_up_inputs_are_said_to_be(captured: Captured, tmp_path: Path) -> No
     assert result.verified.startswith("not verified")
     assert json.loads((out / "index.json").read_text())["made_up"]
     (case,) = cases(out)["aten::mm.default"]
-    documented()["check"](torch.mm, {**case, "arguments": {"input": case["arguments"]["self"],
-                                                           "mat2": case["arguments"]["mat2"]}})
+    documented()["check"](
+        torch.mm, {**case, "arguments": {"input": case["arguments"]["self"], "mat2": case["arguments"]["mat2"]}}
+    )
 
 
 @pytest.mark.parametrize("name", ["../../etc/passwd", "a/b::c\n", "x" * 500, "aten::mm", "::", "é∀\u202e"])
@@ -250,14 +262,19 @@ def test_a_files_name_is_safe_whatever_a_kernel_is_called(name: str) -> None:
     assert re.fullmatch(r"007-[A-Za-z0-9_.-]{1,100}", made)
 
 
-def test_the_tool_says_what_it_wrote_and_refuses_flags_that_do_not_fit(captured: Captured, tool: Tool,
-                                                                       tmp_path: Path) -> None:
+def test_the_tool_says_what_it_wrote_and_refuses_flags_that_do_not_fit(
+    captured: Captured, tool: Tool, tmp_path: Path
+) -> None:
     path, out = captured(program), tmp_path / "vectors"
     code, printed, error = tool(f"--vectors={out}", "--partial", path)
     assert code == 0, error
     assert re.search(r"^left out  ordinal \d+ \(aten::empty", printed, re.MULTILINE)
     assert re.search(rf"^{re.escape(str(out))}: test vectors of \d+ ops, [\d,]+ bytes$", printed, re.MULTILINE)
     other = tmp_path / "x.opreplay"
-    for wrong in ((f"--vectors={out}", path, other), ("--partial", path, other),
-                  (f"--vectors={out}", "--payload=none", path), (f"--vectors={out}", "--script=x.py", path)):
+    for wrong in (
+        (f"--vectors={out}", path, other),
+        ("--partial", path, other),
+        (f"--vectors={out}", "--payload=none", path),
+        (f"--vectors={out}", "--script=x.py", path),
+    ):
         assert tool(*wrong)[0] == 2

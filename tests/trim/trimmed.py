@@ -23,8 +23,15 @@ def trim(path: Path, out: Path, *, verify: str = "auto", force: bool = False, **
     """What the tool does; what it predicts holds."""
     predictions: list[Prediction] = []
     with Plan(path, keep_going=True) as plan:
-        result = trim_capture(plan, str(out), Wanted(**wanted), checked_here(Plan), verify=verify,  # type: ignore[arg-type]
-                              force=force, on_prediction=predictions.append)
+        result = trim_capture(
+            plan,
+            str(out),
+            Wanted(**wanted),
+            checked_here(Plan),
+            verify=verify,  # type: ignore[arg-type]
+            force=force,
+            on_prediction=predictions.append,
+        )
     assert result.embedded_bytes <= predictions[-1].embedded_bytes
     assert result.ops == predictions[-1].ops
     return result
@@ -41,8 +48,9 @@ class Inputs:
         return True
 
     def before(self, ordinal: int, storages: dict[int, torch.UntypedStorage]) -> None:
-        self.seen[ordinal] = [(self._reader.storage(number).origin, bytes(storage_bytes(storage)))
-                              for number, storage in storages.items()]
+        self.seen[ordinal] = [
+            (self._reader.storage(number).origin, bytes(storage_bytes(storage))) for number, storage in storages.items()
+        ]
 
     def after(self, ordinal: int, results: dict[int, torch.Tensor], args: dict[int, torch.Tensor]) -> None:
         pass
@@ -95,8 +103,10 @@ def compare(original: Path, trimmed: Path, *, content: bool = True) -> int:
             assert source.start_ns <= record.start_ns
             if content:
                 known = [born is not StorageOrigin.uninitialized for born, _ in before[source.ordinal]]
-                taken = [[each for (_, each), is_known in zip(given, known, strict=True) if is_known]
-                         for given in (before[source.ordinal], after[record.ordinal])]
+                taken = [
+                    [each for (_, each), is_known in zip(given, known, strict=True) if is_known]
+                    for given in (before[source.ordinal], after[record.ordinal])
+                ]
                 assert taken[0] == taken[1], (source.ordinal, record.ordinal)
     return len(kept)
 

@@ -116,8 +116,9 @@ class _Side:
     signatures: dict[tuple[str, str], list[Times]] = field(default_factory=dict)
 
 
-def measure_both(plan: Plan, options: Options, *, clock: Clock | None = None,
-                 progress: Progress | None = None) -> CompareRun:
+def measure_both(
+    plan: Plan, options: Options, *, clock: Clock | None = None, progress: Progress | None = None
+) -> CompareRun:
     """Compare a plan's substitutions with the kernels they stand for.
 
     Raises UsageError where the plan has none, or for scopes that cannot be measured; SubstitutionRejected,
@@ -141,9 +142,11 @@ class _Comparing:
         self._regions = find_regions(plan.reader, options.scopes)
         assert plan.substitution is not None
         self._sides = [
-            _Side(stand_in, _Timed(plan, table, replaced=stand_in is not None,
-                                   watch=lambda: stopwatch_for(plan.devices, clock)),
-                  scopes=[[] for _ in self._regions])
+            _Side(
+                stand_in,
+                _Timed(plan, table, replaced=stand_in is not None, watch=lambda: stopwatch_for(plan.devices, clock)),
+                scopes=[[] for _ in self._regions],
+            )
             for stand_in in (None, plan.substitution.replace)
         ]
 
@@ -183,7 +186,7 @@ class _Comparing:
                 if done + 1 >= goal.iterations:
                     return None
             elif done + 1 < SMALLEST_FOR_INTERVAL:
-                continue        # a few rounds more make the difference between a verdict and none
+                continue  # a few rounds more make the difference between a verdict and none
             elif timed >= goal_ns:
                 return None
             elif waited >= 2 * PATIENCE * goal_ns:
@@ -199,8 +202,9 @@ class _Comparing:
 
     def _matched(self, result: ReplayResult, when: str) -> ReplayResult:
         if result.outcome != "ok":
-            raise ReplayMismatch(f"the replay did not match the capture {when}, so there are no times to report: "
-                                 f"{result.divergence}")
+            raise ReplayMismatch(
+                f"the replay did not match the capture {when}, so there are no times to report: {result.divergence}"
+            )
         return result
 
     def _replay(self, side: _Side) -> None:
@@ -229,13 +233,16 @@ class _Comparing:
     def _rows(self) -> list[Compared]:
         original, substituted = self._sides
         rows = [_row("whole replay", original.whole, substituted.whole)]
-        rows += [_row(f"scope {region.name}", mine, theirs) for region, mine, theirs
-                 in zip(self._regions, original.scopes, substituted.scopes, strict=True)]
+        rows += [
+            _row(f"scope {region.name}", mine, theirs)
+            for region, mine, theirs in zip(self._regions, original.scopes, substituted.scopes, strict=True)
+        ]
         return rows + _signature_rows(original, substituted)
 
 
-def _row(name: str, original: Sequence[Times], substituted: Sequence[Times], calls: int | None = None,
-         replacement: str = "") -> Compared:
+def _row(
+    name: str, original: Sequence[Times], substituted: Sequence[Times], calls: int | None = None, replacement: str = ""
+) -> Compared:
     real = [[times.real_ns for times in side] for side in (original, substituted)]
     mine, theirs = (np.array([times.cpu_ns for times in side], dtype=np.float64) for side in (original, substituted))
     return Compared(name, compare(*real), (mine, theirs), calls, replacement)
@@ -243,6 +250,8 @@ def _row(name: str, original: Sequence[Times], substituted: Sequence[Times], cal
 
 def _signature_rows(original: _Side, substituted: _Side) -> list[Compared]:
     """The signatures, those that take the most time first."""
-    rows = [_row(text, times, substituted.signatures[text, label], original.timed.calls[text, label], label)
-            for (text, label), times in original.signatures.items()]
+    rows = [
+        _row(text, times, substituted.signatures[text, label], original.timed.calls[text, label], label)
+        for (text, label), times in original.signatures.items()
+    ]
     return sorted(rows, key=lambda row: -float(row.comparison.original.sum()))

@@ -60,8 +60,13 @@ def compare(original: Sequence[float] | np.ndarray, substituted: Sequence[float]
     ratio = float(np.exp(np.median(logarithms)))
     found = median_interval(logarithms)
     if found is None:
-        return Comparison(mine, theirs, ratio, None,
-                          f"{mine.size} rounds cannot enclose the ratio with {CONFIDENCE:.0%} confidence; "
-                          f"{SMALLEST_FOR_INTERVAL} are needed")
+        return Comparison(
+            mine,
+            theirs,
+            ratio,
+            None,
+            f"{mine.size} rounds cannot enclose the ratio with {CONFIDENCE:.0%} confidence; "
+            f"{SMALLEST_FOR_INTERVAL} are needed",
+        )
     interval = Interval(float(np.exp(found.low)), float(np.exp(found.high)), found.confidence)
     return Comparison(mine, theirs, ratio, interval)

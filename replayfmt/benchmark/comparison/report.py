@@ -29,8 +29,19 @@ _SIDES = ("original", "substituted")
 # An interval whose ends are this far apart hides differences that matter.
 _WIDE = 1.2
 _DECIDED = ("faster", "slower")
-_CSV_FIELDS = ("name", "replacement", "calls", "rounds", "original_ns", "substituted_ns", "ratio", "ratio_low",
-               "ratio_high", "verdict", "reason")
+_CSV_FIELDS = (
+    "name",
+    "replacement",
+    "calls",
+    "rounds",
+    "original_ns",
+    "substituted_ns",
+    "ratio",
+    "ratio_low",
+    "ratio_high",
+    "verdict",
+    "reason",
+)
 
 
 @dataclass(frozen=True)
@@ -43,8 +54,11 @@ class CompareReport:
 
     def json(self) -> str:
         """Google Benchmark's JSON document, with `comparisons` beside its rows."""
-        rows = [row for index, comparison in enumerate(self.comparisons)
-                for row in _benchmark_rows(comparison, index, self.compared[index])]
+        rows = [
+            row
+            for index, comparison in enumerate(self.comparisons)
+            for row in _benchmark_rows(comparison, index, self.compared[index])
+        ]
         document = {"context": self.context, "benchmarks": rows, "comparisons": self.comparisons}
         return json.dumps(document, indent=2, allow_nan=False) + "\n"
 
@@ -67,10 +81,15 @@ class CompareReport:
         yield ""
         yield from _table(self.comparisons)
         yield ""
-        yield from (f"{each['name']}: not known: {each['reason']}" for each in self.comparisons
-                    if each["verdict"] == "not known")
-        yield (f"medians over {context['rounds']} rounds, each of one replay of either side; a ratio below 1 is "
-               f"faster; the interval encloses the median ratio with {CONFIDENCE:.0%} confidence")
+        yield from (
+            f"{each['name']}: not known: {each['reason']}"
+            for each in self.comparisons
+            if each["verdict"] == "not known"
+        )
+        yield (
+            f"medians over {context['rounds']} rounds, each of one replay of either side; a ratio below 1 is "
+            f"faster; the interval encloses the median ratio with {CONFIDENCE:.0%} confidence"
+        )
 
 
 def make_compare_report(run: CompareRun, plan: Plan) -> CompareReport:
@@ -81,8 +100,12 @@ def make_compare_report(run: CompareRun, plan: Plan) -> CompareReport:
     as_run = Run(run.options, [], Measurement(run.whole, [sample]), run.before, run.after, run.cut_short)
     verified = "not verified: --verify=none" if run.before is None else run.before.verification.text
     context = {
-        **plan_context(plan), "min_time": str(run.options.min_time), "warmup_iterations": run.options.warmup,
-        "rounds": run.rounds, "confidence": CONFIDENCE, "verified": verified,
+        **plan_context(plan),
+        "min_time": str(run.options.min_time),
+        "warmup_iterations": run.options.warmup,
+        "rounds": run.rounds,
+        "confidence": CONFIDENCE,
+        "verified": verified,
         "warnings": [*run_caveats(as_run, plan.reader, plan.devices), *_too_wide(run.rows)],
     }
     return CompareReport(context, [_comparison(row) for row in run.rows], run.rows)
@@ -94,22 +117,29 @@ def _too_wide(rows: list[Compared]) -> list[str]:
     for row in rows:
         interval = row.comparison.interval
         if interval is not None and interval.high / interval.low > _WIDE and row.comparison.verdict not in _DECIDED:
-            found.append(f"{row.name}: the ratio is only known to be between {_ratio(interval.low)} and "
-                         f"{_ratio(interval.high)}: smaller differences cannot be seen; measure more rounds, with "
-                         "fewer other programs")
+            found.append(
+                f"{row.name}: the ratio is only known to be between {_ratio(interval.low)} and "
+                f"{_ratio(interval.high)}: smaller differences cannot be seen; measure more rounds, with "
+                "fewer other programs"
+            )
     return found
 
 
 def _comparison(row: Compared) -> dict[str, Any]:
     found = row.comparison
     return {
-        "name": row.name, "replacement": row.replacement or None, "calls": row.calls, "rounds": found.rounds,
-        "original_ns": float(np.median(found.original)), "substituted_ns": float(np.median(found.substituted)),
+        "name": row.name,
+        "replacement": row.replacement or None,
+        "calls": row.calls,
+        "rounds": found.rounds,
+        "original_ns": float(np.median(found.original)),
+        "substituted_ns": float(np.median(found.substituted)),
         "ratio": found.ratio,
         "ratio_low": None if found.interval is None else found.interval.low,
         "ratio_high": None if found.interval is None else found.interval.high,
         "confidence": None if found.interval is None else found.interval.confidence,
-        "verdict": found.verdict, "reason": found.reason or None,
+        "verdict": found.verdict,
+        "reason": found.reason or None,
     }
 
 
@@ -118,19 +148,35 @@ def _benchmark_rows(comparison: dict[str, Any], index: int, row: Compared) -> It
     for side, times, cpu in zip(_SIDES, sides, row.cpu, strict=True):
         name = f"BM_{side}/{comparison['name']}"
         yield {
-            "name": name, "family_index": index, "per_family_instance_index": _SIDES.index(side), "run_name": name,
-            "run_type": "iteration", "repetitions": 1, "repetition_index": 0, "threads": 1,
-            "iterations": comparison["rounds"], "real_time": float(times.mean()),
-            "cpu_time": float(cpu.mean()), "time_unit": "ns", "median_real_time": float(np.median(times)),
+            "name": name,
+            "family_index": index,
+            "per_family_instance_index": _SIDES.index(side),
+            "run_name": name,
+            "run_type": "iteration",
+            "repetitions": 1,
+            "repetition_index": 0,
+            "threads": 1,
+            "iterations": comparison["rounds"],
+            "real_time": float(times.mean()),
+            "cpu_time": float(cpu.mean()),
+            "time_unit": "ns",
+            "median_real_time": float(np.median(times)),
             "samples": {"real_time": times.tolist(), "cpu_time": cpu.tolist()},
         }
 
 
 def _table(comparisons: list[dict[str, Any]]) -> Iterator[str]:
     heads = ("original", "substituted", "ratio", "95% interval", "")
-    cells = [[duration(each["original_ns"]), duration(each["substituted_ns"]), _ratio(each["ratio"]),
-              "-" if each["ratio_low"] is None else f"{_ratio(each['ratio_low'])} to {_ratio(each['ratio_high'])}",
-              each["verdict"]] for each in comparisons]
+    cells = [
+        [
+            duration(each["original_ns"]),
+            duration(each["substituted_ns"]),
+            _ratio(each["ratio"]),
+            "-" if each["ratio_low"] is None else f"{_ratio(each['ratio_low'])} to {_ratio(each['ratio_high'])}",
+            each["verdict"],
+        ]
+        for each in comparisons
+    ]
     widths = [max(len(row[column]) for row in (heads, *cells)) for column in range(4)]
     for name, row in zip(("", *(_named(each) for each in comparisons)), (list(heads), *cells), strict=True):
         if name:

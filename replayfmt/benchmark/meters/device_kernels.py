@@ -60,10 +60,18 @@ class KernelVerdict:
 
     def row(self) -> dict[str, Any]:
         """As a JSON object."""
-        row: dict[str, Any] = {"kind": "device_kernels", "ordinal": self.ordinal, "op": self.op,
-                               "verdict": self.verdict, "captured": [vars(each) for each in self.captured]}
-        return row | ({"reason": self.reason} if self.verdict == "UNKNOWN" else
-                      {"replayed": [vars(each) for each in self.replayed]})
+        row: dict[str, Any] = {
+            "kind": "device_kernels",
+            "ordinal": self.ordinal,
+            "op": self.op,
+            "verdict": self.verdict,
+            "captured": [vars(each) for each in self.captured],
+        }
+        return row | (
+            {"reason": self.reason}
+            if self.verdict == "UNKNOWN"
+            else {"replayed": [vars(each) for each in self.replayed]}
+        )
 
     def __str__(self) -> str:
         text = f"{self.verdict:<9} ordinal {self.ordinal} ({self.op})"
@@ -78,8 +86,11 @@ def captured_kernels(annotation: Mapping[str, Any] | None) -> tuple[Launched, ..
     rows = (annotation or {}).get("device_kernels")
     if not isinstance(rows, list) or (annotation or {}).get("device_kernels_left_out"):
         return None
-    return tuple(Launched(str(row.get("name")), _triple(row.get("grid")), _triple(row.get("block")))
-                 for row in rows if isinstance(row, dict))
+    return tuple(
+        Launched(str(row.get("name")), _triple(row.get("grid")), _triple(row.get("block")))
+        for row in rows
+        if isinstance(row, dict)
+    )
 
 
 def judge(captured: Iterable[Launched], replayed: Iterable[Launched]) -> KernelVerdictName:
@@ -90,21 +101,26 @@ def judge(captured: Iterable[Launched], replayed: Iterable[Launched]) -> KernelV
 def check_device(plan: Plan) -> None:
     """Raises UsageError where a plan uses no device whose kernels could be compared."""
     if not any(device.type == "cuda" for device in plan.devices):
-        raise UsageError(f"{FLAG}: the replay uses {', '.join(map(str, plan.devices)) or 'no device'} and no CUDA "
-                         "device; expected one, such as --device=cuda:0")
+        raise UsageError(
+            f"{FLAG}: the replay uses {', '.join(map(str, plan.devices)) or 'no device'} and no CUDA "
+            "device; expected one, such as --device=cuda:0"
+        )
 
 
 def kernels_of(plan: Plan) -> dict[int, tuple[Launched, ...]]:
     """The device kernels that the capture names, by the ordinal of their op. Raises UsageError where it names none."""
     captured = dict(_captured(plan))
     if not captured:
-        raise UsageError(f"{FLAG}: {plan.reader.path} says nothing of the device kernels of its ops; imported profiler "
-                         "traces with device work do")
+        raise UsageError(
+            f"{FLAG}: {plan.reader.path} says nothing of the device kernels of its ops; imported profiler "
+            "traces with device work do"
+        )
     return captured
 
 
-def compare_kernels(plan: Plan, captured: Mapping[int, tuple[Launched, ...]],
-                    tracing: Tracing | None = None) -> list[KernelVerdict]:
+def compare_kernels(
+    plan: Plan, captured: Mapping[int, tuple[Launched, ...]], tracing: Tracing | None = None
+) -> list[KernelVerdict]:
     """A verdict for each op that `kernels_of` gives, in capture order. The plan has to be made with keep_going."""
     tracing = tracing or traced
     failed: dict[int, str] = {}
@@ -113,7 +129,7 @@ def compare_kernels(plan: Plan, captured: Mapping[int, tuple[Launched, ...]],
         if op.ordinal not in captured:
             return
         try:
-            op.call()       # libraries choose, compile and allocate at the first call
+            op.call()  # libraries choose, compile and allocate at the first call
             op.restore()
             _settle()
             with record_function(f"{_MARK}{op.ordinal}"):
@@ -128,8 +144,10 @@ def compare_kernels(plan: Plan, captured: Mapping[int, tuple[Launched, ...]],
             verdicts = plan.examine(run)
         launched = replayed_kernels(path)
     reasons = {each.ordinal: each.reason or each.verdict for each in verdicts if each.verdict in ("refused", "skipped")}
-    return [_verdict(plan, ordinal, kernels, launched, failed.get(ordinal) or reasons.get(ordinal, ""))
-            for ordinal, kernels in sorted(captured.items())]
+    return [
+        _verdict(plan, ordinal, kernels, launched, failed.get(ordinal) or reasons.get(ordinal, ""))
+        for ordinal, kernels in sorted(captured.items())
+    ]
 
 
 def _captured(plan: Plan) -> Iterator[tuple[int, tuple[Launched, ...]]]:
@@ -144,8 +162,9 @@ def _captured(plan: Plan) -> Iterator[tuple[int, tuple[Launched, ...]]]:
                 yield ordinal, kernels
 
 
-def _verdict(plan: Plan, ordinal: int, captured: tuple[Launched, ...], launched: Mapping[int, list[Launched]],
-             reason: str) -> KernelVerdict:
+def _verdict(
+    plan: Plan, ordinal: int, captured: tuple[Launched, ...], launched: Mapping[int, list[Launched]], reason: str
+) -> KernelVerdict:
     name = plan.describe(ordinal)[0]
     if reason:
         return KernelVerdict(ordinal, name, "UNKNOWN", captured, reason=reason)

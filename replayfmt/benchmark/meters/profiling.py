@@ -40,8 +40,10 @@ def parse_families(text: str) -> tuple[str, ...]:
     asked = [name.strip() for name in text.split(",")]
     unknown = [name for name in asked if name not in FAMILIES]
     if unknown:
-        raise UsageError(f"{MODE_FLAG}={text}: {', '.join(map(repr, unknown))} is not a family; expected some of "
-                         f"{', '.join(FAMILIES)}, separated by commas")
+        raise UsageError(
+            f"{MODE_FLAG}={text}: {', '.join(map(repr, unknown))} is not a family; expected some of "
+            f"{', '.join(FAMILIES)}, separated by commas"
+        )
     return tuple(name for name in FAMILIES if name in asked)
 
 
@@ -52,8 +54,10 @@ def check_families(families: Sequence[str], devices: Sequence[torch.device]) -> 
     if ProfilerActivity.CUDA not in supported_activities():
         raise UsageError(f"{MODE_FLAG}: device-kernels is not available: this torch's profiler has no CUDA support")
     if not any(device.type == "cuda" for device in devices):
-        raise UsageError(f"{MODE_FLAG}: device-kernels is not available: the replay uses "
-                         f"{', '.join(map(str, devices)) or 'no device'} and no CUDA device")
+        raise UsageError(
+            f"{MODE_FLAG}: device-kernels is not available: the replay uses "
+            f"{', '.join(map(str, devices)) or 'no device'} and no CUDA device"
+        )
 
 
 def profile_replay(plan: Plan, families: Sequence[str], output: str | PathLike[str], *, force: bool = False) -> None:
@@ -78,7 +82,7 @@ def profile_replay(plan: Plan, families: Sequence[str], output: str | PathLike[s
 
 def _export(profiler: profile, partial: Path, output: str, families: Sequence[str]) -> None:
     """Write the trace to `partial`. Raises OpReplayError where it does not arrive whole."""
-    left_by_torch = partial.with_name(f"{partial.name}.tmp")      # where it fails to write
+    left_by_torch = partial.with_name(f"{partial.name}.tmp")  # where it fails to write
     try:
         profiler.export_chrome_trace(fspath(partial))
         if not _is_whole(partial):
@@ -116,8 +120,12 @@ class _Session:
         activities = [ProfilerActivity.CPU]
         if "device-kernels" in self._families:
             activities.append(ProfilerActivity.CUDA)
-        self.profiler = profile(activities=activities, record_shapes="shapes" in self._families,
-                                profile_memory="memory" in self._families, with_stack="stacks" in self._families)
+        self.profiler = profile(
+            activities=activities,
+            record_shapes="shapes" in self._families,
+            profile_memory="memory" in self._families,
+            with_stack="stacks" in self._families,
+        )
         self.profiler.start()
         self._running = True
 

@@ -51,7 +51,7 @@ class Stopwatch:
 
     def start(self) -> None:
         self._cpu_start = self._cpu_clock()
-        self._real_start = self._real_clock()     # last in, first out: the CPU clock's own cost stays outside
+        self._real_start = self._real_clock()  # last in, first out: the CPU clock's own cost stays outside
 
     def stop(self) -> None:
         now = self._real_clock()
@@ -69,11 +69,15 @@ class DeviceStopwatch(Stopwatch):
     With several devices it is the longest of them: they work side by side.
     """
 
-    def __init__(self, devices: Sequence[torch.device], clock: Clock | None = None,
-                 event: Callable[[torch.device], Any] | None = None) -> None:
+    def __init__(
+        self,
+        devices: Sequence[torch.device],
+        clock: Clock | None = None,
+        event: Callable[[torch.device], Any] | None = None,
+    ) -> None:
         self._devices = list(devices)
         self._make = event or CudaEvent
-        self._pairs: list[list[tuple[Any, Any]]] = []      # kept between replays: events cost more to make than to use
+        self._pairs: list[list[tuple[Any, Any]]] = []  # kept between replays: events cost more to make than to use
         self._used = 0
         super().__init__(clock)
 
@@ -97,7 +101,7 @@ class DeviceStopwatch(Stopwatch):
     def read(self) -> Times:
         host = super().read()
         milliseconds = [0.0] * len(self._devices)
-        for pair in self._pairs[:self._used]:
+        for pair in self._pairs[: self._used]:
             for index, (begin, end) in enumerate(pair):
                 end.synchronize()
                 milliseconds[index] += begin.elapsed_time(end)
@@ -171,8 +175,10 @@ class ScopeWatch:
         if self._depth:
             raise ReplayFailed(f"--replay-scope={self.region.name}: the scope did not end while being replayed")
         if self._passes != self.region.passes:
-            raise ReplayFailed(f"--replay-scope={self.region.name}: the replay passed through it {self._passes} times, "
-                               f"the capture {self.region.passes} times")
+            raise ReplayFailed(
+                f"--replay-scope={self.region.name}: the replay passed through it {self._passes} times, "
+                f"the capture {self.region.passes} times"
+            )
         return self.stopwatch.read()
 
 

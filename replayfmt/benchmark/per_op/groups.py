@@ -94,8 +94,15 @@ class Chosen:
     device_ns: int
 
 
-def choose(reader: CaptureReader, *, pattern: str | None = None, limit: int | None = None, every: bool = False,
-           scopes: tuple[str, ...] = (), progress: Callable[[str, int, int | None], None]) -> Chosen:
+def choose(
+    reader: CaptureReader,
+    *,
+    pattern: str | None = None,
+    limit: int | None = None,
+    every: bool = False,
+    scopes: tuple[str, ...] = (),
+    progress: Callable[[str, int, int | None], None],
+) -> Chosen:
     """Group a capture's ops, in order of first appearance.
 
     `pattern` is a shell pattern for operator names, with or without overload; `scopes` are names or full paths, and
@@ -105,7 +112,7 @@ def choose(reader: CaptureReader, *, pattern: str | None = None, limit: int | No
     inside = scopes_inside(reader, scopes) if scopes else None
     seen: set[str | int] = set()
     groups: dict[str | int, OpGroup] = {}
-    taken: dict[int, OpGroup] = {}     # by first ordinal
+    taken: dict[int, OpGroup] = {}  # by first ordinal
     by_ordinal: dict[int, OpGroup] = {}
     unsupported = Unsupported()
     matched = ops = unsupported_device_ns = 0

@@ -45,7 +45,7 @@ _FAILURES = ("failed", "mismatched")
 SEVERITY: tuple[Verdict, ...] = ("ok", "skipped", "refused", "mismatched", "failed")
 _STOPPED = "an op before it failed, and that ended the measurement"
 _ONCE = "it acts on an object that its argument is the address of, which cannot be done again and again"
-_PATIENCE = 5        # restoring is untimed: give up after that many times the time asked for, as the whole replay does
+_PATIENCE = 5  # restoring is untimed: give up after that many times the time asked for, as the whole replay does
 
 
 @dataclass(frozen=True)
@@ -75,9 +75,9 @@ class MeasuredOp:
     ordinal: int | None = None
     calls: int = 0
     times: TimeStatistics | None = None
-    cpu_ns: float | None = None      # a call's on average, of the whole process
-    host_ns: float | None = None     # a call's, where `times` are the device's
-    returned: tuple[str, ...] | None = None     # what a call gave here, a text for each result
+    cpu_ns: float | None = None  # a call's on average, of the whole process
+    host_ns: float | None = None  # a call's, where `times` are the device's
+    returned: tuple[str, ...] | None = None  # what a call gave here, a text for each result
 
     @property
     def estimated_ns(self) -> float | None:
@@ -144,15 +144,27 @@ class PerOpRun:
 OnMeasured = Callable[[MeasuredOp, int, int], None]
 
 
-def measure_ops(plan: Plan, options: OpOptions, *, clock: Clock | None = None, progress: Progress,
-                on_measured: OnMeasured | None = None) -> PerOpRun:
+def measure_ops(
+    plan: Plan,
+    options: OpOptions,
+    *,
+    clock: Clock | None = None,
+    progress: Progress,
+    on_measured: OnMeasured | None = None,
+) -> PerOpRun:
     """Measure a plan's ops one by one; the plan has to be made with keep_going.
 
     Where there is something to compare with, a verified replay gives the verdicts first. Raises UsageError where no op
     is chosen.
     """
-    chosen = choose(plan.reader, pattern=options.pattern, limit=options.limit, every=options.every,
-                    scopes=options.scopes, progress=progress)
+    chosen = choose(
+        plan.reader,
+        pattern=options.pattern,
+        limit=options.limit,
+        every=options.every,
+        scopes=options.scopes,
+        progress=progress,
+    )
     walk = _OpWalk(plan, options, chosen, clock or Clock(), progress, on_measured)
     return walk.run()
 
@@ -183,8 +195,15 @@ class _Stop(Exception):
 class _OpWalk:
     """One pass through a capture, measuring where a group is met that has no times yet."""
 
-    def __init__(self, plan: Plan, options: OpOptions, chosen: Chosen, clock: Clock, progress: Progress,
-                 on_measured: OnMeasured | None) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        options: OpOptions,
+        chosen: Chosen,
+        clock: Clock,
+        progress: Progress,
+        on_measured: OnMeasured | None,
+    ) -> None:
         self._plan, self._options, self._chosen, self._progress = plan, options, chosen, progress
         self._clock, self._on_measured = clock, on_measured
         self._stopwatch = stopwatch_for(plan.devices, clock)
@@ -227,8 +246,11 @@ class _OpWalk:
         """Of calls that nothing connects, one of each group, with its content alone; where that cannot be run, the
         others of the group."""
         self._walk(self._plan.slice(self._ops))
-        others = {ordinal for ordinal, group in self._chosen.by_ordinal.items()
-                  if ordinal not in self._ops and self._ops[group.first_ordinal].ordinal is None}
+        others = {
+            ordinal
+            for ordinal, group in self._chosen.by_ordinal.items()
+            if ordinal not in self._ops and self._ops[group.first_ordinal].ordinal is None
+        }
         if others:
             self._walk(self._plan.slice(others))
 
@@ -313,7 +335,7 @@ class _OpWalk:
     def _overhead(self) -> float:
         """What a call that does nothing takes, measured like the others."""
         watch = Stopwatch(self._clock)
-        for _ in range(2):      # the first one warms up
+        for _ in range(2):  # the first one warms up
             watch.reset()
             watch.start()
             call_repeatedly(_nothing, (), _OVERHEAD_CALLS)
@@ -330,13 +352,15 @@ class _OpWalk:
         for ordinal, group in self._chosen.by_ordinal.items():
             verdict, reason = self._verdicts.get(ordinal, ("ok", ""))
             measured = self._ops[group.first_ordinal]
-            if SEVERITY.index(verdict) > SEVERITY.index(measured.verdict) or (verdict == measured.verdict
-                                                                                and not measured.reason):
+            if SEVERITY.index(verdict) > SEVERITY.index(measured.verdict) or (
+                verdict == measured.verdict and not measured.reason
+            ):
                 measured.verdict, measured.reason = verdict, reason
         for measured in self._ops.values():
             if measured.ordinal is None:
                 if measured.verdict == "ok":
                     measured.verdict, measured.reason = "skipped", _STOPPED
                 self._report(measured)
-        return PerOpRun(self._options, self._chosen, list(self._ops.values()), verified, overhead, stopped,
-                        self._differs)
+        return PerOpRun(
+            self._options, self._chosen, list(self._ops.values()), verified, overhead, stopped, self._differs
+        )

@@ -51,7 +51,7 @@ def make_op_report(run: PerOpRun, plan: Plan, *, group_by: GroupBy | None = None
         "group_by": group_by,
         "top": top,
         "rows_not_shown": len(measured) - len(shown),
-        "estimated_us_not_shown": sum(row.estimated_ns or 0.0 for row in measured[len(shown):]) / 1e3,
+        "estimated_us_not_shown": sum(row.estimated_ns or 0.0 for row in measured[len(shown) :]) / 1e3,
         "complete": run.complete,
         "warnings": _warnings(run, shown, total),
     }
@@ -61,9 +61,12 @@ def make_op_report(run: PerOpRun, plan: Plan, *, group_by: GroupBy | None = None
 def _unsupported(run: PerOpRun) -> dict[str, Any]:
     """What the capture holds that no replay does; its device time is None where the capture has no such times."""
     unsupported, device_ns = run.chosen.unsupported, run.chosen.device_ns
-    return {"calls": unsupported.calls.total(), "reasons": dict(unsupported.calls),
-            "captured_device_us": unsupported.device_ns / 1e3 if device_ns else None,
-            "share_of_device_time": unsupported.device_ns / device_ns if device_ns else None}
+    return {
+        "calls": unsupported.calls.total(),
+        "reasons": dict(unsupported.calls),
+        "captured_device_us": unsupported.device_ns / 1e3 if device_ns else None,
+        "share_of_device_time": unsupported.device_ns / device_ns if device_ns else None,
+    }
 
 
 def _warnings(run: PerOpRun, shown: list[OpRow], total_ns: float) -> list[str]:
@@ -74,22 +77,32 @@ def _warnings(run: PerOpRun, shown: list[OpRow], total_ns: float) -> list[str]:
     unranked = [row for row in large if row.ranks is not None and row.ranks[0] != row.ranks[1]]
     warnings = []
     if run.chosen.unsupported.calls:
-        warnings.append("the capture holds work that is unsupported and was not measured: the estimated total is not "
-                        "the whole workload's")
+        warnings.append(
+            "the capture holds work that is unsupported and was not measured: the estimated total is not "
+            "the whole workload's"
+        )
     if run.not_measured:
-        warnings.append(f"not measured: {call_count(run.not_measured.total())}; the estimated total is without them, "
-                        "and they have no rank")
+        warnings.append(
+            f"not measured: {call_count(run.not_measured.total())}; the estimated total is without them, "
+            "and they have no rank"
+        )
     if few:
         warnings.append(f"{len(few)} ops have too few samples for a confidence interval: raise --benchmark-min-time")
     if wide:
-        warnings.append(f"the time of {_count(wide)} is not known to {WIDE:.0%} (interval): raise "
-                        "--benchmark-min-time, with fewer other programs")
+        warnings.append(
+            f"the time of {_count(wide)} is not known to {WIDE:.0%} (interval): raise "
+            "--benchmark-min-time, with fewer other programs"
+        )
     if unranked:
-        warnings.append(f"the order is not certain: intervals overlap, so that {_count(unranked)} may have another "
-                        "rank; raise --benchmark-min-time, with fewer other programs")
+        warnings.append(
+            f"the order is not certain: intervals overlap, so that {_count(unranked)} may have another "
+            "rank; raise --benchmark-min-time, with fewer other programs"
+        )
     if short:
-        warnings.append(f"{len(short)} ops are so short that the call around them, {duration(run.overhead_ns)}, is "
-                        "more than a fifth of their time; it is not subtracted")
+        warnings.append(
+            f"{len(short)} ops are so short that the call around them, {duration(run.overhead_ns)}, is "
+            "more than a fifth of their time; it is not subtracted"
+        )
     return warnings
 
 
@@ -165,9 +178,11 @@ def _of_one(row: OpRow, group_by: GroupBy | None) -> dict[str, Any]:
     """What only a row of a single op has."""
     if group_by is not None:
         return {}
-    (op, _calls), = row.members or row.unmeasured
-    found: dict[str, Any] = {"op": op.group.kernel.qualified_name,
-                             "ordinal": op.group.first_ordinal if op.ordinal is None else op.ordinal}
+    ((op, _calls),) = row.members or row.unmeasured
+    found: dict[str, Any] = {
+        "op": op.group.kernel.qualified_name,
+        "ordinal": op.group.first_ordinal if op.ordinal is None else op.ordinal,
+    }
     if op.reason:
         found["reason"] = op.reason
     times = op.times

@@ -103,14 +103,16 @@ def make_rows(run: PerOpRun, by: GroupBy | None, reader: CaptureReader) -> list[
             (row.unmeasured if op.times is None else row.members).append((op, calls))
     if by == "scope":
         _add_inner(rows, run, reader)
-    ordered = sorted(rows.values(), key=lambda row: -1.0 if row.estimated_ns is None else row.estimated_ns,
-                     reverse=True)
+    ordered = sorted(
+        rows.values(), key=lambda row: -1.0 if row.estimated_ns is None else row.estimated_ns, reverse=True
+    )
     _rank([row for row in ordered if row.members])
     return ordered
 
 
-def _keys(op: MeasuredOp, place: int, by: GroupBy | None, reader: CaptureReader
-          ) -> Iterator[tuple[str | int, str, int]]:
+def _keys(
+    op: MeasuredOp, place: int, by: GroupBy | None, reader: CaptureReader
+) -> Iterator[tuple[str | int, str, int]]:
     """The rows that an op belongs to, each by key and label, and how many of its calls do."""
     group = op.group
     if by == "scope":

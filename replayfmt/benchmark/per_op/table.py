@@ -35,28 +35,40 @@ def table_lines(report: Report) -> Iterator[str]:
     group_by = context["group_by"]
     measured = [row for row in report.rows if "estimated_us" in row]
     others = [row for row in report.rows if "estimated_us" not in row]
-    yield from _aligned([(*_HEADS, group_by or "op"), *(_cells(row, group_by) for row in measured),
-                         *(_unmeasured(row, group_by) for row in others[:_MOST_LISTED])])
+    yield from _aligned(
+        [
+            (*_HEADS, group_by or "op"),
+            *(_cells(row, group_by) for row in measured),
+            *(_unmeasured(row, group_by) for row in others[:_MOST_LISTED]),
+        ]
+    )
     if len(others) > _MOST_LISTED:
         yield f"and {len(others) - _MOST_LISTED} more that were not measured (--benchmark-format=json lists them)"
     yield ""
     yield printable(_sum(context, len(measured)))
-    yield (f"distinct ops: {context['distinct_ops']} in the file, {context['matched']} matched, "
-           f"{context['selected']} selected")
-    yield (f"attempted {context['attempted']} = {context['successful']} successful + {context['failed']} failed; "
-           f"refused {sum(context['refused'].values())}")
+    yield (
+        f"distinct ops: {context['distinct_ops']} in the file, {context['matched']} matched, "
+        f"{context['selected']} selected"
+    )
+    yield (
+        f"attempted {context['attempted']} = {context['successful']} successful + {context['failed']} failed; "
+        f"refused {sum(context['refused'].values())}"
+    )
     for reason, count in sorted(context["refused"].items(), key=lambda pair: -pair[1]):
         yield printable(f"  {count} refused: {reason}")
     unsupported = context["unsupported"]
     if unsupported["calls"]:
         share = unsupported["share_of_device_time"]
-        yield printable(f"unsupported in the capture, not measured: {call_count(unsupported['calls'])} "
-                        f"({_counted(unsupported['reasons'])}), "
-                        + ("of unknown device time" if share is None else f"{share:.1%} of the captured device time"))
+        yield printable(
+            f"unsupported in the capture, not measured: {call_count(unsupported['calls'])} "
+            f"({_counted(unsupported['reasons'])}), "
+            + ("of unknown device time" if share is None else f"{share:.1%} of the captured device time")
+        )
     if context["captured_device_us"] is not None:
         of = context["measured_captured_device_us"] / context["captured_device_us"]
-        yield (f"captured device time: {duration(context['captured_device_us'] * 1e3)}, {of:.1%} of it in the ops "
-               "measured")
+        yield (
+            f"captured device time: {duration(context['captured_device_us'] * 1e3)}, {of:.1%} of it in the ops measured"
+        )
     yield f"verified  {printable(context['verified'])}"
 
 
@@ -66,18 +78,33 @@ def _cells(row: dict[str, Any], group_by: GroupBy | None) -> tuple[str, ...]:
     left_out = row.get("not_measured", 0)
     measured = row["count"] - left_out
     reason = f" (and {call_count(left_out)} not measured: {row['reason']})" if left_out else ""
-    return ("-".join(map(str, ranks)), duration(estimated * 1e3),
-            "-" if row["share"] is None else f"{row['share']:.1%}",
-            "-" if low is None or not estimated else f"+-{(high - low) / estimated / 2:.1%}",
-            duration(row["inclusive_us"] * 1e3) if "inclusive_us" in row else "",
-            str(measured), duration(estimated * 1e3 / measured),
-            "-" if row["captured_us"] is None else duration(row["captured_us"] * 1e3),
-            "" if row["verdict"] == "ok" else row["verdict"], f"{_label(row, group_by)}{reason}")
+    return (
+        "-".join(map(str, ranks)),
+        duration(estimated * 1e3),
+        "-" if row["share"] is None else f"{row['share']:.1%}",
+        "-" if low is None or not estimated else f"+-{(high - low) / estimated / 2:.1%}",
+        duration(row["inclusive_us"] * 1e3) if "inclusive_us" in row else "",
+        str(measured),
+        duration(estimated * 1e3 / measured),
+        "-" if row["captured_us"] is None else duration(row["captured_us"] * 1e3),
+        "" if row["verdict"] == "ok" else row["verdict"],
+        f"{_label(row, group_by)}{reason}",
+    )
 
 
 def _unmeasured(row: dict[str, Any], group_by: GroupBy | None) -> tuple[str, ...]:
-    return ("-", _NOT_MEASURED, "-", "-", "", str(row["count"]), "-", "-", row["verdict"],
-            f"{_label(row, group_by)}: {row['reason']}")
+    return (
+        "-",
+        _NOT_MEASURED,
+        "-",
+        "-",
+        "",
+        str(row["count"]),
+        "-",
+        "-",
+        row["verdict"],
+        f"{_label(row, group_by)}: {row['reason']}",
+    )
 
 
 def _aligned(rows: list[tuple[str, ...]]) -> Iterator[str]:
@@ -123,9 +150,11 @@ def describe(op: MeasuredOp, reader: CaptureReader) -> Iterator[str]:
     for index, value in enumerate(record.results):
         yield printable(f"    -> {index}: {_result(value, reader)}")
     if not record.results:
-        unknown = (record.annotation or {}).get("results")      # an import that could not find out says why
-        yield printable("    -> captured: " + ("it raised" if record.signature.status is OpStatus.raised else
-                                               str(unknown) if unknown else "nothing"))
+        unknown = (record.annotation or {}).get("results")  # an import that could not find out says why
+        yield printable(
+            "    -> captured: "
+            + ("it raised" if record.signature.status is OpStatus.raised else str(unknown) if unknown else "nothing")
+        )
     for index, returned in enumerate(op.returned or ()):
         yield printable(f"    replayed {index}: {returned}")
     if op.returned is not None and not op.returned:

@@ -29,15 +29,22 @@ def measurement_caveats(measurement: Measurement) -> list[str]:
     found = []
     iterations = len(measurement.samples[0].real)
     if iterations < SMALLEST_FOR_INTERVAL:
-        found.append(f"only {iterations} iteration{'s' if iterations > 1 else ''}: too few to tell how far the median "
-                     f"can be trusted; give --benchmark-min-time={SMALLEST_FOR_INTERVAL}x or more")
+        found.append(
+            f"only {iterations} iteration{'s' if iterations > 1 else ''}: too few to tell how far the median "
+            f"can be trusted; give --benchmark-min-time={SMALLEST_FOR_INTERVAL}x or more"
+        )
     for index, sample in enumerate(measurement.samples):
         variation = sample.statistics().variation
         if variation is not None and variation > NOISY:
-            cause = ("suggests significant influence from outside" if variation > VERY_NOISY
-                     else "could be other work on the machine")
-            found.append(f"repetition {index + 1}: iterations vary by {variation:.0%} (standard deviation over mean), "
-                         f"which {cause}")
+            cause = (
+                "suggests significant influence from outside"
+                if variation > VERY_NOISY
+                else "could be other work on the machine"
+            )
+            found.append(
+                f"repetition {index + 1}: iterations vary by {variation:.0%} (standard deviation over mean), "
+                f"which {cause}"
+            )
     if len(measurement.samples) > 1:
         variation = summarize([float(sample.real.mean()) for sample in measurement.samples]).variation
         if variation is not None and variation > NOISY:
@@ -52,11 +59,15 @@ def run_caveats(run: Run, reader: CaptureReader, devices: list[torch.device], ro
         why = "--verify=none" if run.before is None else "; ".join(run.before.verification.reasons)
         found.append(f"nothing was verified ({why}): the times may be of other work than what was captured")
     if run.cut_short is not None:
-        found.append(f"stopped after {run.cut_short:.3g} s, {PATIENCE} times what --benchmark-min-time asks for, with "
-                     "fewer timed seconds than that: restoring state between replays, which is not timed, takes long")
+        found.append(
+            f"stopped after {run.cut_short:.3g} s, {PATIENCE} times what --benchmark-min-time asks for, with "
+            "fewer timed seconds than that: restoring state between replays, which is not timed, takes long"
+        )
     if frequency_scaling(root):
-        found.append("the processor's frequency is left to vary (CPU frequency scaling): real times carry that noise; "
-                     "set the performance governor")
+        found.append(
+            "the processor's frequency is left to vary (CPU frequency scaling): real times carry that noise; "
+            "set the performance governor"
+        )
     if torch.version.debug:
         found.append("this torch is a debug build: its times say little")
     load, processors = os.getloadavg()[0], os.cpu_count()
@@ -84,5 +95,8 @@ def _differences(reader: CaptureReader, devices: list[torch.device]) -> list[str
     names_here = [describe_device(device).name for device in devices if device.type == "cuda"]
     if names or names_here:
         pairs.append(("CUDA devices", ", ".join(names) or "none", ", ".join(names_here) or "none"))
-    return [f"captured with another {what} ({then}, here {now}): its captured times compare with nothing here"
-            for what, then, now in pairs if then is not None and now is not None and then != now]
+    return [
+        f"captured with another {what} ({then}, here {now}): its captured times compare with nothing here"
+        for what, then, now in pairs
+        if then is not None and now is not None and then != now
+    ]

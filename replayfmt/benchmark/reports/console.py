@@ -22,7 +22,7 @@ def print_report(report: Report, console: Console | None = None) -> None:
     console = console or Console(highlight=False)
     if not console.is_terminal:
         console.width = _UNLIMITED
-    with console.capture() as printed:      # rich would make the exit code of a pipe that is closed
+    with console.capture() as printed:  # rich would make the exit code of a pipe that is closed
         _print(report, console)
     console.file.write(printed.get())
     console.file.flush()
@@ -32,8 +32,11 @@ def _print(report: Report, console: Console) -> None:
     context = report.context
     _line(console, f"capture   {context['capture']} (session {context['capture_session']})")
     threads = context["torch_num_threads"]
-    _line(console, f"run on    {', '.join(context['devices'])}; torch {context['torch_version']}, {threads} "
-                   f"thread{'s' if threads != 1 else ''}; {context['num_cpus']} CPUs")
+    _line(
+        console,
+        f"run on    {', '.join(context['devices'])}; torch {context['torch_version']}, {threads} "
+        f"thread{'s' if threads != 1 else ''}; {context['num_cpus']} CPUs",
+    )
     _line(console, f"verified  {context['verified']}")
     for text in context.get("substitution_check", ()):
         _line(console, f"checked   {text.strip()}")
@@ -58,16 +61,26 @@ def _captured(row: dict[str, Any]) -> str:
     if row["captured_time"] is None:
         return f"{row['run_name']}: time under capture not measured: {row['captured_time_reason']}"
     passes = f" in {row['passes']} passes" if row["passes"] > 1 else ""
-    return (f"{row['run_name']}: took {duration(row['captured_time'])}{passes} while it was captured, the recorder's "
-            "own work included")
+    return (
+        f"{row['run_name']}: took {duration(row['captured_time'])}{passes} while it was captured, the recorder's "
+        "own work included"
+    )
 
 
 def _table(rows: list[dict[str, Any]]) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
     host = any("host_time" in row for row in rows)
     table.add_column("Benchmark", no_wrap=True)
-    names = ["Real mean", "CPU time", *(["Host time"] if host else []), "Iterations", "Median", "Std. dev.",
-             "Minimum", "Ops/s"]
+    names = [
+        "Real mean",
+        "CPU time",
+        *(["Host time"] if host else []),
+        "Iterations",
+        "Median",
+        "Std. dev.",
+        "Minimum",
+        "Ops/s",
+    ]
     for name in names:
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
@@ -86,6 +99,14 @@ def _cells(row: dict[str, Any], host: bool) -> list[str]:
             return "-" if row[name] is None else f"{row[name]:.2%}"
         return rate(row[name]) if name == "ops_per_second" else duration(row[name])
 
-    return [printable(row["name"]), shown("real_time"), shown("cpu_time"), *([shown("host_time")] if host else []),
-            str(row["iterations"]), shown("median_real_time"), shown("stddev_real_time"), shown("min_real_time"),
-            shown("ops_per_second")]
+    return [
+        printable(row["name"]),
+        shown("real_time"),
+        shown("cpu_time"),
+        *([shown("host_time")] if host else []),
+        str(row["iterations"]),
+        shown("median_real_time"),
+        shown("stddev_real_time"),
+        shown("min_real_time"),
+        shown("ops_per_second"),
+    ]

@@ -68,8 +68,14 @@ def _caches(root: Path) -> list[dict[str, Any]] | None:
         sharing = _text(index / "shared_cpu_map")
         if not (size and level and kind and sharing):
             continue
-        caches.append({"type": kind, "level": int(level), "size": int(size[1]) * _UNITS[size[2]],
-                       "num_sharing": int(sharing.replace(",", ""), 16).bit_count()})
+        caches.append(
+            {
+                "type": kind,
+                "level": int(level),
+                "size": int(size[1]) * _UNITS[size[2]],
+                "num_sharing": int(sharing.replace(",", ""), 16).bit_count(),
+            }
+        )
     return caches or None
 
 

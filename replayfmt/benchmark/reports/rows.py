@@ -33,9 +33,24 @@ _CSV_FIELDS_NOT_OURS = ("bytes_per_second", "items_per_second", "label", "error_
 _AGGREGATED = ("host_time", "median_real_time", "min_real_time", "max_real_time", "ops_per_second")
 # Fields that are not single figures stay out of the CSV.
 _NOT_COUNTERS = frozenset({"samples", "warnings"})
-_SCHEMA_FIELDS = frozenset({"name", "family_index", "per_family_instance_index", "run_name", "run_type", "repetitions",
-                            "repetition_index", "threads", "aggregate_name", "aggregate_unit", "iterations",
-                            "real_time", "cpu_time", "time_unit"})
+_SCHEMA_FIELDS = frozenset(
+    {
+        "name",
+        "family_index",
+        "per_family_instance_index",
+        "run_name",
+        "run_type",
+        "repetitions",
+        "repetition_index",
+        "threads",
+        "aggregate_name",
+        "aggregate_unit",
+        "iterations",
+        "real_time",
+        "cpu_time",
+        "time_unit",
+    }
+)
 
 
 def csv_field(value: Any) -> Any:
@@ -61,8 +76,14 @@ class Report:
 
     def csv(self) -> str:
         """Google Benchmark's columns, then one for each counter. Fields that a row does not have are empty."""
-        counters = sorted({name for row in self.rows for name, value in row.items()
-                           if name not in _SCHEMA_FIELDS | _NOT_COUNTERS and not isinstance(value, str)})
+        counters = sorted(
+            {
+                name
+                for row in self.rows
+                for name, value in row.items()
+                if name not in _SCHEMA_FIELDS | _NOT_COUNTERS and not isinstance(value, str)
+            }
+        )
         text = io.StringIO()
         writer = csv.writer(text, lineterminator="\n")
         writer.writerow([*_CSV_FIELDS, *_CSV_FIELDS_NOT_OURS, *counters])
@@ -79,8 +100,9 @@ def make_report(run: Run, plan: Plan) -> Report:
     rows = []
     for index, measurement in enumerate(run.measurements):
         warnings = measurement_caveats(measurement)
-        family = [_iteration_row(measurement, index, repetition, warnings)
-                  for repetition in range(len(measurement.samples))]
+        family = [
+            _iteration_row(measurement, index, repetition, warnings) for repetition in range(len(measurement.samples))
+        ]
         rows += family + (_aggregate_rows(family) if len(family) > 1 else [])
     return Report(_context(run, plan), rows)
 
@@ -88,7 +110,7 @@ def make_report(run: Run, plan: Plan) -> Report:
 def plan_context(plan: Plan) -> dict[str, Any]:
     """What every report on a plan says of machine, versions, capture and devices."""
     reader = plan.reader
-    threads = reader.session.settings.get("num_threads", torch.get_num_threads())     # a replay runs with the capture's
+    threads = reader.session.settings.get("num_threads", torch.get_num_threads())  # a replay runs with the capture's
     return {
         **machine_context(),
         "library_version": version("opreplay"),
@@ -199,22 +221,28 @@ def _aggregate_rows(family: list[dict[str, Any]]) -> list[dict[str, Any]]:
     for name in ("mean", "median", "stddev", "cv"):
         values: dict[str, Any] = {}
         for figure, statistics in over.items():
-            values[figure] = {"mean": statistics.mean, "median": statistics.median,
-                              "stddev": statistics.standard_deviation, "cv": statistics.variation}[name]
-        rows.append({
-            "name": f"{first['run_name']}_{name}",
-            "family_index": first["family_index"],
-            "per_family_instance_index": 0,
-            "run_name": first["run_name"],
-            "run_type": "aggregate",
-            "repetitions": len(family),
-            "threads": 1,
-            "aggregate_name": name,
-            "aggregate_unit": "percentage" if name == "cv" else "time",
-            "iterations": len(family),
-            "real_time": values.pop("real_time"),
-            "cpu_time": values.pop("cpu_time"),
-            "time_unit": "ns",
-            **values,
-        })
+            values[figure] = {
+                "mean": statistics.mean,
+                "median": statistics.median,
+                "stddev": statistics.standard_deviation,
+                "cv": statistics.variation,
+            }[name]
+        rows.append(
+            {
+                "name": f"{first['run_name']}_{name}",
+                "family_index": first["family_index"],
+                "per_family_instance_index": 0,
+                "run_name": first["run_name"],
+                "run_type": "aggregate",
+                "repetitions": len(family),
+                "threads": 1,
+                "aggregate_name": name,
+                "aggregate_unit": "percentage" if name == "cv" else "time",
+                "iterations": len(family),
+                "real_time": values.pop("real_time"),
+                "cpu_time": values.pop("cpu_time"),
+                "time_unit": "ns",
+                **values,
+            }
+        )
     return rows

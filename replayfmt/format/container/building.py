@@ -14,8 +14,13 @@ Pairs = Sequence[tuple[bytes, bytes]]
 Value = int | bytes | Texts | Pairs | np.ndarray
 
 _PREPEND: dict[str, str] = {
-    "bool": "PrependBoolSlot", "ubyte": "PrependUint8Slot", "ushort": "PrependUint16Slot", "int": "PrependInt32Slot",
-    "uint": "PrependUint32Slot", "long": "PrependInt64Slot", "ulong": "PrependUint64Slot",
+    "bool": "PrependBoolSlot",
+    "ubyte": "PrependUint8Slot",
+    "ushort": "PrependUint16Slot",
+    "int": "PrependInt32Slot",
+    "uint": "PrependUint32Slot",
+    "long": "PrependInt64Slot",
+    "ulong": "PrependUint64Slot",
 }
 
 
@@ -32,8 +37,11 @@ def build(layout: TableLayout, values: Mapping[str, Value | None]) -> memoryview
     # Room for all columns at once: the builder would otherwise double and copy its buffer again and again.
     columns = [value.nbytes + 16 for value in given.values() if isinstance(value, np.ndarray)]
     builder = flatbuffers.Builder(sum(columns) + 1024)
-    places = {name: _place(builder, f"{layout.name}.{name}", layout.fields[name], value)
-              for name, value in given.items() if layout.fields[name].type not in SCALARS}
+    places = {
+        name: _place(builder, f"{layout.name}.{name}", layout.fields[name], value)
+        for name, value in given.items()
+        if layout.fields[name].type not in SCALARS
+    }
     builder.StartObject(len(layout.fields))
     for name, value in given.items():
         field = layout.fields[name]
@@ -43,7 +51,7 @@ def build(layout: TableLayout, values: Mapping[str, Value | None]) -> memoryview
             prepend: Callable[[int, object, int], None] = getattr(builder, _PREPEND[field.type])
             prepend(field.slot, value, field.default)
     builder.Finish(builder.EndObject())
-    return memoryview(builder.Bytes)[builder.Head():]
+    return memoryview(builder.Bytes)[builder.Head() :]
 
 
 def _place(builder: flatbuffers.Builder, what: str, field: Field, value: Value) -> int:
@@ -51,9 +59,9 @@ def _place(builder: flatbuffers.Builder, what: str, field: Field, value: Value) 
     if field.type == "string":
         return int(builder.CreateString(value))
     if field.type == "[string]":
-        return _vector(builder, [builder.CreateString(text) for text in value])     # type: ignore[union-attr]
+        return _vector(builder, [builder.CreateString(text) for text in value])  # type: ignore[union-attr]
     if field.type == f"[{KEY_VALUE.name}]":
-        return _vector(builder, [_pair(builder, *pair) for pair in value])          # type: ignore[union-attr, misc]
+        return _vector(builder, [_pair(builder, *pair) for pair in value])  # type: ignore[union-attr, misc]
     dtype = SCALARS[field.type.strip("[]")]
     if not isinstance(value, np.ndarray) or value.dtype != dtype:
         raise ValueError(f"{what} takes an array of {dtype}, not {getattr(value, 'dtype', type(value).__name__)}")

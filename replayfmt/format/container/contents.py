@@ -32,7 +32,7 @@ from .index import read_index
 from .source import Source
 from .walk import walk
 
-_LAST_KIND = int(max(FrameKind))    # codes have no gaps
+_LAST_KIND = int(max(FrameKind))  # codes have no gaps
 
 
 @dataclass
@@ -89,9 +89,11 @@ def bound_definitions(source: Source, contents: Contents) -> None:
     for group in (tables[~consolidated], tables[consolidated]):
         stored, raw = int(group["stored_bytes"].sum()), int(group["raw_bytes"].sum())
         if raw > FREE_DEFINITION_BYTES + MAX_EXPANSION * stored:
-            raise InvalidCapture(f"{source.path}: {stored} bytes of definitions in {len(group)} frames declare {raw} "
-                                 f"raw bytes; the limit is {FREE_DEFINITION_BYTES} and {MAX_EXPANSION} for each "
-                                 "stored one")
+            raise InvalidCapture(
+                f"{source.path}: {stored} bytes of definitions in {len(group)} frames declare {raw} "
+                f"raw bytes; the limit is {FREE_DEFINITION_BYTES} and {MAX_EXPANSION} for each "
+                "stored one"
+            )
 
 
 def walk_contents(source: Source, trailer: Trailer | None, problem: str) -> Contents:
@@ -103,8 +105,9 @@ def walk_contents(source: Source, trailer: Trailer | None, problem: str) -> Cont
         contents.warnings.append(f"{problem}; every frame before it is whole, so they were read one by one instead")
     else:
         what = "is damaged" if walked.closed else "was never closed, or is still being written"
-        contents.incomplete_reason = (f"the capture {what}: {walked.stopped}; its {walked.records} records before "
-                                      f"{walked.end:#x} can be read")
+        contents.incomplete_reason = (
+            f"the capture {what}: {walked.stopped}; its {walked.records} records before {walked.end:#x} can be read"
+        )
     return contents
 
 
@@ -114,13 +117,21 @@ def read_frame(source: Source, frames: np.ndarray, position: int) -> tuple[Frame
     offset = int(row["offset"])
     header = source.header(offset)
     where = source.where(offset, header)
-    found = (header.sequence, header.kind, header.flags, header.stored_bytes, header.raw_bytes, header.first_ordinal,
-             header.count)
+    found = (
+        header.sequence,
+        header.kind,
+        header.flags,
+        header.stored_bytes,
+        header.raw_bytes,
+        header.first_ordinal,
+        header.count,
+    )
     names = ("kind", "flags", "stored_bytes", "raw_bytes", "first_ordinal", "count")
     listed = (position, *(int(row[name]) for name in names))
     if found != listed:
-        raise InvalidCapture(f"{where}: sequence, kind, flags, lengths, first ordinal and count are {found}, "
-                             f"the index says {listed}")
+        raise InvalidCapture(
+            f"{where}: sequence, kind, flags, lengths, first ordinal and count are {found}, the index says {listed}"
+        )
     return header, source.body(offset, header), where
 
 
@@ -150,8 +161,10 @@ def _refuse_unknown_required(source: Source, contents: Contents) -> None:
     unknown = _unknown(frames["kind"])
     for position in np.flatnonzero(unknown & ((frames["flags"] & FLAG_REQUIRED) != 0)).tolist():
         source.header(int(frames["offset"][position]))  # raises UnsupportedVersion with the frame's version
-        raise InvalidCapture(f"{source.where(int(frames['offset'][position]))}: the index calls this a required frame "
-                             f"of unknown kind {int(frames['kind'][position])}, which it is not")
+        raise InvalidCapture(
+            f"{source.where(int(frames['offset'][position]))}: the index calls this a required frame "
+            f"of unknown kind {int(frames['kind'][position])}, which it is not"
+        )
 
 
 def _count_unknown(contents: Contents) -> None:
@@ -159,5 +172,7 @@ def _count_unknown(contents: Contents) -> None:
     unknown = kinds[_unknown(kinds)]
     if len(unknown):
         names = ", ".join(str(kind) for kind in sorted(set(unknown.tolist())))
-        contents.warnings.append(f"{len(unknown)} optional frames of unknown kind ({names}) were skipped; "
-                                 "a newer version of opreplay wrote them")
+        contents.warnings.append(
+            f"{len(unknown)} optional frames of unknown kind ({names}) were skipped; "
+            "a newer version of opreplay wrote them"
+        )

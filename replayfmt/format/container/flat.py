@@ -118,10 +118,11 @@ class Table:
         if first + count >= len(data) or data[first + count]:
             raise self._buffer.fail(f"{self._layout.name}.{name} has a string at {first} without its final zero")
         try:
-            return data[first:first + count].decode()
+            return data[first : first + count].decode()
         except UnicodeDecodeError as error:
-            raise self._buffer.fail(f"{self._layout.name}.{name} has a string at {first} that is not UTF-8: "
-                                    f"{error.reason}") from None
+            raise self._buffer.fail(
+                f"{self._layout.name}.{name} has a string at {first} that is not UTF-8: {error.reason}"
+            ) from None
 
     def _targets(self, name: str) -> np.ndarray:
         """What a vector of offsets points to, as checked positions."""

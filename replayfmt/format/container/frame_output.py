@@ -47,7 +47,7 @@ class FrameOutput:
         self._output = output
         self._minor = minor
         self._rows = bytearray()
-        self._definitions = {0: [0, 0], FLAG_CONSOLIDATED: [0, 0]}     # stored and raw bytes by flags
+        self._definitions = {0: [0, 0], FLAG_CONSOLIDATED: [0, 0]}  # stored and raw bytes by flags
         self._compressor = zstandard.ZstdCompressor(level=1, write_content_size=True, write_checksum=False)
         self.next_ordinal = 0
         self.next_storage = 1
@@ -72,8 +72,16 @@ class FrameOutput:
             compressed = self._compressor.compress(body)
             if len(compressed) < len(body) and self._may_expand(kind, flags, len(compressed), len(body)):
                 stored, codec = compressed, Codec.zstd
-        self._append(kind, flags, len(stored), len(body), count, codec, body_hash(stored),
-                     [stored, bytes(-len(stored) % ALIGNMENT)])
+        self._append(
+            kind,
+            flags,
+            len(stored),
+            len(body),
+            count,
+            codec,
+            body_hash(stored),
+            [stored, bytes(-len(stored) % ALIGNMENT)],
+        )
         self.next_ordinal += count
         self.next_storage += storages
 
@@ -96,12 +104,31 @@ class FrameOutput:
         counted[0] += stored_bytes
         counted[1] += raw_bytes
 
-    def _append(self, kind: FrameKind, flags: int, stored_bytes: int, raw_bytes: int, count: int, codec: Codec,
-                digest: int, parts: Sequence[Buffer]) -> None:
+    def _append(
+        self,
+        kind: FrameKind,
+        flags: int,
+        stored_bytes: int,
+        raw_bytes: int,
+        count: int,
+        codec: Codec,
+        digest: int,
+        parts: Sequence[Buffer],
+    ) -> None:
         flags |= FLAG_REQUIRED if kind in REQUIRED_KINDS else 0
         offset = self._output.position
-        header = FrameHeader(kind, flags, len(self._rows) // FRAME_ROW.itemsize, stored_bytes, raw_bytes,
-                             self.next_ordinal, count, self._minor, codec, digest)
+        header = FrameHeader(
+            kind,
+            flags,
+            len(self._rows) // FRAME_ROW.itemsize,
+            stored_bytes,
+            raw_bytes,
+            self.next_ordinal,
+            count,
+            self._minor,
+            codec,
+            digest,
+        )
         self._output.write([header.pack(), *parts])
         if kind == FrameKind.tables:
             self._count_definitions(flags, stored_bytes, raw_bytes)
@@ -121,6 +148,15 @@ class FrameOutput:
         offset = self._output.position
         self.write(FrameKind.index, body)
         length = HEADER_BYTES + align(len(body))
-        self._output.write([Trailer(
-            offset, length, offset + length + TRAILER_BYTES, self.next_ordinal, len(self._rows) // FRAME_ROW.itemsize,
-            len(payload_rows) // PAYLOAD_ROW.itemsize).pack()])
+        self._output.write(
+            [
+                Trailer(
+                    offset,
+                    length,
+                    offset + length + TRAILER_BYTES,
+                    self.next_ordinal,
+                    len(self._rows) // FRAME_ROW.itemsize,
+                    len(payload_rows) // PAYLOAD_ROW.itemsize,
+                ).pack()
+            ]
+        )

@@ -32,26 +32,42 @@ PREAMBLE = struct.Struct("<8sHHIQ16s16sQ")
 HEADER = struct.Struct("<IHHIIQQQIHHQQ")
 TRAILER = struct.Struct("<QQQQQIIQQ")
 
-FRAME_ROW = np.dtype([
-    ("offset", "<u8"), ("stored_bytes", "<u8"), ("raw_bytes", "<u8"), ("first_ordinal", "<u8"),
-    ("first_storage", "<u8"), ("count", "<u4"), ("kind", "<u2"), ("flags", "<u2"),
-])
-PAYLOAD_ROW = np.dtype([
-    ("hash_low", "<u8"), ("hash_high", "<u8"), ("offset", "<u8"), ("stored_bytes", "<u8"), ("raw_bytes", "<u8"),
-    ("id", "<u4"), ("codec", "<u2"), ("reserved", "<u2"),
-])
+FRAME_ROW = np.dtype(
+    [
+        ("offset", "<u8"),
+        ("stored_bytes", "<u8"),
+        ("raw_bytes", "<u8"),
+        ("first_ordinal", "<u8"),
+        ("first_storage", "<u8"),
+        ("count", "<u4"),
+        ("kind", "<u2"),
+        ("flags", "<u2"),
+    ]
+)
+PAYLOAD_ROW = np.dtype(
+    [
+        ("hash_low", "<u8"),
+        ("hash_high", "<u8"),
+        ("offset", "<u8"),
+        ("stored_bytes", "<u8"),
+        ("raw_bytes", "<u8"),
+        ("id", "<u4"),
+        ("codec", "<u2"),
+        ("reserved", "<u2"),
+    ]
+)
 
 # Limits (FORMAT.md, "Limits"). They bound what a reader allocates for a hostile file, and are far from what real
 # captures need.
-MAX_BODY_BYTES = 256 << 20              # raw length of a frame that holds a FlatBuffer
+MAX_BODY_BYTES = 256 << 20  # raw length of a frame that holds a FlatBuffer
 MAX_COMPRESSED_PAYLOAD_BYTES = 256 << 20  # raw length of a payload with codec zstd; larger ones are stored as they are
-MAX_EXPANSION = 64                      # how much longer than stored a frame, or all definitions together, may become
-FREE_FRAME_BYTES = 64 << 20             # … beyond so many bytes for a frame,
-FREE_DEFINITION_BYTES = 16 << 20        # … and for all definitions, of each of which a reader makes objects
-MAX_FRAME_RECORDS = 1 << 20             # records in one frame, of each of which a reader makes some 100 bytes
-MAX_STRING_BYTES = 16 << 20             # one string, so that a few always fit a frame
-MAX_NESTING = 64                        # depth of lists in a record's values
-MAX_LENGTH = 1 << 60                    # any length, offset, ordinal, time or id: so that sums fit 64 signed bits
+MAX_EXPANSION = 64  # how much longer than stored a frame, or all definitions together, may become
+FREE_FRAME_BYTES = 64 << 20  # … beyond so many bytes for a frame,
+FREE_DEFINITION_BYTES = 16 << 20  # … and for all definitions, of each of which a reader makes objects
+MAX_FRAME_RECORDS = 1 << 20  # records in one frame, of each of which a reader makes some 100 bytes
+MAX_STRING_BYTES = 16 << 20  # one string, so that a few always fit a frame
+MAX_NESTING = 64  # depth of lists in a record's values
+MAX_LENGTH = 1 << 60  # any length, offset, ordinal, time or id: so that sums fit 64 signed bits
 
 REQUIRED_KINDS = frozenset({FrameKind.head, FrameKind.tables, FrameKind.records, FrameKind.payload})
 
@@ -71,8 +87,16 @@ def halves(digest: int) -> tuple[int, int]:
 
 def pack_preamble(session_id: str) -> bytes:
     """The 64 bytes that begin a capture of this session."""
-    head = PREAMBLE.pack(PREAMBLE_MAGIC, MAJOR_VERSION, MINOR_VERSION, PREAMBLE_BYTES, PREAMBLE_BYTES,
-                         uuid.UUID(session_id).bytes, bytes(16), 0)[:56]
+    head = PREAMBLE.pack(
+        PREAMBLE_MAGIC,
+        MAJOR_VERSION,
+        MINOR_VERSION,
+        PREAMBLE_BYTES,
+        PREAMBLE_BYTES,
+        uuid.UUID(session_id).bytes,
+        bytes(16),
+        0,
+    )[:56]
     return head + xxh3_64_intdigest(head).to_bytes(8, "little")
 
 
@@ -89,21 +113,29 @@ def parse_preamble(raw: bytes, path: str) -> Preamble:
     if not raw:
         raise InvalidCapture(f"{path}: the file is empty; expected a capture, which begins with {PREAMBLE_BYTES} bytes")
     if raw[:8] != PREAMBLE_MAGIC[: len(raw)]:
-        raise InvalidCapture(f"{path}: not an OpReplay capture: it begins with {raw[:8]!r}, "
-                             f"expected {PREAMBLE_MAGIC!r}")
+        raise InvalidCapture(
+            f"{path}: not an OpReplay capture: it begins with {raw[:8]!r}, expected {PREAMBLE_MAGIC!r}"
+        )
     if len(raw) < PREAMBLE_BYTES:
-        raise InvalidCapture(f"{path}: the file ends after {len(raw)} bytes, inside the preamble of {PREAMBLE_BYTES}; "
-                             "nothing can be recovered from it")
+        raise InvalidCapture(
+            f"{path}: the file ends after {len(raw)} bytes, inside the preamble of {PREAMBLE_BYTES}; "
+            "nothing can be recovered from it"
+        )
     _magic, major, minor, preamble_bytes, head_offset, session, reserved, check = PREAMBLE.unpack(raw)
     if check != xxh3_64_intdigest(raw[:56]):
-        raise InvalidCapture(f"{path}: the preamble is damaged: its check is {check:#018x}, "
-                             f"expected {xxh3_64_intdigest(raw[:56]):#018x}")
+        raise InvalidCapture(
+            f"{path}: the preamble is damaged: its check is {check:#018x}, expected {xxh3_64_intdigest(raw[:56]):#018x}"
+        )
     if major != MAJOR_VERSION:
-        raise UnsupportedVersion(f"{path}: format version {major}.{minor}; this reader knows {MAJOR_VERSION}.x, "
-                                 "so a version of opreplay that knows the file's is needed")
+        raise UnsupportedVersion(
+            f"{path}: format version {major}.{minor}; this reader knows {MAJOR_VERSION}.x, "
+            "so a version of opreplay that knows the file's is needed"
+        )
     if preamble_bytes != PREAMBLE_BYTES or head_offset != PREAMBLE_BYTES or reserved != bytes(16):
-        raise InvalidCapture(f"{path}: the preamble is not one of version {major}: length {preamble_bytes}, first "
-                             f"frame at {head_offset:#x}, reserved bytes {reserved.hex()}; expected 64, 0x40 and zeros")
+        raise InvalidCapture(
+            f"{path}: the preamble is not one of version {major}: length {preamble_bytes}, first "
+            f"frame at {head_offset:#x}, reserved bytes {reserved.hex()}; expected 64, 0x40 and zeros"
+        )
     return Preamble(major, minor, head_offset, str(uuid.UUID(bytes=session)))
 
 
@@ -138,8 +170,20 @@ class FrameHeader:
         return bool(self.flags & FLAG_CONSOLIDATED)
 
     def pack(self) -> bytes:
-        fields = [FRAME_MAGIC, self.kind, self.flags, self.sequence, 0, self.stored_bytes, self.raw_bytes,
-                  self.first_ordinal, self.count, self.minor, self.codec, *halves(self.hash)]
+        fields = [
+            FRAME_MAGIC,
+            self.kind,
+            self.flags,
+            self.sequence,
+            0,
+            self.stored_bytes,
+            self.raw_bytes,
+            self.first_ordinal,
+            self.count,
+            self.minor,
+            self.codec,
+            *halves(self.hash),
+        ]
         raw = HEADER.pack(*fields)
         fields[4] = xxh3_64_intdigest(raw[:12] + raw[16:]) & 0xFFFFFFFF
         return HEADER.pack(*fields)
@@ -150,8 +194,16 @@ _FRAME_ROW = struct.Struct("<QQQQQIHH")
 
 def pack_frame_row(offset: int, header: FrameHeader, first_storage: int) -> bytes:
     """A FrameRow for the index."""
-    return _FRAME_ROW.pack(offset, header.stored_bytes, header.raw_bytes, header.first_ordinal, first_storage,
-                           header.count, header.kind, header.flags)
+    return _FRAME_ROW.pack(
+        offset,
+        header.stored_bytes,
+        header.raw_bytes,
+        header.first_ordinal,
+        first_storage,
+        header.count,
+        header.kind,
+        header.flags,
+    )
 
 
 class BadHeader(InvalidCapture):
@@ -162,8 +214,9 @@ def parse_header(raw: bytes, where: str) -> FrameHeader:
     """Check 64 bytes as a frame header. Raises BadHeader; UnsupportedVersion for what only a newer reader knows."""
     if len(raw) < HEADER_BYTES:
         raise BadHeader(f"{where}: {len(raw)} bytes are left, fewer than a frame header's {HEADER_BYTES}")
-    (magic, kind, flags, sequence, check, stored, raw_bytes, first_ordinal, count, minor, codec, low,
-     high) = HEADER.unpack(raw)
+    (magic, kind, flags, sequence, check, stored, raw_bytes, first_ordinal, count, minor, codec, low, high) = (
+        HEADER.unpack(raw)
+    )
     if magic != FRAME_MAGIC:
         raise BadHeader(f"{where}: no frame begins here: magic {magic:#010x}, expected {FRAME_MAGIC:#010x}")
     expected = xxh3_64_intdigest(raw[:12] + raw[16:]) & 0xFFFFFFFF
@@ -177,8 +230,10 @@ def parse_header(raw: bytes, where: str) -> FrameHeader:
     if known:
         _check_known(header, where)
     elif header.required:
-        raise UnsupportedVersion(f"{where}: required frame of unknown kind {kind}, of format version "
-                                 f"{MAJOR_VERSION}.{minor}; this reader knows {MAJOR_VERSION}.{MINOR_VERSION}")
+        raise UnsupportedVersion(
+            f"{where}: required frame of unknown kind {kind}, of format version "
+            f"{MAJOR_VERSION}.{minor}; this reader knows {MAJOR_VERSION}.{MINOR_VERSION}"
+        )
     return header
 
 
@@ -193,17 +248,22 @@ def _check_known(header: FrameHeader, where: str) -> None:
     if codec not in (Codec.none, Codec.zstd):
         _newer_or_invalid(newer, header.minor, f"{where}: {name} frame with unknown codec {codec}")
     if codec == Codec.none and header.stored_bytes != header.raw_bytes or header.stored_bytes > header.raw_bytes:
-        raise InvalidCapture(f"{where}: {name} frame of codec {codec} declares {header.stored_bytes} stored and "
-                             f"{header.raw_bytes} raw bytes")
+        raise InvalidCapture(
+            f"{where}: {name} frame of codec {codec} declares {header.stored_bytes} stored and "
+            f"{header.raw_bytes} raw bytes"
+        )
     if kind in (FrameKind.payload, FrameKind.index):
         if codec != Codec.none:
             raise InvalidCapture(f"{where}: a {name} frame is never compressed as a whole")
     elif header.raw_bytes > MAX_BODY_BYTES:
-        raise InvalidCapture(f"{where}: {name} frame declares {header.raw_bytes} raw bytes; "
-                             f"the limit is {MAX_BODY_BYTES}")
+        raise InvalidCapture(
+            f"{where}: {name} frame declares {header.raw_bytes} raw bytes; the limit is {MAX_BODY_BYTES}"
+        )
     elif header.raw_bytes > FREE_FRAME_BYTES + MAX_EXPANSION * header.stored_bytes:
-        raise InvalidCapture(f"{where}: {name} frame of {header.stored_bytes} bytes declares {header.raw_bytes} raw "
-                             f"bytes; the limit is {FREE_FRAME_BYTES} and {MAX_EXPANSION} for each stored one")
+        raise InvalidCapture(
+            f"{where}: {name} frame of {header.stored_bytes} bytes declares {header.raw_bytes} raw "
+            f"bytes; the limit is {FREE_FRAME_BYTES} and {MAX_EXPANSION} for each stored one"
+        )
     if kind == FrameKind.records and header.count > MAX_FRAME_RECORDS:
         raise InvalidCapture(f"{where}: a frame of {header.count} records; the limit is {MAX_FRAME_RECORDS}")
     if (header.count != 0) != (kind in (FrameKind.records, FrameKind.payload)):
@@ -212,8 +272,10 @@ def _check_known(header: FrameHeader, where: str) -> None:
 
 def _newer_or_invalid(newer: bool, minor: int, message: str) -> None:
     if newer:
-        raise UnsupportedVersion(f"{message}, written by format version {MAJOR_VERSION}.{minor}; this reader knows "
-                                 f"{MAJOR_VERSION}.{MINOR_VERSION}")
+        raise UnsupportedVersion(
+            f"{message}, written by format version {MAJOR_VERSION}.{minor}; this reader knows "
+            f"{MAJOR_VERSION}.{MINOR_VERSION}"
+        )
     raise InvalidCapture(message)
 
 
@@ -235,8 +297,17 @@ class Trailer:
     payloads: int
 
     def pack(self) -> bytes:
-        head = TRAILER.pack(TRAILER_MAGIC, self.index_offset, self.index_bytes, self.file_bytes, self.records,
-                            self.frames, self.payloads, 0, 0)[:56]
+        head = TRAILER.pack(
+            TRAILER_MAGIC,
+            self.index_offset,
+            self.index_bytes,
+            self.file_bytes,
+            self.records,
+            self.frames,
+            self.payloads,
+            0,
+            0,
+        )[:56]
         return head + xxh3_64_intdigest(head).to_bytes(8, "little")
 
 
@@ -246,13 +317,21 @@ def parse_trailer(raw: bytes, file_bytes: int, where: str) -> Trailer:
     if magic != TRAILER_MAGIC:
         raise InvalidCapture(f"{where}: no trailer ends the file: magic {magic:#018x}, expected {TRAILER_MAGIC:#018x}")
     if check != xxh3_64_intdigest(raw[:56]):
-        raise InvalidCapture(f"{where}: the trailer is damaged: its check is {check:#018x}, "
-                             f"expected {xxh3_64_intdigest(raw[:56]):#018x}")
+        raise InvalidCapture(
+            f"{where}: the trailer is damaged: its check is {check:#018x}, expected {xxh3_64_intdigest(raw[:56]):#018x}"
+        )
     trailer = Trailer(index_offset, index_bytes, length, records, frames, payloads)
     if length != file_bytes:
         raise InvalidCapture(f"{where}: the trailer is of a file of {length} bytes, this one has {file_bytes}")
-    if (reserved or index_offset % ALIGNMENT or records > MAX_LENGTH
-            or index_offset < PREAMBLE_BYTES or index_offset + index_bytes != file_bytes - TRAILER_BYTES):
-        raise InvalidCapture(f"{where}: the trailer points to an index of {index_bytes} bytes at {index_offset:#x}, "
-                             "which is not what lies before it")
+    if (
+        reserved
+        or index_offset % ALIGNMENT
+        or records > MAX_LENGTH
+        or index_offset < PREAMBLE_BYTES
+        or index_offset + index_bytes != file_bytes - TRAILER_BYTES
+    ):
+        raise InvalidCapture(
+            f"{where}: the trailer points to an index of {index_bytes} bytes at {index_offset:#x}, "
+            "which is not what lies before it"
+        )
     return trailer

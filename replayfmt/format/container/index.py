@@ -30,14 +30,19 @@ def read_index(source: Source, trailer: Trailer) -> tuple[np.ndarray, np.ndarray
     where = source.where(offset, header)
     expected = trailer.frames * FRAME_ROW.itemsize + trailer.payloads * PAYLOAD_ROW.itemsize
     if header.kind != FrameKind.index or header.stored_bytes != expected:
-        raise InvalidCapture(f"{where}: expected an index of {expected} bytes, found a {header.name} frame of "
-                             f"{header.stored_bytes}")
+        raise InvalidCapture(
+            f"{where}: expected an index of {expected} bytes, found a {header.name} frame of {header.stored_bytes}"
+        )
     if source.frame_end(offset, header) != offset + trailer.index_bytes:
-        raise InvalidCapture(f"{where}: the index ends at {source.frame_end(offset, header):#x}, "
-                             f"the trailer says {offset + trailer.index_bytes:#x}")
+        raise InvalidCapture(
+            f"{where}: the index ends at {source.frame_end(offset, header):#x}, "
+            f"the trailer says {offset + trailer.index_bytes:#x}"
+        )
     if header.sequence != trailer.frames or header.first_ordinal != trailer.records:
-        raise InvalidCapture(f"{where}: the index is frame {header.sequence} after {header.first_ordinal} records, the "
-                             f"trailer says {trailer.frames} and {trailer.records}")
+        raise InvalidCapture(
+            f"{where}: the index is frame {header.sequence} after {header.first_ordinal} records, the "
+            f"trailer says {trailer.frames} and {trailer.records}"
+        )
     body = source.body(offset, header)
     frames = np.frombuffer(body, FRAME_ROW, trailer.frames)
     payloads = np.frombuffer(body, PAYLOAD_ROW, trailer.payloads, trailer.frames * FRAME_ROW.itemsize)
@@ -108,8 +113,9 @@ def check_payload_rows(payloads: np.ndarray, frames: np.ndarray, where: str, fir
     if (stored > raw).any():
         raise fail("a compressed payload is longer than its content")
     if (~plain).any() and int(raw[~plain].max()) > MAX_COMPRESSED_PAYLOAD_BYTES:
-        raise fail(f"a compressed payload of {int(raw[~plain].max())} bytes; "
-                   f"the limit is {MAX_COMPRESSED_PAYLOAD_BYTES}")
+        raise fail(
+            f"a compressed payload of {int(raw[~plain].max())} bytes; the limit is {MAX_COMPRESSED_PAYLOAD_BYTES}"
+        )
     # Where each payload must begin: after its frame's header and rows, or where the payload before it ends.
     counts = holders["count"].astype(np.int64)
     starts = holders["offset"].astype(np.int64) + HEADER_BYTES + _aligned(counts * PAYLOAD_ROW.itemsize)

@@ -10,8 +10,14 @@ from dataclasses import dataclass
 import numpy as np
 
 SCALARS: dict[str, np.dtype] = {
-    "bool": np.dtype("u1"), "ubyte": np.dtype("u1"), "ushort": np.dtype("<u2"), "int": np.dtype("<i4"),
-    "uint": np.dtype("<u4"), "long": np.dtype("<i8"), "ulong": np.dtype("<u8"), "double": np.dtype("<f8"),
+    "bool": np.dtype("u1"),
+    "ubyte": np.dtype("u1"),
+    "ushort": np.dtype("<u2"),
+    "int": np.dtype("<i4"),
+    "uint": np.dtype("<u4"),
+    "long": np.dtype("<i8"),
+    "ulong": np.dtype("<u8"),
+    "double": np.dtype("<f8"),
 }
 
 
@@ -42,14 +48,19 @@ def _layout(name: str, text: str) -> TableLayout:
 
 KEY_VALUE = _layout("KeyValue", "key:string! value:string!")
 
-HEAD = _layout("Head", """
+HEAD = _layout(
+    "Head",
+    """
     session_id:string! producer:string! producer_version:string! created_unix_ns:ulong
     torch_version:string python_version:string platform:string host:string cpu:string cpu_capability:string
     argv:[string] working_directory:string rank:int world_size:int=1
     libraries:[KeyValue] settings:[KeyValue] policies:[KeyValue]
-""")
+""",
+)
 
-TABLES = _layout("Tables", """
+TABLES = _layout(
+    "Tables",
+    """
     first_string:uint strings:[string]
     first_device:uint device_kind:[uint] device_index:[int] device_name:[uint] device_fingerprint:[uint]
     first_kernel:uint kernel_kind:[ubyte] kernel_name:[uint] kernel_overload:[uint] kernel_schema:[uint]
@@ -66,9 +77,12 @@ TABLES = _layout("Tables", """
     first_recipe:uint recipe_dtype:[ubyte] recipe_elements:[ulong] recipe_seed:[ulong] recipe_statistics:[ubyte]
     recipe_mean:[double] recipe_std:[double] recipe_min:[double] recipe_max:[double] recipe_zeros:[ulong]
     recipe_nans:[ulong] recipe_positive_infinities:[ulong] recipe_negative_infinities:[ulong]
-""")
+""",
+)
 
-RECORDS = _layout("Records", """
+RECORDS = _layout(
+    "Records",
+    """
     signature:[uint] scope:[uint] thread:[ushort]
     start_base_ns:ulong start_delta_ns:[uint] gap_position:[uint] gap_ns:[ulong]
     duration_ns:[uint] device_duration_ns:[ulong]
@@ -76,11 +90,15 @@ RECORDS = _layout("Records", """
     tensor_id:[ulong] tensor_storage:[ulong] tensor_offset:[long] tensor_meta:[uint]
     first_storage:ulong storage_bytes:[ulong] storage_device:[uint] storage_origin:[ubyte] storage_payload:[uint]
     annotation:[uint] untimed:[uint]
-""")
+""",
+)
 
-SUMMARY = _layout("Summary", """
+SUMMARY = _layout(
+    "Summary",
+    """
     ended_ns:ulong recovered:bool record_counts:[ulong] kernel_calls:[ulong]
     storages:ulong storage_payload_bytes:ulong absent_storages:ulong
     unsupported_reason:[string] unsupported_count:[ulong]
     storage_origins:[ulong] storage_origin_bytes:[ulong] annotated_records:ulong
-""")
+""",
+)

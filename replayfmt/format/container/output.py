@@ -102,8 +102,11 @@ class Output:
         CaptureFailed where it cannot be created."""
         self.path = os.fspath(path)
         self.partial = self.path + (f".{doing}.partial" if doing else ".partial")
-        self._advice = (f"{doing} ends here, and no file is left; what it reads is unchanged" if doing else
-                        f"the capture ends here, and opreplay-check {self.partial} --recover OUT keeps what is there")
+        self._advice = (
+            f"{doing} ends here, and no file is left; what it reads is unchanged"
+            if doing
+            else f"the capture ends here, and opreplay-check {self.partial} --recover OUT keeps what is there"
+        )
         self.position = 0
         self._force = force
         self._failure: CaptureFailed | None = None
@@ -122,9 +125,11 @@ class Output:
             self._fd = os.open(self.partial, flags, 0o666)
             self._identity = identity(self._fd)
         except FileExistsError:
-            raise OutputExists(f"{self.partial}: exists already, from a capture that is still being written or was "
-                               f"never closed; recover it with opreplay-check {self.partial} --recover OUT, remove it, "
-                               "or use --force (force=True)") from None
+            raise OutputExists(
+                f"{self.partial}: exists already, from a capture that is still being written or was "
+                f"never closed; recover it with opreplay-check {self.partial} --recover OUT, remove it, "
+                "or use --force (force=True)"
+            ) from None
         except (OSError, ValueError) as error:
             reason = error.strerror if isinstance(error, OSError) else str(error)
             raise CaptureFailed(f"{self.partial}: cannot be written: {reason}") from None
@@ -141,7 +146,7 @@ class Output:
         try:
             first = 0
             while first < len(views):
-                done = os.writev(self._fd, views[first:first + _VECTORS])
+                done = os.writev(self._fd, views[first : first + _VECTORS])
                 self.position += done
                 # A write may return short: at 2 GiB, when a signal comes, or when the disk fills up.
                 while first < len(views) and done >= len(views[first]):
@@ -160,8 +165,11 @@ class Output:
             raise CaptureFailed(f"{self.path}: the capture was closed already")
 
     def _failed(self, doing: str, error: OSError) -> CaptureFailed:
-        hint = {errno.ENOSPC: "; the disk is full", errno.EDQUOT: "; the disk quota is used up",
-                errno.EFBIG: "; the file is as long as the system lets it be"}.get(error.errno or 0, "")
+        hint = {
+            errno.ENOSPC: "; the disk is full",
+            errno.EDQUOT: "; the disk quota is used up",
+            errno.EFBIG: "; the file is as long as the system lets it be",
+        }.get(error.errno or 0, "")
         return self.fail(f"could not be {doing} at {self.position:#x}: {error.strerror}{hint}")
 
     def fail(self, reason: str) -> CaptureFailed:
@@ -190,7 +198,8 @@ class Output:
         if identity(self.partial) != self._identity:
             self._failure = CaptureFailed(
                 f"{self.partial}: was removed or replaced while it was being written, by another capture to the same "
-                "path or by hand, and this capture is lost with it; let each write to a path of its own")
+                "path or by hand, and this capture is lost with it; let each write to a path of its own"
+            )
             raise CaptureFailed(*self._failure.args)
         if os.path.lexists(self.path) and not self._force:
             raise self._complete_but("that name was taken meanwhile")
@@ -202,7 +211,8 @@ class Output:
 
     def _complete_but(self, reason: str) -> CaptureFailed:
         self._failure = CaptureFailed(
-            f"{self.partial}: is complete, but could not be renamed to {self.path}: {reason}; rename it yourself")
+            f"{self.partial}: is complete, but could not be renamed to {self.path}: {reason}; rename it yourself"
+        )
         return CaptureFailed(*self._failure.args)
 
     def discard(self) -> None:

@@ -58,8 +58,14 @@ class PayloadInput(Sequence[PayloadInfo]):
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
         row = self._rows[index]
-        return PayloadInfo(int(row["id"]), int(row["raw_bytes"]), int(row["stored_bytes"]), int(row["offset"]),
-                           Codec(int(row["codec"])), f"{int(row['hash_high']):016x}{int(row['hash_low']):016x}")
+        return PayloadInfo(
+            int(row["id"]),
+            int(row["raw_bytes"]),
+            int(row["stored_bytes"]),
+            int(row["offset"]),
+            Codec(int(row["codec"])),
+            f"{int(row['hash_high']):016x}{int(row['hash_low']):016x}",
+        )
 
     def __iter__(self) -> Iterator[PayloadInfo]:
         return (self[i] for i in range(len(self)))
@@ -80,8 +86,9 @@ class PayloadInput(Sequence[PayloadInfo]):
 
     def _verify(self, info: PayloadInfo, digest: int) -> None:
         if f"{digest:032x}" != info.digest:
-            raise InvalidCapture(f"{self._where(info)}: the content is damaged: XXH3-128 {digest:032x}, "
-                                 f"expected {info.digest}")
+            raise InvalidCapture(
+                f"{self._where(info)}: the content is damaged: XXH3-128 {digest:032x}, expected {info.digest}"
+            )
 
     def content(self, number: int) -> bytes | memoryview:
         """The verified content."""
@@ -103,7 +110,7 @@ class PayloadInput(Sequence[PayloadInfo]):
             raise InvalidCapture(f"{self._where(info)}: the file was truncated after it was opened")
         if self._map is None:
             self._map = mmap.mmap(self._source.fd, self._source.length, access=mmap.ACCESS_READ)
-        return memoryview(self._map)[info.offset:info.offset + info.stored_bytes]
+        return memoryview(self._map)[info.offset : info.offset + info.stored_bytes]
 
     def read_into(self, number: int, buffer: bytearray | memoryview) -> None:
         """Fill a writable buffer of exactly raw_bytes."""

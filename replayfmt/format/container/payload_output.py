@@ -18,12 +18,12 @@ from ..codes import Codec
 from .frame_output import Buffer, FrameOutput
 from .frames import ALIGNMENT, HEADER_BYTES, PAYLOAD_ROW, align, body_hash, halves
 
-SMALL_BYTES = 64 << 10        # below it a payload is copied and waits for others
-BATCH_BYTES = 1 << 20         # that many waiting bytes are written
+SMALL_BYTES = 64 << 10  # below it a payload is copied and waits for others
+BATCH_BYTES = 1 << 20  # that many waiting bytes are written
 BATCH_ROWS = 4096
-COMPRESS_BELOW = 0.7          # of the sample's length
+COMPRESS_BELOW = 0.7  # of the sample's length
 COMPRESS_FROM_BYTES = 512
-COMPRESS_UP_TO_BYTES = 64 << 20   # larger payloads stay mappable, and need no second buffer of their size
+COMPRESS_UP_TO_BYTES = 64 << 20  # larger payloads stay mappable, and need no second buffer of their size
 _SAMPLE_BYTES = 64 << 10
 _SAMPLE_PIECES = 4
 
@@ -94,7 +94,7 @@ class PayloadOutput:
             if len(view) > _SAMPLE_BYTES:
                 piece, last = _SAMPLE_BYTES // _SAMPLE_PIECES, _SAMPLE_PIECES - 1
                 starts = [(len(view) - piece) * i // last for i in range(_SAMPLE_PIECES)]
-                sample = b"".join(view[start:start + piece] for start in starts)
+                sample = b"".join(view[start : start + piece] for start in starts)
             if len(self._compressor.compress(sample)) < COMPRESS_BELOW * len(sample):
                 data = self._compressor.compress(view)
                 if len(data) < len(view):
@@ -117,7 +117,12 @@ class PayloadOutput:
             offset += align(stored)
         packed = rows.tobytes()
         parts: list[Buffer] = [
-            packed, bytes(-rows_bytes % ALIGNMENT), self._waiting_data, large, bytes(-len(large) % ALIGNMENT)]
+            packed,
+            bytes(-rows_bytes % ALIGNMENT),
+            self._waiting_data,
+            large,
+            bytes(-len(large) % ALIGNMENT),
+        ]
         self._frames.write_payloads(body_bytes, len(self._waiting), parts, body_hash(packed))
         self._rows += packed
         self._waiting = []

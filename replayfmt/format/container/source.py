@@ -81,14 +81,18 @@ class Source:
             except OSError as error:
                 raise self._unreadable(offset + done, error) from None
             if not count:
-                raise InvalidCapture(f"{self.path}: the file was truncated while it was read: {what} of {len(view)} "
-                                     f"bytes at {offset:#x} has only {done}")
+                raise InvalidCapture(
+                    f"{self.path}: the file was truncated while it was read: {what} of {len(view)} "
+                    f"bytes at {offset:#x} has only {done}"
+                )
             done += count
 
     def _check_bounds(self, offset: int, length: int, what: str) -> None:
         if offset + length > self.length:
-            raise InvalidCapture(f"{self.path}: {what} of {length} bytes at {offset:#x} runs past the end of the file "
-                                 f"({max(0, self.length - offset)} left)")
+            raise InvalidCapture(
+                f"{self.path}: {what} of {length} bytes at {offset:#x} runs past the end of the file "
+                f"({max(0, self.length - offset)} left)"
+            )
 
     def _unreadable(self, offset: int, error: OSError) -> CaptureNotFound:
         return CaptureNotFound(f"{self.path}: cannot be read at {offset:#x}: {error.strerror}")
@@ -115,14 +119,16 @@ class Source:
         if header.kind == FrameKind.payload:
             hashed = header.count * PAYLOAD_ROW.itemsize
             if hashed > header.stored_bytes:
-                raise InvalidCapture(f"{where}: {header.count} payload rows do not fit a body of "
-                                     f"{header.stored_bytes} bytes")
+                raise InvalidCapture(
+                    f"{where}: {header.count} payload rows do not fit a body of {header.stored_bytes} bytes"
+                )
             self._check_bounds(begin, align(header.stored_bytes), f"frame {header.sequence} (payload): body")
         data = self.read(begin, align(hashed), f"frame {header.sequence} ({header.name}): body")
         body, padding = memoryview(data)[:hashed], data[hashed:]
         if body_hash(body) != header.hash:
-            raise DamagedBody(f"{where}: the body is damaged: XXH3-128 {body_hash(body):032x}, "
-                              f"expected {header.hash:032x}")
+            raise DamagedBody(
+                f"{where}: the body is damaged: XXH3-128 {body_hash(body):032x}, expected {header.hash:032x}"
+            )
         if any(padding):
             raise DamagedBody(f"{where}: the padding after the body is not zero")
         if header.codec == Codec.zstd:
@@ -154,7 +160,9 @@ def decompress(stored: bytes | memoryview, raw_bytes: int, where: str) -> bytes:
 def _why_not(path: str, error: OSError) -> str:
     partial = f"{path}.partial"
     if error.errno == errno.ENOENT and os.path.isfile(partial):
-        return (f"{path}: no such file, but {partial} is there: that capture is still being written or was never "
-                f"closed; opreplay-check {partial} explains it, and opreplay-check {partial} --recover {path} makes a "
-                "valid capture of it")
+        return (
+            f"{path}: no such file, but {partial} is there: that capture is still being written or was never "
+            f"closed; opreplay-check {partial} explains it, and opreplay-check {partial} --recover {path} makes a "
+            "valid capture of it"
+        )
     return f"{path}: {(error.strerror or 'cannot be opened').lower()}; expected a capture file"

@@ -14,8 +14,10 @@ from types import FrameType
 from typing import Any
 
 _SIGNALS = tuple(
-    getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGALRM", "SIGUSR1", "SIGUSR2", "SIGCHLD")
-    if hasattr(signal, name))
+    getattr(signal, name)
+    for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGALRM", "SIGUSR1", "SIGUSR2", "SIGCHLD")
+    if hasattr(signal, name)
+)
 
 
 class Uninterrupted:

@@ -95,8 +95,10 @@ class _FrameWalk:
                 header = source.header(offset)
                 end = source.frame_end(offset, header)
                 if end > source.length:
-                    return (f"frame {header.sequence} ({header.name}) at {offset:#x} needs {end - offset} bytes, "
-                            f"{source.length - offset} are left")
+                    return (
+                        f"frame {header.sequence} ({header.name}) at {offset:#x} needs {end - offset} bytes, "
+                        f"{source.length - offset} are left"
+                    )
                 self._check_order(header, offset)
                 if header.kind == FrameKind.index:
                     return self._after_index(end)
@@ -140,6 +142,6 @@ class _FrameWalk:
             self._records += header.count
         elif header.kind == FrameKind.payload:
             before = len(self._payloads) // PAYLOAD_ROW.itemsize
-            frame = np.frombuffer(self._frames[-FRAME_ROW.itemsize:], FRAME_ROW)
+            frame = np.frombuffer(self._frames[-FRAME_ROW.itemsize :], FRAME_ROW)
             check_payload_rows(np.frombuffer(body, PAYLOAD_ROW), frame, where, before + 1)
             self._payloads += body

@@ -46,18 +46,30 @@ _IS_SETTING = members(SETTING_KINDS, ValueKind)
 _IS_NUMBER = members({ValueKind.int, ValueKind.float, ValueKind.complex}, ValueKind)
 _FLAGS, _VALIDATIONS = int(sum(TensorFlag)), int(sum(FileValidation))
 # The highest codes; asking an enumeration for them each time takes longer than checking a small capture's columns.
-_LAST = {enumeration: int(max(enumeration))
-         for enumeration in (DType, KernelKind, Layout, OpStatus, RecordKind, ValueKind)}
-_ALLOWED = {fixed: np.array([members(allowed, ValueKind) for _name, allowed in fixed])
-            for fixed in (*ARGUMENTS.values(), DIGEST_ARGUMENTS) if fixed}
+_LAST = {
+    enumeration: int(max(enumeration)) for enumeration in (DType, KernelKind, Layout, OpStatus, RecordKind, ValueKind)
+}
+_ALLOWED = {
+    fixed: np.array([members(allowed, ValueKind) for _name, allowed in fixed])
+    for fixed in (*ARGUMENTS.values(), DIGEST_ARGUMENTS)
+    if fixed
+}
 
 
 class TablesCheck:
     """One Tables body, checked. `strings` maps its strings to their ids, `columns` has its other columns, `counts` says
     how many ids each family has with it."""
 
-    def __init__(self, body: bytes, minor: int, where: str, counts: dict[str, int], string_ids: dict[str, int],
-                 file_bytes: np.ndarray, payload_bytes: np.ndarray) -> None:
+    def __init__(
+        self,
+        body: bytes,
+        minor: int,
+        where: str,
+        counts: dict[str, int],
+        string_ids: dict[str, int],
+        file_bytes: np.ndarray,
+        payload_bytes: np.ndarray,
+    ) -> None:
         """Check all of a body, given what comes before it: how many ids each family has, the strings, the lengths of
         external files and of payloads. Raises InvalidCapture, or UnsupportedVersion for codes of a newer minor version.
         """
@@ -73,9 +85,16 @@ class TablesCheck:
         self.strings: dict[str, int] = {}
         self._check_strings()
         for family, check in (
-                ("device", self._check_device), ("kernel", self._check_kernel), ("generator", self._check_generator),
-                ("scope", self._check_scope), ("meta", self._check_meta), ("signature", self._check_signature),
-                ("file", self._check_file), ("range", self._check_range), ("recipe", self._check_recipe)):
+            ("device", self._check_device),
+            ("kernel", self._check_kernel),
+            ("generator", self._check_generator),
+            ("scope", self._check_scope),
+            ("meta", self._check_meta),
+            ("signature", self._check_signature),
+            ("file", self._check_file),
+            ("range", self._check_range),
+            ("recipe", self._check_recipe),
+        ):
             self._read_family(family)
             check()
 
@@ -83,8 +102,10 @@ class TablesCheck:
         return InvalidCapture(f"{self._where}: {what}")
 
     def _too_new(self, what: str) -> UnsupportedVersion:
-        return UnsupportedVersion(f"{self._where}: {what}, from format version {MAJOR_VERSION}.{self._minor}; "
-                                  f"this reader knows {MAJOR_VERSION}.{MINOR_VERSION}")
+        return UnsupportedVersion(
+            f"{self._where}: {what}, from format version {MAJOR_VERSION}.{self._minor}; "
+            f"this reader knows {MAJOR_VERSION}.{MINOR_VERSION}"
+        )
 
     def _first(self, family: str, rows: int) -> None:
         first = self._table.scalar(f"first_{family}")
@@ -140,8 +161,16 @@ class TablesCheck:
         operators = self.columns["kernel_kind"] == KernelKind.operator
         names, overloads = (self.columns[name][operators].tolist() for name in ("kernel_name", "kernel_overload"))
         wanted = {*names, *overloads}
-        texts = {number: text for known in (self._string_ids, self.strings) for text, number in known.items()
-                 if number in wanted} if wanted else {}
+        texts = (
+            {
+                number: text
+                for known in (self._string_ids, self.strings)
+                for text, number in known.items()
+                if number in wanted
+            }
+            if wanted
+            else {}
+        )
         for name, overload in zip(names, overloads, strict=True):
             self._refuse(name_problem(texts[name], texts[overload]))
 
@@ -222,8 +251,10 @@ class TablesCheck:
         if wrong.any():
             at = int(np.argmax(wrong))
             kind = ValueKind(int(kinds[at]))
-            message = (f"node {at} is a {kind.name} with the constant {int(constants[at])}, "
-                       f"allowed {int(lowest[kind])}..{int(highest[kind])}")
+            message = (
+                f"node {at} is a {kind.name} with the constant {int(constants[at])}, "
+                f"allowed {int(lowest[kind])}..{int(highest[kind])}"
+            )
             if kind in CODE_CONSTANTS and self._minor > MINOR_VERSION:
                 raise self._too_new(message)
             raise self._fail(message)
@@ -243,8 +274,9 @@ class TablesCheck:
             self._check_shape(sizes, roots, children, begins, ends)
         self._check_arguments(begins, children)
 
-    def _check_shape(self, sizes: np.ndarray, roots: np.ndarray, children: np.ndarray, begins: np.ndarray,
-                     ends: np.ndarray) -> None:
+    def _check_shape(
+        self, sizes: np.ndarray, roots: np.ndarray, children: np.ndarray, begins: np.ndarray, ends: np.ndarray
+    ) -> None:
         owner = np.repeat(np.arange(len(sizes)), sizes)
         running = np.cumsum(children - 1)
         before = np.concatenate(([0], running))[begins]
@@ -261,7 +293,7 @@ class TablesCheck:
         containers = np.bincount(owner[children > 0], minlength=len(begins))
         for signature in np.flatnonzero(containers >= MAX_NESTING).tolist():
             open_levels: list[int] = []
-            for below in children[begins[signature]:ends[signature]].tolist():
+            for below in children[begins[signature] : ends[signature]].tolist():
                 while open_levels and not open_levels[-1]:
                     open_levels.pop()
                 if open_levels:
@@ -292,8 +324,9 @@ class TablesCheck:
                 self._check_samples(kind, begins[digested] + lead + len(DIGEST_ARGUMENTS) - 1, children)
         self._check_settings(begins)
 
-    def _check_fixed(self, kind: RecordKind, begins: np.ndarray,
-                     fixed: tuple[tuple[str, frozenset[ValueKind]], ...]) -> None:
+    def _check_fixed(
+        self, kind: RecordKind, begins: np.ndarray, fixed: tuple[tuple[str, frozenset[ValueKind]], ...]
+    ) -> None:
         """The nodes from `begins` on are `fixed`. All of them but the last are leaves, so they follow one another."""
         if not fixed:
             return
@@ -307,8 +340,10 @@ class TablesCheck:
         if not good.all():
             place = int(np.argmin(good.all(axis=0)))
             name, allowed = fixed[place]
-            raise self._fail(f"a {kind.name} signature whose argument {place} is not `{name}`, "
-                             f"one of {sorted(value.name for value in allowed)}")
+            raise self._fail(
+                f"a {kind.name} signature whose argument {place} is not `{name}`, "
+                f"one of {sorted(value.name for value in allowed)}"
+            )
 
     def _string_id(self, text: str) -> int:
         return self._string_ids.get(text) or self.strings.get(text, 0)

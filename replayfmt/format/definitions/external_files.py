@@ -53,13 +53,23 @@ def file_row(file: ExternalFile, string: Callable[[str], int]) -> tuple[int, ...
         validation |= FileValidation.digest
         digest = int(file.digest, 16)
     device, inode, mtime_ns = (identity.device, identity.inode, identity.mtime_ns) if identity else (0, 0, 0)
-    return (string(file.path), file.bytes, int(validation), _whole(device, 0, _HALF, "a file's device"),
-            _whole(inode, 0, _HALF, "a file's inode"), _whole(mtime_ns, -(1 << 63), (1 << 63) - 1, "a file's mtime_ns"),
-            digest & _HALF, digest >> 64, file.payload, string(file.format) if file.format else 0)
+    return (
+        string(file.path),
+        file.bytes,
+        int(validation),
+        _whole(device, 0, _HALF, "a file's device"),
+        _whole(inode, 0, _HALF, "a file's inode"),
+        _whole(mtime_ns, -(1 << 63), (1 << 63) - 1, "a file's mtime_ns"),
+        digest & _HALF,
+        digest >> 64,
+        file.payload,
+        string(file.format) if file.format else 0,
+    )
 
 
 def file_at(column: Callable[[str], np.ndarray], text: Callable[[int], str], row: int) -> ExternalFile:
     """The file of a row; `text` is the string of an id, "" for 0."""
+
     def number(name: str) -> int:
         return int(column(name)[row])
 
@@ -69,22 +79,30 @@ def file_at(column: Callable[[str], np.ndarray], text: Callable[[int], str], row
         identity = FileIdentity(number("file_device"), number("file_inode"), number("file_mtime_ns"))
     if validation & FileValidation.digest:
         digest = f"{number('file_digest_high'):016x}{number('file_digest_low'):016x}"
-    return ExternalFile(text(number("file_path")), number("file_bytes"), identity, digest, number("file_payload"),
-                        text(number("file_format")))
+    return ExternalFile(
+        text(number("file_path")),
+        number("file_bytes"),
+        identity,
+        digest,
+        number("file_payload"),
+        text(number("file_format")),
+    )
 
 
 def range_row(given: FileRange, file_bytes: int) -> tuple[int, ...]:
     """A range's row. Raises ValueError where it does not lie in its file, of `file_bytes`."""
     if given.offset < 0 or given.bytes < 0 or given.offset + given.bytes > file_bytes:
-        raise ValueError(f"a range of {given.bytes} bytes at {given.offset} of file {given.file}, "
-                         f"which has {file_bytes}")
+        raise ValueError(
+            f"a range of {given.bytes} bytes at {given.offset} of file {given.file}, which has {file_bytes}"
+        )
     return given.file, given.offset, given.bytes, given.payload
 
 
 def range_at(column: Callable[[str], np.ndarray], row: int) -> FileRange:
     """The range of a row."""
-    return FileRange(*(int(column(name)[row]) for name in ("range_file", "range_offset", "range_bytes",
-                                                           "range_payload")))
+    return FileRange(
+        *(int(column(name)[row]) for name in ("range_file", "range_offset", "range_bytes", "range_payload"))
+    )
 
 
 def recipe_row(recipe: Recipe) -> tuple[int | float, ...]:
@@ -107,8 +125,12 @@ def recipe_at(column: Callable[[str], np.ndarray], row: int) -> Recipe:
     if column("recipe_statistics")[row]:
         mean, std, lowest, highest = (float(column(f"recipe_{name}")[row]) for name in _MOMENTS)
         statistics = Statistics(mean, std, lowest, highest, *(int(column(f"recipe_{name}")[row]) for name in _COUNTS))
-    return Recipe(DType(int(column("recipe_dtype")[row])), int(column("recipe_elements")[row]),
-                  int(column("recipe_seed")[row]), statistics)
+    return Recipe(
+        DType(int(column("recipe_dtype")[row])),
+        int(column("recipe_elements")[row]),
+        int(column("recipe_seed")[row]),
+        statistics,
+    )
 
 
 # ---------------------------------------------------------------------------------------------- rules for whole columns
@@ -135,13 +157,18 @@ def _other_length(payloads: np.ndarray, lengths: np.ndarray, payload_bytes: np.n
 
 def files_problem(columns: Columns, strings: int, payload_bytes: np.ndarray) -> str:
     """`payload_bytes` are the raw lengths of the payloads that come before, in order."""
-    problem = (_beyond(columns, "file_path", 1, strings) or _beyond(columns, "file_format", 0, strings)
-               or _beyond(columns, "file_bytes", 0, MAX_LENGTH)
-               or _beyond(columns, "file_payload", 0, len(payload_bytes)))
+    problem = (
+        _beyond(columns, "file_path", 1, strings)
+        or _beyond(columns, "file_format", 0, strings)
+        or _beyond(columns, "file_bytes", 0, MAX_LENGTH)
+        or _beyond(columns, "file_payload", 0, len(payload_bytes))
+    )
     if problem:
         return problem
-    for flag, names in ((FileValidation.identity, ("file_device", "file_inode", "file_mtime_ns")),
-                        (FileValidation.digest, ("file_digest_low", "file_digest_high"))):
+    for flag, names in (
+        (FileValidation.identity, ("file_device", "file_inode", "file_mtime_ns")),
+        (FileValidation.digest, ("file_digest_low", "file_digest_high")),
+    ):
         unknown = (columns["file_validation"] & flag) == 0
         for name in names:
             if columns[name][unknown].any():
@@ -151,9 +178,12 @@ def files_problem(columns: Columns, strings: int, payload_bytes: np.ndarray) -> 
 
 def ranges_problem(columns: Columns, file_bytes: np.ndarray, payload_bytes: np.ndarray) -> str:
     """`file_bytes` are the lengths of every file so far, in order."""
-    problem = (_beyond(columns, "range_file", 1, len(file_bytes)) or _beyond(columns, "range_offset", 0, MAX_LENGTH)
-               or _beyond(columns, "range_bytes", 0, MAX_LENGTH)
-               or _beyond(columns, "range_payload", 0, len(payload_bytes)))
+    problem = (
+        _beyond(columns, "range_file", 1, len(file_bytes))
+        or _beyond(columns, "range_offset", 0, MAX_LENGTH)
+        or _beyond(columns, "range_bytes", 0, MAX_LENGTH)
+        or _beyond(columns, "range_payload", 0, len(payload_bytes))
+    )
     if problem:
         return problem
     ends = columns["range_offset"].astype(np.int64) + columns["range_bytes"].astype(np.int64)

@@ -25,8 +25,15 @@ from .signature_rules import flatten
 from .tables_output import FAMILIES, RAGGED, encode_tables
 
 # How the columns are kept: type codes of array.array, by the schema's types.
-_TYPE_CODES = {"[ubyte]": "B", "[ushort]": "H", "[uint]": "I", "[int]": "i", "[long]": "q", "[ulong]": "Q",
-               "[double]": "d"}
+_TYPE_CODES = {
+    "[ubyte]": "B",
+    "[ushort]": "H",
+    "[uint]": "I",
+    "[int]": "i",
+    "[long]": "q",
+    "[ulong]": "Q",
+    "[double]": "d",
+}
 _MAX_ID = 0xFFFFFFFF
 _FLAGS = int(sum(TensorFlag))
 
@@ -122,8 +129,13 @@ class InternedDefinitions:
         return known
 
     def device(self, device: Device) -> int:
-        return self._interned("device", self.string(device.kind), device.index, self.string(device.name),
-                              self.string(device.fingerprint) if device.fingerprint else 0)
+        return self._interned(
+            "device",
+            self.string(device.kind),
+            device.index,
+            self.string(device.name),
+            self.string(device.fingerprint) if device.fingerprint else 0,
+        )
 
     def kernel(self, kernel: Kernel) -> int:
         known = self._kernels.get(kernel)
@@ -186,18 +198,34 @@ class InternedDefinitions:
             if row.kind == ValueKind.device:
                 self._known("device", int(row.constant))
             children.append(row.children)
-        head = (int(signature.kind), int(signature.status), signature.kernel, len(signature.args),
-                len(signature.results), len(rows))
-        key = xxh3_128_digest(b"signature" + array("q", head).tobytes() + kinds.tobytes() + names.tobytes()
-                              + constants.tobytes() + children.tobytes())
+        head = (
+            int(signature.kind),
+            int(signature.status),
+            signature.kernel,
+            len(signature.args),
+            len(signature.results),
+            len(rows),
+        )
+        key = xxh3_128_digest(
+            b"signature"
+            + array("q", head).tobytes()
+            + kinds.tobytes()
+            + names.tobytes()
+            + constants.tobytes()
+            + children.tobytes()
+        )
         known = self._ids.get(key)
         if known is None:
             if signature.kernel:
                 self._known("kernel", signature.kernel)
             with self._whole():
                 known = self._ids[key] = self._add("signature", *head)
-                for name, column in (("node_kind", kinds), ("node_name", names), ("node_constant", constants),
-                                     ("node_children", children)):
+                for name, column in (
+                    ("node_kind", kinds),
+                    ("node_name", names),
+                    ("node_constant", constants),
+                    ("node_children", children),
+                ):
                     self._columns[name].extend(column)
                 self._note_slots(signature, known, kinds)
         return known
@@ -233,13 +261,16 @@ class InternedDefinitions:
     def pending(self) -> bool:
         """Whether anything was defined that no Tables frame has yet."""
         return bool(self._new_strings) or any(
-            len(self._columns[names[0]]) != self._written[names[0]] for names in FAMILIES.values())
+            len(self._columns[names[0]]) != self._written[names[0]] for names in FAMILIES.values()
+        )
 
     def encode(self) -> memoryview:
         """A Tables body of what came since the last call."""
-        columns = {name: self.column(name)[self._written[name]:] for name in self._columns}
-        firsts = {"string": self._written_strings + 1,
-                  **{family: self._written[names[0]] + 1 for family, names in FAMILIES.items()}}
+        columns = {name: self.column(name)[self._written[name] :] for name in self._columns}
+        firsts = {
+            "string": self._written_strings + 1,
+            **{family: self._written[names[0]] + 1 for family, names in FAMILIES.items()},
+        }
         body = encode_tables(self._new_strings, columns, firsts)
         self._written = {name: len(column) for name, column in self._columns.items()}
         self._written_strings = len(self._strings)

@@ -73,8 +73,9 @@ class Definitions:
         """Add a Tables body, which continues the ids so far. `payload_bytes` are the raw lengths of the payloads it may
         refer to, in order of their ids. Raises InvalidCapture, or UnsupportedVersion for codes that only a newer minor
         version has."""
-        checked = TablesCheck(body, minor, where, self.counts, self._string_ids, self.column("file_bytes"),
-                              payload_bytes)
+        checked = TablesCheck(
+            body, minor, where, self.counts, self._string_ids, self.column("file_bytes"), payload_bytes
+        )
         self._string_ids.update(checked.strings)
         for name, column in checked.columns.items():
             if len(column):
@@ -102,7 +103,8 @@ class Definitions:
         """Whether both define the same."""
         return self.strings == other.strings and all(  # as bytes, because NaN is not equal to itself
             np.array_equal(self.column(name).view(np.uint8), other.column(name).view(np.uint8))
-            for name in _COLUMN_NAMES)
+            for name in _COLUMN_NAMES
+        )
 
 
 class Frozen:
@@ -157,17 +159,25 @@ class Frozen:
         return self.strings[int(self.column(column)[number - 1])] or ""
 
     def _device(self, number: int) -> Device:
-        return Device(self._text("device_kind", number), int(self.column("device_index")[number - 1]),
-                      self._text("device_name", number), self._text("device_fingerprint", number))
+        return Device(
+            self._text("device_kind", number),
+            int(self.column("device_index")[number - 1]),
+            self._text("device_name", number),
+            self._text("device_fingerprint", number),
+        )
 
     def _kernel(self, number: int) -> Kernel:
-        return Kernel(self._text("kernel_name", number), self._text("kernel_overload", number),
-                      canonical_schema(self._text("kernel_schema", number)),
-                      KernelKind(int(self.column("kernel_kind")[number - 1])))
+        return Kernel(
+            self._text("kernel_name", number),
+            self._text("kernel_overload", number),
+            canonical_schema(self._text("kernel_schema", number)),
+            KernelKind(int(self.column("kernel_kind")[number - 1])),
+        )
 
     def _generator(self, number: int) -> Generator:
-        return Generator(int(self.column("generator_device")[number - 1]),
-                         bool(self.column("generator_default")[number - 1]))
+        return Generator(
+            int(self.column("generator_device")[number - 1]), bool(self.column("generator_default")[number - 1])
+        )
 
     def _scope(self, number: int) -> Scope:
         return Scope(int(self.column("scope_parent")[number - 1]), self._text("scope_name", number))
@@ -202,8 +212,9 @@ class Frozen:
             except (ValueError, RecursionError) as error:
                 raise InvalidCapture(f"{self._path}: annotation {number} is not JSON: {error}") from None
             if not isinstance(known, dict) or nested_deeper(known, MAX_NESTING):
-                raise InvalidCapture(f"{self._path}: annotation {number} is not a JSON object that is nested at most "
-                                     f"{MAX_NESTING} deep")
+                raise InvalidCapture(
+                    f"{self._path}: annotation {number} is not a JSON object that is nested at most {MAX_NESTING} deep"
+                )
             if len(self._annotations) >= _KEPT_ANNOTATIONS:
                 self._annotations.clear()  # many records may each have one of their own
             self._annotations[number] = known
@@ -213,9 +224,13 @@ class Frozen:
         row = number - 1
         dims = slice(int(self._meta_ends[row]), int(self._meta_ends[row + 1]))
         return TensorMeta(
-            DType(int(self.column("meta_dtype")[row])), Layout(int(self.column("meta_layout")[row])),
-            int(self.column("meta_device")[row]), tuple(self.column("meta_sizes")[dims].tolist()),
-            tuple(self.column("meta_strides")[dims].tolist()), TensorFlag(int(self.column("meta_flags")[row])))
+            DType(int(self.column("meta_dtype")[row])),
+            Layout(int(self.column("meta_layout")[row])),
+            int(self.column("meta_device")[row]),
+            tuple(self.column("meta_sizes")[dims].tolist()),
+            tuple(self.column("meta_strides")[dims].tolist()),
+            TensorFlag(int(self.column("meta_flags")[row])),
+        )
 
     def _signature(self, number: int) -> Signature:
         row, place = number - 1, self.nodes(number)
@@ -231,12 +246,17 @@ class Frozen:
                 value = constant
             if children:
                 return Node(ValueKind(kind), text, value, tuple(node() for _ in range(children)))
-            leaf = self._leaves.get((kind, name, constant))     # lists of many tensors are the same object many times
+            leaf = self._leaves.get((kind, name, constant))  # lists of many tensors are the same object many times
             if leaf is None:
                 leaf = self._leaves[kind, name, constant] = Node(ValueKind(kind), text, value)
             return leaf
 
         args = tuple(node() for _ in range(int(self.column("signature_args")[row])))
         results = tuple(node() for _ in range(int(self.column("signature_results")[row])))
-        return Signature(RecordKind(int(self.column("signature_kind")[row])), args, results,
-                         int(self.column("signature_kernel")[row]), OpStatus(int(self.column("signature_status")[row])))
+        return Signature(
+            RecordKind(int(self.column("signature_kind")[row])),
+            args,
+            results,
+            int(self.column("signature_kernel")[row]),
+            OpStatus(int(self.column("signature_status")[row])),
+        )

@@ -21,28 +21,28 @@ from ..model import SLOTS, Node, Signature
 V = ValueKind
 CONTAINERS = frozenset({V.list, V.tuple, V.composite})
 TEXT_CONSTANTS = frozenset({V.string, V.process_group, V.opaque, V.composite})
-CODE_CONSTANTS: dict[ValueKind, int] = {
-    V.dtype: max(DType), V.layout: max(Layout), V.memory_format: max(MemoryFormat),
-}
+CODE_CONSTANTS: dict[ValueKind, int] = {V.dtype: max(DType), V.layout: max(Layout), V.memory_format: max(MemoryFormat)}
 
 # The leading arguments that a record of each kind has, in order, with the value kinds each may have.
 ARGUMENTS: dict[RecordKind, tuple[tuple[str, frozenset[ValueKind]], ...]] = {
     RecordKind.scope_begin: (("name", frozenset({V.string})),),
     RecordKind.scope_end: (("name", frozenset({V.string})),),
     RecordKind.storage_import: (
-        ("storage", frozenset({V.storage})), ("payload", frozenset({V.payload, V.range, V.recipe, V.none})),
-        ("version", frozenset({V.int})), ("reason", frozenset({V.string})),
+        ("storage", frozenset({V.storage})),
+        ("payload", frozenset({V.payload, V.range, V.recipe, V.none})),
+        ("version", frozenset({V.int})),
+        ("reason", frozenset({V.string})),
     ),
     RecordKind.storage_resize: (("storage", frozenset({V.storage})), ("bytes", frozenset({V.int}))),
     RecordKind.storage_release: (("storage", frozenset({V.storage})),),
     RecordKind.generator_state: (("generator", frozenset({V.generator})), ("payload", frozenset({V.payload, V.none}))),
     RecordKind.host_read: (("method", frozenset({V.string})), ("tensor", frozenset({V.tensor}))),
-    RecordKind.digest: (
-        ("tensor", frozenset({V.tensor})), ("of", frozenset({V.int})), ("result", frozenset({V.int})),
-    ),
+    RecordKind.digest: (("tensor", frozenset({V.tensor})), ("of", frozenset({V.int})), ("result", frozenset({V.int}))),
     RecordKind.synchronize: (("device", frozenset({V.device})),),
     RecordKind.unsupported: (
-        ("reason", frozenset({V.string})), ("op", frozenset({V.string})), ("detail", frozenset({V.string})),
+        ("reason", frozenset({V.string})),
+        ("op", frozenset({V.string})),
+        ("detail", frozenset({V.string})),
     ),
 }
 _NUMBER = frozenset({V.float, V.none})
@@ -136,10 +136,13 @@ def _check_arguments(signature: Signature) -> None:
     if signature.kind == RecordKind.digest or (signature.kind == RecordKind.host_read and len(given) > len(expected)):
         expected = (*expected, *DIGEST_ARGUMENTS)
     fits = len(given) == len(expected) and all(
-        node.name == name and node.kind in kinds for node, (name, kinds) in zip(given, expected, strict=True))
+        node.name == name and node.kind in kinds for node, (name, kinds) in zip(given, expected, strict=True)
+    )
     if not fits:
-        raise ValueError(f"{signature.kind.name} with arguments {[(n.name, n.kind.name) for n in given]}; "
-                         f"expected {[(name, sorted(k.name for k in kinds)) for name, kinds in expected]}")
+        raise ValueError(
+            f"{signature.kind.name} with arguments {[(n.name, n.kind.name) for n in given]}; "
+            f"expected {[(name, sorted(k.name for k in kinds)) for name, kinds in expected]}"
+        )
     for node in given:
         if node.name == "sample" and any(c.kind not in (V.int, V.float, V.complex) for c in node.children):
             raise ValueError(f"{signature.kind.name} with a sample that holds more than numbers")

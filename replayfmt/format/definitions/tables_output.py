@@ -10,6 +10,7 @@ from ..container.building import Value, build
 from ..container.layouts import TABLES
 
 # Families in the schema's order: their columns with one row for each id, then those with a varying number.
+# fmt: off
 FAMILIES: dict[str, tuple[str, ...]] = {
     "device": ("device_kind", "device_index", "device_name", "device_fingerprint"),
     "kernel": ("kernel_kind", "kernel_name", "kernel_overload", "kernel_schema"),
@@ -25,6 +26,7 @@ FAMILIES: dict[str, tuple[str, ...]] = {
                "recipe_min", "recipe_max", "recipe_zeros", "recipe_nans", "recipe_positive_infinities",
                "recipe_negative_infinities"),
 }
+# fmt: on
 META_COLUMNS = ("meta_sizes", "meta_strides")
 NODE_COLUMNS = ("node_kind", "node_name", "node_constant", "node_children")
 RAGGED: dict[str, tuple[str, ...]] = {"meta": META_COLUMNS, "signature": NODE_COLUMNS}

@@ -18,7 +18,7 @@ from xxhash import xxh3_128, xxh3_128_hexdigest
 from replayfmt.errors import ExternalFileProblem
 
 CHUNK_BYTES = 64 << 20
-_BUFFER_BYTES = 4 << 20   # what each thread holds; hashing and reading both release the interpreter lock
+_BUFFER_BYTES = 4 << 20  # what each thread holds; hashing and reading both release the interpreter lock
 _MOST_THREADS = 8
 
 Progress = Callable[[int], None]
@@ -82,12 +82,13 @@ class _Digest:
         done = 0
         while done < length and not self._stopped:
             try:
-                count = os.preadv(self._fd, [buffer[:length - done]], start + done)
+                count = os.preadv(self._fd, [buffer[: length - done]], start + done)
             except OSError as error:
                 raise ExternalFileProblem(f"{self._name} cannot be read at {start + done:#x}: {_why(error)}") from None
             if not count:
-                raise ExternalFileProblem(f"{self._name} became shorter while it was read: it ends at "
-                                          f"{start + done:#x}")
+                raise ExternalFileProblem(
+                    f"{self._name} became shorter while it was read: it ends at {start + done:#x}"
+                )
             hashing.update(buffer[:count])
             done += count
             if self._progress is not None:

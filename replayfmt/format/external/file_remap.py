@@ -23,7 +23,7 @@ def _components(path: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class _Remap:
-    text: str                     # as given
+    text: str  # as given
     captured: tuple[str, ...]
     replay: str
 
@@ -44,8 +44,10 @@ class FileRemaps:
             if not equals:
                 raise UsageError(f"{FLAG}={value}: expected CAPTURED=REPLAY, found no `=`")
             if not captured:
-                raise UsageError(f"{FLAG}={value}: the captured prefix before `=` is empty; give the path, or the "
-                                 "leading directories of it, that the capture names")
+                raise UsageError(
+                    f"{FLAG}={value}: the captured prefix before `=` is empty; give the path, or the "
+                    "leading directories of it, that the capture names"
+                )
             if "\0" in value:
                 raise UsageError(f"{FLAG}={value!r}: a path cannot hold a NUL")
             remap = _Remap(value, _components(captured), replay)
@@ -62,8 +64,8 @@ class FileRemaps:
         parts = _components(path)
         for remap in self._remaps:
             if not remap.captured and path.startswith("/"):
-                continue        # `.` is where relative paths begin, and no other
-            if parts[:len(remap.captured)] == remap.captured and ".." not in parts[len(remap.captured):]:
+                continue  # `.` is where relative paths begin, and no other
+            if parts[: len(remap.captured)] == remap.captured and ".." not in parts[len(remap.captured) :]:
                 return remap
         return None
 
@@ -73,7 +75,7 @@ class FileRemaps:
         remap = self._find(path)
         if remap is None:
             return path
-        rest = "/".join(_components(path)[len(remap.captured):])
+        rest = "/".join(_components(path)[len(remap.captured) :])
         if not remap.replay:
             replaced = rest
         elif not rest:
@@ -91,5 +93,7 @@ class FileRemaps:
         for remap in self._remaps:
             if remap.text not in used:
                 some = ", ".join(paths[:3]) + (", …" if len(paths) > 3 else "")
-                raise UsageError(f"{FLAG}={remap.text} matches no external file of the capture, which names "
-                                 f"{some or 'none'}; prefixes match whole path components, the longest wins")
+                raise UsageError(
+                    f"{FLAG}={remap.text} matches no external file of the capture, which names "
+                    f"{some or 'none'}; prefixes match whole path components, the longest wins"
+                )

@@ -37,10 +37,13 @@ def _why_not(path: str, error: OSError | ValueError) -> str:
     if isinstance(error, ValueError):
         return f"external file {path!r} cannot be opened: {error}"
     reasons = {
-        errno.ENOENT: "does not exist", errno.ENOTDIR: "does not exist: a part of the path is not a directory",
-        errno.EACCES: "cannot be read: permission denied", errno.EPERM: "cannot be read: permission denied",
+        errno.ENOENT: "does not exist",
+        errno.ENOTDIR: "does not exist: a part of the path is not a directory",
+        errno.EACCES: "cannot be read: permission denied",
+        errno.EPERM: "cannot be read: permission denied",
         errno.ELOOP: "cannot be opened: its symbolic links lead in a circle",
-        errno.EISDIR: "is a directory; expected a file", errno.ENXIO: "is not a regular file",
+        errno.EISDIR: "is a directory; expected a file",
+        errno.ENXIO: "is not a regular file",
     }
     return f"external file {path} {reasons.get(error.errno or 0, f'cannot be opened: {error.strerror}')}"
 
@@ -102,8 +105,9 @@ class OpenedFile:
         """
         name = f"external file {self.path}" + (f" (captured as {file.path})" if remapped else "")
         if self.bytes != file.bytes:
-            return (f"{name} has {self.bytes} bytes, the captured one had {file.bytes}: it is another file, or was "
-                    "changed")
+            return (
+                f"{name} has {self.bytes} bytes, the captured one had {file.bytes}: it is another file, or was changed"
+            )
         if file.digest is not None:
             try:
                 found = self.digest(progress)
@@ -113,12 +117,16 @@ class OpenedFile:
                 return f"{name} has other content than the captured one: its digest is {found}, expected {file.digest}"
             return None
         if file.identity is None:
-            return (f"{name} cannot be told from another file of its length: the capture has neither its identity nor "
-                    "its digest; recapture with digests (opreplay-capture --file-validation=digest)")
+            return (
+                f"{name} cannot be told from another file of its length: the capture has neither its identity nor "
+                "its digest; recapture with digests (opreplay-capture --file-validation=digest)"
+            )
         if self.identity != file.identity:
-            return (f"{name} is not known to be the captured one: {_difference(self.identity, file.identity)}; after a "
-                    "copy, recapture with digests (opreplay-capture --file-validation=digest), or add them where the "
-                    "captured file still is (opreplay-check --add-digests)")
+            return (
+                f"{name} is not known to be the captured one: {_difference(self.identity, file.identity)}; after a "
+                "copy, recapture with digests (opreplay-capture --file-validation=digest), or add them where the "
+                "captured file still is (opreplay-check --add-digests)"
+            )
         return None
 
     def changed(self) -> str | None:
@@ -130,7 +138,7 @@ class OpenedFile:
             return f"{_why_not(self.path, error)}; it was there when it was validated"
         if (now.st_dev, now.st_ino) != self._opened[:2]:
             return f"external file {self.path} was replaced by another one after it was validated"
-        if _status(self._fd) != self._opened:      # the time of change, too: the other one can be set back
+        if _status(self._fd) != self._opened:  # the time of change, too: the other one can be set back
             return f"external file {self.path} was changed after it was validated"
         return None
 
@@ -163,8 +171,9 @@ class OpenedFile:
             except OSError as error:
                 raise ExternalFileProblem(f"external file {self.path} cannot be read: {error.strerror}") from None
             if not count:
-                raise ExternalFileProblem(f"external file {self.path} ends at {offset + done}; expected {len(view)} "
-                                          f"bytes at {offset}")
+                raise ExternalFileProblem(
+                    f"external file {self.path} ends at {offset + done}; expected {len(view)} bytes at {offset}"
+                )
             done += count
 
     def close(self) -> None:

@@ -45,9 +45,15 @@ class DigestsAdded:
     report: CheckReport
 
 
-def add_digests(path: str | os.PathLike[str], out: str | os.PathLike[str], *, remaps: FileRemaps | None = None,
-                force: bool = False, started: Callable[[int], None] = lambda total: None,
-                progress: Progress = lambda count: None) -> DigestsAdded:
+def add_digests(
+    path: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    *,
+    remaps: FileRemaps | None = None,
+    force: bool = False,
+    started: Callable[[int], None] = lambda total: None,
+    progress: Progress = lambda count: None,
+) -> DigestsAdded:
     """Write a copy of the capture at `path` to `out` in which every external file has its digest.
 
     Each file must be the captured one: by its digest where the capture has that, else by its identity. Files whose
@@ -62,12 +68,15 @@ def add_digests(path: str | os.PathLike[str], out: str | os.PathLike[str], *, re
         files = list(reader.files)[1:]
         remaps.check_used([file.path for file in files])
         if not files:
-            raise ExternalFileProblem(f"{reader.path}: names no external file, so there are no digests to add; it can "
-                                      "be copied as it is")
+            raise ExternalFileProblem(
+                f"{reader.path}: names no external file, so there are no digests to add; it can be copied as it is"
+            )
         known = np.isin(reader.contents.frames["kind"], list(FrameKind)).all()
         if reader.version[1] > MINOR_VERSION or not known:
-            raise UnsupportedVersion(f"{reader.path}: of format version {reader.version[0]}.{reader.version[1]}; this "
-                                     f"tool can rewrite captures up to 1.{MINOR_VERSION}, and nothing it does not know")
+            raise UnsupportedVersion(
+                f"{reader.path}: of format version {reader.version[0]}.{reader.version[1]}; this "
+                f"tool can rewrite captures up to 1.{MINOR_VERSION}, and nothing it does not know"
+            )
         output = Output(out, force, doing="adding-digests")
         try:
             outside = sum(file.bytes for file in {file.path: file for file in files}.values() if not file.payload)
@@ -99,11 +108,13 @@ def _digests(reader: CaptureReader, files: list[ExternalFile], remaps: FileRemap
 
 def _embedded(reader: CaptureReader, file: ExternalFile) -> str:
     content = memoryview(reader.payload(file.payload))
-    chunks = (content[start:start + CHUNK_BYTES] for start in range(0, len(content), CHUNK_BYTES))
+    chunks = (content[start : start + CHUNK_BYTES] for start in range(0, len(content), CHUNK_BYTES))
     digest = xxh3_128_hexdigest(b"".join(xxh3_128_digest(chunk) for chunk in chunks))
     if file.digest not in (None, digest):
-        raise ExternalFileProblem(f"external file {file.path}: the content in the capture has the digest {digest}, the "
-                                  f"capture says {file.digest}")
+        raise ExternalFileProblem(
+            f"external file {file.path}: the content in the capture has the digest {digest}, the "
+            f"capture says {file.digest}"
+        )
     return digest
 
 
@@ -154,8 +165,11 @@ class _Copy:
         if header.kind == FrameKind.payload:
             self._copy_payloads(int(contents.frames["offset"][position]), header, body)
         elif header.kind == FrameKind.tables:
-            self._frames.write(FrameKind.tables, self._with_digests(
-                body, header, where, self._lengths.before(position)), flags=header.flags)
+            self._frames.write(
+                FrameKind.tables,
+                self._with_digests(body, header, where, self._lengths.before(position)),
+                flags=header.flags,
+            )
         elif header.kind == FrameKind.records:
             _first, storages = first_and_storages(body, where)
             self._frames.write(FrameKind.records, body, count=header.count, storages=storages)
@@ -174,7 +188,7 @@ class _Copy:
         checked = TablesCheck(body, header.minor, where, counts, strings, file_bytes, payload_bytes)
         columns = dict(checked.columns)
         first = counts["file"]
-        digests = self._digests[first:first + len(columns["file_path"])]
+        digests = self._digests[first : first + len(columns["file_path"])]
         columns["file_digest_low"], columns["file_digest_high"] = digests[:, 0].copy(), digests[:, 1].copy()
         columns["file_validation"] = columns["file_validation"] | np.uint8(FileValidation.digest)
         if not header.consolidated:

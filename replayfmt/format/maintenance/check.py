@@ -41,8 +41,9 @@ def _no_progress(_count: int) -> None:
     return None
 
 
-def check_capture(path: str | os.PathLike[str], report: CheckReport | None = None,
-                  progress: Progress = _no_progress) -> CheckReport:
+def check_capture(
+    path: str | os.PathLike[str], report: CheckReport | None = None, progress: Progress = _no_progress
+) -> CheckReport:
     """Verify everything in a capture. Raises InvalidCapture with the first thing that is wrong, which includes that it
     was never closed; CaptureNotFound where it cannot be read.
 
@@ -72,19 +73,25 @@ class _Check:
         report.complete = contents.complete
         report.warnings = list(contents.warnings)
         if preamble.minor > MINOR_VERSION:
-            report.warnings.append(f"format version {preamble.major}.{preamble.minor} is newer than this tool's "
-                                   f"{preamble.major}.{MINOR_VERSION}; what is new in it was not checked")
+            report.warnings.append(
+                f"format version {preamble.major}.{preamble.minor} is newer than this tool's "
+                f"{preamble.major}.{MINOR_VERSION}; what is new in it was not checked"
+            )
         for kind in contents.frames["kind"].tolist():
             name = FrameKind(kind).name if kind in FrameKind._value2member_map_ else f"kind {kind}"
             report.frames[name] = report.frames.get(name, 0) + 1
         report.session = read_session(source, contents, preamble)
         self._verify_frames(contents)
         if not contents.complete:
-            raise InvalidCapture(f"{source.path}: {contents.incomplete_reason}; "
-                                 f"opreplay-check {source.path} --recover OUT writes them to a valid capture")
+            raise InvalidCapture(
+                f"{source.path}: {contents.incomplete_reason}; "
+                f"opreplay-check {source.path} --recover OUT writes them to a valid capture"
+            )
         if contents.index_problem:
-            raise InvalidCapture(f"{contents.index_problem}; every frame before it is whole, and "
-                                 f"opreplay-check {source.path} --recover OUT writes a valid capture")
+            raise InvalidCapture(
+                f"{contents.index_problem}; every frame before it is whole, and "
+                f"opreplay-check {source.path} --recover OUT writes a valid capture"
+            )
         self._compare_index(contents)
 
     def _verify_frames(self, contents: Contents) -> None:
@@ -111,5 +118,6 @@ class _Check:
         if walked.stopped:
             raise InvalidCapture(f"{source.path}: {walked.stopped}")
         if (frames.tobytes(), payloads.tobytes()) != (walked.frames.tobytes(), walked.payloads.tobytes()):
-            raise InvalidCapture(f"{source.where(trailer.index_offset)}: the index differs from the frames and "
-                                 "payloads it lists")
+            raise InvalidCapture(
+                f"{source.where(trailer.index_offset)}: the index differs from the frames and payloads it lists"
+            )

@@ -28,8 +28,13 @@ from .verify import PayloadLengths, Progress, Verifier, kept
 _COPY_BYTES = 4 << 20
 
 
-def recover_capture(path: str | os.PathLike[str], out: str | os.PathLike[str], *, force: bool = False,
-                    progress: Progress = lambda count: None) -> tuple[CheckReport, str]:
+def recover_capture(
+    path: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    *,
+    force: bool = False,
+    progress: Progress = lambda count: None,
+) -> tuple[CheckReport, str]:
     """Write what is whole in `path` to `out`, verified. Returns the check's report on `out`, and a sentence about what
     was left behind ("" for nothing). Raises InvalidCapture where nothing is whole, OutputExists, CaptureFailed.
 

@@ -49,8 +49,7 @@ class Verifier:
         self.payloads = 0
         self.summary: Summary | None = None  # the stored one, once it was verified
         self._kind_of = self.definitions.column("signature_kind")
-        self._first_node = np.concatenate((
-            [0], np.cumsum(self.definitions.column("signature_nodes"), dtype=np.int64)))
+        self._first_node = np.concatenate(([0], np.cumsum(self.definitions.column("signature_nodes"), dtype=np.int64)))
         # The frame of records before: its first ordinal and signatures.
         self._before: tuple[int, np.ndarray] = (0, np.zeros(0, np.uint32))
 
@@ -122,8 +121,12 @@ class Verifier:
         if not len(rows):
             return
         of, result = frame.ints[frame.int_first[rows]], frame.ints[frame.int_first[rows] + 1]
-        if (of < -1).any() or (result < -1).any() or ((of == -1) & (result != -1)).any() or (
-                of >= frame.first_ordinal + rows).any():
+        if (
+            (of < -1).any()
+            or (result < -1).any()
+            or ((of == -1) & (result != -1)).any()
+            or (of >= frame.first_ordinal + rows).any()
+        ):
             raise InvalidCapture(f"{where}: a digest is of a record that does not come before it")
         # An op's digests follow it at once. One that names an op further back than the frame before is not followed:
         # reading frames again and again is what a hostile file would ask for.
@@ -135,8 +138,9 @@ class Verifier:
         wrong = (self._kind_of[signatures] != RecordKind.op) | (result >= results)
         if wrong.any():
             at = int(np.argmax(wrong))
-            raise InvalidCapture(f"{where}: a digest is of result {int(result[at])} of record {int(of[at])}, which has "
-                                 "no such result")
+            raise InvalidCapture(
+                f"{where}: a digest is of result {int(result[at])} of record {int(of[at])}, which has no such result"
+            )
 
     def _verify_scopes(self, frame: RecordFrame, where: str) -> None:
         """A scope marker's record is in the scope it names."""
@@ -162,9 +166,11 @@ class Verifier:
             counted = replace(counted, origins=None, origin_bytes=None, annotated=None)
         if stored != counted:
             fields = [name for name in vars(stored) if getattr(stored, name) != getattr(counted, name)]
-            raise InvalidCapture(f"{where}: the summary is wrong: {', '.join(fields)}: stored "
-                                 f"{[getattr(stored, name) for name in fields]}, counted "
-                                 f"{[getattr(counted, name) for name in fields]}")
+            raise InvalidCapture(
+                f"{where}: the summary is wrong: {', '.join(fields)}: stored "
+                f"{[getattr(stored, name) for name in fields]}, counted "
+                f"{[getattr(counted, name) for name in fields]}"
+            )
         self.summary = stored
 
 
@@ -178,14 +184,14 @@ class PayloadLengths:
 
     def before(self, position: int) -> np.ndarray:
         """Those of the payloads before a frame, in order of their ids."""
-        return self._lengths[:int(self._after[position - 1]) if position else 0]
+        return self._lengths[: int(self._after[position - 1]) if position else 0]
 
 
 def kept(contents: Contents, whole: int) -> Contents:
     """The first `whole` frames of a capture, up to the definitions and totals that close it."""
     frames = contents.frames[:whole]
     closing = np.flatnonzero((frames["kind"] == FrameKind.summary) | ((frames["flags"] & FLAG_CONSOLIDATED) != 0))
-    frames = frames[:int(closing[0])] if len(closing) else frames
+    frames = frames[: int(closing[0])] if len(closing) else frames
     payloads = int(frames["count"][frames["kind"] == FrameKind.payload].sum(dtype=np.int64))
     records = int(frames["count"][frames["kind"] == FrameKind.records].sum(dtype=np.int64))
     end = contents.end if len(frames) == len(contents.frames) else int(contents.frames["offset"][len(frames)])

@@ -84,16 +84,30 @@ def pieces(given: RecordColumns, slot_counts: tuple[array, array, array]) -> Ite
             return None if column is None else np.asarray(column)[place]
 
         def slot(number: int, first: bool = first) -> np.ndarray:
-            return slots[number][:cuts[number]] if first else slots[number][cuts[number]:]
+            return slots[number][: cuts[number]] if first else slots[number][cuts[number] :]
 
         piece = replace(
-            given, signature=part(signature), scope=part(given.scope), thread=part(given.thread),
-            start_ns=part(given.start_ns), duration_ns=part(given.duration_ns),
-            device_duration_ns=part(given.device_duration_ns), annotation=part(given.annotation),
-            tensors=slot(0), ints=slot(1), floats=slot(2))
+            given,
+            signature=part(signature),
+            scope=part(given.scope),
+            thread=part(given.thread),
+            start_ns=part(given.start_ns),
+            duration_ns=part(given.duration_ns),
+            device_duration_ns=part(given.device_duration_ns),
+            annotation=part(given.annotation),
+            tensors=slot(0),
+            ints=slot(1),
+            floats=slot(2),
+        )
         if not first:
-            piece = replace(piece, first_storage=0, storage_bytes=_empty(), storage_device=_empty(),
-                            storage_origin=_empty(), storage_payload=_empty())
+            piece = replace(
+                piece,
+                first_storage=0,
+                storage_bytes=_empty(),
+                storage_device=_empty(),
+                storage_origin=_empty(),
+                storage_payload=_empty(),
+            )
         yield from pieces(piece, slot_counts)
 
 
@@ -177,7 +191,8 @@ def encode_records(given: RecordColumns, bounds: Bounds, slot_counts: tuple[arra
     tensors = _column(given.tensors, np.uint64, "tensors")
     ints, floats = _column(given.ints, np.int64, "ints"), _column(given.floats, np.float64, "floats")
     for name, column, per_signature in zip(
-            ("tensors", "ints", "floats"), (tensors, ints, floats), slot_counts, strict=True):
+        ("tensors", "ints", "floats"), (tensors, ints, floats), slot_counts, strict=True
+    ):
         expected = int(np.asarray(per_signature)[signature].sum(dtype=np.int64))
         if len(column) != expected:
             raise ValueError(f"{len(column)} {name} slots, but the records' signatures have {expected}")
@@ -203,18 +218,34 @@ def encode_records(given: RecordColumns, bounds: Bounds, slot_counts: tuple[arra
     _limit(rows[:, 2], 1, bounds.metas, "tensor meta")
 
     base, delta, gap_position, gap_ns = _times(start)
-    body = build(RECORDS, {
-        "signature": signature, "scope": scope, "thread": thread, "start_delta_ns": delta,
-        "gap_position": gap_position if gap_position.size else None, "gap_ns": gap_ns if gap_ns.size else None,
-        "duration_ns": duration, "device_duration_ns": device_duration,
-        "tensors": slots.astype(np.uint32), "ints": ints, "floats": floats,
-        "tensor_id": ids, "tensor_storage": rows[:, 0].astype(np.uint64), "tensor_offset": rows[:, 1],
-        "tensor_meta": rows[:, 2].astype(np.uint32),
-        "storage_bytes": storage_bytes, "storage_device": storage_device, "storage_origin": storage_origin,
-        "storage_payload": storage_payload, "annotation": annotation,
-        "untimed": untimed if untimed.size else None,
-        "start_base_ns": base, "first_storage": bounds.next_storage,
-    })
+    body = build(
+        RECORDS,
+        {
+            "signature": signature,
+            "scope": scope,
+            "thread": thread,
+            "start_delta_ns": delta,
+            "gap_position": gap_position if gap_position.size else None,
+            "gap_ns": gap_ns if gap_ns.size else None,
+            "duration_ns": duration,
+            "device_duration_ns": device_duration,
+            "tensors": slots.astype(np.uint32),
+            "ints": ints,
+            "floats": floats,
+            "tensor_id": ids,
+            "tensor_storage": rows[:, 0].astype(np.uint64),
+            "tensor_offset": rows[:, 1],
+            "tensor_meta": rows[:, 2].astype(np.uint32),
+            "storage_bytes": storage_bytes,
+            "storage_device": storage_device,
+            "storage_origin": storage_origin,
+            "storage_payload": storage_payload,
+            "annotation": annotation,
+            "untimed": untimed if untimed.size else None,
+            "start_base_ns": base,
+            "first_storage": bounds.next_storage,
+        },
+    )
     return EncodedRecords(body, count, born, signature, storage_origin, storage_bytes, annotation)
 
 

@@ -97,6 +97,14 @@ class TensorDigest:
         sample = fields["sample"]
         assert isinstance(sample, list)
         return cls(
-            whole("hash_low") % _INT64_WRAP, whole("hash_high") % _INT64_WRAP, whole("elements"), whole("nan"),
-            whole("inf"), real("min"), real("max"), real("mean"), real("l2"), tuple(sample),
+            whole("hash_low") % _INT64_WRAP,
+            whole("hash_high") % _INT64_WRAP,
+            whole("elements"),
+            whole("nan"),
+            whole("inf"),
+            real("min"),
+            real("max"),
+            real("mean"),
+            real("l2"),
+            tuple(sample),
         )

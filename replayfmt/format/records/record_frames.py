@@ -62,7 +62,7 @@ class RecordFrame:
     storage_device: np.ndarray
     storage_origin: np.ndarray
     storage_payload: np.ndarray
-    annotation: np.ndarray | None   # ids for CaptureReader.annotation, 0 for none; None: no record here has one
+    annotation: np.ndarray | None  # ids for CaptureReader.annotation, 0 for none; None: no record here has one
 
 
 class RecordFrameDecoder:
@@ -71,16 +71,21 @@ class RecordFrameDecoder:
     def __init__(self, definitions: Frozen) -> None:
         self._definitions = definitions
         self._references = _IntReferences(definitions)
-        self._contents = Referable(0, *(
-            definitions.column(name) for name in ("range_bytes", "recipe_dtype", "recipe_elements")))
+        self._contents = Referable(
+            0, *(definitions.column(name) for name in ("range_bytes", "recipe_dtype", "recipe_elements"))
+        )
 
-    def decode(self, body: bytes, header: FrameHeader, offset: int, where: str,
-               counts: Mapping[str, int]) -> RecordFrame:
+    def decode(
+        self, body: bytes, header: FrameHeader, offset: int, where: str, counts: Mapping[str, int]
+    ) -> RecordFrame:
         """A verified frame. `counts` says how many ids of each family of definitions, and of payloads (`payload`), the
         frame may refer to. Raises InvalidCapture."""
-        contents = Referable(counts["payload"], self._contents.range_bytes[:counts["range"]],
-                             self._contents.recipe_dtype[:counts["recipe"]],
-                             self._contents.recipe_elements[:counts["recipe"]])
+        contents = Referable(
+            counts["payload"],
+            self._contents.range_bytes[: counts["range"]],
+            self._contents.recipe_dtype[: counts["recipe"]],
+            self._contents.recipe_elements[: counts["recipe"]],
+        )
         return _Decoding(self._definitions, self._references, body, header, offset, where, counts, contents).frame()
 
 
@@ -122,8 +127,17 @@ class _IntReferences:
 
 
 class _Decoding:
-    def __init__(self, definitions: Frozen, references: _IntReferences, body: bytes, header: FrameHeader, offset: int,
-                 where: str, counts: Mapping[str, int], contents: Referable) -> None:
+    def __init__(
+        self,
+        definitions: Frozen,
+        references: _IntReferences,
+        body: bytes,
+        header: FrameHeader,
+        offset: int,
+        where: str,
+        counts: Mapping[str, int],
+        contents: Referable,
+    ) -> None:
         self._contents = contents
         self._definitions = definitions
         self._counts = counts
@@ -167,7 +181,8 @@ class _Decoding:
         firsts = np.zeros((count + 1, 3), np.int64)
         np.cumsum(slots, axis=0, out=firsts[1:])
         tensors, ints, floats = (
-            self._rows(int(firsts[-1, column]), name)[0] for column, name in enumerate(("tensors", "ints", "floats")))
+            self._rows(int(firsts[-1, column]), name)[0] for column, name in enumerate(("tensors", "ints", "floats"))
+        )
         int_first = np.ascontiguousarray(firsts[:, 1])
 
         first_storage = self._table.scalar("first_storage")
@@ -179,8 +194,10 @@ class _Decoding:
         self._range("storage_bytes", storage_bytes, 0, MAX_LENGTH)
         self._range("storage_device", device, 1, self._counts["device"])
         if born and int(origin.max()) > _LAST_ORIGIN and self._header.minor > MINOR_VERSION:
-            raise UnsupportedVersion(f"{self._where}: storage_origin {int(origin.max())} of format version "
-                                     f"{MAJOR_VERSION}.{self._header.minor}")
+            raise UnsupportedVersion(
+                f"{self._where}: storage_origin {int(origin.max())} of format version "
+                f"{MAJOR_VERSION}.{self._header.minor}"
+            )
         self._range("storage_origin", origin, 1, _LAST_ORIGIN)
         problem = storages_problem(origin, payload, storage_bytes, self._contents)
         if problem:
@@ -189,7 +206,8 @@ class _Decoding:
 
         tensor_id = self._get("tensor_id")
         tensor_storage, tensor_offset, tensor_meta = self._rows(
-            len(tensor_id), "tensor_storage", "tensor_offset", "tensor_meta")
+            len(tensor_id), "tensor_storage", "tensor_offset", "tensor_meta"
+        )
         self._range("tensors", tensors, 0, len(tensor_id) - 1)
         self._range("tensor_id", tensor_id, 1, MAX_LENGTH)
         if len(tensor_id) > 1 and (tensor_id[1:] <= tensor_id[:-1]).any():
@@ -200,10 +218,32 @@ class _Decoding:
         self._check_references(signature, ints, int_first, storages)
         self._check_resizes(signature, ints, int_first)
         return RecordFrame(
-            self._header.first_ordinal, count, self._offset, signature, scope, thread, start, duration, device_duration,
-            tensors, ints, floats, np.ascontiguousarray(firsts[:, 0]), int_first, np.ascontiguousarray(firsts[:, 2]),
-            tensor_id, tensor_storage, tensor_offset, tensor_meta, first_storage, storage_bytes, device, origin,
-            payload, annotation)
+            self._header.first_ordinal,
+            count,
+            self._offset,
+            signature,
+            scope,
+            thread,
+            start,
+            duration,
+            device_duration,
+            tensors,
+            ints,
+            floats,
+            np.ascontiguousarray(firsts[:, 0]),
+            int_first,
+            np.ascontiguousarray(firsts[:, 2]),
+            tensor_id,
+            tensor_storage,
+            tensor_offset,
+            tensor_meta,
+            first_storage,
+            storage_bytes,
+            device,
+            origin,
+            payload,
+            annotation,
+        )
 
     def _check_resizes(self, signature: np.ndarray, ints: np.ndarray, int_first: np.ndarray) -> None:
         """The new lengths of storages: what comes behind their ids."""
@@ -236,9 +276,9 @@ class _Decoding:
 
     def _start(self, count: int) -> np.ndarray:
         base = self._table.scalar("start_base_ns")
-        delta, = self._rows(count, "start_delta_ns")
+        (delta,) = self._rows(count, "start_delta_ns")
         position = self._get("gap_position").astype(np.int64)
-        gap, = self._rows(len(position), "gap_ns")
+        (gap,) = self._rows(len(position), "gap_ns")
         steps = delta.astype(np.int64)
         if len(position):
             self._range("gap_position", position, 0, count - 1)
@@ -265,5 +305,6 @@ class _Decoding:
         if wrong.any():
             at = int(np.argmax(wrong))
             kind = ValueKind(int(kinds[at]))
-            raise self._fail(f"int slot {int(positions[at])} refers to {kind.name} {int(values[at])}; "
-                             f"there are {int(highest[kind])}")
+            raise self._fail(
+                f"int slot {int(positions[at])} refers to {kind.name} {int(values[at])}; there are {int(highest[kind])}"
+            )

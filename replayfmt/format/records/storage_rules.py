@@ -35,17 +35,21 @@ def storages_problem(origin: np.ndarray, payload: np.ndarray, length: np.ndarray
         return "storages have a payload exactly if their origin is payload; one here does not"
     if plain.all():
         return ""
-    return (_other(origin, payload, StorageOrigin.external_file, len(contents.range_bytes))
-            or _other(origin, payload, StorageOrigin.initializer, len(contents.recipe_elements))
-            or _ranges_problem(origin, payload, length, contents)
-            or _recipes_problem(origin, payload, length, contents))
+    return (
+        _other(origin, payload, StorageOrigin.external_file, len(contents.range_bytes))
+        or _other(origin, payload, StorageOrigin.initializer, len(contents.recipe_elements))
+        or _ranges_problem(origin, payload, length, contents)
+        or _recipes_problem(origin, payload, length, contents)
+    )
 
 
 def _other(origin: np.ndarray, payload: np.ndarray, kind: StorageOrigin, count: int) -> str:
     ids = payload[origin == kind]
     if len(ids) and not (int(ids.min()) >= 1 and int(ids.max()) <= count):
-        return (f"storage_payload holds {int(ids.min())}..{int(ids.max())} where the origin is {kind.name}; "
-                f"allowed 1..{count}")
+        return (
+            f"storage_payload holds {int(ids.min())}..{int(ids.max())} where the origin is {kind.name}; "
+            f"allowed 1..{count}"
+        )
     return ""
 
 
@@ -54,8 +58,10 @@ def _ranges_problem(origin: np.ndarray, payload: np.ndarray, length: np.ndarray,
     ranges = contents.range_bytes[payload[rows].astype(np.int64) - 1].astype(np.uint64)
     wrong = ranges != length[rows]
     if wrong.any():
-        return (f"a storage of {int(length[rows][np.argmax(wrong)])} bytes comes from a range of "
-                f"{int(ranges[np.argmax(wrong)])}")
+        return (
+            f"a storage of {int(length[rows][np.argmax(wrong)])} bytes comes from a range of "
+            f"{int(ranges[np.argmax(wrong)])}"
+        )
     return ""
 
 
@@ -66,6 +72,8 @@ def _recipes_problem(origin: np.ndarray, payload: np.ndarray, length: np.ndarray
     wrong = elements != contents.recipe_elements[recipes].astype(np.int64)
     if wrong.any():
         at = int(np.argmax(wrong))
-        return (f"a storage of {int(length[rows][at])} bytes has room for {int(elements[at])} elements, its recipe has "
-                f"{int(contents.recipe_elements[recipes][at])}")
+        return (
+            f"a storage of {int(length[rows][at])} bytes has room for {int(elements[at])} elements, its recipe has "
+            f"{int(contents.recipe_elements[recipes][at])}"
+        )
     return ""

@@ -35,7 +35,7 @@ class _Slots:
 
     def __init__(self, frame: RecordFrame, row: int, definitions: Frozen) -> None:
         def between(first: object, slots: object) -> list:
-            return slots[first[row]:first[row + 1]].tolist()  # type: ignore[index]
+            return slots[first[row] : first[row + 1]].tolist()  # type: ignore[index]
 
         self._frame = frame
         self._definitions = definitions
@@ -48,8 +48,12 @@ class _Slots:
         kind = node.kind
         if kind == V.tensor:
             row, frame = next(self._tensors), self._frame
-            return TensorValue(int(frame.tensor_id[row]), int(frame.tensor_storage[row]), int(frame.tensor_offset[row]),
-                               self._definitions.metas[int(frame.tensor_meta[row])])
+            return TensorValue(
+                int(frame.tensor_id[row]),
+                int(frame.tensor_storage[row]),
+                int(frame.tensor_offset[row]),
+                self._definitions.metas[int(frame.tensor_meta[row])],
+            )
         if kind == V.int:
             return next(self._ints)
         if kind == V.float:
@@ -99,8 +103,12 @@ def decode_record(frame: RecordFrame, row: int, definitions: Frozen) -> Record:
     signature = definitions.signatures[number]
     slots = _Slots(frame, row, definitions)
     return Record(
-        ordinal=frame.first_ordinal + row, signature_id=number, signature=signature, scope=int(frame.scope[row]),
-        thread=int(frame.thread[row]), start_ns=int(frame.start_ns[row]),
+        ordinal=frame.first_ordinal + row,
+        signature_id=number,
+        signature=signature,
+        scope=int(frame.scope[row]),
+        thread=int(frame.thread[row]),
+        start_ns=int(frame.start_ns[row]),
         duration_ns=_known(frame.duration_ns, row, UNKNOWN_NS),
         device_duration_ns=_known(frame.device_duration_ns, row, _UNKNOWN_DEVICE_NS),
         args=tuple(slots.value(node) for node in signature.args),

@@ -63,14 +63,19 @@ class SignatureIndex:
             known = self._texts[key] = signature_text(self._reader.record(ordinal), self._reader)
         return known
 
-    def walk(self, kernels: Collection[int] | None = None, start: int = 0,
-             stop: int | None = None) -> Iterator[KeyedOps]:
+    def walk(
+        self, kernels: Collection[int] | None = None, start: int = 0, stop: int | None = None
+    ) -> Iterator[KeyedOps]:
         """The ops with ordinals from `start` up to `stop`, of these kernels or of all, frame by frame."""
         reader = self._reader
         last = reader.record_count if stop is None else min(stop, reader.record_count)
-        wanted = {number for number, signature in enumerate(reader.signatures)
-                  if signature is not None and signature.kind is RecordKind.op
-                  and (kernels is None or signature.kernel in kernels)}
+        wanted = {
+            number
+            for number, signature in enumerate(reader.signatures)
+            if signature is not None
+            and signature.kind is RecordKind.op
+            and (kernels is None or signature.kernel in kernels)
+        }
         for index, info in enumerate(reader.record_frames):
             if info.first_ordinal >= last or info.first_ordinal + info.count <= start:
                 continue
@@ -94,8 +99,9 @@ class SignatureIndex:
         for place, key in enumerate(distinct.tolist()):
             yield KeyedOps((number, tuple(key)), kernel, rows[group == place] + frame.first_ordinal)
 
-    def groups(self, kernels: Collection[int] | None = None, start: int = 0,
-               stop: int | None = None) -> list[SignatureGroup]:
+    def groups(
+        self, kernels: Collection[int] | None = None, start: int = 0, stop: int | None = None
+    ) -> list[SignatureGroup]:
         """Every signature that occurs among these ops, in order of first use."""
         found: dict[tuple[int, str], list[int]] = {}
         for ops in self.walk(kernels, start, stop):
@@ -109,8 +115,11 @@ class SignatureIndex:
     def matching(self, pattern: SignatureText, start: int = 0, stop: int | None = None) -> Iterator[KeyedOps]:
         """The ops that a signature selects, as `walk` gives them, none of them empty."""
         reader = self._reader
-        kernels = {number for number, kernel in enumerate(reader.kernels)
-                   if kernel is not None and kernel.qualified_name == pattern.kernel}
+        kernels = {
+            number
+            for number, kernel in enumerate(reader.kernels)
+            if kernel is not None and kernel.qualified_name == pattern.kernel
+        }
         answers: dict[Key, bool] = {}
         for ops in self.walk(kernels, start, stop):
             if pattern.asks_for_values:

@@ -27,15 +27,24 @@ from .values import (
 
 _LONGEST = 1 << 20
 _DEEPEST = 64
-_TOKEN = re.compile(r"""
+_TOKEN = re.compile(
+    r"""
     (?P<space>\s+) | (?P<string>"(?:[^"\\]|\\.)*") | (?P<word>[A-Za-z_][A-Za-z0-9_]*)
     | (?P<number>-?(?:inf|[0-9]+(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?)) | (?P<mark>[][(){},:@*])
-""", re.VERBOSE)
+""",
+    re.VERBOSE,
+)
 _DTYPES = {dtype.name for dtype in DType if dtype}
-_TENSOR_NOTES = [*(str(flag.name) for flag in NOTED_FLAGS),
-                 *(layout.name for layout in Layout if layout > Layout.strided)]
-_WORDS = ({"None", "True", "False", *TYPES.values()} | _DTYPES | {layout.name for layout in Layout if layout}
-          | {memory_format.name for memory_format in MemoryFormat if memory_format})
+_TENSOR_NOTES = [
+    *(str(flag.name) for flag in NOTED_FLAGS),
+    *(layout.name for layout in Layout if layout > Layout.strided),
+]
+_WORDS = (
+    {"None", "True", "False", *TYPES.values()}
+    | _DTYPES
+    | {layout.name for layout in Layout if layout}
+    | {memory_format.name for memory_format in MemoryFormat if memory_format}
+)
 
 
 class Parser:
@@ -52,11 +61,14 @@ class Parser:
         if position is None:
             position = self._tokens[self._next][2]
         shown = self._text if len(self._text) < 200 else self._text[:197] + "..."
-        found = self._text[position:position + 20]
-        raise UsageError(f"{shown!r} is not a signature: expected {expected} at character {position + 1}, "
-                         f"found {found!r}; opreplay-dump --signatures prints those of a capture"
-                         if found else f"{shown!r} is not a signature: expected {expected} at its end; "
-                         "opreplay-dump --signatures prints those of a capture")
+        found = self._text[position : position + 20]
+        raise UsageError(
+            f"{shown!r} is not a signature: expected {expected} at character {position + 1}, "
+            f"found {found!r}; opreplay-dump --signatures prints those of a capture"
+            if found
+            else f"{shown!r} is not a signature: expected {expected} at its end; "
+            "opreplay-dump --signatures prints those of a capture"
+        )
 
     def signature(self) -> SignatureText:
         kernel, start = self._kernel()
@@ -81,8 +93,10 @@ class Parser:
             return self._string(quoted[0], begin), quoted.end()
         name, parenthesis, _rest = self._text.partition("(")
         if not parenthesis:
-            self._fail("a kernel and its arguments in parentheses, like 'aten::mm.default(float32[2,3], float32[3,2])'",
-                       len(self._text))
+            self._fail(
+                "a kernel and its arguments in parentheses, like 'aten::mm.default(float32[2,3], float32[3,2])'",
+                len(self._text),
+            )
         if not KERNEL.match(name.strip()):
             self._fail("a kernel with its overload, like 'aten::mm.default'", begin)
         return name.strip(), len(name)

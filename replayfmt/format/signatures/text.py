@@ -52,9 +52,13 @@ def signature_of(record: Record, reader: CaptureReader, *, values: bool = False)
     placed = _placed(kernel.schema, [node.name for node in record.signature.args])
     several = len(reader.devices) > 2
     made = _SignatureMaker(reader, several, values)
-    return SignatureText(kernel.qualified_name, tuple(
-        ("" if in_place else node.name, made.value(node, value))
-        for node, value, in_place in zip(record.signature.args, record.args, placed, strict=True)))
+    return SignatureText(
+        kernel.qualified_name,
+        tuple(
+            ("" if in_place else node.name, made.value(node, value))
+            for node, value, in_place in zip(record.signature.args, record.args, placed, strict=True)
+        ),
+    )
 
 
 def matches(pattern: SignatureText, record: Record, reader: CaptureReader) -> bool:
@@ -65,7 +69,8 @@ def matches(pattern: SignatureText, record: Record, reader: CaptureReader) -> bo
     actual = signature_of(record, reader, values=True)
     made = _SignatureMaker(reader, True, True)
     for (wanted_name, wanted), (placed_name, _), node, value in zip(
-            pattern.arguments, actual.arguments, record.signature.args, record.args, strict=True):
+        pattern.arguments, actual.arguments, record.signature.args, record.args, strict=True
+    ):
         # Without a name the place decides; a name may always be given.
         if wanted_name != (node.name if wanted_name else placed_name) or not _fits(wanted, made.value(node, value)):
             return False
@@ -80,8 +85,12 @@ def _placed(schema: str, names: Sequence[str]) -> list[bool]:
         return [False] * len(names)
     placed, unbroken = [], True
     for position, name in enumerate(names):
-        unbroken = (unbroken and position < len(arguments) and arguments[position].name == name
-                    and not arguments[position].keyword_only)
+        unbroken = (
+            unbroken
+            and position < len(arguments)
+            and arguments[position].name == name
+            and not arguments[position].keyword_only
+        )
         placed.append(unbroken)
     return placed
 
@@ -121,8 +130,9 @@ class _SignatureMaker:
         return Word(TYPES[node.kind])
 
     def _items(self, form: str, node: Node, values: Sequence[object]) -> Items:
-        return Items(form, runs_of(self.value(child, value)
-                                   for child, value in zip(node.children, values, strict=True)))
+        return Items(
+            form, runs_of(self.value(child, value) for child, value in zip(node.children, values, strict=True))
+        )
 
     def _tensor(self, meta: TensorMeta) -> TensorText:
         layout = [] if meta.layout is Layout.strided else [meta.layout.name]
@@ -157,10 +167,13 @@ def _tensor_fits(wanted: TensorText, actual: TensorText) -> bool:
     if wanted.strides is None or actual.strides is None or isinstance(wanted.strides, Open):
         sizes = [size or 0 for size in actual.sizes]
         return isinstance(wanted.strides, Open) or (
-            actual.strides is None if wanted.strides is None else row_major(sizes, wanted.strides))
+            actual.strides is None if wanted.strides is None else row_major(sizes, wanted.strides)
+        )
     assert not isinstance(actual.strides, Open)
-    return all(size == 1 or stride == given for size, stride, given
-               in zip(actual.sizes, wanted.strides, actual.strides, strict=True))
+    return all(
+        size == 1 or stride == given
+        for size, stride, given in zip(actual.sizes, wanted.strides, actual.strides, strict=True)
+    )
 
 
 def _runs_fit(wanted: Sequence[tuple[ValueText, int]], actual: Sequence[tuple[ValueText, int]]) -> bool:

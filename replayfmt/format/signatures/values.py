@@ -12,9 +12,15 @@ from ..codes import TensorFlag, ValueKind
 KERNEL = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(?:\.[A-Za-z0-9_]+)*::[A-Za-z0-9_]+\.[A-Za-z0-9_]+\Z")
 # Properties of a tensor's memory that are written behind it, and the words for values that a signature leaves open.
 NOTED_FLAGS = (TensorFlag.conj, TensorFlag.neg, TensorFlag.zero)
-TYPES = {ValueKind.int: "int", ValueKind.float: "float", ValueKind.complex: "complex",
-         **{kind: kind.name for kind in (ValueKind.storage, ValueKind.generator, ValueKind.payload, ValueKind.range,
-                                         ValueKind.recipe)}}
+TYPES = {
+    ValueKind.int: "int",
+    ValueKind.float: "float",
+    ValueKind.complex: "complex",
+    **{
+        kind: kind.name
+        for kind in (ValueKind.storage, ValueKind.generator, ValueKind.payload, ValueKind.range, ValueKind.recipe)
+    },
+}
 WORD = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
 
 
@@ -83,8 +89,11 @@ class TensorText:
 
     def __str__(self) -> str:
         sizes = ",".join("*" if size is None else str(size) for size in self.sizes)
-        strides = "" if self.strides is None else (
-            "{*}" if isinstance(self.strides, Open) else f"{{{','.join(map(str, self.strides))}}}")
+        strides = (
+            ""
+            if self.strides is None
+            else ("{*}" if isinstance(self.strides, Open) else f"{{{','.join(map(str, self.strides))}}}")
+        )
         notes = "".join(f":{note}" for note in self.notes)
         return f"{self.dtype}[{sizes}]{strides}{notes}{device_text(self.device) if self.device else ''}"
 
@@ -119,8 +128,10 @@ class SignatureText:
 
     def __str__(self) -> str:
         kernel = self.kernel if KERNEL.match(self.kernel) else quoted(self.kernel)
-        written = [f"{name if WORD.match(name) else quoted(name)}: {value}" if name else str(value)
-                   for name, value in self.arguments]
+        written = [
+            f"{name if WORD.match(name) else quoted(name)}: {value}" if name else str(value)
+            for name, value in self.arguments
+        ]
         return f"{kernel}({', '.join(written)})"
 
     @property

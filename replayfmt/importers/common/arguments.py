@@ -28,11 +28,11 @@ class Form(Enum):
     tensor = "a tensor"
     items = "a list"
     number = "a number"
-    text = "text"              # a string, a dtype's or a device's name: text that the schema has to interpret
-    nothing = "None"           # the trace says that it is None
-    unrecorded = "nothing"     # the trace says nothing: None, or a value of a kind that it does not record
+    text = "text"  # a string, a dtype's or a device's name: text that the schema has to interpret
+    nothing = "None"  # the trace says that it is None
+    unrecorded = "nothing"  # the trace says nothing: None, or a value of a kind that it does not record
     truncated = "a truncated value"
-    hidden = "a value"         # a number or a list of numbers, whose value is not recorded
+    hidden = "a value"  # a number or a list of numbers, whose value is not recorded
 
 
 @dataclass(frozen=True)
@@ -46,8 +46,8 @@ class TensorSpec:
     device: str | None = None
     offset: int = 0
     identity: Hashable = None
-    number: bool = False       # a Python number that was passed as a tensor without dimensions
-    flags: TensorFlag = TensorFlag(0)      # conjugated or negated views
+    number: bool = False  # a Python number that was passed as a tensor without dimensions
+    flags: TensorFlag = TensorFlag(0)  # conjugated or negated views
     lacks: str = ""
 
 
@@ -59,7 +59,7 @@ class Recorded:
     value: Any = None
     tensor: TensorSpec | None = None
     items: tuple[Recorded, ...] = ()
-    shown: str = ""            # as the trace prints it, for messages
+    shown: str = ""  # as the trace prints it, for messages
 
 
 @dataclass(frozen=True)
@@ -104,16 +104,22 @@ class Binding:
 
 NOTHING = Recorded(Form.nothing, shown="None")
 UNRECORDED = Recorded(Form.unrecorded, shown="")
-NO_NUMBERS = Recorded(Form.unrecorded, value="no numbers", shown="")    # where lists of numbers would be recorded
+NO_NUMBERS = Recorded(Form.unrecorded, value="no numbers", shown="")  # where lists of numbers would be recorded
 HIDDEN_NUMBER = Recorded(Form.hidden, value="a number", shown="a number")
 HIDDEN_LIST = Recorded(Form.hidden, value="a list of numbers", shown="a list of numbers")
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*([eE][+-]?\d+)?|\.\d+([eE][+-]?\d+)?)f?\Z")
-_LONGEST_NUMBER = 100       # characters
-_DEEPEST = 8                # lists inside lists
+_LONGEST_NUMBER = 100  # characters
+_DEEPEST = 8  # lists inside lists
 _COMPLEX = re.compile(r"\(\s*([^,()]+),\s*([^,()]+)\)\Z|(.+?)([+-][^+-]+(?:[eE][+-]\d+)?)j\Z")
 _WORDS: dict[str, Any] = {
-    "true": True, "false": False, "inf": float("inf"), "-inf": float("-inf"), "nan": float("nan"),
-    "infinity": float("inf"), "-infinity": float("-inf"), "-nan": float("nan"),
+    "true": True,
+    "false": False,
+    "inf": float("inf"),
+    "-inf": float("-inf"),
+    "nan": float("nan"),
+    "infinity": float("inf"),
+    "-infinity": float("-inf"),
+    "-nan": float("nan"),
 }
 
 
@@ -240,8 +246,15 @@ def _scalar_fits(base: str, recorded: Recorded) -> int | None:
     if isinstance(value, int):
         if base in ("ScalarType", "Layout", "MemoryFormat"):
             return 3 if _ENUMERATIONS[base](value) else None
-        return {"int": 3, "number": 3, "float": 2, "bool": 1 if value in (0, 1) else None, "complex": 1,
-                "Device": 1, "Any": 1}.get(base)
+        return {
+            "int": 3,
+            "number": 3,
+            "float": 2,
+            "bool": 1 if value in (0, 1) else None,
+            "complex": 1,
+            "Device": 1,
+            "Any": 1,
+        }.get(base)
     if isinstance(value, float):
         return {"float": 3, "number": 3, "complex": 1, "Any": 1}.get(base)
     return {"complex": 3, "number": 3, "Any": 1}.get(base)
@@ -267,7 +280,7 @@ def score(schema: torch.FunctionSchema, recorded: Sequence[Recorded]) -> int | N
         if well is None:
             return None
         total += well
-    for argument in arguments[len(recorded):]:
+    for argument in arguments[len(recorded) :]:
         if not argument.has_default_value():
             return None
         total -= 1
@@ -288,8 +301,9 @@ class Reader:
             self._one(binding, schema, argument, each, by)
         return binding
 
-    def _one(self, binding: Binding, schema: torch.FunctionSchema, argument: Any, recorded: Recorded | None,
-             by: str) -> None:
+    def _one(
+        self, binding: Binding, schema: torch.FunctionSchema, argument: Any, recorded: Recorded | None, by: str
+    ) -> None:
         name, kind = argument.name, schema_type(argument)
         if recorded is None:
             self._default(binding, schema, argument, f"{by} does not have it")
@@ -309,8 +323,9 @@ class Reader:
         else:
             binding.arguments.append((name, value))
 
-    def _unrecorded(self, binding: Binding, schema: torch.FunctionSchema, argument: Any, kind: ArgumentType,
-                    by: str) -> None:
+    def _unrecorded(
+        self, binding: Binding, schema: torch.FunctionSchema, argument: Any, kind: ArgumentType, by: str
+    ) -> None:
         name = argument.name
         if kind.base == "Device" and not kind.depth:
             binding.arguments.append((name, DeviceName(None)))

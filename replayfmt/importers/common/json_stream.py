@@ -23,17 +23,17 @@ from replayfmt.errors import InvalidCapture
 from .trace_files import Progress, TraceFile
 
 _CHUNK_BYTES = 1 << 20
-_LONGEST_ENTRY = 8 << 20           # characters; what is longer is taken for damage
-_MOST_IN_VAIN = 32 << 20           # characters read in vain before nothing more is looked for inside of damage
-_CAREFUL = 32                      # entries that are read for themselves after one that could not be read
+_LONGEST_ENTRY = 8 << 20  # characters; what is longer is taken for damage
+_MOST_IN_VAIN = 32 << 20  # characters read in vain before nothing more is looked for inside of damage
+_CAREFUL = 32  # entries that are read for themselves after one that could not be read
 _SHOWN_PROBLEMS = 20
-_DOUBLE_DIGITS = 16                # with the point, 15 digits: those that a double always holds
+_DOUBLE_DIGITS = 16  # with the point, 15 digits: those that a double always holds
 # Possessive: a string of millions of characters keeps no way back for each of them.
 _STRING = r'"(?:[^"\\]++|\\.)*+"'
 _STRUCTURE = re.compile(rf'{_STRING}|["{{}}\[\]]', re.DOTALL)
 _NEXT_ENTRY = re.compile(r'[\]}"\w,]\s*\{\s*"(?:ph|name|cat|id|op_name)"\s*:')
-_TRAILING_COMMA = re.compile(rf'({_STRING})|,(?=\s*+[}}\]])', re.DOTALL)
-_BARE_WORD = re.compile(rf'({_STRING})|(-?)\b(nan|inf|infinity|none|undefined)\b', re.DOTALL | re.IGNORECASE)
+_TRAILING_COMMA = re.compile(rf"({_STRING})|,(?=\s*+[}}\]])", re.DOTALL)
+_BARE_WORD = re.compile(rf"({_STRING})|(-?)\b(nan|inf|infinity|none|undefined)\b", re.DOTALL | re.IGNORECASE)
 _BAD_ESCAPE = re.compile(r'(\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}))|\\')
 _WORDS = {"nan": "NaN", "inf": "Infinity", "infinity": "Infinity", "none": "null", "undefined": "null"}
 _NO_SPACE = re.compile(r"[^ \t\r\n]")
@@ -74,10 +74,10 @@ class JsonStream:
         self._utf8 = codecs.getincrementaldecoder("utf-8")("surrogateescape")
         self._text = ""
         self._place = 0
-        self._before = 0            # bytes before the buffer
-        self._counted = 0, 0        # a place in the buffer, and how many bytes are before it
-        self._careful = 0           # as many entries are still read by their extent
-        self._in_vain = 0           # characters of entries that had no end, or were no JSON
+        self._before = 0  # bytes before the buffer
+        self._counted = 0, 0  # a place in the buffer, and how many bytes are before it
+        self._careful = 0  # as many entries are still read by their extent
+        self._in_vain = 0  # characters of entries that had no end, or were no JSON
         self._ended = False
         self._not_utf8 = False
         self.problems: list[Problem] = []
@@ -140,11 +140,17 @@ class JsonStream:
                 break
             first = self._peek()
             if first in ("[", "{"):
-                self._note("another document", "another JSON document begins here; it is read as a part of this trace",
-                           self.offset)
+                self._note(
+                    "another document",
+                    "another JSON document begins here; it is read as a part of this trace",
+                    self.offset,
+                )
             elif first:
-                self._note("skipped", f"the file goes on after its JSON; {self._shown()} and what follows was not read",
-                           self.offset)
+                self._note(
+                    "skipped",
+                    f"the file goes on after its JSON; {self._shown()} and what follows was not read",
+                    self.offset,
+                )
         if self._file.broken:
             self._note("cut off", f"the file is damaged here: {self._file.broken}", self.offset)
 
@@ -225,11 +231,11 @@ class JsonStream:
                 if not isinstance(value, str | list | dict) and not self._ended and len(self._text) - end < 8:
                     if self._too_long():
                         return False, None
-                    self._fill(_CHUNK_BYTES)     # a number's last digits may come yet
+                    self._fill(_CHUNK_BYTES)  # a number's last digits may come yet
                     continue
                 self._place = end
                 return True, value
-            except ValueError:      # no JSON, or a number of thousands of digits
+            except ValueError:  # no JSON, or a number of thousands of digits
                 extent = self._extent()
                 if extent is not None:
                     break
@@ -292,7 +298,7 @@ class JsonStream:
         for found in _STRUCTURE.finditer(self._text, self._place):
             character = found.group()
             if character == '"':
-                return None     # a string without an end
+                return None  # a string without an end
             if character in "{[":
                 depth += 1
             elif character in "}]":
@@ -305,8 +311,11 @@ class JsonStream:
         """The value up to `end`, with what exporters get wrong put right; skipped where that does not help."""
         offset, text = self.offset, self._text[self._place : end]
         self._careful = _CAREFUL
-        for kind, repair in (("trailing comma", _without_trailing_commas), ("bare word", _with_words),
-                             ("invalid escape", _with_escapes)):
+        for kind, repair in (
+            ("trailing comma", _without_trailing_commas),
+            ("bare word", _with_words),
+            ("invalid escape", _with_escapes),
+        ):
             repaired = repair(text)
             if repaired == text:
                 continue
@@ -388,6 +397,7 @@ def _with_words(text: str) -> str:
             return found.group(1)
         replacement = _WORDS[found.group(3).lower()]
         return replacement if replacement == "null" or replacement == "NaN" else found.group(2) + replacement
+
     return _BARE_WORD.sub(word, text)
 
 

@@ -60,8 +60,14 @@ class FoundOperator:
         has = torch._C._dispatch_has_kernel_for_dispatch_key
         if not self.dispatched or any(has(name, key) for key in ("CPU", "CUDA", "HIP", "XPU", "PrivateUse1")):
             return False
-        return any(has(name, key) for key in ("CompositeImplicitAutograd", "CompositeExplicitAutograd",
-                                              "CompositeExplicitAutogradNonFunctional"))
+        return any(
+            has(name, key)
+            for key in (
+                "CompositeImplicitAutograd",
+                "CompositeExplicitAutograd",
+                "CompositeExplicitAutogradNonFunctional",
+            )
+        )
 
     @property
     def only_views(self) -> bool:
@@ -72,8 +78,10 @@ class FoundOperator:
     @property
     def traceable(self) -> bool:
         """Whether a trace can say what it was called with: not where it needs an object of its library's own."""
-        return all(schema_type(each).base in BASES or each.has_default_value() or schema_type(each).optional
-                   for each in self.schema.arguments)
+        return all(
+            schema_type(each).base in BASES or each.has_default_value() or schema_type(each).optional
+            for each in self.schema.arguments
+        )
 
     def kernel(self) -> Kernel:
         """As a capture names it."""
@@ -174,8 +182,10 @@ class Operators:
         where = f"{function.__module__}.{getattr(function, '__qualname__', name)}"
         rest = len(recorded) - len(given)
         left = f"; {rest} arguments are left to its defaults" if rest else ""
-        return Choice(FoundOperator(parse_schema(text), ATTRIBUTE, function), assumed=(
-            f"no operator is registered: {where} is called by the recorded types{left}",))
+        return Choice(
+            FoundOperator(parse_schema(text), ATTRIBUTE, function),
+            assumed=(f"no operator is registered: {where} is called by the recorded types{left}",),
+        )
 
     def _registered(self, name: str) -> list[FoundOperator]:
         schemas = torch._C._jit_get_schemas_for_operator(name)
@@ -217,8 +227,11 @@ class Operators:
         candidates, why = self.candidates(schema.name)
         for each in candidates:
             if each.overload == (schema.overload_name or "default") and each.dispatched:
-                changed = () if printed_schema(each.schema) == printed_schema(schema) else (
-                    f"{each.name}.{each.overload} has another schema here: {printed_schema(each.schema)}",)
+                changed = (
+                    ()
+                    if printed_schema(each.schema) == printed_schema(schema)
+                    else (f"{each.name}.{each.overload} has another schema here: {printed_schema(each.schema)}",)
+                )
                 return Choice(each, assumed=changed)
         return Choice(None, "no_schema", why or f"{schema.name} has no overload {schema.overload_name!r} here")
 

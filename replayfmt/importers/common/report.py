@@ -30,7 +30,7 @@ class Entry:
     op: str
     overload: str
     status: Status
-    signature: str                  # its arguments, for people
+    signature: str  # its arguments, for people
     found: str = ""
     assumed: tuple[str, ...] = ()
     reason: str = ""
@@ -43,9 +43,15 @@ class Entry:
     def row(self) -> dict[str, Any]:
         """The entry as a JSON object; only the fields that its status has."""
         row: dict[str, Any] = {
-            "kind": "op", "op": self.op, "overload": self.overload or None, "status": self.status,
-            "signature": self.signature, "calls": self.calls, "first_ordinal": self.first_ordinal,
-            "host_ns": self.host_ns, "device_ns": self.device_ns,
+            "kind": "op",
+            "op": self.op,
+            "overload": self.overload or None,
+            "status": self.status,
+            "signature": self.signature,
+            "calls": self.calls,
+            "first_ordinal": self.first_ordinal,
+            "host_ns": self.host_ns,
+            "device_ns": self.device_ns,
         }
         if self.status == "incomplete":
             row |= {"reason": self.reason, "detail": self.detail}
@@ -57,9 +63,13 @@ class Entry:
 
 
 _REST = {
-    "cuda_graph": "graph launches", "collective": "collectives", "triton_launch": "torch.compile's kernels",
-    "outside_operator": "kernels without an operator", "no_schema": "operators that are not known here",
-    "import_incomplete": "calls that lack something", "lost": "launches that the trace does not show",
+    "cuda_graph": "graph launches",
+    "collective": "collectives",
+    "triton_launch": "torch.compile's kernels",
+    "outside_operator": "kernels without an operator",
+    "no_schema": "operators that are not known here",
+    "import_incomplete": "calls that lack something",
+    "lost": "launches that the trace does not show",
     "untimed": "calls with work of unknown duration",
 }
 
@@ -89,8 +99,15 @@ class ImportReport:
     counts: dict[str, int] = field(default_factory=dict)
     entries: dict[Any, Entry] = field(default_factory=dict)
 
-    def add(self, key: Any, make: Any, ordinal: int | None, calls: int = 1, host_ns: int | None = None,
-            device_ns: int | None = None) -> Entry:
+    def add(
+        self,
+        key: Any,
+        make: Any,
+        ordinal: int | None,
+        calls: int = 1,
+        host_ns: int | None = None,
+        device_ns: int | None = None,
+    ) -> Entry:
         """Count calls under `key`; `make()` gives its entry where it is new."""
         entry = self.entries.get(key)
         if entry is None:
@@ -120,9 +137,18 @@ class ImportReport:
 
     def rows(self) -> Iterator[dict[str, Any]]:
         """JSON objects: one `import` row, then one `op` row for each entry, in order of first appearance."""
-        yield {"kind": "import", "source": self.source, "format": self.kind, "unique": self.unique(),
-               "calls": self.calls(), "counts": self.counts, "notes": self.notes, "problems": self.problems,
-               "warnings": self.warnings(), "device_time": self._device_row()}
+        yield {
+            "kind": "import",
+            "source": self.source,
+            "format": self.kind,
+            "unique": self.unique(),
+            "calls": self.calls(),
+            "counts": self.counts,
+            "notes": self.notes,
+            "problems": self.problems,
+            "warnings": self.warnings(),
+            "device_time": self._device_row(),
+        }
         for entry in self.entries.values():
             yield entry.row()
 
@@ -144,8 +170,12 @@ class ImportReport:
         if self.device_time is None:
             return None
         calls, rest = self.device_shares()
-        return {"total_ns": self.device_time.total_ns, "calls_ns": calls, "rest_ns": rest,
-                "untimed": self.device_time.untimed}
+        return {
+            "total_ns": self.device_time.total_ns,
+            "calls_ns": calls,
+            "rest_ns": rest,
+            "untimed": self.device_time.untimed,
+        }
 
     def _device_lines(self) -> Iterator[str]:
         if self.device_time is None:
@@ -201,7 +231,7 @@ class ImportReport:
         for entry in self.entries.values():
             for sentence in entry.assumed:
                 if isinstance(sentence, Guess):
-                    continue        # said as a warning
+                    continue  # said as a warning
                 assumed[entry.op, sentence] += entry.calls
             if entry.status == "incomplete":
                 missing[entry.op, entry.reason, entry.detail] += entry.calls

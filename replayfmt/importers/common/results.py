@@ -69,10 +69,10 @@ def infer(schema: torch.FunctionSchema, arguments: Sequence[tuple[str, Any]]) ->
     tensors: list[torch.Tensor] = []
     try:
         with torch.no_grad(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")     # what an operator warns of is for who calls it, not for who asks
+            warnings.simplefilter("ignore")  # what an operator warns of is for who calls it, not for who asks
             positional, keywords = _arguments(schema, arguments, tensors)
             returned = overload(*positional, **keywords)
-    except Exception as error:   # any operator may fail in any way without content
+    except Exception as error:  # any operator may fail in any way without content
         return Results(None, f"{type(error).__name__}: {error}".partition("\n")[0][:200])
     storages: dict[int, int] = {}
     values = (returned,) if len(schema.returns) == 1 else tuple(returned)
@@ -85,12 +85,15 @@ def infer(schema: torch.FunctionSchema, arguments: Sequence[tuple[str, Any]]) ->
 def _is_endless(schema: torch.FunctionSchema, arguments: Sequence[tuple[str, Any]]) -> bool:
     """Whether an operator that returns a list may return very many tensors: a trace may say any size."""
     lists = any(isinstance(each.type, torch._C.ListType) for each in schema.returns)
-    return lists and any(isinstance(value, TensorSpec) and max(value.sizes or (0,), default=0) > _MOST_RESULTS
-                         for _name, value in arguments)
+    return lists and any(
+        isinstance(value, TensorSpec) and max(value.sizes or (0,), default=0) > _MOST_RESULTS
+        for _name, value in arguments
+    )
 
 
-def _arguments(schema: torch.FunctionSchema, arguments: Sequence[tuple[str, Any]],
-               tensors: list[torch.Tensor]) -> tuple[list[Any], dict[str, Any]]:
+def _arguments(
+    schema: torch.FunctionSchema, arguments: Sequence[tuple[str, Any]], tensors: list[torch.Tensor]
+) -> tuple[list[Any], dict[str, Any]]:
     given = dict(arguments)
     positional: list[Any] = []
     keywords: dict[str, Any] = {}
@@ -152,8 +155,9 @@ def _described(value: Any, tensors: list[torch.Tensor], storages: dict[int, int]
     memory = value.untyped_storage()._cdata
     shared = next((i for i, tensor in enumerate(tensors) if tensor.untyped_storage()._cdata == memory), None)
     fresh = -1 if shared is not None else storages.setdefault(memory, len(storages))
-    return ResultShape(DTYPE_CODE[value.dtype], tuple(value.shape), tuple(value.stride()), int(value.storage_offset()),
-                       shared, fresh)
+    return ResultShape(
+        DTYPE_CODE[value.dtype], tuple(value.shape), tuple(value.stride()), int(value.storage_offset()), shared, fresh
+    )
 
 
 def realize(results: Results, arguments: Sequence[Tensor], device: int) -> list[Any] | None:
@@ -176,8 +180,9 @@ def realize(results: Results, arguments: Sequence[Tensor], device: int) -> list[
             return None
         storage = storages[each.fresh] if each.shares is None else arguments[each.shares].storage
         where = device if each.shares is None else arguments[each.shares].meta.device
-        return Tensor(storage, TensorMeta(each.dtype, Layout.strided, where, each.sizes, each.strides, TensorFlag(0)),
-                      each.offset)
+        return Tensor(
+            storage, TensorMeta(each.dtype, Layout.strided, where, each.sizes, each.strides, TensorFlag(0)), each.offset
+        )
 
     return [value(each) for each in results.values]
 

@@ -14,8 +14,22 @@ _NAMES = {"Scalar": "number", "SymInt": "int", "SymFloat": "float", "SymBool": "
 
 
 # What the elements of values are that a trace can hold; any other is an object of a library's own.
-BASES = frozenset({"Tensor", "int", "float", "number", "bool", "complex", "str", "ScalarType", "Layout", "MemoryFormat",
-                   "Device", "Generator"})
+BASES = frozenset(
+    {
+        "Tensor",
+        "int",
+        "float",
+        "number",
+        "bool",
+        "complex",
+        "str",
+        "ScalarType",
+        "Layout",
+        "MemoryFormat",
+        "Device",
+        "Generator",
+    }
+)
 
 
 @dataclass(frozen=True)

@@ -68,8 +68,12 @@ def imported_session(kind: str, source: str, **fields: Any) -> Session:
     own = session_fields()
     policies = {"payload": "none", "digests": "none", "import": kind, "source": source, **fields.pop("policies", {})}
     given: dict[str, Any] = {
-        "session_id": own["session_id"], "producer": PRODUCER, "producer_version": own["producer_version"],
-        "created_unix_ns": own["created_unix_ns"], "settings": {}, "policies": policies,
+        "session_id": own["session_id"],
+        "producer": PRODUCER,
+        "producer_version": own["producer_version"],
+        "created_unix_ns": own["created_unix_ns"],
+        "settings": {},
+        "policies": policies,
     }
     return Session(**(given | fields))
 
@@ -122,8 +126,14 @@ class ImportedSession:
 
     # -------------------------------------------------------------------------------------------------------- records
 
-    def op(self, kernel: Kernel, arguments: Sequence[tuple[str, Any]], results: Sequence[Any] | None = None,
-           moment: Moment = Moment(), annotation: Mapping[str, Any] | None = None) -> int:
+    def op(
+        self,
+        kernel: Kernel,
+        arguments: Sequence[tuple[str, Any]],
+        results: Sequence[Any] | None = None,
+        moment: Moment = Moment(),
+        annotation: Mapping[str, Any] | None = None,
+    ) -> int:
         """Record one call; returns its ordinal. Argument values are None, bool, int, float, complex, str, DType,
         Layout, MemoryFormat, DeviceName, DefaultGenerator, Tensor, Storage (entered already), and lists and tuples of
         these.
@@ -141,8 +151,9 @@ class ImportedSession:
                 possible_bytes(tensor.storage.bytes)
         metas = [self._writer.meta(tensor.meta) for tensor in slots.tensors]
         number = self._writer.kernel(kernel)
-        signature = self._signature((number, args, returned), lambda: Signature(
-            RecordKind.op, args, returned, number, OpStatus.ok))
+        signature = self._signature(
+            (number, args, returned), lambda: Signature(RecordKind.op, args, returned, number, OpStatus.ok)
+        )
         note = self._writer.annotation(annotation) if annotation else 0
         for tensor in slots.tensors[:taken]:
             if tensor.storage is not None and not tensor.storage.id:
@@ -162,8 +173,9 @@ class ImportedSession:
         """Record that a scope ends."""
         return self._named(RecordKind.scope_end, moment, name=name)
 
-    def unsupported(self, reason: str, op: str, detail: str, moment: Moment = Moment(),
-                    annotation: Mapping[str, Any] | None = None) -> int:
+    def unsupported(
+        self, reason: str, op: str, detail: str, moment: Moment = Moment(), annotation: Mapping[str, Any] | None = None
+    ) -> int:
         """Record work that the import could not turn into an op."""
         note = self._writer.annotation(annotation) if annotation else 0
         return self._named(RecordKind.unsupported, moment, note, reason=reason, op=op, detail=detail)
@@ -189,8 +201,12 @@ class ImportedSession:
         elif storage.content is not None:
             kind, number = ValueKind.payload, self._writer.payload(storage.content)
         self._bear(storage, storage.origin, number)
-        nodes = (Node(ValueKind.storage, "storage"), Node(kind, "payload"), Node(ValueKind.int, "version"),
-                 Node(ValueKind.string, "reason", storage.reason))
+        nodes = (
+            Node(ValueKind.storage, "storage"),
+            Node(kind, "payload"),
+            Node(ValueKind.int, "version"),
+            Node(ValueKind.string, "reason", storage.reason),
+        )
         ints = [storage.id, 0] if kind is ValueKind.none else [storage.id, number, 0]
         self._record(RecordKind.storage_import, nodes, Moment(moment.start_ns, None, moment.thread, moment.scope), ints)
 
@@ -224,8 +240,9 @@ class ImportedSession:
         nodes = tuple(Node(ValueKind.string, name, text) for name, text in texts.items())
         return self._record(kind, nodes, moment, (), note)
 
-    def _record(self, kind: RecordKind, nodes: tuple[Node, ...], moment: Moment, ints: Sequence[int],
-                note: int = 0) -> int:
+    def _record(
+        self, kind: RecordKind, nodes: tuple[Node, ...], moment: Moment, ints: Sequence[int], note: int = 0
+    ) -> int:
         signature = self._signature((kind, nodes), lambda: Signature(kind, nodes))
         return self._add(signature, moment, Slots(ints=list(ints)), note, without_time=0)
 
@@ -252,15 +269,26 @@ class ImportedSession:
     def _flush(self) -> None:
         pending, self._pending = self._pending, _Pending()
         known = any(value != _UNKNOWN for value in pending.device_duration)
-        self._writer.records(RecordColumns(
-            signature=pending.signature, scope=pending.scope, thread=pending.thread, start_ns=pending.start,
-            duration_ns=pending.duration if pending.timed else None,
-            tensors=pending.tensors, ints=pending.ints, floats=pending.floats,
-            tensor_definitions=pending.definitions, first_storage=self._first_storage,
-            storage_bytes=pending.storage_bytes, storage_device=pending.storage_device,
-            storage_origin=pending.storage_origin, storage_payload=pending.storage_payload,
-            device_duration_ns=pending.device_duration if known else None,
-            annotation=pending.annotation if any(pending.annotation) else None))
+        self._writer.records(
+            RecordColumns(
+                signature=pending.signature,
+                scope=pending.scope,
+                thread=pending.thread,
+                start_ns=pending.start,
+                duration_ns=pending.duration if pending.timed else None,
+                tensors=pending.tensors,
+                ints=pending.ints,
+                floats=pending.floats,
+                tensor_definitions=pending.definitions,
+                first_storage=self._first_storage,
+                storage_bytes=pending.storage_bytes,
+                storage_device=pending.storage_device,
+                storage_origin=pending.storage_origin,
+                storage_payload=pending.storage_payload,
+                device_duration_ns=pending.device_duration if known else None,
+                annotation=pending.annotation if any(pending.annotation) else None,
+            )
+        )
         self._first_storage = self._next_storage
 
     # ------------------------------------------------------------------------------------------------------------- end
@@ -277,8 +305,9 @@ class ImportedSession:
     def __enter__(self) -> ImportedSession:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, _value: BaseException | None,
-                 _trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, _value: BaseException | None, _trace: TracebackType | None
+    ) -> None:
         if kind is None:
             self.close()
         else:

@@ -21,13 +21,21 @@ from typing import IO, Any
 
 from replayfmt.errors import CaptureNotFound, InvalidCapture
 
-Progress = Callable[[int, int], None]     # bytes of the file read so far, and its length
+Progress = Callable[[int, int], None]  # bytes of the file read so far, and its length
 _BLOCK_BYTES = 1 << 20
 _SHOWN_NAMES = 16
-_LONGEST_HEADER = 1 << 20       # of a tar member: names and attributes
+_LONGEST_HEADER = 1 << 20  # of a tar member: names and attributes
 # RuntimeError: a zip's member is encrypted, or compressed in a way that this Python does not know.
-_CUT = (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile, tarfile.TarError, zipfile.BadZipFile, OSError,
-        RuntimeError)
+_CUT = (
+    EOFError,
+    zlib.error,
+    lzma.LZMAError,
+    gzip.BadGzipFile,
+    tarfile.TarError,
+    zipfile.BadZipFile,
+    OSError,
+    RuntimeError,
+)
 
 
 def regular_length(path: str | PathLike[str]) -> int:
@@ -69,8 +77,9 @@ class _Headers:
 class TraceFile:
     """The JSON of a trace file as a byte stream. `read` gives b"" at the end; `broken` says why it ended early."""
 
-    def __init__(self, path: str | PathLike[str], wanted: Callable[[str], bool] | None = None,
-                 progress: Progress | None = None) -> None:
+    def __init__(
+        self, path: str | PathLike[str], wanted: Callable[[str], bool] | None = None, progress: Progress | None = None
+    ) -> None:
         """Open it. `wanted` chooses among an archive's members by name; by default the first that ends in `.json`.
 
         Raises CaptureNotFound where it cannot be read, InvalidCapture where an archive has no such member.
@@ -79,7 +88,7 @@ class TraceFile:
         self.member = ""
         self.broken = ""
         self.bytes_given = 0
-        self._start, self._left = 0, -1     # where a tar member begins in the stream, and what is left of it
+        self._start, self._left = 0, -1  # where a tar member begins in the stream, and what is left of it
         self._progress = progress
         wanted = wanted or (lambda name: name.endswith(".json"))
         try:
@@ -108,7 +117,7 @@ class TraceFile:
             try:
                 start = plain.read(512)
             except _CUT:
-                start = b""    # cut off within the first bytes: reading from the beginning gives what there is
+                start = b""  # cut off within the first bytes: reading from the beginning gives what there is
             plain.seek(0)
         else:
             start = plain.read(512)
@@ -131,8 +140,12 @@ class TraceFile:
         for member in archive:
             names.append(member.name)
             # Hidden files (`._name`) are what macOS adds for its own.
-            if (member.isfile() and not member.issparse() and wanted(member.name)
-                    and not Path(member.name).name.startswith(".")):
+            if (
+                member.isfile()
+                and not member.issparse()
+                and wanted(member.name)
+                and not Path(member.name).name.startswith(".")
+            ):
                 self.member, self._start, self._left = member.name, member.offset_data, member.size
                 plain.seek(self._start)
                 return plain
@@ -194,8 +207,11 @@ def others_note(path: str | PathLike[str], member: str) -> str:
     """A sentence on which file of an archive was read and which like it were not; "" for a file that is no archive."""
     if not member:
         return ""
-    others = [name for name in archive_names(path) if name.endswith(Path(member).suffix) and name != member
-              and not Path(name).name.startswith(".")]
+    others = [
+        name
+        for name in archive_names(path)
+        if name.endswith(Path(member).suffix) and name != member and not Path(name).name.startswith(".")
+    ]
     read = f"of the archive, {member} was read, its first JSON file"
     if not others:
         return read
@@ -216,12 +232,13 @@ def archive_names(path: str | PathLike[str]) -> list[str]:
             stream: Any = _Headers(gzip.GzipFile(fileobj=raw) if packed else raw)  # type: ignore[arg-type]
             names += (member.name for member in tarfile.open(fileobj=stream, mode="r:") if member.isfile())  # noqa: SIM115
     except _CUT:
-        pass        # the trace itself was read; what is after it is cut off
+        pass  # the trace itself was read; what is after it is cut off
     return names
 
 
-def archive_texts(path: str | PathLike[str], wanted: Callable[[str], bool],
-                  limit: int = 64 << 20) -> tuple[dict[str, bytes], str]:
+def archive_texts(
+    path: str | PathLike[str], wanted: Callable[[str], bool], limit: int = 64 << 20
+) -> tuple[dict[str, bytes], str]:
     """The contents of an archive's members that are wanted by name (an execution trace's Triton sources, for instance),
     up to `limit` bytes in all, and what is wrong with the archive, "" where nothing is. Nothing for a file that is no
     archive. Raises CaptureNotFound."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from replayfmt.format.codes import DType, Layout, MemoryFormat
 
+# fmt: off
 _CPLUSPLUS = {
     "unsigned char": DType.uint8, "uint8_t": DType.uint8, "signed char": DType.int8, "char": DType.int8,
     "int8_t": DType.int8, "short": DType.int16, "short int": DType.int16, "int16_t": DType.int16, "int": DType.int32,
@@ -22,11 +23,21 @@ _CPLUSPLUS = {
     "long long unsigned int": DType.uint64, "uint64_t": DType.uint64, "complex<half>": DType.complex32,
     "complex<float>": DType.complex64, "complex<double>": DType.complex128,
 }
+# fmt: on
 # The names of c10::ScalarType, which some traces use where others use C++ names.
 _SCALAR_TYPES = {
-    "byte": DType.uint8, "char": DType.int8, "short": DType.int16, "int": DType.int32, "long": DType.int64,
-    "half": DType.float16, "float": DType.float32, "double": DType.float64, "complexhalf": DType.complex32,
-    "complexfloat": DType.complex64, "complexdouble": DType.complex128, "cfloat": DType.complex64,
+    "byte": DType.uint8,
+    "char": DType.int8,
+    "short": DType.int16,
+    "int": DType.int32,
+    "long": DType.int64,
+    "half": DType.float16,
+    "float": DType.float32,
+    "double": DType.float64,
+    "complexhalf": DType.complex32,
+    "complexfloat": DType.complex64,
+    "complexdouble": DType.complex128,
+    "cfloat": DType.complex64,
     "cdouble": DType.complex128,
 }
 _BY_NAME = {dtype.name.lower(): dtype for dtype in DType if dtype}
@@ -44,7 +55,7 @@ def dtype_of(name: str) -> DType | None:
         stripped = False
         for prefix in _PREFIXES:
             if text.startswith(prefix):
-                text, stripped = text[len(prefix):], True
+                text, stripped = text[len(prefix) :], True
     text = text.removesuffix(" const").replace("c10::", "").replace("at::", "").replace("std::", "")
     lowered = text.lower().replace("< ", "<").replace(" >", ">")
     return _CPLUSPLUS.get(lowered) or _BY_NAME.get(lowered) or _SCALAR_TYPES.get(lowered)

@@ -14,7 +14,7 @@ from replayfmt.format.model import Node, Recipe, TensorMeta
 
 from .arguments import DefaultGenerator, DeviceName
 
-Bytes = bytes       # the type, where a field has its name
+Bytes = bytes  # the type, where a field has its name
 _LEAST, _MOST = -(1 << 63), (1 << 63) - 1
 
 
@@ -28,7 +28,7 @@ class TracedStorage:
     device: int
     origin: StorageOrigin = StorageOrigin.absent
     content: Bytes | Recipe | None = None
-    reason: str = "import"     # of the storage_import record that brings it in
+    reason: str = "import"  # of the storage_import record that brings it in
     id: int = 0
     released: bool = False
     views: dict[tuple[int, int], int] = field(default_factory=dict)
@@ -83,8 +83,14 @@ def possible_bytes(length: int) -> int:
     return length
 
 
-def plain_tensor(dtype: DType, sizes: tuple[int, ...], strides: tuple[int, ...] | None, device: int, offset: int = 0,
-                 origin: StorageOrigin = StorageOrigin.absent) -> Tensor:
+def plain_tensor(
+    dtype: DType,
+    sizes: tuple[int, ...],
+    strides: tuple[int, ...] | None,
+    device: int,
+    offset: int = 0,
+    origin: StorageOrigin = StorageOrigin.absent,
+) -> Tensor:
     """A tensor on a storage of its own, just as long as it needs. Raises ValueError for impossible geometry."""
     strides = contiguous(sizes) if strides is None else strides
     storage = TracedStorage(bytes_needed(dtype, sizes, strides, offset), device, origin)

@@ -54,15 +54,19 @@ class _OnAllocations(TensorReader):
     def spec(self, tensor: TracedTensor) -> TensorSpec:
         spec = super().spec(tensor)
         where = self._placed.get(tensor)
-        return spec if where is None else replace(spec, strides=where.strides, identity=where.allocation,
-                                                     flags=where.flags)
+        return (
+            spec
+            if where is None
+            else replace(spec, strides=where.strides, identity=where.allocation, flags=where.flags)
+        )
 
 
 class NodeCalls:
     """The calls of a trace, in order. With the `allocations` of a first pass, arguments are read as well."""
 
-    def __init__(self, operators: Operators, allocations: Allocations | None = None,
-                 inferred: Inferred | None = None) -> None:
+    def __init__(
+        self, operators: Operators, allocations: Allocations | None = None, inferred: Inferred | None = None
+    ) -> None:
         self._operators = operators
         self._reader = Reader(operators.names)
         self._full = allocations is not None
@@ -79,20 +83,30 @@ class NodeCalls:
         self.memory.access(*self._effects(node))
         given = self.memory.take(tensor for _position, tensor in node.inputs.tensors)
         step = NodeStep(node, kind_of(node), {each.tensor: each for each in given})
-        step.assumed += [f"the {list(tensor.sizes)} tensor at the address of one of another kind is a new allocation, "
-                         f"which {BY} does not show" for tensor in self.memory.replaced]
-        step.assumed += [f"the {list(each.tensor.sizes)} tensor taken as {_shown_flags(each.flags)}: {BY} does not say "
-                         "which of the views of its memory it is" for each in given if each.doubtful]
+        step.assumed += [
+            f"the {list(tensor.sizes)} tensor at the address of one of another kind is a new allocation, "
+            f"which {BY} does not show"
+            for tensor in self.memory.replaced
+        ]
+        step.assumed += [
+            f"the {list(each.tensor.sizes)} tensor taken as {_shown_flags(each.flags)}: {BY} does not say "
+            "which of the views of its memory it is"
+            for each in given
+            if each.doubtful
+        ]
         strides: Sequence[tuple[int, ...] | None] | None = None
         if step.kind is Kind.operator and (self._full or node.inputs.strides is None):
             self._bind(step)
             if node.outputs.strides is None:
                 strides = self._strides(step)
         outputs = [tensor for _position, tensor in node.outputs.tensors]
-        returned = self.memory.give(list(zip(outputs, strides or [None] * len(outputs), strict=True)), given,
-                                    known=not node.schema.startswith("aten::set_"),
-                                    blank=_allocates_only(node),
-                                    turned=_TURNS.get(node.name, TensorFlag(0)))
+        returned = self.memory.give(
+            list(zip(outputs, strides or [None] * len(outputs), strict=True)),
+            given,
+            known=not node.schema.startswith("aten::set_"),
+            blank=_allocates_only(node),
+            turned=_TURNS.get(node.name, TensorFlag(0)),
+        )
         step.returned = {each.tensor: each for each in returned}
         return step
 
@@ -126,7 +140,7 @@ class NodeCalls:
                 written.append(tensor)
                 read.append(tensor)
             elif (tensor.device, tensor.storage) not in returned or in_place:
-                read.append(tensor)     # what returns its argument's memory is a view
+                read.append(tensor)  # what returns its argument's memory is a view
         return read, written
 
     # ------------------------------------------------------------------------------------------------------- arguments
@@ -140,9 +154,14 @@ class NodeCalls:
             if other.operator is None:
                 return
             traced = None
-            step.choice = replace(other, assumed=(
-                *other.assumed, f"overload {other.operator.overload}: the traced one is not here, {node.schema}; this "
-                                "one takes the recorded arguments"))
+            step.choice = replace(
+                other,
+                assumed=(
+                    *other.assumed,
+                    f"overload {other.operator.overload}: the traced one is not here, {node.schema}; this "
+                    "one takes the recorded arguments",
+                ),
+            )
         assert step.choice.operator is not None
         schema = step.choice.operator.schema
         unknown: list[str] = []
@@ -151,10 +170,14 @@ class NodeCalls:
         step.binding = self._reader.bind(schema, recorded, by=BY)
         step.binding.missing += unknown
         if len(node.inputs) > len((traced or schema).arguments):
-            step.binding.missing.append(f"{BY} has {len(node.inputs)} arguments, the operator takes "
-                                        f"{len((traced or schema).arguments)}")
-        step.assumed += [f"{name}={value!r}: {BY} keeps six decimals" for name, value in step.binding.arguments
-                         if isinstance(value, float) and rounded(value)]
+            step.binding.missing.append(
+                f"{BY} has {len(node.inputs)} arguments, the operator takes {len((traced or schema).arguments)}"
+            )
+        step.assumed += [
+            f"{name}={value!r}: {BY} keeps six decimals"
+            for name, value in step.binding.arguments
+            if isinstance(value, float) and rounded(value)
+        ]
         if node.inputs.strides is None:
             self._say_strides(step)
         if not step.binding.missing:
@@ -174,7 +197,8 @@ class NodeCalls:
         """Older traces have no strides: say where those of the arguments come from."""
         known: dict[Any, bool] = {
             (each.allocation, each.tensor.sizes, each.strides, each.tensor.offset): each.strides_known
-            for each in step.given.values()}
+            for each in step.given.values()
+        }
         names: dict[str, set[str]] = {}
         for name, spec in _specs(step.binding):
             if _strides_tell(spec):
@@ -184,11 +208,15 @@ class NodeCalls:
         if "contiguous" in names:
             step.assumed.append(f"strides of {', '.join(sorted(names['contiguous']))}: {BY} has none; contiguous")
         if "alike" in names:
-            step.assumed.append(f"strides of {', '.join(sorted(names['alike']))}: {BY} has none; those of another "
-                                "tensor of these sizes on the same memory")
+            step.assumed.append(
+                f"strides of {', '.join(sorted(names['alike']))}: {BY} has none; those of another "
+                "tensor of these sizes on the same memory"
+            )
         if "computed" in names:
-            step.assumed.append(f"strides of tensors that operators before this one returned: {BY} has none; "
-                                "computed by running the operators without data")
+            step.assumed.append(
+                f"strides of tensors that operators before this one returned: {BY} has none; "
+                "computed by running the operators without data"
+            )
 
     def _made(self, spec: TensorSpec) -> bool:
         """Whether an operator before returned the memory that a tensor is on."""
@@ -202,8 +230,9 @@ class NodeCalls:
         outputs = [tensor for _position, tensor in step.node.outputs.tensors]
         if returned is None or len(returned) != len(outputs):
             return None
-        return [spec.strides if spec.sizes == tensor.sizes else None
-                for spec, tensor in zip(returned, outputs, strict=True)]
+        return [
+            spec.strides if spec.sizes == tensor.sizes else None for spec, tensor in zip(returned, outputs, strict=True)
+        ]
 
     def _numbers(self, step: NodeStep) -> None:
         """Python numbers reach operators as tensors without dimensions that do not take part in type promotion; in a
@@ -211,9 +240,15 @@ class NodeCalls:
         binding, choice = step.binding, step.choice
         assert binding is not None and choice is not None and choice.operator is not None
         outputs = [dtype_of(tensor.type_name) for _position, tensor in step.node.outputs.tensors]
-        candidates = [position for position, (_name, value) in enumerate(binding.arguments)
-                      if isinstance(value, TensorSpec) and value.sizes == () and value.device == "cpu"
-                      and value.dtype in NUMBERS and not self._made(value)]
+        candidates = [
+            position
+            for position, (_name, value) in enumerate(binding.arguments)
+            if isinstance(value, TensorSpec)
+            and value.sizes == ()
+            and value.device == "cpu"
+            and value.dtype in NUMBERS
+            and not self._made(value)
+        ]
         tensors = sum(isinstance(value, TensorSpec) for _name, value in binding.arguments)
         if not candidates or tensors < 2 or not outputs or outputs[0] is None:
             return
@@ -226,8 +261,10 @@ class NodeCalls:
         if self._returns(choice, changed) == outputs:
             binding.arguments = changed
             names = ", ".join(changed[position][0] for position in candidates)
-            step.assumed.append(f"{names}: a Python number that was passed as a tensor; taken as {outputs[0].name}, "
-                                "with which the result has its recorded dtype")
+            step.assumed.append(
+                f"{names}: a Python number that was passed as a tensor; taken as {outputs[0].name}, "
+                "with which the result has its recorded dtype"
+            )
 
     def _returns(self, choice: Choice, arguments: Sequence[tuple[str, Any]]) -> list[DType | None] | None:
         assert choice.operator is not None
@@ -281,8 +318,9 @@ def _tensors(value: Any) -> list[TensorSpec]:
     return [spec for each in value for spec in _tensors(each)] if isinstance(value, list) else []
 
 
-def _by_name(traced: torch.FunctionSchema, here: torch.FunctionSchema,
-             recorded: list[Recorded]) -> tuple[list[Recorded], list[str]]:
+def _by_name(
+    traced: torch.FunctionSchema, here: torch.FunctionSchema, recorded: list[Recorded]
+) -> tuple[list[Recorded], list[str]]:
     """Arguments in the order of the schema here, and sentences on those that it does not have."""
     by_name = {argument.name: each for argument, each in zip(traced.arguments, recorded, strict=False)}
     names = [argument.name for argument in here.arguments]
@@ -314,4 +352,3 @@ def _specs(binding: Binding | None) -> list[tuple[str, TensorSpec]]:
 def _strides_tell(spec: TensorSpec) -> bool:
     """Whether strides of this tensor mean anything."""
     return sum(size != 1 for size in spec.sizes or ()) > 0 and 0 not in (spec.sizes or ())
-

@@ -20,8 +20,9 @@ from ..common.trace_files import archive_texts
 from ..common.values import TracedStorage, contiguous
 from .memory import Placed
 
-_INTEGERS = frozenset({DType.uint8, DType.int8, DType.int16, DType.int32, DType.int64, DType.uint16, DType.uint32,
-                       DType.uint64})
+_INTEGERS = frozenset(
+    {DType.uint8, DType.int8, DType.int16, DType.int32, DType.int64, DType.uint16, DType.uint32, DType.uint64}
+)
 _UNSIGNED = frozenset({DType.uint8, DType.uint16, DType.uint32, DType.uint64})
 _LARGEST_CONSTANT = 64 << 20
 _RESOURCES = "_resources"
@@ -85,15 +86,23 @@ class TracedContent:
         if neutral is None or torch_dtype is None or storage.bytes < torch_dtype.itemsize:
             return None
         element = bytes(torch.tensor(neutral, dtype=torch_dtype).reshape(1).view(torch.uint8).tolist())
-        return Found(StorageOrigin.payload, element.ljust(storage.bytes, b"\0"),
-                     f"a Python number whose value is not in the trace; taken as {neutral}, which changes nothing")
+        return Found(
+            StorageOrigin.payload,
+            element.ljust(storage.bytes, b"\0"),
+            f"a Python number whose value is not in the trace; taken as {neutral}, which changes nothing",
+        )
 
-    def find(self, node: int, number: int, placed: Placed, dtype: DType, storage: TracedStorage,
-             span: tuple[int, int] | None) -> Found | None:
+    def find(
+        self, node: int, number: int, placed: Placed, dtype: DType, storage: TracedStorage, span: tuple[int, int] | None
+    ) -> Found | None:
         """The content of a storage that this tensor is the first to use, as far as the trace has it."""
         tensor = placed.tensor
-        whole = (dtype in _INTEGERS and not tensor.offset and placed.strides == contiguous(tensor.sizes)
-                 and tensor.elements * ITEM_BYTES[dtype] == storage.bytes)
+        whole = (
+            dtype in _INTEGERS
+            and not tensor.offset
+            and placed.strides == contiguous(tensor.sizes)
+            and tensor.elements * ITEM_BYTES[dtype] == storage.bytes
+        )
         if not whole or not storage.bytes:
             return None
         saved = self._files.get(f"nid_{node}_tid_{number}.dat")
@@ -105,8 +114,11 @@ class TracedContent:
         if low == high and storage.bytes <= _LARGEST_CONSTANT:
             element = low.to_bytes(ITEM_BYTES[dtype], "little", signed=dtype not in _UNSIGNED)
             return Found(StorageOrigin.payload, element * tensor.elements, f"all of its elements are {low}")
-        spread = (high - low) / 12 ** 0.5
+        spread = (high - low) / 12**0.5
         statistics = Statistics((low + high) / 2, spread, float(low), float(high), 0, 0, 0, 0)
         recipe = Recipe(dtype, tensor.elements, node * 1009 + number, statistics)
-        return Found(StorageOrigin.initializer, recipe,
-                     f"its elements lie between {low} and {high} in the trace; drawn evenly from there")
+        return Found(
+            StorageOrigin.initializer,
+            recipe,
+            f"its elements lie between {low} and {high} in the trace; drawn evenly from there",
+        )

@@ -31,7 +31,7 @@ class KeptCopies:
                     self._kept[found[0]].append(found[1])
             for _position, tensor in node.outputs.tensors:
                 if (tensor.device, tensor.storage) not in taken:
-                    self._waiting.pop((tensor.device, tensor.storage), None)    # another allocation by now
+                    self._waiting.pop((tensor.device, tensor.storage), None)  # another allocation by now
         returned = [tensor for _position, tensor in node.outputs.tensors]
         if node.name == "aten::clone" and given and returned:
             self._under.setdefault(node.parent, []).append((position, given[0], returned[0]))

@@ -36,10 +36,17 @@ KIND = "execution-trace"
 _PASSES = 3
 
 
-def import_execution_trace(path: str | PathLike[str], out: str | PathLike[str], *,
-                           libraries: OpLibraries | None = None, names: TracedNames | None = None,
-                           force: bool = False, progress: Progress | None = None, rewrite: str = "none",
-                           level: str = "deepest") -> ImportReport:
+def import_execution_trace(
+    path: str | PathLike[str],
+    out: str | PathLike[str],
+    *,
+    libraries: OpLibraries | None = None,
+    names: TracedNames | None = None,
+    force: bool = False,
+    progress: Progress | None = None,
+    rewrite: str = "none",
+    level: str = "deepest",
+) -> ImportReport:
     """Make a capture of an execution trace, plain, gzip or in a tar archive with its resources.
 
     `rewrite="portable"` puts operators that every device has in the place of those that only the traced one has.
@@ -53,8 +60,9 @@ def import_execution_trace(path: str | PathLike[str], out: str | PathLike[str], 
     report = ImportReport(Path(trace.path).name, KIND)
     selection = trace.select(roots=level == "root")
     if level not in ("deepest", "leaf", "root"):
-        report.notes.append(f"level {level}: an execution trace does not show what launched work; the deepest "
-                            "operators are taken")
+        report.notes.append(
+            f"level {level}: an execution trace does not show what launched work; the deepest operators are taken"
+        )
     operators = Operators(libraries, names)
     first = NodeCalls(operators)
     for node, _position, chosen in trace.nodes(selection, 1):
@@ -63,12 +71,15 @@ def import_execution_trace(path: str | PathLike[str], out: str | PathLike[str], 
         else:
             first.inside(node)
     calls = NodeCalls(operators, first.allocations, first.inferred)
-    session = imported_session(KIND, report.source, world_size=trace.world_size, policies={
-        "schema": trace.schema, "traced": trace.time, "rewrite": rewrite})
+    session = imported_session(
+        KIND,
+        report.source,
+        world_size=trace.world_size,
+        policies={"schema": trace.schema, "traced": trace.time, "rewrite": rewrite},
+    )
     content = TracedContent(trace.path)
     with ImportedSession(out, session, force=force) as capture:
-        writer = GraphWriter(capture, report, calls, content,
-                             Portable() if rewrite in REWRITES else None, trace.groups)
+        writer = GraphWriter(capture, report, calls, content, Portable() if rewrite in REWRITES else None, trace.groups)
         marks = _Marks(capture)
         for node, position, chosen in trace.nodes(selection, 2):
             if not chosen:
@@ -90,8 +101,9 @@ def _finish(report: ImportReport, trace: _Trace, selection: ChosenNodes) -> None
     if selection.dropped:
         report.notes.append(f"no work, left out: {_most(selection.dropped)}")
     if trace.version < (1, 1, 1):
-        report.notes.append(f"schema {trace.schema} has no strides: they are computed where operators tell, else taken "
-                            "for contiguous")
+        report.notes.append(
+            f"schema {trace.schema} has no strides: they are computed where operators tell, else taken for contiguous"
+        )
     report.notes.append("tensors that no call produced have no content in the trace")
 
 
@@ -112,7 +124,7 @@ class _Trace:
         self.time: str | None = None
         self.version = (0, 0, 0)
         self.problems: list[str] = []
-        self._broken: set[int] = set()      # entries that are no nodes, by their place in the file
+        self._broken: set[int] = set()  # entries that are no nodes, by their place in the file
         self.nodes_read = 0
         self.world_size = 1
         self.groups: dict[str, dict[str, Any]] = {}
@@ -154,8 +166,10 @@ class _Trace:
                 if node.name == "## process_group:init ##":
                     self._groups(node)
         if not self.schema or not len(skeleton):
-            raise InvalidCapture(f"{self.path}: no execution trace: expected an object with a schema version and nodes"
-                                 + "".join(f"; {problem}" for problem in self.problems[:1]))
+            raise InvalidCapture(
+                f"{self.path}: no execution trace: expected an object with a schema version and nodes"
+                + "".join(f"; {problem}" for problem in self.problems[:1])
+            )
         self.nodes_read = len(skeleton)
         return skeleton.select(roots=roots)
 
@@ -195,8 +209,9 @@ class _Trace:
                 yield node_of(row), position, False
 
 
-def _by_id(found: Iterator[tuple[TraceNode, int, bool]],
-           before: Mapping[int, int]) -> Iterator[tuple[TraceNode, int, bool]]:
+def _by_id(
+    found: Iterator[tuple[TraceNode, int, bool]], before: Mapping[int, int]
+) -> Iterator[tuple[TraceNode, int, bool]]:
     """The chosen nodes by id, each after those inside of it, and after those that ran before it."""
     groups: list[list[tuple[TraceNode, int, bool]]] = [[]]
     for each in found:
@@ -235,4 +250,3 @@ class _Marks:
                 self._capture.scope_begin(name, Moment(thread=thread, scope=scope))
             self._path = path
         return self._scopes[-1] if self._scopes else 0
-

@@ -122,8 +122,15 @@ class MemoryMap:
         self.steps += 1
         return [self._given(tensor) for tensor in inputs]
 
-    def give(self, outputs: Sequence[tuple[TracedTensor, tuple[int, ...] | None]], given: Sequence[Placed],
-             *, known: bool = True, blank: bool = False, turned: TensorFlag = _NO_FLAGS) -> list[Placed]:
+    def give(
+        self,
+        outputs: Sequence[tuple[TracedTensor, tuple[int, ...] | None]],
+        given: Sequence[Placed],
+        *,
+        known: bool = True,
+        blank: bool = False,
+        turned: TensorFlag = _NO_FLAGS,
+    ) -> list[Placed]:
         """What an operator returns, each with its strides (None: those of the trace, or contiguous).
 
         `known` is False for operators that return memory of others without being given it (`set_` of a storage),
@@ -171,11 +178,13 @@ class MemoryMap:
         if live is None and not tensor.elements:
             live = self._empty.get(address)
         strides, computed = self._strides(tensor, live)
-        if live is not None and like_number(tensor) and not (
-                live.returned and tensor.id in live.tensors and tensor.type_name in live.types):
+        if (
+            live is not None
+            and like_number(tensor)
+            and not (live.returned and tensor.id in live.tensors and tensor.type_name in live.types)
+        ):
             live = None
-        if live is not None and live.exact and (
-                tensor.end(strides) > live.end or tensor.type_name not in live.types):
+        if live is not None and live.exact and (tensor.end(strides) > live.end or tensor.type_name not in live.types):
             # A tensor's id is an address as well: that it was seen before on this memory proves nothing.
             self.replaced.append(tensor)
             live = None
@@ -193,8 +202,9 @@ class MemoryMap:
         seen = tensors.get(tensor.id)
         if seen is not None and seen.sizes == tensor.sizes:
             return seen.strides, seen.known
-        alike = (each for each in reversed(tensors.values())
-                 if (each.sizes, each.offset) == (tensor.sizes, tensor.offset))
+        alike = (
+            each for each in reversed(tensors.values()) if (each.sizes, each.offset) == (tensor.sizes, tensor.offset)
+        )
         last = next(alike, None)
         return (contiguous(tensor.sizes) if last is None else last.strides), False
 
@@ -217,7 +227,7 @@ class MemoryMap:
     def _note(self, live: _Live, tensor: TracedTensor, strides: tuple[int, ...], *, known: bool) -> Placed:
         end = tensor.end(strides)
         live.end = max(live.end, end)
-        live.tensors.pop(tensor.id, None)       # the last one is at the end
+        live.tensors.pop(tensor.id, None)  # the last one is at the end
         live.tensors[tensor.id] = _Seen(tensor.sizes, strides, tensor.offset, known)
         live.types.add(tensor.type_name)
         flags = live.flags.get(tensor.id, _NO_FLAGS)

@@ -26,11 +26,11 @@ OLDEST, NEWEST = (1, 0, 1), (1, 1, 1)
 # The observer stops after this many items of a list, one more than its limit.
 _CUT_LIST_ITEMS = 4097
 _VERSION = re.compile(r"(\d+)\.(\d+)\.(\d+)(?:-.*)?\Z")
-_TENSOR_FIELDS = 6      # tensor id, storage id, offset, elements, bytes an element, device
+_TENSOR_FIELDS = 6  # tensor id, storage id, offset, elements, bytes an element, device
 _INTEGER = frozenset({int})
 _LIMIT = 1 << 60
 _wrapped = lru_cache(maxsize=4096)(wrapped)
-USER_SCOPE = 7          # at::RecordScope::USER_SCOPE: record_function and the profiler's own marks
+USER_SCOPE = 7  # at::RecordScope::USER_SCOPE: record_function and the profiler's own marks
 
 
 def schema_version(text: object, path: str) -> tuple[int, int, int]:
@@ -40,8 +40,10 @@ def schema_version(text: object, path: str) -> tuple[int, int, int]:
         raise InvalidCapture(f"{path}: the execution trace's schema is {text!r}, expected a version such as 1.1.1")
     version = int(found[1]), int(found[2]), int(found[3])
     if not OLDEST <= version <= NEWEST:
-        raise UnsupportedVersion(f"{path}: execution trace schema {text}; this reader knows 1.0.1 to 1.1.1; record the "
-                                 "trace with another PyTorch, or update OpReplay")
+        raise UnsupportedVersion(
+            f"{path}: execution trace schema {text}; this reader knows 1.0.1 to 1.1.1; record the "
+            "trace with another PyTorch, or update OpReplay"
+        )
     return version
 
 
@@ -70,8 +72,12 @@ class NodeValues:
         for position in range(len(self.values)):
             kind = self.types[position] if position < len(self.types) else ""
             if "Tensor" in kind:
-                found += ((position, each) for each in _tensors(
-                    self.values[position], _at(self.shapes, position), _at(self.strides, position), kind))
+                found += (
+                    (position, each)
+                    for each in _tensors(
+                        self.values[position], _at(self.shapes, position), _at(self.strides, position), kind
+                    )
+                )
         return found
 
 
@@ -111,13 +117,28 @@ def node_of(row: Any) -> TraceNode:
         if "attrs" in row:
             attributes = {each["name"]: each["value"] for each in row["attrs"]}
             return TraceNode(
-                _number(row["id"]), str(row["name"]), _number(row["ctrl_deps"]), _number(attributes.get("tid", 0)),
-                _number(attributes.get("scope", 0)), str(attributes.get("op_schema", "")), _grouped(row["inputs"]),
-                _grouped(row["outputs"]), str(attributes.get("kernel_backend", "")),
-                str(attributes.get("kernel_file", "")), attributes)
+                _number(row["id"]),
+                str(row["name"]),
+                _number(row["ctrl_deps"]),
+                _number(attributes.get("tid", 0)),
+                _number(attributes.get("scope", 0)),
+                str(attributes.get("op_schema", "")),
+                _grouped(row["inputs"]),
+                _grouped(row["outputs"]),
+                str(attributes.get("kernel_backend", "")),
+                str(attributes.get("kernel_file", "")),
+                attributes,
+            )
         return TraceNode(
-            _number(row["id"]), str(row["name"]), _number(row["parent"]), _number(row["tid"]), _number(row["scope"]),
-            str(row.get("op_schema", "")), _flat(row, "input", "inputs"), _flat(row, "output", "outputs"))
+            _number(row["id"]),
+            str(row["name"]),
+            _number(row["parent"]),
+            _number(row["tid"]),
+            _number(row["scope"]),
+            str(row.get("op_schema", "")),
+            _flat(row, "input", "inputs"),
+            _flat(row, "output", "outputs"),
+        )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ValueError(f"{type(error).__name__}: {error}: {json.dumps(row)[:80]}") from None
 
@@ -161,8 +182,12 @@ def _number(value: Any) -> int:
 
 def _grouped(group: Mapping[str, Any]) -> NodeValues:
     strides = group.get("strides")
-    return NodeValues(list(group["values"]), list(group["shapes"]), [str(each) for each in group["types"]],
-                      None if strides is None else list(strides))
+    return NodeValues(
+        list(group["values"]),
+        list(group["shapes"]),
+        [str(each) for each in group["types"]],
+        None if strides is None else list(strides),
+    )
 
 
 def _flat(row: Mapping[str, Any], prefix: str, values: str) -> NodeValues:
@@ -249,9 +274,16 @@ class TensorReader:
 
 def recorded_inputs(values: NodeValues, reader: TensorReader) -> list[Recorded]:
     """What the trace says of each argument, in the schema's order."""
-    return [_recorded(value, _at(values.shapes, position), _at(values.strides, position),
-                      _at(values.types, position) or "", reader)
-            for position, value in enumerate(values.values)]
+    return [
+        _recorded(
+            value,
+            _at(values.shapes, position),
+            _at(values.strides, position),
+            _at(values.types, position) or "",
+            reader,
+        )
+        for position, value in enumerate(values.values)
+    ]
 
 
 def _recorded(value: object, sizes: object, strides: object, kind: str, reader: TensorReader) -> Recorded:
@@ -269,8 +301,10 @@ def _recorded(value: object, sizes: object, strides: object, kind: str, reader: 
     if isinstance(value, list):
         if len(value) >= _CUT_LIST_ITEMS:
             return Recorded(Form.truncated, shown=f"a list of which {len(value)} items are recorded")
-        items = [_recorded(item, _at(sizes, index), _at(strides, index), _at(inner, index) or "", reader)
-                 for index, item in enumerate(value)]
+        items = [
+            _recorded(item, _at(sizes, index), _at(strides, index), _at(inner, index) or "", reader)
+            for index, item in enumerate(value)
+        ]
         return of_list(items, shown)
     if isinstance(value, str):
         return _text(value, head)

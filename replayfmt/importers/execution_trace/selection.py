@@ -29,14 +29,14 @@ from .nodes import USER_SCOPE, TraceNode, communication, operator_name
 class Kind(IntEnum):
     """What a node is."""
 
-    container = 0       # autograd's wrappers, modules, the observer's own roots
-    mark = 1            # record_function and the profiler's steps: a scope
+    container = 0  # autograd's wrappers, modules, the observer's own roots
+    mark = 1  # record_function and the profiler's steps: a scope
     operator = 2
     collective = 3
     triton = 4
-    hidden = 5          # no operator, took tensors: whatever it did with them left no trace
-    idle = 6            # waiting for a collective, telling the allocator; operators on tensors without memory (meta)
-    compiled = 7        # a call of compiled code: contains what operators it calls
+    hidden = 5  # no operator, took tensors: whatever it did with them left no trace
+    idle = 6  # waiting for a collective, telling the allocator; operators on tensors without memory (meta)
+    compiled = 7  # a call of compiled code: contains what operators it calls
 
 
 # Operators that choose a backend and do nothing else: what they called was chosen by the traced machine.
@@ -44,10 +44,12 @@ _SWITCHES = frozenset({"aten::convolution", "aten::_convolution", "aten::convolu
 _OPERATOR = re.compile(r"\w+::\w+(\.\w+)?\Z", re.ASCII)
 _ROOTS = re.compile(r"\[pytorch\|profiler\|execution_(graph|trace)\|(thread|process)\]\Z")
 # Wrappers of PyTorch itself that may call no operator, and then did nothing.
-_IDLE = re.compile(r"(autograd::engine::evaluate_function: |torch::autograd::|torch::distributed::|"
-                   r"torch\.distributed\.|torch::jit::|Optimizer\.|nccl:|gloo:|enumerate\(|TorchDynamo Cache Lookup|"
-                   r"Pregraph bytecode|AOTDispatcher |CompiledFunction|"
-                   r"\w+Backward\d+\Z|detach_?\Z)")
+_IDLE = re.compile(
+    r"(autograd::engine::evaluate_function: |torch::autograd::|torch::distributed::|"
+    r"torch\.distributed\.|torch::jit::|Optimizer\.|nccl:|gloo:|enumerate\(|TorchDynamo Cache Lookup|"
+    r"Pregraph bytecode|AOTDispatcher |CompiledFunction|"
+    r"\w+Backward\d+\Z|detach_?\Z)"
+)
 # Python handles an operator where a mode or a subclass of torch.Tensor is active: these stand for that below it.
 _IN_PYTHON = frozenset({"PythonDispatchMode", "PythonSubclass"})
 
@@ -134,14 +136,14 @@ class Skeleton:
         self._path = path
         self._ids, self._parents, self._threads = array("q"), array("q"), array("q")
         self._forward, self._kinds, self._names = array("q"), array("b"), array("q")
-        self._made_first, self._made = array("q", [0]), array("q")       # storages an operator returns, not given to it
-        self._out_first, self._out = array("q", [0]), array("q")         # every storage it returns
+        self._made_first, self._made = array("q", [0]), array("q")  # storages an operator returns, not given to it
+        self._out_first, self._out = array("q", [0]), array("q")  # every storage it returns
         self._name_ids: dict[str, int] = {}
         self._texts: list[str] = []
         self._ways: dict[tuple[str, str], bool] = {}
         self._transparent = array("b")
         self._kept = KeptCopies()
-        self._handled = set[int]()       # ids of what Python handled
+        self._handled = set[int]()  # ids of what Python handled
 
     def __len__(self) -> int:
         return len(self._ids)
@@ -187,8 +189,11 @@ class Skeleton:
         again = len(self._ids) - len(positions)
         if again:
             yield f"nodes with the id of another node: {again}; children of that id are taken for the last one's"
-        parents = [(number, parent) for number, parent, kind in zip(self._ids, self._parents, self._kinds, strict=True)
-                   if kind in _WORK]
+        parents = [
+            (number, parent)
+            for number, parent, kind in zip(self._ids, self._parents, self._kinds, strict=True)
+            if kind in _WORK
+        ]
         own = sum(number == parent for number, parent in parents)
         if own:
             yield f"operators that are their own parents: {own}; taken for outermost ones"
@@ -212,8 +217,10 @@ class Skeleton:
         walk.problems += self._damage(positions)
         walk.visit(tops)
         if walk.seen != len(self._ids):
-            raise InvalidCapture(f"{self._path}: {len(self._ids) - walk.seen} nodes of the execution trace are their "
-                                 "own ancestors; the trace is damaged")
+            raise InvalidCapture(
+                f"{self._path}: {len(self._ids) - walk.seen} nodes of the execution trace are their "
+                "own ancestors; the trace is damaged"
+            )
         return walk.finish()
 
 
@@ -224,8 +231,9 @@ def _integer(value: object) -> int:
 class _NodeWalk:
     """From the roots down, in the order of the trace."""
 
-    def __init__(self, skeleton: Skeleton, children: dict[int, list[int]], positions: dict[int, int],
-                 roots: bool) -> None:
+    def __init__(
+        self, skeleton: Skeleton, children: dict[int, list[int]], positions: dict[int, int], roots: bool
+    ) -> None:
         self._of, self._children, self._positions, self._roots = skeleton, children, positions, roots
         self.seen = 0
         self._found: list[int] = []
@@ -245,8 +253,9 @@ class _NodeWalk:
                 if position not in self._in_compiled and not self._any_below(position, {Kind.triton}):
                     self._found.append(position)
                 self._in_compiled.update(self._below(position))
-            if (kind in (Kind.container, Kind.mark, Kind.compiled)
-                    or (kind is Kind.hidden and self._operators_below(position))):
+            if kind in (Kind.container, Kind.mark, Kind.compiled) or (
+                kind is Kind.hidden and self._operators_below(position)
+            ):
                 self._selection.wrappers[of._texts[of._names[position]]] += 1
                 stack += below
             elif kind is Kind.operator and not self._roots and of._transparent[position]:
@@ -261,7 +270,7 @@ class _NodeWalk:
     def _through(self, position: int, below: list[int]) -> list[int]:
         """What takes the place of an operator that gives way; itself where that is not all of its work."""
         of = self._of
-        made = set(of._made[of._made_first[position]:of._made_first[position + 1]])
+        made = set(of._made[of._made_first[position] : of._made_first[position + 1]])
         handled = of._ids[position] in of._handled
         if made <= self._returned_below(position) and (not handled or self._any_below(position, _WORK | {Kind.idle})):
             if not self._operators_below(position):
@@ -296,8 +305,11 @@ class _NodeWalk:
 
     def _returned_below(self, position: int) -> set[int]:
         of = self._of
-        return {storage for each in self._below(position)
-                for storage in of._out[of._out_first[each]:of._out_first[each + 1]]}
+        return {
+            storage
+            for each in self._below(position)
+            for storage in of._out[of._out_first[each] : of._out_first[each + 1]]
+        }
 
     def finish(self) -> ChosenNodes:
         selection, of = self._selection, self._of
@@ -309,7 +321,7 @@ class _NodeWalk:
         main = min(filter(None, of._threads), default=0)
         for position in selection.chosen:
             thread, number = of._threads[position], selection.before.get(position, of._ids[position])
-            if of._kinds[position] != Kind.compiled:     # told of after what it called
+            if of._kinds[position] != Kind.compiled:  # told of after what it called
                 selection.ordered &= number >= latest.get(thread, 0)
                 latest[thread] = number
             path = self._path_of(position, on_main=thread == main)

@@ -35,8 +35,15 @@ _NO_OPERATOR = "it has no operator; whatever it launched left no trace"
 class GraphWriter:
     """Writes one step after the other."""
 
-    def __init__(self, capture: ImportedSession, report: ImportReport, calls: NodeCalls, content: TracedContent,
-                 portable: Portable | None, groups: Mapping[str, Mapping[str, Any]]) -> None:
+    def __init__(
+        self,
+        capture: ImportedSession,
+        report: ImportReport,
+        calls: NodeCalls,
+        content: TracedContent,
+        portable: Portable | None,
+        groups: Mapping[str, Mapping[str, Any]],
+    ) -> None:
         self._capture, self._report, self._calls, self._content = capture, report, calls, content
         self._portable, self._groups = portable, groups
         self._storages: dict[int, TracedStorage] = {}
@@ -48,7 +55,7 @@ class GraphWriter:
     def inside(self, node: TraceNode) -> None:
         """A node within a chosen one: the description of a collective comes before the operator that made it."""
         if node.name == "record_param_comms" and communication(node):
-            self._communication.setdefault(node.thread, node)     # the innermost: it ends first
+            self._communication.setdefault(node.thread, node)  # the innermost: it ends first
 
     def write(self, step: NodeStep, scope: int, within: tuple[str, ...] = ()) -> None:
         """The next chosen node, inside a scope; `within` names what else is around it."""
@@ -111,10 +118,15 @@ class GraphWriter:
         self._count(step, ordinal, assumed, choice.operator.overload, choice.operator.found)
 
     def _rewritten(self, rewritten: Rewritten, moment: Moment, assumed: list[str]) -> int:
-        note = {"import": "inferred", **self._around, "assumed": assumed + [rewritten.note],
-                "rewritten": rewritten.what}
-        ordinals = [self._capture.op(kernel, arguments, results, moment, note)
-                    for kernel, arguments, results in rewritten.calls]
+        note = {
+            "import": "inferred",
+            **self._around,
+            "assumed": assumed + [rewritten.note],
+            "rewritten": rewritten.what,
+        }
+        ordinals = [
+            self._capture.op(kernel, arguments, results, moment, note) for kernel, arguments, results in rewritten.calls
+        ]
         if rewritten.sentence not in self._report.notes:
             self._report.notes.append(rewritten.sentence)
         return ordinals[0] if ordinals else self._capture.records
@@ -122,8 +134,11 @@ class GraphWriter:
     def _count(self, step: NodeStep, ordinal: int, assumed: list[str], overload: str, found: str) -> None:
         shown = _signature(step.node)
         told = tuple(assumed)
-        self._report.add((step.node.schema, shown, told), lambda: Entry(
-            step.node.name, overload, "inferred" if told else "exact", shown, found, told), ordinal)
+        self._report.add(
+            (step.node.schema, shown, told),
+            lambda: Entry(step.node.name, overload, "inferred" if told else "exact", shown, found, told),
+            ordinal,
+        )
 
     # ---------------------------------------------------------------------------------------------------------- values
 
@@ -151,8 +166,15 @@ class GraphWriter:
             raise ValueError(f"a tensor of sizes {spec.sizes} whose dtype or strides are not recorded")
         return self._view(spec.identity, spec.dtype, spec.sizes, spec.strides, spec.offset, spec.flags)
 
-    def _view(self, allocation: Any, dtype: DType, sizes: tuple[int, ...], strides: tuple[int, ...],
-              offset: int, flags: TensorFlag) -> Tensor:
+    def _view(
+        self,
+        allocation: Any,
+        dtype: DType,
+        sizes: tuple[int, ...],
+        strides: tuple[int, ...],
+        offset: int,
+        flags: TensorFlag,
+    ) -> Tensor:
         key = (allocation, dtype, sizes, strides, offset, flags)
         tensor = self._tensors.get(key)
         if tensor is None:
@@ -173,9 +195,16 @@ class GraphWriter:
 
     def _results(self, step: NodeStep) -> list[Any]:
         outputs = step.node.outputs
-        return [self._result(step, value, _at(outputs.shapes, position), _at(outputs.strides, position),
-                             _at(outputs.types, position) or "")
-                for position, value in enumerate(outputs.values)]
+        return [
+            self._result(
+                step,
+                value,
+                _at(outputs.shapes, position),
+                _at(outputs.strides, position),
+                _at(outputs.types, position) or "",
+            )
+            for position, value in enumerate(outputs.values)
+        ]
 
     def _result(self, step: NodeStep, value: Any, sizes: Any, strides: Any, kind: str) -> Any:
         """A returned tensor or list of them; values of other kinds depend on content, which this trace has not."""
@@ -185,8 +214,10 @@ class GraphWriter:
             placed = step.returned.get(tensor) if tensor is not None else None
             return None if placed is None else self._placed(placed)
         if head == "GenericList" and isinstance(value, list) and any(name.startswith("Tensor") for name in inner):
-            return [self._result(step, each, _at(sizes, index), _at(strides, index), _at(inner, index) or "")
-                    for index, each in enumerate(value)]
+            return [
+                self._result(step, each, _at(sizes, index), _at(strides, index), _at(inner, index) or "")
+                for index, each in enumerate(value)
+            ]
         return None
 
     # --------------------------------------------------------------------------------------------------------- content
@@ -195,8 +226,11 @@ class GraphWriter:
         """Give storages that nothing returned what content the trace has for them."""
         spans = step.node.ranges()
         arguments = step.binding.arguments if step.binding is not None else ()
-        bound = {value.identity: value.dtype for _name, value in arguments
-                 if isinstance(value, TensorSpec) and value.dtype is not None}
+        bound = {
+            value.identity: value.dtype
+            for _name, value in arguments
+            if isinstance(value, TensorSpec) and value.dtype is not None
+        }
         for number, (_position, tensor) in enumerate(step.node.inputs.tensors):
             placed = step.given[tensor]
             storage = self._storages.get(placed.allocation)
@@ -210,8 +244,9 @@ class GraphWriter:
             certain = found is not None and found.origin is StorageOrigin.payload
             unseen = placed.allocation in self._calls.memory.unseen
             if found is None and unseen:
-                self._told.append(f"the content of tensor {number} of the arguments was written unseen; made up at "
-                                  "replay")
+                self._told.append(
+                    f"the content of tensor {number} of the arguments was written unseen; made up at replay"
+                )
             elif found is None and like_number(tensor):
                 found = self._content.number(step.node.name, bound.get(placed.allocation, dtype), storage)
             if found is not None:
@@ -221,14 +256,19 @@ class GraphWriter:
 
     # ----------------------------------------------------------------------------------------------------- unsupported
 
-    def _unsupported(self, step: NodeStep, moment: Moment, reason: str, detail: str,
-                     more: Mapping[str, Any] | None = None) -> None:
+    def _unsupported(
+        self, step: NodeStep, moment: Moment, reason: str, detail: str, more: Mapping[str, Any] | None = None
+    ) -> None:
         node = step.node
-        ordinal = self._capture.unsupported(reason, node.name, detail, moment, {
-            "import": "incomplete", **self._around, **(more or {})})
+        ordinal = self._capture.unsupported(
+            reason, node.name, detail, moment, {"import": "incomplete", **self._around, **(more or {})}
+        )
         shown = _signature(node)
-        self._report.add((node.schema or node.name, shown, reason, detail), lambda: Entry(
-            node.name, "", "incomplete", shown, reason=reason, detail=detail), ordinal)
+        self._report.add(
+            (node.schema or node.name, shown, reason, detail),
+            lambda: Entry(node.name, "", "incomplete", shown, reason=reason, detail=detail),
+            ordinal,
+        )
 
     def _collective(self, step: NodeStep, moment: Moment) -> None:
         node = step.node
@@ -247,17 +287,25 @@ class GraphWriter:
         dtype = dtype_of(placed.tensor.type_name)
         if dtype is None:
             raise ValueError(f"a tensor of the unknown type {placed.tensor.type_name!r}")
-        return self._view(placed.allocation, dtype, placed.tensor.sizes, placed.strides, placed.tensor.offset,
-                          placed.flags)
+        return self._view(
+            placed.allocation, dtype, placed.tensor.sizes, placed.strides, placed.tensor.offset, placed.flags
+        )
 
     def _triton(self, step: NodeStep, moment: Moment) -> None:
         node = step.node
         source = self._content.source(node.kernel_file) if node.kernel_file else None
         grids = [value for value, kind in zip(node.inputs.values, node.inputs.types, strict=False) if kind == "String"]
-        row: dict[str, Any] = {"kernel": node.name, "file": node.kernel_file or None, "grid": next(iter(grids), None),
-                               "source": source}
-        where = f", source {node.kernel_file}" if source is not None else (
-            f", source {node.kernel_file} not found beside the trace" if node.kernel_file else "")
+        row: dict[str, Any] = {
+            "kernel": node.name,
+            "file": node.kernel_file or None,
+            "grid": next(iter(grids), None),
+            "source": source,
+        }
+        where = (
+            f", source {node.kernel_file}"
+            if source is not None
+            else (f", source {node.kernel_file} not found beside the trace" if node.kernel_file else "")
+        )
         self._unsupported(step, moment, "triton_launch", f"the Triton kernel {node.name}{where}", {"triton": row})
 
 
@@ -274,14 +322,22 @@ class _Communication:
         if not facts:
             self.text = "a collective of which the trace has no description"
             return
-        self.row = {"name": facts["collective_name"], "dtype": facts.get("dtype"),
-                    "elements_in": facts.get("in_msg_nelems"), "elements_out": facts.get("out_msg_nelems"),
-                    "group": name, "group_description": facts.get("pg_desc"), "ranks": group.get("ranks") or None,
-                    "group_size": size}
+        self.row = {
+            "name": facts["collective_name"],
+            "dtype": facts.get("dtype"),
+            "elements_in": facts.get("in_msg_nelems"),
+            "elements_out": facts.get("out_msg_nelems"),
+            "group": name,
+            "group_description": facts.get("pg_desc"),
+            "ranks": group.get("ranks") or None,
+            "group_size": size,
+        }
         described = f" ({facts['pg_desc']})" if facts.get("pg_desc") else ""
         ranks = "a group of unknown size" if size is None else f"{size} rank{'s' if size != 1 else ''}"
-        self.text = (f"{facts['collective_name']} of {facts.get('in_msg_nelems', '?')} {facts.get('dtype', '?')} "
-                     f"elements over {ranks}, group {name!r}{described}")
+        self.text = (
+            f"{facts['collective_name']} of {facts.get('in_msg_nelems', '?')} {facts.get('dtype', '?')} "
+            f"elements over {ranks}, group {name!r}{described}"
+        )
 
 
 def _at(values: Any, index: int) -> Any:
@@ -293,8 +349,9 @@ def _signature(node: TraceNode) -> str:
     by_position: dict[int, list[TracedTensor]] = {}
     for position, tensor in node.inputs.tensors:
         by_position.setdefault(position, []).append(tensor)
-    return ", ".join(_argument(node.inputs, position, by_position.get(position))
-                     for position in range(len(node.inputs)))
+    return ", ".join(
+        _argument(node.inputs, position, by_position.get(position)) for position in range(len(node.inputs))
+    )
 
 
 def _argument(inputs: NodeValues, position: int, tensors: list[TracedTensor] | None) -> str:

@@ -31,8 +31,10 @@ from .events import OpKind, WorkKind
 
 _LISTS = frozenset({"TensorList", "GenericList", "OptionalTensorList", "Tensor[]"})
 _SCALARS = frozenset({"Scalar", "ScalarList", "Int", "Double", "Bool", "Float"})
-_ELEMENT = re.compile(r"\b(?:c10|at)::(BFloat16|Half|Float8_\w+)\b|"
-                      r"\b(double|float|long|unsigned char|signed char|bool)\b")
+_ELEMENT = re.compile(
+    r"\b(?:c10|at)::(BFloat16|Half|Float8_\w+)\b|"
+    r"\b(double|float|long|unsigned char|signed char|bool)\b"
+)
 _QUANTIZED = frozenset({DType.qint8, DType.quint8, DType.qint32, DType.quint4x2, DType.quint2x4})
 _COMPLEX = frozenset({DType.complex32, DType.complex64, DType.complex128})
 _PLAIN_COMPLEX = "complex tensors are taken for not conjugated: the trace does not tell"
@@ -63,16 +65,27 @@ def read_arguments(kind: OpKind) -> Read:
         return Read(missing="the trace has no types of arguments")
     read = Read()
     for index in range(max(map(len, columns), default=0)):
-        read.arguments.append(_argument(_at(types, index), _at(dims, index), _at(strides, index), _at(concrete, index),
-                                        concrete is not None, read))
+        read.arguments.append(
+            _argument(
+                _at(types, index),
+                _at(dims, index),
+                _at(strides, index),
+                _at(concrete, index),
+                concrete is not None,
+                read,
+            )
+        )
     _settle_empty_lists(types, read)
     return read
 
 
 def _settle_empty_lists(types: list[Any], read: Read) -> None:
     """A list of tensors without sizes is empty, or too long for the profiler: the call's other lists tell."""
-    empty = [place for place, each in enumerate(read.arguments)
-             if each is UNRECORDED and wrapped(str(_at(types, place)))[0] in _LISTS]
+    empty = [
+        place
+        for place, each in enumerate(read.arguments)
+        if each is UNRECORDED and wrapped(str(_at(types, place)))[0] in _LISTS
+    ]
     if empty and any(each.items and each.items[0].tensor is not None for each in read.arguments):
         for place in empty:
             read.arguments[place] = of_list([], "[]")
@@ -96,7 +109,7 @@ def _argument(kind: Any, dims: Any, strides: Any, concrete: Any, has_values: boo
         lacks = ""
         if dtype in _QUANTIZED:
             lacks = "a quantized tensor, whose scale is not recorded"
-        elif strides == [] and dims and _is_sizes(dims):        # the profiler has strides for all strided ones
+        elif strides == [] and dims and _is_sizes(dims):  # the profiler has strides for all strided ones
             lacks = "a tensor without strides: sparse, or not strided otherwise"
         if dtype in _COMPLEX and _PLAIN_COMPLEX not in read.assumed:
             read.assumed.append(_PLAIN_COMPLEX)
@@ -156,8 +169,9 @@ def with_dtype(item: Recorded, dtype: DType) -> Recorded:
 
 def with_dtype_everywhere(recorded: Recorded, dtype: DType) -> Recorded:
     """An argument whose tensors of unknown dtype have this one."""
-    return replace(recorded, items=tuple(with_dtype(item, dtype) if is_undetermined(item) else item
-                                         for item in recorded.items))
+    return replace(
+        recorded, items=tuple(with_dtype(item, dtype) if is_undetermined(item) else item for item in recorded.items)
+    )
 
 
 def has_lists(kind: OpKind) -> bool:

@@ -38,12 +38,14 @@ from .events import OpKind, WorkKind
 
 _COPIES = ("aten::copy_", "aten::_to_copy", "aten::to")
 # Operators that Python gives numbers in the place of tensors, which count less when the result's dtype is chosen.
+# fmt: off
 _PROMOTING = frozenset(f"aten::{name}{ending}" for ending in ("", "_") for name in (
     "add", "sub", "rsub", "mul", "div", "true_divide", "floor_divide", "divide", "multiply", "subtract", "pow",
     "remainder", "fmod", "eq", "ne", "lt", "le", "gt", "ge", "maximum", "minimum", "where", "atan2", "copysign",
     "bitwise_and", "bitwise_or", "bitwise_xor", "logical_and", "logical_or", "logical_xor", "float_power", "xlogy",
     "addcmul", "addcdiv", "lerp", "clamp", "masked_fill", "heaviside", "hypot", "nextafter", "logaddexp", "fmax",
     "fmin", "__and__", "__or__", "__xor__", "__lshift__", "__rshift__", "bitwise_left_shift", "bitwise_right_shift"))
+# fmt: on
 _NUMBERS: dict[DType, Any] = {DType.float64: 1.5, DType.int64: 1, DType.bool: True, DType.complex128: 1j}
 
 
@@ -124,8 +126,9 @@ class EventCalls:
             return ResolvedCall(kind.name, None, reason=choice.reason, detail=choice.detail, signature=shown)
         binding = self._reader.bind(choice.operator.schema, arguments)
         if binding.missing:
-            return ResolvedCall(kind.name, None, reason="import_incomplete", detail="; ".join(binding.missing),
-                                signature=shown)
+            return ResolvedCall(
+                kind.name, None, reason="import_incomplete", detail="; ".join(binding.missing), signature=shown
+            )
         assumed = [*choice.assumed, *read.assumed, *binding.assumed]
         required = {each.name for each in choice.operator.schema.arguments if not schema_type(each).optional}
         bound = place(choice.operator.name, binding.arguments, placement, assumed, required)
@@ -134,8 +137,9 @@ class EventCalls:
             self._results[key] = infer(choice.operator.schema, bound)
             for shape in shapes(self._results[key].values or ()):
                 self._returned[shape.sizes].add(shape.dtype)
-        return ResolvedCall(kind.name, choice.operator, tuple(bound), self._results[key], tuple(dict.fromkeys(assumed)),
-                            signature=shown)
+        return ResolvedCall(
+            kind.name, choice.operator, tuple(bound), self._results[key], tuple(dict.fromkeys(assumed)), signature=shown
+        )
 
     def _with_dtypes(self, recorded: Recorded, read: Read, hints: Hints) -> Recorded:
         """An argument, the dtypes of a list's tensors filled in where they can be learned."""
@@ -171,16 +175,21 @@ class EventCalls:
         if binding is None or binding.missing:
             return arguments
         results = infer(choice.operator.schema, binding.arguments)  # type: ignore[union-attr]
-        found = {dtype for shape in shapes(results.values or ())
-                 for dtype in self._dtypes.get((shape.sizes, shape.strides), self._sized.get(shape.sizes, ()))}
+        found = {
+            dtype
+            for shape in shapes(results.values or ())
+            for dtype in self._dtypes.get((shape.sizes, shape.strides), self._sized.get(shape.sizes, ()))
+        }
         widths = kernel_widths(hints.work)
         found = {dtype for dtype in found if not widths or ITEM_BYTES[dtype] in widths}
         if len(found) != 1:
             return arguments
         dtype = _only(found)
         of_width = f" of the {min(widths)} bytes that the kernel copies" if widths else ""
-        read.assumed.append(f"the tensors of a list are {dtype.name}: the only dtype{of_width} that tensors like the "
-                            "result have in the trace")
+        read.assumed.append(
+            f"the tensors of a list are {dtype.name}: the only dtype{of_width} that tensors like the "
+            "result have in the trace"
+        )
         return [with_dtype_everywhere(each, dtype) for each in arguments]
 
     def _dtype(self, spec: TensorSpec, read: Read, hints: Hints) -> tuple[DType | None, str]:
@@ -198,7 +207,8 @@ class EventCalls:
             known = {dtype for dtype in known if ITEM_BYTES[dtype] in widths}
         if len(known) == 1:
             return _only(known), "the only one that tensors of these sizes and strides have in the trace" + (
-                f", of the {min(widths)} bytes that the kernel copies" if widths else "")
+                f", of the {min(widths)} bytes that the kernel copies" if widths else ""
+            )
         returned = self._returned.get(spec.sizes, set())
         if widths:
             returned = {dtype for dtype in returned if ITEM_BYTES[dtype] in widths}
@@ -218,8 +228,13 @@ def _only(dtypes: set[DType]) -> DType:
 # -------------------------------------------------------------------------------------------------------------- placing
 
 
-def place(operator: str, arguments: Sequence[tuple[str, Any]], placement: Placement,
-          assumed: list[str], required: Collection[str] = ()) -> list[tuple[str, Any]]:
+def place(
+    operator: str,
+    arguments: Sequence[tuple[str, Any]],
+    placement: Placement,
+    assumed: list[str],
+    required: Collection[str] = (),
+) -> list[tuple[str, Any]]:
     """Arguments with their devices filled in; what the trace does not say is added to `assumed`. `required` names the
     arguments that must not be None."""
     specs = [spec for _name, value in arguments for spec in _specs(value)]
@@ -251,8 +266,9 @@ def _device(operator: str, placement: Placement, by_tensors: bool, assumed: list
     return DeviceName(placement.device)
 
 
-def _placed(operator: str, value: Any, position: int, placement: Placement, specs: Sequence[TensorSpec],
-            assumed: list[str]) -> Any:
+def _placed(
+    operator: str, value: Any, position: int, placement: Placement, specs: Sequence[TensorSpec], assumed: list[str]
+) -> Any:
     if isinstance(value, list):
         return [_placed(operator, each, position, placement, specs, assumed) for each in value]
     if not isinstance(value, TensorSpec):
@@ -265,8 +281,9 @@ def _placed(operator: str, value: Any, position: int, placement: Placement, spec
     elif value.sizes == () and value.dtype in _NUMBERS:
         beside = _beside(value, specs)
         if device != "cpu" and any(each.sizes or each.dtype is not value.dtype for each in beside):
-            assumed.append(f"a {value.dtype.name} without dimensions is in host memory: Python numbers are passed that "
-                           "way")
+            assumed.append(
+                f"a {value.dtype.name} without dimensions is in host memory: Python numbers are passed that way"
+            )
             device = "cpu"
         elif beside and operator in _PROMOTING:
             assumed.append(_taken_for_a_tensor(value.dtype, beside))
@@ -277,15 +294,18 @@ def _beside(value: TensorSpec, specs: Sequence[TensorSpec]) -> list[TensorSpec]:
     """The tensors beside one without dimensions that may be a Python number: those that have some, or else those before
     it, because a call of nothing but numbers there is not."""
     known = [each for each in specs if each.dtype is not None]
-    return [each for each in known if each.sizes] or known[: next(
-        (place for place, each in enumerate(known) if each is value), 0)]
+    return [each for each in known if each.sizes] or known[
+        : next((place for place, each in enumerate(known) if each is value), 0)
+    ]
 
 
 def _taken_for_a_tensor(dtype: DType, beside: Sequence[TensorSpec]) -> str:
     """What is assumed of a tensor without dimensions that may be a number."""
-    told = (f"a {dtype.name} without dimensions is taken for a tensor: Python numbers are passed that way, too, and "
-            "the trace does not tell which")
-    first = next((each for each in beside if each.dtype is not DType.bool), beside[0])     # not a condition
+    told = (
+        f"a {dtype.name} without dimensions is taken for a tensor: Python numbers are passed that way, too, and "
+        "the trace does not tell which"
+    )
+    first = next((each for each in beside if each.dtype is not DType.bool), beside[0])  # not a condition
     assert first.dtype is not None
     other = torch.empty(1 if first.sizes else (), dtype=TORCH_DTYPE[first.dtype], device="meta")
     as_tensor = torch.result_type(other, torch.empty((), dtype=TORCH_DTYPE[dtype], device="meta"))

@@ -20,29 +20,86 @@ from ..common.json_stream import JsonStream, LongFloat
 # Categories by what they are. The first names are those of today, the capitalized ones of PyTorch before 1.12.
 OPERATOR_CATEGORIES = frozenset({"cpu_op", "Operator", "operator"})
 ANNOTATION_CATEGORIES = frozenset({"user_annotation"})
-LAUNCH_CATEGORIES = frozenset({
-    "cuda_runtime", "cuda_driver", "hip_runtime", "hip_driver", "xpu_runtime", "xpu_driver", "privateuse1_runtime",
-    "privateuse1_driver", "mtia_runtime", "Runtime", "runtime",
-})
-DEVICE_CATEGORIES = frozenset({"kernel", "gpu_memcpy", "gpu_memset", "Kernel", "Memcpy", "Memset", "concurrent_kernel",
-                               "mtia_ccp_events", "privateuse1_kernel"})
+LAUNCH_CATEGORIES = frozenset(
+    {
+        "cuda_runtime",
+        "cuda_driver",
+        "hip_runtime",
+        "hip_driver",
+        "xpu_runtime",
+        "xpu_driver",
+        "privateuse1_runtime",
+        "privateuse1_driver",
+        "mtia_runtime",
+        "Runtime",
+        "runtime",
+    }
+)
+DEVICE_CATEGORIES = frozenset(
+    {
+        "kernel",
+        "gpu_memcpy",
+        "gpu_memset",
+        "Kernel",
+        "Memcpy",
+        "Memset",
+        "concurrent_kernel",
+        "mtia_ccp_events",
+        "privateuse1_kernel",
+    }
+)
 # What else profilers write, none of it a call: stacks, flows, counters, the device's view of annotations.
-OTHER_CATEGORIES = frozenset({
-    "python_function", "gpu_user_annotation", "Trace", "overhead", "cuda_sync", "cpu_instant_event", "ac2g", "fwdbwd",
-    "async", "async_cpu_to_gpu", "external_correlation", "cuda_profiler_range", "gpu_pm_counter", "collective_comm",
-    "mtia_insight", "mtia_counters", "glow_runtime", "ProfilerStep", "Python", "PythonFunction",
-})
+OTHER_CATEGORIES = frozenset(
+    {
+        "python_function",
+        "gpu_user_annotation",
+        "Trace",
+        "overhead",
+        "cuda_sync",
+        "cpu_instant_event",
+        "ac2g",
+        "fwdbwd",
+        "async",
+        "async_cpu_to_gpu",
+        "external_correlation",
+        "cuda_profiler_range",
+        "gpu_pm_counter",
+        "collective_comm",
+        "mtia_insight",
+        "mtia_counters",
+        "glow_runtime",
+        "ProfilerStep",
+        "Python",
+        "PythonFunction",
+    }
+)
 _READ_CATEGORIES = OPERATOR_CATEGORIES | ANNOTATION_CATEGORIES | LAUNCH_CATEGORIES | DEVICE_CATEGORIES
 OPERATOR_NAME = re.compile(r"[A-Za-z_]\w*::[A-Za-z_]\w*(\.\w+)?\Z")
 # What the runtime that launched work calls its devices; CUDA and HIP are both `cuda` to PyTorch.
 _DEVICE_TYPES = {"xpu": "xpu", "mtia": "mtia", "privateuse1": "privateuseone"}
 RECORDED_FIELDS = ("Input Dims", "Input type", "Input Strides", "Concrete Inputs")
-_OLD_FIELDS = {"Input Dims": "Input dims", "Input type": "Input types", "Input Strides": "Input strides",
-               "Concrete Inputs": "Concrete inputs"}
+_OLD_FIELDS = {
+    "Input Dims": "Input dims",
+    "Input type": "Input types",
+    "Input Strides": "Input strides",
+    "Concrete Inputs": "Concrete inputs",
+}
 # What collectives say beside their inputs.
-COLLECTIVE_FIELDS = ("Collective name", "dtype", "In msg nelems", "Out msg nelems", "Group size", "Process Group Name",
-                     "Process Group Description", "Process Group Ranks", "Rank", "In split size", "Out split size",
-                     "Src Rank", "Dst Rank")
+COLLECTIVE_FIELDS = (
+    "Collective name",
+    "dtype",
+    "In msg nelems",
+    "Out msg nelems",
+    "Group size",
+    "Process Group Name",
+    "Process Group Description",
+    "Process Group Ranks",
+    "Rank",
+    "In split size",
+    "Out split size",
+    "Src Rank",
+    "Dst Rank",
+)
 
 
 # What launches of kernels that torch.compile generated say beside their inputs.
@@ -60,7 +117,7 @@ def _q() -> array:
 class OpEvents:
     """Operator events and annotations. `kind` indexes `kinds`; `external` is -1 where there is none."""
 
-    start: array = field(default_factory=_q)      # ns since the epoch of the trace
+    start: array = field(default_factory=_q)  # ns since the epoch of the trace
     duration: array = field(default_factory=_q)
     thread: array = field(default_factory=_q)
     external: array = field(default_factory=_q)
@@ -118,8 +175,11 @@ class WorkKind:
 
     def row(self) -> dict[str, Any]:
         """As an annotation holds it."""
-        row: dict[str, Any] = {"name": self.name, "grid": list(self.grid) if self.grid else None,
-                               "block": list(self.block) if self.block else None}
+        row: dict[str, Any] = {
+            "name": self.name,
+            "grid": list(self.grid) if self.grid else None,
+            "block": list(self.block) if self.block else None,
+        }
         return row | {"stream": self.stream if self.stream >= 0 else None}
 
 
@@ -133,8 +193,8 @@ class TraceEvents:
         self.work_kinds: list[WorkKind] = []
         self.launch_kinds: list[WorkKind] = []
         self.threads: list[tuple[str, str]] = []
-        self.borrowed: dict[int, int] = {}      # threads that stand for others
-        self.durations: dict[int, int] = {}     # of operator events there: the column has their order alone
+        self.borrowed: dict[int, int] = {}  # threads that stand for others
+        self.durations: dict[int, int] = {}  # of operator events there: the column has their order alone
         self.metadata: dict[str, Any] = {}
         self.memory_devices: set[int] = set()
         self.device_type = "cuda"
@@ -189,8 +249,9 @@ class TraceEvents:
         """An event with a beginning and a duration."""
         if category is None:
             named = OPERATOR_NAME.match(str(event["name"])) is not None
-            self.problems["have no category; those named like operators are taken for operators, the others left out"
-                          ] += 1
+            self.problems[
+                "have no category; those named like operators are taken for operators, the others left out"
+            ] += 1
             category = "cpu_op" if named else ""
         if category in OPERATOR_CATEGORIES or category in ANNOTATION_CATEGORIES:
             duration = _duration(event)
@@ -231,8 +292,11 @@ class TraceEvents:
         given = {each: arguments.get(each, arguments.get(_OLD_FIELDS[each])) for each in RECORDED_FIELDS}
         recorded = given if any(value is not None for value in given.values()) else None
         about = {each: arguments[each] for each in COLLECTIVE_FIELDS if each in arguments}
-        triton = ({each: arguments[each] for each in TRITON_FIELDS if each in arguments}
-                  if "kernel_backend" in arguments or "kernel_hash" in arguments else None)
+        triton = (
+            {each: arguments[each] for each in TRITON_FIELDS if each in arguments}
+            if "kernel_backend" in arguments or "kernel_hash" in arguments
+            else None
+        )
         number = self.kind_number(OpKind(name, annotation, recorded, about or None, triton))
         thread, external = self._thread(event), _external(arguments)
         ops = self.ops
@@ -244,9 +308,13 @@ class TraceEvents:
 
     def kind_number(self, kind: OpKind) -> int:
         """The number of what all events alike have in common; a new one where none was like it yet."""
-        key = (kind.name, kind.annotation, json.dumps(kind.recorded) if kind.recorded else "",
-               json.dumps(kind.collective) if kind.collective else "",
-               json.dumps(kind.triton) if kind.triton else "")
+        key = (
+            kind.name,
+            kind.annotation,
+            json.dumps(kind.recorded) if kind.recorded else "",
+            json.dumps(kind.collective) if kind.collective else "",
+            json.dumps(kind.triton) if kind.triton else "",
+        )
         number = self._kind_ids.setdefault(key, len(self.kinds))
         if number == len(self.kinds):
             self.kinds.append(kind)
@@ -290,9 +358,14 @@ class TraceEvents:
         duration = _duration(event)
         if duration < 0:
             self.problems[f"of category {category} have no duration, or one below zero; it is not known"] += 1
-        kind = WorkKind(str(event["name"]), category.lower(), _triple(arguments.get("grid")),
-                        _triple(arguments.get("block")), integer(arguments.get("stream")),
-                        integer(arguments.get("device")))
+        kind = WorkKind(
+            str(event["name"]),
+            category.lower(),
+            _triple(arguments.get("grid")),
+            _triple(arguments.get("block")),
+            integer(arguments.get("stream")),
+            integer(arguments.get("device")),
+        )
         number = self._work_ids.get(kind)
         if number is None:
             number = self._work_ids[kind] = len(self.work_kinds)
@@ -312,7 +385,7 @@ class TraceEvents:
         key = (str(event.get("pid")), str(event.get("tid")))
         number = self._thread_ids.get(key)
         if number is None:
-            number = self._thread_ids[key] = len(self.threads)     # none is borrowed while a trace is read
+            number = self._thread_ids[key] = len(self.threads)  # none is borrowed while a trace is read
             self.threads.append(key)
         return number
 
@@ -321,7 +394,7 @@ def nanoseconds(microseconds: Any) -> int:
     """A time in whole nanoseconds. Raises ValueError, OverflowError and TypeError for what is none."""
     text = microseconds.text if isinstance(microseconds, LongFloat) else microseconds
     if isinstance(text, str):
-        exact = _DECIMAL.match(text)        # since 1970 there are more nanoseconds than a double holds
+        exact = _DECIMAL.match(text)  # since 1970 there are more nanoseconds than a double holds
         if exact:
             fraction = round(float(exact[2] or 0) * 1000)
             time = int(exact[1]) * 1000 + (-fraction if text.startswith("-") else fraction)

@@ -17,7 +17,7 @@ import numpy as np
 from .captures import CaptureWindow, capture_windows
 from .events import TraceEvents
 
-_ALLOWED_LOSS = 100     # one kernel of so many may be missing: profilers lose some
+_ALLOWED_LOSS = 100  # one kernel of so many may be missing: profilers lose some
 
 
 @dataclass(frozen=True)
@@ -42,16 +42,23 @@ class _Capture:
 def give_operators(events: TraceEvents, captures: Sequence[tuple[str, TraceEvents]]) -> list[str]:
     """Put the operators of captures (by the name of their file) where `events` launch their graphs; sentences on what
     came of it."""
-    known = [_Capture(name, each, window, _launched(each, window))
-             for name, each in captures for window in capture_windows(each)]
-    notes = [f"{name}: no graph was captured in it" for name, each in captures
-             if not any(capture.events is each for capture in known)]
+    known = [
+        _Capture(name, each, window, _launched(each, window))
+        for name, each in captures
+        for window in capture_windows(each)
+    ]
+    notes = [
+        f"{name}: no graph was captured in it"
+        for name, each in captures
+        if not any(capture.events is each for capture in known)
+    ]
     if not any(events.launches.graph):
         return [*notes, "no graph is launched in the trace: its graph captures were not needed"]
     given, kernels, unknown, lost = Counter[str](), Counter[str](), 0, 0
     unnamed: set[str] = set()
-    next_id = 1 + max((max(column, default=0) for column in (events.launches.correlation, events.work.correlation)),
-                      default=0)
+    next_id = 1 + max(
+        (max(column, default=0) for column in (events.launches.correlation, events.work.correlation)), default=0
+    )
     graphs = _graph_launches(events)
     matching = _Matching(known, [[_ran(events, each) for each in work] for _launch, work in graphs])
     for place, (launch, work) in enumerate(graphs):
@@ -68,8 +75,10 @@ def give_operators(events: TraceEvents, captures: Sequence[tuple[str, TraceEvent
             unnamed.add(capture.file)
     for name, count in given.items():
         how = "by their order alone: its launches do not name kernels" if name in unnamed else "by name and order"
-        notes.append(f"{kernels[name]} kernels of {count} graph launches were given to the operators that {name} shows "
-                     f"while the graph was captured, {how}")
+        notes.append(
+            f"{kernels[name]} kernels of {count} graph launches were given to the operators that {name} shows "
+            f"while the graph was captured, {how}"
+        )
     if lost:
         notes.append(f"{lost} nodes of these graphs have no kernel in the trace")
     if unknown and known:
@@ -87,8 +96,10 @@ def _graph_launches(events: TraceEvents) -> list[tuple[int, list[int]]]:
     for each, number in enumerate(events.work.correlation):
         if number in by_id:
             found[by_id[number]].append(each)
-    return [(launch, sorted(work, key=lambda each: events.work.start[each]))
-            for launch, work in sorted(found.items(), key=lambda item: launches.start[item[0]])]
+    return [
+        (launch, sorted(work, key=lambda each: events.work.start[each]))
+        for launch, work in sorted(found.items(), key=lambda item: launches.start[item[0]])
+    ]
 
 
 def _launched(events: TraceEvents, window: CaptureWindow) -> list[_Node]:
@@ -112,9 +123,12 @@ class _Matching:
     def __init__(self, known: list[_Capture], ran: list[list[_Node]]) -> None:
         self._known, self._ran = known, ran
         self._matched: dict[tuple[tuple[_Node, ...], tuple[_Node, ...]], list[int] | None] = {}
-        turns = [turn for turn in range(len(known)) if all(
-            self.nodes(known[(turn + place) % len(known)], place) is not None for place in range(len(ran)))]
-        self._turn = turns[0] if len(turns) == 1 else None      # they are launched one after the other, as captured
+        turns = [
+            turn
+            for turn in range(len(known))
+            if all(self.nodes(known[(turn + place) % len(known)], place) is not None for place in range(len(ran)))
+        ]
+        self._turn = turns[0] if len(turns) == 1 else None  # they are launched one after the other, as captured
 
     def nodes(self, capture: _Capture, place: int) -> list[int] | None:
         """Which node of a capture each piece of a launch's work is; None where it is another graph."""
@@ -144,8 +158,11 @@ def match(nodes: Sequence[_Node], ran: Sequence[_Node]) -> list[int] | None:
         found.append(place)
         place += 1
     missing = len(nodes) - len(ran)
-    if len(found) == len(ran) and missing <= max(1, len(nodes) // _ALLOWED_LOSS) and (
-            not missing or all(node.name for node in nodes if node.kind == "kernel")):
+    if (
+        len(found) == len(ran)
+        and missing <= max(1, len(nodes) // _ALLOWED_LOSS)
+        and (not missing or all(node.name for node in nodes if node.kind == "kernel"))
+    ):
         return found
     if missing or not all(node.name for node in nodes if node.kind == "kernel"):
         return None
@@ -153,8 +170,11 @@ def match(nodes: Sequence[_Node], ran: Sequence[_Node]) -> list[int] | None:
     for index, node in enumerate(nodes):
         waiting[node.kind, node.name].append(index)
     keys = [(each.kind, each.name if each.kind == "kernel" else "") for each in ran]
-    return [waiting[key].popleft() for key in keys] if Counter(keys) == {
-        key: len(places) for key, places in waiting.items()} else None
+    return (
+        [waiting[key].popleft() for key in keys]
+        if Counter(keys) == {key: len(places) for key, places in waiting.items()}
+        else None
+    )
 
 
 def _same(node: _Node, ran: _Node) -> bool:
@@ -196,8 +216,11 @@ class _Splice:
         """
         events, source, window = self._events, self._capture.events, self._capture.window
         chosen = _ops_of(self._capture)
-        moments = [time for each in chosen for time in (source.ops.start[each],
-                                                        source.ops.start[each] + source.ops.duration[each])]
+        moments = [
+            time
+            for each in chosen
+            for time in (source.ops.start[each], source.ops.start[each] + source.ops.duration[each])
+        ]
         moments += [source.launches.start[launch] for launch in window.launches]
         begin = events.launches.start[self._launch]
         when = {time: begin + place for place, time in enumerate(sorted(set(moments)), 1)}

@@ -38,12 +38,23 @@ from .writing import Trace, write
 
 _MOST_RANKS = 1 << 24
 _MOST_DEVICES = 1 << 16
-_COLLECTIVE = ("nccl:", "gloo:", "rccl:", "mpi:", "ucc:")     # beside the operators
+_COLLECTIVE = ("nccl:", "gloo:", "rccl:", "mpi:", "ucc:")  # beside the operators
 # Composites for the dispatcher that compute outside of the operators they call, whatever those do.
 _COMPUTING = frozenset({"aten::mkldnn_convolution", "aten::convolution_backward"})
 # Operators that only fill or copy memory: beside what they prepare, the work of a convolution is its own.
-_MOVES = frozenset({"aten::copy_", "aten::clone", "aten::contiguous", "aten::_to_copy", "aten::fill_", "aten::zero_",
-                    "aten::zeros", "aten::zeros_like", "aten::to"})
+_MOVES = frozenset(
+    {
+        "aten::copy_",
+        "aten::clone",
+        "aten::contiguous",
+        "aten::_to_copy",
+        "aten::fill_",
+        "aten::zero_",
+        "aten::zeros",
+        "aten::zeros_like",
+        "aten::to",
+    }
+)
 _MOST_NAMED = 8
 
 
@@ -59,10 +70,17 @@ class KinetoOptions:
     graph_captures: Sequence[str | PathLike[str]] = ()
 
 
-def import_kineto(path: str | PathLike[str], out: str | PathLike[str], *, libraries: OpLibraries | None = None,
-                  names: TracedNames | None = None, options: KinetoOptions = KinetoOptions(), force: bool = False,
-                  progress: Progress | None = None,
-                  on_record: Callable[[int, int], None] | None = None) -> ImportReport:
+def import_kineto(
+    path: str | PathLike[str],
+    out: str | PathLike[str],
+    *,
+    libraries: OpLibraries | None = None,
+    names: TracedNames | None = None,
+    options: KinetoOptions = KinetoOptions(),
+    force: bool = False,
+    progress: Progress | None = None,
+    on_record: Callable[[int, int], None] | None = None,
+) -> ImportReport:
     """Make the capture `out` of a profiler trace, and report on it.
 
     Raises CaptureNotFound and InvalidCapture for a trace that cannot be read at all, CaptureFailed where it has device
@@ -75,17 +93,28 @@ def import_kineto(path: str | PathLike[str], out: str | PathLike[str], *, librar
         events = TraceEvents().read(stream)
     if not events.ops.start and not events.work.start:
         problems = _problems(stream, events)
-        raise InvalidCapture(f"{path}: no profiler trace: it has no operators and no device work"
-                             + (f" ({problems[0]})" if problems else ""))
-    graph_notes = give_operators(events, [_capture_trace(each) for each in options.graph_captures]
-                                 ) if options.graph_captures else []
+        raise InvalidCapture(
+            f"{path}: no profiler trace: it has no operators and no device work"
+            + (f" ({problems[0]})" if problems else "")
+        )
+    graph_notes = (
+        give_operators(events, [_capture_trace(each) for each in options.graph_captures])
+        if options.graph_captures
+        else []
+    )
     operators = Operators(libraries, names)
     facts = [_facts(kind, operators) for kind in events.kinds]
     annotations = np.asarray([facts[kind].role is EventRole.annotation for kind in events.ops.kind], bool)
-    detached = np.asarray([facts[kind].role is EventRole.collective and events.kinds[kind].annotation
-                           for kind in events.ops.kind], bool)
-    calling = np.asarray([facts[kind].composite or facts[kind].role in (EventRole.wrapper, EventRole.unknown)
-                          for kind in events.ops.kind], bool)
+    detached = np.asarray(
+        [facts[kind].role is EventRole.collective and events.kinds[kind].annotation for kind in events.ops.kind], bool
+    )
+    calling = np.asarray(
+        [
+            facts[kind].composite or facts[kind].role in (EventRole.wrapper, EventRole.unknown)
+            for kind in events.ops.kind
+        ],
+        bool,
+    )
     tree = build(events, annotations, detached, calling)
     level: Level = options.level
     graphs: Captured | None = None
@@ -95,22 +124,39 @@ def import_kineto(path: str | PathLike[str], out: str | PathLike[str], *, librar
         graphs = captured(events, tree, windows) if windows else None
     selection = select(tree, events.ops.kind, facts, level, graphs)
     if len(events.work.start) and not len(selection.chosen) and not (tree.work_launch >= 0).any():
-        raise CaptureFailed(f"{path}: none of its {len(events.work.start)} kernels and copies can be linked to a "
-                            "launch or an operator (no id of theirs, correlation or External id, is one of those), so "
-                            f"nothing is taken at level {level}"
-                            + ("; level leaf takes operators by what they are, without their kernels"
-                               if level == "launching" and events.ops.start else ""))
+        raise CaptureFailed(
+            f"{path}: none of its {len(events.work.start)} kernels and copies can be linked to a "
+            "launch or an operator (no id of theirs, correlation or External id, is one of those), so "
+            f"nothing is taken at level {level}"
+            + (
+                "; level leaf takes operators by what they are, without their kernels"
+                if level == "launching" and events.ops.start
+                else ""
+            )
+        )
     report = ImportReport(Path(path).name, "kineto", problems=_problems(stream, events))
     report.notes += graph_notes
     if stream.member:
         report.notes.append(others_note(path, stream.member))
     if graphs is not None:
-        report.notes.append(f"{len(windows)} graphs were captured in it, with {len(graphs.launches)} launches, none of "
-                            "which did any work then: there, level leaf chooses the operators that stand for the work")
+        report.notes.append(
+            f"{len(windows)} graphs were captured in it, with {len(graphs.launches)} launches, none of "
+            "which did any work then: there, level leaf chooses the operators that stand for the work"
+        )
     _count(report, events, tree, selection, facts, level)
     schemas = SCHEMAS if options.rewrite == "portable" else None
-    trace = Trace(events, tree, selection, facts, EventCalls(operators, events.kinds, schemas), devices(events, report),
-                  options.unique, Portable() if options.rewrite == "portable" else None, level, graphs)
+    trace = Trace(
+        events,
+        tree,
+        selection,
+        facts,
+        EventCalls(operators, events.kinds, schemas),
+        devices(events, report),
+        options.unique,
+        Portable() if options.rewrite == "portable" else None,
+        level,
+        graphs,
+    )
     session = imported_session("kineto", Path(path).name, **_session_fields(events, level, options))
     with ImportedSession(out, session, force=force) as writing:
         write(trace, writing, report, on_record)
@@ -143,57 +189,69 @@ def _facts(kind: OpKind, operators: Operators) -> Facts:
     if not candidates:
         return Facts(EventRole.unknown if operators.attribute(kind.name) is None else EventRole.operator)
     if not any(each.traceable for each in candidates):
-        return Facts(EventRole.unknown)      # what it calls can be called again, it cannot
+        return Facts(EventRole.unknown)  # what it calls can be called again, it cannot
     idle = known(name).idle or all(each.only_views for each in candidates)
     composite = name not in _COMPUTING and all(each.composite for each in candidates)
     return Facts(EventRole.operator, composite, not idle, name in _MOVES, "convolution" in name)
 
 
-def _count(report: ImportReport, events: TraceEvents, tree: Tree, selection: ChosenEvents, facts: Sequence[Facts],
-           level: Level) -> None:
+def _count(
+    report: ImportReport, events: TraceEvents, tree: Tree, selection: ChosenEvents, facts: Sequence[Facts], level: Level
+) -> None:
     """Say what of the trace does not become records, and why."""
     roles = np.asarray([facts[kind].role for kind in events.ops.kind], np.int64)
     chosen = np.zeros(len(roles), bool)
     chosen[selection.chosen] = True
     called = np.isin(roles, [int(EventRole.operator), int(EventRole.unknown), int(EventRole.collective)])
     inside = called & ~chosen & (selection.stands_in >= 0)
-    above = bytearray(len(roles))          # something inside was chosen
+    above = bytearray(len(roles))  # something inside was chosen
     parents = compact(tree.parent)
     for index in reversed(compact(tree.order)):
         if parents[index] >= 0 and (above[index] or selection.stands_in[index] == index):
             above[parents[index]] = True
     around = np.frombuffer(above, bool)
     report.counts = {
-        "events": len(roles), "operators": int(called.sum()), "taken": len(selection.chosen),
-        "inside taken": int(inside.sum()), "around taken": int((called & ~chosen & around).sum()),
+        "events": len(roles),
+        "operators": int(called.sum()),
+        "taken": len(selection.chosen),
+        "inside taken": int(inside.sum()),
+        "around taken": int((called & ~chosen & around).sum()),
         "no work": int((called & ~chosen & ~inside & ~around).sum()),
         "wrappers": int((roles == EventRole.wrapper).sum()),
-        "annotations": int((roles == EventRole.annotation).sum()), "device work": len(events.work.start),
+        "annotations": int((roles == EventRole.annotation).sum()),
+        "device work": len(events.work.start),
         "other events": events.others.total(),
     }
     if events.others:
-        report.notes.append("other events are not calls: " + ", ".join(
-            f"{count} {category}" for category, count in events.others.most_common()))
-    report.notes.append(f"level {level}: " + {
-        "launching": "operators that launched device work stand for it; those that launched none are left out",
-        "leaf": "the deepest operators that do work themselves stand for it",
-        "root": "the outermost operators stand for the work",
-        "auto": "",
-    }[level])
+        report.notes.append(
+            "other events are not calls: "
+            + ", ".join(f"{count} {category}" for category, count in events.others.most_common())
+        )
+    report.notes.append(
+        f"level {level}: "
+        + {
+            "launching": "operators that launched device work stand for it; those that launched none are left out",
+            "leaf": "the deepest operators that do work themselves stand for it",
+            "root": "the outermost operators stand for the work",
+            "auto": "",
+        }[level]
+    )
     if level == "leaf":
         report.notes += _untaken(events, tree, facts, around, inside | chosen)
         away = around & ~chosen & ~inside & (roles == EventRole.unknown)
         names = Counter(events.kinds[events.ops.kind[index]].name for index in np.flatnonzero(away).tolist())
         if names:
             counted = ", ".join(f"{name} ({count} times)" for name, count in names.most_common())
-            report.notes.append("what these operators called was taken in their place: they are unknown here, or take "
-                                "objects that no trace holds; whether they computed anything beside that is not known: "
-                                + counted)
+            report.notes.append(
+                "what these operators called was taken in their place: they are unknown here, or take "
+                "objects that no trace holds; whether they computed anything beside that is not known: " + counted
+            )
     report.notes.append("tensor contents are in no trace: a replay makes them up, and says how")
 
 
-def _untaken(events: TraceEvents, tree: Tree, facts: Sequence[Facts], around: np.ndarray, taken: np.ndarray
-             ) -> list[str]:
+def _untaken(
+    events: TraceEvents, tree: Tree, facts: Sequence[Facts], around: np.ndarray, taken: np.ndarray
+) -> list[str]:
     """A note naming composites whose callees were taken though most of the time was spent outside of those."""
     durations = np.asarray(events.ops.duration, np.int64)
     nested = tree.parent >= 0
@@ -208,19 +266,25 @@ def _untaken(events: TraceEvents, tree: Tree, facts: Sequence[Facts], around: np
     named = sorted((name for name, (total, own) in times.items() if own * 2 > total), key=lambda name: -times[name][1])
     if not named:
         return []
-    shown = ", ".join(f"{name} ({times[name][1] / 1000:.1f} of {times[name][0] / 1000:.1f} us)"
-                      for name in named[:_MOST_NAMED])
+    shown = ", ".join(
+        f"{name} ({times[name][1] / 1000:.1f} of {times[name][0] / 1000:.1f} us)" for name in named[:_MOST_NAMED]
+    )
     more = f", and {len(named) - _MOST_NAMED} more" if len(named) > _MOST_NAMED else ""
-    return ["what these operators called was taken in their place, but more than half of their host time passed "
-            f"outside of it, in overhead or in work of their own; level root takes them: {shown}{more}"]
+    return [
+        "what these operators called was taken in their place, but more than half of their host time passed "
+        f"outside of it, in overhead or in work of their own; level root takes them: {shown}{more}"
+    ]
 
 
 def _session_fields(events: TraceEvents, level: Level, options: KinetoOptions) -> dict[str, Any]:
     metadata = events.metadata
     distributed = metadata.get("distributedInfo")
     distributed = distributed if isinstance(distributed, dict) else {}
-    libraries = {name: value for name, value in metadata.items()
-                 if name.endswith("_version") and isinstance(value, str | int | float)}
+    libraries = {
+        name: value
+        for name, value in metadata.items()
+        if name.endswith("_version") and isinstance(value, str | int | float)
+    }
     rank, world = integer(distributed.get("rank")), integer(distributed.get("world_size"))
     version = metadata.get("torch_version", metadata.get("pytorch_version"))
     return {
@@ -228,8 +292,12 @@ def _session_fields(events: TraceEvents, level: Level, options: KinetoOptions) -
         "world_size": world if 1 <= world <= _MOST_RANKS else 1,
         "libraries": libraries,
         "torch_version": version if isinstance(version, str) else None,
-        "policies": {"results": "inferred", "import_level": level, "import_unique": options.unique,
-                     "import_rewrite": options.rewrite},
+        "policies": {
+            "results": "inferred",
+            "import_level": level,
+            "import_unique": options.unique,
+            "import_rewrite": options.rewrite,
+        },
     }
 
 
@@ -239,8 +307,11 @@ def devices(events: TraceEvents, report: ImportReport) -> Mapping[int, Device]:
     # A graph that is captured does no work: launches tell that there is a device.
     raw = raw or [0] * any("BeginCapture" in name for name in events.launches.names)
     listed = events.metadata.get("deviceProperties")
-    properties = {integer(each.get("id")): each for each in (listed if isinstance(listed, list) else ())
-                  if isinstance(each, dict) and 0 <= integer(each.get("id")) < _MOST_DEVICES}
+    properties = {
+        integer(each.get("id")): each
+        for each in (listed if isinstance(listed, list) else ())
+        if isinstance(each, dict) and 0 <= integer(each.get("id")) < _MOST_DEVICES
+    }
     numbers = {number: number for number in raw}
     allocated = {number for number in events.memory_devices if 0 <= number < _MOST_DEVICES}
     if len(raw) == 1 and len(allocated) == 1 and raw[0] not in allocated:

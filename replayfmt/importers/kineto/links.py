@@ -17,12 +17,14 @@ import numpy as np
 
 from .events import Launches, TraceEvents
 
-ROUNDING_NS = 1000      # clocks of whole microseconds, and microseconds since 1970 in a double
+ROUNDING_NS = 1000  # clocks of whole microseconds, and microseconds since 1970 in a double
 # An external id names all calls of a device's runtime inside an operator, whether they can launch anything or not.
 _LAUNCHING = re.compile("launch|memcpy|memset|enqueue|append", re.IGNORECASE)
 _SHARED = "of device work have a {} that several {} have; each is taken for the last of these that began before it"
-_OUTSIDE = ("of device work have the external id of an operator, but launches with such ids lie outside of the "
-            "operators that have them; they are linked to none")
+_OUTSIDE = (
+    "of device work have the external id of an operator, but launches with such ids lie outside of the "
+    "operators that have them; they are linked to none"
+)
 
 
 @dataclass
@@ -42,9 +44,11 @@ def link(events: TraceEvents, launch_op: np.ndarray, annotations: np.ndarray) ->
     links = Links(np.full(count, -1, np.int64), np.full(count, -1, np.int64), np.zeros(count, bool))
     external = _ids(events.work.external)
     keys = []
-    none = 0 if launches.correlation.count(0) > 1 else -1       # what stands for no correlation
-    for name, ids, wanted in (("correlation id", _ids(launches.correlation, none), _ids(events.work.correlation, none)),
-                              ("external id", _launching(launches), external)):
+    none = 0 if launches.correlation.count(0) > 1 else -1  # what stands for no correlation
+    for name, ids, wanted in (
+        ("correlation id", _ids(launches.correlation, none), _ids(events.work.correlation, none)),
+        ("external id", _launching(launches), external),
+    ):
         keys.append((name, _latest(ids, _array(launches.start), launch_op, wanted, starts)))
     first, second = sorted(keys, key=lambda key: -int((key[1].found & ~key[1].shared).sum()))
     _take(events, links, *first, first[1].found)
@@ -70,8 +74,13 @@ def _by_operators_ids(events: TraceEvents, links: Links, ids: np.ndarray, extern
     op_end = op_start + _array(events.ops.duration)
     launch_start = _array(launches.start)
     named = _latest(ids, op_start, numbers, _ids(launches.external), launch_start)
-    inside = named.found & (op_start[named.index] - ROUNDING_NS <= launch_start) & (
-        launch_start <= op_end[named.index] + ROUNDING_NS) if len(ids) else named.found
+    inside = (
+        named.found
+        & (op_start[named.index] - ROUNDING_NS <= launch_start)
+        & (launch_start <= op_end[named.index] + ROUNDING_NS)
+        if len(ids)
+        else named.found
+    )
     # A launch that no operator of its thread is around: profilers number threads in more than one way.
     orphans = np.flatnonzero((links.launch >= 0) & (links.op < 0))
     orphans = orphans[inside[links.launch[orphans]]]
@@ -109,8 +118,9 @@ class _Holders:
     shared: np.ndarray
 
 
-def _latest(ids: np.ndarray, starts: np.ndarray, meaning: np.ndarray, wanted: np.ndarray,
-            before: np.ndarray) -> _Holders:
+def _latest(
+    ids: np.ndarray, starts: np.ndarray, meaning: np.ndarray, wanted: np.ndarray, before: np.ndarray
+) -> _Holders:
     """Of the holders of each wanted id (-1: none is wanted) the last one that started before a time, or else the
     first."""
     by_id = np.argsort(ids, kind="stable")

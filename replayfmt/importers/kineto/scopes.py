@@ -25,7 +25,7 @@ class AnnotationScopes:
         annotations = tree.order[scopes[np.asarray(ops.kind, np.int64)[tree.order]]].tolist()
         self._timeline = _Timeline(events, annotations)
         self._ids: dict[int, int] = {}
-        self._described: set[int] = set()       # annotations that describe a batch, and those inside of such
+        self._described: set[int] = set()  # annotations that describe a batch, and those inside of such
         self._iterations: dict[int, Iteration] = {}
         for index in sorted(annotations, key=lambda each: (ops.start[each], -ops.duration[each])):
             around = int(tree.scope[index])
@@ -78,7 +78,7 @@ class _Timeline:
         edges: list[tuple[int, int, int, int]] = []
         for index in annotations:
             if ops.thread[index] == self._thread:
-                start, duration = ops.start[index], max(1, ops.duration[index])    # it begins before it ends
+                start, duration = ops.start[index], max(1, ops.duration[index])  # it begins before it ends
                 edges += [(start, 1, -duration, index), (start + duration, 0, -start, index)]
         edges.sort()
         self._times: list[int] = []

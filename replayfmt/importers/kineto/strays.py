@@ -46,20 +46,36 @@ def unclaimed_work(events: TraceEvents, tree: Tree, work_of: np.ndarray, report:
             by_launch.setdefault(launch, []).append(each)
     unlinked = [each for each in lost if events.work.correlation[each] <= 0 and events.work.external[each] <= 0]
     if len(lost) > len(unlinked):
-        report.notes.append(f"{len(lost) - len(unlinked)} pieces of device work were launched before the trace began, "
-                            "or by what it does not show; they are not in the capture")
+        report.notes.append(
+            f"{len(lost) - len(unlinked)} pieces of device work were launched before the trace began, "
+            "or by what it does not show; they are not in the capture"
+        )
     if unlinked:
         start = min(events.work.start[each] for each in unlinked)
-        yield Stray("unlinked device work", "outside_operator", f"{len(unlinked)} kernels and copies have neither a "
-                    "correlation id nor an external id: what launched them is not known", start, 0, -1,
-                    f"{len(unlinked)} kernels", work=unlinked)
+        yield Stray(
+            "unlinked device work",
+            "outside_operator",
+            f"{len(unlinked)} kernels and copies have neither a "
+            "correlation id nor an external id: what launched them is not known",
+            start,
+            0,
+            -1,
+            f"{len(unlinked)} kernels",
+            work=unlinked,
+        )
     launches = events.launches
     for launch, work in by_launch.items():
         names = [events.work_kinds[events.work.kind[each]].name for each in work]
         place = launches.start[launch], launches.thread[launch], int(tree.launch_scope[launch])
         if launches.graph[launch]:
-            yield Stray("graph launch", "cuda_graph", f"{len(work)} kernels and copies of one graph", *place,
-                        f"{len(work)} kernels", work=work)
+            yield Stray(
+                "graph launch",
+                "cuda_graph",
+                f"{len(work)} kernels and copies of one graph",
+                *place,
+                f"{len(work)} kernels",
+                work=work,
+            )
         else:
             reason = "triton_launch" if names[0].startswith("triton_") else "outside_operator"
             yield Stray(names[0], reason, "launched by no operator that the trace shows", *place, work=work)
@@ -73,8 +89,14 @@ def captured_outside(events: TraceEvents, tree: Tree, captured: Captured) -> Ite
             work = launches.work[launch]
             name = names[launches.name[launch]] if work < 0 else events.launch_kinds[work].name
             reason = "triton_launch" if name.startswith("triton_") else "outside_operator"
-            yield Stray(name, reason, "launched by no operator that the trace shows, into a graph",
-                        launches.start[launch], launches.thread[launch], int(tree.launch_scope[launch]))
+            yield Stray(
+                name,
+                reason,
+                "launched by no operator that the trace shows, into a graph",
+                launches.start[launch],
+                launches.thread[launch],
+                int(tree.launch_scope[launch]),
+            )
 
 
 def compiled_regions(events: TraceEvents, tree: Tree) -> Iterator[Stray]:
@@ -95,10 +117,16 @@ def compiled_regions(events: TraceEvents, tree: Tree) -> Iterator[Stray]:
             continue
         times = launches.get(thread, np.zeros(0, np.int64))
         if np.searchsorted(times, start, "left") == np.searchsorted(times, end, "left"):
-            yield Stray(events.kinds[ops.kind[each]].name, "compiled_region",
-                        "what code that torch.compile generated for the host computes leaves no events; the operators "
-                        "that it called are records of their own", start, thread, int(tree.scope[each]),
-                        duration=ops.duration[each])
+            yield Stray(
+                events.kinds[ops.kind[each]].name,
+                "compiled_region",
+                "what code that torch.compile generated for the host computes leaves no events; the operators "
+                "that it called are records of their own",
+                start,
+                thread,
+                int(tree.scope[each]),
+                duration=ops.duration[each],
+            )
 
 
 def _launching_times(events: TraceEvents, tree: Tree) -> dict[int, np.ndarray]:

@@ -25,10 +25,10 @@ LEVELS: tuple[Level, ...] = ("auto", "leaf", "launching", "root")
 class EventRole(IntEnum):
     """What an event is to the selection."""
 
-    annotation = 0     # the user's: a scope
-    wrapper = 1        # no operator: the autograd engine's functions, compiled regions, the profiler's own ranges
-    operator = 2       # can be called
-    unknown = 3        # named like an operator, but none of that name is here
+    annotation = 0  # the user's: a scope
+    wrapper = 1  # no operator: the autograd engine's functions, compiled regions, the profiler's own ranges
+    operator = 2  # can be called
+    unknown = 3  # named like an operator, but none of that name is here
     collective = 4
 
 
@@ -64,8 +64,9 @@ class Tree:
     by_graph: np.ndarray
 
 
-def build(events: TraceEvents, annotations: np.ndarray, detached: np.ndarray | None = None,
-          calling: np.ndarray | None = None) -> Tree:
+def build(
+    events: TraceEvents, annotations: np.ndarray, detached: np.ndarray | None = None, calling: np.ndarray | None = None
+) -> Tree:
     """The tree of a trace. `annotations`, `detached` and `calling` are masks over the operator events: detached ones
     may end later than what they began in, such as collectives that nobody waits for; calling ones do their work by
     calls. What is odd is added to `events.problems`."""
@@ -85,8 +86,16 @@ def build(events: TraceEvents, annotations: np.ndarray, detached: np.ndarray | N
     events.problems[_MOMENTS] += nesting.moments
     parent, scope = np.asarray(nesting.parent, np.int64), np.asarray(nesting.scope, np.int64)
     links = link(events, parent[count:], annotations)
-    return Tree(order[order < count], parent[:count], scope[:count], links.op, links.launch, parent[count:],
-                scope[count:], links.by_graph)
+    return Tree(
+        order[order < count],
+        parent[:count],
+        scope[:count],
+        links.op,
+        links.launch,
+        parent[count:],
+        scope[count:],
+        links.by_graph,
+    )
 
 
 def _array(values: Sequence[int]) -> np.ndarray:
@@ -101,9 +110,10 @@ def compact(values: np.ndarray) -> array:
 
 
 _CROSSING = "begin inside another one of their thread and end after it; they are taken for calls beside it"
-_MOMENTS = ("of no length are at the moment that an operator ends which does its work by calls; they are taken for "
-            "calls of it")
-_DEEPEST = 512          # callers looked at for one that ends late enough
+_MOMENTS = (
+    "of no length are at the moment that an operator ends which does its work by calls; they are taken for calls of it"
+)
+_DEEPEST = 512  # callers looked at for one that ends late enough
 
 
 class _Nesting:
@@ -113,8 +123,9 @@ class _Nesting:
     where it counts whole microseconds, operators end with calls that seem to take no time.
     """
 
-    def __init__(self, start: array, end: array, thread: array, count: int, annotations: bytes, detached: bytes,
-                 calling: bytes) -> None:
+    def __init__(
+        self, start: array, end: array, thread: array, count: int, annotations: bytes, detached: bytes, calling: bytes
+    ) -> None:
         self._start, self._end, self._thread, self._count = start, end, thread, count
         self._annotations, self._detached, self._calling = annotations, detached, calling
         self.parent, self.scope = array("q", (-1,)) * len(start), array("q", (-1,)) * len(start)
@@ -123,7 +134,7 @@ class _Nesting:
     def fill(self, order: array) -> None:
         """Go through events in order of their beginning, thread by thread."""
         current = -1
-        stack: list[tuple[int, int, int, int]] = []     # (end, event, innermost operator, innermost annotation)
+        stack: list[tuple[int, int, int, int]] = []  # (end, event, innermost operator, innermost annotation)
         for index in order:
             if self._thread[index] != current:
                 current, stack = self._thread[index], []
@@ -135,7 +146,7 @@ class _Nesting:
             around = self._around(stack, index)
             if around is not None:
                 operator, annotation = around[2], around[3]
-                end = min(end, around[0])       # what a clock's rounding makes it last longer
+                end = min(end, around[0])  # what a clock's rounding makes it last longer
             self.parent[index], self.scope[index] = operator, annotation
             if index >= self._count:
                 continue
@@ -180,8 +191,9 @@ class Captured:
     launches: np.ndarray
 
 
-def select(tree: Tree, kinds: Sequence[int], facts: Sequence[Facts], level: Level,
-           captured: Captured | None = None) -> ChosenEvents:
+def select(
+    tree: Tree, kinds: Sequence[int], facts: Sequence[Facts], level: Level, captured: Captured | None = None
+) -> ChosenEvents:
     """Choose events by `level`, which must not be `auto`. `kinds` gives each event's kind, `facts` what kinds are. Of
     what was captured into a graph the leaves are taken in the place of what launched work."""
     order, parents = compact(tree.order), compact(tree.parent)
@@ -231,7 +243,7 @@ def _outermost_collectives(order: array, parents: array, roles: bytes) -> list[i
 
 def _launching(order: array, parents: array, roles: bytes, direct: np.ndarray) -> bytearray:
     """The events that launched work themselves; what cannot be called hands over to the operator around it."""
-    around = array("q", (-1,)) * len(parents)     # the nearest operator around, the event itself included
+    around = array("q", (-1,)) * len(parents)  # the nearest operator around, the event itself included
     for index in order:
         parent = parents[index]
         callable_ = roles[index] in (EventRole.operator, EventRole.collective)
@@ -255,15 +267,15 @@ def _add_stranded(wanted: bytearray, direct: bytes, order: array, parents: array
 def _leaves(order: array, parents: array, direct: bytes, kinds: Sequence[int], facts: Sequence[Facts]) -> bytearray:
     """The operators that do work themselves: those with a kernel of their own, and composite ones that call nothing
     which does any, or where they may compute themselves, nothing that does more than to move memory."""
-    below = bytearray(len(parents))        # something below stands for work
-    computed = bytearray(len(parents))     # something below stands for work that is more than moving memory
+    below = bytearray(len(parents))  # something below stands for work
+    computed = bytearray(len(parents))  # something below stands for work that is more than moving memory
     wanted = bytearray(len(parents))
     for index in reversed(order):
         fact, parent = facts[kinds[index]], parents[index]
         if fact.role is EventRole.operator:
             wanted[index] = direct[index] or not fact.composite or not (computed if fact.computes else below)[index]
         elif fact.role is EventRole.unknown:
-            wanted[index] = direct[index] or not computed[index]    # what only allocates may compute itself
+            wanted[index] = direct[index] or not computed[index]  # what only allocates may compute itself
         elif fact.role is EventRole.wrapper:
             wanted[index] = direct[index]
         if parent >= 0:

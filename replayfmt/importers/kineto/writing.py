@@ -27,10 +27,10 @@ from .scopes import AnnotationScopes
 from .strays import Stray, captured_outside, compiled_regions, unclaimed_work
 from .tree import Captured, ChosenEvents, EventRole, Facts, Level, Tree, compact
 
-_END, _BEGIN, _CALL, _STRAY = range(4)     # what happens at a moment, in this order
+_END, _BEGIN, _CALL, _STRAY = range(4)  # what happens at a moment, in this order
 # As CUDA's and newer ROCm builds, older ROCm builds, and XPU builds name copies.
 _UPLOAD, _DOWNLOAD = re.compile("HtoD|HostToDevice|[HM]2D"), re.compile("DtoH|DeviceToHost|D2[HM]")
-_SHOWN_KERNELS = 256       # of one record; the rest is counted
+_SHOWN_KERNELS = 256  # of one record; the rest is counted
 
 
 @dataclass
@@ -58,8 +58,8 @@ class _Group:
     call: ResolvedCall
     placement: Placement
     work: list[int]
-    host_times: list[int]                 # of each call, in nanoseconds
-    device_times: list[int | None]        # None: no device work, or its time is not known
+    host_times: list[int]  # of each call, in nanoseconds
+    device_times: list[int | None]  # None: no device work, or its time is not known
 
     @property
     def count(self) -> int:
@@ -74,8 +74,9 @@ class _Group:
         return _total(self.device_times)
 
 
-def write(trace: Trace, session: ImportedSession, report: ImportReport,
-          on_record: Callable[[int, int], None] | None = None) -> None:
+def write(
+    trace: Trace, session: ImportedSession, report: ImportReport, on_record: Callable[[int, int], None] | None = None
+) -> None:
     """Write everything. `on_record(done, all)` is told of progress."""
     _Writing(trace, session, report).write(on_record)
 
@@ -85,12 +86,18 @@ class _Writing:
         self.trace, self.session, self.report = trace, session, report
         self.events, self.tree = trace.events, trace.tree
         self._resolved: dict[Any, ResolvedCall] = {}
-        starts = [np.asarray(column, np.int64) for column in (self.events.ops.start, self.events.launches.start)
-                  if len(column)]
+        starts = [
+            np.asarray(column, np.int64)
+            for column in (self.events.ops.start, self.events.launches.start)
+            if len(column)
+        ]
         self._base = int(min((column.min() for column in starts), default=0))
         stands = trace.selection.stands_in
-        self._work_of = np.where(self.tree.work_op >= 0, stands[np.maximum(self.tree.work_op, 0)], -1) if len(
-            stands) else np.full(len(self.events.work.start), -1, np.int64)
+        self._work_of = (
+            np.where(self.tree.work_op >= 0, stands[np.maximum(self.tree.work_op, 0)], -1)
+            if len(stands)
+            else np.full(len(self.events.work.start), -1, np.int64)
+        )
         by_op = np.argsort(self._work_of, kind="stable")
         self._by_op, self._sorted = compact(by_op), compact(self._work_of[by_op])
         self._scopes = AnnotationScopes(self.events, self.tree, trace.facts, session)
@@ -113,14 +120,17 @@ class _Writing:
         groups = self._alike() if self.trace.unique else None
         strays = self._strays()
         starts = np.asarray(self.events.ops.start, np.int64)
-        durations = np.maximum(np.asarray(self.events.ops.duration, np.int64), 1)      # a scope begins before it ends
+        durations = np.maximum(np.asarray(self.events.ops.duration, np.int64), 1)  # a scope begins before it ends
         taken = self.trace.selection.chosen if groups is None else np.asarray(list(groups), np.int64)
         marks = np.asarray(self._scopes.annotations if groups is None else [], np.int64)
         beginnings = np.asarray([alike[0].start for alike in strays], np.int64)
         # At one moment inner scopes end before outer ones, all before others begin, and those before calls.
-        parts = ((_END, starts[marks] + durations[marks], -starts[marks], marks),
-                 (_BEGIN, starts[marks], -durations[marks], marks), (_CALL, starts[taken], taken * 0, taken),
-                 (_STRAY, beginnings, beginnings * 0, np.arange(len(strays))))
+        parts = (
+            (_END, starts[marks] + durations[marks], -starts[marks], marks),
+            (_BEGIN, starts[marks], -durations[marks], marks),
+            (_CALL, starts[taken], taken * 0, taken),
+            (_STRAY, beginnings, beginnings * 0, np.arange(len(strays))),
+        )
         what = np.concatenate([np.full(len(index), code) for code, _time, _tie, index in parts])
         time, tie, which = (np.concatenate([part[column] for part in parts]) for column in (1, 2, 3))
         order = np.lexsort((tie, what, time))
@@ -140,8 +150,11 @@ class _Writing:
         if not len(work.start):
             return None
         durations = np.asarray(work.duration, np.int64)
-        lost = (self._work_of < 0) & (self.tree.work_launch < 0) & (
-            (np.asarray(work.correlation, np.int64) > 0) | (np.asarray(work.external, np.int64) > 0))
+        lost = (
+            (self._work_of < 0)
+            & (self.tree.work_launch < 0)
+            & ((np.asarray(work.correlation, np.int64) > 0) | (np.asarray(work.external, np.int64) > 0))
+        )
         timed = durations >= 0
         return DeviceTime(int(durations[timed].sum()), int(durations[timed & lost].sum()), int((~timed).sum()))
 
@@ -195,8 +208,11 @@ class _Writing:
             on_host = self.trace.facts[self.events.ops.kind[index]].works and index not in self._on_graph
             return Placement("cpu" if on_host else self._default_device)
         names = [kind.name for kind in kinds if "memcpy" in kind.category]
-        return Placement(str(self.trace.devices[numbers[0]]), any(_UPLOAD.search(name) for name in names),
-                         any(_DOWNLOAD.search(name) for name in names))
+        return Placement(
+            str(self.trace.devices[numbers[0]]),
+            any(_UPLOAD.search(name) for name in names),
+            any(_DOWNLOAD.search(name) for name in names),
+        )
 
     def _resolve(self, index: int, placement: Placement, work: list[int]) -> ResolvedCall:
         number = self.events.ops.kind[index]
@@ -208,10 +224,15 @@ class _Writing:
             call = self._collective(index, kind)
         elif self.trace.facts[number].role is EventRole.wrapper:
             triton = kind.name.startswith("triton_") or kind.triton is not None
-            call = ResolvedCall(kind.name, None, reason="triton_launch" if triton else "outside_operator",
-                        detail="a kernel that torch.compile generated" if triton else
-                        "device work without an operator was launched in it",
-                        signature=signature_text(read_arguments(kind).arguments) if triton else "")
+            call = ResolvedCall(
+                kind.name,
+                None,
+                reason="triton_launch" if triton else "outside_operator",
+                detail="a kernel that torch.compile generated"
+                if triton
+                else "device work without an operator was launched in it",
+                signature=signature_text(read_arguments(kind).arguments) if triton else "",
+            )
         else:
             launched = [self.events.work_kinds[self.events.work.kind[each]] for each in work]
             called = self._called(index) if has_lists(kind) else []
@@ -242,9 +263,13 @@ class _Writing:
     def _op(self, group: _Group) -> None:
         index, call = group.index, group.call
         ops = self.events.ops
-        moment = Moment(ops.start[index] - self._base, group.host_ns // group.count, self._thread(ops.thread[index]),
-                        self._scopes.at(int(self.tree.scope[index]), ops.start[index]),
-                        None if group.device_ns is None else group.device_ns // group.count)
+        moment = Moment(
+            ops.start[index] - self._base,
+            group.host_ns // group.count,
+            self._thread(ops.thread[index]),
+            self._scopes.at(int(self.tree.scope[index]), ops.start[index]),
+            None if group.device_ns is None else group.device_ns // group.count,
+        )
         annotation: dict[str, Any] = {"import": call.status}
         assumed = list(call.assumed)
         annotation |= self._work_annotation(group.work)
@@ -324,8 +349,13 @@ class _Writing:
     def _value(self, value: Any, tensors: list[Tensor]) -> Any:
         if isinstance(value, TensorSpec):
             assert value.dtype is not None and value.sizes is not None
-            tensor = plain_tensor(value.dtype, value.sizes, value.strides,
-                                  self.session.device(value.device or self._default_device), value.offset)
+            tensor = plain_tensor(
+                value.dtype,
+                value.sizes,
+                value.strides,
+                self.session.device(value.device or self._default_device),
+                value.offset,
+            )
             tensors.append(tensor)
             return tensor
         if isinstance(value, list):
@@ -337,9 +367,11 @@ class _Writing:
             return {}
         kinds = [self.events.work_kinds[self.events.work.kind[each]] for each in work]
         times = [time if time >= 0 else None for time in (self.events.work.duration[each] for each in work)]
-        annotation: dict[str, Any] = {"device_kernels": [
-            kind.row() | {"duration_ns": time}
-            for kind, time in zip(kinds[:_SHOWN_KERNELS], times, strict=False)]}
+        annotation: dict[str, Any] = {
+            "device_kernels": [
+                kind.row() | {"duration_ns": time} for kind, time in zip(kinds[:_SHOWN_KERNELS], times, strict=False)
+            ]
+        }
         if len(kinds) > _SHOWN_KERNELS:
             annotation["device_kernels_left_out"] = len(kinds) - _SHOWN_KERNELS
         streams = sorted({kind.stream for kind in kinds if kind.stream >= 0})
@@ -369,11 +401,25 @@ class _Writing:
 
         def entry() -> Entry:
             operator = call.operator
-            return Entry(call.name, operator.overload if operator else "", status, call.signature,
-                         operator.found if operator else "", call.assumed, reason, detail)
+            return Entry(
+                call.name,
+                operator.overload if operator else "",
+                status,
+                call.signature,
+                operator.found if operator else "",
+                call.assumed,
+                reason,
+                detail,
+            )
 
-        self.report.add((self.events.ops.kind[group.index], group.placement, reason), entry, ordinal, group.count,
-                        group.host_ns, group.device_ns)
+        self.report.add(
+            (self.events.ops.kind[group.index], group.placement, reason),
+            entry,
+            ordinal,
+            group.count,
+            group.host_ns,
+            group.device_ns,
+        )
 
     # ----------------------------------------------------------------------------------------------------------- strays
 
@@ -395,16 +441,25 @@ class _Writing:
         first, count = alike[0], len(alike)
         host_times, device_times = [each.duration for each in alike], [self._device_ns(each.work) for each in alike]
         host_ns, device_ns = _total(host_times), _total(device_times)
-        moment = Moment(first.start - self._base, None if host_ns is None else host_ns // count,
-                        self._thread(first.thread),
-                        self._scopes.at(first.scope, first.start), None if device_ns is None else device_ns // count)
+        moment = Moment(
+            first.start - self._base,
+            None if host_ns is None else host_ns // count,
+            self._thread(first.thread),
+            self._scopes.at(first.scope, first.start),
+            None if device_ns is None else device_ns // count,
+        )
         annotation = {"import": "incomplete", **self._work_annotation(first.work)}
         if self.trace.unique:
             annotation |= {"count": count, **_spread(host_times, device_times)}
         ordinal = self.session.unsupported(first.reason, first.name, first.detail, moment, annotation)
-        self.report.add((first.reason, first.name, first.detail), lambda: Entry(
-            first.name, "", "incomplete", first.shown, reason=first.reason, detail=first.detail),
-            ordinal, count, host_ns, device_ns)
+        self.report.add(
+            (first.reason, first.name, first.detail),
+            lambda: Entry(first.name, "", "incomplete", first.shown, reason=first.reason, detail=first.detail),
+            ordinal,
+            count,
+            host_ns,
+            device_ns,
+        )
 
     # ----------------------------------------------------------------------------------------------------------- scopes
 
@@ -422,9 +477,11 @@ class _Writing:
 
 def _spread(host: Sequence[int | None], device: Sequence[int | None]) -> dict[str, Any]:
     """Between what times those of several calls lie, where they are known; their means are the record's."""
-    spread = {name: {"min": min(known), "median": median_low(known), "max": max(known)}
-              for name, times in (("host_ns", host), ("device_ns", device))
-              if len(known := [each for each in times if each is not None]) == len(times)}
+    spread = {
+        name: {"min": min(known), "median": median_low(known), "max": max(known)}
+        for name, times in (("host_ns", host), ("device_ns", device))
+        if len(known := [each for each in times if each is not None]) == len(times)
+    }
     return {"durations": spread} if len(host) > 1 and spread else {}
 
 

@@ -28,9 +28,19 @@ def _single(calls: RewrittenCalls, tensor: Tensor) -> Tensor:
 
 
 # What else a kernel may be told, which these do not compute; and which value means that it was not.
-_OTHERS = {"window_size": (None, 0), "window_size_left": (None, -1), "window_size_right": (None, -1),
-           "seqused_k": (None,), "seqlen_k": (None,), "alibi_slopes": (None,), "block_table": (None,),
-           "shared_storage_dqdkdv": (None, False), "q_descale": (None,), "k_descale": (None,), "v_descale": (None,)}
+_OTHERS = {
+    "window_size": (None, 0),
+    "window_size_left": (None, -1),
+    "window_size_right": (None, -1),
+    "seqused_k": (None,),
+    "seqlen_k": (None,),
+    "alibi_slopes": (None,),
+    "block_table": (None,),
+    "shared_storage_dqdkdv": (None, False),
+    "q_descale": (None,),
+    "k_descale": (None,),
+    "v_descale": (None,),
+}
 _PACKED = ("cum_seq_q", "cum_seq_k", "cu_seqlens_q", "cu_seqlens_k")
 
 
@@ -106,7 +116,7 @@ def _forward(calls: RewrittenCalls, given: dict[str, Any], results: list[Any] | 
     if len(results) > 1:
         _logarithms(calls, results[1], scores)
     for other in results[2:]:
-        calls.allocate(other, zeros=True)     # states of random generators that nothing was drawn from
+        calls.allocate(other, zeros=True)  # states of random generators that nothing was drawn from
 
 
 def _backward(calls: RewrittenCalls, given: dict[str, Any], results: list[Any] | None) -> None:
@@ -130,8 +140,9 @@ def _backward(calls: RewrittenCalls, given: dict[str, Any], results: list[Any] |
     grad_weights = calls.one("aten::matmul", self=grad, other=attention.transposed(attention.value))
     product = calls.one("aten::mul.Tensor", self=grad, other=output)
     correction = calls.one("aten::sum.dim_IntList", self=product, dim=[-1], keepdim=True)
-    grad_scores = calls.one("aten::mul.Tensor", self=weights,
-                            other=calls.one("aten::sub.Tensor", self=grad_weights, other=correction))
+    grad_scores = calls.one(
+        "aten::mul.Tensor", self=weights, other=calls.one("aten::sub.Tensor", self=grad_weights, other=correction)
+    )
     scaled = calls.one("aten::mul.Scalar", self=grad_scores, other=attention.scale)
     grad_query = calls.one("aten::matmul", self=scaled, other=attention.key)
     grad_key = calls.one("aten::matmul", self=attention.transposed(scaled), other=attention.query)
@@ -143,16 +154,19 @@ def _backward(calls: RewrittenCalls, given: dict[str, Any], results: list[Any] |
 
 def _unpacked(rule: Any) -> Any:
     """Refuses sequences that are packed together: their lengths are content."""
+
     def checked(calls: RewrittenCalls, given: dict[str, Any], results: list[Any] | None) -> None:
         if any(given.get(name) is not None for name in _PACKED):
             raise CannotRewrite("attention of sequences that are packed together")
         rule(calls, given, results)
+
     return checked
 
 
 def _length_first(rule: Any) -> Any:
     """A rule for [batch, heads, length, width] as one for kernels that have [batch, length, heads, width]; of keys they
     may have fewer heads, and causal ones may be aligned at the last key."""
+
     def rearranged(calls: RewrittenCalls, given: dict[str, Any], results: list[Any] | None) -> None:
         def heads_first(tensor: Any) -> Any:
             if not isinstance(tensor, Tensor) or len(tensor.meta.sizes) != 4:
@@ -165,7 +179,7 @@ def _length_first(rule: Any) -> Any:
         if not len(query) == len(key) == len(value) == 4:
             raise CannotRewrite("attention of tensors that are not [batch, length, heads, width]")
         mask = given.get("custom_mask_type")
-        if mask is not None:        # 0: none, 1: causal from the first key, 2: causal to the last one
+        if mask is not None:  # 0: none, 1: causal from the first key, 2: causal to the last one
             turned |= {"is_causal": mask != 0, "diagonal": 0 if mask == 1 else key[1] - query[1]}
         else:
             turned["diagonal"] = key[1] - query[1]
@@ -175,6 +189,7 @@ def _length_first(rule: Any) -> Any:
                 turned[name] = calls.one("aten::repeat_interleave.self_int", self=turned[name], repeats=shared, dim=1)
         turned["length_first"] = True
         rule(calls, turned, results)
+
     return rearranged
 
 

@@ -61,9 +61,17 @@ class Portable:
         return Rewritten(calls.made, "portable", f"{name} by aten::alias: {described}, which changes nothing")
 
 
-_EVERYWHERE = ("CPU", "CompositeImplicitAutograd", "CompositeExplicitAutograd",
-               "CompositeExplicitAutogradNonFunctional", "SparseCPU", "SparseCsrCPU", "QuantizedCPU", "NestedTensorCPU",
-               "CompositeImplicitAutogradNestedTensor")
+_EVERYWHERE = (
+    "CPU",
+    "CompositeImplicitAutograd",
+    "CompositeExplicitAutograd",
+    "CompositeExplicitAutogradNonFunctional",
+    "SparseCPU",
+    "SparseCsrCPU",
+    "QuantizedCPU",
+    "NestedTensorCPU",
+    "CompositeImplicitAutogradNestedTensor",
+)
 
 
 @lru_cache(maxsize=4096)
@@ -96,20 +104,32 @@ def _without_pinning(kernel: Kernel, arguments: Arguments, results: list[Any] | 
 
 
 def _batch_norm(calls: RewrittenCalls, given: dict[str, Any], results: list[Any] | None) -> None:
-    calls.call("aten::native_batch_norm", {
-        **{name: given[name] for name in ("input", "weight", "bias", "running_mean", "running_var", "training")},
-        "momentum": given["exponential_average_factor"], "eps": given["epsilon"],
-    }, None if results is None else results[:3])
+    calls.call(
+        "aten::native_batch_norm",
+        {
+            **{name: given[name] for name in ("input", "weight", "bias", "running_mean", "running_var", "training")},
+            "momentum": given["exponential_average_factor"],
+            "eps": given["epsilon"],
+        },
+        None if results is None else results[:3],
+    )
     for reserve in (results or ())[3:]:
-        calls.allocate(reserve)     # cuDNN's own notes for its backward pass: the portable one reads none
+        calls.allocate(reserve)  # cuDNN's own notes for its backward pass: the portable one reads none
 
 
 def _batch_norm_backward(calls: RewrittenCalls, given: dict[str, Any], results: list[Any] | None) -> None:
-    calls.call("aten::native_batch_norm_backward", {
-        "grad_out": given["grad_output"],
-        **{name: given.get(name) for name in ("input", "weight", "running_mean", "running_var", "save_mean")},
-        "save_invstd": given.get("save_var"), "train": True, "eps": given["epsilon"], "output_mask": [True, True, True],
-    }, results)
+    calls.call(
+        "aten::native_batch_norm_backward",
+        {
+            "grad_out": given["grad_output"],
+            **{name: given.get(name) for name in ("input", "weight", "running_mean", "running_var", "save_mean")},
+            "save_invstd": given.get("save_var"),
+            "train": True,
+            "eps": given["epsilon"],
+            "output_mask": [True, True, True],
+        },
+        results,
+    )
 
 
 # --------------------------------------------------------------------------------------------------------- convolution
@@ -117,11 +137,22 @@ def _batch_norm_backward(calls: RewrittenCalls, given: dict[str, Any], results: 
 
 def _convolve(calls: RewrittenCalls, given: dict[str, Any], results: list[Any] | None, **changes: Any) -> list[Any]:
     padding = given["padding"]
-    return calls.call("aten::convolution", {
-        "input": given["self"], "weight": given["weight"], "bias": given.get("bias"), "stride": given["stride"],
-        "padding": padding, "dilation": given["dilation"], "transposed": False, "output_padding": [0] * len(padding),
-        "groups": given.get("groups"), **changes,
-    }, results)
+    return calls.call(
+        "aten::convolution",
+        {
+            "input": given["self"],
+            "weight": given["weight"],
+            "bias": given.get("bias"),
+            "stride": given["stride"],
+            "padding": padding,
+            "dilation": given["dilation"],
+            "transposed": False,
+            "output_padding": [0] * len(padding),
+            "groups": given.get("groups"),
+            **changes,
+        },
+        results,
+    )
 
 
 def _convolution(calls: RewrittenCalls, given: dict[str, Any], results: list[Any] | None) -> None:
@@ -156,19 +187,41 @@ def _convolution_add_relu(calls: RewrittenCalls, given: dict[str, Any], results:
 
 
 def _grid_sampler(calls: RewrittenCalls, given: dict[str, Any], results: list[Any] | None) -> None:
-    calls.call("aten::grid_sampler_2d", {"input": given["self"], "grid": given["grid"], "interpolation_mode": 0,
-                                         "padding_mode": 0, "align_corners": True}, results)
+    calls.call(
+        "aten::grid_sampler_2d",
+        {
+            "input": given["self"],
+            "grid": given["grid"],
+            "interpolation_mode": 0,
+            "padding_mode": 0,
+            "align_corners": True,
+        },
+        results,
+    )
 
 
 def _grid_sampler_backward(calls: RewrittenCalls, given: dict[str, Any], results: list[Any] | None) -> None:
-    calls.call("aten::grid_sampler_2d_backward", {
-        "grad_output": given["grad_output"], "input": given["self"], "grid": given["grid"], "interpolation_mode": 0,
-        "padding_mode": 0, "align_corners": True, "output_mask": [True, True]}, results)
+    calls.call(
+        "aten::grid_sampler_2d_backward",
+        {
+            "grad_output": given["grad_output"],
+            "input": given["self"],
+            "grid": given["grid"],
+            "interpolation_mode": 0,
+            "padding_mode": 0,
+            "align_corners": True,
+            "output_mask": [True, True],
+        },
+        results,
+    )
 
 
 def _affine_grid(calls: RewrittenCalls, given: dict[str, Any], results: list[Any] | None) -> None:
-    calls.call("aten::affine_grid_generator", {
-        "theta": given["theta"], "size": [given[name] for name in "NCHW"], "align_corners": True}, results)
+    calls.call(
+        "aten::affine_grid_generator",
+        {"theta": given["theta"], "size": [given[name] for name in "NCHW"], "align_corners": True},
+        results,
+    )
 
 
 _RULES: dict[str, Rule] = {

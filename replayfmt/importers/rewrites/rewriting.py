@@ -98,8 +98,11 @@ class RewrittenCalls:
         """Make a recorded result of which nothing reads the content; zeros where that has to be defined."""
         if isinstance(recorded, Tensor):
             meta = recorded.meta
-            self.call("aten::new_empty_strided", {"self": self._like, "size": list(meta.sizes),
-                                                  "stride": list(meta.strides), "dtype": meta.dtype}, [recorded])
+            self.call(
+                "aten::new_empty_strided",
+                {"self": self._like, "size": list(meta.sizes), "stride": list(meta.strides), "dtype": meta.dtype},
+                [recorded],
+            )
             if zeros:
                 self.call("aten::zero_", {"self": recorded}, [recorded])
 

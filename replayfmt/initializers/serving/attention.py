@@ -26,14 +26,14 @@ PAGES = ("paged_kv_indices", "kv_indices", "kv_page_indices")
 LAST_PAGES = ("paged_kv_last_page_len", "kv_last_page_len", "kv_last_page_lens")
 QUERIES = ("query", "q", "q_nope")
 _KEY_CACHES = ("key_cache", "k_cache", "kcache", "paged_k_cache", "k_buffer")
-_JOINT_CACHES = ("kv_cache", "paged_kv_cache", "kv_c_and_k_pe_cache", "ckv_cache")   # of keys and values
+_JOINT_CACHES = ("kv_cache", "paged_kv_cache", "kv_c_and_k_pe_cache", "ckv_cache")  # of keys and values
 CACHES = (*_KEY_CACHES, *_JOINT_CACHES)
-_KEYS = ("k", "key")            # the cache where there is no other, else the new tokens
+_KEYS = ("k", "key")  # the cache where there is no other, else the new tokens
 _NEW_KEYS = ("k", "k_new")
 _LONGEST = ("max_seq_len", "max_context_len", "max_seqlen_k", "max_seq_len_k", "max_kv_len")
 _BLOCK_SIZES = ("block_size", "page_size")
 _LAYOUTS = ("layout", "kv_layout", "kv_layout_code")
-_HEADS_FIRST = ("_C::cpu_attention", "_C::cpu_attn")     # operators whose caches always have heads before tokens
+_HEADS_FIRST = ("_C::cpu_attention", "_C::cpu_attn")  # operators whose caches always have heads before tokens
 _ALL = (*TABLES, *LENGTHS, *QUERY_STARTS, *KEY_STARTS, *PAGE_STARTS, *PAGES, *LAST_PAGES)
 
 
@@ -59,15 +59,22 @@ def cache_shape(request: Request, names: Iterable[str] = (*CACHES, *_KEYS)) -> t
     if len(sizes) == 5 and not joint:
         return sizes[0], sizes[3]
     heads_first = request.call.name.startswith(_HEADS_FIRST) or any(
-        request.call.arguments.get(each) in (1, "HND") for each in _LAYOUTS)
+        request.call.arguments.get(each) in (1, "HND") for each in _LAYOUTS
+    )
     return sizes[0], sizes[len(sizes) - (2 if heads_first else 3)]
 
 
 def _sequences(request: Request) -> int | None:
     """How many sequences there are, by whichever tensor tells; None where they contradict each other."""
     counts: set[int] = set()
-    for names, extra in ((TABLES, 0), (LENGTHS, 0), (LAST_PAGES, 0), (QUERY_STARTS, 1), (KEY_STARTS, 1),
-                         (PAGE_STARTS, 1)):
+    for names, extra in (
+        (TABLES, 0),
+        (LENGTHS, 0),
+        (LAST_PAGES, 0),
+        (QUERY_STARTS, 1),
+        (KEY_STARTS, 1),
+        (PAGE_STARTS, 1),
+    ):
         info = first_tensor(request.call, names)
         if info is not None and info.sizes:
             counts.add(info.sizes[0] - extra)
@@ -101,8 +108,14 @@ def plan_batch(request: Request) -> tuple[Batch, int, int] | None:
     listed = _pages_room(request)
     if listed is not None:
         own = min(own, listed // sequences)
-    batch = batch_for(request, sequences, tokens, min(limits), room=max(own, 1) * block * sequences,
-                      given=_given(request, block, tokens // sequences if _appends(request) else 0))
+    batch = batch_for(
+        request,
+        sequences,
+        tokens,
+        min(limits),
+        room=max(own, 1) * block * sequences,
+        given=_given(request, block, tokens // sequences if _appends(request) else 0),
+    )
     return None if batch is None else (batch, blocks, block)
 
 
@@ -139,13 +152,15 @@ def _given(request: Request, block: int, appended: int) -> GivenLengths:
 
 def _fill(request: Request) -> Mapping[str, torch.Tensor]:
     planned = plan_batch(request)
-    assert planned is not None      # _accepts was asked first
+    assert planned is not None  # _accepts was asked first
     batch, blocks, block = planned
     needed = -(-batch.key_lengths // block)
     order = np.random.Generator(np.random.SFC64(np.random.SeedSequence([request.seed]))).permutation(blocks)
     if int(needed.sum()) > blocks:
-        request.note(f"{request.call.name}: the sequences need {int(needed.sum())} blocks and the cache has {blocks}, "
-                     "so some blocks are read by several sequences")
+        request.note(
+            f"{request.call.name}: the sequences need {int(needed.sum())} blocks and the cache has {blocks}, "
+            "so some blocks are read by several sequences"
+        )
     starts = np.concatenate(([0], np.cumsum(needed)))
     appended = batch.query_lengths if _appends(request) else 0
     made: dict[str, torch.Tensor] = {}
@@ -184,6 +199,12 @@ def _accepts(request: Request) -> bool:
 
 
 PAGED_ATTENTION = Initializer(
-    "paged attention", _fill, op="*", arguments=_ALL, joint=True, accepts=_accepts,
+    "paged attention",
+    _fill,
+    op="*",
+    arguments=_ALL,
+    joint=True,
+    accepts=_accepts,
     description="block tables a permutation of the cache's blocks, lengths and query starts of one batch; prefill and "
-                "decode as the step's annotation says, else guessed and said so")
+    "decode as the step's annotation says, else guessed and said so",
+)

@@ -46,8 +46,15 @@ def iteration_of(request: Request) -> Iteration | None:
     return iteration_in(request.call.scope)
 
 
-def batch_for(request: Request, sequences: int, tokens: int, longest: int, *, room: int | None = None,
-              given: GivenLengths | None = None) -> Batch | None:
+def batch_for(
+    request: Request,
+    sequences: int,
+    tokens: int,
+    longest: int,
+    *,
+    room: int | None = None,
+    given: GivenLengths | None = None,
+) -> Batch | None:
     """The batch of `sequences` with `tokens` new tokens together and contexts of up to `longest` tokens.
 
     `room` is how many tokens of context the cache holds for all of them, None where there is no such limit. None where
@@ -76,8 +83,10 @@ def batch_for(request: Request, sequences: int, tokens: int, longest: int, *, ro
     if len(query) and query.max() > longest:
         return None
     key = _contexts(request, iteration if split is not None else None, query, longest, room)
-    request.note(f"{request.call.name}: {phase}, {sequences} sequences, {tokens} new tokens, contexts of {key.min()} "
-                 f"to {key.max()} tokens; from {source}")
+    request.note(
+        f"{request.call.name}: {phase}, {sequences} sequences, {tokens} new tokens, contexts of {key.min()} "
+        f"to {key.max()} tokens; from {source}"
+    )
     return _remembered(request, tokens, Batch(query, key, phase, source))
 
 
@@ -97,16 +106,19 @@ def _check(given: GivenLengths, sequences: int, tokens: int, longest: int) -> No
     """Raises UsageError where given lengths are none that the call's tensors can have."""
     for lengths, name in ((given.queries, given.queries_by), (given.keys, given.keys_by)):
         if lengths is not None and (len(lengths) != sequences or lengths.min() < 0 or lengths.max() > longest):
-            raise UsageError(f"{name} says {len(lengths)} lengths from {lengths.min()} to {lengths.max()}; the call's "
-                             f"other arguments have place for {sequences} of up to {longest} tokens")
+            raise UsageError(
+                f"{name} says {len(lengths)} lengths from {lengths.min()} to {lengths.max()}; the call's "
+                f"other arguments have place for {sequences} of up to {longest} tokens"
+            )
     if given.queries is not None and int(given.queries.sum()) > tokens:
         raise UsageError(f"{given.queries_by} says {given.queries.sum()} new tokens; the call has {tokens}")
     if given.queries is not None and given.keys is not None and np.any(given.keys < given.queries):
         raise UsageError(f"{given.keys_by} says contexts that are shorter than the new tokens of {given.queries_by}")
 
 
-def _as_given(request: Request, given: GivenLengths, sequences: int, tokens: int, longest: int,
-              room: int | None) -> Batch | None:
+def _as_given(
+    request: Request, given: GivenLengths, sequences: int, tokens: int, longest: int, room: int | None
+) -> Batch | None:
     """A batch whose new tokens, contexts, or both are given; the others fit them."""
     query, key = given.queries, given.keys
     if query is None:
@@ -120,8 +132,10 @@ def _as_given(request: Request, given: GivenLengths, sequences: int, tokens: int
         key = _contexts(request, None, query, longest, room)
     phase = "decode" if query.max() <= 1 else "prefill" if query[query > 0].min() > 1 else "mixed"
     source = " and ".join(name for name in (given.queries_by, given.keys_by) if name)
-    request.note(f"{request.call.name}: {phase}, {sequences} sequences, {query.sum()} new tokens, contexts of "
-                 f"{key.min()} to {key.max()} tokens; from the content of {source}")
+    request.note(
+        f"{request.call.name}: {phase}, {sequences} sequences, {query.sum()} new tokens, contexts of "
+        f"{key.min()} to {key.max()} tokens; from the content of {source}"
+    )
     return _remembered(request, tokens, Batch(query, key, phase, source))
 
 
@@ -158,8 +172,9 @@ def _known(group: Requests, *, decodes: bool) -> tuple[int, int] | None:
     return group.requests, group.query_tokens
 
 
-def _contexts(request: Request, iteration: Iteration | None, query: np.ndarray, longest: int,
-              room: int | None) -> np.ndarray:
+def _contexts(
+    request: Request, iteration: Iteration | None, query: np.ndarray, longest: int, room: int | None
+) -> np.ndarray:
     """Context lengths: as the annotation sums them up, else one of the greatest length and the others spread evenly
     between half of it and all, less where the cache has no room."""
     active = query > 0
@@ -168,15 +183,19 @@ def _contexts(request: Request, iteration: Iteration | None, query: np.ndarray, 
         first = iteration.decode.requests or 0
         second = first + (iteration.prefill.requests or 0)
         sums = (iteration.decode.key_tokens, iteration.prefill.key_tokens)
-        if all(total is not None or start == stop
-               for total, start, stop in zip(sums, (0, first), (first, second), strict=True)):
+        if all(
+            total is not None or start == stop
+            for total, start, stop in zip(sums, (0, first), (first, second), strict=True)
+        ):
             for total, start, stop in zip(sums, (0, first), (first, second), strict=True):
                 if start < stop:
                     lengths[start:stop] = _shares(int(total or 0), stop - start)
             if np.all(lengths[active] >= query[active]) and lengths.max() <= longest:
                 return lengths
-            request.note(f"{request.call.name}: the context lengths of {iteration.text} do not fit its tensors; "
-                         "others were chosen")
+            request.note(
+                f"{request.call.name}: the context lengths of {iteration.text} do not fit its tensors; "
+                "others were chosen"
+            )
     count = int(active.sum())
     if not count:
         return lengths
@@ -184,8 +203,10 @@ def _contexts(request: Request, iteration: Iteration | None, query: np.ndarray, 
     if room is not None:
         most = min(longest, max(1, room // count))
         if most < longest:
-            request.note(f"{request.call.name}: the cache has room for {room} tokens, so contexts are at most {most} "
-                         f"instead of {longest}")
+            request.note(
+                f"{request.call.name}: the cache has room for {room} tokens, so contexts are at most {most} "
+                f"instead of {longest}"
+            )
     spread = np.linspace(most, max(1, most // 2), count).astype(np.int64)
     lengths[active] = np.maximum(spread, query[active])
     return lengths

@@ -18,15 +18,16 @@ def _slots(request: Request) -> tuple[int, int] | None:
     shape = cache_shape(request, CACHES)
     if shape is not None:
         return shape
-    flat = next((info for name in CACHES if (info := request.call.tensor(name)) is not None and len(info.sizes) == 2),
-                None)
+    flat = next(
+        (info for name in CACHES if (info := request.call.tensor(name)) is not None and len(info.sizes) == 2), None
+    )
     return None if flat is None else (flat.sizes[0], 1)
 
 
 def _slot_mapping(request: Request) -> torch.Tensor:
     """Different slots: tokens of one sequence one after the other, a decoding sequence's token anywhere."""
     info, slots = request.tensor, _slots(request)
-    assert slots is not None      # _has_slots was asked first
+    assert slots is not None  # _has_slots was asked first
     random = np.random.Generator(np.random.SFC64(np.random.SeedSequence([request.seed])))
     (blocks, block), tokens = slots, info.elements
     order = random.permutation(blocks)
@@ -48,7 +49,7 @@ def _has_slots(request: Request) -> bool:
 def _positions(request: Request) -> torch.Tensor:
     """Positions of a step's tokens: a prefilled sequence's count up, a decoding sequence's is its context's end."""
     info, table = request.tensor, _table(request)
-    assert table is not None      # _has_table was asked first
+    assert table is not None  # _has_table was asked first
     rows, tokens = table.sizes[0], info.sizes[-1]
     batch = known_batch(request, tokens, rows)
     if batch is None:
@@ -79,17 +80,39 @@ def _table(request: Request) -> TensorInfo | None:
 
 def _has_table(request: Request) -> bool:
     table = _table(request)
-    return (request.tensor.dtype in (torch.int32, torch.int64) and table is not None and len(table.sizes) >= 2
-            and table.sizes[0] > 0 and bool(request.tensor.sizes))
+    return (
+        request.tensor.dtype in (torch.int32, torch.int64)
+        and table is not None
+        and len(table.sizes) >= 2
+        and table.sizes[0] > 0
+        and bool(request.tensor.sizes)
+    )
 
 
 SLOT_MAPPING = Initializer(
-    "slot mapping", _slot_mapping, op="*", arguments=_SLOTS, accepts=_has_slots,
-    description="different slots of the key-value cache")
+    "slot mapping",
+    _slot_mapping,
+    op="*",
+    arguments=_SLOTS,
+    accepts=_has_slots,
+    description="different slots of the key-value cache",
+)
 CACHE_INDICES = Initializer(
-    "cache indices", _slot_mapping, op="*store_cache*", arguments=("indices",), accepts=_has_slots,
-    description="different slots of the key-value cache")
+    "cache indices",
+    _slot_mapping,
+    op="*store_cache*",
+    arguments=("indices",),
+    accepts=_has_slots,
+    description="different slots of the key-value cache",
+)
 POSITIONS = tuple(
-    Initializer(f"positions {number}", _positions, op=pattern, arguments=("positions", "position_ids", "pos_ids"),
-                accepts=_has_table, description="positions of a step's tokens, within the table of angles")
-    for number, pattern in enumerate(("*rotary*", "*rope*"), 1))
+    Initializer(
+        f"positions {number}",
+        _positions,
+        op=pattern,
+        arguments=("positions", "position_ids", "pos_ids"),
+        accepts=_has_table,
+        description="positions of a step's tokens, within the table of angles",
+    )
+    for number, pattern in enumerate(("*rotary*", "*rope*"), 1)
+)

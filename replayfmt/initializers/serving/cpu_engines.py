@@ -24,8 +24,8 @@ _SCHEDULE = "_C::get_scheduler_metadata"
 _SLOTS = "_C::compute_slot_mapping_kernel_impl"
 _PRODUCT = "_C::onednn_mm"
 _LIVING = "what handles and schedules point to"
-_PREPARED_SHAPES = 32      # how many kernels a handle caches; what vLLM asks for
-_GUESSED_CONTEXT = 1024    # tokens, where neither cache nor table is an argument
+_PREPARED_SHAPES = 32  # how many kernels a handle caches; what vLLM asks for
+_GUESSED_CONTEXT = 1024  # tokens, where neither cache nor table is an argument
 
 
 def _operator(name: str) -> torch._ops.OpOverload | None:
@@ -46,9 +46,11 @@ def _schedule(request: Request) -> torch.Tensor:
     content = _make_schedule(request)
     if content is None or content.shape != request.tensor.sizes:
         found = "none is made" if content is None else f"one has {content.numel()} bytes"
-        raise UsageError(f"{request.call.name}: the captured schedule has {request.tensor.elements} bytes, and here "
-                         f"{found}: another build of the library, or another batch; an initializer for "
-                         "scheduler_metadata (--replay-initializer) can say what it should be")
+        raise UsageError(
+            f"{request.call.name}: the captured schedule has {request.tensor.elements} bytes, and here "
+            f"{found}: another build of the library, or another batch; an initializer for "
+            "scheduler_metadata (--replay-initializer) can say what it should be"
+        )
     _keep(request, content)
     return content
 
@@ -61,8 +63,19 @@ def _make_schedule(request: Request) -> torch.Tensor | None:
         return None
     window, kind = call.integer("sliding_window_size", -1), call.arguments.get("kv_cache_dtype", "auto")
     made = schedule(
-        len(lengths), query.sizes[1], cache.sizes[1], query.sizes[2], lengths, query.dtype, starts,
-        bool(call.arguments.get("causal", True)), window, _instructions(query.sizes[2], shape[1]), False, None, kind,
+        len(lengths),
+        query.sizes[1],
+        cache.sizes[1],
+        query.sizes[2],
+        lengths,
+        query.dtype,
+        starts,
+        bool(call.arguments.get("causal", True)),
+        window,
+        _instructions(query.sizes[2], shape[1]),
+        False,
+        None,
+        kind,
     )
     return made if isinstance(made, torch.Tensor) else None
 
@@ -79,7 +92,7 @@ def _can_schedule(request: Request) -> bool:
 def _step_lengths(request: Request) -> Mapping[str, torch.Tensor]:
     """Contexts and query starts of a step whose cache is no argument."""
     batch = _step(request)
-    assert batch is not None      # _has_step was asked first
+    assert batch is not None  # _has_step was asked first
     values = {"seq_lens": batch.key_lengths, "query_start_loc": np.concatenate(([0], np.cumsum(batch.query_lengths)))}
     return {label: torch.from_numpy(values[label]).to(info.dtype) for label, info in request.wanted.items()}
 
@@ -101,9 +114,10 @@ def _has_step(request: Request) -> bool:
 def _new_slots(request: Request) -> Mapping[str, torch.Tensor]:
     """Which tokens are whose, their positions, and a table in which every sequence has blocks of its own."""
     batch, table = _slot_batch(request), request.call.tensor("block_table")
-    assert batch is not None and table is not None      # _has_slots was asked first
-    contexts = np.concatenate([np.arange(context - new, context) for context, new in
-                               zip(batch.key_lengths, batch.query_lengths, strict=True)])
+    assert batch is not None and table is not None  # _has_slots was asked first
+    contexts = np.concatenate(
+        [np.arange(context - new, context) for context, new in zip(batch.key_lengths, batch.query_lengths, strict=True)]
+    )
     random = np.random.Generator(np.random.SFC64(np.random.SeedSequence([request.seed])))
     made: dict[str, torch.Tensor] = {}
     for label, info in request.wanted.items():
@@ -114,7 +128,7 @@ def _new_slots(request: Request) -> Mapping[str, torch.Tensor]:
         elif label == "block_table":
             values = random.permutation(table.elements).reshape(table.sizes)
         else:
-            values = np.full(info.sizes, -1)       # what it writes: -1 is no slot
+            values = np.full(info.sizes, -1)  # what it writes: -1 is no slot
         made[label] = torch.from_numpy(values).to(info.dtype).reshape(info.sizes)
     return made
 
@@ -141,7 +155,7 @@ def _has_slots(request: Request) -> bool:
 def _handle(request: Request) -> torch.Tensor:
     """A matrix product with a weight of its own, for the sizes of the call."""
     given, result, create = request.call.tensor("a"), request.call.tensor("c"), _operator("create_onednn_mm_handler")
-    assert given is not None and result is not None and create is not None      # _has_product was asked first
+    assert given is not None and result is not None and create is not None  # _has_product was asked first
     weight = torch.empty((result.sizes[-1], given.sizes[-1]), dtype=torch.float32)
     weight.normal_(0, 0.02, generator=request.generator)
     transposed = weight.to(given.dtype).t()
@@ -151,10 +165,16 @@ def _handle(request: Request) -> torch.Tensor:
 
 def _has_product(request: Request) -> bool:
     given, result = request.call.tensor("a"), request.call.tensor("c")
-    return (_operator("create_onednn_mm_handler") is not None and request.tensor.elements == 1 and given is not None
-            and result is not None and len(given.sizes) == len(result.sizes) == 2)
+    return (
+        _operator("create_onednn_mm_handler") is not None
+        and request.tensor.elements == 1
+        and given is not None
+        and result is not None
+        and len(given.sizes) == len(result.sizes) == 2
+    )
 
 
+# fmt: off
 CPU_ENGINES = (
     Initializer("cpu attention schedule", _schedule, op=_ATTENTION, arguments=("scheduler_metadata",),
                 accepts=_can_schedule, description="what the library schedules for the batch"),
@@ -167,3 +187,4 @@ CPU_ENGINES = (
     Initializer("oneDNN handle", _handle, op=_PRODUCT, arguments=("handler_tensor",), accepts=_has_product,
                 description="a product of the call's sizes with a weight of its own"),
 )
+# fmt: on

@@ -25,12 +25,17 @@ DEFAULT_EXPONENT = 1.2
 _IDS = ("topk_ids", "topk_indices", "expert_indices", "selected_experts")
 _SORTED = ("sorted_token_ids", "sorted_ids", "sorted_token_ids_ptr")
 _EXPERTS = ("expert_ids", "experts_ids", "sorted_expert_ids", "expert_ids_ptr")
-_VALID = ("num_tokens_post_pad", "num_tokens_post_padded", "num_valid_ids", "num_tokens_post_pad_ptr",
-          "num_tokens_past_padded")
+_VALID = (
+    "num_tokens_post_pad",
+    "num_tokens_post_padded",
+    "num_valid_ids",
+    "num_tokens_post_pad_ptr",
+    "num_tokens_past_padded",
+)
 _WEIGHTS = ("w1", "w13", "gate", "b_qweight", "b_q_weight", "w13_weight", "B", "w", "b")
 _TOKENS = ("hidden_states", "input", "A", "a", "x")
-_SHARES = ("topk_weights", "topk_weight", "expert_weights", "routing_weights")      # (tokens, experts of each)
-_SORTED_SHARES = ("sorted_weights",)        # of each slot of the sorted form
+_SHARES = ("topk_weights", "topk_weight", "expert_weights", "routing_weights")  # (tokens, experts of each)
+_SORTED_SHARES = ("sorted_weights",)  # of each slot of the sorted form
 _AITER_SHIFT = 24
 _ROUTING = re.compile(r"uniform|zipf(?::([0-9]*\.?[0-9]+))?\Z")
 
@@ -59,7 +64,7 @@ def draw(tokens: int, experts: int, each: int, routing: Routing, random: np.rand
     """Expert ids, `each` different ones for every token: (tokens, each). Without replacement by weight: the Gumbel
     maximum trick (W. Kool et al., "Stochastic Beams and Where to Find Them", 2019)."""
     weights = np.ones(experts) if routing.exponent is None else 1.0 / np.arange(1, experts + 1) ** routing.exponent
-    popular = random.permutation(experts)       # which expert is the most popular one
+    popular = random.permutation(experts)  # which expert is the most popular one
     ids = np.empty((tokens, each), np.int64)
     step = max(1, (1 << 22) // max(experts, 1))
     for first in range(0, tokens, step):
@@ -102,8 +107,9 @@ def _fill_ids(request: Request) -> torch.Tensor:
 
 def _accepts_ids(request: Request) -> bool:
     info, experts = request.tensor, _experts(request)
-    return (len(info.sizes) == 2 and not info.dtype.is_floating_point and experts is not None
-            and info.sizes[1] <= experts)
+    return (
+        len(info.sizes) == 2 and not info.dtype.is_floating_point and experts is not None and info.sizes[1] <= experts
+    )
 
 
 @dataclass(frozen=True)
@@ -150,7 +156,7 @@ def _sorted(request: Request, sizes: _Sorting) -> tuple[np.ndarray, np.ndarray] 
     in the upper eight bits.
     """
     ids = draw(sizes.tokens, sizes.experts, sizes.each, _routing(request), _random(request)).reshape(-1)
-    padding = len(ids)                                       # the number that is no pair
+    padding = len(ids)  # the number that is no pair
     order, counts = np.argsort(ids, kind="stable"), np.bincount(ids, minlength=sizes.experts)
     blocks = -(-counts // sizes.block)
     total = int(blocks.sum()) * sizes.block
@@ -173,14 +179,21 @@ def _fill_sorted(request: Request) -> Mapping[str, torch.Tensor]:
     assert found is not None
     slots, experts = found
     valid = len(experts) * sizes.block
-    request.note(f"{request.call.name}: {sizes.tokens} tokens to {sizes.each} of {sizes.experts} experts each, "
-                 f"{_routing(request)}; {valid - sizes.tokens * sizes.each} of {valid} slots are padding to blocks of "
-                 f"{sizes.block}")
-    others = [name for name in (*_SORTED, *_EXPERTS, *_VALID)
-              if name not in request.wanted and request.call.tensor(name) is not None]
+    request.note(
+        f"{request.call.name}: {sizes.tokens} tokens to {sizes.each} of {sizes.experts} experts each, "
+        f"{_routing(request)}; {valid - sizes.tokens * sizes.each} of {valid} slots are padding to blocks of "
+        f"{sizes.block}"
+    )
+    others = [
+        name
+        for name in (*_SORTED, *_EXPERTS, *_VALID)
+        if name not in request.wanted and request.call.tensor(name) is not None
+    ]
     if others:
-        request.note(f"{request.call.name}: {', '.join(request.wanted)} filled for experts drawn on their own: the "
-                     f"content of {', '.join(others)} comes from elsewhere")
+        request.note(
+            f"{request.call.name}: {', '.join(request.wanted)} filled for experts drawn on their own: the "
+            f"content of {', '.join(others)} comes from elsewhere"
+        )
     made: dict[str, torch.Tensor] = {}
     for label, info in request.wanted.items():
         values = np.zeros(info.elements, np.int64)
@@ -197,8 +210,11 @@ def _fill_sorted(request: Request) -> Mapping[str, torch.Tensor]:
 
 def _accepts_sorted(request: Request) -> bool:
     sizes = _sorting(request)
-    return (sizes is not None and all(not info.dtype.is_floating_point for info in request.wanted.values())
-            and _sorted(request, sizes) is not None)
+    return (
+        sizes is not None
+        and all(not info.dtype.is_floating_point for info in request.wanted.values())
+        and _sorted(request, sizes) is not None
+    )
 
 
 def _shares(request: Request) -> torch.Tensor:
@@ -216,12 +232,28 @@ def _accepts_shares(request: Request) -> bool:
 
 
 EXPERT_WEIGHTS = Initializer(
-    "expert weights", _shares, op="*", arguments=(*_SHARES, *_SORTED_SHARES), dtypes=FLOATS, accepts=_accepts_shares,
-    description="positive, those of a token add up to 1")
+    "expert weights",
+    _shares,
+    op="*",
+    arguments=(*_SHARES, *_SORTED_SHARES),
+    dtypes=FLOATS,
+    accepts=_accepts_shares,
+    description="positive, those of a token add up to 1",
+)
 EXPERT_IDS = Initializer(
-    "expert ids", _fill_ids, op="*", arguments=_IDS, accepts=_accepts_ids,
-    description=f"different experts for each token, uniform or by --{OPTION}")
+    "expert ids",
+    _fill_ids,
+    op="*",
+    arguments=_IDS,
+    accepts=_accepts_ids,
+    description=f"different experts for each token, uniform or by --{OPTION}",
+)
 SORTED_EXPERTS = Initializer(
-    "sorted experts", _fill_sorted, op="*", arguments=(*_SORTED, *_EXPERTS, *_VALID), joint=True,
+    "sorted experts",
+    _fill_sorted,
+    op="*",
+    arguments=(*_SORTED, *_EXPERTS, *_VALID),
+    joint=True,
     accepts=_accepts_sorted,
-    description=f"pairs of token and expert sorted by expert and padded to blocks, uniform or by --{OPTION}")
+    description=f"pairs of token and expert sorted by expert and padded to blocks, uniform or by --{OPTION}",
+)

@@ -18,7 +18,7 @@ from .attention import KEY_STARTS, LAST_PAGES, LENGTHS, PAGE_STARTS, PAGES, QUER
 
 _QUERIES = (*QUERY_STARTS, "seqstart_q")
 _KEYS = (*KEY_STARTS, "seqstart_k")
-_HELD = "seqlen_k"      # how much of each place keys are in
+_HELD = "seqlen_k"  # how much of each place keys are in
 _OTHERS = (*TABLES, *LENGTHS, *PAGE_STARTS, *PAGES, *LAST_PAGES, "seqused_q", "leftpad_k")
 
 
@@ -74,11 +74,13 @@ def _made(request: Request) -> dict[str, np.ndarray] | None:
 
 def _fill(request: Request) -> Mapping[str, torch.Tensor]:
     made = _made(request)
-    assert made is not None      # _accepts was asked first
+    assert made is not None  # _accepts was asked first
     for label, values in made.items():
         lengths = values if label == _HELD else np.diff(values)
-        request.note(f"{request.call.name}: {label} of {len(lengths)} sequences of {lengths.min()} to {lengths.max()} "
-                     f"tokens, {lengths.sum()} together; a guess")
+        request.note(
+            f"{request.call.name}: {label} of {len(lengths)} sequences of {lengths.min()} to {lengths.max()} "
+            f"tokens, {lengths.sum()} together; a guess"
+        )
     return {label: torch.from_numpy(made[label]).to(info.dtype) for label, info in request.wanted.items()}
 
 
@@ -88,5 +90,11 @@ def _accepts(request: Request) -> bool:
 
 
 PACKED_ATTENTION = Initializer(
-    "packed attention", _fill, op="*", arguments=(*_QUERIES, *_KEYS, _HELD), joint=True, accepts=_accepts,
-    description="where the sequences of a batch begin: the longest as captured, the others share the other tokens")
+    "packed attention",
+    _fill,
+    op="*",
+    arguments=(*_QUERIES, *_KEYS, _HELD),
+    joint=True,
+    accepts=_accepts,
+    description="where the sequences of a batch begin: the longest as captured, the others share the other tokens",
+)

@@ -70,8 +70,10 @@ def _fill(request: Request) -> torch.Tensor:
     lengths = _lengths(request)
     assert lengths is not None
     total = int(lengths.sum())
-    request.note(f"{request.call.name}: {len(lengths)} rows of {lengths.min(initial=total)} to "
-                 f"{lengths.max(initial=0)} values, {total} together")
+    request.note(
+        f"{request.call.name}: {len(lengths)} rows of {lengths.min(initial=total)} to "
+        f"{lengths.max(initial=0)} values, {total} together"
+    )
     return torch.from_numpy(np.concatenate(([0], np.cumsum(lengths)))).to(request.tensor.dtype)
 
 
@@ -80,6 +82,13 @@ def _accepts(request: Request) -> bool:
 
 
 RAGGED = tuple(
-    Initializer(f"ragged offsets {number}", _fill, op=pattern, arguments=_OFFSETS, accepts=_accepts,
-                description="where each row begins: lengths differ and add up to the number of values")
-    for number, pattern in enumerate(("fbgemm::*", "torchrec::*", "*jagged*"), 1))
+    Initializer(
+        f"ragged offsets {number}",
+        _fill,
+        op=pattern,
+        arguments=_OFFSETS,
+        accepts=_accepts,
+        description="where each row begins: lengths differ and add up to the number of values",
+    )
+    for number, pattern in enumerate(("fbgemm::*", "torchrec::*", "*jagged*"), 1)
+)

@@ -32,8 +32,14 @@ def require_inside(tensor: Any) -> Any:
     return tensor
 
 
-def view_inside(storage: torch.UntypedStorage, dtype: torch.dtype, sizes: Sequence[int], strides: Sequence[int],
-                offset: int, flags: TensorFlag) -> torch.Tensor:
+def view_inside(
+    storage: torch.UntypedStorage,
+    dtype: torch.dtype,
+    sizes: Sequence[int],
+    strides: Sequence[int],
+    offset: int,
+    flags: TensorFlag,
+) -> torch.Tensor:
     """A view inside of a storage. Raises RuntimeError for any other: PyTorch would make the storage longer."""
     if min((offset, *sizes, *strides)) < 0:
         raise RuntimeError(f"a tensor has sizes {list(sizes)}, strides {list(strides)} and offset {offset}")
@@ -46,8 +52,12 @@ def view_inside(storage: torch.UntypedStorage, dtype: torch.dtype, sizes: Sequen
 
 def check_sparse_coo(indices: torch.Tensor, values: torch.Tensor, sizes: Sequence[int]) -> None:
     """Raises ValueError where indices lie outside of `sizes`, or do not go with the values."""
-    if indices.dim() != 2 or indices.dtype != torch.int64 or values.dim() < 1 or (
-            indices.shape[1] != values.shape[0] or indices.shape[0] + values.dim() - 1 != len(sizes)):
+    if (
+        indices.dim() != 2
+        or indices.dtype != torch.int64
+        or values.dim() < 1
+        or (indices.shape[1] != values.shape[0] or indices.shape[0] + values.dim() - 1 != len(sizes))
+    ):
         raise ValueError("a sparse tensor's indices and values do not go with its sizes")
     sparse = indices.shape[0]
     if tuple(values.shape[1:]) != tuple(sizes[sparse:]):
@@ -58,8 +68,9 @@ def check_sparse_coo(indices: torch.Tensor, values: torch.Tensor, sizes: Sequenc
             raise ValueError("a sparse tensor has indices outside of its sizes")
 
 
-def check_sparse_compressed(compressed: torch.Tensor, plain: torch.Tensor, values: torch.Tensor, sizes: Sequence[int],
-                            layout: torch.layout) -> None:
+def check_sparse_compressed(
+    compressed: torch.Tensor, plain: torch.Tensor, values: torch.Tensor, sizes: Sequence[int], layout: torch.layout
+) -> None:
     """Raises ValueError where PyTorch's own invariants of compressed tensors do not hold."""
     try:
         torch._validate_sparse_compressed_tensor_args(compressed, plain, values, list(sizes), layout)
@@ -76,12 +87,19 @@ def check_per_channel(sizes: tuple[int, ...], scales: torch.Tensor, zero_points:
 def check_nested(buffer: torch.Tensor, sizes: torch.Tensor, strides: torch.Tensor, offsets: torch.Tensor) -> None:
     """Raises ValueError where a part of a nested tensor lies outside of its buffer."""
     parts = (sizes, strides, offsets)
-    if buffer.dim() != 1 or any(each.device.type != "cpu" or each.dtype != torch.int64 for each in parts) or (
-            sizes.shape != strides.shape or offsets.dim() != 1 or sizes.dim() not in (0, 2)
-            or (sizes.dim() == 2 and len(offsets) != len(sizes))):
+    if (
+        buffer.dim() != 1
+        or any(each.device.type != "cpu" or each.dtype != torch.int64 for each in parts)
+        or (
+            sizes.shape != strides.shape
+            or offsets.dim() != 1
+            or sizes.dim() not in (0, 2)
+            or (sizes.dim() == 2 and len(offsets) != len(sizes))
+        )
+    ):
         raise ValueError("a nested tensor's sizes, strides and offsets do not go together")
     rows = zip(sizes.tolist(), strides.tolist(), offsets.tolist(), strict=True) if sizes.dim() == 2 else ()
-    for size, stride, offset in rows:      # in Python's integers, which do not overflow
+    for size, stride, offset in rows:  # in Python's integers, which do not overflow
         if min(*size, *stride, offset, 0) < 0:
             raise ValueError("a nested tensor has a negative size, stride or offset")
         last = offset + sum((extent - 1) * step for extent, step in zip(size, stride, strict=True))
@@ -92,14 +110,15 @@ def check_nested(buffer: torch.Tensor, sizes: torch.Tensor, strides: torch.Tenso
 def _dense_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
     if tensor.layout is torch.strided:
         if tensor.is_nested:
-            return []       # made of a buffer that was checked with it
+            return []  # made of a buffer that was checked with it
         return [] if tensor.device.type == "meta" or tensor._is_zerotensor() else [tensor]
     if tensor.layout is torch.sparse_coo:
         return [tensor._indices(), tensor._values()]
     if tensor.layout in _COMPRESSED_DIMENSION:
         rows = _COMPRESSED_DIMENSION[tensor.layout] == 0
-        indices = [tensor.crow_indices(), tensor.col_indices()] if rows else [tensor.ccol_indices(),
-                                                                              tensor.row_indices()]
+        indices = (
+            [tensor.crow_indices(), tensor.col_indices()] if rows else [tensor.ccol_indices(), tensor.row_indices()]
+        )
         return [*indices, tensor.values()]
     return []
 
@@ -109,5 +128,6 @@ def _end(tensor: torch.Tensor) -> int:
     if not tensor.numel():
         return 0
     last = tensor.storage_offset() + sum(
-        (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
     return int(last + 1) * tensor.element_size()

@@ -36,11 +36,16 @@ _COMPRESSED = {
 }
 _COMPRESSED_LAYOUT = {form: layout for layout, form in _COMPRESSED.items()}
 _ROWS_ARE_COMPRESSED = (torch.sparse_csr, torch.sparse_bsr)
-_INTEGERS = {torch.qint8: torch.int8, torch.quint8: torch.uint8, torch.qint32: torch.int32,
-             torch.quint4x2: torch.uint8}
+_INTEGERS = {torch.qint8: torch.int8, torch.quint8: torch.uint8, torch.qint32: torch.int32, torch.quint4x2: torch.uint8}
 
-FORMS = ("sparse_coo", *_COMPRESSED_LAYOUT, "quantized_per_tensor", "quantized_per_channel", "nested",
-         *packed_parameters.FORMS)
+FORMS = (
+    "sparse_coo",
+    *_COMPRESSED_LAYOUT,
+    "quantized_per_tensor",
+    "quantized_per_channel",
+    "nested",
+    *packed_parameters.FORMS,
+)
 
 
 def is_composite(tensor: torch.Tensor) -> bool:
@@ -77,8 +82,12 @@ def _take_quantized(tensor: torch.Tensor) -> tuple[str, Parts]:
     if dtype is torch.quint4x2:
         if not sizes or sizes[-1] % 2 or offset or not tensor.is_contiguous():
             raise TypeError(f"a tensor of dtype {dtype} and sizes {list(sizes)} with bytes that are not all its own")
-        integers = make_view(storage_of(tensor), torch.uint8, (*sizes[:-1], sizes[-1] // 2),
-                             (*(stride // 2 for stride in strides[:-1]), 1))
+        integers = make_view(
+            storage_of(tensor),
+            torch.uint8,
+            (*sizes[:-1], sizes[-1] // 2),
+            (*(stride // 2 for stride in strides[:-1]), 1),
+        )
     else:
         integers = make_view(storage_of(tensor), _INTEGERS[dtype], sizes, strides, offset)
     if tensor.qscheme() in (torch.per_tensor_affine, torch.per_tensor_symmetric):
@@ -119,12 +128,7 @@ def put_together(form: str, parts: Sequence[Any]) -> Any:
         sizes = _quantized_sizes(integers, dtype)
         check_per_channel(sizes, scales, zero_points, axis)
         empty = torch._empty_per_channel_affine_quantized(
-            sizes,
-            scales=scales,
-            zero_points=zero_points,
-            axis=axis,
-            dtype=dtype,
-            device=integers.device,
+            sizes, scales=scales, zero_points=zero_points, axis=axis, dtype=dtype, device=integers.device
         )
         return _on_memory_of(integers, empty)
     if form == "nested":

@@ -23,8 +23,8 @@ from .elements import Dims, array_of, in_memory_order, merged, pieces
 from .memory import host_view, make_view
 from .statistics import Statistics, reader, statistics
 
-_GATHERED_ELEMENTS = 1 << 17    # hashed at once where they are scattered: enough that cache lines are read few times
-_REMEMBERED = 1024              # results; up to twice as many are kept, of some kilobytes each
+_GATHERED_ELEMENTS = 1 << 17  # hashed at once where they are scattered: enough that cache lines are read few times
+_REMEMBERED = 1024  # results; up to twice as many are kept, of some kilobytes each
 _LOW_HALF = (1 << 64) - 1
 _ITEM_BYTES = {code: dtype.itemsize for dtype, code in DTYPE_CODE.items()}
 
@@ -46,7 +46,11 @@ def digest_tensor(tensor: torch.Tensor) -> TensorDigest:
 
 
 def digest_view(
-    storage: torch.UntypedStorage, dtype: torch.dtype, sizes: Sequence[int], strides: Sequence[int], offset: int,
+    storage: torch.UntypedStorage,
+    dtype: torch.dtype,
+    sizes: Sequence[int],
+    strides: Sequence[int],
+    offset: int,
     flags: TensorFlag,
 ) -> TensorDigest:
     """`digest_tensor` of a view on a storage; strides and offset are in elements. Raises ValueError or RuntimeError
@@ -63,8 +67,12 @@ def hash_tensor(tensor: torch.Tensor) -> tuple[int, int]:
     host, _code = _on_host(tensor)
     if not host.numel():
         return _halves(_hash(b""))
-    array = array_of(host_view(host.untyped_storage()), host.element_size(), merged(host.shape, host.stride()),
-                     int(host.storage_offset()))
+    array = array_of(
+        host_view(host.untyped_storage()),
+        host.element_size(),
+        merged(host.shape, host.stride()),
+        int(host.storage_offset()),
+    )
     return _halves(_hash_elements(array))
 
 
@@ -88,8 +96,9 @@ def _on_host(tensor: torch.Tensor) -> tuple[torch.Tensor, DType]:
     carrier = _carrier(tensor, code)
     if carrier is not None:
         tensor = make_view(
-            tensor.untyped_storage(), carrier, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
-    elif tensor.dtype is torch.complex32:     # PyTorch warns once of complex32, and that warning is the program's
+            tensor.untyped_storage(), carrier, tensor.shape, tensor.stride(), int(tensor.storage_offset())
+        )
+    elif tensor.dtype is torch.complex32:  # PyTorch warns once of complex32, and that warning is the program's
         return tensor.view(torch.float32).contiguous().cpu().view(torch.complex32), code
     return tensor.contiguous().cpu(), code
 
@@ -116,7 +125,8 @@ def _digest(
     array = array_of(memory, _ITEM_BYTES[code], ordered, offset)
     content = _hash_elements(array)
     return _remembered(
-        (content, code, logical), lambda: _compute(memory, array, content, code, logical, ordered, offset))
+        (content, code, logical), lambda: _compute(memory, array, content, code, logical, ordered, offset)
+    )
 
 
 def _compute(
@@ -162,7 +172,7 @@ def _sample(array: np.ndarray, code: DType) -> Sample:
     places = positions if array.ndim == 1 else np.unravel_index(positions, array.shape)
     values = reader(code)(array[places])
     if values.dtype.kind == "f":
-        with np.errstate(all="ignore"):     # of signalling NaNs
+        with np.errstate(all="ignore"):  # of signalling NaNs
             values = values.astype(np.float64)
     picked = values.tolist()
     return tuple(picked) if values.dtype.kind in "fc" else tuple(signed(int(value)) for value in picked)

@@ -11,11 +11,15 @@ from typing import Any
 
 import numpy as np
 
-Dims = tuple[tuple[int, int], ...]     # (size, stride in elements) of each dimension, outermost first
+Dims = tuple[tuple[int, int], ...]  # (size, stride in elements) of each dimension, outermost first
 
 # What carries the bits of an element of so many bytes.
 _CARRIERS: dict[int, np.dtype[Any]] = {
-    1: np.dtype("u1"), 2: np.dtype("u2"), 4: np.dtype("u4"), 8: np.dtype("u8"), 16: np.dtype("c16"),
+    1: np.dtype("u1"),
+    2: np.dtype("u2"),
+    4: np.dtype("u4"),
+    8: np.dtype("u8"),
+    16: np.dtype("c16"),
 }
 
 
@@ -45,8 +49,13 @@ def array_of(memory: memoryview, item: int, dims: Dims, offset: int) -> np.ndarr
 
     Raises ValueError where they do not fit into it.
     """
-    return np.ndarray([size for size, _stride in dims], _CARRIERS[item], memory, offset * item,
-                      [stride * item for _size, stride in dims])
+    return np.ndarray(
+        [size for size, _stride in dims],
+        _CARRIERS[item],
+        memory,
+        offset * item,
+        [stride * item for _size, stride in dims],
+    )
 
 
 def pieces(array: np.ndarray, most: int) -> Iterator[np.ndarray]:

@@ -44,7 +44,7 @@ _SCHEMES = {
 }
 _GEOMETRY = ("stride", "padding", "output_padding", "dilation", "groups", "transpose")
 _OTHER_PARTS = {"linear": 1, "conv2d": 7, "conv3d": 7, "embedding": 0}
-_MOST = 1 << 16     # of a convolution's stride, padding, dilation
+_MOST = 1 << 16  # of a convolution's stride, padding, dilation
 
 FORMS = tuple(f"packed_{kind}_{scheme}" for kind, schemes in _SCHEMES.items() for scheme in schemes)
 
@@ -75,7 +75,7 @@ def take_apart(packed: torch.ScriptObject, take_weight: TakeWeight) -> tuple[str
 
 def _take_cell(packed: torch.ScriptObject, take_weight: TakeWeight) -> tuple[str, Parts]:
     """The weights of a cell of a recurrent network, which are packed linear parameters."""
-    state: Any = packed.__getstate__()      # with the name of its class
+    state: Any = packed.__getstate__()  # with the name of its class
     kind, biases, _floats, numbers, packed_weights = state[0]
     if kind not in ("quantized_dynamic", "quantized_fp16"):
         raise TypeError(f"an object of class rnn.CellParamsBase that is {kind}")
@@ -121,8 +121,9 @@ def put_together(form: str, parts: Sequence[Any], put_weight: PutWeight) -> torc
         raise ValueError(f"{form}: {groups} groups of a weight {list(weight.shape)}")
     _check_bias(form, bias, channels)
     if transposed:
-        return getattr(ops, f"conv_transpose{kind[4:]}_prepack")(weight, bias, stride, padding, output_padding,
-                                                                 dilation, groups)
+        return getattr(ops, f"conv_transpose{kind[4:]}_prepack")(
+            weight, bias, stride, padding, output_padding, dilation, groups
+        )
     return getattr(ops, f"{kind}_prepack")(weight, bias, stride, padding, dilation, groups)
 
 
@@ -131,8 +132,10 @@ def _put_cell(form: str, scheme: str, parts: Sequence[Any], put_weight: PutWeigh
     expected = 2 * linear + (0 if scheme == "float" else 3)
     if len(parts) != expected:
         raise ValueError(f"{form} has {len(parts)} parts, expected {expected}")
-    of_input, of_hidden = (put_together(f"packed_linear_{scheme}", each, put_weight)
-                           for each in (parts[:linear], parts[linear : 2 * linear]))
+    of_input, of_hidden = (
+        put_together(f"packed_linear_{scheme}", each, put_weight)
+        for each in (parts[:linear], parts[linear : 2 * linear])
+    )
     rows, hidden_rows = parts[0].shape[0], parts[linear].shape[0]
     if rows != hidden_rows:
         raise ValueError(f"{form}: the weights have {rows} and {hidden_rows} rows")
@@ -154,8 +157,10 @@ def _check_weight(form: str, weight: Any, dimensions: int) -> None:
     if not isinstance(weight, torch.Tensor) or weight.dim() != dimensions or not weight.numel():
         shape = list(weight.shape) if isinstance(weight, torch.Tensor) else type(weight).__name__
         raise ValueError(f"{form}: the weight is {shape}, expected a tensor of {dimensions} dimensions with elements")
-    dtypes = {"packed_linear_float": (torch.float32,), "packed_embedding_per_channel": (torch.quint8, torch.quint4x2)
-              }.get(form, (torch.qint8,))
+    dtypes = {
+        "packed_linear_float": (torch.float32,),
+        "packed_embedding_per_channel": (torch.quint8, torch.quint4x2),
+    }.get(form, (torch.qint8,))
     if weight.dtype not in dtypes or weight.device.type != "cpu":
         expected = " or ".join(map(str, dtypes))
         raise ValueError(f"{form}: the weight is {weight.dtype} on {weight.device}, expected {expected} on cpu")
@@ -177,8 +182,11 @@ def _check_bias(form: str, bias: Any, channels: int) -> None:
 
 
 def _are_sizes(values: Any, count: int, least: int) -> bool:
-    return isinstance(values, list | tuple) and len(values) == count and all(
-        type(value) is int and least <= value <= _MOST for value in values)
+    return (
+        isinstance(values, list | tuple)
+        and len(values) == count
+        and all(type(value) is int and least <= value <= _MOST for value in values)
+    )
 
 
 def _number(form: str, value: Any) -> int:

@@ -64,9 +64,9 @@ def _through_pinned_memory(storage: torch.UntypedStorage, length_bytes: int, rea
             for number, start in enumerate(range(0, length_bytes, piece)):
                 length = min(piece, length_bytes - start)
                 buffer, event = buffers[number % 2], travelled[number % 2]
-                event.synchronize()         # returns at once where it was never recorded
+                event.synchronize()  # returns at once where it was never recorded
                 read(host_view(buffer.untyped_storage())[:length], start)
                 target[start : start + length].copy_(buffer[:length], non_blocking=True)
                 event.record(stream)
         finally:
-            stream.synchronize()            # the buffers must not go while something still reads them
+            stream.synchronize()  # the buffers must not go while something still reads them

@@ -22,9 +22,22 @@ Statistics = tuple[int, int, float | None, float | None, float | None, float | N
 
 _BLOCK_ELEMENTS = 1 << 15
 _PLAIN = {
-    DType.bool: "u1", DType.uint8: "u1", DType.int8: "i1", DType.uint16: "u2", DType.int16: "i2", DType.uint32: "u4",
-    DType.int32: "i4", DType.uint64: "u8", DType.int64: "i8", DType.float16: "f2", DType.float32: "f4",
-    DType.float64: "f8", DType.complex64: "c8", DType.complex128: "c16", DType.qint8: "i1", DType.quint8: "u1",
+    DType.bool: "u1",
+    DType.uint8: "u1",
+    DType.int8: "i1",
+    DType.uint16: "u2",
+    DType.int16: "i2",
+    DType.uint32: "u4",
+    DType.int32: "i4",
+    DType.uint64: "u8",
+    DType.int64: "i8",
+    DType.float16: "f2",
+    DType.float32: "f4",
+    DType.float64: "f8",
+    DType.complex64: "c8",
+    DType.complex128: "c16",
+    DType.qint8: "i1",
+    DType.quint8: "u1",
     DType.qint32: "i4",
 }
 _COMPLEX = {DType.complex32, DType.complex64, DType.complex128}

@@ -10,8 +10,17 @@ import torch
 
 # Composites for which these backends may have a kernel of their own, which the dispatcher then prefers to the parts.
 _BACKENDS = (
-    "CPU", "CUDA", "Meta", "SparseCPU", "SparseCUDA", "SparseCsrCPU", "SparseCsrCUDA", "QuantizedCPU", "QuantizedCUDA",
-    "NestedTensorCPU", "NestedTensorCUDA",
+    "CPU",
+    "CUDA",
+    "Meta",
+    "SparseCPU",
+    "SparseCUDA",
+    "SparseCsrCPU",
+    "SparseCsrCUDA",
+    "QuantizedCPU",
+    "QuantizedCUDA",
+    "NestedTensorCPU",
+    "NestedTensorCUDA",
 )
 
 

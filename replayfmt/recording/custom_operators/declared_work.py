@@ -41,8 +41,10 @@ class DeclaredWork(Patched):
         self._recorder = recorder
         self._core = core
         self._patches = PatchSet(
-            [Patch("torch._ops", "OpOverload.__call__", self._around),
-             Patch("torch._ops", "OpOverloadPacket.__call__", self._around)]
+            [
+                Patch("torch._ops", "OpOverload.__call__", self._around),
+                Patch("torch._ops", "OpOverloadPacket.__call__", self._around),
+            ]
         )
 
     def _around(self, original: Callable[..., Any]) -> Callable[..., Any]:

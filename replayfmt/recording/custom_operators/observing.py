@@ -55,7 +55,7 @@ class Told(NamedTuple):
     result: Any
     started: int
     ended: int
-    drawn: list[tuple[torch.Generator, bytes, bytes]]     # generators with their states before and after it
+    drawn: list[tuple[torch.Generator, bytes, bytes]]  # generators with their states before and after it
 
 
 def observe(mode: RecordingMode, facts: KernelFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -69,7 +69,7 @@ def observe(mode: RecordingMode, facts: KernelFacts, args: tuple[Any, ...], kwar
     call: OpCall | None = None
     if around is None:
         begun = core.before(facts, args, kwargs)
-        if isinstance(begun, Unrepresentable):     # the call cannot be recorded, so what it does has to be
+        if isinstance(begun, Unrepresentable):  # the call cannot be recorded, so what it does has to be
             core.insides.hides_state(facts.name)
             return mode.run_inside(facts.body, args, kwargs)
         if begun is None:
@@ -109,7 +109,7 @@ class Observer(ObservingMode):
     def __init__(
         self, core: Core, facts: KernelFacts, args: tuple[Any, ...], kwargs: dict[str, Any], around: Observer | None
     ) -> None:
-        TorchDispatchMode.__init__(self)     # without the fast path
+        TorchDispatchMode.__init__(self)  # without the fast path
         self.core = core
         self.told = False
         self._facts = facts
@@ -185,14 +185,26 @@ class Observer(ObservingMode):
         return [(each, generator_state(each)) for each in drawn_from(args, kwargs, devices)]
 
     def note(
-        self, facts: KernelFacts, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, started: int, ended: int,
+        self,
+        facts: KernelFacts,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        result: Any,
+        started: int,
+        ended: int,
         states: list[tuple[torch.Generator, bytes]],
     ) -> None:
         """An op ran."""
         self.core.attempt(self._note, facts, args, kwargs, result, started, ended, states)
 
     def _note(
-        self, facts: KernelFacts, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, started: int, ended: int,
+        self,
+        facts: KernelFacts,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        result: Any,
+        started: int,
+        ended: int,
         states: list[tuple[torch.Generator, bytes]],
     ) -> None:
         for storage in _storages(result):

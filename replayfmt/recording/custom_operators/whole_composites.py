@@ -50,7 +50,7 @@ class WholeComposites:
 
     def __init__(self, recorder: RecorderForComposites) -> None:
         self._recorder = recorder
-        self._libraries: dict[str, Any] = {}     # by namespace; what they registered goes with them
+        self._libraries: dict[str, Any] = {}  # by namespace; what they registered goes with them
         self._seen: set[str] = set()
         self._active = False
         self._patches = PatchSet(
@@ -95,10 +95,10 @@ class WholeComposites:
         namespace, _, base = name.partition("::")
         operator, _, overload = name.partition(".")
         if name_problem(operator, overload or "default"):
-            return      # PyTorch itself cannot be asked about it
+            return  # PyTorch itself cannot be asked about it
         has = torch._C._dispatch_has_kernel_for_dispatch_key
         if any(has(name, key) for key in AUTOGRAD_KEYS):
-            return      # it takes care of gradients itself, and calls what comes below dispatch modes
+            return  # it takes care of gradients itself, and calls what comes below dispatch modes
         if namespace not in self._libraries:
             self._libraries[namespace] = torch._C._dispatch_library("IMPL", namespace, "")
         handed_on.add(name)

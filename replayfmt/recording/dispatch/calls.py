@@ -75,7 +75,7 @@ class CallRecorder:
         self._opaque = opaque
         self._threads = threads
         self._learn = learn
-        self.site: Site | None = None      # of the call that was recorded last
+        self.site: Site | None = None  # of the call that was recorded last
         self._kernels: dict[int, KernelFacts] = {}
         self._call: OpCall | None = None
         unpacked = Unpacked()
@@ -102,7 +102,10 @@ class CallRecorder:
     # ---------------------------------------------------------------------------------------------------------- before
 
     def before(
-        self, facts: KernelFacts, args: tuple[Any, ...], kwargs: dict[str, Any],
+        self,
+        facts: KernelFacts,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
         drawn: list[tuple[torch.Generator, bytes, bytes]] | None = None,
     ) -> OpCall:
         """Record what the op needs: state, content. `drawn`: it has run, under the settings that the stream is in, and
@@ -123,7 +126,7 @@ class CallRecorder:
                 call.generators = drawn_from(args, kwargs, self._devices(call))
                 self._generators.before(call.generators)
         finally:
-            self._call = None     # nothing here may hold on to the program's tensors
+            self._call = None  # nothing here may hold on to the program's tensors
         return call
 
     def _gather(self, call: OpCall) -> None:
@@ -174,7 +177,7 @@ class CallRecorder:
     def _returned_integer(self, value: int) -> int | torch.Tensor | None:
         """What is recorded in the place of a large integer that the op returned."""
         assert self._call is not None
-        if self._call.facts.own:      # read out of a tensor: no number to compare, and no new object
+        if self._call.facts.own:  # read out of a tensor: no number to compare, and no new object
             return value if self._handles.known(value) is None else None
         tensor = self._handles.returned(value)
         return value if tensor is None else tensor
@@ -267,8 +270,11 @@ class CallRecorder:
         def make() -> Signature:
             names = [facts.arguments[i].name for i in range(len(call.args))] + list(call.kwargs)
             return Signature(
-                RecordKind.op, build_nodes(given.key, names), build_nodes(values.key, [""] * results),
-                self._kernel(facts), status,
+                RecordKind.op,
+                build_nodes(given.key, names),
+                build_nodes(values.key, [""] * results),
+                self._kernel(facts),
+                status,
             )
 
         signature = self._records.signature(key, make)
@@ -306,8 +312,11 @@ class CallRecorder:
                 length = use.storage.nbytes()
                 if length != (use.tracker.size if state is None else state.length):
                     self._storages.resized(use.tracker, length)
-        self._storages.unexplained.pass_on(facts, [(use.argument, use.tracker) for use in call.values.uses],
-                                           [(use.argument, use.tracker) for use in values.uses])
+        self._storages.unexplained.pass_on(
+            facts,
+            [(use.argument, use.tracker) for use in call.values.uses],
+            [(use.argument, use.tracker) for use in values.uses],
+        )
 
     def _unknown_in(self, call: OpCall) -> list[bool]:
         """For each storage with unwritten bytes that a call copies: whether anything of it was written."""

@@ -20,9 +20,11 @@ def describe_collective(args: Iterable[Any]) -> str:
         return "collectives are not replayed yet; its process group is not known"
     size, ranks = group.size(), _ranks(group)
     shown = ", ".join(map(str, ranks[:_MOST_RANKS])) + (", ..." if len(ranks) > _MOST_RANKS else "")
-    return (f"group {group.group_name!r} of {size} {'ranks' if size > 1 else 'rank'} ({shown}), this is rank "
-            f"{group.rank()} of it; collectives are not replayed yet: it would take all of its ranks, launched "
-            f"together (torchrun --nproc-per-node={size})")
+    return (
+        f"group {group.group_name!r} of {size} {'ranks' if size > 1 else 'rank'} ({shown}), this is rank "
+        f"{group.rank()} of it; collectives are not replayed yet: it would take all of its ranks, launched "
+        f"together (torchrun --nproc-per-node={size})"
+    )
 
 
 def _group(value: Any) -> Any:
@@ -35,12 +37,12 @@ def _group(value: Any) -> Any:
         try:
             return c10d.ProcessGroup.unbox(value)
         except (RuntimeError, TypeError):
-            return None     # another class, a reduction for instance
+            return None  # another class, a reduction for instance
     if isinstance(value, str):
         try:
             return c10d._resolve_process_group(c10d.GroupName(value))
         except (RuntimeError, ValueError):
-            return None     # no name of a group: that of the reduction, for instance
+            return None  # no name of a group: that of the reduction, for instance
     return None
 
 

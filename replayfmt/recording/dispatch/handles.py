@@ -18,8 +18,8 @@ from replayfmt.pytorch.tensors.memory import call_undispatched, fill_storage, ho
 
 from ..stream.records import Unrepresentable
 
-_LEAST_ADDRESS = 1 << 32      # what is below is a count or a size, wherever a process may have memory there
-_LARGEST_TABLE_BYTES = 512    # of integers: longer ones are data
+_LEAST_ADDRESS = 1 << 32  # what is below is a count or a size, wherever a process may have memory there
+_LARGEST_TABLE_BYTES = 512  # of integers: longer ones are data
 _MAPPED = re.compile(rb"^([0-9a-f]+)-([0-9a-f]+) ", re.MULTILINE)
 
 
@@ -28,8 +28,8 @@ class Handles:
     lock."""
 
     def __init__(self) -> None:
-        self._tensors: dict[int, torch.Tensor] = {}      # by address
-        self._storages: set[int] = set()                 # storages of those tensors, by their identity
+        self._tensors: dict[int, torch.Tensor] = {}  # by address
+        self._storages: set[int] = set()  # storages of those tensors, by their identity
 
     def returned(self, value: int) -> torch.Tensor | None:
         """The tensor for an integer that an operator library's operator returned; None where it is no address."""
@@ -77,8 +77,7 @@ class Handles:
             return
         if any(value in self._tensors or is_address(value) for value in _integers(storage)):
             raise Unrepresentable(
-                "opaque_argument",
-                "a tensor holds the address of something in this process that a replay has elsewhere",
+                "opaque_argument", "a tensor holds the address of something in this process that a replay has elsewhere"
             )
 
 
@@ -90,7 +89,7 @@ def is_address(value: int) -> bool:
         with open("/proc/self/maps", "rb") as file:
             mapped = _MAPPED.findall(file.read())
     except OSError:
-        return False      # nothing tells; on Linux with /proc this does not happen
+        return False  # nothing tells; on Linux with /proc this does not happen
     begins = [int(begin, 16) for begin, _end in mapped]
     place = bisect.bisect_right(begins, value) - 1
     return place >= 0 and value < int(mapped[place][1], 16)

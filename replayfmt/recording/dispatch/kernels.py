@@ -91,10 +91,10 @@ class KernelFacts:
         # Where no `__torch_function__` is there to see it.
         self.quick = func._op if known.own and takes_numbers(func) else self.call
         quiet = operators.unannotated_writes(
-            self.name, self.overload, [a.name for a in schema.arguments if "Tensor" in str(a.type)])
+            self.name, self.overload, [a.name for a in schema.arguments if "Tensor" in str(a.type)]
+        )
         self.arguments = tuple(
-            Argument(a.name, a.name in quiet or (a.alias_info is not None and a.alias_info.is_write),
-                     a.kwarg_only)
+            Argument(a.name, a.name in quiet or (a.alias_info is not None and a.alias_info.is_write), a.kwarg_only)
             for a in schema.arguments
         )
         self.indices = {a.name: index for index, a in enumerate(self.arguments)}
@@ -103,8 +103,11 @@ class KernelFacts:
         # Lists whose items may be of any type of number: [1], [1.0] and [True] compare equal, and compute other things.
         self.mixed_lists = any("List[number]" in str(a.type) for a in schema.arguments)
         # Where a number comes in a tensor's place, though a call from Python takes none there.
-        self.tensor_places = () if takes_numbers(func) else tuple(
-            index for index, a in enumerate(schema.arguments) if isinstance(a.type, torch.TensorType))
+        self.tensor_places = (
+            ()
+            if takes_numbers(func)
+            else tuple(index for index, a in enumerate(schema.arguments) if isinstance(a.type, torch.TensorType))
+        )
         self.results = len(schema.returns)
         self.view = func.is_view
         self.in_place_view = torch.Tag.inplace_view in func.tags
@@ -132,7 +135,7 @@ class KernelFacts:
 
     def _choose_action(self, base: str) -> Action:
         if self.unnameable:
-            return Action.record    # PyTorch itself cannot be asked about it
+            return Action.record  # PyTorch itself cannot be asked about it
         if self.namespace == "profiler":
             if base.startswith("_record_function_enter"):
                 return Action.scope_enter

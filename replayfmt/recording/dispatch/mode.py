@@ -14,11 +14,7 @@ from types import MethodType
 from typing import Any
 
 import torch
-from torch._C import (
-    _len_torch_dispatch_stack,
-    _pop_torch_dispatch_stack,
-    _push_on_torch_dispatch_stack,
-)
+from torch._C import _len_torch_dispatch_stack, _pop_torch_dispatch_stack, _push_on_torch_dispatch_stack
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..core import Core
@@ -43,7 +39,7 @@ class RecordingMode(TorchDispatchMode):
     """Records into one core. Inert once the core is finished: a thread may carry it longer than the capture lasts."""
 
     supports_higher_order_operators = True
-    told = True     # what it sees is recorded at once
+    told = True  # what it sees is recorded at once
     launched = False  # work that no operator stands for was done under it
 
     def __init__(self, core: Core) -> None:
@@ -245,7 +241,7 @@ def _fast_path(mode: RecordingMode) -> Callable[..., Any]:
     complete = mode.dispatch
     depth, pump, dead = _len_torch_dispatch_stack, core.pump, core.storages.dead
     following: Following = {}
-    after_site, after_other = following, None      # what followed the last site, the last operator without one
+    after_site, after_other = following, None  # what followed the last site, the last operator without one
     no_keywords: dict[str, Any] = {}
 
     def dispatch(

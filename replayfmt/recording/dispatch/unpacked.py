@@ -39,7 +39,8 @@ class Unpacked:
         if known is None or (known[0], known[2]) != (form, content):
             again = take_apart(packed)[1]
             copies = {
-                index: part for index, (part, other) in enumerate(zip(parts, again, strict=True))
+                index: part
+                for index, (part, other) in enumerate(zip(parts, again, strict=True))
                 if isinstance(part, torch.Tensor) and _place(part) != _place(other)
             }
             known = self._known[place] = form, copies, content

@@ -15,7 +15,10 @@ from replayfmt.pytorch.tensors.memory import call_undispatched
 from .kernels import KernelFacts
 
 _NUMBERS: dict[type, torch.dtype] = {
-    bool: torch.bool, int: torch.int64, float: torch.float64, complex: torch.complex128
+    bool: torch.bool,
+    int: torch.int64,
+    float: torch.float64,
+    complex: torch.complex128,
 }
 
 

@@ -67,8 +67,10 @@ class DirectWrites(Patched):
         self._patches = PatchSet(
             [Patch("torch", f"Tensor.{name}", functools.partial(writes, 1)) for name in _ELEMENTWISE]
             + [Patch("torch.storage", f"UntypedStorage.{name}", functools.partial(writes, 2)) for name in _STORAGE]
-            + [Patch("torch.storage", f"UntypedStorage.{name}", functools.partial(_resize, recorder))
-               for name in _ALLOCATION]
+            + [
+                Patch("torch.storage", f"UntypedStorage.{name}", functools.partial(_resize, recorder))
+                for name in _ALLOCATION
+            ]
             + [Patch("torch.cuda.nccl", name, functools.partial(writes, None)) for name in _NCCL]
         )
 

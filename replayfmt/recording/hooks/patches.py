@@ -67,10 +67,10 @@ class StandIn:
 
 @dataclass
 class _Applied:
-    holder: Any          # the class or module that was changed
+    holder: Any  # the class or module that was changed
     name: str
-    own: bool            # the holder had an attribute of its own, not an inherited one
-    original: Any        # it, as it lay in the holder's namespace
+    own: bool  # the holder had an attribute of its own, not an inherited one
+    original: Any  # it, as it lay in the holder's namespace
     replacement: Any
 
 

@@ -142,8 +142,9 @@ _AOT_COMPILE = os.path.join("torch", "_dynamo", "aot_compile.py")
 _Given = list[tuple[int | None, "weakref.ref[torch.Tensor]"]]
 
 
-def _region(recorder: RecorderForHooks, describe: Callable[[Any, tuple[Any, ...]], tuple[str, str]], original: Function
-            ) -> Function:
+def _region(
+    recorder: RecorderForHooks, describe: Callable[[Any, tuple[Any, ...]], tuple[str, str]], original: Function
+) -> Function:
     """A compiled region: its kernels are fused or call the C library directly, so none of its work may be recorded."""
 
     @functools.wraps(original)
@@ -220,17 +221,21 @@ def _graph_name(graph: Any, _args: tuple[Any, ...]) -> tuple[str, str]:
 
 # How to capture the operators of a region. What called the forward of a backward pass is not known when that runs.
 _EAGER = "capture with --compiled=eager to record its operators"
-_AHEAD_OF_TIME = ("it was compiled ahead of time (aot_compile), which --compiled=eager does not undo: let the program "
-                  "call the function that was compiled")
-_OF_BACKWARD = ("to record its operators, capture it with its forward and --compiled=eager; if that was compiled ahead "
-                "of time (aot_compile), let the program call the function that was compiled instead")
+_AHEAD_OF_TIME = (
+    "it was compiled ahead of time (aot_compile), which --compiled=eager does not undo: let the program "
+    "call the function that was compiled"
+)
+_OF_BACKWARD = (
+    "to record its operators, capture it with its forward and --compiled=eager; if that was compiled ahead "
+    "of time (aot_compile), let the program call the function that was compiled instead"
+)
 
 
 def _is_ahead_of_time() -> bool:
     """Whether the region that is running, a forward pass, is one that the program calls itself, past Dynamo."""
     dynamo = sys.modules.get("torch._dynamo.eval_frame")
     if dynamo is not None and dynamo._stance.stance == "force_eager":
-        return True     # or it would not run
+        return True  # or it would not run
     frame: Any = sys._getframe()
     while frame is not None:
         if frame.f_code.co_filename.endswith(_AOT_COMPILE):
@@ -255,8 +260,11 @@ def _script(recorder: RecorderForHooks, original: Function) -> Function:
     def leave(region: Any, values: Any) -> None:
         hidden = _hiding_nodes()
         if hidden and recorder.launching():
-            recorder.unsupported("compiled_region", f"torch.jit {getattr(region, 'name', type(region).__name__)}",
-                                 f"TorchScript ran {', '.join(hidden)}, which call no operators")
+            recorder.unsupported(
+                "compiled_region",
+                f"torch.jit {getattr(region, 'name', type(region).__name__)}",
+                f"TorchScript ran {', '.join(hidden)}, which call no operators",
+            )
             _mark(recorder, _tensors(values))
 
     return call
@@ -322,8 +330,11 @@ def _graph_replay(recorder: RecorderForHooks, original: Function) -> Function:
     def replay(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not recorder.launching():
             return original(self, *args, **kwargs)
-        recorder.unsupported("cuda_graph", "CUDAGraph.replay",
-                             "a CUDA graph replays kernels that were captured into it; what it writes is not known")
+        recorder.unsupported(
+            "cuda_graph",
+            "CUDAGraph.replay",
+            "a CUDA graph replays kernels that were captured into it; what it writes is not known",
+        )
         with recorder.paused():
             return original(self, *args, **kwargs)
 

@@ -62,17 +62,21 @@ class ChildrenSeen:
         self._own: set[int] = set()  # idents of threads that start processes for the recorder
         self._workers: set[int] = set()
         forks = functools.partial(self._returning_pid, lambda _arguments: ("forked", True))
-        spawns = functools.partial(self._returning_pid, lambda arguments: (
-            _command(arguments[1]), runs_python_program(arguments[1], executable=arguments[0])))
-        self._patches = PatchSet([
-            Patch("os", "fork", forks),
-            Patch("os", "forkpty", forks),
-            Patch("os", "posix_spawn", spawns),
-            Patch("os", "posix_spawnp", spawns),
-            Patch("multiprocessing.util", "spawnv_passfds", spawns),
-            Patch("subprocess", "Popen.__init__", self._popen),
-            Patch("multiprocessing.process", "BaseProcess.start", self._process),
-        ])
+        spawns = functools.partial(
+            self._returning_pid,
+            lambda arguments: (_command(arguments[1]), runs_python_program(arguments[1], executable=arguments[0])),
+        )
+        self._patches = PatchSet(
+            [
+                Patch("os", "fork", forks),
+                Patch("os", "forkpty", forks),
+                Patch("os", "posix_spawn", spawns),
+                Patch("os", "posix_spawnp", spawns),
+                Patch("multiprocessing.util", "spawnv_passfds", spawns),
+                Patch("subprocess", "Popen.__init__", self._popen),
+                Patch("multiprocessing.process", "BaseProcess.start", self._process),
+            ]
+        )
 
     def install(self) -> None:
         self._patches.install()
@@ -107,8 +111,9 @@ class ChildrenSeen:
             else:
                 self._workers.discard(pid)
 
-    def _returning_pid(self, describe: Callable[[tuple[Any, ...]], tuple[str, bool]], original: Callable[..., Any]
-                       ) -> Callable[..., Any]:
+    def _returning_pid(
+        self, describe: Callable[[tuple[Any, ...]], tuple[str, bool]], original: Callable[..., Any]
+    ) -> Callable[..., Any]:
         @functools.wraps(original)
         def start(*args: Any, **kwargs: Any) -> Any:
             result = original(*args, **kwargs)
@@ -129,22 +134,23 @@ class ChildrenSeen:
     def _process(self, original: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(original)
         def start(process: Any) -> None:
-            target = _target(process)      # gone once it runs
+            target = _target(process)  # gone once it runs
             original(process)
             self._note(process.pid, f"multiprocessing {process.name}{target}", True)
 
         return start
 
 
-_SHOWN = 8            # children that a message lists
+_SHOWN = 8  # children that a message lists
 _COMMAND_LENGTH = 120
 
 
 def _listed(children: dict[int, str]) -> str:
     listed = [f"{pid} ({what})" for pid, what in list(children.items())[:_SHOWN]]
     more = len(children) - len(listed)
-    return (f"{len(children)} child process{'es' if len(children) > 1 else ''} seen: {', '.join(listed)}"
-            + (f" and {more} more" if more else ""))
+    return f"{len(children)} child process{'es' if len(children) > 1 else ''} seen: {', '.join(listed)}" + (
+        f" and {more} more" if more else ""
+    )
 
 
 def _target(process: Any) -> str:

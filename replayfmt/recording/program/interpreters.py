@@ -14,13 +14,16 @@ from typing import Any
 
 _PYTHON = re.compile(r"\A(python|pypy)[\d.]*(\.exe)?\Z")
 _ASSIGNMENT = re.compile(r"\A\w+=")
-_WITH_VALUE = ("-W", "-X")      # flags of the interpreter with a value of their own
+_WITH_VALUE = ("-W", "-X")  # flags of the interpreter with a value of their own
 _HELPER_MODULES = re.compile(
     r"\A(pip|ensurepip|venv|virtualenv|site|sysconfig|platform|compileall|py_compile|setuptools|build|ninja|triton"
-    r"|torch\._inductor|torch\.utils\.collect_env|multiprocessing)(\.|\Z)")
+    r"|torch\._inductor|torch\.utils\.collect_env|multiprocessing)(\.|\Z)"
+)
 # The last of these is how Inductor finds out whether a library that it built can be loaded.
-_HELPER_CODE = re.compile(r"\bmultiprocessing\.(resource_tracker|forkserver|spawn)\b"
-                          r"|\bcdll\.LoadLibrary\([^)]*\)\s*\Z")
+_HELPER_CODE = re.compile(
+    r"\bmultiprocessing\.(resource_tracker|forkserver|spawn)\b"
+    r"|\bcdll\.LoadLibrary\([^)]*\)\s*\Z"
+)
 _HELPER_SCRIPTS = re.compile(r"(\A|[/\\])(torch[/\\]_inductor|triton|setup\.py)([/\\]|\Z)")
 
 
@@ -38,7 +41,7 @@ def _words(arguments: Any) -> list[str]:
     if isinstance(arguments, (str, bytes, os.PathLike)):
         try:
             return shlex.split(os.fsdecode(arguments))
-        except ValueError:      # a quote that is never closed: the shell will say so
+        except ValueError:  # a quote that is never closed: the shell will say so
             return []
     return [os.fsdecode(word) for word in arguments]
 

@@ -50,8 +50,10 @@ def parse_mark(text: str) -> Mark:
     """`MODULE:CALLABLE=SCOPE` as a Mark. Raises UsageError where it is not of that form."""
     found = _SPEC.fullmatch(text)
     if found is None:
-        raise UsageError(f"--mark={text}: expected MODULE:CALLABLE=SCOPE, for instance "
-                         "trainer.loop:Trainer.step=step or __main__:train_step=execute")
+        raise UsageError(
+            f"--mark={text}: expected MODULE:CALLABLE=SCOPE, for instance "
+            "trainer.loop:Trainer.step=step or __main__:train_step=execute"
+        )
     if "/" in found["scope"]:
         raise UsageError(f"--mark={text}: a scope's name has no '/'; nested scopes come from nested calls")
     return Mark(found["module"], found["callable"], found["scope"].strip())
@@ -136,11 +138,14 @@ class Marks:
         if not (inspect.isroutine(raw) or isinstance(raw, functools.partial)):
             kind = f"an object of class {type(raw).__name__}"
             mark.problem = f"{mark.callable} is {kind}, no function or method" + (
-                f"; name one of its methods, such as {mark.callable}.forward" if callable(raw) else "")
+                f"; name one of its methods, such as {mark.callable}.forward" if callable(raw) else ""
+            )
             return None
         if inspect.isgeneratorfunction(raw) or inspect.isasyncgenfunction(raw):
-            mark.problem = (f"{mark.callable} is a generator function: its work runs between other work, so it is no "
-                            "scope; mark what it calls")
+            mark.problem = (
+                f"{mark.callable} is a generator function: its work runs between other work, so it is no "
+                "scope; mark what it calls"
+            )
             return None
         open_scope, scope = self._open_scope, mark.scope
         if inspect.iscoroutinefunction(raw):

@@ -21,7 +21,8 @@ class ProgramReplacement:
         self._finish = finish
         self._patches = PatchSet(
             Patch(module, name, functools.partial(self._finishing, f"os.{name}"))
-            for module in ("os", "posix") for name in _NAMES
+            for module in ("os", "posix")
+            for name in _NAMES
         )
 
     def install(self) -> None:

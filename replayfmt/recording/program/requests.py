@@ -36,8 +36,9 @@ class CaptureRequests:
     a capture that is running then is ended, as it is when the process exits.
     """
 
-    def __init__(self, path: str, options: CaptureOptions, signal: int | None, file: str | None,
-                 say: Callable[[str], None]) -> None:
+    def __init__(
+        self, path: str, options: CaptureOptions, signal: int | None, file: str | None, say: Callable[[str], None]
+    ) -> None:
         self._template, self._options, self._signal, self._file, self._say = path, options, signal, file, say
         self._lock = threading.RLock()
         self._recorder: Recorder | None = None
@@ -57,8 +58,10 @@ class CaptureRequests:
             try:
                 self._previous = signals.signal(self._signal, self._handle)
             except (ValueError, OSError) as error:
-                raise UsageError(f"signal={self._signal}: cannot be handled: {error}; call request_capture in the main "
-                                 "thread, with a signal such as signal.SIGUSR1") from None
+                raise UsageError(
+                    f"signal={self._signal}: cannot be handled: {error}; call request_capture in the main "
+                    "thread, with a signal such as signal.SIGUSR1"
+                ) from None
         self._termination.install(only_default=True)
         atexit.register(self.close)
         self._thread.start()
@@ -150,9 +153,14 @@ class CaptureRequests:
         self._say(f"opreplay: capture to {self.stop()} is complete")
 
 
-def request_capture(path: str | os.PathLike[str], *, signal: int | None = None,
-                    file: str | os.PathLike[str] | None = None, on_event: Callable[[str], None] | None = None,
-                    **options: Any) -> CaptureRequests:
+def request_capture(
+    path: str | os.PathLike[str],
+    *,
+    signal: int | None = None,
+    file: str | os.PathLike[str] | None = None,
+    on_event: Callable[[str], None] | None = None,
+    **options: Any,
+) -> CaptureRequests:
     """Let somebody start and end captures of this process while it runs: a server, for instance.
 
     With `signal` (`signal.SIGUSR1`) each such signal starts a capture, or ends the one that is running; call it in the
@@ -167,13 +175,18 @@ def request_capture(path: str | os.PathLike[str], *, signal: int | None = None,
         made = CaptureOptions(**options)
     except TypeError as error:
         raise UsageError(f"request_capture: {error}") from None
-    requests = CaptureRequests(os.fspath(path), made, None if signal is None else int(signal),
-                               None if file is None else os.path.abspath(os.fspath(file)), on_event or _print)
-    output_path(os.fspath(path), dict(os.environ), os.getpid())      # what is wrong with it is said now
+    requests = CaptureRequests(
+        os.fspath(path),
+        made,
+        None if signal is None else int(signal),
+        None if file is None else os.path.abspath(os.fspath(file)),
+        on_event or _print,
+    )
+    output_path(os.fspath(path), dict(os.environ), os.getpid())  # what is wrong with it is said now
     requests.install()
     return requests
 
 
 def _print(text: str) -> None:
-    with suppress(Exception):       # the program's own stderr may refuse it
+    with suppress(Exception):  # the program's own stderr may refuse it
         print(printable(text), file=sys.stderr, flush=True)

@@ -46,8 +46,10 @@ def output_path(template: str, environment: dict[str, str], pid: int) -> str:
     except ValueError as error:
         raise UsageError(f"the environment variables RANK and WORLD_SIZE must be integers: {error}") from None
     if ranks > 1 and "{rank}" not in template and "{pid}" not in template:
-        raise UsageError(f"WORLD_SIZE is {ranks}, and every rank would write to {template}; put {{rank}} or {{pid}} "
-                         "into the name, for instance step.{rank}.opreplay")
+        raise UsageError(
+            f"WORLD_SIZE is {ranks}, and every rank would write to {template}; put {{rank}} or {{pid}} "
+            "into the name, for instance step.{rank}.opreplay"
+        )
     return template.replace("{rank}", str(rank)).replace("{pid}", str(pid))
 
 
@@ -112,8 +114,10 @@ class CapturedProgram:
         self._torch_first.remove()
         try:
             if threading.current_thread() is not threading.main_thread():
-                raise CaptureFailed(f"torch was first imported by the thread {threading.current_thread().name}, so the "
-                                    "main thread cannot be recorded; import torch before starting threads")
+                raise CaptureFailed(
+                    f"torch was first imported by the thread {threading.current_thread().name}, so the "
+                    "main thread cannot be recorded; import torch before starting threads"
+                )
             from ..recorder import Recorder
 
             # Marks are scopes of the program's own.
@@ -161,8 +165,10 @@ class CapturedProgram:
         """The process is about to run another program: nobody would close the capture, or hear of its exit code."""
         if self._finished or self._forked:
             return
-        _say(f"opreplay-capture: the program replaces itself ({function}): the capture ends here, and nothing of what "
-             "comes then is in it")
+        _say(
+            f"opreplay-capture: the program replaces itself ({function}): the capture ends here, and nothing of what "
+            "comes then is in it"
+        )
         self._finish()
         if self._failure is not None and self._earlier is not None and identity(self._path) == self._earlier:
             remove(self._path, self._earlier)
@@ -225,8 +231,10 @@ class CapturedProgram:
         if self._recorder is None:
             if self._failure is not None:
                 return ""
-            raise CaptureFailed(f"{self._shown_path}: no op was captured, because the program never imported torch; "
-                                f"{self._children.sentence()}{self._about_children()}; no file was written")
+            raise CaptureFailed(
+                f"{self._shown_path}: no op was captured, because the program never imported torch; "
+                f"{self._children.sentence()}{self._about_children()}; no file was written"
+            )
         nothing = None
         try:
             self._recorder.close()
@@ -241,8 +249,10 @@ class CapturedProgram:
         ops = summary.records.get(RecordKind.op, 0)
         unsupported = ", ".join(f"{reason} {count}" for reason, count in sorted(summary.unsupported.items())) or "none"
         scopes = summary.records.get(RecordKind.scope_begin, 0)
-        text = (f"{self._shown_path}: {ops:,} ops of {kernels:,} kernels, {scopes:,} scopes, {length:,} bytes; "
-                f"unsupported: {unsupported}")
+        text = (
+            f"{self._shown_path}: {ops:,} ops of {kernels:,} kernels, {scopes:,} scopes, {length:,} bytes; "
+            f"unsupported: {unsupported}"
+        )
         if nothing is not None:
             raise CaptureFailed(f"{text}; {self._about_nothing(nothing)}")
         return text
@@ -254,8 +264,10 @@ class CapturedProgram:
     def _about_children(self) -> str:
         if not self._children.seen:
             return ""
-        return (", and children do not record: capture the command of each with its own opreplay-capture, let what "
-                "multiprocessing runs call replayfmt.capture, or have the program do its work in one process")
+        return (
+            ", and children do not record: capture the command of each with its own opreplay-capture, let what "
+            "multiprocessing runs call replayfmt.capture, or have the program do its work in one process"
+        )
 
 
 def _flush_files() -> None:

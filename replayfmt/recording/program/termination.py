@@ -23,8 +23,16 @@ _OURS = __package__.partition(".")[0] + "."
 _HARMLESS = {
     f"{_OURS}recording.{name}"
     for name in (
-        "hooks.direct_writes", "hooks.host_reads", "hooks.import_watch", "hooks.undispatched", "program.children",
-        "program.interpreters", "program.marks", "program.module_scopes", "program.running", "program.supervisor",
+        "hooks.direct_writes",
+        "hooks.host_reads",
+        "hooks.import_watch",
+        "hooks.undispatched",
+        "program.children",
+        "program.interpreters",
+        "program.marks",
+        "program.module_scopes",
+        "program.running",
+        "program.supervisor",
         "program.threads",
     )
 }

@@ -55,9 +55,9 @@ class Threads:
         self._late: set[int] = set()  # of those that began unseen
         self._late_idents: set[int] = set()
         self._installed = False
-        self._patches = PatchSet([
-            Patch(module, name, self._starting) for module, name in _STARTERS if hasattr(sys.modules[module], name)
-        ])
+        self._patches = PatchSet(
+            [Patch(module, name, self._starting) for module, name in _STARTERS if hasattr(sys.modules[module], name)]
+        )
         core.scopes.first_record = self._first_record
 
     # --------------------------------------------------------------------------------------------------- start and stop
@@ -73,8 +73,10 @@ class Threads:
         self._installed = True
         self.core.thread_watch.begin(self._mode)
         if not _next_step().available and threading.active_count() > 1:
-            self._tell("this Python interpreter gives no access to threads that ran before the capture began: what "
-                       "they do is not recorded")
+            self._tell(
+                "this Python interpreter gives no access to threads that ran before the capture began: what "
+                "they do is not recorded"
+            )
         self.core.attempt(self._tell_of_backward_passes)
         self.core.attempt(self._meet, False)
 
@@ -163,8 +165,10 @@ class Threads:
                 self._known.add(state.id)
             elif self.core.on and _next_step().is_blocked(state):
                 self._known.add(state.id)
-                self._tell("a thread has a profile and a trace function of the program's own, so it could not be asked "
-                           "to take part: what it does is not recorded")
+                self._tell(
+                    "a thread has a profile and a trace function of the program's own, so it could not be asked "
+                    "to take part: what it does is not recorded"
+                )
 
     def join(self) -> bool:
         """The calling thread takes part from here on, with the mode as outermost of those that it has. Whether it
@@ -197,15 +201,18 @@ class Threads:
         for ident, frame in sys._current_frames().items():
             codes = {inner.f_code for inner, _line in traceback.walk_stack(frame)}
             if ident != get_ident() and _run_backward.__code__ in codes:
-                self._tell("a backward pass began in another thread before the capture: what it still did is not "
-                           "recorded")
+                self._tell(
+                    "a backward pass began in another thread before the capture: what it still did is not recorded"
+                )
 
     def _first_record(self, ident: int) -> None:
         """A thread has something recorded for the first time."""
         if ident in self._late_idents:
             self._late_idents.discard(ident)
-            self._tell("C code made a thread, or Python code past the threading module: what it did before it was met "
-                       "is not recorded")
+            self._tell(
+                "C code made a thread, or Python code past the threading module: what it did before it was met "
+                "is not recorded"
+            )
 
 
 class _Carrying:

@@ -31,7 +31,7 @@ _BELOW_AUTOGRAD = (
 # Backends whose tensors have an autograd key of their own, and the key of all others.
 BACKENDS = ("CPU", "CUDA", "XPU", "MPS", "HPU", "Meta", "PrivateUse1")
 AUTOGRAD_KEYS = tuple(f"Autograd{backend}" for backend in (*BACKENDS, "Other"))
-handed_on: set[str] = set()     # operators whose kernels for these keys are the recorder's (whole_composites.py)
+handed_on: set[str] = set()  # operators whose kernels for these keys are the recorder's (whole_composites.py)
 
 
 def autocast_of_program() -> dict[str, str]:

@@ -47,7 +47,7 @@ class FirstContent(NamedTuple):
 
 
 ABSENT = FirstContent(StorageOrigin.absent, ValueKind.none, 0)
-UNREADABLE = ABSENT._replace()     # it should be recorded, and cannot be read
+UNREADABLE = ABSENT._replace()  # it should be recorded, and cannot be read
 
 
 class FirstContents:

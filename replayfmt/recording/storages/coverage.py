@@ -11,7 +11,7 @@ from math import gcd, prod
 
 import numpy as np
 
-_MAP_LIMIT = 1 << 27   # cells of the exact map, and places of a view on it; what needs more counts as unwritten
+_MAP_LIMIT = 1 << 27  # cells of the exact map, and places of a view on it; what needs more counts as unwritten
 
 
 @dataclass(frozen=True)
@@ -54,14 +54,14 @@ class Coverage:
         self.length = length
         self._ranges: list[tuple[int, int]] = []
         self._strided: set[ByteRegion] = set()
-        self.touched = False      # some captured op wrote something, perhaps data-dependently
+        self.touched = False  # some captured op wrote something, perhaps data-dependently
 
     def write(self, region: ByteRegion) -> None:
         self.touched = True
         region = region.once()
         dense = region.dense()
         if dense is None:
-            if region.places <= _MAP_LIMIT:     # else windows that overlap: what they wrote counts as unwritten
+            if region.places <= _MAP_LIMIT:  # else windows that overlap: what they wrote counts as unwritten
                 self._strided.add(region)
         else:
             self._add(*dense)
@@ -101,8 +101,11 @@ class Coverage:
 
     def _exact(self, region: ByteRegion) -> bool:
         regions = [region, *self._strided]
-        cell = gcd(self.length, *(gcd(r.start, r.item, *r.strides) for r in regions),
-                   *(gcd(low, high) for low, high in self._ranges))
+        cell = gcd(
+            self.length,
+            *(gcd(r.start, r.item, *r.strides) for r in regions),
+            *(gcd(low, high) for low, high in self._ranges),
+        )
         if cell == 0 or self.length // cell > _MAP_LIMIT or region.places > _MAP_LIMIT:
             return False
         written = np.zeros(self.length // cell, bool)
@@ -116,9 +119,7 @@ class Coverage:
 def _cells(cells: np.ndarray, region: ByteRegion, cell: int) -> np.ndarray:
     per_item = region.item // cell
     return np.lib.stride_tricks.as_strided(
-        cells[region.start // cell :],
-        (*region.sizes, per_item),
-        (*(stride // cell for stride in region.strides), 1),
+        cells[region.start // cell :], (*region.sizes, per_item), (*(stride // cell for stride in region.strides), 1)
     )
 
 

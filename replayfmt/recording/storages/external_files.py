@@ -154,8 +154,9 @@ class FileBackedStorages:
         if number is None:
             digest = self._digest(place) if self._digests else None
             payload = self._embedded(place) if self._policy == "capture-all" else 0
-            file = ExternalFile(self._shown(place.path), place.file_bytes, place.identity, digest, payload,
-                                place.format)
+            file = ExternalFile(
+                self._shown(place.path), place.file_bytes, place.identity, digest, payload, place.format
+            )
             number = self._ids[key] = self._writer.file(file)
             if self._policy == "reference":
                 self._referenced[key] = place.file_bytes

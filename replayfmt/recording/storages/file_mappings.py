@@ -79,8 +79,16 @@ def read_mappings() -> list[Mapping]:
             continue
         start, end = (int(part, 16) for part in fields[0].split(b"-"))
         path = os.fsdecode(fields[5].replace(b"\\012", b"\n"))
-        mapping = Mapping(start, end, fields[1][3:4] == b"s", fields[1][1:2] == b"w", int(fields[2], 16),
-                          fields[3].decode(), int(fields[4]), path)
+        mapping = Mapping(
+            start,
+            end,
+            fields[1][3:4] == b"s",
+            fields[1][1:2] == b"w",
+            int(fields[2], 16),
+            fields[3].decode(),
+            int(fields[4]),
+            path,
+        )
         mappings.append(mapping)
     return mappings
 
@@ -201,8 +209,11 @@ class FileMappings:
     def is_file(self, address: int, length: int) -> bool:
         """Whether any of [address, address + length) is mapped from a file, whatever became of it. Memory that
         processes share has files of its own kind, which do not count; files that somebody keeps there do."""
-        return any(not (mapping.shared and mapping.path.startswith(("/dev/", "/memfd:"))) for mapping in read_mappings()
-                   if mapping.start < address + length and address < mapping.end)
+        return any(
+            not (mapping.shared and mapping.path.startswith(("/dev/", "/memfd:")))
+            for mapping in read_mappings()
+            if mapping.start < address + length and address < mapping.end
+        )
 
     def keep(self, found: MappedRange, alive: Callable[[], object | None]) -> None:
         """`alive` gives something but None for as long as the memory of a range stays mapped."""
@@ -223,8 +234,11 @@ def _writes_show(mapping: Mapping, mappings: list[Mapping]) -> bool:
     if not writers:
         return True
     status = _file_behind(mapping)
-    return (status is not None and _file_system(status.st_dev) in _TELLING
-            and all(dirty(writer.start) is False for writer in writers))
+    return (
+        status is not None
+        and _file_system(status.st_dev) in _TELLING
+        and all(dirty(writer.start) is False for writer in writers)
+    )
 
 
 def _untouched(found: MappedRange) -> bool:

@@ -36,7 +36,13 @@ class Storages:
     """Every storage the capture knows. Callers hold the recorder's lock, except for what the hot path inlines."""
 
     def __init__(
-        self, buffer: RecordBuffer, records: Records, metas: TensorMetas, contents: FirstContents, handles: Handles, *,
+        self,
+        buffer: RecordBuffer,
+        records: Records,
+        metas: TensorMetas,
+        contents: FirstContents,
+        handles: Handles,
+        *,
         audit: bool,
     ) -> None:
         self._buffer = buffer
@@ -71,7 +77,12 @@ class Storages:
         return tracker
 
     def _bear(
-        self, storage: torch.UntypedStorage, length: int, device: torch.device, origin: StorageOrigin, payload: int,
+        self,
+        storage: torch.UntypedStorage,
+        length: int,
+        device: torch.device,
+        origin: StorageOrigin,
+        payload: int,
         readable: bool,
     ) -> Tracker:
         number = next(self._buffer.next_storage)
@@ -154,7 +165,7 @@ class Storages:
             shared = self._watch_overlapping(storage, length)
         content = self._contents.first(storage, dtype, external)
         if reason == "first_use" and content.found is not None and content.found.mapped is not None:
-            reason = "mapped_file"      # its place in memory is the file's, which decides last bits of some kernels
+            reason = "mapped_file"  # its place in memory is the file's, which decides last bits of some kernels
         try:
             tracker = self._bear(storage, length, device, content.origin, content.id, True)
             self._records.storage_import(tracker.id, content, 0, reason)
@@ -271,7 +282,11 @@ class Storages:
                 self._buffer.definitions.append(pack_definition(number, tracker.id, offset, meta))
 
     def use(
-        self, tracker: Tracker, storage: torch.UntypedStorage, reads: bool, op: str,
+        self,
+        tracker: Tracker,
+        storage: torch.UntypedStorage,
+        reads: bool,
+        op: str,
         unwritten: Unwritten = Unwritten.unseen,
     ) -> Tracker:
         """Before an op (or the recorder) uses it. Returns the tracker to go on with."""
@@ -294,7 +309,7 @@ class Storages:
                 self.unexplained.unwritten(tracker, length, op)
                 self._enter_again(tracker, state, storage, "unseen_write")
             else:
-                if self._content:     # without content it stays what nobody wrote
+                if self._content:  # without content it stays what nobody wrote
                     reason = "written_argument" if unwritten is Unwritten.as_is else "unseen_write"
                     self._enter_again(tracker, state, storage, reason)
                 if unwritten is Unwritten.passed_on:
@@ -322,7 +337,11 @@ class Storages:
         return tracker
 
     def _enter_again(
-        self, tracker: Tracker, state: State, storage: torch.UntypedStorage, reason: str,
+        self,
+        tracker: Tracker,
+        state: State,
+        storage: torch.UntypedStorage,
+        reason: str,
         dtype: torch.dtype | None = None,
     ) -> None:
         unwritten = reason in ("unseen_write", "written_argument")

@@ -124,8 +124,10 @@ def _shards(index: str) -> list[str]:
     except OSError as error:
         raise UsageError(f"--file={index}: {error.strerror}") from None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise UsageError(f"--file={index}: expected the index of a sharded checkpoint, a JSON object with a "
-                         "weight_map from tensors to files") from None
+        raise UsageError(
+            f"--file={index}: expected the index of a sharded checkpoint, a JSON object with a "
+            "weight_map from tensors to files"
+        ) from None
     if not all(isinstance(name, str) and name and os.path.basename(name) == name for name in names):
         raise UsageError(f"--file={index}: its weight_map names files outside its directory")
     return [_checked(os.path.join(os.path.dirname(index), name)) for name in names]
@@ -192,8 +194,11 @@ def _safetensors_tensors(path: str, length: int) -> list[tuple[tuple[int, int], 
         header_bytes = int.from_bytes(file.read(8), "little")
         try:
             header = json.loads(file.read(header_bytes))
-            found = [(tuple(entry["data_offsets"]), str(entry["dtype"])) for name, entry in header.items()
-                     if name != "__metadata__"]
+            found = [
+                (tuple(entry["data_offsets"]), str(entry["dtype"]))
+                for name, entry in header.items()
+                if name != "__metadata__"
+            ]
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             return None
     data = 8 + header_bytes

@@ -18,7 +18,7 @@ from replayfmt.pytorch.tensors.memory import call_undispatched, storage_bytes
 
 from .file_mappings import MappedRange
 
-_POPULATE_READ = 22     # Linux's MADV_POPULATE_READ: bring pages into memory as reading does, or say that it cannot be
+_POPULATE_READ = 22  # Linux's MADV_POPULATE_READ: bring pages into memory as reading does, or say that it cannot be
 _UNREADABLE = -1
 _libc = ctypes.CDLL(None, use_errno=True)
 

@@ -64,8 +64,20 @@ class State:
 class Tracker(weakref.ref):
     """One storage of the program. Calling it gives the storage, or None once it died."""
 
-    __slots__ = ("id", "imports", "meta", "meta2", "offset", "offset2", "size", "state", "tensor", "tensor2", "views",
-                 "written")
+    __slots__ = (
+        "id",
+        "imports",
+        "meta",
+        "meta2",
+        "offset",
+        "offset2",
+        "size",
+        "state",
+        "tensor",
+        "tensor2",
+        "views",
+        "written",
+    )
 
     id: int  # storage id
     size: int  # bytes; -1: look at `state` before each use
@@ -85,8 +97,12 @@ class Tracker(weakref.ref):
         state = self.state
         if state is not None:
             careful = (
-                state.coverage is not None or state.watched or state.outside or state.alias_of is not None
-                or state.unreadable or state.unexplained is not None
+                state.coverage is not None
+                or state.watched
+                or state.outside
+                or state.alias_of is not None
+                or state.unreadable
+                or state.unexplained is not None
             )
             self.size = -1 if careful else state.length
 

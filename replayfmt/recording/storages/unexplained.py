@@ -23,9 +23,9 @@ _REASON = "unseen_write"
 class Unwritten(Enum):
     """What a use of memory that nobody wrote is."""
 
-    unseen = auto()         # a write that was not seen, or none
-    as_is = auto()          # no reason to refuse: the op declares that it writes it, say
-    passed_on = auto()      # none yet, because what the op gives is as unexplained
+    unseen = auto()  # a write that was not seen, or none
+    as_is = auto()  # no reason to refuse: the op declares that it writes it, say
+    passed_on = auto()  # none yet, because what the op gives is as unexplained
 
 
 class Unexplained:
@@ -50,8 +50,9 @@ class Unexplained:
         owner.state.unexplained = origin
         owner.size = tracker.size = -1
 
-    def pass_on(self, facts: KernelFacts, given: Iterable[tuple[int, Tracker]], results: Iterable[tuple[int, Tracker]]
-                ) -> None:
+    def pass_on(
+        self, facts: KernelFacts, given: Iterable[tuple[int, Tracker]], results: Iterable[tuple[int, Tracker]]
+    ) -> None:
         """After a call, with its tensors by argument and by result: what it computed element by element, or copied."""
         copies = facts.known.copies
         if not facts.elementwise and copies < 0:

@@ -18,8 +18,8 @@ from .buffer import RecordBuffer
 from .records import Records
 from .tensor_metas import MetaParams, TensorMetas
 
-_REPEATED_BYTES = 1 << 20   # a view that repeats its elements is digested as it is up to this size
-_VIEWS = 64   # written views of one storage that are digested one by one
+_REPEATED_BYTES = 1 << 20  # a view that repeats its elements is digested as it is up to this size
+_VIEWS = 64  # written views of one storage that are digested one by one
 
 
 class Digests:
@@ -30,7 +30,7 @@ class Digests:
         self._records = records
         self._metas = metas
         self._storages = storages
-        self._fresh_from = 1     # storages with ids from here on were born after the last sweep
+        self._fresh_from = 1  # storages with ids from here on were born after the last sweep
 
     def sweep(self) -> None:
         """Digest every live storage that captured ops wrote since the last sweep."""
@@ -118,6 +118,7 @@ class Digests:
             return None
         try:
             return call_undispatched(
-                digest_view, storage, params.dtype, params.sizes, params.strides, offset, params.flags)
+                digest_view, storage, params.dtype, params.sizes, params.strides, offset, params.flags
+            )
         except TypeError:
             return None

@@ -16,7 +16,7 @@ class Variables:
     def __init__(self) -> None:
         self._storage: dict[int, int] = {}
         self._on: dict[int, dict[int, None]] = {}
-        self._idle: set[int] = set()          # past their last use, kept for their storage
+        self._idle: set[int] = set()  # past their last use, kept for their storage
 
     def __contains__(self, key: int) -> bool:
         return key in self._storage

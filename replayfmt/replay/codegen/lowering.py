@@ -51,7 +51,7 @@ class Shapes(IntEnum):
     """Of which ops the dtypes and sizes of results are checked in a replay that does not verify."""
 
     unchecked = 0
-    content_decides = 1      # those whose result sizes depend on content, and custom operators
+    content_decides = 1  # those whose result sizes depend on content, and custom operators
     all = 2
 
 
@@ -93,8 +93,8 @@ class Lowering:
         self.reader = context.reader
         self.settings: dict[str, Any] = dict(context.reader.session.settings)
         self.variables = Variables()
-        self.unbounded = False      # whether memory may have become shorter than tensors on it say
-        self.names: dict[int, str] = {}              # live variables that have a name in this window
+        self.unbounded = False  # whether memory may have become shorter than tensors on it say
+        self.names: dict[int, str] = {}  # live variables that have a name in this window
         self.text = WindowText()
         self.frame: FrameLists
         self._staged: list[Staged] = []
@@ -103,7 +103,7 @@ class Lowering:
         self._dropped: list[int] = []
         self._consumed: set[int] = set()
         self._templates: dict[int, Template | None] = {}
-        self._opaque: set[int] = set()               # storages that hold bytes that no replay reproduces
+        self._opaque: set[int] = set()  # storages that hold bytes that no replay reproduces
         self._kinds = [0, *(int(signature.kind) for signature in self.reader.signatures[1:] if signature is not None)]
 
     def windows(self, op: Callable[[Lowering, int, int], None]) -> Iterator[Window]:
@@ -113,9 +113,12 @@ class Lowering:
         first = 0
         keys = TensorKeys(self.reader.metas)
         others: dict[int, Callable[[int, int], None]] = {
-            RecordKind.scope_begin: self._scope, RecordKind.scope_end: self._scope,
-            RecordKind.storage_import: self._import, RecordKind.storage_resize: self._resize,
-            RecordKind.generator_state: self._generator_state, RecordKind.global_state: self._global_state,
+            RecordKind.scope_begin: self._scope,
+            RecordKind.scope_end: self._scope,
+            RecordKind.storage_import: self._import,
+            RecordKind.storage_resize: self._resize,
+            RecordKind.generator_state: self._generator_state,
+            RecordKind.global_state: self._global_state,
             RecordKind.synchronize: self._synchronize,
         }
         needed = self.scan.needed
@@ -138,8 +141,9 @@ class Lowering:
                     op(self, row, ordinal)
                     if signature in self.context.opaque:
                         first_slot = self.frame.tensor_first[row]
-                        self._opaque.update(self.frame.storages[first_slot + slot]
-                                            for slot in self.context.opaque[signature])
+                        self._opaque.update(
+                            self.frame.storages[first_slot + slot] for slot in self.context.opaque[signature]
+                        )
                 else:
                     handler = others.get(kind)
                     if handler is not None:
@@ -155,9 +159,20 @@ class Lowering:
         text = self.text
         outputs = [key for key, name in self.names.items() if name[0] == "v"]
         function = text.function(self.context.cache, [self.names[key] for key in outputs])
-        window = Window(first, end - first, function, text.inputs, [key in self._consumed for key in text.inputs],
-                        outputs, self._staged, self._hoisted, self._dropped, text.line_ordinals, text.returns_result,
-                        text.kernel)
+        window = Window(
+            first,
+            end - first,
+            function,
+            text.inputs,
+            [key in self._consumed for key in text.inputs],
+            outputs,
+            self._staged,
+            self._hoisted,
+            self._dropped,
+            text.line_ordinals,
+            text.returns_result,
+            text.kernel,
+        )
         self.text, self.names = WindowText(), {}
         self._staged, self._hoisted, self._dropped, self._consumed = [], [], [], set()
         self._hoisted_on.clear()
@@ -242,14 +257,18 @@ class Lowering:
         if base is not None:
             return base
         if not storage:
-            raise ReplayRefused(f"{self.reader.path}: ordinal {ordinal} uses a tensor without memory that nothing "
-                                "before it produced; the capture contradicts itself, capture it again")
+            raise ReplayRefused(
+                f"{self.reader.path}: ordinal {ordinal} uses a tensor without memory that nothing "
+                "before it produced; the capture contradicts itself, capture it again"
+            )
         born = self.reader.storage(storage)
         device = self.reader.devices[born.device]
         assert device is not None
         if born.bytes and device.kind != "meta" and born.origin is not StorageOrigin.absent:
-            raise ReplayRefused(f"{self.reader.path}: ordinal {ordinal} uses storage {storage}, which nothing before "
-                                "it produced or imported; the capture contradicts itself, capture it again")
+            raise ReplayRefused(
+                f"{self.reader.path}: ordinal {ordinal} uses storage {storage}, which nothing before "
+                "it produced or imported; the capture contradicts itself, capture it again"
+            )
         self._stage(storage, NOTHING)
         return -storage
 
@@ -338,7 +357,7 @@ class Lowering:
         fields = {each.node.name: each for each in layout.args}
         generator = self.context.generators[ints[first + fields["generator"].int_slot]]
         if generator is None:
-            return      # nothing draws from it here: ops that would are refused
+            return  # nothing draws from it here: ops that would are refused
         if fields["payload"].node.kind is ValueKind.none:
             self.text.line(ordinal, f"{self.text.constant(SeedGenerator(generator, ordinal))}()")
             return
@@ -349,8 +368,9 @@ class Lowering:
         layout = self.scan.layout(self.frame.signatures[row])
         frame = self.frame
         changes = {
-            each.node.name: self.context.templates.builder(each)(frame.ints, frame.int_first[row], frame.floats,
-                                                                 frame.float_first[row])
+            each.node.name: self.context.templates.builder(each)(
+                frame.ints, frame.int_first[row], frame.floats, frame.float_first[row]
+            )
             for each in layout.args
         }
         self.settings.update(changes)
@@ -372,11 +392,18 @@ class Lowering:
 
     def _host_read(self, row: int, ordinal: int) -> None:
         record = self.reader.record(ordinal)
-        self._compare(row, ordinal, TensorDigest.from_record(record), record.argument("tensor"),
-                      Where(ordinal, None, ordinal), host_read=True)
+        self._compare(
+            row,
+            ordinal,
+            TensorDigest.from_record(record),
+            record.argument("tensor"),
+            Where(ordinal, None, ordinal),
+            host_read=True,
+        )
 
-    def _compare(self, row: int, ordinal: int, expected: TensorDigest | None, tensor: Any, where: Where, *,
-                 host_read: bool) -> None:
+    def _compare(
+        self, row: int, ordinal: int, expected: TensorDigest | None, tensor: Any, where: Where, *, host_read: bool
+    ) -> None:
         slot = self.frame.tensor_first[row]
         key = self.frame.keys[slot] if slot < self.frame.tensor_first[row + 1] else None
         opaque = not host_read and isinstance(tensor, TensorValue) and tensor.storage in self._opaque

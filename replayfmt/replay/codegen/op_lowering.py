@@ -61,11 +61,11 @@ class OpLine:
         self.walk, self.template, self.row, self.ordinal = walk, template, row, ordinal
         self.first = walk.frame.tensor_first[row]
         self.end = walk.frame.tensor_first[row + 1]
-        self.temporary: list[str] = []            # registers that are deleted at the end of the line
-        self.after: list[str] = []                # statements after the call, in the same line
-        self.mutated: list[int] = []              # arguments that become other tensors, and are not needed as they are
-        self.defined: set[int] = set()            # results that become variables
-        self.assigned: set[str] = set()           # names that the line assigns
+        self.temporary: list[str] = []  # registers that are deleted at the end of the line
+        self.after: list[str] = []  # statements after the call, in the same line
+        self.mutated: list[int] = []  # arguments that become other tensors, and are not needed as they are
+        self.defined: set[int] = set()  # results that become variables
+        self.assigned: set[str] = set()  # names that the line assigns
 
     def write(self) -> None:
         walk, template = self.walk, self.template
@@ -126,7 +126,7 @@ class OpLine:
                 values.append(None)
             holes.append(name)
         function = self._function(expect_failure, values)
-        text.kernel = int(function[1:])      # parameters are called a0, a1…
+        text.kernel = int(function[1:])  # parameters are called a0, a1…
         return template.text % (function, *holes), slot_names
 
     def _function(self, expect_failure: bool, values: list[Any]) -> str:
@@ -148,7 +148,7 @@ class OpLine:
                 return walk.text.constant(instead[1]) if instead[0] is None else walk.text.shared(*instead)
         if self.template.raises and expect_failure:
             call = MustRaise(call, kernel.schema)
-            walk.unbounded = True       # it may have made an argument longer than its memory before it raised
+            walk.unbounded = True  # it may have made an argument longer than its memory before it raised
         return walk.text.shared(key, call)
 
     def _autocast(self) -> dict[str, Any]:
@@ -166,11 +166,17 @@ class OpLine:
         """This call, for what may take its place."""
         walk, frame, template = self.walk, self.walk.frame, self.template
         arguments = self.first + template.layout.arg_tensors
-        taken, given = frame.storages[self.first:arguments], frame.storages[arguments:self.end]
+        taken, given = frame.storages[self.first : arguments], frame.storages[arguments : self.end]
         autocast = self._autocast()
         return CallSite(
-            self.ordinal, template.signature_id, tuple(frame.metas[self.first:arguments]), template.kernel_id,
-            template.kernel, template.layout, template.effects, call,
+            self.ordinal,
+            template.signature_id,
+            tuple(frame.metas[self.first : arguments]),
+            template.kernel_id,
+            template.kernel,
+            template.layout,
+            template.effects,
+            call,
             (lambda function: function) if template.kernel.own else lambda function: self._custom(function, autocast),
             not leaves_unwritten(walk.reader, taken, given),
             template.addresses is not None and template.addresses.once,
@@ -187,8 +193,11 @@ class OpLine:
             if result is not None and frame.keys[first + result] == key:
                 continue
             name = walk.names.get(key) or walk.acquire(here, self.ordinal)
-            base_needed = (not frame.storage_ends[here] and walk.variables.alone(key)
-                           and (result is None or frame.storages[first + result] != storage))
+            base_needed = (
+                not frame.storage_ends[here]
+                and walk.variables.alone(key)
+                and (result is None or frame.storages[first + result] != storage)
+            )
             if frame.ends[here] and not base_needed:
                 self.mutated.append(key)
                 continue
@@ -314,5 +323,11 @@ class OpLine:
                 assert meta is not None
                 device = walk.context.devices.target(meta.device)
                 expected[slot] = Expected(walk.view(first + slot), device, storage, given.get(storage))
-        return ExpectResults(walk.context.judge, Where(self.ordinal, None, self.ordinal), layout.results, expected,
-                             storages, sizes_only=not walk.compare)
+        return ExpectResults(
+            walk.context.judge,
+            Where(self.ordinal, None, self.ordinal),
+            layout.results,
+            expected,
+            storages,
+            sizes_only=not walk.compare,
+        )

@@ -34,8 +34,9 @@ class View:
 
     __slots__ = ("dtype", "flags", "offset", "sizes", "strides")
 
-    def __init__(self, dtype: torch.dtype, sizes: tuple[int, ...], strides: tuple[int, ...], offset: int,
-                 flags: TensorFlag) -> None:
+    def __init__(
+        self, dtype: torch.dtype, sizes: tuple[int, ...], strides: tuple[int, ...], offset: int, flags: TensorFlag
+    ) -> None:
         self.dtype, self.sizes, self.strides, self.offset, self.flags = dtype, sizes, strides, offset, flags
 
     def __call__(self, base: torch.Tensor | torch.UntypedStorage) -> torch.Tensor:
@@ -96,8 +97,9 @@ class TakeApart:
             raise UnexpectedBehaviour(f"a result is {type(tensor).__name__}, captured was a {self._form} tensor")
         form, parts = take_apart(tensor)
         if form != self._form or len(parts) != self._parts:
-            raise UnexpectedBehaviour(f"a result is a {form} tensor of {len(parts)} parts, captured was {self._form} "
-                                      f"of {self._parts}")
+            raise UnexpectedBehaviour(
+                f"a result is a {form} tensor of {len(parts)} parts, captured was {self._form} of {self._parts}"
+            )
         return tuple(parts)
 
 
@@ -116,12 +118,17 @@ class MustRaise:
 
     def __init__(self, call: Callable[..., Any], schema: torch.FunctionSchema) -> None:
         self._call = call
-        self._written = {(place, argument.name) for place, argument in enumerate(schema.arguments)
-                         if argument.alias_info is not None and argument.alias_info.is_write}
+        self._written = {
+            (place, argument.name)
+            for place, argument in enumerate(schema.arguments)
+            if argument.alias_info is not None and argument.alias_info.is_write
+        }
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
-        given = [(tensor, View.of(tensor), bytes(host_view(tensor.untyped_storage())))
-                 for tensor in self._host_tensors(args, kwargs)]
+        given = [
+            (tensor, View.of(tensor), bytes(host_view(tensor.untyped_storage())))
+            for tensor in self._host_tensors(args, kwargs)
+        ]
         if self._raises(args, kwargs):
             return
         grown = [each for each in given if each[0].untyped_storage().nbytes() > len(each[2])]
@@ -138,8 +145,11 @@ class MustRaise:
     def _host_tensors(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
         """The tensors it may write, on the host."""
         written = [args[place] if place < len(args) else kwargs.get(name) for place, name in self._written]
-        return [value for value in tree_leaves(written) if isinstance(value, torch.Tensor)
-                and value.layout is torch.strided and value.device.type == "cpu"]
+        return [
+            value
+            for value in tree_leaves(written)
+            if isinstance(value, torch.Tensor) and value.layout is torch.strided and value.device.type == "cpu"
+        ]
 
     def _raises(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         try:
@@ -205,8 +215,8 @@ class DrawOnHost:
         ]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        copies: dict[int, torch.Tensor] = {}        # id of the original → its copy on the host
-        originals: dict[int, torch.Tensor] = {}     # id of the copy → the original
+        copies: dict[int, torch.Tensor] = {}  # id of the original → its copy on the host
+        originals: dict[int, torch.Tensor] = {}  # id of the copy → the original
 
         def to_host(value: Any) -> Any:
             if isinstance(value, torch.device):

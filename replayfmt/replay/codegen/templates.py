@@ -30,19 +30,19 @@ from .operations import PutTogether
 class Operand(IntEnum):
     """Where an operand's value comes from; what `Template.operands` holds beside it."""
 
-    tensor = 1      # tensor slot
-    storage = 2     # int slot with a storage id
-    own = 3         # builder of a constant from the record's own numbers
-    shared = 4      # (key, value): the same for every record
+    tensor = 1  # tensor slot
+    storage = 2  # int slot with a storage id
+    own = 3  # builder of a constant from the record's own numbers
+    shared = 4  # (key, value): the same for every record
 
 
 class Leaf(IntEnum):
     """What one result is; what `Template.leaves` holds beside it."""
 
-    tensor = 1      # tensor slot
-    nothing = 2     # None
-    scalar = 3      # builder of the expected value
-    composite = 4   # (form, parts): a tensor made of component values
+    tensor = 1  # tensor slot
+    nothing = 2  # None
+    scalar = 3  # builder of the expected value
+    composite = 4  # (form, parts): a tensor made of component values
 
 
 # Gives a value out of a record's columns: (ints, first int slot, floats, first float slot).
@@ -55,7 +55,7 @@ class Result:
 
     leaf: Leaf
     what: Any
-    index: int                     # which of the op's results it belongs to
+    index: int  # which of the op's results it belongs to
     parts: tuple[Result, ...] = ()
 
 
@@ -145,9 +145,19 @@ class TemplateMaker:
         targets = [self._target(each, leaves, index) for index, each in enumerate(layout.results)]
         target = targets[0] if len(targets) == 1 else f"({', '.join(targets)})" if targets else ""
         raises = layout.signature.status is OpStatus.raised
-        return Template(signature_id, layout, kernel, layout.signature.kernel, raises,
-                        f"%s({', '.join(pieces)})", tuple(operands), target, tuple(leaves), kernel.effects(layout),
-                        addresses_of(layout, kernel.schema))
+        return Template(
+            signature_id,
+            layout,
+            kernel,
+            layout.signature.kernel,
+            raises,
+            f"%s({', '.join(pieces)})",
+            tuple(operands),
+            target,
+            tuple(leaves),
+            kernel.effects(layout),
+            addresses_of(layout, kernel.schema),
+        )
 
     # -------------------------------------------------------------------------------------------------------- arguments
 

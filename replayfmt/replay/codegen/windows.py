@@ -56,8 +56,8 @@ class Window:
     hoisted: list[tuple[int, int, View]]
     dropped: list[int]
     line_ordinals: list[int] = field(repr=False)
-    returns_result: bool = False      # the function returns what its op returned, and defines no variables
-    kernel: int | None = None         # which of the function's constants its last op calls; None: there is no op
+    returns_result: bool = False  # the function returns what its op returned, and defines no variables
+    kernel: int | None = None  # which of the function's constants its last op calls; None: there is no op
 
     @property
     def last_ordinal(self) -> int:

@@ -34,16 +34,20 @@ class AllowedImports:
         self._operators = frozenset(operators)
         for operator in sorted(self._operators):
             if acts_outside(operator) is None or name_problem(operator, "default"):
-                raise UsageError(f"{OPERATOR_FLAG}={operator}: expected an operator that is refused without it, such "
-                                 "as aten::from_file")
+                raise UsageError(
+                    f"{OPERATOR_FLAG}={operator}: expected an operator that is refused without it, such "
+                    "as aten::from_file"
+                )
         allowed = tuple(dict.fromkeys(names))
         modules: list[str] = []
         registered: dict[str, tuple[str, ...]] = {}
         for name in allowed:
             namespace, pair, module = name.rpartition("=")
             if not all(part.isidentifier() for part in module.split(".")) or bool(pair) is not namespace.isidentifier():
-                raise UsageError(f"{FLAG}={name}: expected the name of a module, such as torchvision or mylib.ops, or "
-                                 "NAMESPACE=MODULE")
+                raise UsageError(
+                    f"{FLAG}={name}: expected the name of a module, such as torchvision or mylib.ops, or "
+                    "NAMESPACE=MODULE"
+                )
             modules.append(module)
             if pair:
                 registered[namespace] = (*registered.get(namespace, ()), module)
@@ -57,7 +61,7 @@ class AllowedImports:
             importlib.import_module(name)
         except Exception as error:  # a foreign library may fail in any way while it is imported
             if isinstance(error, ModuleNotFoundError) and self._libraries.modules_for(name):
-                return      # the namespace of a known library, which is imported where an operator needs it
+                return  # the namespace of a known library, which is imported where an operator needs it
             self.problems.append(f"{FLAG}={name}: it cannot be imported: {type(error).__name__}: {error}")
 
     def allows_operator(self, name: str) -> bool:
@@ -78,11 +82,14 @@ class AllowedImports:
         known = self._libraries.modules_for(namespace)
         if any(self._libraries.admits(namespace, module) for module in known):
             problem = self._libraries.load(namespace).problem
-            return problem or (f"{' and '.join(known)} was imported and does not register it; if another module does: "
-                               f"{FLAG}=MODULE")
+            return problem or (
+                f"{' and '.join(known)} was imported and does not register it; if another module does: {FLAG}=MODULE"
+            )
         if known:
             # Of PyTorch's own modules only the one that is needed, not all that "torch" would admit.
             package = namespace if known[0].startswith("torch.") else known[0].partition(".")[0]
             return f"{known[0]} registers {namespace!r}: {FLAG}={package} lets it be imported"
-        return (f"import the library that registers namespace {namespace!r} before making the plan, or name it: "
-                f"{FLAG}=MODULE")
+        return (
+            f"import the library that registers namespace {namespace!r} before making the plan, or name it: "
+            f"{FLAG}=MODULE"
+        )

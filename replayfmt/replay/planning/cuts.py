@@ -13,7 +13,7 @@ import numpy as np
 
 from replayfmt.format.codes import RecordKind
 
-_HASHED_OPS = 8           # how many ops before a place decide whether it is cut there
+_HASHED_OPS = 8  # how many ops before a place decide whether it is cut there
 _SCOPE_LEVELS = 63
 _HASH_BITS = 48
 _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
@@ -37,8 +37,8 @@ class CutFinder:
     def __init__(self, window: WindowSize) -> None:
         self._window = window
         self._cuts: list[int] = []
-        self._start = 0                                        # where the window being looked for begins
-        self._scores = np.zeros(0, dtype=np.uint64)            # score of a cut before record start + i
+        self._start = 0  # where the window being looked for begins
+        self._scores = np.zeros(0, dtype=np.uint64)  # score of a cut before record start + i
         self._recent = np.zeros(_HASHED_OPS, dtype=np.uint64)  # signatures of the last ops
         self._last_kind = RecordKind.none
         self._depth = 0

@@ -62,8 +62,10 @@ def map_devices(captured: Sequence[Device | None], requested: Sequence[str]) -> 
         for device in accelerators:
             target = _same(device)
             if target is None:
-                findings.append(f"the capture used {_described(device)}, which is not here; map it with "
-                                f"{_suggestion(len(accelerators))}")
+                findings.append(
+                    f"the capture used {_described(device)}, which is not here; map it with "
+                    f"{_suggestion(len(accelerators))}"
+                )
             else:
                 chosen[device] = target
     elif not accelerators:
@@ -72,8 +74,10 @@ def map_devices(captured: Sequence[Device | None], requested: Sequence[str]) -> 
         chosen.update((host, wanted[0]) for host in captured if host is not None and host.kind == "cpu")
     elif len(wanted) != len(accelerators):
         names = ", ".join(str(device) for device in accelerators)
-        findings.append(f"the capture used {len(accelerators)} accelerator(s) ({names}), {len(wanted)} device(s) were "
-                        f"given; give --device {len(accelerators)} time(s), in that order")
+        findings.append(
+            f"the capture used {len(accelerators)} accelerator(s) ({names}), {len(wanted)} device(s) were "
+            f"given; give --device {len(accelerators)} time(s), in that order"
+        )
     else:
         chosen.update(zip(accelerators, wanted, strict=True))
     targets: list[torch.device | None] = []
@@ -130,8 +134,9 @@ def _requested(text: str) -> torch.device:
     return torch.device("cpu") if device.type == "cpu" else torch.device(device.type, index)
 
 
-def map_generators(captured: Sequence[Generator | None], devices: DeviceMap,
-                   elsewhere: bool = False) -> tuple[torch.Generator | None, ...]:
+def map_generators(
+    captured: Sequence[Generator | None], devices: DeviceMap, elsewhere: bool = False
+) -> tuple[torch.Generator | None, ...]:
     """The generator that stands for each captured generator, by id; explicit ones are made here. With `elsewhere` the
     host's default one, which ops draw from that drew on another device, comes after them.
 

@@ -36,10 +36,11 @@ class ExternalFiles:
         if self._remaps:
             self._remaps.check_used([file.path for file in reader.files[1:] if file is not None])
         self._opened: dict[int, OpenedFile] = {}
-        self._whole: dict[int, memoryview] = {}       # embedded files that are in use, by payload id
+        self._whole: dict[int, memoryview] = {}  # embedded files that are in use, by payload id
 
-    def validate(self, on_bytes: Callable[[int, int], None] | None = None, *, ranges: Collection[int] | None = None
-                 ) -> list[str]:
+    def validate(
+        self, on_bytes: Callable[[int, int], None] | None = None, *, ranges: Collection[int] | None = None
+    ) -> list[str]:
         """Open every file that content is to come from, or those that these ranges are in; a sentence for each that is
         not what was captured.
 
@@ -74,15 +75,19 @@ class ExternalFiles:
         embedded = sum(self._payload(each) is not None for each in self._ranges())
         if not embedded:
             return ()
-        return (f"the bytes of {embedded} range{'s' if embedded > 1 else ''} of external files come from the capture "
-                "itself: this replay is not a benchmark of storage",)
+        return (
+            f"the bytes of {embedded} range{'s' if embedded > 1 else ''} of external files come from the capture "
+            "itself: this replay is not a benchmark of storage",
+        )
 
     def check(self) -> None:
         """Raises ReplayRefused where a file is not what it was when it was validated."""
         findings = tuple(problem for opened in self._opened.values() if (problem := opened.changed()) is not None)
         if findings:
-            raise ReplayRefused(f"{self._reader.path}: external files are not what they were when the plan was made; "
-                                "make a new plan", findings)
+            raise ReplayRefused(
+                f"{self._reader.path}: external files are not what they were when the plan was made; make a new plan",
+                findings,
+            )
 
     def problem(self, number: int) -> str | None:
         """Why a range by id has no content here; None where it has."""
@@ -104,7 +109,7 @@ class ExternalFiles:
         try:
             view = self._open(captured).map(captured.offset, captured.bytes, copy_on_write=True)
         except ExternalFileProblem:
-            return None         # too many maps, or no address space: reading finds what else may be wrong
+            return None  # too many maps, or no address space: reading finds what else may be wrong
         return torch.frombuffer(view, dtype=torch.uint8).untyped_storage()
 
     def placed_alike(self, number: int) -> torch.UntypedStorage:
@@ -163,7 +168,7 @@ class ExternalFiles:
 
     def _open(self, captured: FileRange) -> OpenedFile:
         opened = self._opened.get(captured.file)
-        if opened is None:      # a plan that keeps going, although the file is not what it was
+        if opened is None:  # a plan that keeps going, although the file is not what it was
             raise ExternalFileProblem(f"external file {self._file(captured.file).path} was not validated")
         return opened
 

@@ -42,8 +42,9 @@ class NodePlace:
         return self.node.kind not in SLOTS and all(child.constant for child in self.children)
 
 
-def place(nodes: tuple[Node, ...], start: tuple[int, int, int] = (0, 0, 0)
-          ) -> tuple[list[NodePlace], tuple[int, int, int]]:
+def place(
+    nodes: tuple[Node, ...], start: tuple[int, int, int] = (0, 0, 0)
+) -> tuple[list[NodePlace], tuple[int, int, int]]:
     """Places of top-level nodes whose slots begin at `start`, and where the next node's slots would begin."""
     placed = []
     tensor, integer, real = start
@@ -135,8 +136,10 @@ def effects_of_schema(layout: SlotLayout, schema: torch.FunctionSchema, in_place
         same = [
             result.tensor_slot
             for result, returned in zip(layout.results, returns, strict=False)
-            if result.node.kind is ValueKind.tensor and returned.alias_info is not None
-            and returned.alias_info.is_write and returned.alias_info.before_set & alias.before_set
+            if result.node.kind is ValueKind.tensor
+            and returned.alias_info is not None
+            and returned.alias_info.is_write
+            and returned.alias_info.before_set & alias.before_set
         ]
         if same:
             rebinds.append((each.tensor_slot, same[0]))
@@ -159,10 +162,16 @@ class Addresses:
 def addresses_of(layout: SlotLayout, schema: torch.FunctionSchema) -> Addresses | None:
     """None for an op without any."""
     types = {argument.name: argument.type.kind() for argument in schema.arguments}
-    arguments = tuple(each.node.name for each in layout.args
-                      if each.node.kind is ValueKind.tensor and types.get(each.node.name) == _INTEGER)
-    results = tuple(index for index, (each, returned) in enumerate(zip(layout.results, schema.returns, strict=False))
-                    if each.node.kind is ValueKind.tensor and returned.type.kind() == _INTEGER)
+    arguments = tuple(
+        each.node.name
+        for each in layout.args
+        if each.node.kind is ValueKind.tensor and types.get(each.node.name) == _INTEGER
+    )
+    results = tuple(
+        index
+        for index, (each, returned) in enumerate(zip(layout.results, schema.returns, strict=False))
+        if each.node.kind is ValueKind.tensor and returned.type.kind() == _INTEGER
+    )
     writes = any(argument.alias_info is not None and argument.alias_info.is_write for argument in schema.arguments)
     once = bool(arguments) and not writes and not schema.returns
     return Addresses(arguments, results, once) if arguments or results else None

@@ -30,8 +30,9 @@ class Findings:
     """The findings of one plan. `refused` has the reason for every op signature that cannot be run, by id; `notes` are
     what a user has to know of those that can."""
 
-    def __init__(self, reader: CaptureReader, devices: DeviceMap, kernels: tuple[ResolvedKernel | str | None, ...],
-                 scan: Scan) -> None:
+    def __init__(
+        self, reader: CaptureReader, devices: DeviceMap, kernels: tuple[ResolvedKernel | str | None, ...], scan: Scan
+    ) -> None:
         self._reader, self._devices, self._kernels, self._scan = reader, devices, kernels, scan
         self.refused: dict[int, str] = {}
         self.sentences: list[str] = []
@@ -131,8 +132,11 @@ class Findings:
             signature = self._reader.signatures[number]
             assert signature is not None
             captured = [device for device in self._scan.signature_devices.get(number, ()) if device]
-            captured += [int(node.constant) for node in signature.nodes
-                         if node.kind is ValueKind.device and isinstance(node.constant, int)]
+            captured += [
+                int(node.constant)
+                for node in signature.nodes
+                if node.kind is ValueKind.device and isinstance(node.constant, int)
+            ]
             if any(self._devices.targets[device] is None for device in captured):
                 self.refused.setdefault(number, "its device cannot be mapped")
                 continue
@@ -180,8 +184,10 @@ class Findings:
         if {target.type for target in self._devices.targets if target is not None} == {"cpu"} and (
             there is not None and needed > there
         ):
-            self.sentences.append(f"the capture says that {needed:,} bytes of tensors are alive at once; this machine "
-                                  f"has {there:,} bytes of memory, swap included")
+            self.sentences.append(
+                f"the capture says that {needed:,} bytes of tensors are alive at once; this machine "
+                f"has {there:,} bytes of memory, swap included"
+            )
 
     def _settings(self) -> None:
         self.sentences += check_settings(self._reader.session.settings)

@@ -29,8 +29,12 @@ class TensorKeys:
         """The key of each of the frame's tensors, int64, by local index."""
         known, count = self._known, self.count
         keys = []
-        for storage, offset, meta in zip(frame.tensor_storage.tolist(), frame.tensor_offset.tolist(),
-                                         self._plain[frame.tensor_meta].tolist(), strict=True):
+        for storage, offset, meta in zip(
+            frame.tensor_storage.tolist(),
+            frame.tensor_offset.tolist(),
+            self._plain[frame.tensor_meta].tolist(),
+            strict=True,
+        ):
             of_storage = known.get(storage)
             if of_storage is None:
                 of_storage = known[storage] = {}

@@ -45,8 +45,9 @@ class MemoryWatch:
 
     def _of(self, device: torch.device) -> PeakMemory:
         if device.type == "cuda":
-            return PeakMemory(str(device), torch.cuda.max_memory_allocated(device), self._before.get(device),
-                              "allocated by torch")
+            return PeakMemory(
+                str(device), torch.cuda.max_memory_allocated(device), self._before.get(device), "allocated by torch"
+            )
         peak = _status_bytes("VmHWM") if not self._host_problem else None
         if peak is None or self._host_before is None:
             return PeakMemory("cpu", None, None, self._host_problem or "this system does not tell the high-water mark")
@@ -65,7 +66,7 @@ def host_memory_bytes() -> int | None:
     for limit in _GROUP_LIMITS:
         try:
             total = min(total, int(limit.read_text()))
-        except (OSError, ValueError):       # not there, or "max"
+        except (OSError, ValueError):  # not there, or "max"
             continue
     return total
 

@@ -40,7 +40,7 @@ def unseen_before(reader: CaptureReader, stop: int) -> Iterator[int]:
         return
     for index in range(reader.frame_of(stop - 1), -1, -1):
         frame = reader.frame(index)
-        rows = np.flatnonzero(np.isin(kinds[frame.signature[:stop - frame.first_ordinal]], _UNSEEN))
+        rows = np.flatnonzero(np.isin(kinds[frame.signature[: stop - frame.first_ordinal]], _UNSEEN))
         yield from (rows[::-1] + frame.first_ordinal).tolist()
 
 

@@ -20,8 +20,7 @@ from .allowed_imports import FLAG, OPERATOR_FLAG, AllowedImports
 from .kernels import OperatorKernel, ResolvedKernel
 
 
-def resolve(kernel: Kernel, captured_torch: str | None,
-            imports: AllowedImports | None = None) -> ResolvedKernel | str:
+def resolve(kernel: Kernel, captured_torch: str | None, imports: AllowedImports | None = None) -> ResolvedKernel | str:
     """The operator for a captured kernel, or a sentence that says why there is none. `imports`: what the user allows to
     be imported where the operator is not known."""
     named = kernel.qualified_name
@@ -56,8 +55,10 @@ def _by_types(kernel: Kernel, imports: AllowedImports) -> ResolvedKernel | str:
     namespace, _separator, base = kernel.name.partition("::")
     function = imports.callable(namespace, base)
     if function is None:
-        return (f"{kernel.name} is a function without a schema, and no library was named for {namespace!r} that has "
-                f"it: {FLAG}={namespace}=MODULE lets the capture call the functions that MODULE defines")
+        return (
+            f"{kernel.name} is a function without a schema, and no library was named for {namespace!r} that has "
+            f"it: {FLAG}={namespace}=MODULE lets the capture call the functions that MODULE defines"
+        )
     try:
         return OperatorKernel(plain_callables.as_operator(kernel.schema, function), False, False)
     except (RuntimeError, ValueError) as error:

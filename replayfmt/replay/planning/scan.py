@@ -69,8 +69,16 @@ class Scan:
     `effects` gives an op signature's effects.
     """
 
-    def __init__(self, reader: CaptureReader, effects: Callable[[int, SlotLayout], Effects], *, checks: bool,
-                 window: WindowSize, stop: int | None = None, needed: np.ndarray | None = None) -> None:
+    def __init__(
+        self,
+        reader: CaptureReader,
+        effects: Callable[[int, SlotLayout], Effects],
+        *,
+        checks: bool,
+        window: WindowSize,
+        stop: int | None = None,
+        needed: np.ndarray | None = None,
+    ) -> None:
         self.reader = reader
         self.checks = checks
         self.stop = reader.record_count if stop is None else stop
@@ -141,8 +149,11 @@ class Scan:
         """Content that the capture does not have and that something uses, in order. Empty storages have none."""
         imported = {each.storage for each in self._entrances if each.version == 0}
         births = [Entrance(-1, storage, 0, 0) for storage in sorted(self._absent_births - imported)]
-        return [each for each in (*births, *self._entrances)
-                if self.last_use_of(each.storage) > each.ordinal and self._holds_bytes(each.storage)]
+        return [
+            each
+            for each in (*births, *self._entrances)
+            if self.last_use_of(each.storage) > each.ordinal and self._holds_bytes(each.storage)
+        ]
 
     def _holds_bytes(self, storage: int) -> bool:
         born = self.reader.storage(storage)
@@ -214,16 +225,18 @@ class Scan:
         by_storage = self._storage_last_use.reach(int(storages.max(initial=0)) + 1)
         np.maximum.at(by_storage, storages[seen].astype(np.int64), last[seen])
 
-    def _note_devices(self, frame: RecordFrame, signatures: np.ndarray, record_of_slot: np.ndarray,
-                      local: np.ndarray) -> None:
+    def _note_devices(
+        self, frame: RecordFrame, signatures: np.ndarray, record_of_slot: np.ndarray, local: np.ndarray
+    ) -> None:
         width = len(self.reader.devices) + 1
         devices = self._meta_device[frame.tensor_meta]
         pairs = np.unique(signatures[record_of_slot].astype(np.int64) * width + devices[local])
         for pair in pairs.tolist():
             self.signature_devices[pair // width].add(pair % width)
 
-    def _note_writes(self, frame: RecordFrame, signatures: np.ndarray, signature_id: int, local: np.ndarray,
-                     first: int) -> None:
+    def _note_writes(
+        self, frame: RecordFrame, signatures: np.ndarray, signature_id: int, local: np.ndarray, first: int
+    ) -> None:
         layout = self.layout(signature_id)
         effects = self.effects(signature_id)
         storage_slots = [each.int_slot for each in layout.nodes(ValueKind.storage)]
@@ -241,8 +254,9 @@ class Scan:
             storages = frame.ints[frame.int_first[rows] + slot]
             np.maximum.at(self._storage_last_use.reach(int(storages.max()) + 1), storages, rows + first)
 
-    def _note_storages(self, frame: RecordFrame, rows: np.ndarray, signature_id: int,
-                       first: int) -> list[tuple[int, int]]:
+    def _note_storages(
+        self, frame: RecordFrame, rows: np.ndarray, signature_id: int, first: int
+    ) -> list[tuple[int, int]]:
         """Imports, resizes and releases of one signature; returns the releases, as (position, storage)."""
         layout = self.layout(signature_id)
         kind = layout.signature.kind
@@ -264,8 +278,12 @@ class Scan:
                 if content.node.kind is ValueKind.recipe:
                     recipes = frame.ints[frame.int_first[rows] + content.int_slot].tolist()
                 self._entrances += map(Entrance, ordinals.tolist(), storages.tolist(), versions, recipes)
-            again = np.array([not enters(version, self.reader.storage(storage))
-                              for version, storage in zip(versions, storages.tolist(), strict=True)])
+            again = np.array(
+                [
+                    not enters(version, self.reader.storage(storage))
+                    for version, storage in zip(versions, storages.tolist(), strict=True)
+                ]
+            )
             self.imports.ordinals += ordinals[~again].tolist()
             self.imports.storages += storages[~again].tolist()
             storages, ordinals = storages[again], ordinals[again]

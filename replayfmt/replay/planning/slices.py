@@ -40,8 +40,8 @@ class Row:
     ordinal: int
     kind: RecordKind
     touched: frozenset[int]
-    given: frozenset[int]       # of results, and of what it may write
-    written: frozenset[int]     # the same without views on arguments
+    given: frozenset[int]  # of results, and of what it may write
+    written: frozenset[int]  # the same without views on arguments
     draws: bool
     scalars: int
 
@@ -50,19 +50,30 @@ class Slicer:
     """Makes slices of a capture. `layout` and `effects` describe signatures, `draws` says which kernels take random
     numbers from a generator whose state the capture has."""
 
-    def __init__(self, reader: CaptureReader, layout: Callable[[int], SlotLayout], effects: Callable[[int], Effects],
-                 draws: Callable[[int], bool]) -> None:
+    def __init__(
+        self,
+        reader: CaptureReader,
+        layout: Callable[[int], SlotLayout],
+        effects: Callable[[int], Effects],
+        draws: Callable[[int], bool],
+    ) -> None:
         self._reader, self._layout, self._effects, self._draws = reader, layout, effects, draws
-        self._kinds = [RecordKind.none, *(RecordKind.none if signature is None else signature.kind
-                                          for signature in reader.signatures[1:])]
+        self._kinds = [
+            RecordKind.none,
+            *(RecordKind.none if signature is None else signature.kind for signature in reader.signatures[1:]),
+        ]
         self._facts: dict[int, tuple[int, tuple[int, ...], tuple[int, ...], bool, int]] = {}
 
     def slice(self, ordinals: Collection[int]) -> Slice:
         """The slice that has the ops at these ordinals."""
         stop = max(ordinals, default=-1) + 1
         sliced = np.asarray([kind in _SLICED for kind in self._kinds], bool)
-        needed = np.concatenate([np.zeros(0, bool), *(~sliced[self._reader.frame(index).signature]
-                                                      for index in range(len(self._reader.record_frames)))])
+        needed = np.concatenate(
+            [
+                np.zeros(0, bool),
+                *(~sliced[self._reader.frame(index).signature] for index in range(len(self._reader.record_frames))),
+            ]
+        )
         wanted: set[int] = set()
         drawing = False
         for row in self.rows(stop, backwards=True):
@@ -118,8 +129,15 @@ class Slicer:
             tensors = storages[first[row] : first[row + 1]]
             touched = frozenset((*tensors, *(ints[int_first[row] + slot] for slot in passed)))
             results, changed = frozenset(tensors[taken:]), frozenset(tensors[slot] for slot in written)
-            yield Row(frame.first_ordinal + row, kind, touched, results | changed,
-                       changed | (results - frozenset(tensors[:taken])), draws, scalars)
+            yield Row(
+                frame.first_ordinal + row,
+                kind,
+                touched,
+                results | changed,
+                changed | (results - frozenset(tensors[:taken])),
+                draws,
+                scalars,
+            )
 
     def _known(self, signature: int) -> tuple[int, tuple[int, ...], tuple[int, ...], bool, int]:
         """Of a signature: tensors among its arguments, those that it may write, the places of storages, whether it

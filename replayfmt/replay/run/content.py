@@ -89,8 +89,9 @@ class Content:
             self._synthesis.fill(storage, version, target)
             return
         if length > target.nbytes():
-            raise InvalidCapture(f"{self._reader.path}: new content of {length} bytes for storage {storage}, which has "
-                                 f"{target.nbytes()}")
+            raise InvalidCapture(
+                f"{self._reader.path}: new content of {length} bytes for storage {storage}, which has {target.nbytes()}"
+            )
         self._load(source, length, target)
 
     def _load(self, source: ContentSource, length: int, target: torch.UntypedStorage) -> None:
@@ -136,14 +137,16 @@ class Content:
 
     def _fill(self, staged: Staged, storage: torch.UntypedStorage) -> None:
         if not staged.length_bytes or self.missing(staged.storage, staged.source, 0) is not None:
-            return      # what reads it is refused; only plans that keep going get here without it
+            return  # what reads it is refused; only plans that keep going get here without it
         length = self._length(staged.source)
         if length is None:
             self._synthesis.fill(staged.storage, 0, storage)
             return
         if length != staged.length_bytes:
-            raise InvalidCapture(f"{self._reader.path}: storage {staged.storage} has {staged.length_bytes} bytes, its "
-                                 f"{staged.source.kind.name} {staged.source.id} has {length}")
+            raise InvalidCapture(
+                f"{self._reader.path}: storage {staged.storage} has {staged.length_bytes} bytes, its "
+                f"{staged.source.kind.name} {staged.source.id} has {length}"
+            )
         self._load(staged.source, length, storage)
 
 

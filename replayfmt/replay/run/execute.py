@@ -121,8 +121,15 @@ before_window: Callable[[str, Window], None] | None = None
 class Machine:
     """Runs windows one after the other. `values` are the live variables between them, by key."""
 
-    def __init__(self, reader: CaptureReader, content: Content, clock: RunClock, judge: Judge,
-                 describe: Callable[[int], tuple[str, str]], stand_in: KernelStandIn | None = None) -> None:
+    def __init__(
+        self,
+        reader: CaptureReader,
+        content: Content,
+        clock: RunClock,
+        judge: Judge,
+        describe: Callable[[int], tuple[str, str]],
+        stand_in: KernelStandIn | None = None,
+    ) -> None:
         self.values: dict[int, Any] = {}
         self._stand_in = stand_in
         self._reader = reader
@@ -131,8 +138,14 @@ class Machine:
         self._judge = judge
         self.describe = describe
 
-    def run(self, windows: Iterable[Window], on_scope: OnScope | None, on_progress: Callable[[int], None] | None, *,
-            prepared: bool) -> None:
+    def run(
+        self,
+        windows: Iterable[Window],
+        on_scope: OnScope | None,
+        on_progress: Callable[[int], None] | None,
+        *,
+        prepared: bool,
+    ) -> None:
         """All windows. Only the ops count as time, not what is done between windows: staging content, and preparing
         the next window where that was not done before (`prepared` False).
 
@@ -172,16 +185,20 @@ class Machine:
             for key, base, view in window.hoisted:
                 values[key] = view(values[base])
         except (RuntimeError, MemoryError) as error:
-            raise ReplayFailed(f"{self._reader.path}: the content that ordinals {window.first_ordinal} to "
-                               f"{window.last_ordinal} need cannot be put in place: {_first_line(error)}") from error
+            raise ReplayFailed(
+                f"{self._reader.path}: the content that ordinals {window.first_ordinal} to "
+                f"{window.last_ordinal} need cannot be put in place: {_first_line(error)}"
+            ) from error
         for key in window.dropped:
             values.pop(key, None)
 
     def take(self, window: Window) -> list[Any]:
         """A window's inputs; those that nobody needs after it are handed over altogether. KeyError: one is missing."""
         values = self.values
-        return [values.pop(key) if consumed else values[key]
-                for key, consumed in zip(window.inputs, window.consumed, strict=True)]
+        return [
+            values.pop(key) if consumed else values[key]
+            for key, consumed in zip(window.inputs, window.consumed, strict=True)
+        ]
 
     def call(self, window: Window, inputs: list[Any], on_scope: OnScope | None) -> list[Any]:
         """Run a window's ops; failures become ReplayFailed, other behaviour than captured a divergence."""
@@ -191,10 +208,10 @@ class Machine:
             return window.function(inputs, on_scope)
         except (StopReplay, OpReplayError):
             raise
-        except (Exception, SystemExit, GeneratorExit) as error:      # an op that ends the process has not been replayed
+        except (Exception, SystemExit, GeneratorExit) as error:  # an op that ends the process has not been replayed
             ordinal = _failing_ordinal(window, error)
             if self._reader.record(ordinal).kind in (RecordKind.scope_begin, RecordKind.scope_end):
-                raise       # the caller's callback
+                raise  # the caller's callback
             if isinstance(error, UnexpectedBehaviour):
                 self._judge.diverged(Where(ordinal, None, ordinal), "what it did when it was captured", str(error))
                 raise StopReplay from None
@@ -203,8 +220,10 @@ class Machine:
                 raise failed from error
             what, scope = self.describe(ordinal)
             inside = f", scope {scope}" if scope else ""
-            raise ReplayFailed(f"{self._reader.path}: ordinal {ordinal} ({what}{inside}) failed: "
-                               f"{type(error).__name__}: {_first_line(error)}") from error
+            raise ReplayFailed(
+                f"{self._reader.path}: ordinal {ordinal} ({what}{inside}) failed: "
+                f"{type(error).__name__}: {_first_line(error)}"
+            ) from error
 
 
 def _failing_ordinal(window: Window, error: BaseException) -> int:

@@ -32,4 +32,3 @@ class ScopeTimes:
     def totals(self) -> dict[str, int]:
         """Nanoseconds by scope path."""
         return dict(self._totals)
-

@@ -93,8 +93,12 @@ class Steps:
         results = frozenset(frame.storages[middle:end])
         taken = frozenset(frame.storages[first:middle])
         self._touched = Touched(
-            signature, taken, frozenset(frame.storages[slot] for slot in written),
-            results, frozenset(frame.keys[slot] for slot in written), not leaves_unwritten(walk.reader, taken, results),
+            signature,
+            taken,
+            frozenset(frame.storages[slot] for slot in written),
+            results,
+            frozenset(frame.keys[slot] for slot in written),
+            not leaves_unwritten(walk.reader, taken, results),
         )
         if ordinal == self._result_of:
             lower_result(walk, row, ordinal)

@@ -32,20 +32,27 @@ class KeepGoing:
     """Runs steps and judges each op. `refused` has the reason for op signatures that cannot be run here; `on_op` is
     given each op before it runs, with its inputs, to run it apart as often as it likes."""
 
-    def __init__(self, reader: CaptureReader, machine: Machine, clock: RunClock, judge: Judge,
-                 refused: Mapping[int, str], on_op: Callable[[IsolatedOp], None] | None = None) -> None:
+    def __init__(
+        self,
+        reader: CaptureReader,
+        machine: Machine,
+        clock: RunClock,
+        judge: Judge,
+        refused: Mapping[int, str],
+        on_op: Callable[[IsolatedOp], None] | None = None,
+    ) -> None:
         self._reader = reader
         self._machine = machine
         self._clock = clock
         self._judge = judge
         self._refused = refused
         self._on_op = on_op
-        self._spoiled: dict[int, int] = {}          # storage → ordinal of the op that should have written it
-        self._absent: dict[int, str] = {}           # storages whose content is not there, with the reason
-        self._writer: dict[int, int] = {}           # storage → ordinal of the op that wrote it last
+        self._spoiled: dict[int, int] = {}  # storage → ordinal of the op that should have written it
+        self._absent: dict[int, str] = {}  # storages whose content is not there, with the reason
+        self._writer: dict[int, int] = {}  # storage → ordinal of the op that wrote it last
         self._verdicts: dict[int, OpVerdict] = {}
-        self.left_out: list[str] = []               # what records that are no op did not do
-        self.result: Any = None                     # what the last op returned, where its step returns results
+        self.left_out: list[str] = []  # what records that are no op did not do
+        self.result: Any = None  # what the last op returned, where its step returns results
 
     def run(self, steps: Iterable[Step], on_scope: OnScope | None) -> None:
         """Go through all steps, whatever becomes of them."""
@@ -122,7 +129,7 @@ class KeepGoing:
     def _call(self, step: Step, on_scope: OnScope | None) -> None:
         inputs = self._machine.take(step.window)
         usable = all(isinstance(value, torch.Tensor | torch.UntypedStorage) for value in inputs)
-        if self._on_op is not None and step.op is not None and usable:      # else the call itself says what is wrong
+        if self._on_op is not None and step.op is not None and usable:  # else the call itself says what is wrong
             self._on_op(IsolatedOp(step, step.op, inputs))
         self._clock.resume()
         try:
@@ -171,7 +178,7 @@ class KeepGoing:
                 self._call(step, on_scope)
         except ReplayFailed as error:
             if not step.storages:
-                raise       # everything after it may depend on it
+                raise  # everything after it may depend on it
             self._leave_out(step, _cause(error))
             for storage in step.storages:
                 self._spoiled.setdefault(storage, step.ordinal)

@@ -26,19 +26,24 @@ def schema_signature(schema: torch.FunctionSchema) -> inspect.Signature:
         default = argument.default_value if argument.has_default_value() else inspect.Parameter.empty
         parameters.append((argument.name, kind, default))
     # Schemas may have a required argument behind one with a default; Python's signatures may not.
-    needed = [index for index, (_name, kind, default) in enumerate(parameters)
-              if kind is inspect.Parameter.POSITIONAL_OR_KEYWORD and default is inspect.Parameter.empty]
+    needed = [
+        index
+        for index, (_name, kind, default) in enumerate(parameters)
+        if kind is inspect.Parameter.POSITIONAL_OR_KEYWORD and default is inspect.Parameter.empty
+    ]
     last_needed = needed[-1] if needed else -1
-    return inspect.Signature([
-        inspect.Parameter(name, kind, default=inspect.Parameter.empty if index < last_needed else default)
-        for index, (name, kind, default) in enumerate(parameters)
-    ])
+    return inspect.Signature(
+        [
+            inspect.Parameter(name, kind, default=inspect.Parameter.empty if index < last_needed else default)
+            for index, (name, kind, default) in enumerate(parameters)
+        ]
+    )
 
 
 def check_binding(signature: inspect.Signature | None, schema: torch.FunctionSchema, what: str) -> None:
     """Raises UsageError, beginning with `what`, where a function of this signature cannot stand for the schema."""
     if signature is None:
-        return      # C code that does not say how it is called: the checked pass calls it
+        return  # C code that does not say how it is called: the checked pass calls it
     for args, kwargs in _calls(schema):
         try:
             signature.bind(*args, **kwargs)
@@ -51,8 +56,10 @@ def check_binding(signature: inspect.Signature | None, schema: torch.FunctionSch
             continue
         wanted, given = _plain(argument.default_value), _plain(parameter.default)
         if wanted is not _ABSENT and given is not _ABSENT and not _same(wanted, given):
-            raise UsageError(f"{what}: its default for {parameter.name!r} is {parameter.default!r}, the operator's is "
-                             f"{argument.default_value!r}; calls that leave it out mean the operator's")
+            raise UsageError(
+                f"{what}: its default for {parameter.name!r} is {parameter.default!r}, the operator's is "
+                f"{argument.default_value!r}; calls that leave it out mean the operator's"
+            )
 
 
 def _calls(schema: torch.FunctionSchema) -> list[tuple[list[str], dict[str, str]]]:
@@ -71,15 +78,21 @@ def _calls(schema: torch.FunctionSchema) -> list[tuple[list[str], dict[str, str]
             required[1][argument.name] = argument.name
         else:
             required[0].append(argument.name)
-    by_name = [(required[0], {**required[1], argument.name: argument.name}) for argument in schema.arguments
-               if argument.has_default_value()]
+    by_name = [
+        (required[0], {**required[1], argument.name: argument.name})
+        for argument in schema.arguments
+        if argument.has_default_value()
+    ]
     return [everything, required, *by_name]
 
 
 def _named_parameters(signature: inspect.Signature, schema: torch.FunctionSchema) -> dict[str, inspect.Parameter]:
     """The parameter that each of the schema's arguments arrives at, where that is one of its own."""
-    positional = [parameter for parameter in signature.parameters.values()
-                  if parameter.kind in (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)]
+    positional = [
+        parameter
+        for parameter in signature.parameters.values()
+        if parameter.kind in (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    ]
     arrived: dict[str, inspect.Parameter] = {}
     for position, argument in enumerate(schema.arguments):
         if not argument.kwarg_only and position < len(positional):

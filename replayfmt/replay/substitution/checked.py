@@ -49,7 +49,7 @@ class SignatureCheck:
     fault_count: int = 0
     beyond: int | None = None
     worst: Worst | None = None
-    worst_place: tuple[int, str, str] = (0, "", "")      # with what is close
+    worst_place: tuple[int, str, str] = (0, "", "")  # with what is close
 
     @property
     def ok(self) -> bool:
@@ -77,9 +77,11 @@ class SignatureCheck:
         found = [f"{about}: {fault}" for fault in self.faults]
         if self.beyond is not None:
             ordinal, where, close = self.worst_place
-            found.append(f"{about}: {self.distance.beyond} of {self.distance.elements} elements are too far off, first "
-                         f"at ordinal {self.beyond}; the worst at ordinal {ordinal}, {where}: {self.worst}, where "
-                         f"close is {close}; {distances(self.distance)}")
+            found.append(
+                f"{about}: {self.distance.beyond} of {self.distance.elements} elements are too far off, first "
+                f"at ordinal {self.beyond}; the worst at ordinal {ordinal}, {where}: {self.worst}, where "
+                f"close is {close}; {distances(self.distance)}"
+            )
         return found
 
 
@@ -103,8 +105,14 @@ def distances(found: Distance) -> str:
 class Check:
     """Puts a checked call in the place of every substituted one. `checks` has what was found, by signature."""
 
-    def __init__(self, reader: CaptureReader, table: Substitutions, generators: Sequence[torch.Generator | None],
-                 describe: Callable[[int], tuple[str, str]], tolerance: Tolerance) -> None:
+    def __init__(
+        self,
+        reader: CaptureReader,
+        table: Substitutions,
+        generators: Sequence[torch.Generator | None],
+        describe: Callable[[int], tuple[str, str]],
+        tolerance: Tolerance,
+    ) -> None:
         self.reader, self.tolerance, self.describe = reader, tolerance, describe
         self.checks: dict[tuple[str, str], SignatureCheck] = {}
         unique = dict.fromkeys((*generators, *_default_generators()))
@@ -117,8 +125,10 @@ class Check:
         if replacement is not None and site.once:
             check = self.of(site, replacement)
             check.fault_count += 1
-            check.faults.append(f"ordinal {site.ordinal}: the original acts on an object that its argument is the "
-                                "address of; that cannot be done twice, so nothing can be checked against it")
+            check.faults.append(
+                f"ordinal {site.ordinal}: the original acts on an object that its argument is the "
+                "address of; that cannot be done twice, so nothing can be checked against it"
+            )
             return None
         return None if replacement is None else (None, _CheckedCall(self, site, replacement))
 
@@ -127,7 +137,7 @@ class Check:
         return self._table.reason
 
     def failure(self, ordinal: int, error: BaseException) -> SubstitutionFailed | None:
-        return None     # a checked call reports its replacement's failures itself
+        return None  # a checked call reports its replacement's failures itself
 
     def of(self, site: CallSite, replacement: Replacement) -> SignatureCheck:
         """Where what is found of a site's signature is kept."""
@@ -179,8 +189,9 @@ class _CheckedCall:
             self._restore(after)
             entered = _leave(modes)
         sides = Sides(self._by_name(args, kwargs), self._by_name(copied_args, copied_kwargs), returned, replaced)
-        judgement = judge(sides, len(site.kernel.schema.returns), clones, pristine, written, site.fills,
-                          check.tolerance)
+        judgement = judge(
+            sides, len(site.kernel.schema.returns), clones, pristine, written, site.fills, check.tolerance
+        )
         if any(not torch.equal(one, other) for one, other in zip(after, drawn, strict=True)):
             judgement.faults.append("leaves a random generator in another state than the original")
         if same_memory:
@@ -252,17 +263,27 @@ def _names(site: CallSite, slots: Sequence[int]) -> list[str]:
 def _new_memory(returned: Any, arguments: list[torch.UntypedStorage]) -> list[torch.UntypedStorage]:
     """The storages that a call returned tensors on, those of its arguments aside."""
     known = MemoryLabels((storage, "") for storage in arguments)
-    found = (value.untyped_storage() for _where, value in strided_parts(returned, "")
-             if isinstance(value, torch.Tensor) and has_memory(value) and value.numel())
+    found = (
+        value.untyped_storage()
+        for _where, value in strided_parts(returned, "")
+        if isinstance(value, torch.Tensor) and has_memory(value) and value.numel()
+    )
     return [storage for storage in found if known.find(storage) is None]
 
 
-def failure(reader: CaptureReader, describe: Callable[[int], tuple[str, str]], ordinal: int, replacement: Replacement,
-            error: BaseException) -> SubstitutionFailed:
+def failure(
+    reader: CaptureReader,
+    describe: Callable[[int], tuple[str, str]],
+    ordinal: int,
+    replacement: Replacement,
+    error: BaseException,
+) -> SubstitutionFailed:
     """What an exception that came out of a replacement becomes."""
     what, scope = describe(ordinal)
     inside = f", scope {scope}" if scope else ""
     first_line = str(error).strip().partition("\n")[0]
     return SubstitutionFailed(
         f"{reader.path}: ordinal {ordinal} ({what}{inside}): the replacement {replacement.label} failed at "
-        f"{replacement.place_of(error)}: {type(error).__name__}: {first_line}", replacement.traceback_of(error))
+        f"{replacement.place_of(error)}: {type(error).__name__}: {first_line}",
+        replacement.traceback_of(error),
+    )

@@ -61,7 +61,7 @@ def copy_of(storage: torch.UntypedStorage) -> torch.UntypedStorage:
     if storage.device.type != "cpu" or not storage.nbytes():
         return copied(storage)
     copy = new_storage(storage.nbytes(), storage.device)
-    host_view(copy)[:] = host_view(storage)     # not with torch: the captured thread count is for the captured work
+    host_view(copy)[:] = host_view(storage)  # not with torch: the captured thread count is for the captured work
     return copy
 
 

@@ -23,8 +23,19 @@ from ..verify.comparison import LARGEST, TOLERANCE
 # Elements compared at once: double-precision copies of large tensors would need several times their memory.
 _CHUNK = 1 << 20
 _INTEGER_OF_WIDTH = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-PLAIN_INTEGERS = frozenset({torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16,
-                             torch.uint32, torch.uint64})
+PLAIN_INTEGERS = frozenset(
+    {
+        torch.bool,
+        torch.uint8,
+        torch.int8,
+        torch.int16,
+        torch.int32,
+        torch.int64,
+        torch.uint16,
+        torch.uint32,
+        torch.uint64,
+    }
+)
 # Exponents alone, without a sign.
 _UNSIGNED_FLOATS = frozenset({torch.float8_e8m0fnu})
 # Several numbers in a byte: nothing of PyTorch takes them apart.
@@ -74,19 +85,35 @@ class Distance:
 
     def with_(self, other: Distance) -> Distance:
         """Of other elements too."""
-        return self._farther(other, self.elements + other.elements, self.different + other.different,
-                             self.not_finite + other.not_finite, self.beyond + other.beyond)
+        return self._farther(
+            other,
+            self.elements + other.elements,
+            self.different + other.different,
+            self.not_finite + other.not_finite,
+            self.beyond + other.beyond,
+        )
 
     def or_(self, other: Distance) -> Distance:
         """Of the same elements, compared once more."""
-        return self._farther(other, max(self.elements, other.elements), max(self.different, other.different),
-                             max(self.not_finite, other.not_finite), max(self.beyond, other.beyond))
+        return self._farther(
+            other,
+            max(self.elements, other.elements),
+            max(self.different, other.different),
+            max(self.not_finite, other.not_finite),
+            max(self.beyond, other.beyond),
+        )
 
     def _farther(self, other: Distance, elements: int, different: int, not_finite: int, beyond: int) -> Distance:
         ulp = _larger(self.largest_ulp, other.largest_ulp)
-        return Distance(elements, different, not_finite, beyond,
-                        _larger(self.largest_absolute, other.largest_absolute),
-                        _larger(self.largest_relative, other.largest_relative), None if ulp is None else int(ulp))
+        return Distance(
+            elements,
+            different,
+            not_finite,
+            beyond,
+            _larger(self.largest_absolute, other.largest_absolute),
+            _larger(self.largest_relative, other.largest_relative),
+            None if ulp is None else int(ulp),
+        )
 
 
 def _larger(one: float | int | None, other: float | int | None) -> float | int | None:
@@ -120,7 +147,7 @@ def chunks(expected: torch.Tensor, got: torch.Tensor) -> Iterator[tuple[torch.Te
     """The elements of both in the same order, as flat contiguous tensors, some at a time."""
     left, right = _flat(expected), _flat(got)
     for start in range(0, left.numel(), _CHUNK):
-        yield left[start:start + _CHUNK], right[start:start + _CHUNK]
+        yield left[start : start + _CHUNK], right[start : start + _CHUNK]
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
@@ -196,8 +223,15 @@ def _floats(expected: torch.Tensor, got: torch.Tensor, tolerance: Tolerance, sca
     size = length(torch.where(finite, wanted, zero), parts)[whole]
     beyond = int((apart > allowed(size, dtype, tolerance, scale)).sum())
     pairs = finite.view(-1, parts).all(dim=1).repeat_interleave(parts)
-    return Distance(elements, different, not_finite, not_finite + beyond, float(apart.max()), _relative(apart, size),
-                    largest_ulp(*(_bits(each)[pairs].view(each.dtype) for each in (expected, got))))
+    return Distance(
+        elements,
+        different,
+        not_finite,
+        not_finite + beyond,
+        float(apart.max()),
+        _relative(apart, size),
+        largest_ulp(*(_bits(each)[pairs].view(each.dtype) for each in (expected, got))),
+    )
 
 
 def length(values: torch.Tensor, parts: int) -> torch.Tensor:
@@ -237,10 +271,10 @@ def _root_mean_square(expected: torch.Tensor) -> float:
     for part, _same in chunks(expected, expected):
         flat = torch.view_as_real(part).reshape(-1) if part.is_complex() else part
         values = double(flat)
-        values = values[values.abs() < huge]        # neither NaN nor infinite, nor in the place of an infinity
+        values = values[values.abs() < huge]  # neither NaN nor infinite, nor in the place of an infinity
         largest = float(values.abs().max()) if values.numel() else 0.0
         if largest > 1e150:
-            return largest        # squares would overflow, and the largest value is a bound as good as any
+            return largest  # squares would overflow, and the largest value is a bound as good as any
         squares += float((values * values).sum())
         count += values.numel() // (2 if part.is_complex() else 1)
     return math.sqrt(squares / count) if count else 0.0

@@ -38,8 +38,12 @@ class ComparedTensor:
 def compare(where: str, expected: torch.Tensor, got: torch.Tensor, tolerance: Tolerance) -> ComparedTensor:
     """Compare two strided tensors of the same dtype and sizes."""
     found = distance(expected, got, tolerance)
-    return ComparedTensor(where, found, tolerance.describe(expected.dtype),
-                          worst_element(expected, got, tolerance) if found.beyond else None)
+    return ComparedTensor(
+        where,
+        found,
+        tolerance.describe(expected.dtype),
+        worst_element(expected, got, tolerance) if found.beyond else None,
+    )
 
 
 @dataclass
@@ -67,8 +71,15 @@ class Sides:
     replaced: Any
 
 
-def judge(sides: Sides, results: int, clones: Clones, pristine: Mapping[int, torch.UntypedStorage],
-          written: Sequence[str], fills: bool, tolerance: Tolerance) -> Judgement:
+def judge(
+    sides: Sides,
+    results: int,
+    clones: Clones,
+    pristine: Mapping[int, torch.UntypedStorage],
+    written: Sequence[str],
+    fills: bool,
+    tolerance: Tolerance,
+) -> Judgement:
     """Compare both sides of a call of an operator that has so many results.
 
     `written` names the arguments that the operator may write by its schema. `pristine` has copies of the storages of
@@ -89,10 +100,10 @@ class _Labels:
     """Which memory a tensor is on, named alike on both sides: an argument's, or new memory in order of appearance."""
 
     def __init__(self, clones: Clones) -> None:
-        self._known = {side: MemoryLabels((storage, f"argument memory {index}")
-                                          for index, storage in enumerate(storages))
-                       for side, storages in (("original", clones.originals.values()),
-                                              ("replacement", clones.copies.values()))}
+        self._known = {
+            side: MemoryLabels((storage, f"argument memory {index}") for index, storage in enumerate(storages))
+            for side, storages in (("original", clones.originals.values()), ("replacement", clones.copies.values()))
+        }
         self._new = {"original": 0, "replacement": 0}
 
     def of(self, tensor: torch.Tensor, side: str) -> str:
@@ -108,8 +119,9 @@ class _Labels:
         return label
 
 
-def _results(sides: Sides, count: int, labels: _Labels, judgement: Judgement, fills: bool,
-             tolerance: Tolerance) -> None:
+def _results(
+    sides: Sides, count: int, labels: _Labels, judgement: Judgement, fills: bool, tolerance: Tolerance
+) -> None:
     mine, theirs = _as_results(sides.returned, count), _as_results(sides.replaced, count)
     if len(mine) != len(theirs):
         judgement.faults.append(f"returns {_counted(sides.replaced)}, the original {_counted(sides.returned)}")
@@ -139,8 +151,9 @@ def _counted(returned: Any) -> str:
     return f"{len(returned)} results" if isinstance(returned, tuple | list) else described(returned)
 
 
-def _leaf(where: str, expected: Any, got: Any, labels: _Labels, judgement: Judgement, fills: bool,
-          tolerance: Tolerance) -> None:
+def _leaf(
+    where: str, expected: Any, got: Any, labels: _Labels, judgement: Judgement, fills: bool, tolerance: Tolerance
+) -> None:
     if not isinstance(expected, torch.Tensor) or not isinstance(got, torch.Tensor):
         _number(where, expected, got, judgement)
         return
@@ -152,8 +165,10 @@ def _leaf(where: str, expected: Any, got: Any, labels: _Labels, judgement: Judge
         judgement.faults.append(f"{where} is on {theirs}, the original's on {mine}")
         return
     if has_memory(expected) and got.untyped_storage().nbytes() < expected.untyped_storage().nbytes():
-        judgement.faults.append(f"{where} is on a storage of {got.untyped_storage().nbytes()} bytes, the original's on "
-                                f"one of {expected.untyped_storage().nbytes()}")
+        judgement.faults.append(
+            f"{where} is on a storage of {got.untyped_storage().nbytes()} bytes, the original's on "
+            f"one of {expected.untyped_storage().nbytes()}"
+        )
         return
     if fills and has_memory(expected):
         judgement.compared.append(compare(where, expected, got, tolerance))
@@ -176,8 +191,18 @@ def _facts(tensor: torch.Tensor) -> tuple[Any, ...]:
     """Everything of a tensor that what comes after it relies on."""
     sizes, strides = tuple(tensor.shape), tensor.stride()
     telling = () if 0 in sizes else tuple(stride for size, stride in zip(sizes, strides, strict=True) if size != 1)
-    return (tensor.dtype, sizes, telling, int(tensor.storage_offset()), tensor.device, tensor.layout, tensor.is_conj(),
-            tensor.is_neg(), tensor._is_zerotensor(), tensor.requires_grad)
+    return (
+        tensor.dtype,
+        sizes,
+        telling,
+        int(tensor.storage_offset()),
+        tensor.device,
+        tensor.layout,
+        tensor.is_conj(),
+        tensor.is_neg(),
+        tensor._is_zerotensor(),
+        tensor.requires_grad,
+    )
 
 
 def described(value: Any) -> str:
@@ -188,10 +213,20 @@ def described(value: Any) -> str:
         if value.layout is not torch.strided:
             return f"{text} of layout {str(value.layout).removeprefix('torch.')}"
         offset = int(value.storage_offset())
-        flags = "".join(f", {flag}" for flag, is_set in (("conj", value.is_conj()), ("neg", value.is_neg()),
-                                                   ("requires grad", value.requires_grad)) if is_set)
-        return (f"{text} with strides {list(value.stride())}" + (f" at offset {offset}" if offset else "")
-                + f" on {value.device}{flags}")
+        flags = "".join(
+            f", {flag}"
+            for flag, is_set in (
+                ("conj", value.is_conj()),
+                ("neg", value.is_neg()),
+                ("requires grad", value.requires_grad),
+            )
+            if is_set
+        )
+        return (
+            f"{text} with strides {list(value.stride())}"
+            + (f" at offset {offset}" if offset else "")
+            + f" on {value.device}{flags}"
+        )
     if isinstance(value, list | tuple):
         return f"a {type(value).__name__} of {len(value)}"
     if isinstance(value, type):
@@ -204,37 +239,53 @@ def described(value: Any) -> str:
 # ----------------------------------------------------------------------------------------------------------- arguments
 
 
-def _arguments(sides: Sides, clones: Clones, pristine: Mapping[int, torch.UntypedStorage], written: Sequence[str],
-               judgement: Judgement, fills: bool, tolerance: Tolerance) -> None:
+def _arguments(
+    sides: Sides,
+    clones: Clones,
+    pristine: Mapping[int, torch.UntypedStorage],
+    written: Sequence[str],
+    judgement: Judgement,
+    fills: bool,
+    tolerance: Tolerance,
+) -> None:
     pairs = list(_pairs(sides))
     for name, expected, got in pairs:
         if _facts(expected) != _facts(got):
-            judgement.faults.append(f"leaves argument {name} as {described(got)}, the original as "
-                                    f"{described(expected)}")
+            judgement.faults.append(
+                f"leaves argument {name} as {described(got)}, the original as {described(expected)}"
+            )
             return
     for address, original in clones.originals.items():
         copy = clones.copies[address]
-        here = [(name, expected, got) for name, expected, got in pairs
-                if has_memory(expected) and expected.untyped_storage()._cdata == address]
+        here = [
+            (name, expected, got)
+            for name, expected, got in pairs
+            if has_memory(expected) and expected.untyped_storage()._cdata == address
+        ]
         named = ", ".join(dict.fromkeys(name for name, _expected, _got in here)) or "a storage"
         if original.nbytes() != copy.nbytes():
-            judgement.faults.append(f"leaves the memory of argument {named} with {copy.nbytes()} bytes, the original "
-                                    f"with {original.nbytes()}")
+            judgement.faults.append(
+                f"leaves the memory of argument {named} with {copy.nbytes()} bytes, the original "
+                f"with {original.nbytes()}"
+            )
             continue
         judged = [each for each in here if _top(each[0]) in written]
         if not judged and address in pristine and not same_bytes(original, pristine[address]):
-            judged = here       # the original wrote it without a word
+            judged = here  # the original wrote it without a word
         same = same_bytes(original, copy)
         if not judged:
             if not same:
                 judgement.faults.append(f"writes argument {named}, which the original does not write")
             continue
         if fills:
-            judgement.compared += [compare(f"argument {name}", expected, got, tolerance)
-                                   for name, expected, got in judged]
+            judgement.compared += [
+                compare(f"argument {name}", expected, got, tolerance) for name, expected, got in judged
+            ]
         if not same and not _equal_outside(original, copy, judged):
-            judgement.faults.append(f"writes memory beside argument {', '.join(name for name, *_ in judged)}, which "
-                                    "the original leaves as it is")
+            judgement.faults.append(
+                f"writes memory beside argument {', '.join(name for name, *_ in judged)}, which "
+                "the original leaves as it is"
+            )
 
 
 def _pairs(sides: Sides) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
@@ -251,8 +302,9 @@ def _top(where: str) -> str:
     return where.partition("[")[0].partition(",")[0]
 
 
-def _equal_outside(original: torch.UntypedStorage, copy: torch.UntypedStorage,
-                   judged: Sequence[tuple[str, torch.Tensor, torch.Tensor]]) -> bool:
+def _equal_outside(
+    original: torch.UntypedStorage, copy: torch.UntypedStorage, judged: Sequence[tuple[str, torch.Tensor, torch.Tensor]]
+) -> bool:
     """Whether two storages are equal outside of these tensors, which are the same views on both."""
     mask = copy_of(original)
     byte_tensor(mask).zero_()

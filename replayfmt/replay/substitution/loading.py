@@ -29,7 +29,7 @@ from .binding import schema_signature
 from .requests import Format, SubstitutionRequest
 
 _LISTED = 12
-_LONGEST_TRACEBACK = 40      # lines
+_LONGEST_TRACEBACK = 40  # lines
 
 
 @dataclass(frozen=True)
@@ -93,32 +93,42 @@ class Library:
         listed = getattr(module, "__all__", None)
         if listed is not None:
             return [str(name) for name in listed]
-        return [name for name, value in vars(module).items() if callable(value) and not name.startswith("__")
-                and not inspect.isclass(value) and getattr(value, "__module__", None) == module.__name__]
+        return [
+            name
+            for name, value in vars(module).items()
+            if callable(value)
+            and not name.startswith("__")
+            and not inspect.isclass(value)
+            and getattr(value, "__module__", None) == module.__name__
+        ]
 
     def _function(self, name: str, told: str) -> Replacement:
         function = getattr(self._module, name, None)
         if not callable(function):
             there = self.exported()
             what = f"{name!r} in it is not a function" if function is not None else f"it defines no function {name!r}"
-            raise UsageError(f"{told}: {self._path}: {what}; it has {_listed(there) or 'no functions'}; name one with "
-                             "PATH:NAME")
+            raise UsageError(
+                f"{told}: {self._path}: {what}; it has {_listed(there) or 'no functions'}; name one with PATH:NAME"
+            )
         return replacement_of(function, f"{os.path.basename(self._path)}:{name}")
 
     def _operator(self, name: str, told: str) -> Replacement:
         if "::" not in name:
             named = [each for each in self._operators if each.partition("::")[2].partition(".")[0] == name]
             if len(named) != 1:
-                raise UsageError(f"{told}: {self._path} registers {len(named)} operators called {name!r}; it registers "
-                                 f"{_listed(self._operators) or 'none that were not there before'}; name one with "
-                                 "PATH:NAMESPACE::NAME")
+                raise UsageError(
+                    f"{told}: {self._path} registers {len(named)} operators called {name!r}; it registers "
+                    f"{_listed(self._operators) or 'none that were not there before'}; name one with "
+                    "PATH:NAMESPACE::NAME"
+                )
             name = named[0]
         overload = find_operator(name)
         if isinstance(overload, str):
             raise UsageError(f"{told}: {overload}; {self._path} registers {_listed(self._operators) or 'none'}")
         # The call that Python code would make; its kernel is chosen by the dispatcher, as the original's is.
-        return Replacement(overload._op, f"{os.path.basename(self._path)}:{name}", "", 0,
-                           schema_signature(overload._schema))
+        return Replacement(
+            overload._op, f"{os.path.basename(self._path)}:{name}", "", 0, schema_signature(overload._schema)
+        )
 
 
 def replacement_of(function: Callable[..., Any], label: str) -> Replacement:
@@ -219,7 +229,7 @@ def _import(path: str) -> ModuleType:
     try:
         # Not exec_module: it would leave, and may find, compiled code beside a file that is being worked on.
         code = loader.source_to_code(loader.get_data(path), path)
-        exec(code, module.__dict__)   # the user's file, named on the command line
+        exec(code, module.__dict__)  # the user's file, named on the command line
     except BaseException:
         sys.modules.pop(name, None)
         raise

@@ -47,7 +47,7 @@ class MemoryLabels:
             start, stop, label = places[index]
             if first < stop:
                 return label
-            if start + self._longest <= first:      # nor does any before it reach that far
+            if start + self._longest <= first:  # nor does any before it reach that far
                 break
         return None
 
@@ -66,10 +66,13 @@ class Returned:
 
     def again(self, storages: Sequence[torch.UntypedStorage]) -> bool:
         """Whether any of these, which one call returned, was returned by a call before; remembers them."""
-        found = any(getattr(each, "_opreplay_returned", None) is self._pass
-                    or any(ranges.find(each) is not None for ranges, _size in self._kept) for each in storages)
+        found = any(
+            getattr(each, "_opreplay_returned", None) is self._pass
+            or any(ranges.find(each) is not None for ranges, _size in self._kept)
+            for each in storages
+        )
         for each in storages:
-            each._opreplay_returned = self._pass    # type: ignore[attr-defined]
+            each._opreplay_returned = self._pass  # type: ignore[attr-defined]
         size = sum(each.nbytes() for each in storages)
         self._kept.append((MemoryLabels((each, "") for each in storages), size))
         self._bytes += size

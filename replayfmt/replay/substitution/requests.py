@@ -34,7 +34,7 @@ class Selector:
 
     text: str
     kernel_id: int | None = None
-    operator: str | None = None               # aten::mm, or aten::mm.default for one overload
+    operator: str | None = None  # aten::mm, or aten::mm.default for one overload
     signature: SignatureText | None = None
     everything: bool = False
 
@@ -81,8 +81,10 @@ def parse_request(text: str) -> SubstitutionRequest:
     if not path:
         raise UsageError(f"{told}: the path is empty; expected {FORM}")
     if name is not None and not _NAME.match(name):
-        raise UsageError(f"{told}: {name!r} is neither a function's nor an operator's name; expected PATH:NAME with a "
-                         "name like mm, or mine::mm for a torch-library")
+        raise UsageError(
+            f"{told}: {name!r} is neither a function's nor an operator's name; expected PATH:NAME with a "
+            "name like mm, or mine::mm for a torch-library"
+        )
     return SubstitutionRequest(parsed, told, path, name or "", form or infer_format(path, name or "", told))
 
 
@@ -90,8 +92,10 @@ def parse_selector(text: str, told: str) -> Selector:
     """A kernel id, an operator's name, a signature, or `all`. Raises UsageError."""
     text = text.strip()
     if not text:
-        raise UsageError(f"{told}: the selector is empty; expected a kernel id, an operator like aten::mm or "
-                         "aten::mm.default, a signature, or all")
+        raise UsageError(
+            f"{told}: the selector is empty; expected a kernel id, an operator like aten::mm or "
+            "aten::mm.default, a signature, or all"
+        )
     if text == ALL:
         return Selector(text, everything=True)
     if "(" in text:
@@ -101,8 +105,10 @@ def parse_selector(text: str, told: str) -> Selector:
             raise UsageError(f"{told}: kernel id {text}: ids count from 1; opreplay-dump shows those of a capture")
         return Selector(text, kernel_id=int(text))
     if not _OPERATOR.match(text):
-        raise UsageError(f"{told}: {text!r} is not a selector; expected a kernel id, an operator like aten::mm or "
-                         "aten::mm.default, a signature like 'aten::mm.default(float32[2,3], *)', or all")
+        raise UsageError(
+            f"{told}: {text!r} is not a selector; expected a kernel id, an operator like aten::mm or "
+            "aten::mm.default, a signature like 'aten::mm.default(float32[2,3], *)', or all"
+        )
     return Selector(text, operator=text)
 
 
@@ -129,11 +135,11 @@ def split_path(text: str) -> tuple[str, str | None]:
         return text, None
     for position in range(len(text) - 1, -1, -1):
         if text[position] == ":" and os.path.isfile(text[:position]):
-            return text[:position], text[position + 1:]
+            return text[:position], text[position + 1 :]
     # No file: split where a name could begin, so that the error can say which file was meant.
     for position, character in enumerate(text):
-        if character == ":" and (_NAME.match(text[position + 1:]) or position == len(text) - 1):
-            return text[:position], text[position + 1:]
+        if character == ":" and (_NAME.match(text[position + 1 :]) or position == len(text) - 1):
+            return text[:position], text[position + 1 :]
     return text, None
 
 
@@ -143,5 +149,7 @@ def infer_format(path: str, name: str, told: str) -> Format:
         return "torch-library"
     if path.lower().endswith(".py"):
         return "torch-library" if "::" in name else "python"
-    raise UsageError(f"{told}: the format of {path!r} cannot be told from its name; put @python or @torch-library "
-                     "behind the selector")
+    raise UsageError(
+        f"{told}: the format of {path!r} cannot be told from its name; put @python or @torch-library "
+        "behind the selector"
+    )

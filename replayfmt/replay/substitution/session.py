@@ -40,34 +40,56 @@ class SubstitutionReport:
     def with_(self, later: SubstitutionReport) -> SubstitutionReport:
         """This report with what a later pass over the same calls found farther apart."""
         found = {(each.signature, each.replacement): each.distance for each in later.checks}
-        return SubstitutionReport(tuple(
-            replace(each, distance=each.distance.or_(found[each.signature, each.replacement])) for each in self.checks))
+        return SubstitutionReport(
+            tuple(
+                replace(each, distance=each.distance.or_(found[each.signature, each.replacement]))
+                for each in self.checks
+            )
+        )
 
     def as_text(self) -> list[str]:
         """For people: a line for each signature."""
         calls = sum(check.calls for check in self.checks)
-        lines = [f"substituted: {_counted(calls, 'call')} of {_counted(len(self.checks), 'signature')}, "
-                 + ("each checked against the original kernel" if self.ok else "NOT as the original kernels")]
+        lines = [
+            f"substituted: {_counted(calls, 'call')} of {_counted(len(self.checks), 'signature')}, "
+            + ("each checked against the original kernel" if self.ok else "NOT as the original kernels")
+        ]
         for check in self.checks:
             state = "" if check.ok else "wrong: "
-            lines.append(f"  {check.signature} by {check.replacement}: {state}{_counted(check.calls, 'call')}, "
-                         f"values {distances(check.distance)}")
+            lines.append(
+                f"  {check.signature} by {check.replacement}: {state}{_counted(check.calls, 'call')}, "
+                f"values {distances(check.distance)}"
+            )
             lines += [f"    {fault}" for fault in check.faults]
         return lines
 
     def as_rows(self) -> list[dict[str, Any]]:
         """For programs: a row for each signature."""
-        return [{
-            "kind": "substitution", "signature": check.signature, "kernel": check.kernel,
-            "replacement": check.replacement, "ok": check.ok, "calls": check.calls, "first": check.first,
-            "elements": check.distance.elements, "different": check.distance.different,
-            "not_finite": check.distance.not_finite, "beyond": check.distance.beyond,
-            "first_beyond": check.beyond, "worst": _worst_row(check),
-            "largest_absolute": check.distance.largest_absolute, "largest_relative": check.distance.largest_relative,
-            # A string: of 64-bit floats it may take more bits than a JSON number holds exactly.
-            "largest_ulp": None if check.distance.largest_ulp is None else str(check.distance.largest_ulp),
-            "tolerances": list(check.tolerances), "faults": list(check.faults), "fault_count": check.fault_count,
-        } for check in self.checks]
+        return [
+            {
+                "kind": "substitution",
+                "signature": check.signature,
+                "kernel": check.kernel,
+                "replacement": check.replacement,
+                "ok": check.ok,
+                "calls": check.calls,
+                "first": check.first,
+                "elements": check.distance.elements,
+                "different": check.distance.different,
+                "not_finite": check.distance.not_finite,
+                "beyond": check.distance.beyond,
+                "first_beyond": check.beyond,
+                "worst": _worst_row(check),
+                "largest_absolute": check.distance.largest_absolute,
+                "largest_relative": check.distance.largest_relative,
+                # A string: of 64-bit floats it may take more bits than a JSON number holds exactly.
+                "largest_ulp": None if check.distance.largest_ulp is None else str(check.distance.largest_ulp),
+                "tolerances": list(check.tolerances),
+                "faults": list(check.faults),
+                "fault_count": check.fault_count,
+            }
+            for check in self.checks
+        ]
 
 
 def _worst_row(check: SignatureCheck) -> dict[str, Any] | None:
@@ -75,8 +97,13 @@ def _worst_row(check: SignatureCheck) -> dict[str, Any] | None:
     if check.worst is None:
         return None
     ordinal, where, _close = check.worst_place
-    return {"ordinal": ordinal, "where": where, "index": None if check.worst.index is None else list(check.worst.index),
-            "expected": str(check.worst.expected), "got": str(check.worst.got)}
+    return {
+        "ordinal": ordinal,
+        "where": where,
+        "index": None if check.worst.index is None else list(check.worst.index),
+        "expected": str(check.worst.expected),
+        "got": str(check.worst.got),
+    }
 
 
 def _counted(number: int, noun: str) -> str:
@@ -99,8 +126,9 @@ class Planned(Protocol):
 
     def describe(self, ordinal: int) -> tuple[str, str]: ...
 
-    def run_with(self, stand_in: KernelStandIn | None,
-                 on_progress: Callable[[int], None] | None = None) -> ReplayResult: ...
+    def run_with(
+        self, stand_in: KernelStandIn | None, on_progress: Callable[[int], None] | None = None
+    ) -> ReplayResult: ...
 
 
 class SubstitutionSession:
@@ -109,10 +137,12 @@ class SubstitutionSession:
 
     def __init__(self, plan: Planned, loaded: LoadedRequests, tolerance: Tolerance) -> None:
         """Raises UsageError where what was asked for does not fit the capture."""
-        schemas = {number: kernel.schema for number, kernel in enumerate(plan.kernels)
-                   if isinstance(kernel, ResolvedKernel)}
-        self.table = Substitutions(plan.reader, loaded, schemas, plan.scan(checks=False).signature_calls.tolist(),
-                                   plan.device_map.target)
+        schemas = {
+            number: kernel.schema for number, kernel in enumerate(plan.kernels) if isinstance(kernel, ResolvedKernel)
+        }
+        self.table = Substitutions(
+            plan.reader, loaded, schemas, plan.scan(checks=False).signature_calls.tolist(), plan.device_map.target
+        )
         self.replace = Replace(plan.reader, self.table, plan.describe)
         self.report: SubstitutionReport | None = None
         self._plan, self._tolerance = plan, tolerance
@@ -134,8 +164,13 @@ class SubstitutionSession:
             wrong = sum(not check.ok for check in self.report.checks)
             raise SubstitutionRejected(
                 f"{self._plan.reader.path}: the replacements of {_counted(wrong, 'signature')} "
-                + ("no longer do what the original kernels do, though they did at first" if again else
-                   "do not do what the original kernels do; nothing was timed"), self.report)
+                + (
+                    "no longer do what the original kernels do, though they did at first"
+                    if again
+                    else "do not do what the original kernels do; nothing was timed"
+                ),
+                self.report,
+            )
         return self.report
 
     def _run(self, on_progress: Callable[[int], None] | None) -> SubstitutionReport:
@@ -144,6 +179,8 @@ class SubstitutionSession:
         result = plan.run_with(check, on_progress)
         report = SubstitutionReport(tuple(sorted(check.checks.values(), key=lambda each: each.first)))
         if result.divergence is not None and report.ok:
-            raise ReplayMismatch(f"{plan.reader.path}: no replacement could be judged, because the original kernels "
-                                 f"differ from the capture themselves: {result.divergence}")
+            raise ReplayMismatch(
+                f"{plan.reader.path}: no replacement could be judged, because the original kernels "
+                f"differ from the capture themselves: {result.divergence}"
+            )
         return report

@@ -62,8 +62,10 @@ def load(asked: Asked) -> LoadedRequests:
     requests = []
     for each in asked:
         if not isinstance(each, str | Substitution):
-            raise UsageError(f"substitutions: {type(each).__name__} is none; expected Substitution(selector, function) "
-                             "or a text as on the command line")
+            raise UsageError(
+                f"substitutions: {type(each).__name__} is none; expected Substitution(selector, function) "
+                "or a text as on the command line"
+            )
         requests.append(each.request() if isinstance(each, Substitution) else parse_request(each))
     if len(requests) > 1:
         for request in requests:
@@ -71,8 +73,9 @@ def load(asked: Asked) -> LoadedRequests:
                 raise UsageError(f"{request.told}: all stands alone; it was given with {len(requests) - 1} other(s)")
     _refuse_repeated(requests)
     loader = Loader()
-    return LoadedRequests(tuple((request, None if request.function is not None else loader.load(request))
-                                for request in requests))
+    return LoadedRequests(
+        tuple((request, None if request.function is not None else loader.load(request)) for request in requests)
+    )
 
 
 def _refuse_repeated(requests: Sequence[SubstitutionRequest]) -> None:
@@ -80,31 +83,43 @@ def _refuse_repeated(requests: Sequence[SubstitutionRequest]) -> None:
     for request in requests:
         known = seen.setdefault(request.selector.text, request)
         if known is not request:
-            raise UsageError(f"{request.told}: the selector {request.selector.text!r} is repeated; {known.told} has it "
-                             "already")
+            raise UsageError(
+                f"{request.told}: the selector {request.selector.text!r} is repeated; {known.told} has it already"
+            )
 
 
 class Substitutions:
     """The substituted calls of one capture. `index` knows its signatures; `replaced` has what stands for which kernel,
     for people."""
 
-    def __init__(self, reader: CaptureReader, loaded: LoadedRequests, schemas: Mapping[int, torch.FunctionSchema],
-                 calls: Sequence[int], device_of: Callable[[int], torch.device]) -> None:
+    def __init__(
+        self,
+        reader: CaptureReader,
+        loaded: LoadedRequests,
+        schemas: Mapping[int, torch.FunctionSchema],
+        calls: Sequence[int],
+        device_of: Callable[[int], torch.device],
+    ) -> None:
         """`schemas` has the operator of each kernel id that is here, `calls` how often each signature id is called,
         `device_of` the device that stands for a captured one. Raises UsageError."""
         self.index = SignatureIndex(reader)
         self.replaced: dict[str, list[str]] = {}
         self._reader, self._schemas, self._device_of = reader, schemas, device_of
-        self._called = {signature.kernel for number, signature in enumerate(reader.signatures)
-                        if signature is not None and signature.kind is RecordKind.op
-                        and signature.status is OpStatus.ok and calls[number]}
+        self._called = {
+            signature.kernel
+            for number, signature in enumerate(reader.signatures)
+            if signature is not None
+            and signature.kind is RecordKind.op
+            and signature.status is OpStatus.ok
+            and calls[number]
+        }
         self._by_kernel: dict[int, Replacement] = {}
         self._by_key: dict[Key, Replacement] = {}
         self._by_ordinal: dict[int, Replacement] = {}
-        self._owner: dict[int, SubstitutionRequest] = {}            # of whole kernels
-        self._parts: dict[int, SubstitutionRequest] = {}            # of some calls of a kernel
-        self._key_owner: dict[Key, SubstitutionRequest] = {}        # of all calls of a key
-        self._keys_in_part: dict[Key, SubstitutionRequest] = {}     # of some calls of a key
+        self._owner: dict[int, SubstitutionRequest] = {}  # of whole kernels
+        self._parts: dict[int, SubstitutionRequest] = {}  # of some calls of a kernel
+        self._key_owner: dict[Key, SubstitutionRequest] = {}  # of all calls of a key
+        self._keys_in_part: dict[Key, SubstitutionRequest] = {}  # of some calls of a key
         self._ordinal_owner: dict[int, SubstitutionRequest] = {}
         self._kernel_of = [0 if signature is None else signature.kernel for signature in reader.signatures]
         for request, library in loaded.requests:
@@ -130,7 +145,7 @@ class Substitutions:
         if signature is None or signature.kind is not RecordKind.op or signature.status is not OpStatus.ok:
             return None
         first = int(frame.tensor_first[row])
-        slots = frame.tensor_slots[first:first + self.index.argument_tensors(number)]
+        slots = frame.tensor_slots[first : first + self.index.argument_tensors(number)]
         return self.find(number, tuple(frame.tensor_meta[slots].tolist()), ordinal)
 
     @property
@@ -171,13 +186,18 @@ class Substitutions:
         selector = request.selector
         if selector.kernel_id is not None:
             if selector.kernel_id >= len(kernels):
-                raise UsageError(f"{request.told}: {self._reader.path} has the kernels 1 to {len(kernels) - 1}, no "
-                                 f"kernel {selector.kernel_id}")
+                raise UsageError(
+                    f"{request.told}: {self._reader.path} has the kernels 1 to {len(kernels) - 1}, no "
+                    f"kernel {selector.kernel_id}"
+                )
             if selector.kernel_id not in self._called:
                 self._nothing(request)
             return [selector.kernel_id]
-        numbers = [number for number in sorted(self._called)
-                   if selector.operator in (self._kernel(number).name, self._kernel(number).qualified_name)]
+        numbers = [
+            number
+            for number in sorted(self._called)
+            if selector.operator in (self._kernel(number).name, self._kernel(number).qualified_name)
+        ]
         if not numbers:
             self._nothing(request)
         return numbers
@@ -191,11 +211,11 @@ class Substitutions:
             numbers = [number for number in self._called if self._kernel(number).qualified_name == wanted]
             texts = [group.text for group in self.index.groups(numbers)]
             hint = f"its signatures there are {'; '.join(texts[:_SHOWN])}" + (
-                f" and {len(texts) - _SHOWN} more" if len(texts) > _SHOWN else "")
+                f" and {len(texts) - _SHOWN} more" if len(texts) > _SHOWN else ""
+            )
         else:
             close = difflib.get_close_matches(wanted, sorted(names), 3)
-            hint = (f"did you mean {' or '.join(close)}?" if close
-                    else "opreplay-dump --signatures prints what it calls")
+            hint = f"did you mean {' or '.join(close)}?" if close else "opreplay-dump --signatures prints what it calls"
         raise UsageError(f"{request.told}: {selector.text!r} matches no call of {self._reader.path}; {hint}")
 
     def _offered(self, request: SubstitutionRequest, library: Library | None) -> list[tuple[int, Replacement]]:
@@ -207,8 +227,10 @@ class Substitutions:
         found = [(number, library.offer(self._kernel(number))) for number in sorted(self._called)]
         chosen = [(number, replacement) for number, replacement in found if replacement is not None]
         if not chosen:
-            raise UsageError(f"{request.told}: {request.path} has no function with the name of an operator that "
-                             f"{self._reader.path} calls; it has {', '.join(library.exported()) or 'no functions'}")
+            raise UsageError(
+                f"{request.told}: {request.path} has no function with the name of an operator that "
+                f"{self._reader.path} calls; it has {', '.join(library.exported()) or 'no functions'}"
+            )
         return chosen
 
     def _replacement(self, request: SubstitutionRequest, library: Library | None, kernel: Kernel) -> Replacement:
@@ -220,16 +242,19 @@ class Substitutions:
     def _check(self, told: str, number: int, replacement: Replacement) -> None:
         kernel = self._kernel(number)
         schema = self._schemas.get(number)
-        if schema is not None:          # without it the plan is refused: the original has to be here to judge by
-            check_binding(replacement.signature, schema,
-                          f"{told}: {replacement.label} cannot stand for {kernel.qualified_name}")
+        if schema is not None:  # without it the plan is refused: the original has to be here to judge by
+            check_binding(
+                replacement.signature, schema, f"{told}: {replacement.label} cannot stand for {kernel.qualified_name}"
+            )
         labels = self.replaced.setdefault(kernel.qualified_name, [])
         if replacement.label not in labels:
             labels.append(replacement.label)
 
     def _overlap(self, request: SubstitutionRequest, other: SubstitutionRequest, what: str) -> None:
-        raise UsageError(f"{request.told}: overlaps with {other.told}: both select calls of {what}; which one should "
-                         "they get? Narrow one of them")
+        raise UsageError(
+            f"{request.told}: overlaps with {other.told}: both select calls of {what}; which one should "
+            "they get? Narrow one of them"
+        )
 
     def _add_signature(self, request: SubstitutionRequest, library: Library | None) -> None:
         pattern = request.selector.signature
@@ -269,8 +294,9 @@ class Substitutions:
 
     def _ask(self, decide: Decide) -> None:
         """Ask about every call once, in capture order."""
-        groups = [ops for ops in self.index.walk(self._called)
-                  if self._reader.signatures[ops.key[0]].status is OpStatus.ok]
+        groups = [
+            ops for ops in self.index.walk(self._called) if self._reader.signatures[ops.key[0]].status is OpStatus.ok
+        ]
         if not groups:
             return
         ordinals = np.concatenate([ops.ordinals for ops in groups])
@@ -286,8 +312,10 @@ class Substitutions:
             if function is None:
                 continue
             if not callable(function):
-                raise UsageError(f"substitutions: the callback gave a {type(function).__name__} for ordinal {ordinal} "
-                                 f"({text}); expected a function, or None for the original")
+                raise UsageError(
+                    f"substitutions: the callback gave a {type(function).__name__} for ordinal {ordinal} "
+                    f"({text}); expected a function, or None for the original"
+                )
             key = (ops.kernel, id(function))
             if key not in made:
                 made[key] = replacement_of(function, str(getattr(function, "__name__", "function")))

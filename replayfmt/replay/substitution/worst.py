@@ -47,8 +47,12 @@ def worst_element(expected: torch.Tensor, got: torch.Tensor, tolerance: Toleranc
         place = int(times.argmax())
         if float(times[place]) > largest:
             largest = float(times[place])
-            worst = Worst(_unravelled(start + place, expected.shape), _value(wanted, place), _value(given, place),
-                          largest if _is_float(expected.dtype) else math.inf)
+            worst = Worst(
+                _unravelled(start + place, expected.shape),
+                _value(wanted, place),
+                _value(given, place),
+                largest if _is_float(expected.dtype) else math.inf,
+            )
         start += wanted.numel()
     assert worst is not None
     return worst
@@ -102,7 +106,7 @@ def _value(flat: torch.Tensor, place: int) -> Any:
     if flat.dtype in PLAIN_INTEGERS or _is_float(flat.dtype):
         return flat[place].item()
     width = flat.element_size()
-    return "0x" + bytes(flat.view(torch.uint8)[place * width:(place + 1) * width].tolist()).hex()
+    return "0x" + bytes(flat.view(torch.uint8)[place * width : (place + 1) * width].tolist()).hex()
 
 
 def _shown(value: Any) -> str:

@@ -86,8 +86,14 @@ class _Sought:
 class Synthesis:
     """Fills storages whose content was not captured. `findings` say which cannot be, and what to do about it."""
 
-    def __init__(self, reader: CaptureReader, scan: Scan, kernels: tuple[ResolvedKernel | str | None, ...],
-                 registry: Registry, known: KnownContent) -> None:
+    def __init__(
+        self,
+        reader: CaptureReader,
+        scan: Scan,
+        kernels: tuple[ResolvedKernel | str | None, ...],
+        registry: Registry,
+        known: KnownContent,
+    ) -> None:
         self._reader = reader
         self._registry = registry
         self._known = known
@@ -116,13 +122,19 @@ class Synthesis:
     def notes(self) -> tuple[str, ...]:
         """What a user has to know: what initializers said, and which of the user's were not needed."""
         used = {id(choice.initializer) for choice in self._choices.values()}
-        unused = tuple(f"initializer {each.name}, for {each.wanted}, filled nothing: the capture has no such "
-                       "use, has its content, or another initializer came first"
-                       for each in self._registry.users if id(each) not in used)
+        unused = tuple(
+            f"initializer {each.name}, for {each.wanted}, filled nothing: the capture has no such "
+            "use, has its content, or another initializer came first"
+            for each in self._registry.users
+            if id(each) not in used
+        )
         if not self.reason:
             return unused
-        return (*dict.fromkeys(self._notes), *unused,
-                "values that the program read and branched on are the captured ones, whatever the replay computes")
+        return (
+            *dict.fromkeys(self._notes),
+            *unused,
+            "values that the program read and branched on are the captured ones, whatever the replay computes",
+        )
 
     @cached_property
     def reason(self) -> str:
@@ -194,8 +206,10 @@ class Synthesis:
             self._refused[storage, version] = f"the content of storage {storage} is not in the capture: {reason}"
         policy = self._reader.session.policies.get("payload", "not recorded")
         for (subject, reason), places in refusals.items():
-            self.findings.append(f"{_named([storage for storage, _first in places])} ({subject}, first at ordinal "
-                                 f"{places[0][1]}): {reason}; or capture with payload=full (this is payload={policy})")
+            self.findings.append(
+                f"{_named([storage for storage, _first in places])} ({subject}, first at ordinal "
+                f"{places[0][1]}): {reason}; or capture with payload=full (this is payload={policy})"
+            )
 
     def _demand(self, storage: int) -> Demand | Conflict | None:
         """What all uses of a storage ask together, None where one of them is not understood."""
@@ -255,8 +269,9 @@ class Synthesis:
         for each in found:
             if each.view is None or each.steps or not each.followed:
                 continue
-            if (initializer.names(each.op, each.overload, each.argument, each.label)
-                    and initializer.matches_content(each.view.dtype, role)):
+            if initializer.names(each.op, each.overload, each.argument, each.label) and initializer.matches_content(
+                each.view.dtype, role
+            ):
                 return self._uses.use(each)
         return None
 
@@ -280,11 +295,13 @@ class Synthesis:
     def _whole_request(self, sought: _Sought, dtype: torch.dtype) -> Request:
         entrance, found = sought.entrance, sought.found
         born = self._reader.storage(entrance.storage)
-        info = TensorInfo(entrance.storage, dtype, (born.bytes // dtype.itemsize,), (1,), 0,
-                          str(self._reader.devices[born.device]))
+        info = TensorInfo(
+            entrance.storage, dtype, (born.bytes // dtype.itemsize,), (1,), 0, str(self._reader.devices[born.device])
+        )
         first = self._uses.use(found[0]) if found else None
-        return self._asked(sought, _NOBODY if first is None else first.call,
-                           {"storage" if first is None else first.label: info})
+        return self._asked(
+            sought, _NOBODY if first is None else first.call, {"storage" if first is None else first.label: info}
+        )
 
     def _request(self, sought: _Sought, initializer: Initializer, use: Use) -> Request:
         assert use.view is not None
@@ -295,9 +312,19 @@ class Synthesis:
 
     def _asked(self, sought: _Sought, call: Call, wanted: Mapping[str, TensorInfo]) -> Request:
         demand = sought.demand if isinstance(sought.demand, Demand) else None
-        return Request(call, wanted, tuple(map(self._uses.use, sought.found)), demand, sought.recipe,
-                       sought.entrance.version, self._seed(sought.entrance, sought.recipe), self.content, self._notes,
-                       self._registry.options, self._shared)
+        return Request(
+            call,
+            wanted,
+            tuple(map(self._uses.use, sought.found)),
+            demand,
+            sought.recipe,
+            sought.entrance.version,
+            self._seed(sought.entrance, sought.recipe),
+            self.content,
+            self._notes,
+            self._registry.options,
+            self._shared,
+        )
 
     def _companions(self, initializer: Initializer, use: Use, version: int) -> Mapping[str, TensorInfo]:
         """The other arguments of a call that a joint initializer fills: they have no content, and no other one yet."""
@@ -329,8 +356,17 @@ class Synthesis:
                 check(initializer, request, label, info, made[label], own)
             born = self._reader.storage(info.storage)
             why = own.why if isinstance(own, Demand) else ""
-            filled = Initialized(info.storage, entrance.version, born.bytes, info, initializer.name, request.call.name,
-                                 label, request.call.ordinal, why)
+            filled = Initialized(
+                info.storage,
+                entrance.version,
+                born.bytes,
+                info,
+                initializer.name,
+                request.call.name,
+                label,
+                request.call.ordinal,
+                why,
+            )
             choices[info.storage, entrance.version] = _Choice(initializer, request, filled, made.get(label))
         self._choices |= choices
 
@@ -352,8 +388,9 @@ class Synthesis:
         self.fill(info.storage, 0, storage)
         return make_view(storage, info.dtype, info.sizes, info.strides, info.offset).clone()
 
-    def _nothing_matches(self, found: list[FoundUse], demand: Demand | Conflict | None,
-                         dtype: torch.dtype | None) -> str:
+    def _nothing_matches(
+        self, found: list[FoundUse], demand: Demand | Conflict | None, dtype: torch.dtype | None
+    ) -> str:
         """Why no initializer is for a storage, and what to write."""
         unknown = next((each for each in found if _own_demand(each) is None), None)
         if isinstance(demand, Conflict):
@@ -368,16 +405,22 @@ class Synthesis:
         direct = next((each for each in [example, *found] if each.view is not None), None)
         if direct is None:
             return f"{why}; give one with --replay-initializer=FILE.py that is for its dtype"
-        return (f"{why}; write to FILE.py what it holds and add --replay-initializer=FILE.py: "
-                f"from replayfmt.initializers import register; @register({direct.op!r}, argument={direct.argument!r}); "
-                "def content(request): return torch.zeros(request.tensor.sizes, dtype=request.tensor.dtype)")
+        return (
+            f"{why}; write to FILE.py what it holds and add --replay-initializer=FILE.py: "
+            f"from replayfmt.initializers import register; @register({direct.op!r}, argument={direct.argument!r}); "
+            "def content(request): return torch.zeros(request.tensor.sizes, dtype=request.tensor.dtype)"
+        )
 
 
 def _unsaved_states(reader: CaptureReader, scan: Scan) -> int:
     """How many states of random generators the capture mentions without having them."""
-    return sum(int(scan.signature_calls[number]) for number, signature in enumerate(reader.signatures)
-               if signature is not None and signature.kind is RecordKind.generator_state
-               and any(node.name == "payload" and node.kind is ValueKind.none for node in signature.args))
+    return sum(
+        int(scan.signature_calls[number])
+        for number, signature in enumerate(reader.signatures)
+        if signature is not None
+        and signature.kind is RecordKind.generator_state
+        and any(node.name == "payload" and node.kind is ValueKind.none for node in signature.args)
+    )
 
 
 def _own_demand(found: FoundUse) -> Demand | None:
@@ -389,8 +432,12 @@ def _own_demand(found: FoundUse) -> Demand | None:
 
 def _only_computed(found: list[FoundUse]) -> bool:
     """Whether all uses are understood for what an op reads, if not for the content that it was computed from."""
-    return all(is_integral(each.tensor.dtype) and each.demand is not None
-               and each.demand.role in (Role.number, Role.index, Role.bounded) for each in found)
+    return all(
+        is_integral(each.tensor.dtype)
+        and each.demand is not None
+        and each.demand.role in (Role.number, Role.index, Role.bounded)
+        for each in found
+    )
 
 
 def _demanded(found: list[FoundUse]) -> Demand | Conflict | None:

@@ -46,9 +46,16 @@ class CapturedCalls:
         assert kernel is not None
         resolved = self._kernels[record.signature.kernel]
         named = {node.name: self._value(value) for node, value in zip(record.signature.args, record.args, strict=True)}
-        return Call(ordinal, kernel.name, kernel.overload, named, tuple(map(self._value, record.results)),
-                    self._reader.scope_path(record.scope), record.annotation or {},
-                    resolved.overload if isinstance(resolved, OperatorKernel) else None)
+        return Call(
+            ordinal,
+            kernel.name,
+            kernel.overload,
+            named,
+            tuple(map(self._value, record.results)),
+            self._reader.scope_path(record.scope),
+            record.annotation or {},
+            resolved.overload if isinstance(resolved, OperatorKernel) else None,
+        )
 
     def info(self, storage: int, meta: TensorMeta, offset: int) -> TensorInfo:
         """A tensor. Raises KeyError where this torch does not know its dtype."""

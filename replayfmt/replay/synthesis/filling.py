@@ -40,13 +40,21 @@ def by_label(initializer: Initializer, request: Request, content: Any) -> dict[s
         content = {request.label: content}
     if not isinstance(content, Mapping) or set(content) != set(request.wanted):
         got = sorted(map(str, content)) if isinstance(content, Mapping) else type(content).__name__
-        raise Wrong(f"initializer {initializer.name} gave {got}; a joint one gives a mapping with exactly "
-                     f"{sorted(request.wanted)}")
+        raise Wrong(
+            f"initializer {initializer.name} gave {got}; a joint one gives a mapping with exactly "
+            f"{sorted(request.wanted)}"
+        )
     return dict(content)
 
 
-def check(initializer: Initializer, request: Request, label: str, info: TensorInfo, content: Any,
-           demand: Demand | Conflict | None) -> None:
+def check(
+    initializer: Initializer,
+    request: Request,
+    label: str,
+    info: TensorInfo,
+    content: Any,
+    demand: Demand | Conflict | None,
+) -> None:
     """Whether content is what was wanted. Raises Wrong."""
     name = f"initializer {initializer.name} for {label} of {request.call.name}"
     if not isinstance(content, torch.Tensor) or content.layout is not torch.strided:
@@ -55,8 +63,9 @@ def check(initializer: Initializer, request: Request, label: str, info: TensorIn
         raise Wrong(f"{name} gave {content.dtype}{list(content.shape)}, expected {info.dtype}{list(info.sizes)}")
     if not isinstance(demand, Demand) or not is_integral(content.dtype) or not content.numel():
         return
-    values = content.numpy(force=True)      # torch has no min for uint16, uint32 and uint64
+    values = content.numpy(force=True)  # torch has no min for uint16, uint32 and uint64
     low, high = int(values.min()), int(values.max())
     if (demand.low is not None and low < demand.low) or (demand.high is not None and high > demand.high):
-        raise Wrong(f"{name} gave values from {low} to {high}, but it is {demand.why}: expected {demand.low} to "
-                     f"{demand.high}")
+        raise Wrong(
+            f"{name} gave values from {low} to {high}, but it is {demand.why}: expected {demand.low} to {demand.high}"
+        )

@@ -42,14 +42,16 @@ class IndexRanges:
     """One walk: `contents` are the ranges of storages whose content is decided; `asking` says which arguments of which
     ops have to be within bounds. `holds` is whether all of them are."""
 
-    def __init__(self, reader: CaptureReader, calls: CapturedCalls, contents: Mapping[int, Range],
-                 asking: Asking) -> None:
+    def __init__(
+        self, reader: CaptureReader, calls: CapturedCalls, contents: Mapping[int, Range], asking: Asking
+    ) -> None:
         self._reader, self._calls, self._asking = reader, calls, asking
         self._ranges: dict[int, Range] = dict(contents)
-        self._dtypes: dict[int, torch.dtype] = {}       # of what an op wrote
+        self._dtypes: dict[int, torch.dtype] = {}  # of what an op wrote
         self._contents = contents
-        self._integral = [meta is not None and is_integral(TORCH_DTYPE.get(meta.dtype, torch.float32))
-                          for meta in reader.metas]
+        self._integral = [
+            meta is not None and is_integral(TORCH_DTYPE.get(meta.dtype, torch.float32)) for meta in reader.metas
+        ]
         self.holds = all(self._frame(reader.frame(index)) for index in range(len(reader.record_frames)))
 
     def _frame(self, frame: RecordFrame) -> bool:
@@ -108,7 +110,7 @@ class IndexRanges:
         if known is not None and tensor.dtype is not torch.bool:
             info = torch.iinfo(tensor.dtype)
             if known.low < info.min or known.high > info.max:
-                known = None        # it wraps around
+                known = None  # it wraps around
         whole = dense(tensor) and tensor.elements * tensor.dtype.itemsize == self._reader.storage(tensor.storage).bytes
         if not whole and known is not None:
             before = self._known(tensor)
@@ -121,6 +123,7 @@ class IndexRanges:
 
 
 # Results hold some of the elements of these arguments, and nothing else.
+# fmt: off
 _CHOSEN = {
     **dict.fromkeys(("clone", "_to_copy", "contiguous", "index_select", "gather", "index", "take", "repeat", "roll",
                      "flip", "expand_copy", "_reshape_copy", "permute_copy", "masked_select", "unfold_copy", "sort",
@@ -131,8 +134,16 @@ _CHOSEN = {
     "scatter": ("self", "src", "value"), "index_put": ("self", "values"), "index_fill": ("self", "value"),
     "index_copy": ("self", "source"), "slice_scatter": ("self", "src"), "select_scatter": ("self", "src"),
 }
-_PLACES = {"argmax": (0, "dim"), "argmin": (0, "dim"), "argsort": (0, "dim"), "sort": (1, "dim"), "topk": (1, "dim"),
-           "max": (1, "dim"), "min": (1, "dim")}
+# fmt: on
+_PLACES = {
+    "argmax": (0, "dim"),
+    "argmin": (0, "dim"),
+    "argsort": (0, "dim"),
+    "sort": (1, "dim"),
+    "topk": (1, "dim"),
+    "max": (1, "dim"),
+    "min": (1, "dim"),
+}
 
 
 def result_range(call: Call, known: Known, index: int) -> Range | None:

@@ -30,8 +30,23 @@ from .calls import CapturedCalls
 _MOST_STEPS = 12
 _MOST_WAYS = 16
 # Ops that leave nothing of what a tensor held, given as its argument.
-_OVERWRITTEN = {"copy", "fill", "zero", "uniform", "normal", "random", "exponential", "geometric", "cauchy",
-                "log_normal", "bernoulli", "_foreach_copy", "_foreach_zero", "resize", "set"}
+_OVERWRITTEN = {
+    "copy",
+    "fill",
+    "zero",
+    "uniform",
+    "normal",
+    "random",
+    "exponential",
+    "geometric",
+    "cauchy",
+    "log_normal",
+    "bernoulli",
+    "_foreach_copy",
+    "_foreach_zero",
+    "resize",
+    "set",
+}
 
 
 # An op's signature, metadata ids and integers.
@@ -96,21 +111,26 @@ class _Alike:
     overload: str
     shapes: int
     arguments: list[_Argument] = field(default_factory=list)
-    results: dict[int, int] = field(default_factory=dict)       # index of a result that is a tensor → its slot
-    named: dict[str, int] = field(default_factory=dict)         # name of an argument that is a tensor → its slot
+    results: dict[int, int] = field(default_factory=dict)  # index of a result that is a tensor → its slot
+    named: dict[str, int] = field(default_factory=dict)  # name of an argument that is a tensor → its slot
 
 
 class Uses:
     """The uses of some storages' content. `storages` are those whose content was not captured."""
 
-    def __init__(self, reader: CaptureReader, scan: Scan, kernels: tuple[ResolvedKernel | str | None, ...],
-                 storages: Iterable[int]) -> None:
+    def __init__(
+        self,
+        reader: CaptureReader,
+        scan: Scan,
+        kernels: tuple[ResolvedKernel | str | None, ...],
+        storages: Iterable[int],
+    ) -> None:
         self._reader, self._scan, self._kernels = reader, scan, kernels
         self.calls = CapturedCalls(reader, kernels)
         self._origins = frozenset(storages)
         self._ways: dict[int, set[Way]] = {storage: {Way(storage)} for storage in self._origins}
         self._alike: dict[tuple[Shapes, tuple[int, ...]], _Alike] = {}
-        self._shapes: dict[Shapes, int] = {}        # numbered, because they are as long as an op's list of tensors
+        self._shapes: dict[Shapes, int] = {}  # numbered, because they are as long as an op's list of tensors
         self._found: dict[int, dict[tuple[int, int, tuple[DemandStep, ...], bool], FoundUse]] = defaultdict(dict)
         if self._origins:
             self._walk()
@@ -143,8 +163,15 @@ class Uses:
 
     def use(self, found: FoundUse) -> Use:
         """A use with everything about its op."""
-        return Use(self.calls.call(found.ordinal), found.argument, found.position, found.tensor, found.view,
-                   found.steps, found.followed)
+        return Use(
+            self.calls.call(found.ordinal),
+            found.argument,
+            found.position,
+            found.tensor,
+            found.view,
+            found.steps,
+            found.followed,
+        )
 
     # --------------------------------------------------------------------------------------------------------- the walk
 
@@ -203,8 +230,9 @@ class Uses:
             for way in ways:
                 self._note(way, alike, argument, ordinal, tensor)
                 for passed in argument.passed:
-                    target = alike.named.get(passed.written) if passed.result is None else alike.results.get(
-                        passed.result)
+                    target = (
+                        alike.named.get(passed.written) if passed.result is None else alike.results.get(passed.result)
+                    )
                     if target is not None:
                         other = info(target)
                         written.setdefault(target, (other, set()))[1].add(_after(way, passed, tensor, other))
@@ -219,8 +247,18 @@ class Uses:
         view = tensor if tensor.storage == way.origin and not way.steps and way.followed else None
         if view is None and way.here is not None and _same_place(way.here, tensor):
             view = way.there
-        known[own] = FoundUse(ordinal, alike.op, alike.overload, argument.name, argument.position, tensor, view,
-                              way.steps, way.followed, argument.demand)
+        known[own] = FoundUse(
+            ordinal,
+            alike.op,
+            alike.overload,
+            argument.name,
+            argument.position,
+            tensor,
+            view,
+            way.steps,
+            way.followed,
+            argument.demand,
+        )
 
     def _write(self, storage: int, tensor: TensorInfo, ways: set[Way]) -> None:
         """A storage has other content in the place of a tensor."""
@@ -255,23 +293,32 @@ class Uses:
                 alike.arguments.append(self._argument(call, place.node.name, position, slot, tensor, schema, shared))
         return alike
 
-    def _argument(self, call: Call, name: str, position: int | None, slot: int, tensor: TensorInfo | None,
-                  schema: torch.FunctionSchema | None, shared: set[int]) -> _Argument:
-        if tensor is None:      # a part of a composite tensor, or in a list of lists
+    def _argument(
+        self,
+        call: Call,
+        name: str,
+        position: int | None,
+        slot: int,
+        tensor: TensorInfo | None,
+        schema: torch.FunctionSchema | None,
+        shared: set[int],
+    ) -> _Argument:
+        if tensor is None:  # a part of a composite tensor, or in a list of lists
             return _Argument(name, position, slot, True, False, None, ())
         argument = None if schema is None else next((each for each in schema.arguments if each.name == name), None)
         alias = None if argument is None else argument.alias_info
         base = base_name(call.name)
         # Without results in the capture (imports of single calls) nothing can read the view either.
         if alias is not None and not alias.is_write and (tensor.storage in shared or not call.results):
-            return _Argument(name, position, slot, False, False, None, ())       # a view of it
+            return _Argument(name, position, slot, False, False, None, ())  # a view of it
         writes = alias is not None and alias.is_write
         if writes and ((argument is not None and argument.is_out) or (base in _OVERWRITTEN and name == "self")):
             return _Argument(name, position, slot, False, True, None, ())
         demand = demand_of(Use(call, name, position, tensor, tensor))
         passed = tuple(passed_on(call, name, tensor)) if is_integral(tensor.dtype) else ()
-        return _Argument(name, position, slot, True, writes and any(each.written == name for each in passed), demand,
-                         passed)
+        return _Argument(
+            name, position, slot, True, writes and any(each.written == name for each in passed), demand, passed
+        )
 
     def _schema(self, layout: SlotLayout) -> torch.FunctionSchema | None:
         resolved = self._kernels[layout.signature.kernel]
@@ -312,8 +359,12 @@ def _after(way: Way, passed: Passed, tensor: TensorInfo, target: TensorInfo) -> 
 
 
 def _same_place(one: TensorInfo, other: TensorInfo) -> bool:
-    return (one.storage, one.offset, one.sizes, one.strides) == (other.storage, other.offset, other.sizes,
-                                                                 other.strides)
+    return (one.storage, one.offset, one.sizes, one.strides) == (
+        other.storage,
+        other.offset,
+        other.sizes,
+        other.strides,
+    )
 
 
 def dense(tensor: TensorInfo) -> bool:

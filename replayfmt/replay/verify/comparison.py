@@ -30,11 +30,17 @@ from ..results import Divergence, Verification, VerifyMode
 # How far close values may be apart, relative as described above. A whole model's result carries the rounding of every
 # op before it, so these are wider than one op's: float32 leaves room for TF32 against full precision.
 TOLERANCE: dict[DType, float] = {
-    DType.float64: 1e-7, DType.complex128: 1e-7,
-    DType.float32: 1e-3, DType.complex64: 1e-3,
-    DType.float16: 1e-2, DType.complex32: 1e-2,
+    DType.float64: 1e-7,
+    DType.complex128: 1e-7,
+    DType.float32: 1e-3,
+    DType.complex64: 1e-3,
+    DType.float16: 1e-2,
+    DType.complex32: 1e-2,
     DType.bfloat16: 5e-2,
-    DType.float8_e4m3fn: 0.15, DType.float8_e4m3fnuz: 0.15, DType.float8_e5m2: 0.3, DType.float8_e5m2fnuz: 0.3,
+    DType.float8_e4m3fn: 0.15,
+    DType.float8_e4m3fnuz: 0.15,
+    DType.float8_e5m2: 0.3,
+    DType.float8_e5m2fnuz: 0.3,
     DType.float8_e8m0fnu: 0.5,
 }
 _SCALAR_TOLERANCE = 1e-3
@@ -66,7 +72,7 @@ class Judge:
         self._clock = clock
         self._describe = describe
         self.bitwise = True
-        self.compares_scalars = True        # not where content is other than the captured one
+        self.compares_scalars = True  # not where content is other than the captured one
         self.stop_at_first = True
         self.found: list[Divergence] = []
         self.verification = Verification("none", "none")
@@ -138,7 +144,7 @@ def digests_differ(expected: TensorDigest, got: TensorDigest, dtype: DType) -> t
     """What is not close between two digests of one dtype, as (expected, got); None where all is."""
     tolerance = TOLERANCE.get(dtype)
     if tolerance is None:
-        return _summary(expected), _summary(got)      # integers, bools and patterns: only the hash counts
+        return _summary(expected), _summary(got)  # integers, bools and patterns: only the hash counts
     for name in ("elements", "nan", "inf"):
         if getattr(expected, name) != getattr(got, name):
             return f"{name} {getattr(expected, name)}", f"{name} {getattr(got, name)}"

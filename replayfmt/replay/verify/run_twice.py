@@ -30,7 +30,7 @@ _MOST_REPORTED = 10
 # What new memory holds in the first and in the second run. No bytes that kernels like to write.
 _FILLS = (0xA5, 0x5C)
 _LIBC = ctypes.CDLL(None)
-_M_PERTURB = -6         # of glibc: what memory is filled with when it is allocated, inverted
+_M_PERTURB = -6  # of glibc: what memory is filled with when it is allocated, inverted
 _WORD = 8
 
 
@@ -54,8 +54,12 @@ class RunTwice:
 
     reason = ""
 
-    def __init__(self, generators: Sequence[torch.Generator | None], ordinals: Collection[int] | None = None,
-                 patience_s: float | None = None) -> None:
+    def __init__(
+        self,
+        generators: Sequence[torch.Generator | None],
+        ordinals: Collection[int] | None = None,
+        patience_s: float | None = None,
+    ) -> None:
         self.opaque: list[OpaqueFound] = []
         self.unsteady: dict[int, str] = {}
         self.given_up = ""
@@ -80,11 +84,11 @@ class RunTwice:
         try:
             first = self._run(site, args, kwargs, _FILLS[0], {})
             lengths = first.lengths()
-            if any(device.type != "cpu" for device in lengths):     # its memory can be filled once its length is known
+            if any(device.type != "cpu" for device in lengths):  # its memory can be filled once its length is known
                 first = self._run(site, args, kwargs, _FILLS[0], lengths)
             second = self._run(site, args, kwargs, _FILLS[1], lengths)
         except (RuntimeError, ValueError, TypeError, IndexError, NotImplementedError, MemoryError):
-            return      # the call that counts raises it, too, and says where
+            return  # the call that counts raises it, too, and says where
         for (label, place), value in first.values.items():
             if (label, place) in second.values:
                 self._compare(site, label, value, second.values[label, place])
@@ -92,8 +96,14 @@ class RunTwice:
             self.given_up = f"the search ended there, at ordinal {site.ordinal}"
             raise StopReplay
 
-    def _run(self, site: CallSite, args: tuple[Any, ...], kwargs: dict[str, Any], fill: int,
-             lengths: dict[torch.device, list[int]]) -> _Run:
+    def _run(
+        self,
+        site: CallSite,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        fill: int,
+        lengths: dict[torch.device, list[int]],
+    ) -> _Run:
         clones = Clones()
         copies, named = clones.of(args), clones.of(kwargs)
         with self._undrawn(), _new_memory_filled(fill, lengths):
@@ -149,13 +159,22 @@ class _Run:
         names = [argument.name for argument in schema.arguments]
         given = {**dict(zip(names, args, strict=False)), **kwargs}
         slots = set(site.effects.writes) | set(site.effects.unsure)
-        written = {each.node.name: given[each.node.name] for each in site.layout.args
-                   if set(each.tensors) & slots and each.node.name in given}
+        written = {
+            each.node.name: given[each.node.name]
+            for each in site.layout.args
+            if set(each.tensors) & slots and each.node.name in given
+        }
         results = (returned,) if len(schema.returns) == 1 else returned if schema.returns else ()
         labelled: list[tuple[int | str, Any]] = [*enumerate(results if isinstance(results, list | tuple) else ())]
         labelled += written.items()
-        return _Run({(label, place): value for label, whole in labelled for place, value in strided_parts(whole, "")
-                     if isinstance(value, torch.Tensor) and has_memory(value)})
+        return _Run(
+            {
+                (label, place): value
+                for label, whole in labelled
+                for place, value in strided_parts(whole, "")
+                if isinstance(value, torch.Tensor) and has_memory(value)
+            }
+        )
 
     def lengths(self) -> dict[torch.device, list[int]]:
         """How long the memory is that was returned, by device."""

@@ -38,8 +38,16 @@ class Expected:
 class ExpectResults:
     """Called with what an op returned and its tensor arguments; gives the results back."""
 
-    def __init__(self, judge: Judge, where: Where, results: Sequence[NodePlace], expected: dict[int, Expected],
-                 storages: Sequence[int | None], *, sizes_only: bool = False) -> None:
+    def __init__(
+        self,
+        judge: Judge,
+        where: Where,
+        results: Sequence[NodePlace],
+        expected: dict[int, Expected],
+        storages: Sequence[int | None],
+        *,
+        sizes_only: bool = False,
+    ) -> None:
         """`storages` are the captured ones of the tensor arguments, None for those that the op moves to another one.
 
         With `sizes_only` numbers of results, dtypes, sizes and devices are all that is compared: for content that is
@@ -81,8 +89,9 @@ class ExpectResults:
     def _differs(self, index: int | None, expected: str, got: str) -> None:
         self._judge.diverged(replace(self._where, result=index), expected, got)
 
-    def _check(self, index: int, place: NodePlace, value: Any, args: tuple[torch.Tensor, ...],
-               memories: Memories) -> None:
+    def _check(
+        self, index: int, place: NodePlace, value: Any, args: tuple[torch.Tensor, ...], memories: Memories
+    ) -> None:
         kind = place.node.kind
         if kind is ValueKind.tensor:
             if not isinstance(value, torch.Tensor):
@@ -100,8 +109,9 @@ class ExpectResults:
             for child, each in zip(place.children, value, strict=True):
                 self._check(index, child, each, args, memories)
 
-    def _check_tensor(self, index: int, expected: Expected, tensor: torch.Tensor, args: tuple[torch.Tensor, ...],
-                      memories: Memories) -> None:
+    def _check_tensor(
+        self, index: int, expected: Expected, tensor: torch.Tensor, args: tuple[torch.Tensor, ...], memories: Memories
+    ) -> None:
         if tensor.layout is not torch.strided:
             self._differs(index, "a strided tensor", _named(tensor))
             return
@@ -110,8 +120,11 @@ class ExpectResults:
         wanted = (view.dtype, view.sizes, _telling(view.sizes, view.strides), view.offset, expected.device)
         got = (tensor.dtype, sizes, _telling(sizes, strides), int(tensor.storage_offset()), tensor.device)
         if wanted != got and not (self._sizes_only and (wanted[0], wanted[1], wanted[4]) == (got[0], got[1], got[4])):
-            self._differs(index, _tensor(view.dtype, view.sizes, view.strides, view.offset, expected.device),
-                          _tensor(tensor.dtype, sizes, strides, int(tensor.storage_offset()), tensor.device))
+            self._differs(
+                index,
+                _tensor(view.dtype, view.sizes, view.strides, view.offset, expected.device),
+                _tensor(tensor.dtype, sizes, strides, int(tensor.storage_offset()), tensor.device),
+            )
             return
         if self._sizes_only:
             return
@@ -135,8 +148,9 @@ def _telling(sizes: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...
     return tuple(stride for size, stride in zip(sizes, strides, strict=True) if size != 1)
 
 
-def _tensor(dtype: torch.dtype, sizes: tuple[int, ...], strides: tuple[int, ...], offset: int,
-            device: torch.device) -> str:
+def _tensor(
+    dtype: torch.dtype, sizes: tuple[int, ...], strides: tuple[int, ...], offset: int, device: torch.device
+) -> str:
     name = str(dtype).removeprefix("torch.")
     return f"{name}{list(sizes)} with strides {list(strides)} at offset {offset} on {device}"
 

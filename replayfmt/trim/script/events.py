@@ -131,12 +131,19 @@ class ScriptEvents:
                 assert isinstance(storage, StorageValue) and isinstance(length, int)
                 self.events.append(Resize(storage.id, length))
             case RecordKind.unsupported | RecordKind.collective:
-                raise ReplayRefused(f"{self.reader.path}: ordinal {record.ordinal} ({record.kind.name}) cannot be "
-                                    "written into a script")
+                raise ReplayRefused(
+                    f"{self.reader.path}: ordinal {record.ordinal} ({record.kind.name}) cannot be written into a script"
+                )
         return record.ordinal
 
-    def add(self, near: Record, kind: RecordKind, nodes: Sequence[Node], values: Sequence[Value] = (),
-            scope: int | None = None) -> int:
+    def add(
+        self,
+        near: Record,
+        kind: RecordKind,
+        nodes: Sequence[Node],
+        values: Sequence[Value] = (),
+        scope: int | None = None,
+    ) -> int:
         given = list(values)
         if kind is RecordKind.scope_begin and scope is not None:
             self.events.append(Remark(f"inside scope {self.reader.scope_path(scope)!a}"))

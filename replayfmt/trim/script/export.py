@@ -41,7 +41,7 @@ from .file import ScriptFile
 from .text import BodyWriter, ScriptBody
 from .values import ALWAYS_STATED
 
-MOST_OPS = 2000      # of a script; beyond that nobody reads it
+MOST_OPS = 2000  # of a script; beyond that nobody reads it
 
 
 @dataclass(frozen=True)
@@ -56,9 +56,15 @@ class ScriptResult:
     verified: str = ""
 
 
-def synthesized_script(reader: CaptureReader, out: str, wanted: Wanted, *, force: bool = False,
-                       allow_incomplete: bool = False,
-                       on_prediction: Callable[[Prediction], None] = lambda prediction: None) -> ScriptResult:
+def synthesized_script(
+    reader: CaptureReader,
+    out: str,
+    wanted: Wanted,
+    *,
+    force: bool = False,
+    allow_incomplete: bool = False,
+    on_prediction: Callable[[Prediction], None] = lambda prediction: None,
+) -> ScriptResult:
     """Write a script that makes its inputs up. Raises UsageError, OutputExists, ReplayRefused for what no script can
     do."""
     refuse_incomplete(reader, allow_incomplete)
@@ -72,13 +78,21 @@ def synthesized_script(reader: CaptureReader, out: str, wanted: Wanted, *, force
         return ScriptResult(out, kept.ops, len(events.inputs), None, 0)
 
 
-def script_with_data(plan: Plan, out: str, data: str, wanted: Wanted, *, verify: Verify = "auto", force: bool = False,
-                     on_prediction: Callable[[Prediction], None] = lambda prediction: None) -> ScriptResult:
+def script_with_data(
+    plan: Plan,
+    out: str,
+    data: str,
+    wanted: Wanted,
+    *,
+    verify: Verify = "auto",
+    force: bool = False,
+    on_prediction: Callable[[Prediction], None] = lambda prediction: None,
+) -> ScriptResult:
     """Write a script and its inputs, which a verified replay gives. Raises what `trim_capture` raises, and
     ReplayRefused for what no script can do."""
     reader = plan.reader
     with _outputs(reader, force, out, data) as (partial, partial_data):
-        while True:     # each time more results are known that hold bytes no replay reproduces
+        while True:  # each time more results are known that hold bytes no replay reproduces
             kept = with_producers(reader, _resolved(reader, wanted), plan.opaque_slots(), plan.writes)
             schedule = Planner(reader, kept, plan.writes).plan()
             on_prediction(predict(reader, kept, schedule))
@@ -92,11 +106,13 @@ def script_with_data(plan: Plan, out: str, data: str, wanted: Wanted, *, verify:
         if divergence is not None:
             raise ReplayMismatch(f"{reader.path}: its replay differs from what was captured: {divergence}")
         watcher.finish()
-        arrays = _write(partial, out, events, schedule, kept, wanted, data, watcher.hashes,
-                        numbers=not plan.synthesis.reason)
+        arrays = _write(
+            partial, out, events, schedule, kept, wanted, data, watcher.hashes, numbers=not plan.synthesis.reason
+        )
         write_safetensors(partial_data, arrays)
-        return ScriptResult(out, kept.ops, len(events.inputs), data, sum(len(each.data) for each in arrays),
-                            verification.text)
+        return ScriptResult(
+            out, kept.ops, len(events.inputs), data, sum(len(each.data) for each in arrays), verification.text
+        )
 
 
 class _Hashing(Materializer):
@@ -121,13 +137,16 @@ def _hash(tensor: torch.Tensor) -> str:
 def _resolved(reader: CaptureReader, wanted: Wanted) -> Kept:
     kept = resolve(reader, wanted)
     if kept.ops > MOST_OPS:
-        raise UsageError(f"{wanted.text}: {kept.ops} ops are too many for a script, {MOST_OPS} are the most; select "
-                         "fewer, or write a capture")
+        raise UsageError(
+            f"{wanted.text}: {kept.ops} ops are too many for a script, {MOST_OPS} are the most; select "
+            "fewer, or write a capture"
+        )
     return kept
 
 
 def _changes(reader: CaptureReader) -> Callable[[Record], set[int]]:
     """Which arguments an op gives other metadata in place."""
+
     def changes(record: Record) -> set[int]:
         kernel = reader.kernels[record.signature.kernel]
         assert kernel is not None
@@ -144,17 +163,31 @@ def _changes(reader: CaptureReader) -> Callable[[Record], set[int]]:
 def _settings(schedule: Schedule) -> dict[str, Any]:
     """The settings that a new process does not have by itself, as far as can be told, and some that are always said."""
     here = read_settings()
-    return {name: value for name, value in schedule.settings.items() if not name.startswith("autocast.")
-            and (name in ALWAYS_STATED or here.get(name) != value)}
+    return {
+        name: value
+        for name, value in schedule.settings.items()
+        if not name.startswith("autocast.") and (name in ALWAYS_STATED or here.get(name) != value)
+    }
 
 
-def _write(partial: str, out: str, events: ScriptEvents, schedule: Schedule, kept: Kept, wanted: Wanted,
-           data: str | None, hashes: dict[tuple[int, int], str], *, numbers: bool) -> list[Array]:
+def _write(
+    partial: str,
+    out: str,
+    events: ScriptEvents,
+    schedule: Schedule,
+    kept: Kept,
+    wanted: Wanted,
+    data: str | None,
+    hashes: dict[tuple[int, int], str],
+    *,
+    numbers: bool,
+) -> list[Array]:
     """Write the script; returns what its data file has to hold."""
     body: ScriptBody = BodyWriter(events, _changes(events.reader)).write()
-    if data is None:    # what a generator's state was is not known; whatever draws is seeded
-        body.generators.update(number for number, each in enumerate(events.reader.generators)
-                               if each is not None and each.default)
+    if data is None:  # what a generator's state was is not known; whatever draws is seeded
+        body.generators.update(
+            number for number, each in enumerate(events.reader.generators) if each is not None and each.default
+        )
     beside = None if data is None else os.path.relpath(data, os.path.dirname(os.path.abspath(out)))
     file = ScriptFile(events, body, _settings(schedule), hashes, numbers=numbers)
     arrays = file.arrays() if data is not None else []

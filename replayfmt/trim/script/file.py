@@ -103,8 +103,15 @@ class ScriptFile:
     """Puts a script together. `hashes` are what results should be, by ordinal and slot; `numbers` says whether those
     that the capture holds are what these inputs give."""
 
-    def __init__(self, events: ScriptEvents, body: ScriptBody, settings: dict[str, Any],
-                 hashes: dict[tuple[int, int], str], *, numbers: bool) -> None:
+    def __init__(
+        self,
+        events: ScriptEvents,
+        body: ScriptBody,
+        settings: dict[str, Any],
+        hashes: dict[tuple[int, int], str],
+        *,
+        numbers: bool,
+    ) -> None:
         self._numbers = numbers
         self._events, self._body, self._settings, self._hashes = events, body, settings, hashes
         used = set(body.first_uses)
@@ -125,8 +132,11 @@ class ScriptFile:
         """The whole script; `data` is the path of the data file relative to it, None: inputs are synthesized."""
         reader, body = self._events.reader, self._body
         session = reader.session
-        values = ("loaded from the file beside this script: the bytes they had" if data is not None else
-                  "synthesized: dtypes, shapes and strides are the captured ones, the values are not")
+        values = (
+            "loaded from the file beside this script: the bytes they had"
+            if data is not None
+            else "synthesized: dtypes, shapes and strides are the captured ones, the values are not"
+        )
         head = [
             "#!/usr/bin/env python3",
             f"# {kept.ops} op{'s' if kept.ops > 1 else ''} of a capture ({comment(wanted.text)}), from ordinal "
@@ -135,9 +145,19 @@ class ScriptFile:
             f"# Inputs are {values}.",
             "# Behind each op: its ordinal in the capture, and what it gives.",
             "",
-            "import ctypes", "import hashlib", *(["import json"] if data is not None else []), "import sys",
-            "import time", *(["from pathlib import Path"] if data is not None else []), "", "import torch", "",
-            f"OPS = {kept.ops}", "REPEAT = 20", *([f"DATA = {data!a}"] if data is not None else []), "",
+            "import ctypes",
+            "import hashlib",
+            *(["import json"] if data is not None else []),
+            "import sys",
+            "import time",
+            *(["from pathlib import Path"] if data is not None else []),
+            "",
+            "import torch",
+            "",
+            f"OPS = {kept.ops}",
+            "REPEAT = 20",
+            *([f"DATA = {data!a}"] if data is not None else []),
+            "",
         ]
         head += [setting(name, value) for name, value in self._settings.items()]
         head += [f"g{number} = {self._generator(number)}" for number in sorted(body.generators)]
@@ -151,10 +171,20 @@ class ScriptFile:
             states = ", ".join(f"{number}: CONTENT['state_{number}']" for number in sorted(body.states))
             after.append(f"STATES = {{{states}}}")
         expected = self._expected()
-        after += ["", "# What the capture says of results: a tensor's SHA-256, a number itself.", "EXPECTED = {",
-                  *(f"    {name!a}: {value!a}," for name, value in expected.items()), "}"]
-        return "\n".join([*head, helpers.rstrip("\n"), *after, "", "", *self._input_lines(data), "", "",
-                          *self._run_lines(data)]) + "\n\n" + _MAIN
+        after += [
+            "",
+            "# What the capture says of results: a tensor's SHA-256, a number itself.",
+            "EXPECTED = {",
+            *(f"    {name!a}: {value!a}," for name, value in expected.items()),
+            "}",
+        ]
+        return (
+            "\n".join(
+                [*head, helpers.rstrip("\n"), *after, "", "", *self._input_lines(data), "", "", *self._run_lines(data)]
+            )
+            + "\n\n"
+            + _MAIN
+        )
 
     def _input_lines(self, data: str | None) -> list[str]:
         lines = ["def inputs():", '    """The storages that the ops start from, fresh each time."""', "    return ["]
@@ -169,17 +199,25 @@ class ScriptFile:
                 lines.append(f"        on(CONTENT['storage_{each.storage}'], {each.length}, {device(place)}),{note}")
             else:
                 made = dtype(first.meta.dtype)
-                lines.append(f"        synthesize({each.storage}, {each.length}, {made}, {device(place)}),{note}"
-                             if data is None else f"        on(torch.zeros({each.length}, dtype=torch.uint8), "
-                                                  f"{each.length}, {device(place)}),{note}")
+                lines.append(
+                    f"        synthesize({each.storage}, {each.length}, {made}, {device(place)}),{note}"
+                    if data is None
+                    else f"        on(torch.zeros({each.length}, dtype=torch.uint8), "
+                    f"{each.length}, {device(place)}),{note}"
+                )
         return [*lines, "    ]"]
 
     def _run_lines(self, data: str | None) -> list[str]:
         taken = ", ".join(f"s{each.storage}" for each in self._inputs)
         given = ", ".join(f"{name!a}: {value}" for name, value in self._body.returned.items())
         seeds = [f"    g{number}.manual_seed(0)" for number in sorted(self._body.generators)] if data is None else []
-        return [f"def run({taken}):", '    """The ops, in the order of the capture. Gives what no later op uses."""',
-                *seeds, *(f"    {line}" for line in self._body.lines), f"    return {{{given}}}"]
+        return [
+            f"def run({taken}):",
+            '    """The ops, in the order of the capture. Gives what no later op uses."""',
+            *seeds,
+            *(f"    {line}" for line in self._body.lines),
+            f"    return {{{given}}}",
+        ]
 
     def _generator(self, number: int) -> str:
         generator = self._events.reader.generators[number]

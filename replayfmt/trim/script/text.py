@@ -42,9 +42,9 @@ class BodyWriter:
         self._events = events
         self._reader: CaptureReader = events.reader
         self._changes = changes
-        self._there: set[int] = set()                    # tensors that have a variable
-        self._base = {each.storage: f"s{each.storage}" for each in events.inputs}    # how to name a storage
-        self._last: dict[int, int] = defaultdict(int)    # storage → place of the last event that uses it
+        self._there: set[int] = set()  # tensors that have a variable
+        self._base = {each.storage: f"s{each.storage}" for each in events.inputs}  # how to name a storage
+        self._last: dict[int, int] = defaultdict(int)  # storage → place of the last event that uses it
         self._body = ScriptBody()
 
     def write(self) -> ScriptBody:
@@ -71,15 +71,17 @@ class BodyWriter:
                 self._op(event.record, place)
             case ScriptSettings():
                 for name, value in event.changes.items():
-                    if not name.startswith("autocast."):       # above the level of these ops
+                    if not name.startswith("autocast."):  # above the level of these ops
                         line(setting(name, value))
             case Load():
                 if event.storage in self._base:
                     if event.data is None:
                         line(f"# the program changed storage {event.storage} here, to what is not known")
                     else:
-                        line(f"load({self._base[event.storage]}, {event.data})  # changed since, "
-                             f"{len(self._events.writer.by_number[event.data]):,} bytes")
+                        line(
+                            f"load({self._base[event.storage]}, {event.data})  # changed since, "
+                            f"{len(self._events.writer.by_number[event.data]):,} bytes"
+                        )
                         self._body.loads.add(event.data)
             case Resize():
                 if event.storage in self._base:
@@ -165,8 +167,9 @@ class BodyWriter:
             text = f"torch.conj({text})"
         return f"torch._neg_view({text})" if meta.flags & TensorFlag.neg else text
 
-    def _target(self, node: Node, value: Value, record: Record, slot: int, place: int,
-                index: int) -> tuple[str, int, bool]:
+    def _target(
+        self, node: Node, value: Value, record: Record, slot: int, place: int, index: int
+    ) -> tuple[str, int, bool]:
         """What a result is assigned to, the slot behind it, and whether anything needs it."""
         if isinstance(value, TensorValue):
             name = f"t{value.id}"

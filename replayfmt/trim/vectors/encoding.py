@@ -96,8 +96,13 @@ class VectorEncoder:
         """A tensor's elements, in row-major order, under `key`, and what the data does not say of it."""
         meta = value.meta
         self.arrays.append(Array(key, row_major_bytes(tensor), meta.dtype, meta.sizes))
-        return {"$tensor": key, "dtype": _word(TORCH_DTYPE[meta.dtype]), "sizes": list(meta.sizes),
-                "strides": list(meta.strides), "device": str(self._reader.devices[meta.device])}
+        return {
+            "$tensor": key,
+            "dtype": _word(TORCH_DTYPE[meta.dtype]),
+            "sizes": list(meta.sizes),
+            "strides": list(meta.strides),
+            "device": str(self._reader.devices[meta.device]),
+        }
 
 
 def _word(of_torch: Any) -> str:

@@ -42,8 +42,16 @@ class VectorsResult:
     left_out: tuple[str, ...]
 
 
-def write_vectors(plan: Plan, out: str, wanted: Wanted, *, verify: Verify = "auto", force: bool = False,
-                  partial: bool = False, allow_incomplete: bool = False) -> VectorsResult:
+def write_vectors(
+    plan: Plan,
+    out: str,
+    wanted: Wanted,
+    *,
+    verify: Verify = "auto",
+    force: bool = False,
+    partial: bool = False,
+    allow_incomplete: bool = False,
+) -> VectorsResult:
     """Write a safetensors file and a JSON file for each selected op into a new directory, and an index of them.
 
     `plan` is one of the whole capture, made with keep_going. Raises ReplayRefused, with all of them listed, for ops
@@ -53,13 +61,12 @@ def write_vectors(plan: Plan, out: str, wanted: Wanted, *, verify: Verify = "aut
     reader = plan.reader
     refuse_incomplete(reader, allow_incomplete)
     kept = resolve(reader, wanted)
-    records = [record for ordinal in kept.ordinals.tolist()
-               if (record := reader.record(ordinal)).kind is RecordKind.op]
+    records = [record for ordinal in kept.ordinals.tolist() if (record := reader.record(ordinal)).kind is RecordKind.op]
     with new_folder(out, force) as folder:
         writers: list[_VectorWriter] = []
 
         def make() -> _VectorWriter:
-            for file in folder.iterdir():       # what an attempt before this one wrote
+            for file in folder.iterdir():  # what an attempt before this one wrote
                 file.unlink()
             problems = {record.ordinal: why for record in records if (why := _problem(plan, record)) is not None}
             _refuse(reader, records, problems, partial)
@@ -73,17 +80,27 @@ def write_vectors(plan: Plan, out: str, wanted: Wanted, *, verify: Verify = "aut
             searches[:] = [RunTwice(plan.generators, ordinals)]
             return searches[0]
 
-        make()      # what can be refused is refused before anything runs
+        make()  # what can be refused is refused before anything runs
         verification = show_ops(plan, ordinals, make, verify, twice=search)
         writer = writers[0]
         writer.finish(searches[0].unsteady)
         left_out = tuple(writer.sentence(record) for record in records if record.ordinal in writer.problems)
         made_up = plan.synthesis.reason or None
-        _write_json(folder / INDEX, {
-            "format": FORMAT, "version": _VERSION, "capture_session": reader.session.session_id,
-            "torch_version": reader.session.torch_version, "selection": wanted.text, "verified": verification.text,
-            "settings": dict(reader.session.settings), "made_up": made_up, "vectors": writer.entries,
-            "left_out": left_out})
+        _write_json(
+            folder / INDEX,
+            {
+                "format": FORMAT,
+                "version": _VERSION,
+                "capture_session": reader.session.session_id,
+                "torch_version": reader.session.torch_version,
+                "selection": wanted.text,
+                "verified": verification.text,
+                "settings": dict(reader.session.settings),
+                "made_up": made_up,
+                "vectors": writer.entries,
+                "left_out": left_out,
+            },
+        )
         size = sum(file.stat().st_size for file in folder.iterdir())
     return VectorsResult(out, len(writer.entries), size, verification.text, left_out)
 
@@ -93,9 +110,10 @@ def _refuse(reader: CaptureReader, records: list[Record], problems: dict[int, st
         return
     what = "none of the selected ops can" if len(problems) == len(records) else f"{len(problems)} of them cannot"
     advice = "" if len(problems) == len(records) else "; --partial leaves them out, and lists them"
-    raise ReplayRefused(f"{reader.path}: {len(records)} ops are selected; {what} be written as test vectors{advice}",
-                        tuple(_sentence(reader, record, problems[record.ordinal]) for record in records
-                              if record.ordinal in problems))
+    raise ReplayRefused(
+        f"{reader.path}: {len(records)} ops are selected; {what} be written as test vectors{advice}",
+        tuple(_sentence(reader, record, problems[record.ordinal]) for record in records if record.ordinal in problems),
+    )
 
 
 def _sentence(reader: CaptureReader, record: Record, why: str) -> str:
@@ -174,30 +192,53 @@ class _VectorWriter:
             after[node.name] = encoder.value(value, _asked(give), f"written.{node.name}")
             if isinstance(value, TensorValue):
                 same[value.id] = after[node.name]
-        results = [same[value.id] if isinstance(value, TensorValue) and value.id in same
-                   else encoder.value(value, _asked(give), f"result.{place}")
-                   for place, value in enumerate(record.results)]
-        self._write(record, {"arguments": self._arguments, "results": results, "written": after,
-                             "written_without_saying_so": undeclared, "shared_memory": _shared(record)})
+        results = [
+            same[value.id]
+            if isinstance(value, TensorValue) and value.id in same
+            else encoder.value(value, _asked(give), f"result.{place}")
+            for place, value in enumerate(record.results)
+        ]
+        self._write(
+            record,
+            {
+                "arguments": self._arguments,
+                "results": results,
+                "written": after,
+                "written_without_saying_so": undeclared,
+                "shared_memory": _shared(record),
+            },
+        )
 
     def _written(self, record: Record) -> dict[str, bool]:
         """The tensor arguments that an op may write: whether its schema says so."""
         layout = SlotLayout(record.signature)
         effects = self._plan.effects(record.signature_id, layout)
-        return {place.node.name: bool(set(place.tensors) & set(effects.writes)) for place in layout.args
-                if set(place.tensors) & {*effects.writes, *effects.unsure}}
+        return {
+            place.node.name: bool(set(place.tensors) & set(effects.writes))
+            for place in layout.args
+            if set(place.tensors) & {*effects.writes, *effects.unsure}
+        }
 
     def _write(self, record: Record, values: dict[str, Any]) -> None:
         kernel = self._reader.kernels[record.signature.kernel]
         name = file_name(record.ordinal, self._reader.record_count, kernel)
         try:
             write_safetensors(self._folder / f"{name}.safetensors", self._encoder.arrays)
-        except OSError as error:        # inside a replay, which would take it for the op's
+        except OSError as error:  # inside a replay, which would take it for the op's
             raise CaptureFailed(f"{self._folder / name}.safetensors: cannot be written: {error.strerror}") from error
-        _write_json(self._folder / f"{name}.json", {
-            "op": kernel.name, "overload": kernel.overload, "schema": kernel.schema,
-            "signature": signature_text(record, self._reader), "ordinal": record.ordinal,
-            "scope": self._reader.scope_path(record.scope), "nondeterministic": None, **values})
+        _write_json(
+            self._folder / f"{name}.json",
+            {
+                "op": kernel.name,
+                "overload": kernel.overload,
+                "schema": kernel.schema,
+                "signature": signature_text(record, self._reader),
+                "ordinal": record.ordinal,
+                "scope": self._reader.scope_path(record.scope),
+                "nondeterministic": None,
+                **values,
+            },
+        )
         self.entries.append({"name": name, "op": kernel.qualified_name, "ordinal": record.ordinal})
 
     def finish(self, unsteady: dict[int, str]) -> None:
@@ -205,8 +246,10 @@ class _VectorWriter:
         for entry in self.entries:
             if entry["ordinal"] in unsteady:
                 path = self._folder / f"{entry['name']}.json"
-                _write_json(path, {**json.loads(path.read_text(encoding="utf-8")),
-                                   "nondeterministic": unsteady[entry["ordinal"]]})
+                _write_json(
+                    path,
+                    {**json.loads(path.read_text(encoding="utf-8")), "nondeterministic": unsteady[entry["ordinal"]]},
+                )
 
 
 def _asked(give: GiveTensor) -> Callable[[TensorValue], Any]:

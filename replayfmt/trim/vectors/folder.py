@@ -40,8 +40,9 @@ def new_folder(path: str, force: bool) -> Iterator[Path]:
             shutil.rmtree(partial)
         partial.mkdir()
     except FileExistsError:
-        raise OutputExists(f"{partial}: exists already, from a run that is still going on or was ended; remove it, or "
-                           "use --force") from None
+        raise OutputExists(
+            f"{partial}: exists already, from a run that is still going on or was ended; remove it, or use --force"
+        ) from None
     except OSError as error:
         raise CaptureFailed(f"{partial}: cannot be created: {error.strerror}") from None
     try:
