@@ -58,7 +58,7 @@ def test_every_tool_prints_its_part_and_run_prints_all(
 def test_every_flag_in_the_playbook_exists() -> None:
     known = set().union(*(flags(tool) for tool in TOOLS)) | {"--help"}
     script = files("replayfmt.export").joinpath("replay_script.py").read_text(encoding="utf-8")  # of an export
-    known |= set(re.findall(r'add_argument\("(--[a-z-]+)"', script))
+    known |= set(re.findall(r'add_argument\(\s*"(--[a-z-]+)"', script))
     assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", WHOLE)) <= known
     for tool in TOOLS:
         for line in re.findall(rf"^(?:\$ )?opreplay-{tool} (.+)$", WHOLE, re.MULTILINE):
