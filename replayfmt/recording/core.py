@@ -36,7 +36,7 @@ from .dispatch.calls import CallRecorder, PassedThrough
 from .dispatch.handles import Handles
 from .dispatch.kernels import KernelFacts, tensors_in
 from .dispatch.wrappers import plain_parts
-from .fast_path.sites import Sites
+from .fast_path.sites import Site, Sites
 from .hooks.undispatched import hook_policies
 from .interrupts import is_interrupt
 from .options import CaptureOptions
@@ -117,7 +117,6 @@ class Core:
             scalars=options.payload == "full",
             opaque=OpaqueResults(options.opaque_results),
             threads=self.threads,
-            learn=self.sites.learn,
         )
         # Whatever is put there wakes the flusher. Not an Event: a signal handler that raises inside `set`, which is
         # Python code, leaves its lock held for ever.
@@ -300,16 +299,21 @@ class Core:
     # -------------------------------------------------------------------------------------------------- after an op ran
 
     @_attempted
-    def returned(self, call: OpCall, result: Any, started: int, ended: int) -> None:
-        """An op returned. What a signal handler raises meanwhile is the caller's to tell `interrupted`."""
+    def returned(self, call: OpCall, result: Any, started: int, ended: int) -> Site | None:
+        """An op returned: gives its site, where it has one. What a signal handler raises meanwhile is the caller's to
+        tell `interrupted`."""
         with self.lock:
-            if self.on:
-                try:
-                    self.calls.after(call, result, started, ended)
-                except PassedThrough:
-                    pass
-                except Unrepresentable as problem:
-                    self.unsupported_op(call.facts, call.args, call.kwargs, problem)
+            if not self.on:
+                return None
+            try:
+                recorded = self.calls.after(call, result, started, ended)
+            except PassedThrough:
+                return None
+            except Unrepresentable as problem:
+                self.unsupported_op(call.facts, call.args, call.kwargs, problem)
+                return None
+            # The fast path cannot tell negative views from others.
+            return None if self.metas.negative else self.sites.learn(recorded.signature, call, recorded.results, result)
 
     @_attempted
     def unsupported_op(

@@ -33,6 +33,7 @@ from ..dispatch.calls import PassedThrough
 from ..dispatch.kernels import Action, KernelFacts, tensors_in
 from ..dispatch.mode import RecordingMode
 from ..dispatch.wrappers import plain_parts
+from ..fast_path.sites import Site
 from ..state.autocast import autocast_of_program
 from ..state.randomness import address, drawn_from, generator_state
 from ..storages.identity import Storages
@@ -124,7 +125,7 @@ class Observer(ObservingMode):
 
     # ---------------------------------------------------------------------------------------------------------- the ops
 
-    def record(self, facts: KernelFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def record(self, facts: KernelFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Site | None]:
         core = self.core
         if not self.told and core.attempt(self.hides, facts, args, kwargs) is not False:
             self.tell()
@@ -134,7 +135,7 @@ class Observer(ObservingMode):
         started = _clock()
         result = facts.call(*args, **kwargs)
         self.note(facts, args, kwargs, result, started, _clock(), states)
-        return result
+        return result, None
 
     def _run_unsupported(
         self, facts: KernelFacts, args: tuple[Any, ...], kwargs: dict[str, Any], problem: Unrepresentable

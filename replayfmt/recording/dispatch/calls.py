@@ -7,8 +7,7 @@ while the operator runs.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -34,12 +33,16 @@ from .kernels import KernelFacts
 from .unpacked import Unpacked
 from .wrappers import is_wrapper
 
-if TYPE_CHECKING:
-    from ..fast_path.sites import Site
-
 
 class PassedThrough(Exception):
     """The op returned a wrapper subclass: what it holds was or will be recorded on its own."""
+
+
+class Recorded(NamedTuple):
+    """What is in the record of a call that returned."""
+
+    signature: int
+    results: CallValues
 
 
 class CallRecorder:
@@ -60,7 +63,6 @@ class CallRecorder:
         scalars: bool,
         opaque: OpaqueResults,
         threads: list[int],
-        learn: Callable[[int, OpCall, CallValues, Any], Site | None],
     ) -> None:
         """`scalars`: record the scalars that ops return. `opaque` are results that are never compared."""
         self._buffer = buffer
@@ -74,8 +76,6 @@ class CallRecorder:
         self._digest_results = digest_results
         self._opaque = opaque
         self._threads = threads
-        self._learn = learn
-        self.site: Site | None = None  # of the call that was recorded last
         self._kernels: dict[int, KernelFacts] = {}
         self._call: OpCall | None = None
         unpacked = Unpacked()
@@ -113,7 +113,6 @@ class CallRecorder:
         if facts.unnameable:
             raise Unrepresentable("opaque_argument", facts.unnameable)
         call = self._call = OpCall(facts, args, kwargs)
-        self.site = None
         try:
             if drawn is None:
                 self._numeric.check(facts.name)
@@ -203,7 +202,7 @@ class CallRecorder:
 
     # ----------------------------------------------------------------------------------------------------------- after
 
-    def after(self, call: OpCall, result: Any, started: int, ended: int) -> None:
+    def after(self, call: OpCall, result: Any, started: int, ended: int) -> Recorded:
         """The op returned. Raises Unrepresentable or PassedThrough; then nothing was recorded of it."""
         facts = call.facts
         values = CallValues()
@@ -226,8 +225,7 @@ class CallRecorder:
             self._generators.after(call.generators)
         if self._digest_results:
             self._digest(call, values, self._buffer.appended - 1)
-        # The fast path cannot tell negative views from others.
-        self.site = None if self._metas.negative else self._learn(signature, call, values, result)
+        return Recorded(signature, values)
 
     def raised(self, call: OpCall, started: int, ended: int) -> None:
         """The op raised: it has no results. Call while the exception is being handled."""

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..core import Core
 from ..custom_operators.insides import Manner
-from ..fast_path.sites import Following
+from ..fast_path.sites import Following, Site
 from ..fast_path.templates import MISS
 from ..frames import leave_no_frames
 from ..state.numeric_state import HALF, SMALLEST
@@ -62,42 +62,42 @@ class RecordingMode(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         try:
-            return self.dispatch(func, types, args, kwargs or {})
+            return self.dispatch(func, types, args, kwargs or {})[0]
         except BaseException as error:
             leave_no_frames(error)
             raise
 
-    def dispatch(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The complete path: decides what kind of call this is."""
+    def dispatch(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Site | None]:
+        """The complete path: decides what kind of call this is. Gives its result, and its site where it has one."""
         core = self.core
         if core.finished:
-            return self._unrecorded(func)(*args, **kwargs)
+            return self._unrecorded(func)(*args, **kwargs), None
         if types and any(map(dispatches_itself, types)):  # `detach` names plain classes too
-            return func(*args, **kwargs) if _is_tracing(types) else NotImplemented
+            return (func(*args, **kwargs) if _is_tracing(types) else NotImplemented), None
         if _len_torch_dispatch_stack():
-            return self._beneath(func, args, kwargs)
+            return self._beneath(func, args, kwargs), None
         if not isinstance(func, torch._ops.OpOverload):
             with core.thread_watch.covered():
-                return run_higher_order(self, func, args, kwargs)
+                return run_higher_order(self, func, args, kwargs), None
         facts = core.attempt(core.calls.facts, func)
         if facts is None:
-            return self._unrecorded(func)(*args, **kwargs)
+            return self._unrecorded(func)(*args, **kwargs), None
         if not facts.own:
             core.arrivals[facts.name] += 1
         args = core.attempt(with_tensors, facts, args) or args
         if facts.action is not Action.record and not core.attempt(facts.has_own_kernel, args, kwargs):
-            return self._special(facts, args, kwargs)
+            return self._special(facts, args, kwargs), None
         if not core.on and not core.attempt(self._begins):
-            return facts.call(*args, **kwargs)
+            return facts.call(*args, **kwargs), None
         if core.options.stop_op is not None and core.attempt(self._ends):
-            return facts.call(*args, **kwargs)
+            return facts.call(*args, **kwargs), None
         key = None if facts.body is None else core.attempt(facts.body.key, args, kwargs)
         if facts.body is not None and key is not None:
             manner = core.insides.manner(facts.name, facts.body.is_python(key))
             if manner is Manner.inside:
-                return self.run_inside(facts.body, args, kwargs)
+                return self.run_inside(facts.body, args, kwargs), None
             if manner is Manner.observed:
-                return self.observed(facts, args, kwargs)
+                return self.observed(facts, args, kwargs), None
         return self.record(facts, args, kwargs)
 
     def observed(self, facts: KernelFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -106,8 +106,8 @@ class RecordingMode(TorchDispatchMode):
 
     # --------------------------------------------------------------------------------------------------------- ordinary
 
-    def record(self, facts: KernelFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run one op and record it."""
+    def record(self, facts: KernelFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Site | None]:
+        """Run one op and record it. Gives its result, and its site where it has one."""
         core = self.core
         if facts.random and facts.namespace == "aten" and core.attempt(facts.draws, args, kwargs):
             # The order of draws is the order of records. (Other operators may wait for threads that record, too.)
@@ -115,7 +115,7 @@ class RecordingMode(TorchDispatchMode):
                 return self._record(facts, args, kwargs)
         return self._record(facts, args, kwargs)
 
-    def _record(self, facts: KernelFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _record(self, facts: KernelFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Site | None]:
         core = self.core
         try:
             call = core.before(facts, args, kwargs)
@@ -124,9 +124,9 @@ class RecordingMode(TorchDispatchMode):
             raise
         # The op runs outside of every handler: what it raises has the context that it has without a capture.
         if call is None:
-            return facts.call(*args, **kwargs)
+            return facts.call(*args, **kwargs), None
         if isinstance(call, Unrepresentable):
-            return self._run_unsupported(facts, args, kwargs, call)
+            return self._run_unsupported(facts, args, kwargs, call), None
         started = _clock()
         try:
             result = facts.call(*args, **kwargs)
@@ -134,12 +134,12 @@ class RecordingMode(TorchDispatchMode):
             core.raised(call, started, _clock())
             raise
         try:
-            core.returned(call, result, started, _clock())
+            site = core.returned(call, result, started, _clock())
         except BaseException:
             core.interrupted(args, kwargs, result)
             raise
         core.pump()
-        return result
+        return result, site
 
     def _begins(self) -> bool:
         """Before recording has begun: whether this op is where it begins."""
@@ -237,7 +237,7 @@ class RecordingMode(TorchDispatchMode):
 def _fast_path(mode: RecordingMode) -> Callable[..., Any]:
     """`__torch_dispatch__` with the fast path in front (see sites.py)."""
     core = mode.core
-    sites, numeric, calls, metas = core.sites, core.numeric, core.calls, core.metas
+    sites, numeric, metas = core.sites, core.numeric, core.metas
     complete = mode.dispatch
     depth, pump, dead = _len_torch_dispatch_stack, core.pump, core.storages.dead
     following: Following = {}
@@ -250,7 +250,7 @@ def _fast_path(mode: RecordingMode) -> Callable[..., Any]:
         nonlocal following
         try:
             if (types and types not in _PLAIN) or not core.fast or depth():
-                return complete(func, types, args, kwargs)
+                return complete(func, types, args, kwargs)[0]
             number = id(func)
             if numeric.unchanged() and (SMALLEST * HALF == 0.0) is numeric.flushes:
                 site = following.get(number)
@@ -270,29 +270,26 @@ def _fast_path(mode: RecordingMode) -> Callable[..., Any]:
                             pump()
                             return result
             before, state = following, sites.state
-            calls.site = None
-            result = complete(func, types, args, kwargs)
+            result, site = complete(func, types, args, kwargs)
             if metas.negative:
                 core.fast = False
-            core.attempt(follow, number, before, state)
+            core.attempt(follow, number, site, before, state)
             return result
         except BaseException as error:
             leave_no_frames(error)
             raise
 
-    def follow(number: int, before: Following, state: Any) -> None:
+    def follow(number: int, site: Site | None, before: Following, state: Any) -> None:
         """A call took the complete path: what comes after it is guessed from it."""
         nonlocal following, after_site, after_other
-        made = calls.site
-        # It may be another operator's: of the last part of a composite, or of another thread's call.
-        if made is None or made.func_id != number:
+        if site is None:
             if before is not after_other:
                 after_site = before
             following = after_other = sites.following(after_site, number)
         else:
             if sites.state is state:
-                before[number] = made
-            following = made.following
+                before[number] = site
+            following = site.following
 
     return dispatch
 

@@ -86,12 +86,11 @@ _SIMPLE = {
 
 
 class Site:
-    """One kind of call: the id of its operator, what runs it, what followed it, which settings it depends on."""
+    """One kind of call: what runs it, what followed it, which settings it depends on."""
 
-    __slots__ = ("following", "func_id", "polls", "run")
+    __slots__ = ("following", "polls", "run")
 
-    def __init__(self, func_id: int, run: Run, polls: Poll | None) -> None:
-        self.func_id = func_id
+    def __init__(self, run: Run, polls: Poll | None) -> None:
         self.run = run
         self.polls = polls
         self.following: Following = {}
@@ -255,7 +254,7 @@ class Sites:
             _results_follow(facts),
         )
         own = self._own(signature, call, results, shape)
-        return Site(id(facts.func), self._factory.make(shape, own), core.numeric.poll_of(facts.name))
+        return Site(self._factory.make(shape, own), core.numeric.poll_of(facts.name))
 
     def _results(
         self, returned: tuple[Any, ...], given: dict[str, Any], uses: list[TensorUse]
