@@ -6,8 +6,11 @@ while a test runs.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
+
+import replayfmt
 
 work: dict[str, float] = {}
 
@@ -174,3 +177,13 @@ def engines() -> Iterator[dict[str, float]]:
             library.define(schema)
             library.impl(schema.partition("(")[0], function, "CPU")
         yield work
+
+
+def replayed(path: Path, program, scope: str = "execute", **options):
+    """Capture a program without content and replay it; the notes of the plan."""
+    with replayfmt.capture(path, payload="none", force=True), replayfmt.scope(scope):
+        program()
+    with replayfmt.Plan(path, **options) as plan:
+        result = plan.execute()
+        assert result.outcome == "ok"
+        return " | ".join(plan.notes)
