@@ -38,7 +38,7 @@ class PassedThrough(Exception):
     """The op returned a wrapper subclass: what it holds was or will be recorded on its own."""
 
 
-class Recorded(NamedTuple):
+class RecordedCall(NamedTuple):
     """What is in the record of a call that returned."""
 
     signature: int
@@ -202,7 +202,7 @@ class CallRecorder:
 
     # ----------------------------------------------------------------------------------------------------------- after
 
-    def after(self, call: OpCall, result: Any, started: int, ended: int) -> Recorded:
+    def after(self, call: OpCall, result: Any, started: int, ended: int) -> RecordedCall:
         """The op returned. Raises Unrepresentable or PassedThrough; then nothing was recorded of it."""
         facts = call.facts
         values = CallValues()
@@ -225,7 +225,7 @@ class CallRecorder:
             self._generators.after(call.generators)
         if self._digest_results:
             self._digest(call, values, self._buffer.appended - 1)
-        return Recorded(signature, values)
+        return RecordedCall(signature, values)
 
     def raised(self, call: OpCall, started: int, ended: int) -> None:
         """The op raised: it has no results. Call while the exception is being handled."""
