@@ -95,16 +95,16 @@ def test_the_limits_are_the_codes() -> None:
     limits = {row[0]: row[1] for row in TABLES["what"]}
     body = limits["body of a head, tables, records or summary frame, decompressed"]
     assert body == f"{frames.MAX_BODY_BYTES >> 20} MiB"
-    assert limits["the same body, by what is stored"] == (
-        f"{frames.FREE_FRAME_BYTES >> 20} MiB, and {frames.MAX_EXPANSION} bytes for each stored one"
+    assert limits["the same body, relative to its stored size"] == (
+        f"{frames.FREE_FRAME_BYTES >> 20} MiB, plus {frames.MAX_EXPANSION} bytes for each stored byte"
     )
     (definitions,) = (limit for what, limit in limits.items() if what.startswith("bodies of all tables frames"))
     assert definitions == (
-        f"{frames.FREE_DEFINITION_BYTES >> 20} MiB, and {frames.MAX_EXPANSION} bytes for each stored one"
+        f"{frames.FREE_DEFINITION_BYTES >> 20} MiB, plus {frames.MAX_EXPANSION} bytes for each stored byte"
     )
     assert limits["payload with codec zstd, decompressed"] == f"{frames.MAX_COMPRESSED_PAYLOAD_BYTES >> 20} MiB"
     assert limits["one string"] == f"{frames.MAX_STRING_BYTES >> 20} MiB"
-    assert limits["records a frame"] == f"2^{frames.MAX_FRAME_RECORDS.bit_length() - 1}"
+    assert limits["records per frame"] == f"2^{frames.MAX_FRAME_RECORDS.bit_length() - 1}"
     assert limits["nesting of values"] == str(frames.MAX_NESTING)
     assert limits["any length, offset, time, ordinal, size or stride"] == f"2^{frames.MAX_LENGTH.bit_length() - 1}"
 

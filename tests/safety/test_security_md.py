@@ -23,7 +23,7 @@ def test_every_test_that_is_named_exists() -> None:
 
 
 def test_every_guarantee_names_a_test() -> None:
-    heads = ("| ---", "| statement")
+    heads = ("| ---", "| guarantee")
     rows = [line for line in TEXT.splitlines() if line.startswith("| ") and not line.startswith(heads)]
     assert len(rows) > 15
     for row in rows:
