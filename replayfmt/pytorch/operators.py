@@ -278,7 +278,7 @@ class Operator:
 
 
 @functools.lru_cache(1 << 14)  # names may come from a file
-def known(name: str, overload: str = "default") -> Operator:
+def operator_named(name: str, overload: str = "default") -> Operator:
     """What is known of `aten::add`, with its overload where that matters (`Tensor`)."""
     namespace, _, base = name.partition("::")
     named = base if namespace in _LIKE_ATEN else ""
@@ -315,7 +315,7 @@ def unannotated_writes(name: str, overload: str, tensor_arguments: Sequence[str]
     some. The schemas of collectives (`c10d::allreduce_`) do not say what they write."""
     if name.startswith("c10d::") and name != "c10d::send":
         return tuple(argument for argument in tensor_arguments if not argument.startswith("input"))
-    return known(name, overload).quiet_writes
+    return operator_named(name, overload).quiet_writes
 
 
 def is_pytorchs(namespace: str) -> bool:

@@ -34,7 +34,7 @@ from .custom_operators.insides import Insides
 from .dispatch.call import OpCall
 from .dispatch.calls import CallRecorder, PassedThrough
 from .dispatch.handles import Handles
-from .dispatch.kernels import KernelFacts, tensors_in
+from .dispatch.kernels import CapturedKernel, tensors_in
 from .dispatch.wrappers import plain_parts
 from .fast_path.sites import Site, Sites
 from .hooks.undispatched import hook_policies
@@ -259,7 +259,7 @@ class Core:
         with self.lock:
             if not self.on:
                 raise CaptureFailed(f"{self.writer.path}: recording has stopped")
-            tracker = self.storages.known(storage) or self.storages.enter(storage, dtype)
+            tracker = self.storages.tracker_of(storage) or self.storages.enter(storage, dtype)
             return self.storages.use(tracker, storage, True, "") if tracker.alias else tracker
 
     def view(self, tracker: Tracker, meta: int, offset: int) -> int:
@@ -271,29 +271,29 @@ class Core:
 
     @_attempted
     def before(
-        self, facts: KernelFacts, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, kernel: CapturedKernel, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> OpCall | Unrepresentable | None:
         """An op is about to run: what it needs is recorded. Unrepresentable: it cannot be; None: it is not recorded."""
         with self.lock:
             if not self.on:  # another thread may have ended the capture since this call began
                 return None
             try:
-                return self.calls.before(facts, args, kwargs)
+                return self.calls.before(kernel, args, kwargs)
             except Unrepresentable as problem:
                 return problem
 
     @_attempted
-    def _late(self, facts: KernelFacts, args: Any, kwargs: Any, result: Any, started: int, ended: int) -> None:
+    def _late(self, kernel: CapturedKernel, args: Any, kwargs: Any, result: Any, started: int, ended: int) -> None:
         with self.lock:
-            call = self.before(facts, args, kwargs)
+            call = self.before(kernel, args, kwargs)
             if isinstance(call, Unrepresentable):
-                self.unsupported_op(facts, args, kwargs, call)
+                self.unsupported_op(kernel, args, kwargs, call)
             elif call is not None:
                 self.returned(call, result, started, ended)
 
-    def late(self, facts: KernelFacts, args: Any, kwargs: Any, result: Any, started: int, ended: int) -> Any:
+    def late(self, kernel: CapturedKernel, args: Any, kwargs: Any, result: Any, started: int, ended: int) -> Any:
         """An op of the fast path gave other results than it used to: the complete path, from where the op has run."""
-        self._late(facts, args, kwargs, result, started, ended)
+        self._late(kernel, args, kwargs, result, started, ended)
         return result
 
     # -------------------------------------------------------------------------------------------------- after an op ran
@@ -310,21 +310,21 @@ class Core:
             except PassedThrough:
                 return None
             except Unrepresentable as problem:
-                self.unsupported_op(call.facts, call.args, call.kwargs, problem)
+                self.unsupported_op(call.kernel, call.args, call.kwargs, problem)
                 return None
             # The fast path cannot tell negative views from others.
             return None if self.metas.negative else self.sites.learn(recorded.signature, call, recorded.results, result)
 
     @_attempted
     def unsupported_op(
-        self, facts: KernelFacts, args: tuple[Any, ...], kwargs: dict[str, Any], problem: Unrepresentable
+        self, kernel: CapturedKernel, args: tuple[Any, ...], kwargs: dict[str, Any], problem: Unrepresentable
     ) -> None:
         """An op ran that cannot be reproduced; what it wrote enters again at its next use."""
         with self.lock:
             if self.on:
-                self.records.unsupported(problem.reason, facts.name, problem.detail)
-                for index in facts.writes:
-                    for tensor in tensors_in(facts.argument(index, args, kwargs)):
+                self.records.unsupported(problem.reason, kernel.name, problem.detail)
+                for index in kernel.writes:
+                    for tensor in tensors_in(kernel.argument(index, args, kwargs)):
                         self.outside.written(tensor)
 
     @_attempted
@@ -347,11 +347,11 @@ class Core:
                 self.calls.raised(call, started, ended)
 
     @_attempted
-    def late_raised(self, facts: KernelFacts, args: Any, kwargs: Any, started: int, ended: int) -> None:
+    def late_raised(self, kernel: CapturedKernel, args: Any, kwargs: Any, started: int, ended: int) -> None:
         """An op of the fast path raised."""
         with self.lock:
             if self.on:
-                self.calls.raised(self.calls.before(facts, args, kwargs), started, ended)
+                self.calls.raised(self.calls.before(kernel, args, kwargs), started, ended)
 
     # ------------------------------------------------------------------------------------------------------- buffering
 

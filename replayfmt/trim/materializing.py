@@ -21,10 +21,10 @@ from replayfmt.format.model import (
     Value,
 )
 from replayfmt.format.records.digest import TensorDigest
-from replayfmt.pytorch.operators import known
+from replayfmt.pytorch.operators import operator_named
 from replayfmt.pytorch.tensors.digests import digest_tensor
 from replayfmt.pytorch.tensors.memory import host_view, storage_bytes
-from replayfmt.recording.dispatch.kernels import KernelFacts
+from replayfmt.recording.dispatch.kernels import CapturedKernel
 from replayfmt.replay.plan import Plan
 from replayfmt.replay.planning.facts import NodePlace, SlotLayout
 from replayfmt.replay.planning.kernels import OperatorKernel, ResolvedKernel
@@ -64,7 +64,7 @@ class Materializer:
         self._kept = kept
         self._writing = Writing(copier, schedule, kept, self, annotate=annotate, values=values)
         self._defined = Defined()
-        self._facts: dict[int, KernelFacts] = {}
+        self._kernel: dict[int, CapturedKernel] = {}
         self._layouts: dict[int, SlotLayout] = {}
         self._storages: dict[int, torch.UntypedStorage] = {}  # of the op that runs next, only while it does
         self._record: Record | None = None
@@ -83,30 +83,30 @@ class Materializer:
             self._defined.measure(number, storage.nbytes())
         self._record = record = self._writing.write(self._state_generators)
         self._storages = {}
-        facts = self._facts_of(record)
+        kernel = self._kernel_of(record)
         for number in self._writing.born:
             born = self._plan.reader.storage(number)
             self._defined.born(number, born.bytes, written=born.origin is not StorageOrigin.uninitialized, opaque=False)
         for index, place in enumerate(self._layout(record).results):
-            if index in facts.opaque_results:
+            if index in kernel.opaque_results:
                 self._mark_opaque(place, record)
 
     def after(self, ordinal: int, results: dict[int, torch.Tensor], args: dict[int, torch.Tensor]) -> None:
         record = self._record
         assert record is not None and record.ordinal == ordinal
-        facts = self._facts_of(record)
+        kernel = self._kernel_of(record)
         values = dict(self._slots((*record.args, *record.results), record))
         for slot, tensor in {**args, **results}.items():
             if values[slot].storage:
                 self._defined.measure(values[slot].storage, _length(tensor))
-        written = self._written(record, facts)
+        written = self._written(record, kernel)
         for slot, everything in written.items():
             if slot in args and values[slot].storage:
                 self._defined.wrote(values[slot].storage, args[slot], everything=everything)
         self._note_generators(record)
         unsupported = self._schedule.kept_unsupported
-        if self._digests and not facts.known.empty and (unsupported is None or unsupported > ordinal):
-            self._digest(record, facts, results, args, values, written)
+        if self._digests and not kernel.operator.empty and (unsupported is None or unsupported > ordinal):
+            self._digest(record, kernel, results, args, values, written)
 
     def finish(self) -> None:
         """Write what comes after the last op."""
@@ -117,17 +117,17 @@ class Materializer:
         record = self._record
         assert record is not None
         value = dict(self._slots((*record.args, *record.results), record))[slot]
-        return not self._facts_of(record).known.empty and self._defined.covers(value.storage, tensor)
+        return not self._kernel_of(record).operator.empty and self._defined.covers(value.storage, tensor)
 
     # --------------------------------------------------------------------------------------------------- what is known
 
-    def _facts_of(self, record: Record) -> KernelFacts:
+    def _kernel_of(self, record: Record) -> CapturedKernel:
         number = record.signature.kernel
-        if number not in self._facts:
+        if number not in self._kernel:
             resolved = self._plan.kernels[number]
             assert isinstance(resolved, OperatorKernel), "an op without an operator here is refused before"
-            self._facts[number] = KernelFacts(resolved.overload, self._plan.opaque)
-        return self._facts[number]
+            self._kernel[number] = CapturedKernel(resolved.overload, self._plan.opaque)
+        return self._kernel[number]
 
     def _layout(self, record: Record) -> SlotLayout:
         if record.signature_id not in self._layouts:
@@ -145,13 +145,13 @@ class Materializer:
         for slot in place.tensors:
             self._defined.born(values[slot].storage, 0, written=True, opaque=True)
 
-    def _written(self, record: Record, facts: KernelFacts) -> dict[int, bool]:
+    def _written(self, record: Record, kernel: CapturedKernel) -> dict[int, bool]:
         """Tensor slots of arguments that the op writes; whether every element of them."""
         written: dict[int, bool] = {}
         for place in self._layout(record).args:
-            index = facts.indices.get(place.node.name, -1)
-            if index in facts.writes:
-                written.update(dict.fromkeys(place.tensors, facts.writes_all(index)))
+            index = kernel.indices.get(place.node.name, -1)
+            if index in kernel.writes:
+                written.update(dict.fromkeys(place.tensors, kernel.writes_all(index)))
         return written
 
     # ---------------------------------------------------------------------------------------------------------- content
@@ -187,9 +187,9 @@ class Materializer:
 
     def _drawn(self, record: Record) -> list[int]:
         """The generators a kept op may draw from, by id: those it is given, else every default one."""
-        facts, reader = self._facts_of(record), self._plan.reader
+        kernel, reader = self._kernel_of(record), self._plan.reader
         values = {node.name: value for node, value in zip(record.signature.args, record.args, strict=True)}
-        if not facts.random or not facts.draws((), values):
+        if not kernel.random or not kernel.draws((), values):
             return []
         given = [value.id for value in values.values() if isinstance(value, GeneratorValue)]
         defaults = [number for number, each in enumerate(reader.generators) if each is not None and each.default]
@@ -217,7 +217,7 @@ class Materializer:
     def _digest(
         self,
         record: Record,
-        facts: KernelFacts,
+        kernel: CapturedKernel,
         results: dict[int, torch.Tensor],
         args: dict[int, torch.Tensor],
         values: dict[int, TensorValue],
@@ -228,7 +228,7 @@ class Materializer:
         seen: set[int] = set()
         for index, place in enumerate(layout.results):
             for slot in place.tensors:
-                if slot in results and index not in facts.opaque_results:
+                if slot in results and index not in kernel.opaque_results:
                     self._compare_later(record, values[slot], results[slot], index)
                 seen.add(values[slot].id)
         for slot in written:
@@ -270,7 +270,7 @@ def overwrites(plan: Plan, signature_id: int) -> tuple[int, ...]:
     resolved = plan.kernels[layout.signature.kernel]
     if layout.signature.status is not OpStatus.ok or not isinstance(resolved, ResolvedKernel):
         return ()
-    if not known(resolved.schema.name).overwrites_self:
+    if not operator_named(resolved.schema.name).overwrites_self:
         return ()
     name = resolved.schema.arguments[0].name
     return tuple(

@@ -10,7 +10,7 @@ import torch
 
 import replayfmt
 from replayfmt.pytorch import operators
-from replayfmt.pytorch.operators import COLLECTIVES, COMPUTING, known, opaque_results
+from replayfmt.pytorch.operators import COLLECTIVES, COMPUTING, opaque_results, operator_named
 from replayfmt.pytorch.registry import find_overload, overloads_of
 from replayfmt.replay.plan import Plan
 
@@ -74,7 +74,7 @@ def test_every_operator_in_the_table_is_one_of_this_torch() -> None:
 def test_arguments_that_the_table_names_are_arguments() -> None:
     for name in _all_names():
         for overload in overloads_of(name):
-            of = known(name, overload._schema.overload_name or "default")
+            of = operator_named(name, overload._schema.overload_name or "default")
             names = {argument.name for argument in overload._schema.arguments}
             for pair in (of.only_with, of.unread_with):
                 assert pair is None or set(pair) <= names, name
@@ -93,7 +93,7 @@ def test_every_operator_that_updates_running_statistics_is_known_to_write_them()
             running = arguments.get("running_mean")
             if running is None or running.alias_info is not None or any(part in name for part in only_read):
                 continue
-            if "running_mean" not in known(name).quiet_writes:
+            if "running_mean" not in operator_named(name).quiet_writes:
                 quiet.append(str(overload))
     assert not quiet
 
@@ -102,7 +102,7 @@ def test_own_operators_whose_names_say_that_they_write_in_place_declare_it() -> 
     """The schemas of those that the table calls PyTorch's own are believed."""
     silent = []
     for name in _all_names():
-        if not known(name).own or not name.endswith("_") or name.endswith("__") or known(name).idle:
+        if not operator_named(name).own or not name.endswith("_") or name.endswith("__") or operator_named(name).idle:
             continue
         for overload in overloads_of(name):
             aliases = [each.alias_info for each in overload._schema.arguments]
@@ -128,4 +128,4 @@ def test_statistics_that_an_operator_updates_unsaid_are_restored_and_compared(tm
 @pytest.mark.parametrize(("name", "overload"), [("aten::rrelu_with_noise", "default"), ("aten::bernoulli", "p")])
 def test_what_is_known_of_one_overload_is_known_by_its_name(name: str, overload: str) -> None:
     assert find_overload(name, overload) is not None
-    assert known(name, overload).unread
+    assert operator_named(name, overload).unread

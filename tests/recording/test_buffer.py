@@ -79,7 +79,7 @@ def test_definitions_of_dead_storages_are_forgotten(tmp_path: Path) -> None:
     with replayfmt.capture(tmp_path / "x.opreplay", chunk_records=64) as recorder:
         work(300)
         recorder._core.flush()
-        assert len(recorder._core.buffer._known) < 50
+        assert len(recorder._core.buffer._live_definitions) < 50
         assert len(recorder._core.storages.live) < 20
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from replayfmt.format.codes import DType, TensorFlag
-from replayfmt.pytorch.operators import known
+from replayfmt.pytorch.operators import operator_named
 from replayfmt.pytorch.schemas import parse_schema, printed_schema
 
 from ..common.arguments import UNRECORDED, Binding, Reader, Recorded, TensorSpec
@@ -124,7 +124,7 @@ class NodeCalls:
         if schema is None:
             return [], everything
         name = schema.name.partition("::")[2]
-        operator = known(schema.name)
+        operator = operator_named(schema.name)
         if operator.changes_view or operator.moves_memory or (operator.reads_nothing and not operator.overwrites_self):
             return [], []
         in_place = name.endswith("_") and not operator.overwrites_self
@@ -333,7 +333,7 @@ def _by_name(
 def _allocates_only(node: TraceNode) -> bool:
     """Whether an operator writes nothing to what it allocates. What `resize_` keeps of older content counts as
     written."""
-    operator = known(operator_name(node.schema)[0])
+    operator = operator_named(operator_name(node.schema)[0])
     given = node.inputs.tensors
     return operator.empty or (operator.resizes and bool(given) and not given[0][1].elements)
 

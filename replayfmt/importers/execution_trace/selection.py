@@ -19,7 +19,7 @@ from enum import IntEnum
 import torch
 
 from replayfmt.errors import InvalidCapture
-from replayfmt.pytorch.operators import known, tells_allocator
+from replayfmt.pytorch.operators import operator_named, tells_allocator
 
 from ..common.operators import COMPILED_CODE
 from .copies import KeptCopies
@@ -80,7 +80,7 @@ def kind_of(node: TraceNode) -> Kind:
         tensors = [tensor for _position, tensor in (*node.inputs.tensors, *node.outputs.tensors)]
         if tensors and all(tensor.device == "meta" for tensor in tensors):
             return Kind.idle
-        return Kind.collective if known(name).collective else Kind.operator
+        return Kind.collective if operator_named(name).collective else Kind.operator
     if _ROOTS.match(node.name):
         return Kind.container
     if COMPILED_CODE.match(node.name):

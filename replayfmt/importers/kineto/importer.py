@@ -19,7 +19,7 @@ import numpy as np
 from replayfmt.errors import CaptureFailed, InvalidCapture, UsageError
 from replayfmt.format.model import Device
 from replayfmt.pytorch.op_libraries import OpLibraries
-from replayfmt.pytorch.operators import known, tells_allocator
+from replayfmt.pytorch.operators import operator_named, tells_allocator
 from replayfmt.pytorch.traced_names import TracedNames
 
 from ..common.json_stream import JsonStream
@@ -181,7 +181,7 @@ def _facts(kind: OpKind, operators: Operators) -> Facts:
         name = operators.names.meant(without_overload(name))[-1]
     if kind.annotation and not name.startswith("nccl:"):
         return Facts(EventRole.annotation)
-    if name == "record_param_comms" or name.startswith(_COLLECTIVE) or known(name).collective:
+    if name == "record_param_comms" or name.startswith(_COLLECTIVE) or operator_named(name).collective:
         return Facts(EventRole.collective)
     if not OPERATOR_NAME.match(name) or name.startswith("torch::autograd::") or tells_allocator(name):
         return Facts(EventRole.wrapper)
@@ -190,7 +190,7 @@ def _facts(kind: OpKind, operators: Operators) -> Facts:
         return Facts(EventRole.unknown if operators.attribute(kind.name) is None else EventRole.operator)
     if not any(each.traceable for each in candidates):
         return Facts(EventRole.unknown)  # what it calls can be called again, it cannot
-    idle = known(name).idle or all(each.only_views for each in candidates)
+    idle = operator_named(name).idle or all(each.only_views for each in candidates)
     composite = name not in _COMPUTING and all(each.composite for each in candidates)
     return Facts(EventRole.operator, composite, not idle, name in _MOVES, "convolution" in name)
 

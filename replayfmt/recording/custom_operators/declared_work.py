@@ -81,7 +81,7 @@ class DeclaredWork(Patched):
         as the operator runs."""
         written = []
         for tensor in _written(operator, args, kwargs):
-            tracker = self._core.storages.known(storage_of(tensor))
+            tracker = self._core.storages.tracker_of(storage_of(tensor))
             written.append((tensor, tracker, None if tracker is None else tracker.written))
             if tracker is not None:
                 tracker.written = None
@@ -101,7 +101,7 @@ class DeclaredWork(Patched):
         if shape_of(tensor).numel() == 0:
             return False
         storage = storage_of(tensor)
-        tracker = self._core.storages.known(storage)
+        tracker = self._core.storages.tracker_of(storage)
         if tracker is None:
             return has_bytes(storage, storage.nbytes(), storage.device)
         state = tracker.state

@@ -30,7 +30,7 @@ from replayfmt.pytorch.tensors.looks import shape_of, storage_of
 from ..core import Core
 from ..dispatch.call import OpCall
 from ..dispatch.calls import PassedThrough
-from ..dispatch.kernels import Action, KernelFacts, tensors_in
+from ..dispatch.kernels import Action, CapturedKernel, tensors_in
 from ..dispatch.mode import RecordingMode
 from ..dispatch.wrappers import plain_parts
 from ..fast_path.sites import Site
@@ -50,7 +50,7 @@ _KEPT = (
 class Told(NamedTuple):
     """An op that has run and is not recorded."""
 
-    facts: KernelFacts
+    kernel: CapturedKernel
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     result: Any
@@ -59,28 +59,28 @@ class Told(NamedTuple):
     drawn: list[tuple[torch.Generator, bytes, bytes]]  # generators with their states before and after it
 
 
-def observe(mode: RecordingMode, facts: KernelFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def observe(mode: RecordingMode, kernel: CapturedKernel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an operator that is written in Python and record it."""
     core = mode.core
-    assert facts.body is not None
+    assert kernel.body is not None
     around = mode if isinstance(mode, Observer) and not mode.told else None
-    if around is not None and core.attempt(around.hides, facts, args, kwargs) is not False:
+    if around is not None and core.attempt(around.hides, kernel, args, kwargs) is not False:
         around.tell()
         around = None
     call: OpCall | None = None
     if around is None:
-        begun = core.before(facts, args, kwargs)
+        begun = core.before(kernel, args, kwargs)
         if isinstance(begun, Unrepresentable):  # the call cannot be recorded, so what it does has to be
-            core.insides.hides_state(facts.name)
-            return mode.run_inside(facts.body, args, kwargs)
+            core.insides.hides_state(kernel.name)
+            return mode.run_inside(kernel.body, args, kwargs)
         if begun is None:
-            return facts.call(*args, **kwargs)
+            return kernel.call(*args, **kwargs)
         call = begun
-    observer = Observer(core, facts, args, kwargs, around)
-    states = observer.states(facts, args, kwargs) if around is not None else []
+    observer = Observer(core, kernel, args, kwargs, around)
+    states = observer.states(kernel, args, kwargs) if around is not None else []
     started = _clock()
     try:
-        result = observer.run_inside(facts.body, args, kwargs)
+        result = observer.run_inside(kernel.body, args, kwargs)
     except BaseException:
         if call is not None and not observer.told:
             core.raised(call, started, _clock())
@@ -91,7 +91,7 @@ def observe(mode: RecordingMode, facts: KernelFacts, args: tuple[Any, ...], kwar
         if call is not None:
             core.returned(call, result, started, ended)
         elif around is not None:
-            around.note(facts, args, kwargs, result, started, ended, states)
+            around.note(kernel, args, kwargs, result, started, ended, states)
         core.attempt(observer.leave, result)
     core.pump()
     return result
@@ -100,75 +100,75 @@ def observe(mode: RecordingMode, facts: KernelFacts, args: tuple[Any, ...], kwar
 class ObservingMode(RecordingMode):
     """The mode of a capture: looks inside operators that are written in Python."""
 
-    def observed(self, facts: KernelFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return observe(self, facts, args, kwargs)
+    def observed(self, kernel: CapturedKernel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return observe(self, kernel, args, kwargs)
 
 
 class Observer(ObservingMode):
     """Sees what happens inside one call. `told`: that is recorded; all that follows is, too."""
 
     def __init__(
-        self, core: Core, facts: KernelFacts, args: tuple[Any, ...], kwargs: dict[str, Any], around: Observer | None
+        self, core: Core, kernel: CapturedKernel, args: tuple[Any, ...], kwargs: dict[str, Any], around: Observer | None
     ) -> None:
         TorchDispatchMode.__init__(self)  # without the fast path
         self.core = core
         self.told = False
-        self._facts = facts
+        self._kernel = kernel
         self._around = around
         self._pending: list[Told] = []
         self._skipped_scopes = 0
-        given = list(_given(facts, args, kwargs))
+        given = list(_given(kernel, args, kwargs))
         self._own = {number for _index, number, _tensor in given}
-        self._writable = {number for index, number, _tensor in given if facts.arguments[index].written}
+        self._writable = {number for index, number, _tensor in given if kernel.arguments[index].written}
         self._made: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._generators = {address(v) for v in (*args, *kwargs.values()) if isinstance(v, torch.Generator)}
 
     # ---------------------------------------------------------------------------------------------------------- the ops
 
-    def record(self, facts: KernelFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Site | None]:
+    def record(self, kernel: CapturedKernel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Site | None]:
         core = self.core
-        if not self.told and core.attempt(self.hides, facts, args, kwargs) is not False:
+        if not self.told and core.attempt(self.hides, kernel, args, kwargs) is not False:
             self.tell()
         if self.told:
-            return super().record(facts, args, kwargs)
-        states = self.states(facts, args, kwargs)
+            return super().record(kernel, args, kwargs)
+        states = self.states(kernel, args, kwargs)
         started = _clock()
-        result = facts.call(*args, **kwargs)
-        self.note(facts, args, kwargs, result, started, _clock(), states)
+        result = kernel.call(*args, **kwargs)
+        self.note(kernel, args, kwargs, result, started, _clock(), states)
         return result, None
 
     def _run_unsupported(
-        self, facts: KernelFacts, args: tuple[Any, ...], kwargs: dict[str, Any], problem: Unrepresentable
+        self, kernel: CapturedKernel, args: tuple[Any, ...], kwargs: dict[str, Any], problem: Unrepresentable
     ) -> Any:
         self.tell()
-        return super()._run_unsupported(facts, args, kwargs, problem)
+        return super()._run_unsupported(kernel, args, kwargs, problem)
 
-    def _special(self, facts: KernelFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        entered, left = facts.action is Action.scope_enter, facts.action is Action.scope_exit
+    def _special(self, kernel: CapturedKernel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        entered, left = kernel.action is Action.scope_enter, kernel.action is Action.scope_exit
         if (entered and not self.told) or (left and self._skipped_scopes):
             self._skipped_scopes += 1 if entered else -1
-            return facts.call(*args, **kwargs)
-        return super()._special(facts, args, kwargs)
+            return kernel.call(*args, **kwargs)
+        return super()._special(kernel, args, kwargs)
 
     def _ends(self) -> bool:
         return self.told and super()._ends()
 
-    def hides(self, facts: KernelFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    def hides(self, kernel: CapturedKernel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether an op that is about to run makes the call one that has to be recorded as what happens inside."""
-        autocast = None if facts.own else autocast_of_program()
-        if self.core.numeric.moved(facts.name, autocast) or facts.known.moves_memory:
+        autocast = None if kernel.own else autocast_of_program()
+        if self.core.numeric.moved(kernel.name, autocast) or kernel.operator.moves_memory:
             return True
-        if facts.in_place_view and facts.name != "aten::detach_":
+        if kernel.in_place_view and kernel.name != "aten::detach_":
             return True
         for value in (*args, *kwargs.values()):
             if isinstance(value, (torch.UntypedStorage, torch.TypedStorage)):
                 return True
             if isinstance(value, torch.Generator) and address(value) not in self._generators:
                 return True
-        for index, number, tensor in _given(facts, args, kwargs):
-            written = facts.arguments[index].written
+        for index, number, tensor in _given(kernel, args, kwargs):
+            written = kernel.arguments[index].written
             if number not in self._own:
-                if written or not facts.known.lifts:
+                if written or not kernel.operator.lifts:
                     return True
                 self._own.add(number)
             elif written and (number not in self._writable or shape_of(tensor).numel() == 0 or _is_watched(tensor)):
@@ -176,10 +176,10 @@ class Observer(ObservingMode):
         return False
 
     def states(
-        self, facts: KernelFacts, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, kernel: CapturedKernel, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> list[tuple[torch.Generator, bytes]]:
         """The generators that an op may draw from, and their states before it."""
-        if not (facts.random and facts.draws(args, kwargs)):
+        if not (kernel.random and kernel.draws(args, kwargs)):
             return []
         tensors = tensors_in((*args, *kwargs.values()))
         devices = {torch.device("cpu"), *(tensor.device for tensor in tensors)}
@@ -187,7 +187,7 @@ class Observer(ObservingMode):
 
     def note(
         self,
-        facts: KernelFacts,
+        kernel: CapturedKernel,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         result: Any,
@@ -196,11 +196,11 @@ class Observer(ObservingMode):
         states: list[tuple[torch.Generator, bytes]],
     ) -> None:
         """An op ran."""
-        self.core.attempt(self._note, facts, args, kwargs, result, started, ended, states)
+        self.core.attempt(self._note, kernel, args, kwargs, result, started, ended, states)
 
     def _note(
         self,
-        facts: KernelFacts,
+        kernel: CapturedKernel,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         result: Any,
@@ -215,7 +215,7 @@ class Observer(ObservingMode):
                 self._writable.add(number)
                 self._made[number] = weakref.ref(storage)
         drawn = [(generator, before, generator_state(generator)) for generator, before in states]
-        self._pending.append(Told(facts, args, kwargs, result, started, ended, drawn))
+        self._pending.append(Told(kernel, args, kwargs, result, started, ended, drawn))
 
     def tell(self) -> None:
         """Record what has happened inside, and from now on whatever happens."""
@@ -224,7 +224,7 @@ class Observer(ObservingMode):
         if self._around is not None:
             self._around.tell()
         self.told = True
-        self.core.insides.hides_state(self._facts.name)
+        self.core.insides.hides_state(self._kernel.name)
         if self.launched:
             self.core.attempt(self._unsupported, "unseen_work", _LAUNCHED)
         for op in self._pending:
@@ -235,7 +235,7 @@ class Observer(ObservingMode):
 
     def look_at_result(self, result: Any) -> None:
         """The call returned."""
-        known = self.core.storages.known
+        known = self.core.storages.tracker_of
         if any(storage._cdata not in self._own and known(storage) is not None for storage in _storages(result)):
             self.tell()
 
@@ -250,12 +250,12 @@ class Observer(ObservingMode):
         elif not any(tensor.requires_grad for tensor in tensors_in(result)) and any(
             storage() is not None for storage in self._made.values()
         ):
-            self.core.insides.hides_state(self._facts.name)
+            self.core.insides.hides_state(self._kernel.name)
             self._unsupported("hidden_state", _KEPT)
 
     def _unsupported(self, reason: str, detail: str) -> None:
         with self.core.lock:
-            self.core.records.unsupported(reason, self._facts.name, detail)
+            self.core.records.unsupported(reason, self._kernel.name, detail)
 
 
 def _tell_late(core: Core, op: Told) -> None:
@@ -263,25 +263,25 @@ def _tell_late(core: Core, op: Told) -> None:
     with core.lock:
         if core.on:
             try:
-                call = core.calls.before(op.facts, op.args, op.kwargs, op.drawn)
+                call = core.calls.before(op.kernel, op.args, op.kwargs, op.drawn)
                 core.calls.after(call, op.result, op.started, op.ended)
             except PassedThrough:
                 pass
             except Unrepresentable as problem:
-                core.unsupported_op(op.facts, op.args, op.kwargs, problem)
+                core.unsupported_op(op.kernel, op.args, op.kwargs, problem)
 
 
 def _is_watched(tensor: torch.Tensor) -> bool:
     """Whether the recorder compares its content at each use, so that a write must be recorded when it happens."""
-    tracker = Storages.known(storage_of(tensor))
+    tracker = Storages.tracker_of(storage_of(tensor))
     return tracker is not None and tracker.state is not None and tracker.state.watched
 
 
 def _given(
-    facts: KernelFacts, args: tuple[Any, ...], kwargs: dict[str, Any]
+    kernel: CapturedKernel, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Iterator[tuple[int, int, torch.Tensor]]:
     """For each tensor that has memory: the argument's index, a number for its storage while it lives, and itself."""
-    values = (*enumerate(args), *((facts.indices[name], value) for name, value in kwargs.items()))
+    values = (*enumerate(args), *((kernel.indices[name], value) for name, value in kwargs.items()))
     for index, value in values:
         for tensor in tensors_in(value):
             for part in plain_parts(tensor):

@@ -20,7 +20,7 @@ import torch
 from torch._C import DispatchKey
 
 from replayfmt.format.operator_names import name_problem
-from replayfmt.pytorch.operators import is_pytorchs, known
+from replayfmt.pytorch.operators import is_pytorchs, operator_named
 from replayfmt.pytorch.registry import find_overload
 
 from ..dispatch.kernels import tensors_in
@@ -88,7 +88,7 @@ class WholeComposites:
         for name in torch._C._dispatch_get_registrations_for_dispatch_key(_COMPOSITE.name):
             if name not in self._seen:
                 self._seen.add(name)
-                if not known(name.partition(".")[0]).in_parts:
+                if not operator_named(name.partition(".")[0]).in_parts:
                     self._register(name)
 
     def _register(self, name: str) -> None:

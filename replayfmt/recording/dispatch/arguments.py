@@ -7,7 +7,7 @@ tokens, so that interning a signature is one dictionary lookup; only an unknown 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -18,19 +18,11 @@ from replayfmt.pytorch.tensors.dtypes import DTYPE_CODE, LAYOUT_CODE, MEMORY_FOR
 from replayfmt.pytorch.tensors.looks import layout_of
 from replayfmt.pytorch.tensors.memory import call_undispatched
 
-from ..storages.trackers import Tracker
 from ..stream.records import Unrepresentable
+from .call import CallValues, OpCall, TensorUse, Token
 from .unpacked import Unpacked
 
 _INT64 = range(-(1 << 63), 1 << 63)
-
-
-class Token(NamedTuple):
-    """One node of a key: its kind, its constant, the number of children that follow."""
-
-    kind: ValueKind
-    constant: int | str | None = None
-    children: int = 0
 
 
 _NONE = Token(ValueKind.none)
@@ -39,42 +31,16 @@ _INT, _FLOAT, _COMPLEX = Token(ValueKind.int), Token(ValueKind.float), Token(Val
 _TENSOR, _STORAGE, _GENERATOR = Token(ValueKind.tensor), Token(ValueKind.storage), Token(ValueKind.generator)
 
 
-class TensorUse(NamedTuple):
-    """A plain tensor that a call was given or gave: `argument` is the schema's (or result's) index."""
-
-    argument: int
-    tensor: torch.Tensor
-    storage: torch.UntypedStorage
-    tracker: Tracker
-    number: int  # tensor id
-    meta: int
-
-
-class CallValues:
-    """The values of one call, being gathered."""
-
-    __slots__ = ("addresses", "argument", "floats", "ints", "key", "tensors", "uses")
-
-    def __init__(self) -> None:
-        self.key: list[Token] = []
-        self.tensors: list[int] = []
-        self.ints: list[int] = []
-        self.floats: list[float] = []
-        self.uses: list[TensorUse] = []
-        self.addresses = False  # an integer was an address, and is recorded as something else
-        self.argument = 0
-
-
 class Encoder:
-    """Encodes values. `tensor` resolves a plain tensor to its use, `storage` and `generator` give ids."""
+    """Encodes values of calls. `tensor` resolves a plain tensor to its use, `storage` and `generator` give ids."""
 
     def __init__(
         self,
-        tensor: Callable[[torch.Tensor, int], TensorUse],
-        storage: Callable[[torch.UntypedStorage, int], int],
+        tensor: Callable[[OpCall, torch.Tensor, int], TensorUse],
+        storage: Callable[[OpCall, torch.UntypedStorage, int], int],
         generator: Callable[[torch.Generator], int],
         device: Callable[[torch.device], int],
-        large_integer: Callable[[int], int | torch.Tensor | None],
+        large_integer: Callable[[OpCall, int], int | torch.Tensor | None],
         unpacked: Unpacked,
     ) -> None:
         """`large_integer`: what is recorded in the place of an integer of more than 32 bits: itself, the tensor that
@@ -86,40 +52,40 @@ class Encoder:
         self._large_integer = large_integer
         self._unpacked = unpacked
 
-    def add(self, value: Any, values: CallValues) -> None:
-        """Append one value. Raises Unrepresentable."""
+    def add(self, value: Any, values: CallValues, call: OpCall) -> None:
+        """Append one value that `call` was given or returned. Raises Unrepresentable."""
         kind = type(value)
         if isinstance(value, torch.Tensor):
-            self._add_tensor(value, values)
+            self._add_tensor(value, values, call)
         elif value is None:
             values.key.append(_NONE)
         elif kind is bool:
             values.key.append(_TRUE if value else _FALSE)
         elif kind is int:
-            self._add_int(value, values)
+            self._add_int(value, values, call)
         elif kind is float:
             values.key.append(_FLOAT)
             values.floats.append(value)
         elif kind in (list, tuple, torch.Size) or isinstance(value, (list, tuple)):
             values.key.append(Token(ValueKind.tuple if isinstance(value, tuple) else ValueKind.list, None, len(value)))
             for item in value:
-                self.add(item, values)
+                self.add(item, values, call)
         else:
-            self._add_constant(value, values)
+            self._add_constant(value, values, call)
 
-    def _add_int(self, value: int, values: CallValues) -> None:
+    def _add_int(self, value: int, values: CallValues, call: OpCall) -> None:
         if value not in _INT64:
             raise Unrepresentable("opaque_argument", f"the integer {value} does not fit 64 bits")
         if value >> 32 > 0:
-            recorded = self._large_integer(value)
+            recorded = self._large_integer(call, value)
             if recorded is not value:
                 values.addresses = True
-                self.add(recorded, values)
+                self.add(recorded, values, call)
                 return
         values.key.append(_INT)
         values.ints.append(value)
 
-    def _add_constant(self, value: Any, values: CallValues) -> None:
+    def _add_constant(self, value: Any, values: CallValues, call: OpCall) -> None:
         key = values.key
         if isinstance(value, str):
             key.append(Token(ValueKind.string, value))
@@ -142,28 +108,28 @@ class Encoder:
         elif isinstance(value, (torch.UntypedStorage, torch.TypedStorage)):
             key.append(_STORAGE)
             storage = value if isinstance(value, torch.UntypedStorage) else value._untyped_storage
-            values.ints.append(self._storage(storage, values.argument))
+            values.ints.append(self._storage(call, storage, values.argument))
         elif isinstance(value, torch.ScriptObject):
-            self._add_composite(value, values)
+            self._add_composite(value, values, call)
         elif isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
-            self.add(_concrete(value), values)
+            self.add(_concrete(value), values, call)
         elif isinstance(value, (bool, int, float)):  # subclasses
-            self.add(int(value) if isinstance(value, int) else float(value), values)
+            self.add(int(value) if isinstance(value, int) else float(value), values, call)
         else:
             raise Unrepresentable(
                 "opaque_argument", f"a value of type {type(value).__module__}.{type(value).__qualname__}"
             )
 
-    def _add_tensor(self, tensor: torch.Tensor, values: CallValues) -> None:
+    def _add_tensor(self, tensor: torch.Tensor, values: CallValues, call: OpCall) -> None:
         if is_composite(tensor):
-            self._add_composite(tensor, values)
+            self._add_composite(tensor, values, call)
             return
-        use = self._tensor(tensor, values.argument)
+        use = self._tensor(call, tensor, values.argument)
         values.key.append(_TENSOR)
         values.tensors.append(use.number)
         values.uses.append(use)
 
-    def _add_composite(self, value: torch.Tensor | torch.ScriptObject, values: CallValues) -> None:
+    def _add_composite(self, value: torch.Tensor | torch.ScriptObject, values: CallValues, call: OpCall) -> None:
         if isinstance(value, torch.Tensor) and layout_of(value) is TORCH_LAYOUT[Layout.mkldnn]:
             raise Unrepresentable("mkldnn_layout", "a tensor in oneDNN's own layout")
         try:
@@ -175,7 +141,7 @@ class Encoder:
             raise Unrepresentable("opaque_argument", str(error)) from error
         values.key.append(Token(ValueKind.composite, form, len(parts)))
         for part in parts:
-            self.add(part, values)
+            self.add(part, values, call)
 
 
 class StructureEncoder(Encoder):
@@ -187,15 +153,15 @@ class StructureEncoder(Encoder):
         super().__init__(*resolve)
         self._with_scalars = Encoder(*resolve)
 
-    def _add_composite(self, value: torch.Tensor | torch.ScriptObject, values: CallValues) -> None:
-        self._with_scalars._add_composite(value, values)
+    def _add_composite(self, value: torch.Tensor | torch.ScriptObject, values: CallValues, call: OpCall) -> None:
+        self._with_scalars._add_composite(value, values, call)
 
-    def add(self, value: Any, values: CallValues) -> None:
+    def add(self, value: Any, values: CallValues, call: OpCall) -> None:
         if isinstance(value, (torch.Tensor, list, tuple, torch.UntypedStorage, torch.TypedStorage, torch.ScriptObject)):
-            super().add(value, values)
+            super().add(value, values, call)
         else:
-            recorded = self._large_integer(value) if type(value) is int and value >> 32 > 0 else None
-            super().add(recorded if isinstance(recorded, torch.Tensor) else None, values)
+            recorded = self._large_integer(call, value) if type(value) is int and value >> 32 > 0 else None
+            super().add(recorded if isinstance(recorded, torch.Tensor) else None, values, call)
 
 
 def _concrete(value: torch.SymInt | torch.SymFloat | torch.SymBool) -> int | float | bool:

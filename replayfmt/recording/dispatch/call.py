@@ -1,22 +1,58 @@
-"""One operator call while it is being recorded."""
+"""One operator call while it is being recorded, and what is gathered of its values."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from .arguments import CallValues
-from .kernels import KernelFacts
+from replayfmt.format.codes import ValueKind
+
+from ..storages.trackers import Tracker
+from .kernels import CapturedKernel
+
+
+class Token(NamedTuple):
+    """One node of a key: its kind, its constant, the number of children that follow."""
+
+    kind: ValueKind
+    constant: int | str | None = None
+    children: int = 0
+
+
+class TensorUse(NamedTuple):
+    """A plain tensor that a call was given or gave: `argument` is the schema's (or result's) index."""
+
+    argument: int
+    tensor: torch.Tensor
+    storage: torch.UntypedStorage
+    tracker: Tracker
+    number: int  # tensor id
+    meta: int
+
+
+class CallValues:
+    """The values of one call, being gathered."""
+
+    __slots__ = ("addresses", "argument", "floats", "ints", "key", "tensors", "uses")
+
+    def __init__(self) -> None:
+        self.key: list[Token] = []
+        self.tensors: list[int] = []
+        self.ints: list[int] = []
+        self.floats: list[float] = []
+        self.uses: list[TensorUse] = []
+        self.addresses = False  # an integer was an address, and is recorded as something else
+        self.argument = 0
 
 
 class OpCall:
     """A call that is being recorded."""
 
-    __slots__ = ("args", "facts", "generators", "kwargs", "values")
+    __slots__ = ("args", "generators", "kernel", "kwargs", "values")
 
-    def __init__(self, facts: KernelFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.facts = facts
+    def __init__(self, kernel: CapturedKernel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.kernel = kernel
         self.args = args
         self.kwargs = kwargs
         self.values = CallValues()

@@ -26,10 +26,10 @@ from ..stream.buffer import RecordBuffer, packer
 from ..stream.digesting import Digests
 from ..stream.records import Records, Unrepresentable
 from ..stream.tensor_metas import TensorMetas
-from .arguments import CallValues, Encoder, StructureEncoder, TensorUse, build_nodes
-from .call import OpCall
+from .arguments import Encoder, StructureEncoder, build_nodes
+from .call import CallValues, OpCall, TensorUse
 from .handles import Handles
-from .kernels import KernelFacts
+from .kernels import CapturedKernel
 from .unpacked import Unpacked
 from .wrappers import is_wrapper
 
@@ -76,8 +76,7 @@ class CallRecorder:
         self._digest_results = digest_results
         self._opaque = opaque
         self._threads = threads
-        self._kernels: dict[int, KernelFacts] = {}
-        self._call: OpCall | None = None
+        self._kernels: dict[int, CapturedKernel] = {}
         unpacked = Unpacked()
         self._arguments = Encoder(
             self._use_argument, self._use_storage, generators.number, records.device, self._given_integer, unpacked
@@ -87,55 +86,52 @@ class CallRecorder:
             self._use_result, self._result_storage, generators.number, records.device, self._returned_integer, unpacked
         )
 
-    def facts(self, func: torch._ops.OpOverload) -> KernelFacts:
+    def kernel_of(self, func: torch._ops.OpOverload) -> CapturedKernel:
         """What is known of an overload; computed at its first call."""
-        facts = self._kernels.get(id(func))
-        if facts is None:
-            facts = self._kernels[id(func)] = KernelFacts(func, self._opaque)
-        return facts
+        kernel = self._kernels.get(id(func))
+        if kernel is None:
+            kernel = self._kernels[id(func)] = CapturedKernel(func, self._opaque)
+        return kernel
 
     @property
     def operators(self) -> list[tuple[str, str, int]]:
         """Name, overload and number of results of what was called so far."""
-        return [(facts.name, facts.overload, facts.results) for facts in self._kernels.values()]
+        return [(kernel.name, kernel.overload, kernel.results) for kernel in self._kernels.values()]
 
     # ---------------------------------------------------------------------------------------------------------- before
 
     def before(
         self,
-        facts: KernelFacts,
+        kernel: CapturedKernel,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         drawn: list[tuple[torch.Generator, bytes, bytes]] | None = None,
     ) -> OpCall:
         """Record what the op needs: state, content. `drawn`: it has run, under the settings that the stream is in, and
         these generators were in these states around it. Raises Unrepresentable."""
-        if facts.unnameable:
-            raise Unrepresentable("opaque_argument", facts.unnameable)
-        call = self._call = OpCall(facts, args, kwargs)
-        try:
-            if drawn is None:
-                self._numeric.check(facts.name)
-                if not facts.own:
-                    self._numeric.check_autocast(autocast_of_program())
-            self._gather(call)
-            for generator, before, after in drawn or ():
-                self._generators.drew(generator, before, after)
-            if drawn is None and facts.random and facts.draws(args, kwargs):
-                call.generators = drawn_from(args, kwargs, self._devices(call))
-                self._generators.before(call.generators)
-        finally:
-            self._call = None  # nothing here may hold on to the program's tensors
+        if kernel.unnameable:
+            raise Unrepresentable("opaque_argument", kernel.unnameable)
+        call = OpCall(kernel, args, kwargs)
+        if drawn is None:
+            self._numeric.check(kernel.name)
+            if not kernel.own:
+                self._numeric.check_autocast(autocast_of_program())
+        self._gather(call)
+        for generator, before, after in drawn or ():
+            self._generators.drew(generator, before, after)
+        if drawn is None and kernel.random and kernel.draws(args, kwargs):
+            call.generators = drawn_from(args, kwargs, self._devices(call))
+            self._generators.before(call.generators)
         return call
 
     def _gather(self, call: OpCall) -> None:
         values, add = call.values, self._arguments.add
         for index, value in enumerate(call.args):
             values.argument = index
-            add(value, values)
+            add(value, values, call)
         for name, value in call.kwargs.items():
-            values.argument = call.facts.indices[name]
-            add(value, values)
+            values.argument = call.kernel.indices[name]
+            add(value, values, call)
 
     @staticmethod
     def _devices(call: OpCall) -> set[torch.device]:
@@ -143,82 +139,68 @@ class CallRecorder:
         devices = {use.storage.device for use in call.values.uses}
         if device is not None:
             devices.add(torch.device(device))
-        if call.facts.namespace != "aten":
+        if call.kernel.namespace != "aten":
             devices.add(torch.device("cpu"))
         return devices
 
-    def _use_argument(self, tensor: torch.Tensor, index: int) -> TensorUse:
+    def _use_argument(self, call: OpCall, tensor: torch.Tensor, index: int) -> TensorUse:
         storage = storage_of(tensor)
         zero = is_zerotensor(tensor)
-        storages, call = self._storages, self._call
-        assert call is not None
-        tracker = known = storages.known(storage)
+        storages = self._storages
+        tracker = entered_before = storages.tracker_of(storage)
         if tracker is None:
             tracker = storages.enter(storage, dtype_of(tensor))
-        if tracker.size != storage.nbytes() and (known is not None or tracker.alias):
-            facts = call.facts
-            reads = shape_of(tensor).numel() != 0 and facts.reads(index, call.args, call.kwargs)
-            as_is = facts.known.packs or (facts.arguments[index].written and not facts.own)
-            unwritten = Unwritten.as_is if as_is else Unwritten.passed_on if facts.elementwise else Unwritten.unseen
-            tracker = storages.use(tracker, storage, reads, facts.name, unwritten)
-        if tracker.imports and not call.facts.own:
+        if tracker.size != storage.nbytes() and (entered_before is not None or tracker.alias):
+            kernel = call.kernel
+            reads = shape_of(tensor).numel() != 0 and kernel.reads(index, call.args, call.kwargs)
+            as_is = kernel.operator.packs or (kernel.arguments[index].written and not kernel.own)
+            unwritten = Unwritten.as_is if as_is else Unwritten.passed_on if kernel.elementwise else Unwritten.unseen
+            tracker = storages.use(tracker, storage, reads, kernel.name, unwritten)
+        if tracker.imports and not call.kernel.own:
             self._handles.check_content(tensor)
         meta = self._metas.of(tensor, zero)
         number = storages.view(tracker, meta, int(offset_of(tensor)), self._metas.params[meta].item)
         return TensorUse(index, tensor, storage, tracker, number, meta)
 
-    def _given_integer(self, value: int) -> int | torch.Tensor:
+    def _given_integer(self, call: OpCall, value: int) -> int | torch.Tensor:
         """What is recorded in the place of a large integer that the op was given."""
-        assert self._call is not None
-        tensor = None if self._call.facts.own else self._handles.passed(value)
+        tensor = None if call.kernel.own else self._handles.passed(value)
         return value if tensor is None else tensor
 
-    def _returned_integer(self, value: int) -> int | torch.Tensor | None:
+    def _returned_integer(self, call: OpCall, value: int) -> int | torch.Tensor | None:
         """What is recorded in the place of a large integer that the op returned."""
-        assert self._call is not None
-        if self._call.facts.own:  # read out of a tensor: no number to compare, and no new object
-            return value if self._handles.known(value) is None else None
+        if call.kernel.own:  # read out of a tensor: no number to compare, and no new object
+            return value if self._handles.tensor_of(value) is None else None
         tensor = self._handles.returned(value)
         return value if tensor is None else tensor
 
-    def _use_storage(self, storage: torch.UntypedStorage, index: int) -> int:
-        tracker = self._storages.known(storage)
+    def _use_storage(self, call: OpCall, storage: torch.UntypedStorage, index: int) -> int:
+        tracker = self._storages.tracker_of(storage)
         if tracker is None:
-            tracker = self._storages.enter(storage, self._dtype_beside())
+            tracker = self._storages.enter(storage, _dtype_beside(call))
         elif tracker.size != storage.nbytes():
-            call = self._call
-            assert call is not None
-            reads = storage.nbytes() != 0 and call.facts.reads(index, call.args, call.kwargs)
-            tracker = self._storages.use(tracker, storage, reads, call.facts.name)
+            reads = storage.nbytes() != 0 and call.kernel.reads(index, call.args, call.kwargs)
+            tracker = self._storages.use(tracker, storage, reads, call.kernel.name)
         state = tracker.state
         if state is not None and state.alias_of is not None and (state.delta or state.length != state.alias_of.size):
             raise Unrepresentable("overlapping_storages", "a storage that is a part of another one was passed as such")
         return tracker.id
 
-    def _dtype_beside(self) -> torch.dtype | None:
-        """What a storage that is an argument itself is to be seen as: `set_` gives it to a tensor."""
-        assert self._call is not None
-        return next((dtype_of(value) for value in self._call.args if isinstance(value, torch.Tensor)), None)
-
     # ----------------------------------------------------------------------------------------------------------- after
 
     def after(self, call: OpCall, result: Any, started: int, ended: int) -> RecordedCall:
         """The op returned. Raises Unrepresentable or PassedThrough; then nothing was recorded of it."""
-        facts = call.facts
+        kernel = call.kernel
         values = CallValues()
-        if facts.results == 1:
+        if kernel.results == 1:
             results = (result,)
         else:
-            results = tuple(result) if facts.results else ()
-        self._call = call
-        try:
-            for index, value in enumerate(results):
-                values.argument = index
-                self._results.add(value, values)
-        finally:
-            self._call = None
+            results = tuple(result) if kernel.results else ()
+        for index, value in enumerate(results):
+            values.argument = index
+            self._results.add(value, values, call)
         if self._threads:
-            self._numeric.check(facts.name)  # another thread's op may have stated its own settings since
+            self._numeric.check(kernel.name)  # another thread's op may have stated its own settings since
         signature = self._commit(call, OpStatus.ok, values, len(results), started, ended)
         self._note_writes(call, values)
         if call.generators:
@@ -238,40 +220,39 @@ class CallRecorder:
         if call.generators:
             self._generators.after(call.generators)
 
-    def _use_result(self, tensor: torch.Tensor, index: int) -> TensorUse:
+    def _use_result(self, call: OpCall, tensor: torch.Tensor, index: int) -> TensorUse:
         if is_wrapper(tensor):
             raise PassedThrough
         storage = storage_of(tensor)
         zero = is_zerotensor(tensor)
-        call, storages = self._call, self._storages
-        assert call is not None
-        tracker = storages.known(storage)
+        storages = self._storages
+        tracker = storages.tracker_of(storage)
         if tracker is None:
-            tracker = storages.produced(storage, uninitialized=call.facts.known.empty and not _fills_empty())
-            if index in call.facts.opaque_results or self._handles.stands_for(storage):
+            tracker = storages.produced(storage, uninitialized=call.kernel.operator.empty and not _fills_empty())
+            if index in call.kernel.opaque_results or self._handles.stands_for(storage):
                 storages.state(tracker).opaque = True
         meta = self._metas.of(tensor, zero)
         number = storages.view(tracker, meta, int(offset_of(tensor)), self._metas.params[meta].item)
         storages.synchronize(tracker, storage)
         return TensorUse(index, tensor, storage, tracker, number, meta)
 
-    def _result_storage(self, storage: torch.UntypedStorage, _index: int) -> int:
-        tracker = self._storages.known(storage)
+    def _result_storage(self, _call: OpCall, storage: torch.UntypedStorage, _index: int) -> int:
+        tracker = self._storages.tracker_of(storage)
         return (tracker or self._storages.produced(storage, uninitialized=False)).id
 
     def _commit(
         self, call: OpCall, status: OpStatus, values: CallValues, results: int, started: int, ended: int
     ) -> int:
-        given, facts = call.values, call.facts
-        key = (facts, status, len(call.args), tuple(call.kwargs), tuple(given.key), tuple(values.key))
+        given, kernel = call.values, call.kernel
+        key = (kernel, status, len(call.args), tuple(call.kwargs), tuple(given.key), tuple(values.key))
 
         def make() -> Signature:
-            names = [facts.arguments[i].name for i in range(len(call.args))] + list(call.kwargs)
+            names = [kernel.arguments[i].name for i in range(len(call.args))] + list(call.kwargs)
             return Signature(
                 RecordKind.op,
                 build_nodes(given.key, names),
                 build_nodes(values.key, [""] * results),
-                self._kernel(facts),
+                self._kernel_id(kernel),
                 status,
             )
 
@@ -284,34 +265,34 @@ class CallRecorder:
         self._buffer.append(pack(signature, context, started - begin, ended - started, *words, *floats))
         return signature
 
-    def _kernel(self, facts: KernelFacts) -> int:
-        if not facts.id:
-            facts.id = self._buffer.writer.kernel(Kernel(facts.name, facts.overload, facts.schema))
-        return facts.id
+    def _kernel_id(self, kernel: CapturedKernel) -> int:
+        if not kernel.id:
+            kernel.id = self._buffer.writer.kernel(Kernel(kernel.name, kernel.overload, kernel.schema))
+        return kernel.id
 
     def _note_writes(self, call: OpCall, values: CallValues) -> None:
-        facts = call.facts
-        unknown = self._unknown_in(call) if facts.known.copies >= 0 else []
-        if facts.writes:
-            writes = facts.writes_in(call.args, call.kwargs)
+        kernel = call.kernel
+        unknown = self._unknown_in(call) if kernel.operator.copies >= 0 else []
+        if kernel.writes:
+            writes = kernel.writes_in(call.args, call.kwargs)
             for use in call.values.uses:
                 if use.argument not in writes:
                     continue
                 if unknown:
                     self._storages.wrote_anything(use.tracker, use.storage, touched=all(unknown))
                 else:
-                    self._wrote(use.tensor, facts.writes_all(use.argument))
+                    self._wrote(use.tensor, kernel.writes_all(use.argument))
         elif unknown:
             for use in values.uses:
                 self._storages.wrote_anything(use.tracker, use.storage, touched=all(unknown))
-        elif facts.in_place_view or facts.namespace != "aten":
+        elif kernel.in_place_view or kernel.namespace != "aten":
             for use in call.values.uses:
                 state = use.tracker.state
                 length = use.storage.nbytes()
                 if length != (use.tracker.size if state is None else state.length):
                     self._storages.resized(use.tracker, length)
         self._storages.unexplained.pass_on(
-            facts,
+            kernel,
             [(use.argument, use.tracker) for use in call.values.uses],
             [(use.argument, use.tracker) for use in values.uses],
         )
@@ -320,7 +301,7 @@ class CallRecorder:
         """For each storage with unwritten bytes that a call copies: whether anything of it was written."""
         unknown = []
         for use in call.values.uses:
-            if use.argument == call.facts.known.copies and use.tracker.size == -1:
+            if use.argument == call.kernel.operator.copies and use.tracker.size == -1:
                 region = self._metas.params[use.meta].region(int(offset_of(use.tensor)))
                 if not use.tracker.reproducible(region):
                     coverage = use.tracker.state.coverage if use.tracker.state is not None else None
@@ -329,7 +310,7 @@ class CallRecorder:
 
     def _wrote(self, tensor: torch.Tensor, everything: bool) -> None:
         storage = storage_of(tensor)
-        tracker = self._storages.known(storage)
+        tracker = self._storages.tracker_of(storage)
         if tracker is not None:
             meta, offset = self._metas.of(tensor, is_zerotensor(tensor)), int(offset_of(tensor))
             number = self._storages.view(tracker, meta, offset, self._metas.params[meta].item)
@@ -339,24 +320,33 @@ class CallRecorder:
 
     def _digest(self, call: OpCall, values: CallValues, ordinal: int) -> None:
         """Digest every result of the op just recorded, and what it wrote that is not among them."""
-        facts = call.facts
-        uses = [use for use in values.uses if use.argument not in facts.opaque_results] if not facts.known.empty else []
+        kernel = call.kernel
+        uses = (
+            [use for use in values.uses if use.argument not in kernel.opaque_results]
+            if not kernel.operator.empty
+            else []
+        )
         seen = {use.number for use in uses}
         for use in uses:
             self._digest_use(use.tensor, use.argument, ordinal)
-        writes = facts.writes_in(call.args, call.kwargs)
+        writes = kernel.writes_in(call.args, call.kwargs)
         for use in call.values.uses:
             if use.argument in writes and use.number not in seen:
                 self._digest_use(use.tensor, -1, ordinal)
 
     def _digest_use(self, tensor: torch.Tensor, result: int, ordinal: int) -> None:
         storage = storage_of(tensor)
-        tracker = self._storages.known(storage)
+        tracker = self._storages.tracker_of(storage)
         if tracker is None:
             return
         meta, offset = self._metas.of(tensor, is_zerotensor(tensor)), int(offset_of(tensor))
         if tracker.reproducible(self._metas.params[meta].region(offset)):
             self._digests.record(tracker, storage, meta, offset, ordinal, result)
+
+
+def _dtype_beside(call: OpCall) -> torch.dtype | None:
+    """What a storage that is an argument itself is to be seen as: `set_` gives it to a tensor."""
+    return next((dtype_of(value) for value in call.args if isinstance(value, torch.Tensor)), None)
 
 
 def _fills_empty() -> bool:

@@ -40,7 +40,7 @@ class Handles:
         self._storages.add(tensor.untyped_storage()._cdata)
         return tensor
 
-    def known(self, value: int) -> torch.Tensor | None:
+    def tensor_of(self, value: int) -> torch.Tensor | None:
         """The tensor for an address that a captured operator gave."""
         return self._tensors.get(value)
 

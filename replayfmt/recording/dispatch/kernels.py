@@ -44,7 +44,7 @@ class Argument:
     keyword_only: bool
 
 
-class KernelFacts:
+class CapturedKernel:
     """One operator overload. `id` is its kernel id in the capture, 0 until a call of it is recorded."""
 
     __slots__ = (
@@ -59,7 +59,7 @@ class KernelFacts:
         "id",
         "in_place_view",
         "indices",
-        "known",
+        "operator",
         "mixed_lists",
         "name",
         "namespace",
@@ -84,12 +84,12 @@ class KernelFacts:
         self.id = 0
         self.name = schema.name
         self.namespace, _, base = schema.name.partition("::")
-        known = self.known = operators.known(self.name, self.overload)
-        self.own = known.own
+        operator = self.operator = operators.operator_named(self.name, self.overload)
+        self.own = operator.own
         self.unnameable = name_problem(self.name, self.overload)
         self.call = caller_of(func)
         # Where no `__torch_function__` is there to see it.
-        self.quick = func._op if known.own and takes_numbers(func) else self.call
+        self.quick = func._op if operator.own and takes_numbers(func) else self.call
         quiet = operators.unannotated_writes(
             self.name, self.overload, [a.name for a in schema.arguments if "Tensor" in str(a.type)]
         )
@@ -98,7 +98,7 @@ class KernelFacts:
             for a in schema.arguments
         )
         self.indices = {a.name: index for index, a in enumerate(self.arguments)}
-        only = known.only_with
+        only = operator.only_with
         self.only_with = None if only is None else (self.indices[only[0]], self.indices[only[1]])
         # Lists whose items may be of any type of number: [1], [1.0] and [True] compare equal, and compute other things.
         self.mixed_lists = any("List[number]" in str(a.type) for a in schema.arguments)
@@ -111,15 +111,15 @@ class KernelFacts:
         self.results = len(schema.returns)
         self.view = func.is_view
         self.in_place_view = torch.Tag.inplace_view in func.tags
-        self.reads_nothing = self.view or known.reads_nothing or self.in_place_view
+        self.reads_nothing = self.view or operator.reads_nothing or self.in_place_view
         # Views written to nothing: an in-place view changes metadata, not memory.
         self.writes = () if self.in_place_view else tuple(i for i, a in enumerate(self.arguments) if a.written)
         # It gives new tensors, whose elements depend on the arguments' elements and on nothing else.
-        self.elementwise = known.own and torch.Tag.pointwise in func.tags and not self.writes and not self.view
+        self.elementwise = operator.own and torch.Tag.pointwise in func.tags and not self.writes and not self.view
         self.accumulates_at = tuple(i for i, a in enumerate(self.arguments) if a.name in ACCUMULATES)
         self.random = (
             torch.Tag.nondeterministic_seeded in func.tags
-            or not known.own
+            or not operator.own
             or any("Generator" in str(a.type) for a in schema.arguments)
         )
         # Attention draws only with dropout.
@@ -140,11 +140,11 @@ class KernelFacts:
             if base.startswith("_record_function_enter"):
                 return Action.scope_enter
             return Action.scope_exit if base.startswith("_record_function_exit") else Action.ignore
-        if self.known.collective:
+        if self.operator.collective:
             return Action.collective
-        if self.known.maps_files:
+        if self.operator.maps_files:
             return Action.ignore  # what it gives enters at its first use, as memory mapped before the capture does
-        if self.known.in_parts and is_composite_operator(self.func.name()):
+        if self.operator.in_parts and is_composite_operator(self.func.name()):
             return Action.decompose
         return Action.record
 
@@ -180,20 +180,20 @@ class KernelFacts:
         argument = self.arguments[index]
         if argument.written and argument.keyword_only and self.namespace == "aten":
             return False  # an out= argument
-        known = self.known
-        if argument.name in known.unread or not self._counts(index, args, kwargs):
+        operator = self.operator
+        if argument.name in operator.unread or not self._counts(index, args, kwargs):
             return False
-        if known.unread_with is not None and argument.name == known.unread_with[0]:
-            return not self.argument(self.indices[known.unread_with[1]], args, kwargs)
+        if operator.unread_with is not None and argument.name == operator.unread_with[0]:
+            return not self.argument(self.indices[operator.unread_with[1]], args, kwargs)
         if index == 0:
-            if known.overwrites_self or known.packs:
+            if operator.overwrites_self or operator.packs:
                 return False
-            if known.writes_some:
+            if operator.writes_some:
                 return any(self.argument(i, args, kwargs) for i in self.accumulates_at)
-            if known.beta:
+            if operator.beta:
                 beta = kwargs.get("beta", 1)
                 return not (isinstance(beta, (int, float)) and beta == 0)
-        if known.like_other:
+        if operator.like_other:
             return index == 0
         return not self._computes_nothing(args, kwargs)
 
@@ -218,14 +218,14 @@ class KernelFacts:
 
     def writes_all(self, index: int) -> bool:
         """Whether a call that writes its argument `index` writes every element of it."""
-        return not (self.known.writes_some and index == 0) and not self.known.writes_a_part
+        return not (self.operator.writes_some and index == 0) and not self.operator.writes_a_part
 
 
 def caller_of(func: torch._ops.OpOverload) -> Callable[..., Any]:
     """What calls an overload from inside the mode's handler as the program would have called it."""
     # No `__torch_function__` sees a call that comes to the dispatch mode, so none may see it leave.
     name, overload = func._schema.name, func._schema.overload_name or "default"
-    if operators.known(name).own or name_problem(name, overload):
+    if operators.operator_named(name).own or name_problem(name, overload):
         return unheard(func)
     return AsInProgram(func, unheard(func))
 

@@ -27,7 +27,7 @@ from ..storages.identity import RELEASE_BATCH
 from ..stream.records import Unrepresentable
 from .collectives import describe_collective
 from .higher_order import run_higher_order
-from .kernels import Action, KernelFacts, caller_of
+from .kernels import Action, CapturedKernel, caller_of
 from .wrapped_numbers import with_tensors
 from .wrappers import dispatches_itself
 
@@ -79,57 +79,57 @@ class RecordingMode(TorchDispatchMode):
         if not isinstance(func, torch._ops.OpOverload):
             with core.thread_watch.covered():
                 return run_higher_order(self, func, args, kwargs), None
-        facts = core.attempt(core.calls.facts, func)
-        if facts is None:
+        kernel = core.attempt(core.calls.kernel_of, func)
+        if kernel is None:
             return self._unrecorded(func)(*args, **kwargs), None
-        if not facts.own:
-            core.arrivals[facts.name] += 1
-        args = core.attempt(with_tensors, facts, args) or args
-        if facts.action is not Action.record and not core.attempt(facts.has_own_kernel, args, kwargs):
-            return self._special(facts, args, kwargs), None
+        if not kernel.own:
+            core.arrivals[kernel.name] += 1
+        args = core.attempt(with_tensors, kernel, args) or args
+        if kernel.action is not Action.record and not core.attempt(kernel.has_own_kernel, args, kwargs):
+            return self._special(kernel, args, kwargs), None
         if not core.on and not core.attempt(self._begins):
-            return facts.call(*args, **kwargs), None
+            return kernel.call(*args, **kwargs), None
         if core.options.stop_op is not None and core.attempt(self._ends):
-            return facts.call(*args, **kwargs), None
-        key = None if facts.body is None else core.attempt(facts.body.key, args, kwargs)
-        if facts.body is not None and key is not None:
-            manner = core.insides.manner(facts.name, facts.body.is_python(key))
+            return kernel.call(*args, **kwargs), None
+        key = None if kernel.body is None else core.attempt(kernel.body.key, args, kwargs)
+        if kernel.body is not None and key is not None:
+            manner = core.insides.manner(kernel.name, kernel.body.is_python(key))
             if manner is Manner.inside:
-                return self.run_inside(facts.body, args, kwargs), None
+                return self.run_inside(kernel.body, args, kwargs), None
             if manner is Manner.observed:
-                return self.observed(facts, args, kwargs), None
-        return self.record(facts, args, kwargs)
+                return self.observed(kernel, args, kwargs), None
+        return self.record(kernel, args, kwargs)
 
-    def observed(self, facts: KernelFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def observed(self, kernel: CapturedKernel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operator that is written in Python, and record it as what its inside turns out to be."""
         raise NotImplementedError("custom_operators/observing.py does")
 
     # --------------------------------------------------------------------------------------------------------- ordinary
 
-    def record(self, facts: KernelFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Site | None]:
+    def record(self, kernel: CapturedKernel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Site | None]:
         """Run one op and record it. Gives its result, and its site where it has one."""
         core = self.core
-        if facts.random and facts.namespace == "aten" and core.attempt(facts.draws, args, kwargs):
+        if kernel.random and kernel.namespace == "aten" and core.attempt(kernel.draws, args, kwargs):
             # The order of draws is the order of records. (Other operators may wait for threads that record, too.)
             with core.lock:
-                return self._record(facts, args, kwargs)
-        return self._record(facts, args, kwargs)
+                return self._record(kernel, args, kwargs)
+        return self._record(kernel, args, kwargs)
 
-    def _record(self, facts: KernelFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Site | None]:
+    def _record(self, kernel: CapturedKernel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Site | None]:
         core = self.core
         try:
-            call = core.before(facts, args, kwargs)
+            call = core.before(kernel, args, kwargs)
         except BaseException:
             core.interrupted(args, kwargs, None)
             raise
         # The op runs outside of every handler: what it raises has the context that it has without a capture.
         if call is None:
-            return facts.call(*args, **kwargs), None
+            return kernel.call(*args, **kwargs), None
         if isinstance(call, Unrepresentable):
-            return self._run_unsupported(facts, args, kwargs, call), None
+            return self._run_unsupported(kernel, args, kwargs, call), None
         started = _clock()
         try:
-            result = facts.call(*args, **kwargs)
+            result = kernel.call(*args, **kwargs)
         except BaseException:
             core.raised(call, started, _clock())
             raise
@@ -178,23 +178,23 @@ class RecordingMode(TorchDispatchMode):
             return func(*args, **kwargs)
         result = func(*args, **kwargs)
         problem = "another dispatch mode lies beneath the recorder and may have replaced the op"
-        facts = self.core.attempt(self.core.calls.facts, func)
-        if facts is not None:
-            self.core.unsupported_op(facts, args, kwargs, Unrepresentable("host_call", problem))
+        kernel = self.core.attempt(self.core.calls.kernel_of, func)
+        if kernel is not None:
+            self.core.unsupported_op(kernel, args, kwargs, Unrepresentable("host_call", problem))
         return result
 
-    def _special(self, facts: KernelFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _special(self, kernel: CapturedKernel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         core = self.core
-        if facts.action is Action.decompose:
-            assert facts.parts is not None
-            return self.run_inside(facts.parts, (bool(core.attempt(facts.parts.unmasks)), *args), kwargs)
-        if facts.action is Action.collective:
+        if kernel.action is Action.decompose:
+            assert kernel.parts is not None
+            return self.run_inside(kernel.parts, (bool(core.attempt(kernel.parts.unmasks)), *args), kwargs)
+        if kernel.action is Action.collective:
             detail = core.attempt(describe_collective, (*args, *kwargs.values()))
-            return self._run_unsupported(facts, args, kwargs, Unrepresentable("collective", detail or ""))
-        result = facts.call(*args, **kwargs)
-        if facts.action is Action.scope_enter:
+            return self._run_unsupported(kernel, args, kwargs, Unrepresentable("collective", detail or ""))
+        result = kernel.call(*args, **kwargs)
+        if kernel.action is Action.scope_enter:
             core.scope_begin(str(args[0]), user=False, token="record_function")
-        elif facts.action is Action.scope_exit:
+        elif kernel.action is Action.scope_exit:
             core.attempt(self._leave_function)
         return result
 
@@ -227,10 +227,10 @@ class RecordingMode(TorchDispatchMode):
         return self.core.attempt(caller_of, func) or func
 
     def _run_unsupported(
-        self, facts: KernelFacts, args: tuple[Any, ...], kwargs: dict[str, Any], problem: Unrepresentable
+        self, kernel: CapturedKernel, args: tuple[Any, ...], kwargs: dict[str, Any], problem: Unrepresentable
     ) -> Any:
-        result = facts.call(*args, **kwargs)
-        self.core.unsupported_op(facts, args, kwargs, problem)
+        result = kernel.call(*args, **kwargs)
+        self.core.unsupported_op(kernel, args, kwargs, problem)
         return result
 
 

@@ -18,14 +18,14 @@ from replayfmt.pytorch.tensors.memory import call_undispatched, storage_bytes
 
 _MOST_OBJECTS = 1024
 
-Known = tuple[str, dict[int, torch.Tensor], list[Any]]
+UnpackedParts = tuple[str, dict[int, torch.Tensor], list[Any]]
 
 
 class Unpacked:
     """The objects of one capture. Callers hold the recorder's lock."""
 
     def __init__(self) -> None:
-        self._known: OrderedDict[int, Known] = OrderedDict()
+        self._objects: OrderedDict[int, UnpackedParts] = OrderedDict()
 
     def parts(self, packed: torch.ScriptObject) -> tuple[str, tuple[Any, ...]]:
         """(form, parts). Raises TypeError for objects that cannot be unpacked."""
@@ -35,19 +35,19 @@ class Unpacked:
         form, parts = take_apart(packed)
         content = [_content(part) for part in parts]
         place = hash(packed)
-        known = self._known.get(place)
-        if known is None or (known[0], known[2]) != (form, content):
+        seen = self._objects.get(place)
+        if seen is None or (seen[0], seen[2]) != (form, content):
             again = take_apart(packed)[1]
             copies = {
                 index: part
                 for index, (part, other) in enumerate(zip(parts, again, strict=True))
                 if isinstance(part, torch.Tensor) and _place(part) != _place(other)
             }
-            known = self._known[place] = form, copies, content
-            if len(self._known) > _MOST_OBJECTS:
-                self._known.popitem(last=False)
-        self._known.move_to_end(place)
-        return form, tuple(known[1].get(index, part) for index, part in enumerate(parts))
+            seen = self._objects[place] = form, copies, content
+            if len(self._objects) > _MOST_OBJECTS:
+                self._objects.popitem(last=False)
+        self._objects.move_to_end(place)
+        return form, tuple(seen[1].get(index, part) for index, part in enumerate(parts))
 
 
 def _place(tensor: torch.Tensor) -> int:

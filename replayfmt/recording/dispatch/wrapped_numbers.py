@@ -12,7 +12,7 @@ import torch
 
 from replayfmt.pytorch.tensors.memory import call_undispatched
 
-from .kernels import KernelFacts
+from .kernels import CapturedKernel
 
 _NUMBERS: dict[type, torch.dtype] = {
     bool: torch.bool,
@@ -22,9 +22,9 @@ _NUMBERS: dict[type, torch.dtype] = {
 }
 
 
-def with_tensors(facts: KernelFacts, args: tuple[Any, ...]) -> tuple[Any, ...]:
+def with_tensors(kernel: CapturedKernel, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Arguments of an operator with tensors for the numbers in their places."""
-    places = [index for index in facts.tensor_places if index < len(args) and type(args[index]) in _NUMBERS]
+    places = [index for index in kernel.tensor_places if index < len(args) and type(args[index]) in _NUMBERS]
     if not places:
         return args
     made = list(args)

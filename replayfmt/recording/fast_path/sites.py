@@ -30,9 +30,8 @@ import torch
 from replayfmt.format.codes import ValueKind
 from replayfmt.pytorch.tensors.looks import is_zerotensor
 
-from ..dispatch.arguments import CallValues, TensorUse
-from ..dispatch.call import OpCall
-from ..dispatch.kernels import KernelFacts
+from ..dispatch.call import CallValues, OpCall, TensorUse
+from ..dispatch.kernels import CapturedKernel
 from ..interrupts import is_interrupt
 from ..options import CaptureOptions
 from ..state.numeric_state import NumericState, Poll
@@ -123,9 +122,9 @@ class SitesCapture(Protocol):
 
     def view(self, tracker: Tracker, meta: int, offset: int) -> int: ...
 
-    def late(self, facts: KernelFacts, args: Any, kwargs: Any, result: Any, started: int, ended: int) -> Any: ...
+    def late(self, kernel: CapturedKernel, args: Any, kwargs: Any, result: Any, started: int, ended: int) -> Any: ...
 
-    def late_raised(self, facts: KernelFacts, args: Any, kwargs: Any, started: int, ended: int) -> None: ...
+    def late_raised(self, kernel: CapturedKernel, args: Any, kwargs: Any, started: int, ended: int) -> None: ...
 
     def interrupted(self, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None: ...
 
@@ -174,7 +173,7 @@ class Sites:
 
     def settings_changed(self) -> None:
         """The stream has stated other settings than before."""
-        self.state = self._states.setdefault(tuple(self._core.numeric.known.items()), _State())
+        self.state = self._states.setdefault(tuple(self._core.numeric.stated.items()), _State())
 
     def following(self, last: Following, func_id: int) -> Following:
         """What followed an operator that has no site, where `last` is what followed the last site before it."""
@@ -209,20 +208,20 @@ class Sites:
         self._count += 1
         site = state.made[key] = self._make(signature, call, results, result)
         if site is not None:
-            candidates = state.candidates.setdefault(id(call.facts.func), [])
+            candidates = state.candidates.setdefault(id(call.kernel.func), [])
             candidates.insert(0, site)
             del candidates[_CANDIDATES:]
         return site
 
     def _make(self, signature: int, call: OpCall, results: CallValues, result: Any) -> Site | None:
-        facts, core = call.facts, self._core
+        kernel, core = call.kernel, self._core
         if (
-            facts.known.empty
-            or facts.draws(call.args, call.kwargs)
-            or facts.opaque_results
-            or facts.in_place_view
-            or facts.mixed_lists
-            or facts.namespace == "fsdp"
+            kernel.operator.empty
+            or kernel.draws(call.args, call.kwargs)
+            or kernel.opaque_results
+            or kernel.in_place_view
+            or kernel.mixed_lists
+            or kernel.namespace == "fsdp"
         ):
             return None
         if any(token.kind not in _SIMPLE for token in (*call.values.key, *results.key)):
@@ -232,29 +231,29 @@ class Sites:
             return None
         if not all(type(use.tensor) in _PLAIN for use in uses):
             return None
-        if core.options.payload == "integers" and facts.view and len({use.tensor.dtype for use in uses}) > 1:
+        if core.options.payload == "integers" and kernel.view and len({use.tensor.dtype for use in uses}) > 1:
             return None  # content that was left out as floats may have to be recorded as integers now
         arguments = _arguments(call.args)
         keywords = [Place(f"q_{name}", _constant_kind(value) or "") for name, value in call.kwargs.items()]
         if arguments is None or not all(place.kind for place in keywords):
             return None
-        returned = () if facts.results == 0 else (result,) if facts.results == 1 else tuple(result)
+        returned = () if kernel.results == 0 else (result,) if kernel.results == 1 else tuple(result)
         given = dict(zip(_names(arguments), _flat(call.args), strict=True))
         arguments = self._filled(arguments, call.values.uses)
         places = self._results(returned, given, results.uses)
-        if places is None or len(given) > _TENSORS or not _writes_are_plain(facts, arguments, places):
+        if places is None or len(given) > _TENSORS or not _writes_are_plain(kernel, arguments, places):
             return None
-        written = [p.other or p.name for i in facts.writes for p in arguments[i].flat() if p.kind == TENSOR]
+        written = [p.other or p.name for i in kernel.writes for p in arguments[i].flat() if p.kind == TENSOR]
         shape = CallShape(
             arguments,
             tuple(keywords),
             places,
-            facts.results == 1,
+            kernel.results == 1,
             tuple(dict.fromkeys(written)),
-            _results_follow(facts),
+            _results_follow(kernel),
         )
         own = self._own(signature, call, results, shape)
-        return Site(self._factory.make(shape, own), core.numeric.poll_of(facts.name))
+        return Site(self._factory.make(shape, own), core.numeric.poll_of(kernel.name))
 
     def _results(
         self, returned: tuple[Any, ...], given: dict[str, Any], uses: list[TensorUse]
@@ -326,7 +325,7 @@ class Sites:
         )
 
     def _own(self, signature: int, call: OpCall, results: CallValues, shape: CallShape) -> dict[str, Any]:
-        core, facts = self._core, call.facts
+        core, kernel = self._core, call.kernel
         inputs = list(zip(shape.inputs(), call.values.uses, strict=True))
         outputs = list(zip(shape.outputs(), results.uses, strict=True))
         made = [
@@ -344,9 +343,9 @@ class Sites:
             core.records.device(new_on[0]) if new_on else 0,
         )
         own: dict[str, Any] = {
-            "op": facts.quick,
+            "op": kernel.quick,
             "code": FROM_SITE + number,
-            "facts": facts,
+            "kernel": kernel,
             "pack": packer(len(inputs) + len(outputs) + 2 * len(made), 0),
         }
         for place, value in zip((*shape.arguments, *shape.keywords), (*call.args, *call.kwargs.values()), strict=True):
@@ -360,12 +359,12 @@ class Sites:
         return own
 
 
-def _results_follow(facts: KernelFacts) -> bool:
+def _results_follow(kernel: CapturedKernel) -> bool:
     """Whether the metadata of the results depends on the arguments' metadata and constants only. FakeTensor relies on
     the same; operators whose results depend on data are tagged."""
-    tags = facts.func.tags
+    tags = kernel.func.tags
     return (
-        facts.namespace == "aten"
+        kernel.namespace == "aten"
         and torch.Tag.dynamic_output_shape not in tags
         and (torch.Tag.data_dependent_output not in tags)
     )
@@ -433,13 +432,13 @@ def _constant_kind(value: Any) -> str | None:
     return None
 
 
-def _writes_are_plain(facts: KernelFacts, arguments: tuple[Place, ...], results: tuple[Place, ...]) -> bool:
+def _writes_are_plain(kernel: CapturedKernel, arguments: tuple[Place, ...], results: tuple[Place, ...]) -> bool:
     """Whether what is written are positional tensors that come back as they are (so they were not resized)."""
     given_back = {place.other for top in results for place in top.flat() if place.kind == SAME}
-    for index in facts.writes:
+    for index in kernel.writes:
         if index >= len(arguments):
             return False
         for place in arguments[index].flat():
-            if place.kind == TENSOR and facts.results and (place.other or place.name) not in given_back:
+            if place.kind == TENSOR and kernel.results and (place.other or place.name) not in given_back:
                 return False
     return True

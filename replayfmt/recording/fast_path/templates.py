@@ -119,7 +119,7 @@ def _source(shape: CallShape) -> tuple[str, frozenset[int]]:
     """The code of a shape: a function `make` of what a site has of its own. With it the lines that make a row without
     the lock."""
     recognized = _recognize(shape)
-    finish = "return finish(facts, args, kwargs, r, start, end)"
+    finish = "return finish(kernel, args, kwargs, r, start, end)"
     accepted = _accept(shape, finish)
     recorded = _record(shape)
     call = "op(*args, **kwargs)" if shape.keywords else "op(*args)"
@@ -134,7 +134,7 @@ def _source(shape: CallShape) -> tuple[str, frozenset[int]]:
         "        start = clock()",
         f"        try: r = {call}",
         "        except BaseException:",
-        "            raised(facts, args, kwargs, start, clock())",
+        "            raised(kernel, args, kwargs, start, clock())",
         "            raise",
         "        try:",
         "            end = clock()",
@@ -145,7 +145,7 @@ def _source(shape: CallShape) -> tuple[str, frozenset[int]]:
     lines += ["            if threads:"]
     asking = len(lines)
     lines += ["                with lock:", "                    if ended: return r"]
-    lines += ["                    same_settings(facts.name)"]
+    lines += ["                    same_settings(kernel.name)"]
     lines += [f"                    {line}" for line in recorded]
     lines += ["                return r"]
     unlocked = frozenset((asking, *range(len(lines) + 1, len(lines) + 1 + len(recorded))))
@@ -163,7 +163,7 @@ def _source(shape: CallShape) -> tuple[str, frozenset[int]]:
 
 def _own(shape: CallShape) -> list[str]:
     """The names of what a site has of its own."""
-    names = ["op", "pack", "code", "facts"]
+    names = ["op", "pack", "code", "kernel"]
     if shape.distinct():
         names.append("check")
     if shape.made() and not shape.known:

@@ -47,14 +47,14 @@ class RecorderForWrites(Protocol):
 
 def storage_written(core: Core, storage: torch.UntypedStorage) -> None:
     """Something unseen wrote to a storage."""
-    tracker = core.storages.known(storage)
+    tracker = core.storages.tracker_of(storage)
     if tracker is not None:
         core.storages.mark_written_outside(tracker)
 
 
 def storage_resized(core: Core, storage: torch.UntypedStorage) -> None:
     """A storage was allocated anew outside any op."""
-    tracker = core.storages.known(storage)
+    tracker = core.storages.tracker_of(storage)
     if tracker is not None and tracker.size != storage.nbytes():
         core.storages.use(tracker, storage, False, "resize_")
 

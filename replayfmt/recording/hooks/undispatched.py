@@ -207,10 +207,10 @@ def _written_arguments(region: Any, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def _graph_name(graph: Any, _args: tuple[Any, ...]) -> tuple[str, str]:
-    facts = getattr(graph, "fx_kwargs", None) or {}
-    name = getattr(graph, "compile_region_name", None) or f"graph {facts.get('graph_id')}"
+    kernel = getattr(graph, "fx_kwargs", None) or {}
+    name = getattr(graph, "compile_region_name", None) or f"graph {kernel.get('graph_id')}"
     devices = ", ".join(sorted(getattr(graph, "device_types", ())))
-    if facts.get("is_backward"):
+    if kernel.get("is_backward"):
         direction, advice = "backward", _OF_BACKWARD
     else:
         direction, advice = "forward", _AHEAD_OF_TIME if _is_ahead_of_time() else _EAGER

@@ -65,7 +65,7 @@ def thread_states() -> list[ThreadState]:
     if not _has_lists:
         return []
     with _undisturbed():
-        addresses, same, again = tee(_walk(), 3)
+        addresses, same, again = tee(_addresses(), 3)
         found = list(zip(addresses, map(_id_of, same), map(_copy, again, repeat(_WORDS * _WORD_BYTES)), strict=True))
     # Threads of C code make their states without the interpreter's lock, under one that this call takes: what was
     # found is whole from here on.
@@ -73,7 +73,7 @@ def thread_states() -> list[ThreadState]:
     return [ThreadState(address, number, memoryview(words).cast("P")) for address, number, words in found]
 
 
-def _walk() -> Iterator[int]:
+def _addresses() -> Iterator[int]:
     """The addresses of all threads' states. A state may be freed whenever another thread gets a turn, which it can
     between any two steps in Python: this iterator and all that is made of it takes none, it is C code throughout."""
     steps = chain(map(_newest, (_interpreter(),)), repeat(None))
@@ -206,7 +206,7 @@ def _raise_at_next_step(error: BaseException) -> None:
 
 def _give(slot: _Slot, state: ThreadState, function: int | None, argument: int | None) -> bool:
     """Set a function on a thread that may have ended. Whether it was still there."""
-    matches = filter(state.address.__eq__, _walk())
+    matches = filter(state.address.__eq__, _addresses())
     given: deque[int] = deque(maxlen=1)
     with _undisturbed():
         given.extend(map(slot.setter, matches, repeat(function), repeat(argument)))

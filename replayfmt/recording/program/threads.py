@@ -50,7 +50,7 @@ class Threads:
     def __init__(self, mode: RecordingMode, core: Core) -> None:
         self._mode = mode
         self.core = core
-        self._known: set[int] = set()  # by id of the state: threads that carry the mode, were asked to, or must not
+        self._handled: set[int] = set()  # by id of the state: threads that carry the mode, were asked to, or must not
         self._carrying: set[int] = set()
         self._late: set[int] = set()  # of those that began unseen
         self._late_idents: set[int] = set()
@@ -66,7 +66,7 @@ class Threads:
         """Begin, with the calling thread and all others."""
         global _current
         self._patches.install()
-        self._known.add(own_id())
+        self._handled.add(own_id())
         _current = self
         self._mode.__enter__()
         self._carrying.add(own_id())
@@ -103,7 +103,7 @@ class Threads:
             if state.id in self._carrying:
                 _leaving[state.id] = _PATIENCE
                 _next_step().set(state)
-            elif state.id in self._known:
+            elif state.id in self._handled:
                 _next_step().clear(state)
 
     def forked(self) -> None:
@@ -131,7 +131,7 @@ class Threads:
     def begun(self, function: Any) -> None:
         """The calling thread begins, with `function`."""
         number, ident = own_id(), get_ident()
-        self._known.add(number)
+        self._handled.add(number)
         self._late.discard(number)
         self._late_idents.discard(ident)
         owner = getattr(function, "__self__", None)
@@ -157,14 +157,14 @@ class Threads:
     def _meet(self, late: bool) -> None:
         """Have the threads that are not known join at their next step. `late`: they began while all was watched."""
         for state in thread_states():
-            if state.id in self._known:
+            if state.id in self._handled:
                 continue
             if late:
                 self._late.add(state.id)
             if _next_step().set(state):
-                self._known.add(state.id)
+                self._handled.add(state.id)
             elif self.core.on and _next_step().is_blocked(state):
-                self._known.add(state.id)
+                self._handled.add(state.id)
                 self._tell(
                     "a thread has a profile and a trace function of the program's own, so it could not be asked "
                     "to take part: what it does is not recorded"

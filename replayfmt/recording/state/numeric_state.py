@@ -83,7 +83,7 @@ class NumericState:
 
     def __init__(self, records: Records) -> None:
         self._records = records
-        self.known: dict[str, Any] = read_settings()
+        self.stated: dict[str, Any] = read_settings()
         self._polled: dict[str, Poll | None] = {}
         self._polls: dict[tuple[Callable[[], Any], ...], Poll] = {}
         self.changed: Callable[[], None] = lambda: None  # called after a change
@@ -118,7 +118,7 @@ class NumericState:
         where the op may depend on it."""
         now = read_settings() if self.differs(kernel) else {}
         settings = {name: value for name, value in now.items() if not name.startswith("autocast.")} | (autocast or {})
-        return any(self.known.get(name) != value for name, value in settings.items())
+        return any(self.stated.get(name) != value for name, value in settings.items())
 
     def check(self, kernel: str) -> None:
         """Before an op: record what changed since the last one."""
@@ -136,9 +136,9 @@ class NumericState:
 
     def _state(self, now: dict[str, Any]) -> None:
         """Record what of some settings is not as the stream has it."""
-        changes = {name: value for name, value in now.items() if self.known.get(name) != value}
+        changes = {name: value for name, value in now.items() if self.stated.get(name) != value}
         if changes:
-            self.known.update(changes)
+            self.stated.update(changes)
             self._records.global_state(changes)
             self.changed()
 

@@ -20,7 +20,7 @@ from ..stream.records import Records
 _REMEMBERED = 4096  # generators; a program that makes more gets new ids for the oldest
 
 
-class _Known:
+class _RecordedGenerator:
     __slots__ = ("expected", "number")
 
     def __init__(self, number: int) -> None:
@@ -36,26 +36,26 @@ class Generators:
         self._buffer = buffer
         self._records = records
         self._states = states
-        self._known: dict[tuple[torch.device, int], _Known] = {}
+        self._recorded: dict[tuple[torch.device, int], _RecordedGenerator] = {}
 
     def number(self, generator: torch.Generator) -> int:
         """The id of a generator, a new one where it is not known."""
         return self._entry(generator).number
 
-    def _entry(self, generator: torch.Generator) -> _Known:
+    def _entry(self, generator: torch.Generator) -> _RecordedGenerator:
         # Operators get a new Python object for the same generator each time. Its address may be that of one that died:
         # then its state differs, which is recorded, and the id stands for both.
         key = (generator.device, address(generator))
-        known = self._known.get(key)
-        if known is None:
+        entry = self._recorded.get(key)
+        if entry is None:
             default = default_generator(generator.device)
             is_default = default is not None and address(default) == address(generator)
             device = self._records.device(generator.device)
-            known = _Known(self._buffer.writer.generator(Generator(device, is_default)))
-            if len(self._known) >= _REMEMBERED:
-                del self._known[next(iter(self._known))]
-            self._known[key] = known
-        return known
+            entry = _RecordedGenerator(self._buffer.writer.generator(Generator(device, is_default)))
+            if len(self._recorded) >= _REMEMBERED:
+                del self._recorded[next(iter(self._recorded))]
+            self._recorded[key] = entry
+        return entry
 
     def before(self, generators: list[torch.Generator]) -> None:
         """An op is about to draw from these: record the states that no replay would be in."""
@@ -64,15 +64,15 @@ class Generators:
 
     def drew(self, generator: torch.Generator, before: bytes, after: bytes) -> None:
         """An op that is recorded late drew from a generator: its states around it."""
-        known = self._entry(generator)
-        self._state(known, before)
-        known.expected = after
+        entry = self._entry(generator)
+        self._state(entry, before)
+        entry.expected = after
 
-    def _state(self, known: _Known, state: bytes) -> None:
-        if state != known.expected:
+    def _state(self, entry: _RecordedGenerator, state: bytes) -> None:
+        if state != entry.expected:
             payload = self._buffer.writer.payload(state) if self._states else 0
-            self._records.generator_state(known.number, payload)
-            known.expected = state
+            self._records.generator_state(entry.number, payload)
+            entry.expected = state
 
     def after(self, generators: list[torch.Generator]) -> None:
         """The op drew."""

@@ -73,7 +73,7 @@ class FirstContents:
         """
         if not self.recorded:
             loaded = self._loaded_as(storage) if foreign and dtype is torch.uint8 else None
-            return ABSENT if loaded is None else self._recipe(storage, loaded, known=False)
+            return ABSENT if loaded is None else self._recipe(storage, loaded, statistics=False)
         if self._files is not None:
             found = self._files.find(storage, storage.nbytes(), foreign)
             if found is not None:
@@ -95,9 +95,9 @@ class FirstContents:
             return self._recipe(storage, dtype)
         return FirstContent(StorageOrigin.payload, ValueKind.payload, embed(self._writer, storage))
 
-    def _recipe(self, storage: torch.UntypedStorage, dtype: torch.dtype, known: bool = True) -> FirstContent:
+    def _recipe(self, storage: torch.UntypedStorage, dtype: torch.dtype, statistics: bool = True) -> FirstContent:
         self._recipes += 1
-        number = self._writer.recipe(recipe(storage, dtype, self._recipes, known=known))
+        number = self._writer.recipe(recipe(storage, dtype, self._recipes, statistics=statistics))
         return FirstContent(StorageOrigin.initializer, ValueKind.recipe, number)
 
     def _loaded_as(self, storage: torch.UntypedStorage) -> torch.dtype | None:

@@ -52,7 +52,7 @@ class Coverage:
 
     def __init__(self, length: int) -> None:
         self.length = length
-        self._ranges: list[tuple[int, int]] = []
+        self._dense: list[tuple[int, int]] = []
         self._strided: set[ByteRegion] = set()
         self.touched = False  # some captured op wrote something, perhaps data-dependently
 
@@ -68,18 +68,18 @@ class Coverage:
 
     def _add(self, begin: int, end: int) -> None:
         kept = []
-        for low, high in self._ranges:
+        for low, high in self._dense:
             if high < begin or low > end:
                 kept.append((low, high))
             else:
                 begin, end = min(begin, low), max(end, high)
         kept.append((begin, end))
-        self._ranges = sorted(kept)
+        self._dense = sorted(kept)
 
     @property
     def complete(self) -> bool:
         """Whether every byte was written, as far as can be told without the exact map."""
-        return self._ranges == [(0, self.length)] or self.length == 0
+        return self._dense == [(0, self.length)] or self.length == 0
 
     def covers(self, region: ByteRegion) -> bool:
         """Whether every element of the view was written."""
@@ -87,29 +87,29 @@ class Coverage:
             return True
         region = region.once()
         dense = region.dense()
-        if dense is not None and any(low <= dense[0] and dense[1] <= high for low, high in self._ranges):
+        if dense is not None and any(low <= dense[0] and dense[1] <= high for low, high in self._dense):
             return True
         if region in self._strided:
             return True
-        if not self._strided and len(self._ranges) <= 1 and not self._touches(region):
+        if not self._strided and len(self._dense) <= 1 and not self._touches(region):
             return False
         return self._exact(region)
 
     def _touches(self, region: ByteRegion) -> bool:
         end = region.start + sum((n - 1) * s for n, s in zip(region.sizes, region.strides, strict=True)) + region.item
-        return any(low <= region.start and end <= high for low, high in self._ranges)
+        return any(low <= region.start and end <= high for low, high in self._dense)
 
     def _exact(self, region: ByteRegion) -> bool:
         regions = [region, *self._strided]
         cell = gcd(
             self.length,
             *(gcd(r.start, r.item, *r.strides) for r in regions),
-            *(gcd(low, high) for low, high in self._ranges),
+            *(gcd(low, high) for low, high in self._dense),
         )
         if cell == 0 or self.length // cell > _MAP_LIMIT or region.places > _MAP_LIMIT:
             return False
         written = np.zeros(self.length // cell, bool)
-        for low, high in self._ranges:
+        for low, high in self._dense:
             written[low // cell : high // cell] = True
         for part in self._strided:
             _cells(written, part, cell)[...] = True

@@ -60,7 +60,7 @@ class FileBackedStorages:
         self._digests = options.file_validation == "digest"
         self._redaction = redaction
         self._mappings = FileMappings()
-        self._known = KnownFiles(options.known_files)
+        self._known_files = KnownFiles(options.known_files)
         self._ids: dict[tuple[str, FileIdentity], int] = {}
         self._referenced: dict[tuple[str, FileIdentity], int] = {}  # length of each, where its content is not embedded
         self._names: dict[str, list[str]] = {}  # by redacted name: the paths that have it
@@ -111,11 +111,11 @@ class FileBackedStorages:
     # ------------------------------------------------------------------------------------------------------ by content
 
     def _named(self, storage: torch.UntypedStorage, length: int) -> tuple[KnownFile, int] | None:
-        if not self._known.has_length(length):
+        if not self._known_files.has_length(length):
             return None
         if self._policy == "fail" and is_monotonous(storage):
             return None  # a counter at zero comes from nowhere in particular
-        return self._known.find(length, content_hash(storage))
+        return self._known_files.find(length, content_hash(storage))
 
     def _by_filename(self, storage: torch.UntypedStorage, length: int) -> tuple[KnownFile, int] | None:
         """The file that a storage says it was made from, where it has the same bytes."""

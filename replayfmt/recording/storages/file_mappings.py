@@ -188,7 +188,7 @@ class FileMappings:
             low, high = self._ordinary
             if address % PAGE == 0 or (low <= address and address + length <= high):
                 return None
-        mapping = self._known(address, length)
+        mapping = self._lasting_around(address, length)
         if mapping is None:
             mappings = read_mappings()
             mapping = _joined([m for m in mappings if m.start < address + length and address < m.end], address, length)
@@ -221,7 +221,7 @@ class FileMappings:
         if all(found.mapping is not mapping for mapping, _ in self._lasting):
             self._lasting.append((found.mapping, alive))
 
-    def _known(self, address: int, length: int) -> Mapping | None:
+    def _lasting_around(self, address: int, length: int) -> Mapping | None:
         for mapping, alive in self._lasting:
             if mapping.start <= address and address + length <= mapping.end and alive() is not None:
                 return mapping

@@ -61,7 +61,7 @@ class Storages:
     # -------------------------------------------------------------------------------------------------------- identity
 
     @staticmethod
-    def known(storage: torch.UntypedStorage) -> Tracker | None:
+    def tracker_of(storage: torch.UntypedStorage) -> Tracker | None:
         return getattr(storage, ATTRIBUTE, None)
 
     def _track(self, storage: torch.UntypedStorage, number: int, length: int) -> Tracker:
@@ -153,7 +153,7 @@ class Storages:
         if not length or not has_bytes(storage, length, device):
             return self._bear(storage, length, device, StorageOrigin.uninitialized, 0, not length)
         held = self._handles.held_by(storage) if device == _CPU else None
-        if held is not None and (base := self.known(held)) is not None:
+        if held is not None and (base := self.tracker_of(held)) is not None:
             return self._alias(storage, base, 0, length)
         # Memory that torch did not allocate, or that other processes have: others may write it.
         external = device == _CPU and (not storage.resizable() or storage.is_shared())
@@ -260,13 +260,13 @@ class Storages:
 
     def forget(self, storage: torch.UntypedStorage) -> None:
         """A storage whose origin was not recorded: it enters at its next use, if it has one."""
-        tracker = self.known(storage)
+        tracker = self.tracker_of(storage)
         if tracker is not None and not tracker.imports and tracker.state is None:
             delattr(storage, ATTRIBUTE)
             self.live.pop(tracker.id, None)
 
     def _disown(self, storage: torch.UntypedStorage) -> None:
-        tracker = self.known(storage)
+        tracker = self.tracker_of(storage)
         if tracker is not None:
             delattr(storage, ATTRIBUTE)
             self.live.pop(tracker.id, None)
@@ -458,11 +458,11 @@ class Storages:
         """Take the trackers off the program's storages."""
         for tracker in list(self.live.values()):
             storage = tracker()
-            if storage is not None and self.known(storage) is tracker:
+            if storage is not None and self.tracker_of(storage) is tracker:
                 delattr(storage, ATTRIBUTE)
             for alias in self._aliases.get(tracker.id, ()):
                 shared = alias()
-                if shared is not None and self.known(shared) is alias:
+                if shared is not None and self.tracker_of(shared) is alias:
                     delattr(shared, ATTRIBUTE)
         self.live.clear()
         self.dead.clear()

@@ -30,13 +30,13 @@ class Outside:
     def written(self, tensor: torch.Tensor) -> None:
         """Something unseen may have written to a tensor. Storages nobody knows enter at their first use anyway."""
         for plain in plain_parts(tensor):
-            tracker = self._storages.known(storage_of(plain))
+            tracker = self._storages.tracker_of(storage_of(plain))
             if tracker is not None:
                 self._storages.mark_written_outside(tracker)
 
     def shared(self, storage: torch.UntypedStorage) -> None:
         """Others may write to a storage from now on. One that nobody knows is looked at when it enters."""
-        tracker = self._storages.known(storage)
+        tracker = self._storages.tracker_of(storage)
         if tracker is not None:
             if tracker.state is not None and tracker.state.alias_of is not None:
                 tracker = tracker.state.alias_of
@@ -47,7 +47,7 @@ class Outside:
         """A value left the device for the host. Of storages that no captured op has touched nothing is recorded."""
         for plain in plain_parts(tensor):
             storage = storage_of(plain)
-            tracker = self._storages.known(storage)
+            tracker = self._storages.tracker_of(storage)
             if tracker is None or is_zerotensor(plain):
                 continue
             if tracker.size != storage.nbytes():

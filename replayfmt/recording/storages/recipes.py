@@ -24,14 +24,16 @@ def is_synthesized(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point or dtype.is_complex
 
 
-def recipe(storage: torch.UntypedStorage, dtype: torch.dtype, number: int, *, known: bool = True) -> Recipe:
-    """The recipe for a storage, the `number`th of the capture that needs one. `known`: with statistics."""
+def recipe(storage: torch.UntypedStorage, dtype: torch.dtype, number: int, *, statistics: bool = True) -> Recipe:
+    """The recipe for a storage, the `number`th of the capture that needs one. `statistics`: with them."""
     elements = storage.nbytes() // dtype.itemsize
     seed = xxhash.xxh3_64_intdigest(f"recipe {number}".encode())
-    return Recipe(DTYPE_CODE[dtype], elements, seed, _known(storage, dtype, elements) if known else None)
+    return Recipe(
+        DTYPE_CODE[dtype], elements, seed, _statistics_or_none(storage, dtype, elements) if statistics else None
+    )
 
 
-def _known(storage: torch.UntypedStorage, dtype: torch.dtype, elements: int) -> Statistics | None:
+def _statistics_or_none(storage: torch.UntypedStorage, dtype: torch.dtype, elements: int) -> Statistics | None:
     try:
         return call_undispatched(_statistics, storage, dtype, elements)
     except (NotImplementedError, RuntimeError, TypeError):
@@ -52,12 +54,12 @@ def _statistics(storage: torch.UntypedStorage, dtype: torch.dtype, elements: int
         minus = (parts == -math.inf).any(-1) & ~unknown & ~plus
         zeros += int((parts == 0).all(-1).sum())
         nans, above, below = nans + int(unknown.sum()), above + int(plus.sum()), below + int(minus.sum())
-        known = parts[parts.isfinite()]
-        count = known.numel()
+        finite_parts = parts[parts.isfinite()]
+        count = finite_parts.numel()
         if count:
-            low, high = min(low, float(known.min())), max(high, float(known.max()))
-            part_mean = float(known.mean())
-            part_squares = float((known - part_mean).square().sum())
+            low, high = min(low, float(finite_parts.min())), max(high, float(finite_parts.max()))
+            part_mean = float(finite_parts.mean())
+            part_squares = float((finite_parts - part_mean).square().sum())
             difference = part_mean - mean
             mean += difference * count / (finite + count)
             squares += part_squares + difference * difference * finite * count / (finite + count)

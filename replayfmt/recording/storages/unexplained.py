@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from enum import Enum, auto
 
-from ..dispatch.kernels import KernelFacts
+from ..dispatch.kernels import CapturedKernel
 from ..stream.records import Records
 from .coverage import ByteRegion
 from .trackers import Origin, State, Tracker
@@ -51,18 +51,18 @@ class Unexplained:
         owner.size = tracker.size = -1
 
     def pass_on(
-        self, facts: KernelFacts, given: Iterable[tuple[int, Tracker]], results: Iterable[tuple[int, Tracker]]
+        self, kernel: CapturedKernel, given: Iterable[tuple[int, Tracker]], results: Iterable[tuple[int, Tracker]]
     ) -> None:
         """After a call, with its tensors by argument and by result: what it computed element by element, or copied."""
-        copies = facts.known.copies
-        if not facts.elementwise and copies < 0:
+        copies = kernel.operator.copies
+        if not kernel.elementwise and copies < 0:
             return
         given = list(given)
         for index, tracker in given:
             state = _owner(tracker).state
-            if state is not None and state.unexplained is not None and (facts.elementwise or index == copies):
-                written = [each for argument, each in given if argument in facts.writes]
-                for each in written if facts.writes else [result for _, result in results]:
+            if state is not None and state.unexplained is not None and (kernel.elementwise or index == copies):
+                written = [each for argument, each in given if argument in kernel.writes]
+                for each in written if kernel.writes else [result for _, result in results]:
                     self._note(each, state.unexplained)
 
     def report(self, tracker: Tracker, op: str) -> None:

@@ -135,7 +135,7 @@ class RecordBuffer:
         self._entering = array("q", [0])  # by signature id: whether its records let a storage's content enter
         self._contexts = array("q")  # by context id: thread, scope
         self._births = np.zeros((0, 5), np.int64)  # that came out of turn
-        self._known = np.zeros((0, 4), np.int64)  # definitions of live tensors, by id
+        self._live_definitions = np.zeros((0, 4), np.int64)  # of tensors, by id
 
     def note_signature(self, number: int, tensors: int, ints: int, floats: int, enters: bool) -> None:
         """How many slots records of a new signature have; `enters`: the first int is a storage whose content enters."""
@@ -187,9 +187,9 @@ class RecordBuffer:
             making = False
             count = len(self.rows)
         del self.rows[:count]
-        definitions = self._known
+        definitions = self._live_definitions
         if len(batch.released):
-            self._known = definitions[~np.isin(definitions[:, 1], batch.released)]
+            self._live_definitions = definitions[~np.isin(definitions[:, 1], batch.released)]
         first, self._first_storage, self._births = self._first_storage, self._first_storage + in_turn, births[in_turn:]
         births = births[:in_turn]
         threads, scopes = np.frombuffer(self._contexts, np.int64).reshape(-1, 2)[batch.context].T
@@ -221,18 +221,20 @@ class RecordBuffer:
 
     def _define(self, batch: RowBatch) -> None:
         """Add to the known definitions what is new, the batch's too, in order of the tensors' ids."""
-        known = np.concatenate((self._known, _take(self.definitions, 4), batch.definitions))
-        known = known[np.argsort(known[:, 0], kind="stable")]
-        if len(known) > 1:
-            known = known[np.concatenate((known[1:, 0] != known[:-1, 0], [True]))]
-        self._known = known
+        definitions = np.concatenate((self._live_definitions, _take(self.definitions, 4), batch.definitions))
+        definitions = definitions[np.argsort(definitions[:, 0], kind="stable")]
+        if len(definitions) > 1:
+            definitions = definitions[np.concatenate((definitions[1:, 0] != definitions[:-1, 0], [True]))]
+        self._live_definitions = definitions
 
     def _newest_of(self, tensors: np.ndarray) -> int:
         """The largest storage id among defined tensors."""
-        if not len(tensors) or not len(self._known):
+        if not len(tensors) or not len(self._live_definitions):
             return 0
-        places = np.minimum(np.searchsorted(self._known[:, 0], np.unique(tensors)), len(self._known) - 1)
-        return int(self._known[places, 1].max())
+        places = np.minimum(
+            np.searchsorted(self._live_definitions[:, 0], np.unique(tensors)), len(self._live_definitions) - 1
+        )
+        return int(self._live_definitions[places, 1].max())
 
 
 class RowBatch:

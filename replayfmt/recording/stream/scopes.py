@@ -55,7 +55,7 @@ class Scopes:
         self._main = get_ident()
         self._stacks: dict[int, list[OpenScope]] = {self._main: []}
         self._threads: dict[int, int] = {self._main: 0}
-        self._known: dict[tuple[int, int], int] = {}
+        self._context_ids: dict[tuple[int, int], int] = {}
         self.contexts = Contexts(self._register)
         self._refresh(self._main)
 
@@ -86,9 +86,9 @@ class Scopes:
 
     def _refresh(self, ident: int) -> int:
         key = (self._threads[ident], self._scope_of(ident))
-        context = self._known.get(key)
+        context = self._context_ids.get(key)
         if context is None:
-            context = self._known[key] = self._buffer.context(*key)
+            context = self._context_ids[key] = self._buffer.context(*key)
         self.contexts[ident] = context
         return context
 
@@ -172,9 +172,9 @@ class Scopes:
         self.recorded = False
 
     def _context_for(self, thread: int, scope: int) -> int:
-        context = self._known.get((thread, scope))
+        context = self._context_ids.get((thread, scope))
         if context is None:
-            context = self._known[thread, scope] = self._buffer.context(thread, scope)
+            context = self._context_ids[thread, scope] = self._buffer.context(thread, scope)
         return context
 
     def thread_ended(self) -> list[OpenScope]:

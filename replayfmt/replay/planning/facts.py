@@ -15,7 +15,7 @@ import torch
 from replayfmt.format.codes import StorageOrigin, ValueKind
 from replayfmt.format.model import SLOTS, Node, Signature
 from replayfmt.format.reader import CaptureReader
-from replayfmt.pytorch.operators import known
+from replayfmt.pytorch.operators import operator_named
 from replayfmt.pytorch.schemas import parse_schema
 
 
@@ -114,7 +114,7 @@ def effects_of_missing(layout: SlotLayout, schema: str) -> Effects:
 def effects_of_schema(layout: SlotLayout, schema: torch.FunctionSchema, in_place_view: bool) -> Effects:
     """Read from alias annotations, and from what is known to be written without one. `in_place_view`: what it writes
     is the metadata of its arguments."""
-    operator = known(schema.name)
+    operator = operator_named(schema.name)
     by_name = {argument.name: argument for argument in schema.arguments}
     returns = schema.returns
     writes: list[int] = []

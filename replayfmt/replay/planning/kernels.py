@@ -15,7 +15,7 @@ import torch
 from torch._ops import OpOverload
 
 from replayfmt.pytorch.bindings import direct_function
-from replayfmt.pytorch.operators import known
+from replayfmt.pytorch.operators import operator_named
 
 from .facts import Effects, SlotLayout, effects_of_schema
 
@@ -99,7 +99,7 @@ class OperatorKernel(ResolvedKernel):
 
     @property
     def makes_unchecked_views(self) -> bool:
-        return known(self.schema.name).unchecked_view
+        return operator_named(self.schema.name).unchecked_view
 
     def runs_on(self, device_type: str) -> bool:
         """Whether the dispatcher has any kernel of it for tensors of a device type."""

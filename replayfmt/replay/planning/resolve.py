@@ -12,7 +12,7 @@ from torch._ops import OpOverload
 from replayfmt.format.codes import KernelKind
 from replayfmt.format.model import Kernel
 from replayfmt.pytorch import plain_callables
-from replayfmt.pytorch.operators import ALWAYS_THERE, acts_outside, known
+from replayfmt.pytorch.operators import ALWAYS_THERE, acts_outside, operator_named
 from replayfmt.pytorch.registry import find_overload, is_registered
 from replayfmt.pytorch.schemas import parse_schema, printed_schema
 
@@ -30,7 +30,7 @@ def resolve(kernel: Kernel, captured_torch: str | None, imports: AllowedImports 
     imports = imports or AllowedImports()
     does = acts_outside(kernel.name)
     if does is not None and not imports.allows_operator(kernel.name):
-        if known(kernel.name).collective:
+        if operator_named(kernel.name).collective:
             return f"{named} is a collective; they are not replayed yet"
         return f"{named} {does}; such host calls are not replayed unless {OPERATOR_FLAG}={kernel.name} allows it"
     overload = find_overload(kernel.name, kernel.overload)
@@ -47,7 +47,7 @@ def resolve(kernel: Kernel, captured_torch: str | None, imports: AllowedImports 
     if difference:
         return difference
     draws = torch.Tag.nondeterministic_seeded in overload.tags
-    return OperatorKernel(overload, known(kernel.name).own, draws)
+    return OperatorKernel(overload, operator_named(kernel.name).own, draws)
 
 
 def _by_types(kernel: Kernel, imports: AllowedImports) -> ResolvedKernel | str:
