@@ -12,7 +12,7 @@ from replayfmt.errors import OpReplayError, ReplayMismatch, ReplayRefused
 if TYPE_CHECKING:
     from replayfmt.api import Capture, Op, Ops, open
     from replayfmt.benchmark.one_call import Benchmarked, benchmark
-    from replayfmt.importers.importing import import_trace
+    from replayfmt.importers.importing import import_ranks, import_trace
     from replayfmt.pytorch.op_libraries import register_op_library
     from replayfmt.pytorch.traced_names import register_op_alias, register_string_default
     from replayfmt.recording.program.requests import CaptureRequests, request_capture
@@ -36,6 +36,7 @@ _HOME = {
     "Substitution": "replayfmt.replay.substitution.requests",
     "benchmark": "",
     "capture": "replayfmt.recording.recorder",
+    "import_ranks": "replayfmt.importers.importing",
     "import_trace": "replayfmt.importers.importing",
     "open": "replayfmt.api",
     "register_op_alias": "replayfmt.pytorch.traced_names",
@@ -62,6 +63,7 @@ __all__ = [
     "__version__",
     "benchmark",
     "capture",
+    "import_ranks",
     "import_trace",
     "open",
     "register_op_alias",

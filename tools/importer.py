@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
@@ -18,8 +19,10 @@ from .command import run_tool, say, tool
 
 if TYPE_CHECKING:
     from replayfmt.importers.common.report import ImportReport
+    from replayfmt.pytorch.op_libraries import OpLibraries
     from replayfmt.pytorch.traced_names import TracedNames
 
+_RANK_DIGITS = 8
 _KINDS = ("auto", "kineto", "execution-trace", "tracelens")
 _LEVELS = ("auto", "leaf", "launching", "root")
 
@@ -103,6 +106,12 @@ _LEVELS = ("auto", "leaf", "launching", "root")
     "get the kernels of those launches. Repeatable.",
 )
 @click.option(
+    "--rank",
+    metavar="N|all",
+    help="TRACE is an archive or a directory with the traces of several ranks: import that of rank N, or those of all "
+    "ranks, each to a capture of its own (-o step.{rank}.opreplay). Without it, an archive's first trace is meant.",
+)
+@click.option(
     "--format",
     "form",
     type=click.Choice(["text", "jsonl"]),
@@ -125,6 +134,7 @@ def cli(
     aliases: tuple[str, ...],
     string_defaults: tuple[str, ...],
     graph_captures: tuple[str, ...],
+    rank: str | None,
     form: str,
     report_file: str | None,
     force: bool,
@@ -134,32 +144,58 @@ def cli(
     A report says what of it is exact, inferred or missing.
 
     TRACE is a PyTorch profiler trace, a PyTorch execution trace, or TraceLens EventReplay IR; plain JSON, gzip, tar.gz
-    or zip. Exits with 0 once the capture is written, also where some calls could not be completed: they are unsupported
-    records, listed in the report.
+    or zip; with --rank, also a directory of them. Exits with 0 once the capture is written, also where some calls could
+    not be completed: they are unsupported records, listed in the report.
     """
+    wanted = _rank(rank)
+    if wanted == "all" and graph_captures:
+        raise UsageError("--graph-capture is a trace of one rank: give it with --rank=N, not with --rank=all")
+    if wanted is None and "{rank}" in output:
+        raise UsageError(f"{output}: which rank is meant? Say it with --rank=N, or --rank=all")
     if report_file is not None:
-        if os.path.realpath(report_file) in (os.path.realpath(trace), os.path.realpath(output)):
-            raise UsageError(f"{report_file}: the trace, the capture and the report have to be different files")
-        check_place(report_file, force)
+        _check_report(report_file, trace, output, force)
     with _progress() as (on_bytes, on_record):
-        names = _names(aliases, string_defaults)
-        report = _import(
-            trace,
-            output,
-            kind,
-            level,
-            unique,
-            rewrite,
-            op_libraries,
-            allowed,
-            names,
-            graph_captures,
-            force,
-            on_bytes,
-            on_record,
-        )
+        choices: dict[str, Any] = {
+            "kind": kind,
+            "level": level,
+            "unique": unique,
+            "rewrite": rewrite,
+            "libraries": _libraries(allowed, op_libraries),
+            "names": _names(aliases, string_defaults),
+            "force": force,
+            "progress": on_bytes,
+            "on_record": on_record,
+        }
+        reports = _import(trace, output, wanted, graph_captures, choices)
     if report_file is not None:
-        _write_report(report_file, report)
+        _write_report(report_file, reports.values())
+    for file, report in reports.items():
+        _show(trace, file, report, form)
+    return 0
+
+
+def _rank(text: str | None) -> int | Literal["all"] | None:
+    if text is None or text == "all":
+        return text  # type: ignore[return-value]
+    if not (text.isascii() and text.isdigit() and len(text) <= _RANK_DIGITS):
+        raise UsageError(f"--rank={text!r}: expected the number of a rank, from 0, or all")
+    return int(text)
+
+
+def _import(
+    trace: str, output: str, rank: int | Literal["all"] | None, graph_captures: tuple[str, ...], choices: dict[str, Any]
+) -> dict[str, ImportReport]:
+    """Import, and report by the name of each capture."""
+    from replayfmt.importers.importing import import_ranks, import_trace
+
+    if rank == "all":
+        reports = import_ranks(trace, output, **choices)
+        return {output.replace("{rank}", str(each)): report for each, report in reports.items()}
+    report = import_trace(trace, output, **choices, graph_captures=graph_captures, rank=rank)
+    return {output if rank is None else output.replace("{rank}", str(rank)): report}
+
+
+def _show(trace: str, output: str, report: ImportReport, form: str) -> None:
     if form == "jsonl":
         for row in report.rows():
             click.echo(json.dumps(row))
@@ -173,43 +209,15 @@ def cli(
     missing = report.calls()["incomplete"]
     unsupported = f"; {missing} calls are unsupported records" if missing else ""
     say(f"{output}: {sum(report.calls().values())} calls{unsupported}", err=True)
-    return 0
 
 
-def _import(
-    trace: str,
-    output: str,
-    kind: str,
-    level: str,
-    unique: bool,
-    rewrite: str,
-    op_libraries: tuple[str, ...],
-    allowed: tuple[str, ...],
-    names: TracedNames,
-    graph_captures: tuple[str, ...],
-    force: bool,
-    on_bytes: Callable[[int, int], None] | None,
-    on_record: Callable[[int, int], None] | None,
-) -> ImportReport:
-    from replayfmt.importers.importing import import_trace
+def _libraries(allowed: tuple[str, ...], op_libraries: tuple[str, ...]) -> OpLibraries:
     from replayfmt.pytorch.op_libraries import OpLibraries, parse_op_library
 
     libraries = OpLibraries(allowed)
     for each in op_libraries:
         libraries.register(*parse_op_library(each))
-    choices: dict[str, Any] = {"kind": kind, "level": level, "rewrite": rewrite}
-    return import_trace(
-        trace,
-        output,
-        **choices,
-        unique=unique,
-        libraries=libraries,
-        names=names,
-        force=force,
-        graph_captures=graph_captures,
-        progress=on_bytes,
-        on_record=on_record,
-    )
+    return libraries
 
 
 def _names(aliases: tuple[str, ...], string_defaults: tuple[str, ...]) -> TracedNames:
@@ -218,11 +226,21 @@ def _names(aliases: tuple[str, ...], string_defaults: tuple[str, ...]) -> Traced
     return parsed(aliases, string_defaults)
 
 
-def _write_report(path: str, report: ImportReport) -> None:
+def _check_report(report: str, trace: str, output: str, force: bool) -> None:
+    place, source = os.path.realpath(report), os.path.realpath(trace)
+    captures = re.escape(os.path.realpath(output)).replace(re.escape("{rank}"), r"\d+")
+    inside = os.path.isdir(source) and os.path.exists(place) and os.path.commonpath([place, source]) == source
+    if place == source or inside or re.fullmatch(captures, place):
+        raise UsageError(f"{report}: the trace, the capture and the report have to be different files")
+    check_place(report, force)
+
+
+def _write_report(path: str, reports: Iterable[ImportReport]) -> None:
     try:
         with open(path, "w", encoding="utf-8") as file:
-            for row in report.rows():
-                file.write(json.dumps(row) + "\n")
+            for report in reports:
+                for row in report.rows():
+                    file.write(json.dumps(row) + "\n")
     except OSError as error:
         raise CaptureFailed(f"{path}: the report could not be written: {error.strerror}") from error
 

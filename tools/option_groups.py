@@ -15,7 +15,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "What is selected": (
         "--ops", "--scope", "--kernel", "--signature", "--unique", "--partial", "--summary", "--signatures",
         "--values", "--kernel-skeleton", "--start-op", "--stop-op", "--start-scope", "--stop-scope", "--steps",
-        "--replay-scope", "--op-filter", "--op-limit", "--op-instances", "--group-by", "--top",
+        "--replay-scope", "--op-filter", "--op-limit", "--op-instances", "--group-by", "--top", "--rank",
     ),
     "Scopes": ("--mark", "--module-scopes"),
     "Content": (

@@ -4,19 +4,43 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from os import PathLike
-from typing import Literal
+from contextlib import ExitStack
+from dataclasses import dataclass
+from os import PathLike, fspath
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Literal
 
-from replayfmt.errors import UsageError
+from replayfmt.errors import CaptureFailed, OpReplayError, UsageError
 from replayfmt.format.container.output import check_place, same_file
 from replayfmt.pytorch.op_libraries import OpLibraries
 from replayfmt.pytorch.traced_names import TracedNames
 
+from .common.rank_trace import RankTrace
 from .common.report import ImportReport
-from .common.trace_files import Progress
+from .common.synthesis import PRODUCER
+from .common.trace_files import Progress, shown_names
 from .sniffing import KINDS, TraceKind, sniff
 
+if TYPE_CHECKING:
+    from .ranks import RankTraces
+
+Level = Literal["auto", "leaf", "launching", "root"]
+
 LEVELS = ("auto", "leaf", "launching", "root")
+
+
+@dataclass(frozen=True)
+class _Options:
+    """What the importers are told, beside where to read and write."""
+
+    level: Level
+    unique: bool
+    rewrite: Literal["none", "portable"]
+    libraries: OpLibraries
+    names: TracedNames
+    progress: Progress | None
+    on_record: Callable[[int, int], None] | None
+    graph_captures: Sequence[str | PathLike[str]]
 
 
 def import_trace(
@@ -24,7 +48,7 @@ def import_trace(
     out: str | PathLike[str],
     *,
     kind: TraceKind | Literal["auto"] = "auto",
-    level: Literal["auto", "leaf", "launching", "root"] = "auto",
+    level: Level = "auto",
     unique: bool = False,
     rewrite: Literal["none", "portable"] = "none",
     libraries: OpLibraries | None = None,
@@ -33,6 +57,7 @@ def import_trace(
     progress: Progress | None = None,
     on_record: Callable[[int, int], None] | None = None,
     graph_captures: Sequence[str | PathLike[str]] = (),
+    rank: int | None = None,
 ) -> ImportReport:
     """Make the capture `out` of another tool's trace, and report what of it is exact, inferred or missing.
 
@@ -42,56 +67,183 @@ def import_trace(
     imported, `names` which operators traced names mean, and what stands for strings that the trace dropped.
     `graph_captures` are profiler traces taken while the graphs were captured that this one launches: their operators
     get the graphs' kernels. `progress(bytes read, bytes)` and `on_record(records written, records)` are told how far
-    it is.
+    it is. `rank` chooses one of an archive or a directory of several ranks' traces, and `{rank}` in `out` becomes its
+    number; without it, an archive's first is meant.
 
     Raises CaptureNotFound and InvalidCapture for a trace that cannot be read at all, UsageError for options that its
-    kind does not have, OutputExists and CaptureFailed where `out` cannot be written.
+    kind does not have and ranks that are not there, OutputExists and CaptureFailed where `out` cannot be written.
     """
-    if kind != "auto" and kind not in KINDS:
-        raise UsageError(f"kind={kind!r}: expected auto or one of {', '.join(KINDS)}")
+    options = _options(level, unique, rewrite, libraries, names, progress, on_record, graph_captures)
+    _check_kind(kind)
+    if rank is None:
+        _check_out(path, out, force)  # before a large trace is read in vain
+        found: TraceKind = sniff(path) if kind == "auto" else kind
+        report = _import(path, out, found, options, force, None)
+    else:
+        from .ranks import rank_traces
+
+        if type(rank) is not int or rank < 0:
+            raise UsageError(f"rank={rank!r}: expected the number of a rank, from 0")
+        out = _name(out, rank)
+        _check_out(path, out, force)
+        traces = rank_traces(path, kind)
+        place = traces.of(rank)
+        _check_out(place.path, out, force)
+        report = _import_rank(traces, place, out, options, force)
+    report.unused = options.names.unused()
+    return report
+
+
+def import_ranks(
+    path: str | PathLike[str],
+    out: str,
+    *,
+    kind: TraceKind | Literal["auto"] = "auto",
+    level: Level = "auto",
+    unique: bool = False,
+    rewrite: Literal["none", "portable"] = "none",
+    libraries: OpLibraries | None = None,
+    names: TracedNames | None = None,
+    force: bool = False,
+    progress: Progress | None = None,
+    on_record: Callable[[int, int], None] | None = None,
+) -> dict[int, ImportReport]:
+    """Make one capture for each rank whose trace is in an archive or a directory, and report on each, by rank.
+
+    `out` has `{rank}` in it, which becomes each rank's number. Either all captures are there afterwards or none: they
+    are made beside their places, and get their names when the last one is complete. The rest is as for import_trace.
+    """
+    from .ranks import rank_traces
+
+    options = _options(level, unique, rewrite, libraries, names, progress, on_record, ())
+    _check_kind(kind)
+    if "{rank}" not in fspath(out):
+        raise UsageError(
+            f"{fspath(out)}: all ranks would be written to one file; put {{rank}} into the name, for instance "
+            "step.{rank}.opreplay"
+        )
+    traces = rank_traces(path, kind)
+    places = {place: _name(out, place.rank) for place in traces.all()}
+    for each in places.values():
+        for source in {os.path.realpath(place.path) for place in places}:
+            _check_out(source, each, force)
+    reports = {}
+    with ExitStack() as staged:
+        made = {}
+        for place, final in places.items():
+            try:
+                folder = TemporaryDirectory(prefix=f".{PRODUCER}-", dir=os.path.dirname(final) or ".")
+            except OSError as error:
+                raise CaptureFailed(f"{final}: cannot be written: {error.strerror}") from None
+            made[place] = os.path.join(staged.enter_context(folder), os.path.basename(final))
+            reports[place.rank] = _import_rank(traces, place, made[place], options, False)
+        for final in places.values():
+            check_place(final, force)
+        for place, final in places.items():
+            try:
+                os.replace(made[place], final)
+            except OSError as error:
+                raise CaptureFailed(f"{final}: is complete, but could not get this name: {error.strerror}") from None
+    for report in reports.values():
+        report.unused = options.names.unused()
+    return reports
+
+
+def _options(
+    level: Level,
+    unique: bool,
+    rewrite: Literal["none", "portable"],
+    libraries: OpLibraries | None,
+    names: TracedNames | None,
+    progress: Progress | None,
+    on_record: Callable[[int, int], None] | None,
+    graph_captures: Sequence[str | PathLike[str]],
+) -> _Options:
     if level not in LEVELS:
         raise UsageError(f"level={level!r}: expected one of {', '.join(LEVELS)}")
+    return _Options(
+        level, unique, rewrite, libraries or OpLibraries(), names or TracedNames(), progress, on_record, graph_captures
+    )
+
+
+def _check_kind(kind: str) -> None:
+    if kind != "auto" and kind not in KINDS:
+        raise UsageError(f"kind={kind!r}: expected auto or one of {', '.join(KINDS)}")
+
+
+def _name(out: str | PathLike[str], rank: int) -> str:
+    return fspath(out).replace("{rank}", str(rank))
+
+
+def _check_out(path: str | PathLike[str], out: str | PathLike[str], force: bool) -> None:
     if same_file(path, out):
-        raise UsageError(f"{os.fspath(out)}: the capture would take the trace's place; name another file")
-    check_place(out, force)  # before a large trace is read in vain
-    libraries, names = libraries or OpLibraries(), names or TracedNames()
-    found = sniff(path) if kind == "auto" else kind
-    if found == "kineto":
+        raise UsageError(f"{fspath(out)}: the capture would take the trace's place; name another file")
+    check_place(out, force)
+
+
+def _import_rank(
+    traces: RankTraces, place: RankTrace, out: str | PathLike[str], options: _Options, force: bool
+) -> ImportReport:
+    try:
+        report = _import(place.path, out, traces.kind, options, force, place)
+    except OpReplayError as error:
+        error.args = (f"rank {place.rank} ({place.name}): {error.args[0]}", *error.args[1:])
+        raise
+    report.rank = place.rank
+    report.notes.append(f"{place.name} is of rank {place.rank}, {place.told}")
+    if traces.passed_over:
+        report.notes.append(f"beside the traces, these files are none: {shown_names(traces.passed_over)}")
+    report.problems += traces.problems
+    return report
+
+
+def _import(
+    path: str | PathLike[str],
+    out: str | PathLike[str],
+    kind: TraceKind,
+    options: _Options,
+    force: bool,
+    place: RankTrace | None,
+) -> ImportReport:
+    """Import one trace of a known kind."""
+    if kind == "kineto":
         from .kineto.importer import KinetoOptions, import_kineto
 
-        options = KinetoOptions(level, unique, rewrite, graph_captures)
-        report = import_kineto(
+        return import_kineto(
             path,
             out,
-            options=options,
-            libraries=libraries,
-            names=names,
+            options=KinetoOptions(options.level, options.unique, options.rewrite, options.graph_captures),
+            libraries=options.libraries,
+            names=options.names,
             force=force,
-            progress=progress,
-            on_record=on_record,
+            progress=options.progress,
+            on_record=options.on_record,
+            place=place,
         )
-    elif unique or graph_captures:
-        flag = "--unique" if unique else "--graph-capture"
-        raise UsageError(f"{flag} is for profiler traces; {path} is of kind {found}")
-    elif found == "execution-trace":
+    if options.unique or options.graph_captures:
+        flag = "--unique" if options.unique else "--graph-capture"
+        raise UsageError(f"{flag} is for profiler traces; {fspath(path)} is of kind {kind}")
+    if kind == "execution-trace":
         from .execution_trace.importer import import_execution_trace
 
-        report = import_execution_trace(
+        return import_execution_trace(
             path,
             out,
-            level="root" if level == "root" else "deepest",
-            rewrite=rewrite,
-            libraries=libraries,
-            names=names,
+            level="root" if options.level == "root" else "deepest",
+            rewrite=options.rewrite,
+            libraries=options.libraries,
+            names=options.names,
             force=force,
-            progress=progress,
+            progress=options.progress,
+            place=place,
         )
-    else:
-        from .tracelens import import_tracelens
+    from .tracelens import import_tracelens
 
-        for flag, value, default in (("level", level, "auto"), ("rewrite", rewrite, "none")):
-            if value != default:
-                raise UsageError(f"--{flag}={value} is for traces; {path} is TraceLens IR, which lists single calls")
-        report = import_tracelens(path, out, libraries=libraries, names=names, force=force, progress=progress)
-    report.unused = names.unused()
-    return report
+    for flag, value, default in (("level", options.level, "auto"), ("rewrite", options.rewrite, "none")):
+        if value != default:
+            raise UsageError(
+                f"--{flag}={value} is for traces; {fspath(path)} is TraceLens IR, which lists single calls"
+            )
+    return import_tracelens(
+        path, out, libraries=options.libraries, names=options.names, force=force, progress=options.progress
+    )

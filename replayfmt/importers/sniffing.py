@@ -17,12 +17,13 @@ KINDS: tuple[TraceKind, ...] = get_args(TraceKind)
 _READ = 64  # entries looked at, at most: what tells stands at the beginning
 
 
-def sniff(path: str | PathLike[str]) -> TraceKind:
-    """The kind of a trace file. Raises CaptureNotFound, and InvalidCapture where it is none that is known."""
+def sniff(path: str | PathLike[str], member: str = "") -> TraceKind:
+    """The kind of a trace file, or of one file of an archive. Raises CaptureNotFound, and InvalidCapture where it is
+    none that is known."""
     regular_length(path)
-    if zipfile.is_zipfile(path) and any(name.endswith("event_replay_ir.json") for name in archive_names(path)):
+    if zipfile.is_zipfile(path) and any(name.endswith("event_replay_ir.json") for name in archive_names(path)[0]):
         return "tracelens"
-    with JsonStream.open(path) as stream:
+    with JsonStream.open(path, member=member) as stream:
         for seen, (key, value) in enumerate(stream.entries({"traceEvents", "nodes"})):
             if key == "traceEvents" or (key == "" and isinstance(value, dict) and "ph" in value):
                 return "kineto"
@@ -32,15 +33,16 @@ def sniff(path: str | PathLike[str]) -> TraceKind:
                 return "tracelens"
             if seen >= _READ:
                 break
-    with JsonStream.open(path) as stream:  # an empty list has no entries that tell
+    with JsonStream.open(path, member=member) as stream:  # an empty list has no entries that tell
         if any(entry == ("traceEvents", []) for entry in islice(stream.entries(()), _READ)):
             raise InvalidCapture(
                 f"{path}: the trace has no operator events: its traceEvents are empty; profile with "
                 "activities=[ProfilerActivity.CPU, ...] while operators run"
             )
-        member = f": {stream.member}, the archive's first JSON file, is" if stream.member else ":"
+        which = "" if member else ", the archive's first JSON file,"
+        told = f": {stream.member}{which} is" if stream.member else ":"
         problem = f" ({stream.problems[0]})" if stream.problems else ""
     raise InvalidCapture(
-        f"{path}{member} no trace that is known: expected a PyTorch profiler trace (traceEvents), a "
+        f"{path}{told} no trace that is known: expected a PyTorch profiler trace (traceEvents), a "
         f"PyTorch execution trace (nodes), or TraceLens replay IR (op_name and replay_ir){problem}"
     )

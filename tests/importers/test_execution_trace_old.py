@@ -174,14 +174,14 @@ def test_the_ranks_of_an_archive_that_were_not_read_are_named(name: str, tmp_pat
     files = {"run/rank_2.json": text, "run/source.py": "x", "run/._rank_0.json": "x", "run/rank_0.json": text}
     report = import_trace(archived(tmp_path / name, files), tmp_path / "a.opreplay")
     assert (
-        "of the archive, run/rank_2.json was read, its first JSON file; not read, unpack them to import each: "
-        "run/rank_0.json" in report.notes
+        "of the archive, run/rank_2.json was read, its first JSON file; not read: run/rank_0.json; --rank=N or "
+        "--rank=all imports the traces of other ranks" in report.notes
     )
     kineto = trace(tmp_path / "k.json", [op("aten::mm", 10, 5, MM_INPUTS)]).read_text()
     report = import_trace(
         archived(tmp_path / name, {f"{each}.json": kineto for each in range(40)}), tmp_path / "b.opreplay"
     )
     (note,) = (each for each in report.notes if "of the archive" in each)
-    assert "0.json was read" in note and note.endswith("16.json and 23 more")
+    assert "0.json was read" in note and "16.json and 23 more; --rank=N" in note
     report = import_trace(archived(tmp_path / name, {"only.json": kineto, "a.py": ""}), tmp_path / "c.opreplay")
     assert "of the archive, only.json was read, its first JSON file" in report.notes

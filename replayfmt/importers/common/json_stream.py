@@ -84,9 +84,10 @@ class JsonStream:
         self.problem_counts: Counter[str] = Counter()
 
     @staticmethod
-    def open(path: str | PathLike[str], progress: Progress | None = None) -> JsonStream:
-        """A stream over a file's JSON, whatever it is packed in. Raises what TraceFile raises."""
-        return JsonStream(TraceFile(path, progress=progress))
+    def open(path: str | PathLike[str], progress: Progress | None = None, *, member: str = "") -> JsonStream:
+        """A stream over a file's JSON, whatever it is packed in, or over that of an archive's member. Raises what
+        TraceFile raises."""
+        return JsonStream(TraceFile(path, progress=progress, member=member))
 
     @property
     def offset(self) -> int:

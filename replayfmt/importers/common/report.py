@@ -86,8 +86,9 @@ class DeviceTime:
 
 @dataclass
 class ImportReport:
-    """The report of one import. `notes` are sentences about the whole, `problems` those of the file, `unused` those on
-    entries of the user's tables of names that nothing needed. `device_time` is None where the trace has no device work.
+    """The report of one import. `rank` is the one that was chosen among several, None where none was. `notes` are
+    sentences about the whole, `problems` those of the file, `unused` those on entries of the user's tables of names
+    that nothing needed. `device_time` is None where the trace has no device work.
     """
 
     source: str
@@ -96,6 +97,7 @@ class ImportReport:
     problems: list[str] = field(default_factory=list)
     unused: list[str] = field(default_factory=list)
     device_time: DeviceTime | None = None
+    rank: int | None = None
     counts: dict[str, int] = field(default_factory=dict)
     entries: dict[Any, Entry] = field(default_factory=dict)
 
@@ -141,6 +143,7 @@ class ImportReport:
             "kind": "import",
             "source": self.source,
             "format": self.kind,
+            "rank": self.rank,
             "unique": self.unique(),
             "calls": self.calls(),
             "counts": self.counts,
@@ -205,7 +208,8 @@ class ImportReport:
     def lines(self) -> Iterator[str]:
         """The same as text: totals, then what was assumed and what is missing, grouped."""
         unique, calls = self.unique(), self.calls()
-        yield f"source        {self.source} ({self.kind})"
+        of_rank = "" if self.rank is None else f", rank {self.rank}"
+        yield f"source        {self.source} ({self.kind}{of_rank})"
         for status in STATUSES:
             yield f"{status:<13} {calls[status]} calls, {unique[status]} different"
         yield from self._device_lines()

@@ -1,7 +1,7 @@
 """Opening trace files: plain, gzip, tar, tar.gz and zip, as one stream of bytes with a known place in the file.
 
-The JSON inside an archive is found by name. Nothing is unpacked to disk and nothing is read whole; a compressed file
-that was cut off gives what can be decompressed, and says so.
+The JSON inside an archive is found by name, and may be gzip itself. Nothing is unpacked to disk and nothing is read
+whole; a compressed file that was cut off gives what can be decompressed, and says so.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import stat
 import tarfile
 import zipfile
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import IO, Any
@@ -24,6 +24,7 @@ from replayfmt.errors import CaptureNotFound, InvalidCapture
 Progress = Callable[[int, int], None]  # bytes of the file read so far, and its length
 _BLOCK_BYTES = 1 << 20
 _SHOWN_NAMES = 16
+_GZIP = b"\x1f\x8b"
 _LONGEST_HEADER = 1 << 20  # of a tar member: names and attributes
 # RuntimeError: a zip's member is encrypted, or compressed in a way that this Python does not know.
 _CUT = (
@@ -48,7 +49,8 @@ def regular_length(path: str | PathLike[str]) -> int:
         raise CaptureNotFound(f"{os.fspath(path)}: {reason}; expected a trace file") from error
     if not stat.S_ISREG(found.st_mode):
         kind = "a directory" if stat.S_ISDIR(found.st_mode) else "no regular file"
-        raise CaptureNotFound(f"{os.fspath(path)}: is {kind}; expected a trace file")
+        hint = "; --rank=N or --rank=all imports the traces in it" if stat.S_ISDIR(found.st_mode) else ""
+        raise CaptureNotFound(f"{os.fspath(path)}: is {kind}; expected a trace file{hint}")
     return found.st_size
 
 
@@ -74,13 +76,48 @@ class _Headers:
         return self._stream.read(size)
 
 
+class _Part(io.RawIOBase):
+    """What is between two places of a stream that can be read from any place: a tar member that is gzip itself."""
+
+    def __init__(self, stream: IO[bytes], start: int, length: int) -> None:
+        super().__init__()
+        self._stream, self._start, self._length, self._place = stream, start, length, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._place, io.SEEK_END: self._length}[whence]
+        self._place = max(0, base + offset)
+        return self._place
+
+    def readinto(self, buffer: Any) -> int:
+        wanted = min(len(buffer), max(0, self._length - self._place))
+        self._stream.seek(self._start + self._place)
+        data = self._stream.read(wanted)
+        if wanted and not data:
+            raise EOFError(f"{self._length - self._place} bytes of the archive's file are missing")
+        buffer[: len(data)] = data
+        self._place += len(data)
+        return len(data)
+
+
 class TraceFile:
     """The JSON of a trace file as a byte stream. `read` gives b"" at the end; `broken` says why it ended early."""
 
     def __init__(
-        self, path: str | PathLike[str], wanted: Callable[[str], bool] | None = None, progress: Progress | None = None
+        self,
+        path: str | PathLike[str],
+        wanted: Callable[[str], bool] | None = None,
+        progress: Progress | None = None,
+        *,
+        member: str = "",
     ) -> None:
-        """Open it. `wanted` chooses among an archive's members by name; by default the first that ends in `.json`.
+        """Open it. `member` is the name of one file of an archive, which may be gzip itself; without it, `wanted`
+        chooses by name; by default the first that ends in `.json`.
 
         Raises CaptureNotFound where it cannot be read, InvalidCapture where an archive has no such member.
         """
@@ -90,6 +127,8 @@ class TraceFile:
         self.bytes_given = 0
         self._start, self._left = 0, -1  # where a tar member begins in the stream, and what is left of it
         self._progress = progress
+        if member:
+            wanted = member.__eq__
         wanted = wanted or (lambda name: name.endswith(".json"))
         try:
             self.length = regular_length(self.path)
@@ -97,6 +136,7 @@ class TraceFile:
         except OSError as error:
             reason = error.strerror or type(error).__name__
             raise CaptureNotFound(f"{self.path}: {reason}; expected a trace file") from error
+        self._packed: IO[bytes] = self._raw  # what the gzip data that is read lies in
         try:
             self._stream = self._unpacked(wanted)
         except _CUT as error:
@@ -112,8 +152,8 @@ class TraceFile:
         if head[:2] == b"PK":
             return self._zip_member(zipfile.ZipFile(self._raw), wanted)
         plain: IO[bytes] = self._raw
-        if head[:2] == b"\x1f\x8b":
-            plain = gzip.GzipFile(fileobj=self._raw)  # type: ignore[assignment]
+        if head[:2] == _GZIP:
+            plain = self._gzip(self._raw)
             try:
                 start = plain.read(512)
             except _CUT:
@@ -126,12 +166,17 @@ class TraceFile:
             return self._tar_member(plain, wanted)
         return plain
 
+    def _gzip(self, packed: IO[bytes]) -> IO[bytes]:
+        self._packed = packed
+        return gzip.GzipFile(fileobj=packed)  # type: ignore[return-value]
+
     def _zip_member(self, archive: zipfile.ZipFile, wanted: Callable[[str], bool]) -> IO[bytes]:
         for name in archive.namelist():
             if wanted(name):
                 self.member = name
-                return archive.open(name)
-        raise InvalidCapture(f"{self.path}: the archive has no trace in it; it has {archive.namelist()[:8]}")
+                stream = archive.open(name)
+                return self._gzip(stream) if name.endswith(".gz") else stream
+        raise self._without_trace(archive.namelist())
 
     def _tar_member(self, plain: IO[bytes], wanted: Callable[[str], bool]) -> IO[bytes]:
         """The stream itself, at the member's begin: tarfile gives nothing of a block that is cut off."""
@@ -146,10 +191,17 @@ class TraceFile:
                 and wanted(member.name)
                 and not Path(member.name).name.startswith(".")
             ):
-                self.member, self._start, self._left = member.name, member.offset_data, member.size
-                plain.seek(self._start)
+                self.member = member.name
+                if member.name.endswith(".gz"):
+                    return self._gzip(io.BufferedReader(_Part(plain, member.offset_data, member.size)))
+                plain.seek(member.offset_data)
+                self._start, self._left = member.offset_data, member.size
                 return plain
-        raise InvalidCapture(f"{self.path}: the archive has no trace in it; it has {names[:8]}")
+        raise self._without_trace(names)
+
+    def _without_trace(self, names: list[str]) -> InvalidCapture:
+        hint = "; --rank=N or --rank=all imports those of ranks" if any(map(is_json, names)) else ""
+        return InvalidCapture(f"{self.path}: the archive has no trace in it; it has {names[:8]}{hint}")
 
     def read(self, size: int) -> bytes:
         """The next bytes, b"" at the end. Damage ends the stream and is told in `broken`."""
@@ -176,20 +228,20 @@ class TraceFile:
         """What could be decompressed before the damage, and was not given yet."""
         if not isinstance(self._stream, gzip.GzipFile):
             return b""
-        self._raw.seek(0)
+        self._packed.seek(0)
         decompressor = zlib.decompressobj(wbits=31)
         skip, pieces = self._start + self.bytes_given, io.BytesIO()
-        block = self._raw.read(_BLOCK_BYTES)
+        block, data = b"", b""
         while True:
             try:
+                if not block and len(data) < _BLOCK_BYTES and not (block := self._packed.read(_BLOCK_BYTES)):
+                    break
                 data = decompressor.decompress(block, _BLOCK_BYTES)
-            except zlib.error:
-                break
+            except _CUT:
+                break  # or what the gzip data lies in is damaged itself
             pieces.write(data[skip:])
             skip = max(0, skip - len(data))
             block = decompressor.unconsumed_tail
-            if not block and len(data) < _BLOCK_BYTES and not (block := self._raw.read(_BLOCK_BYTES)):
-                break
         return pieces.getvalue()
 
     def close(self) -> None:
@@ -207,33 +259,53 @@ def others_note(path: str | PathLike[str], member: str) -> str:
     """A sentence on which file of an archive was read and which like it were not; "" for a file that is no archive."""
     if not member:
         return ""
-    others = [
-        name
-        for name in archive_names(path)
-        if name.endswith(Path(member).suffix) and name != member and not Path(name).name.startswith(".")
-    ]
+    others = [name for name in archive_names(path)[0] if is_json(name) and name != member]
     read = f"of the archive, {member} was read, its first JSON file"
     if not others:
         return read
-    more = f" and {len(others) - _SHOWN_NAMES} more" if len(others) > _SHOWN_NAMES else ""
-    return f"{read}; not read, unpack them to import each: {', '.join(others[:_SHOWN_NAMES])}{more}"
+    return f"{read}; not read: {shown_names(others)}; --rank=N or --rank=all imports the traces of other ranks"
 
 
-def archive_names(path: str | PathLike[str]) -> list[str]:
-    """The files of an archive, as far as it can be read."""
-    names: list[str] = []
+def shown_names(names: Sequence[str]) -> str:
+    """A list of files for people: the first ones, and how many more there are."""
+    more = f" and {len(names) - _SHOWN_NAMES} more" if len(names) > _SHOWN_NAMES else ""
+    return ", ".join(names[:_SHOWN_NAMES]) + more
+
+
+def is_json(name: str) -> bool:
+    """Whether a file may be a trace, by its name. Hidden ones (`._name`) are what macOS adds for its own."""
+    return name.endswith((".json", ".json.gz")) and not Path(name).name.startswith(".")
+
+
+def is_archive(path: str | PathLike[str]) -> bool:
+    """Whether a file, by its content, is a zip or a tar, packed or not."""
+    with open(path, "rb") as raw:
+        head = raw.read(2)
+        raw.seek(0)
+        stream: Any = gzip.GzipFile(fileobj=raw) if head == _GZIP else raw
+        try:
+            return head == b"PK" or stream.read(512)[257:262] == b"ustar"
+        except _CUT:
+            return False
+
+
+def archive_names(path: str | PathLike[str]) -> tuple[list[str], str]:
+    """The files of an archive as far as it can be read, and what is wrong with it, "" where nothing is."""
+    names: dict[str, None] = {}
     try:
         if zipfile.is_zipfile(path):
             with zipfile.ZipFile(path) as archive:
-                return archive.namelist()
+                return list(dict.fromkeys(archive.namelist())), ""
         with open(path, "rb") as raw:
-            packed = raw.read(2) == b"\x1f\x8b"
+            packed = raw.read(2) == _GZIP
             raw.seek(0)
             stream: Any = _Headers(gzip.GzipFile(fileobj=raw) if packed else raw)  # type: ignore[arg-type]
-            names += (member.name for member in tarfile.open(fileobj=stream, mode="r:") if member.isfile())  # noqa: SIM115
-    except _CUT:
-        pass  # the trace itself was read; what is after it is cut off
-    return names
+            for member in tarfile.open(fileobj=stream, mode="r:"):  # noqa: SIM115
+                if member.isfile():
+                    names[member.name] = None
+    except _CUT as error:
+        return list(names), _damage(error)
+    return list(names), ""
 
 
 def archive_texts(

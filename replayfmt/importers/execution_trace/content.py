@@ -32,6 +32,11 @@ _RESOURCES = "_resources"
 _NEUTRAL = {"aten::add": 0, "aten::sub": 0, "aten::mul": 1, "aten::div": 1, "aten::pow": 1}
 
 
+def _folder_name(name: str) -> str:
+    """Of the folder that the observer puts a trace's resources into."""
+    return name.removesuffix(".gz").removesuffix(".json") + _RESOURCES
+
+
 @dataclass(frozen=True)
 class Found:
     """Content for a storage; `told` says where it is from, for the call that takes it."""
@@ -45,8 +50,9 @@ class TracedContent:
     """The resources of one trace: Triton sources by file name, saved tensors by node and number. `problems` are
     sentences on resources that could not be read."""
 
-    def __init__(self, path: str) -> None:
-        self._path = path
+    def __init__(self, path: str, member: str = "") -> None:
+        """`member`: which file of an archive the trace is."""
+        self._path, self._member = path, member
         self.problems: list[str] = []
 
     @cached_property
@@ -57,6 +63,9 @@ class TracedContent:
         members, damage = archive_texts(self._path, wanted)
         if damage:
             self.problems.append(f"resources of the trace may be missing: {damage}")
+        own = str(Path(self._member).parent / _folder_name(Path(self._member).name)) + "/"
+        if any(name.startswith(own) for name in members):  # else the archive has one trace, whatever it was called
+            members = {name: data for name, data in members.items() if name.startswith(own)}
         found = {Path(name).name: data for name, data in members.items()}
         folder = self._folder()
         if folder is not None:
@@ -68,10 +77,7 @@ class TracedContent:
     def _folder(self) -> Path | None:
         """Where the observer puts resources: beside `x.json`, in `x_resources`."""
         path = Path(self._path)
-        stem = path.name
-        for suffix in (".gz", ".json"):
-            stem = stem.removesuffix(suffix)
-        folder = path.with_name(stem + _RESOURCES)
+        folder = path.with_name(_folder_name(path.name))
         return folder if folder.is_dir() else None
 
     def source(self, name: str) -> str | None:

@@ -21,13 +21,14 @@ from replayfmt.pytorch.traced_names import TracedNames
 
 from ..common.json_stream import JsonStream
 from ..common.operators import Operators
+from ..common.rank_trace import RankTrace, rank_fields
 from ..common.report import ImportReport
 from ..common.synthesis import ImportedSession, Moment, imported_session
 from ..common.trace_files import Progress, others_note
 from ..rewrites.portable import REWRITES, Portable
 from .calls import NodeCalls
 from .content import TracedContent
-from .nodes import TraceNode, node_of, schema_version
+from .nodes import TraceNode, node_of, rank_said, schema_version
 from .selection import ChosenNodes, Skeleton
 from .selection import Path as MarkPath
 from .writing import GraphWriter
@@ -46,9 +47,11 @@ def import_execution_trace(
     progress: Progress | None = None,
     rewrite: str = "none",
     level: str = "deepest",
+    place: RankTrace | None = None,
 ) -> ImportReport:
     """Make a capture of an execution trace, plain, gzip or in a tar archive with its resources.
 
+    `place` says which file of an archive it is, and of which rank, where that was chosen.
     `rewrite="portable"` puts operators that every device has in the place of those that only the traced one has.
     `level="root"` imports the outermost operators instead of the deepest that have all of the work. `progress` is
     called with bytes done and in all.
@@ -56,7 +59,7 @@ def import_execution_trace(
     Raises CaptureNotFound and InvalidCapture for the file, UnsupportedVersion for a schema that is not known,
     OutputExists and CaptureFailed for the capture.
     """
-    trace = _Trace(fspath(path), progress)
+    trace = _Trace(fspath(path), progress, place.member if place else "")
     report = ImportReport(Path(trace.path).name, KIND)
     selection = trace.select(roots=level == "root")
     if level not in ("deepest", "leaf", "root"):
@@ -74,10 +77,10 @@ def import_execution_trace(
     session = imported_session(
         KIND,
         report.source,
-        world_size=trace.world_size,
+        **rank_fields(trace.rank, trace.world_size, place),
         policies={"schema": trace.schema, "traced": trace.time, "rewrite": rewrite},
     )
-    content = TracedContent(trace.path)
+    content = TracedContent(trace.path, trace.member)
     with ImportedSession(out, session, force=force) as capture:
         writer = GraphWriter(capture, report, calls, content, Portable() if rewrite in REWRITES else None, trace.groups)
         marks = _Marks(capture)
@@ -90,13 +93,13 @@ def import_execution_trace(
             writer.write(calls.step(node), scope, selection.wrappers_of(position))
         marks.enter((), 0)
     report.problems += trace.problems + selection.problems + content.problems
-    _finish(report, trace, selection)
+    _finish(report, trace, selection, place)
     return report
 
 
-def _finish(report: ImportReport, trace: _Trace, selection: ChosenNodes) -> None:
+def _finish(report: ImportReport, trace: _Trace, selection: ChosenNodes, place: RankTrace | None) -> None:
     report.counts["nodes"] = trace.nodes_read
-    if trace.member:
+    if trace.member and place is None:
         report.notes.append(others_note(trace.path, trace.member))
     if selection.dropped:
         report.notes.append(f"no work, left out: {_most(selection.dropped)}")
@@ -116,21 +119,22 @@ def _most(counted: Counter[str]) -> str:
 class _Trace:
     """The file, read as often as it takes."""
 
-    def __init__(self, path: str, progress: Progress | None) -> None:
+    def __init__(self, path: str, progress: Progress | None, member: str) -> None:
         self.path = path
         self._progress = progress
-        self.member = ""
+        self.member = self._wanted_member = member
         self.schema = ""
         self.time: str | None = None
         self.version = (0, 0, 0)
         self.problems: list[str] = []
         self._broken: set[int] = set()  # entries that are no nodes, by their place in the file
         self.nodes_read = 0
+        self.rank: int | None = None
         self.world_size = 1
         self.groups: dict[str, dict[str, Any]] = {}
 
     def _rows(self, number: int) -> Iterator[tuple[str, Any]]:
-        with JsonStream.open(self.path, self._share(number)) as stream:
+        with JsonStream.open(self.path, self._share(number), member=self._wanted_member) as stream:
             self.member = stream.member
             yield from stream.entries({"nodes"})
             if number == 0:
@@ -163,6 +167,8 @@ class _Trace:
                     self.problems.append(f"entry {entry} of the nodes was passed over: {error}")
                     continue
                 skeleton.add(node)
+                if self.rank is None:
+                    self.rank = rank_said(node)
                 if node.name == "## process_group:init ##":
                     self._groups(node)
         if not self.schema or not len(skeleton):

@@ -19,6 +19,7 @@ from typing import Any
 from replayfmt.errors import InvalidCapture, UnsupportedVersion
 
 from ..common.arguments import NOTHING, Form, Recorded, TensorSpec, of_list
+from ..common.rank_trace import MOST_RANKS
 from ..common.types import dtype_of, wrapped
 from ..common.values import contiguous
 
@@ -171,6 +172,21 @@ def communication(node: TraceNode) -> Mapping[str, Any]:
         facts["out_msg_nelems"] = sum(tensor.elements for tensor in returned)
     size = values[place + 5] if place + 5 < len(values) else max(map(len, splits), default=0)
     return facts | {"pg_size": size} if isinstance(size, int) and size > 0 else facts
+
+
+# Of these, the rank that is recorded is that of the process; of others (broadcast, reduce) it may be the root's.
+_TELL_RANK = ("allreduce", "allgather", "_allgather_base", "reduce_scatter", "_reduce_scatter_base", "barrier")
+
+
+def rank_said(node: TraceNode) -> int | None:
+    """The rank that a node says its process has: a collective of the group of all ranks. None: it says none."""
+    values, kinds = node.inputs.values, node.inputs.types
+    place = next((place for place, kind in enumerate(kinds) if kind == "String"), 0)
+    if node.name != "record_param_comms" or not 3 <= place < len(values) or values[place] not in _TELL_RANK:
+        return None
+    group, rank = values[place - 2], values[place - 1]
+    of_all = isinstance(group, list) and len(group) == 2 and group[1] == "default_pg"
+    return rank if of_all and type(rank) is int and 0 <= rank < MOST_RANKS else None
 
 
 def _number(value: Any) -> int:

@@ -24,6 +24,7 @@ from replayfmt.pytorch.traced_names import TracedNames
 
 from ..common.json_stream import JsonStream
 from ..common.operators import Operators, without_overload
+from ..common.rank_trace import MOST_RANKS, RankTrace, rank_fields
 from ..common.report import ImportReport
 from ..common.synthesis import ImportedSession, imported_session
 from ..common.trace_files import Progress, TraceFile, others_note
@@ -36,7 +37,6 @@ from .graphs import give_operators
 from .tree import LEVELS, Captured, ChosenEvents, EventRole, Facts, Level, Tree, build, compact, select
 from .writing import Trace, write
 
-_MOST_RANKS = 1 << 24
 _MOST_DEVICES = 1 << 16
 _COLLECTIVE = ("nccl:", "gloo:", "rccl:", "mpi:", "ucc:")  # beside the operators
 # Composites for the dispatcher that compute outside of the operators they call, whatever those do.
@@ -80,8 +80,10 @@ def import_kineto(
     force: bool = False,
     progress: Progress | None = None,
     on_record: Callable[[int, int], None] | None = None,
+    place: RankTrace | None = None,
 ) -> ImportReport:
-    """Make the capture `out` of a profiler trace, and report on it.
+    """Make the capture `out` of a profiler trace, and report on it. `place` says which file of an archive it is, and
+    of which rank, where that was chosen.
 
     Raises CaptureNotFound and InvalidCapture for a trace that cannot be read at all, CaptureFailed where it has device
     work and nothing can be taken for it, OutputExists and CaptureFailed where `out` cannot be written. A trace that is
@@ -89,7 +91,8 @@ def import_kineto(
     """
     if options.level not in LEVELS:
         raise UsageError(f"level={options.level!r}: expected one of {', '.join(LEVELS)}")
-    with JsonStream(TraceFile(path, progress=progress), exact=True) as stream:
+    file = TraceFile(path, progress=progress, member=place.member if place else "")
+    with JsonStream(file, exact=True) as stream:
         events = TraceEvents().read(stream)
     if not events.ops.start and not events.work.start:
         problems = _problems(stream, events)
@@ -136,7 +139,7 @@ def import_kineto(
         )
     report = ImportReport(Path(path).name, "kineto", problems=_problems(stream, events))
     report.notes += graph_notes
-    if stream.member:
+    if stream.member and place is None:
         report.notes.append(others_note(path, stream.member))
     if graphs is not None:
         report.notes.append(
@@ -157,7 +160,7 @@ def import_kineto(
         level,
         graphs,
     )
-    session = imported_session("kineto", Path(path).name, **_session_fields(events, level, options))
+    session = imported_session("kineto", Path(path).name, **_session_fields(events, level, options, place))
     with ImportedSession(out, session, force=force) as writing:
         write(trace, writing, report, on_record)
     return report
@@ -276,20 +279,26 @@ def _untaken(
     ]
 
 
-def _session_fields(events: TraceEvents, level: Level, options: KinetoOptions) -> dict[str, Any]:
+def distributed(said: Any) -> tuple[int | None, int]:
+    """The rank and the number of ranks that `distributedInfo` says, None and 1 where it does not."""
+    said = said if isinstance(said, dict) else {}
+    rank, world = integer(said.get("rank")), integer(said.get("world_size"))
+    return rank if 0 <= rank < MOST_RANKS else None, world if 1 <= world <= MOST_RANKS else 1
+
+
+def _session_fields(
+    events: TraceEvents, level: Level, options: KinetoOptions, place: RankTrace | None
+) -> dict[str, Any]:
     metadata = events.metadata
-    distributed = metadata.get("distributedInfo")
-    distributed = distributed if isinstance(distributed, dict) else {}
     libraries = {
         name: value
         for name, value in metadata.items()
         if name.endswith("_version") and isinstance(value, str | int | float)
     }
-    rank, world = integer(distributed.get("rank")), integer(distributed.get("world_size"))
+    rank, world = distributed(metadata.get("distributedInfo"))
     version = metadata.get("torch_version", metadata.get("pytorch_version"))
     return {
-        "rank": rank if 0 <= rank < _MOST_RANKS else 0,
-        "world_size": world if 1 <= world <= _MOST_RANKS else 1,
+        **rank_fields(rank, world, place),
         "libraries": libraries,
         "torch_version": version if isinstance(version, str) else None,
         "policies": {

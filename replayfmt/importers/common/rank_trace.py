@@ -1,0 +1,40 @@
+"""One rank's trace among those of a distributed program: where it is, and what its capture says of that."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from replayfmt.errors import InvalidCapture
+
+MOST_RANKS = 1 << 24
+
+
+@dataclass(frozen=True)
+class RankTrace:
+    """The trace of `rank`: the file `path`, or in that archive the file `member`. `told` says where the rank is from,
+    `world_size` how many ranks there are at least."""
+
+    path: str
+    member: str
+    rank: int
+    told: str
+    world_size: int
+
+    @property
+    def name(self) -> str:
+        """The file, for people."""
+        return f"{self.path}: {self.member}" if self.member else self.path
+
+
+def rank_fields(rank: int | None, world_size: int, place: RankTrace | None) -> dict[str, Any]:
+    """The session's rank and world size: what the trace itself says, None where it does not, and what is known of its
+    place. Raises InvalidCapture where the two differ."""
+    if place is not None:
+        if rank is not None and rank != place.rank:
+            raise InvalidCapture(
+                f"{place.name}: is taken for rank {place.rank} ({place.told}), and says of itself that it is "
+                f"rank {rank}; rename it, or import it alone without --rank"
+            )
+        rank, world_size = place.rank, max(world_size, place.world_size)
+    return {"rank": rank or 0, "world_size": max(world_size, (rank or 0) + 1)}
