@@ -25,11 +25,13 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """The recorder's library is built before the first test, so that no test waits for it or sees that said. Where it
-    cannot be built, tests that need it are skipped, and no other one says so on its stderr."""
+    """The recorder's libraries are built before the first test, so that no test waits for it or sees that said. Where
+    they cannot be built, tests that need them are skipped, and no other one says so on its stderr."""
     if session.items and not session.config.option.collectonly:
+        from replayfmt.native.hook import dispatch_hook
         from replayfmt.native.watching import thread_watch
 
+        dispatch_hook()
         state = thread_watch("auto").state
         if state != "native":
             os.environ["OPREPLAY_NATIVE"] = "off"

@@ -14,6 +14,7 @@ from replayfmt.recording.options import (
     FILE_VALIDATIONS,
     NATIVE,
     PAYLOADS,
+    RECORDERS,
     CaptureOptions,
 )
 from replayfmt.recording.program.marks import parse_mark
@@ -118,6 +119,13 @@ _COUNT = click.IntRange(min=0)
     "for it is built once, with the C++ compiler.  [default: OPREPLAY_NATIVE, or auto]",
 )
 @click.option(
+    "--recorder",
+    type=click.Choice(RECORDERS),
+    help="native sees operators beneath autograd, by a library that is built once with the C++ compiler, and leaves "
+    "the program exactly as it is; python is a dispatch mode, under which some results differ in bits "
+    "(docs/recorders.md); auto is python so far.  [default: OPREPLAY_RECORDER, or auto]",
+)
+@click.option(
     "--mark",
     "marks",
     multiple=True,
@@ -157,6 +165,7 @@ def cli(
     inside: tuple[str, ...],
     whole: tuple[str, ...],
     native: str | None,
+    recorder: str | None,
     marks: tuple[str, ...],
     module_scopes: bool,
     start_op: int | None,
@@ -187,6 +196,7 @@ def cli(
         inside=inside,
         whole=whole,
         native=native,
+        recorder=recorder,
         force=force,
         start_op=start_op,
         stop_op=stop_op,

@@ -25,8 +25,8 @@ GROUPS: dict[str, tuple[str, ...]] = {
     ),
     "Operators and kernels": (
         "--replay-kernel-substitution", "--substitution-rtol", "--substitution-atol", "--op-library", "--inside",
-        "--whole", "--compiled", "--native", "--from", "--level", "--rewrite", "--op-alias", "--string-default",
-        "--graph-capture",
+        "--whole", "--compiled", "--native", "--recorder", "--from", "--level", "--rewrite", "--op-alias",
+        "--string-default", "--graph-capture",
     ),
     "Devices": ("--device",),
     "Verification": ("--verify", "--digests", "--audit", "--opaque-result", "--keep-going", "--compare-kernels"),

@@ -16,6 +16,7 @@ import shutil
 import stat
 import subprocess
 import sys
+import sysconfig
 import tempfile
 from contextlib import suppress
 from importlib import resources
@@ -39,18 +40,19 @@ class NotAvailable(Exception):
         self.detail = detail
 
 
-def library(source: str) -> ctypes.PyDLL:
+def library(source: str, *, with_python: bool = False) -> ctypes.PyDLL:
     """The library of a source file beside this module (`thread_watch.cpp`), built where the cache has none. Its
-    functions are called without giving up the interpreter's lock. Raises NotAvailable."""
+    functions are called without giving up the interpreter's lock. `with_python`: it also needs the interpreter's
+    headers. Raises NotAvailable."""
     try:
-        return _load(_built(source, compiler()))
+        return _load(_built(source, compiler(), with_python))
     except OSError as error:
         raise NotAvailable("the library cannot be built or loaded", str(error)) from error
 
 
-def compile_library(source: Path, output: Path, *flags: str) -> None:
+def compile_library(source: Path, output: Path, *flags: str, with_python: bool = False) -> None:
     """Compile one C++ file against the installed PyTorch. `flags`: more of them. Raises NotAvailable."""
-    command = [*compiler(), *_flags(), *flags, str(source), "-o", str(output), *_linked()]
+    command = [*compiler(), *_flags(with_python), *flags, str(source), "-o", str(output), *_linked(with_python)]
     try:
         done = subprocess.run(
             command,
@@ -80,35 +82,42 @@ def compiler() -> list[str]:
     raise NotAvailable("no C++ compiler", f"none of {', '.join(_COMPILERS)} was found")
 
 
-def _flags() -> list[str]:
+def _flags(with_python: bool) -> list[str]:
     where = Path(torch.__file__).parent / "include"
     if not (where / "ATen" / "record_function.h").is_file():
         raise NotAvailable("this PyTorch has no headers", f"{where} does not hold them")
-    return [*_FLAGS, f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}", f"-I{where}"]
+    flags = [*_FLAGS, f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}", f"-I{where}"]
+    if with_python:
+        python = Path(sysconfig.get_path("include"))
+        if not (python / "Python.h").is_file():
+            raise NotAvailable("this Python has no headers", f"{python} does not hold Python.h")
+        flags += [f"-I{where / 'torch' / 'csrc' / 'api' / 'include'}", f"-I{python}"]
+    return flags
 
 
-def _linked() -> list[str]:
-    return [f"-L{Path(torch.__file__).parent / 'lib'}", "-ltorch_cpu", "-lc10"]
+def _linked(with_python: bool) -> list[str]:
+    libraries = ("torch_python", "torch", "torch_cpu", "c10") if with_python else ("torch_cpu", "c10")
+    return [f"-L{Path(torch.__file__).parent / 'lib'}", *(f"-l{name}" for name in libraries)]
 
 
 # ------------------------------------------------------------------------------------------------------------ the cache
 
 
-def _built(source: str, command: list[str]) -> Path:
+def _built(source: str, command: list[str], with_python: bool = False) -> Path:
     """The path of the library, which is there."""
     text = resources.files(__package__).joinpath(source).read_bytes()
-    path = _directory() / f"{Path(source).stem}-{_key(text, command)}.so"
+    path = _directory() / f"{Path(source).stem}-{_key(text, command, with_python)}.so"
     if not _is_whole(path):
         say(f"building a part of the recorder in C++, once for PyTorch {torch.__version__} (takes seconds)")
         with tempfile.TemporaryDirectory(prefix="opreplay-") as scratch:
             written, made = Path(scratch, source), Path(scratch, "made.so")
             written.write_bytes(text)
-            compile_library(written, made)
+            compile_library(written, made, with_python=with_python)
             _keep(made.read_bytes(), path)
     return path
 
 
-def _key(text: bytes, command: list[str]) -> str:
+def _key(text: bytes, command: list[str], with_python: bool) -> str:
     """What tells libraries apart."""
     where = os.stat(command[0])
     parts = (
@@ -120,7 +129,8 @@ def _key(text: bytes, command: list[str]) -> str:
         where.st_size,
         where.st_mtime_ns,
         command[1:],
-        _flags(),
+        _flags(with_python),
+        sys.implementation.cache_tag,
     )
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
 

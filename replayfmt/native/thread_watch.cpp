@@ -2,7 +2,7 @@
 //
 // PyTorch calls `started` before and `ended` after every operator of every thread of the process, while a capture has it
 // registered. A thread takes part where Python said so (`take_part`), or where the capture's dispatch mode is on the
-// thread's own stack: PyTorch hands that on to its threads (autograd, TorchScript). All other operators are counted, with
+// thread's own stack, or its key included: PyTorch hands that on to its threads (autograd, TorchScript). All other operators are counted, with
 // the first one's name. What runs inside of a counted or seen operator belongs to it.
 //
 // No function takes the interpreter's lock. Memory is allocated once for each thread, and given to another when it ends.
@@ -10,6 +10,7 @@
 
 #include <ATen/Parallel.h>
 #include <ATen/record_function.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <pthread.h>
 #ifdef __linux__
@@ -126,6 +127,9 @@ std::unique_ptr<at::ObserverContext> begins(Thread* thread) {
   return std::unique_ptr<at::ObserverContext>(new (static_cast<void*>(thread->running)) Running(thread));
 }
 
+// The key that threads of the recorder in recorder.cpp have included.
+bool has_key() { return c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::Fake); }
+
 bool has_mode() {
   using Modes = c10::impl::TorchDispatchModeTLS;
   const void* searched = mode.load(std::memory_order_relaxed);
@@ -192,7 +196,7 @@ std::unique_ptr<at::ObserverContext> started(const at::RecordFunction& function)
     return nullptr;
   }
   if (thread->part.load(std::memory_order_relaxed) == capture || thread->covered.load(std::memory_order_relaxed) > 0 ||
-      has_mode()) {
+      has_key() || has_mode()) {
     return begins(thread);
   }
   if (!function.operator_name().has_value()) {

@@ -192,6 +192,10 @@ _LIKE_OTHER = frozenset({"expand_as", "view_as", "type_as", "reshape_as"})
 # The argument whose bytes are copied as they are, all of them, and nothing else.
 _COPIES = {"copy_": 1, "clone": 0, "_to_copy": 0}
 
+# Whose kernels call operators that autocast casts: they compute other things under autocast, though it does not cast
+# them themselves.
+_CASTS_INSIDE = frozenset({"affine_grid_generator", "linalg_pinv", "_trilinear"})
+
 # -------------------------------------------------------------------------------- single arguments and results
 
 # Arguments whose bytes are not read, by operator with its overload: tensors that lend only their shape.
@@ -249,7 +253,8 @@ class Operator:
     looks at metadata, or names what is there. `copies`: index of the argument that it copies as it is, -1 for none.
     `unread`, `quiet_writes`: arguments that it does not read, or writes without an annotation. `only_with`: (argument,
     the flag without which it is not used), `unread_with`: (argument, the flag with which it is not read).
-    `writes_a_part`: of each argument that it writes, `writes_some`: of its first.
+    `writes_a_part`: of each argument that it writes, `writes_some`: of its first. `casts_inside`: what it computes may
+    depend on autocast.
     """
 
     own: bool
@@ -275,6 +280,7 @@ class Operator:
     collective: bool
     maps_files: bool
     unchecked_view: bool
+    casts_inside: bool
 
 
 @functools.lru_cache(1 << 14)  # names may come from a file
@@ -307,6 +313,7 @@ def operator_named(name: str, overload: str = "default") -> Operator:
         collective=namespace in COLLECTIVES,
         maps_files=name in _MAPS_FILES,
         unchecked_view=name in _UNCHECKED_VIEWS,
+        casts_inside=namespace not in OWN or named in _CASTS_INSIDE,
     )
 
 

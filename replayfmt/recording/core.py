@@ -24,6 +24,8 @@ from replayfmt.errors import CaptureFailed, OpReplayError
 from replayfmt.format.model import Session
 from replayfmt.format.redaction import Redaction
 from replayfmt.format.writer import CaptureWriter
+from replayfmt.native.building import NotAvailable
+from replayfmt.native.hook import DispatchHook, dispatch_hook
 from replayfmt.native.watching import thread_watch
 from replayfmt.pytorch.environment import session_fields
 from replayfmt.pytorch.opaque_results import OpaqueResults
@@ -40,6 +42,7 @@ from .fast_path.sites import Site, Sites
 from .hooks.undispatched import hook_policies
 from .interrupts import is_interrupt
 from .options import CaptureOptions
+from .state.autocast import autocast_below_mode
 from .state.numeric_state import NumericState
 from .state.randomness import Generators
 from .storages.content import FirstContents
@@ -71,13 +74,29 @@ def _attempted(step: _Step) -> _Step:
     return attempted  # type: ignore[return-value]
 
 
+def _hook(choice: str) -> tuple[DispatchHook | None, str]:
+    """The hook to record with, None for a dispatch mode, and what the session says of it."""
+    if choice != "native":
+        return None, "python"
+    found = dispatch_hook()
+    if isinstance(found, NotAvailable):
+        return None, f"python: {found.reason}"
+    return found, "native"
+
+
 class Core:
     """One capture in progress. `on`: what happens now is recorded."""
 
     def __init__(self, path: str | os.PathLike[str], options: CaptureOptions) -> None:
         """Create the file. Raises CaptureFailed or OutputExists."""
         self.thread_watch = thread_watch(options.native or "auto")
-        policies = {**options.policies(), **hook_policies(), "thread-watch": self.thread_watch.state}
+        self.hook, recorder = _hook(options.recorder or "auto")
+        policies = {
+            **options.policies(),
+            **hook_policies(),
+            "thread-watch": self.thread_watch.state,
+            "recorder": recorder,
+        }
         session = Session(**session_fields(), settings=read_settings(), policies=policies)
         redaction = Redaction(session, user_names()) if options.redact else None
         self.options = options
@@ -104,6 +123,7 @@ class Core:
         digests = self.digests if options.digests != "none" else None
         self.outside = Outside(self.records, self.metas, self.storages, digests)
         self.sites = Sites(self)
+        self.sites.enabled = self.sites.enabled and self.hook is None
         self.calls = CallRecorder(
             self.buffer,
             self.records,
@@ -271,14 +291,18 @@ class Core:
 
     @_attempted
     def before(
-        self, kernel: CapturedKernel, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        kernel: CapturedKernel,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        autocast: Callable[[bool], dict[str, str]] = autocast_below_mode,
     ) -> OpCall | Unrepresentable | None:
         """An op is about to run: what it needs is recorded. Unrepresentable: it cannot be; None: it is not recorded."""
         with self.lock:
             if not self.on:  # another thread may have ended the capture since this call began
                 return None
             try:
-                return self.calls.before(kernel, args, kwargs)
+                return self.calls.before(kernel, args, kwargs, autocast=autocast)
             except Unrepresentable as problem:
                 return problem
 
@@ -340,18 +364,20 @@ class Core:
                 self.storages.forget(storage_of(plain))
 
     @_attempted
-    def raised(self, call: OpCall, started: int, ended: int) -> None:
-        """An op raised."""
+    def raised(self, call: OpCall, started: int, ended: int, interrupted: bool) -> None:
+        """An op raised, or a signal handler in it did."""
         with self.lock:
             if self.on:
-                self.calls.raised(call, started, ended)
+                self.calls.raised(call, started, ended, interrupted)
 
     @_attempted
     def late_raised(self, kernel: CapturedKernel, args: Any, kwargs: Any, started: int, ended: int) -> None:
         """An op of the fast path raised."""
         with self.lock:
             if self.on:
-                self.calls.raised(self.calls.before(kernel, args, kwargs), started, ended)
+                self.calls.raised(
+                    self.calls.before(kernel, args, kwargs), started, ended, is_interrupt(sys.exception())
+                )
 
     # ------------------------------------------------------------------------------------------------------- buffering
 

@@ -21,6 +21,7 @@ FILE_VALIDATIONS = ("identity", "digest")
 DIGESTS = ("live", "ops", "none")
 COMPILED = ("keep", "eager")
 NATIVE = ("auto", "off")
+RECORDERS = ("auto", "native", "python")
 
 _LIMITS = ("start_op", "stop_op", "start_scope", "stop_scope")
 
@@ -50,7 +51,9 @@ class CaptureOptions:
     of other packages (`vllm::unified_attention`, or a pattern, `vllm::*`) of which is recorded what happens inside, or
     which are recorded as one op in any case; without, those written in Python are observed (observing.py). `native`:
     `auto` counts the operators of threads that cannot be recorded, for which a library is built once, `off` does
-    without; None: what the environment variable OPREPLAY_NATIVE says, or `auto`. `start_op` and `stop_op` count
+    without; None: what the environment variable OPREPLAY_NATIVE says, or `auto`. `recorder`: `native` sees operators
+    beneath autograd, by a library that is built once, and leaves the program as it is; `python` is a dispatch mode;
+    `auto` is `python` so far; None: what OPREPLAY_RECORDER says, or `auto`. `start_op` and `stop_op` count
     ops from 0; ops in [start_op, stop_op) are recorded. `start_scope` and `stop_scope` are scope names: recording
     starts when the one is first entered, and stops for good when the other is first left after that; `NAME#N` means the
     scope of that name that begins as number N, counted from 0 and from the start of the capture. `steps`: `A:B` records
@@ -70,6 +73,7 @@ class CaptureOptions:
     inside: Iterable[str] = ()
     whole: Iterable[str] = ()
     native: str | None = None
+    recorder: str | None = None
     start_op: int | None = None
     stop_op: int | None = None
     start_scope: str | None = None
@@ -81,6 +85,8 @@ class CaptureOptions:
     def __post_init__(self) -> None:
         if self.native is None:
             object.__setattr__(self, "native", os.environ.get("OPREPLAY_NATIVE") or "auto")
+        if self.recorder is None:
+            object.__setattr__(self, "recorder", os.environ.get("OPREPLAY_RECORDER") or "auto")
         for name, allowed in (
             ("payload", PAYLOADS),
             ("file_policy", (*FILE_POLICIES, None)),
@@ -88,6 +94,7 @@ class CaptureOptions:
             ("digests", DIGESTS),
             ("compiled", COMPILED),
             ("native", NATIVE),
+            ("recorder", RECORDERS),
         ):
             value = getattr(self, name)
             if value not in allowed:

@@ -10,7 +10,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from queue import Empty
 from typing import Any, TypeVar
 
@@ -27,7 +27,7 @@ from .custom_operators.declared_work import DeclaredWork
 from .custom_operators.observing import ObservingMode
 from .custom_operators.whole_composites import WholeComposites
 from .dispatch.mode import RecordingMode
-from .dispatch.mode_stack import mode_stack, remove_finished_modes, remove_mode_at, set_modes
+from .dispatch.mode_stack import mode_stack, remove_finished_modes
 from .hooks import direct_writes
 from .hooks.construction import Construction
 from .hooks.direct_writes import DirectWrites
@@ -35,6 +35,7 @@ from .hooks.host_reads import HostReads
 from .hooks.undispatched import Hooks
 from .options import CaptureOptions
 from .program.children import AfterFork
+from .program.presence import HookPresence, ModePresence, Presence
 from .program.replacement import ProgramReplacement
 from .program.termination import Termination
 from .program.threads import FLUSHING, Threads
@@ -63,7 +64,7 @@ class Recorder:
         self.path = os.fspath(path)
         self.options = options or CaptureOptions()
         self._core: Core | None = None
-        self._mode: RecordingMode | None = None
+        self._presence: Presence | None = None
         self._patches: list[Patches] = []
         self._on_replacement = on_replacement or self._close_for_replacement
         self._after_fork: AfterFork | None = None
@@ -98,14 +99,15 @@ class Recorder:
                 )
             self._core = Core(self.path, self.options)
             _active = self
-        self._mode = ObservingMode(self._core)
-        self._threads = Threads(self._mode, self._core)
+        core, hook = self._core, self._core.hook
+        self._presence = ModePresence(core, ObservingMode(core)) if hook is None else HookPresence(core, hook)
+        self._threads = Threads(self._presence, core)
         self._after_fork = AfterFork(self.disable_after_fork)
         self._patches = [
             Hooks(self, self.options.compiled),
             HostReads(self),
             DirectWrites(self),
-            Construction(self),
+            *([Construction(self)] if hook is None else []),
             WholeComposites(self),
             DeclaredWork(self, self._core),
             ProgramReplacement(self._on_replacement),
@@ -292,7 +294,7 @@ class Recorder:
     def present(self) -> bool:
         """Whether this thread is observed now: not paused, not inside an op; recording may still have to begin."""
         core = self._core
-        return core is not None and not core.finished and self._own_mode(core) is not None
+        return core is not None and not core.finished and self._mode_now() is not None
 
     def launching(self) -> bool:
         """This thread is about to do work that no operator stands for. Whether it is recorded now."""
@@ -305,42 +307,23 @@ class Recorder:
     def recording(self) -> bool:
         """Whether an op that this thread issued now would be recorded."""
         core = self._core
-        return core is not None and self._own_mode(core) is not None and bool(core.on or core.begins())
+        return core is not None and self._mode_now() is not None and bool(core.on or core.begins())
 
     def sees_first(self) -> bool:
         """Whether the recorder alone sees what this thread calls now: no mode of the program's lies above or below."""
-        core = self._core
-        stack = (core.attempt(mode_stack) if core is not None else None) or ()
-        own = len(stack) == 1 and isinstance(stack[0], RecordingMode) and stack[0].core is core
-        return core is not None and not core.finished and own
+        core, presence = self._core, self._presence
+        return presence is not None and core is not None and not core.finished and presence.sees_first()
 
-    def _own_mode(self, core: Core) -> RecordingMode | None:
+    def _mode_now(self) -> RecordingMode | None:
         """The mode by which what this thread does now is recorded, if it is."""
-        for mode in core.attempt(mode_stack) or ():
-            if isinstance(mode, RecordingMode) and mode.core is core:
-                return mode if mode.told else None
-        return None
+        return None if self._presence is None else self._presence.mode_now()
 
     @contextmanager
     def paused(self) -> Iterator[None]:
         """This thread records nothing inside."""
-        core = self._core
-        mode = self._own_mode(core) if core is not None else None
-        stack = core.attempt(mode_stack) if core is not None else None
-        if core is None or mode is None or stack is None:
+        presence = self._presence
+        with presence.paused() if presence is not None else nullcontext():
             yield
-            return
-        try:
-            core.attempt(remove_mode_at, stack.index(mode))
-            with core.thread_watch.covered():
-                yield
-        finally:
-            # A signal handler may raise in the middle: then once more.
-            try:
-                core.attempt(set_modes, stack)
-            except BaseException:
-                core.attempt(set_modes, stack)
-                raise
 
     def attempt(self, step: Callable[..., _T], *args: Any) -> _T | None:
         """Do something of the recorder's own in the middle of the program: see `Core.attempt`."""

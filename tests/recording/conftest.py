@@ -13,7 +13,11 @@ import replayfmt
 from replayfmt.format.codes import RecordKind
 from replayfmt.format.model import Record
 from replayfmt.format.reader import CaptureReader, open_capture
+from replayfmt.native.building import NotAvailable
+from replayfmt.native.hook import dispatch_hook
 from replayfmt.replay.plan import Plan
+
+RECORDERS = ("python", "native")
 
 
 @pytest.fixture(autouse=True)
@@ -23,6 +27,18 @@ def _one_thread() -> Iterator[None]:
     torch.manual_seed(0)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True, params=RECORDERS)
+def recorder(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Everything holds of both recorders, except where a test is marked for one."""
+    marker = request.node.get_closest_marker("recorder")
+    if marker is not None and request.param not in marker.args:
+        pytest.skip(f"is about the recorder {marker.args[0]}")
+    if request.param == "native" and isinstance(found := dispatch_hook(), NotAvailable):
+        pytest.skip(f"the native recorder cannot be built here ({found})")
+    monkeypatch.setenv("OPREPLAY_RECORDER", request.param)
+    return request.param
 
 
 class Captured:

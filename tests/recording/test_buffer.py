@@ -20,6 +20,8 @@ from replayfmt.recording.stream import buffer as module
 
 from .conftest import Capture
 
+pytestmark = pytest.mark.recorder("python")  # of no recorder at all
+
 
 def work(steps: int) -> torch.Tensor:
     x = torch.ones(4, 4)

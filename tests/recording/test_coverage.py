@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 
 from replayfmt.recording.storages.coverage import ByteRegion, Coverage
 
+pytestmark = pytest.mark.recorder("python")  # of no recorder at all
+
 LENGTH = 96
 
 

@@ -16,6 +16,8 @@ from replayfmt.recording.dispatch.mode import RecordingMode
 
 from .conftest import Capture
 
+pytestmark = pytest.mark.recorder("python")  # of its fast path
+
 
 def unrecognized(path: Path, monkeypatch: pytest.MonkeyPatch, run: Callable[[], None]) -> Counter[str]:
     """The operators whose calls took the complete path in a run of which there were several before."""

@@ -21,6 +21,8 @@ from replayfmt.recording.recorder import Recorder
 from replayfmt.recording.stream import in_flight
 from replayfmt.replay.plan import Plan
 
+pytestmark = pytest.mark.recorder("python")  # of its fast path
+
 
 def kernels(path: Path) -> list[str]:
     with open_capture(path) as reader:

@@ -21,6 +21,8 @@ from replayfmt.recording.program.children import ChildrenSeen
 
 from .conftest import Capture
 
+pytestmark = pytest.mark.recorder("python")  # of no recorder at all
+
 STATE = watching.thread_watch("auto").state
 
 PROGRAM = "import torch\ntorch.ones(2).sin()\n"
@@ -70,7 +72,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch, built: Path) -> list[Path]:
     made: list[Path] = []
     content = built.read_bytes()[: -building._DIGEST_BYTES]
 
-    def compile_library(source: Path, output: Path) -> None:
+    def compile_library(source: Path, output: Path, **_: bool) -> None:
         made.append(source)
         output.write_bytes(content)
 
@@ -170,9 +172,9 @@ def test_processes_that_build_at_once_leave_one_whole_library(built: Path, compi
     meeting = threading.Barrier(2, timeout=60)
     build = building.compile_library
 
-    def together(source: Path, output: Path) -> None:
+    def together(source: Path, output: Path, **how: bool) -> None:
         meeting.wait()
-        build(source, output)
+        build(source, output, **how)
 
     building.compile_library = together
     try:
@@ -193,7 +195,7 @@ def test_a_source_that_does_not_compile_is_told_with_the_first_error(built: Path
 def test_a_build_that_fails_is_told_once_and_the_capture_goes_on(
     built: Path, capture: Capture, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def fails(source: Path, output: Path) -> None:
+    def fails(source: Path, output: Path, **_: bool) -> None:
         raise building.NotAvailable("the compiler failed", "no space left")
 
     built.unlink()

@@ -17,6 +17,7 @@ later calls of that operator. Memory that the inside makes from host values (`to
 
 from __future__ import annotations
 
+import sys
 import time
 import weakref
 from collections.abc import Iterator
@@ -34,6 +35,7 @@ from ..dispatch.kernels import Action, CapturedKernel, tensors_in
 from ..dispatch.mode import RecordingMode
 from ..dispatch.wrappers import plain_parts
 from ..fast_path.sites import Site
+from ..interrupts import is_interrupt
 from ..state.autocast import autocast_of_program
 from ..state.randomness import address, drawn_from, generator_state
 from ..storages.identity import Storages
@@ -63,27 +65,28 @@ def observe(mode: RecordingMode, kernel: CapturedKernel, args: tuple[Any, ...], 
     """Run an operator that is written in Python and record it."""
     core = mode.core
     assert kernel.body is not None
+    body = kernel.body if mode.masks else kernel.body.unmasked
     around = mode if isinstance(mode, Observer) and not mode.told else None
     if around is not None and core.attempt(around.hides, kernel, args, kwargs) is not False:
         around.tell()
         around = None
     call: OpCall | None = None
     if around is None:
-        begun = core.before(kernel, args, kwargs)
+        begun = core.before(kernel, args, kwargs, mode.autocast)
         if isinstance(begun, Unrepresentable):  # the call cannot be recorded, so what it does has to be
             core.insides.hides_state(kernel.name)
-            return mode.run_inside(kernel.body, args, kwargs)
+            return mode.run_inside(body, args, kwargs)
         if begun is None:
-            return kernel.call(*args, **kwargs)
+            return kernel.call(*args, **kwargs) if mode.masks else body(*args, **kwargs)
         call = begun
     observer = Observer(core, kernel, args, kwargs, around)
     states = observer.states(kernel, args, kwargs) if around is not None else []
     started = _clock()
     try:
-        result = observer.run_inside(kernel.body, args, kwargs)
+        result = observer.run_inside(body, args, kwargs)
     except BaseException:
         if call is not None and not observer.told:
-            core.raised(call, started, _clock())
+            core.raised(call, started, _clock(), is_interrupt(sys.exception()))
         raise
     ended = _clock()
     core.attempt(observer.look_at_result, result)

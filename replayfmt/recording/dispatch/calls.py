@@ -6,7 +6,7 @@ while the operator runs.
 
 from __future__ import annotations
 
-import sys
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -16,8 +16,7 @@ from replayfmt.format.model import Kernel, Signature
 from replayfmt.pytorch.opaque_results import OpaqueResults
 from replayfmt.pytorch.tensors.looks import dtype_of, is_zerotensor, offset_of, shape_of, storage_of
 
-from ..interrupts import is_interrupt
-from ..state.autocast import autocast_of_program
+from ..state.autocast import autocast_below_mode
 from ..state.numeric_state import NumericState
 from ..state.randomness import Generators, drawn_from
 from ..storages.identity import Storages
@@ -106,16 +105,18 @@ class CallRecorder:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         drawn: list[tuple[torch.Generator, bytes, bytes]] | None = None,
+        autocast: Callable[[bool], dict[str, str]] = autocast_below_mode,
     ) -> OpCall:
-        """Record what the op needs: state, content. `drawn`: it has run, under the settings that the stream is in, and
-        these generators were in these states around it. Raises Unrepresentable."""
+        """Record what the op needs: state, content. `autocast` reads what it runs under. `drawn`: it has run, under
+        the settings that the stream is in, and these generators were in these states around it. Raises
+        Unrepresentable."""
         if kernel.unnameable:
             raise Unrepresentable("opaque_argument", kernel.unnameable)
         call = OpCall(kernel, args, kwargs)
         if drawn is None:
             self._numeric.check(kernel.name)
-            if not kernel.own:
-                self._numeric.check_autocast(autocast_of_program())
+            if kernel.operator.casts_inside:
+                self._numeric.check_autocast(autocast(kernel.own))
         self._gather(call)
         for generator, before, after in drawn or ():
             self._generators.drew(generator, before, after)
@@ -209,9 +210,9 @@ class CallRecorder:
             self._digest(call, values, self._buffer.appended - 1)
         return RecordedCall(signature, values)
 
-    def raised(self, call: OpCall, started: int, ended: int) -> None:
-        """The op raised: it has no results. Call while the exception is being handled."""
-        if is_interrupt(sys.exception()):
+    def raised(self, call: OpCall, started: int, ended: int, interrupted: bool) -> None:
+        """The op raised: it has no results. `interrupted`: it was a signal handler that raised."""
+        if interrupted:
             # Ctrl-C, exit, a timeout: not the op's own doing, and no replay would raise. What it wrote enters again.
             for use in call.values.uses:
                 self._storages.mark_written_outside(use.tracker)

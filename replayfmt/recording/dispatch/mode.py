@@ -22,6 +22,8 @@ from ..custom_operators.insides import Manner
 from ..fast_path.sites import Following, Site
 from ..fast_path.templates import MISS
 from ..frames import leave_no_frames
+from ..interrupts import is_interrupt
+from ..state.autocast import autocast_below_mode
 from ..state.numeric_state import HALF, SMALLEST
 from ..storages.identity import RELEASE_BATCH
 from ..stream.records import Unrepresentable
@@ -39,6 +41,8 @@ class RecordingMode(TorchDispatchMode):
     """Records into one core. Inert once the core is finished: a thread may carry it longer than the capture lasts."""
 
     supports_higher_order_operators = True
+    masks = True  # PyTorch hides autocast, autograd and more from what its handler calls
+    autocast = staticmethod(autocast_below_mode)
     told = True  # what it sees is recorded at once
     launched = False  # work that no operator stands for was done under it
 
@@ -131,7 +135,7 @@ class RecordingMode(TorchDispatchMode):
         try:
             result = kernel.call(*args, **kwargs)
         except BaseException:
-            core.raised(call, started, _clock())
+            core.raised(call, started, _clock(), is_interrupt(sys.exception()))
             raise
         try:
             site = core.returned(call, result, started, _clock())

@@ -20,12 +20,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.autograd.graph import _engine_run_backward as _run_backward
 
-from ..dispatch.mode import RecordingMode
-from ..dispatch.mode_stack import mode_stack, remove_finished_modes, remove_mode, set_modes
 from ..frames import leave_no_frames
 from ..hooks.patches import Patch, PatchSet
 from ..interrupts import is_interrupt
 from ..storages.external_files import DIGESTING
+from .presence import Presence, leave_finished
 from .thread_states import NextStep, own_id, thread_states
 
 if TYPE_CHECKING:
@@ -47,8 +46,8 @@ _PATIENCE = 10_000  # steps of a thread that is to leave, and is inside an opera
 class Threads:
     """The threads of one capture. Made, installed and removed by the recorder."""
 
-    def __init__(self, mode: RecordingMode, core: Core) -> None:
-        self._mode = mode
+    def __init__(self, presence: Presence, core: Core) -> None:
+        self._presence = presence
         self.core = core
         self._handled: set[int] = set()  # by id of the state: threads that carry the mode, were asked to, or must not
         self._carrying: set[int] = set()
@@ -68,10 +67,10 @@ class Threads:
         self._patches.install()
         self._handled.add(own_id())
         _current = self
-        self._mode.__enter__()
+        self._presence.begin()
         self._carrying.add(own_id())
         self._installed = True
-        self.core.thread_watch.begin(self._mode)
+        self.core.thread_watch.begin(self._presence.mode)
         if not _next_step().available and threading.active_count() > 1:
             self._tell(
                 "this Python interpreter gives no access to threads that ran before the capture began: what "
@@ -93,10 +92,7 @@ class Threads:
         self.core.thread_watch.end()
         if _current is self:
             _current = None
-        stack = [mode for mode in mode_stack() if mode is not self._mode]
-        set_modes([self._mode])
-        self._mode.__exit__(None, None, None)  # also puts back what entering it told the whole process
-        set_modes(stack)
+        self._presence.end()
         self._patches.remove()
         self._carrying.discard(own_id())
         for state in thread_states():
@@ -113,7 +109,7 @@ class Threads:
         _leaving.clear()
         self.core.thread_watch.forked()
         self._patches.remove()
-        remove_finished_modes()
+        self._presence.forked()
 
     # ------------------------------------------------------------------------------------------------------ new threads
 
@@ -137,7 +133,7 @@ class Threads:
         owner = getattr(function, "__self__", None)
         name = vars(owner).get("_name", "") if issubclass(type(owner), threading.Thread) else ""
         if name == FLUSHING or name.startswith(DIGESTING):
-            remove_mode(self._mode)  # it may have been met before it got here
+            self._presence.leave()  # it may have been met before it got here
             self._carrying.discard(number)
             self.core.thread_watch.take_part(True)
             return
@@ -145,8 +141,7 @@ class Threads:
 
     def ended(self) -> None:
         """The calling thread ends."""
-        remove_finished_modes()
-        remove_mode(self._mode)
+        self._presence.leave()
         self.core.thread_watch.take_part(False)
         if own_id() in self._carrying:  # not the recorder's own: the lock may be with who waits for them
             self._carrying.discard(own_id())
@@ -173,8 +168,7 @@ class Threads:
     def join(self) -> bool:
         """The calling thread takes part from here on, with the mode as outermost of those that it has. Whether it
         could. Takes no lock: the thread may be anywhere."""
-        stack = mode_stack()
-        if self.core.finished or any(isinstance(mode, RecordingMode) and mode.core is self.core for mode in stack):
+        if self.core.finished or self._presence.joined():
             return True
         if torch._C._current_graph_task_id() != -1:
             return False  # inside a backward pass, which puts the thread's modes back as it found them
@@ -184,7 +178,7 @@ class Threads:
         if number not in self._carrying:
             self._carrying.add(number)
             self.core.scopes.contexts.pop(ident, None)  # of a thread that had this ident before
-            set_modes([self._mode, *stack])
+            self._presence.join()
         self.core.thread_watch.take_part(True)
         return True
 
@@ -258,14 +252,14 @@ def _step() -> bool:
 
 def _take_part(capture: Threads) -> bool:
     """The calling thread joins a capture. Whether it could."""
-    remove_finished_modes()
+    leave_finished()
     _leaving.pop(own_id(), 0)
     return capture.join()
 
 
 def _leave() -> bool:
     """The calling thread gets rid of modes of captures that are over. Whether that is done."""
-    gone = remove_finished_modes()
+    gone = leave_finished()
     number = own_id()
     patience = _leaving.pop(number, 0)
     if patience > 1 and not gone:

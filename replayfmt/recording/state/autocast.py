@@ -38,7 +38,18 @@ def autocast_of_program() -> dict[str, str]:
     """The autocast settings that the op under way was called with, under their setting's names: a dtype's name, or ""
     for off. Call it inside a dispatch mode's handler."""
     with torch._C._RestorePythonTLSSnapshot():  # type: ignore[attr-defined]
-        return {f"autocast.{device}": _read(device) for device in AUTOCAST_DEVICES}
+        return read_autocast()
+
+
+def autocast_below_mode(own: bool) -> dict[str, str]:
+    """What an operator runs under that a dispatch mode's handler calls. `own`: it is PyTorch's, and the mode masks
+    autocast; others get that of the program (`AsInProgram`)."""
+    return {f"autocast.{device}": "" for device in AUTOCAST_DEVICES} if own else autocast_of_program()
+
+
+def read_autocast() -> dict[str, str]:
+    """The same where nothing masks it."""
+    return {f"autocast.{device}": _read(device) for device in AUTOCAST_DEVICES}
 
 
 def _read(device: str) -> str:
@@ -109,13 +120,17 @@ class Body(_BelowOwnKernels):
         return any(f"{operator}/{name}" in torch.library._impls for name in names)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        key = self.key(args, kwargs)
-        assert key is not None
         if _below_another_handler():
-            return self._func._op_dk(key, *args, **kwargs)
+            return self.unmasked(*args, **kwargs)
         outside = torch._C._RestorePythonTLSSnapshot()  # type: ignore[attr-defined]
         with outside, torch._C._ExcludeDispatchKeyGuard(self._excluded):
-            return self._func._op_dk(key, *args, **kwargs)
+            return self.unmasked(*args, **kwargs)
+
+    def unmasked(self, *args: Any, **kwargs: Any) -> Any:
+        """The same where nothing is masked."""
+        key = self.key(args, kwargs)
+        assert key is not None
+        return self._func._op_dk(key, *args, **kwargs)
 
 
 def _device_of(values: Iterable[Any]) -> str:

@@ -138,7 +138,7 @@ class OpLine:
             call = DrawOnHost(call, kernel.schema, walk.context.draws_on)
         if kernel.makes_unchecked_views:
             call = CheckedView(call)
-        if not kernel.own:
+        if kernel.casts_inside:
             autocast = self._autocast()
             call = self._custom(call, autocast)
             key = (*key, *sorted(autocast.items()), self.template.addresses)

@@ -59,6 +59,11 @@ class ResolvedKernel(ABC):
     def makes_unchecked_views(self) -> bool:
         """Whether its results may go beyond the memory they are on."""
 
+    @property
+    def casts_inside(self) -> bool:
+        """Whether what it computes may depend on autocast."""
+        return not self.own
+
     @abstractmethod
     def runs_on(self, device_type: str) -> bool:
         """Whether there is an implementation for tensors of a device type."""
@@ -100,6 +105,10 @@ class OperatorKernel(ResolvedKernel):
     @property
     def makes_unchecked_views(self) -> bool:
         return operator_named(self.schema.name).unchecked_view
+
+    @property
+    def casts_inside(self) -> bool:
+        return operator_named(self.schema.name).casts_inside
 
     def runs_on(self, device_type: str) -> bool:
         """Whether the dispatcher has any kernel of it for tensors of a device type."""

@@ -1,0 +1,97 @@
+"""Has PyTorch hand every operator to the recorder beneath autograd: the Python side of recorder.cpp."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+
+from .building import NotAvailable, library, say
+
+Before = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+After = Callable[[Any, Any, int, int], None]
+Raised = Callable[[Any, BaseException | None, int, int], None]
+Run = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+
+
+class DispatchHook:
+    """The hook in PyTorch's dispatcher. There is one in a process, and one capture at a time has it."""
+
+    def __init__(self, found: ctypes.PyDLL) -> None:
+        found.opreplay_recorder_begin.argtypes = [ctypes.py_object] * 4
+        found.opreplay_recorder_key.restype = ctypes.c_uint64
+        self._library = found
+        self._key = int(found.opreplay_recorder_key())
+
+    def begin(self, before: Before, after: After, raised: Raised, run: Run) -> None:
+        """Call these around every operator of the threads that take part; recorder.cpp says what with."""
+        self._library.opreplay_recorder_begin(before, after, raised, run)
+
+    def end(self) -> None:
+        """Call them no more. Threads may go on taking part: that has no effect."""
+        self._library.opreplay_recorder_end()
+
+    def include(self, takes_part: bool) -> bool:
+        """Whether the calling thread takes part from here on; returns whether it did."""
+        return bool(self._library.opreplay_recorder_include(int(takes_part)))
+
+    def included(self) -> bool:
+        """Whether the calling thread takes part."""
+        return bool(self._library.opreplay_recorder_included())
+
+    def leave_finished(self) -> bool:
+        """Where no capture has the hook, the calling thread takes part no more. Whether it did."""
+        return not self._library.opreplay_recorder_active() and self.include(False)
+
+    def sees(self) -> bool:
+        """Whether an operator that the calling thread called now would come."""
+        return bool(self._library.opreplay_recorder_sees())
+
+    def hidden(self) -> AbstractContextManager[None]:
+        """The operators that the calling thread calls inside do not come."""
+        return self._hiding(1)
+
+    def shown(self) -> AbstractContextManager[None]:
+        """They come, also where this is inside of an operator."""
+        return self._hiding(0)
+
+    @contextmanager
+    def _hiding(self, hides: int) -> Iterator[None]:
+        was = self._library.opreplay_recorder_hide(hides)
+        try:
+            yield
+        finally:
+            # A signal handler may raise in the middle: then once more.
+            try:
+                self._library.opreplay_recorder_hide(was)
+            except BaseException:
+                self._library.opreplay_recorder_hide(was)
+                raise
+
+    def without_key(self, keys: torch._C.DispatchKeySet) -> torch._C.DispatchKeySet:
+        """A set of dispatch keys without the recorder's, of which Python's half of the dispatcher knows nothing."""
+        return torch._C.DispatchKeySet.from_raw_repr(keys.raw_repr() & ~self._key)
+
+
+_loaded: DispatchHook | None = None
+
+
+def loaded_hook() -> DispatchHook | None:
+    """The hook, where a capture of this process had it."""
+    return _loaded
+
+
+@functools.cache
+def dispatch_hook() -> DispatchHook | NotAvailable:
+    """The hook, or why there is none: looked for once, and said once."""
+    global _loaded
+    try:
+        _loaded = DispatchHook(library("recorder.cpp", with_python=True))
+        return _loaded
+    except NotAvailable as problem:
+        say(f"recording with the recorder that is written in Python ({problem})")
+        return problem

@@ -1,0 +1,178 @@
+"""Where the recorder is with a thread: as a dispatch mode on its stack of modes, or as a key of its dispatcher's."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Protocol
+
+from replayfmt.native.hook import DispatchHook, loaded_hook
+
+from ..core import Core
+from ..dispatch.mode import RecordingMode
+from ..dispatch.mode_stack import mode_stack, remove_finished_modes, remove_mode, remove_mode_at, set_modes
+from ..dispatch.native_mode import NativeMode
+from ..hooks.patches import Patch, PatchSet
+
+
+class Presence(Protocol):
+    """The recorder's presence in the threads of one capture. What says nothing of a thread is about the calling one."""
+
+    mode: RecordingMode
+
+    def begin(self) -> None:
+        """It takes part, as the first."""
+
+    def end(self) -> None:
+        """It takes no part any more, and what `begin` did to the process is undone."""
+
+    def joined(self) -> bool:
+        """Whether it takes part."""
+
+    def join(self) -> None:
+        """It takes part from here on. Takes no lock: the thread may be anywhere."""
+
+    def leave(self) -> None:
+        """It takes no part any more."""
+
+    def forked(self) -> None:
+        """In a forked child: end, without a lock."""
+
+    def mode_now(self) -> RecordingMode | None:
+        """The mode by which what it does now is recorded, if it is: not inside an op, and not paused."""
+
+    def sees_first(self) -> bool:
+        """Whether the recorder alone sees what it calls now: no mode of the program's does, before or after."""
+
+    def paused(self) -> AbstractContextManager[None]:
+        """What it calls inside does not come to the recorder."""
+
+
+class ModePresence:
+    """By a dispatch mode."""
+
+    def __init__(self, core: Core, mode: RecordingMode) -> None:
+        self._core = core
+        self.mode = mode
+
+    def begin(self) -> None:
+        self.mode.__enter__()
+
+    def end(self) -> None:
+        stack = [mode for mode in mode_stack() if mode is not self.mode]
+        set_modes([self.mode])
+        self.mode.__exit__(None, None, None)  # also puts back what entering it told the whole process
+        set_modes(stack)
+
+    def joined(self) -> bool:
+        return any(isinstance(mode, RecordingMode) and mode.core is self._core for mode in mode_stack())
+
+    def join(self) -> None:
+        set_modes([self.mode, *mode_stack()])  # as the outermost of those that it has
+
+    def leave(self) -> None:
+        remove_finished_modes()
+        remove_mode(self.mode)
+
+    def forked(self) -> None:
+        leave_finished()
+
+    def mode_now(self) -> RecordingMode | None:
+        return _told(self._core)
+
+    def sees_first(self) -> bool:
+        stack = mode_stack()
+        return len(stack) == 1 and isinstance(stack[0], RecordingMode) and stack[0].core is self._core
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        core = self._core
+        mode = self.mode_now()
+        stack = core.attempt(mode_stack)
+        if mode is None or stack is None:
+            yield
+            return
+        try:
+            core.attempt(remove_mode_at, stack.index(mode))
+            with core.thread_watch.covered():
+                yield
+        finally:
+            # A signal handler may raise in the middle: then once more.
+            try:
+                core.attempt(set_modes, stack)
+            except BaseException:
+                core.attempt(set_modes, stack)
+                raise
+
+
+class HookPresence:
+    """By the hook beneath autograd. (Inside an observed operator, by the mode that observes it.)"""
+
+    def __init__(self, core: Core, hook: DispatchHook) -> None:
+        self._core = core
+        self._hook = hook
+        self._native = NativeMode(core, hook)
+        self.mode: RecordingMode = self._native
+        self._patches = PatchSet([Patch("torch._ops", "_compute_keyset", self._without_key)])
+
+    def begin(self) -> None:
+        mode = self._native
+        self._patches.install()
+        self._hook.begin(mode.before, mode.after, mode.raised, mode.run)
+        self._hook.include(True)
+
+    def end(self) -> None:
+        self._hook.end()
+        self._hook.include(False)
+        self._patches.remove()
+
+    def joined(self) -> bool:
+        return self._hook.included()
+
+    def join(self) -> None:
+        self._hook.include(True)
+
+    def leave(self) -> None:
+        self._hook.include(False)
+
+    def forked(self) -> None:
+        self.end()
+
+    def mode_now(self) -> RecordingMode | None:
+        return self._native if self._hook.sees() else _told(self._core)
+
+    def sees_first(self) -> bool:
+        return self._hook.sees() and not mode_stack()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        if self.mode_now() is None:
+            yield
+            return
+        with self._hook.hidden(), self._core.thread_watch.covered():
+            yield
+
+    def _without_key(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Higher-order operators, which are dispatched in Python, find their kernel as without the recorder."""
+
+        @functools.wraps(original)
+        def compute(args: Any, kwargs: Any, keys: Any) -> Any:
+            return original(args, kwargs, self._hook.without_key(keys))
+
+        return compute
+
+
+def leave_finished() -> bool:
+    """The calling thread leaves captures that are over. Whether there were any."""
+    hook = loaded_hook()
+    left = hook is not None and hook.leave_finished()
+    return remove_finished_modes() or left
+
+
+def _told(core: Core) -> RecordingMode | None:
+    """The mode on the thread's stack that records, if one does."""
+    for mode in core.attempt(mode_stack) or ():
+        if isinstance(mode, RecordingMode) and mode.core is core:
+            return mode if mode.told else None
+    return None

@@ -1,0 +1,168 @@
+"""The recorder beneath autograd: the program's results are those that it has without a capture."""
+
+from __future__ import annotations
+
+import threading
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional
+
+from replayfmt.format.codes import OpStatus, RecordKind
+
+from .conftest import Capture
+
+pytestmark = pytest.mark.recorder("native")
+
+
+def gradients(function: Callable[..., torch.Tensor], *values: torch.Tensor) -> list[torch.Tensor]:
+    given = [value.clone().requires_grad_() for value in values]
+    result = function(*given)
+    return list(torch.autograd.grad(result.sum(), given))
+
+
+def autocast(function: Callable[[], torch.Tensor]) -> torch.Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return function()
+
+
+def second_gradient() -> torch.Tensor:
+    x = torch.tensor([0.0, 2.0, 3.0], requires_grad=True)
+    (first,) = torch.autograd.grad(x.cumprod(0).sum(), x, create_graph=True)
+    return torch.autograd.grad(first.sum(), x)[0]
+
+
+def of_seed(*sizes: int) -> torch.Tensor:
+    return torch.randn(sizes, generator=torch.Generator().manual_seed(0))
+
+
+# Each gives something else under a dispatch mode that does nothing.
+CHANGED_BY_MODES: dict[str, Callable[[], Any]] = {
+    "affine_grid": lambda: autocast(lambda: functional.affine_grid(of_seed(2, 2, 3), [2, 1, 4, 4])),
+    "pinv": lambda: autocast(lambda: torch.linalg.pinv(of_seed(4, 3))),
+    "bilinear": lambda: autocast(lambda: functional.bilinear(of_seed(2, 3), of_seed(2, 4), of_seed(5, 3, 4))),
+    "prod": lambda: gradients(torch.prod, of_seed(7)),
+    "max": lambda: gradients(torch.max, -of_seed(3, 4)),
+    "cumprod": second_gradient,
+}
+
+
+def same(one: Any, other: Any) -> bool:
+    if isinstance(one, list):
+        return len(one) == len(other) and all(map(same, one, other))
+    bits = [value.detach().contiguous().view(torch.uint8) for value in (one, other)]
+    return one.dtype == other.dtype and one.stride() == other.stride() and torch.equal(*bits)
+
+
+@pytest.mark.parametrize("name", CHANGED_BY_MODES)
+def test_what_a_dispatch_mode_changes_stays_as_it_is(capture: Capture, name: str) -> None:
+    program = CHANGED_BY_MODES[name]
+    expected = program()
+    captured = capture(program, digests="ops")
+    assert same(captured.returned, expected)
+    assert captured.reader.session.policies["recorder"] == "native"
+    assert not captured.unsupported()
+    captured.replays()
+
+
+def test_composites_come_in_parts_in_inference_mode(capture: Capture) -> None:
+    x = torch.ones(2, 2)
+
+    def program() -> torch.Tensor:
+        with torch.inference_mode():
+            return functional.linear(x, x, x[0])
+
+    captured = capture(program)
+    assert "aten::linear.default" not in captured.ops() and "aten::addmm.default" in captured.ops()
+    captured.replays()
+
+
+def test_results_get_no_python_object_of_the_recorders(capture: Capture) -> None:
+    """A subclass could not be made of them then."""
+
+    class Old(torch.Tensor):
+        pass
+
+    def program() -> list[torch.Tensor]:
+        return [Old([1.0]) + 1, torch.ones(2).as_subclass(Old) * 2, torch.nn.Parameter(torch.ones(2))]
+
+    captured = capture(program)
+    assert [type(value) for value in captured.returned] == [Old, Old, torch.nn.Parameter]
+    captured.replays()
+
+
+def test_an_error_is_the_one_without_a_capture(capture: Capture) -> None:
+    def program() -> tuple[str, str]:
+        try:
+            torch.ones(2) @ torch.ones(3)
+        except RuntimeError as error:
+            return str(error), "".join(traceback.format_tb(error.__traceback__))
+        raise AssertionError("it did not raise")
+
+    expected = program()
+    captured = capture(program, digests="ops")
+    assert captured.returned == expected
+    reader = captured.reader
+    raised = [
+        reader.kernels[r.signature.kernel].name
+        for r in captured.records(RecordKind.op)
+        if r.signature.status is OpStatus.raised
+    ]
+    assert raised == ["aten::dot"]
+    captured.replays()
+
+
+def test_higher_order_operators_run_as_without_a_capture(capture: Capture) -> None:
+    from torch._higher_order_ops.flat_apply import flat_apply  # noqa: F401 - one that is imported before
+    from torch._higher_order_ops.out_dtype import out_dtype
+
+    x = torch.ones(2, 2, dtype=torch.int8)
+
+    def program() -> torch.Tensor:
+        return out_dtype(torch.ops.aten.mm.default, torch.int32, x, x)
+
+    expected = program()
+    captured = capture(program)
+    assert torch.equal(captured.returned, expected) and "aten::mm.default" in captured.ops()
+    captured.replays()
+
+
+def test_threads_and_their_backward_passes_take_part(capture: Capture) -> None:
+    def work(results: list[torch.Tensor]) -> None:
+        x = torch.ones(3, requires_grad=True)
+        (x.sin() * 2).sum().backward()
+        assert x.grad is not None
+        results.append(x.grad)
+
+    def program() -> list[torch.Tensor]:
+        results: list[torch.Tensor] = []
+        threads = [threading.Thread(target=work, args=(results,)) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return results
+
+    captured = capture(program)
+    assert captured.ops().count("aten::sin.default") == 3 and captured.ops().count("aten::cos.default") == 3
+    assert not captured.unsupported()
+    captured.replays()
+
+
+def test_a_capture_without_the_hook_after_one_with_it_sees_nothing_twice(
+    capture: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = capture(lambda: torch.ones(2) + 1)
+    monkeypatch.setenv("OPREPLAY_RECORDER", "python")
+    second = capture(lambda: torch.ones(2) + 1)
+    assert first.ops() == second.ops() == ["aten::ones.default", "aten::add.Tensor"]
+    assert second.reader.session.policies["recorder"] == "python"
+    assert torch.equal(first.returned, second.returned)
+
+
+def test_what_prints_is_recorded_too(capture: Capture) -> None:
+    captured = capture(lambda: repr(torch.ones(2)))
+    assert len(captured.ops()) > 1
