@@ -2,7 +2,7 @@
 
 Opening reads the preamble, the trailer, the index, the head and the definitions; frames are read, verified and decoded
 when they are asked for, and a few are kept. Nothing a file says is used before it was checked: see frames.py, flat.py,
-definitions/checks.py and record_frames.py for what that means at each level. Not safe for use from several threads at
+definitions/ and record_frames.py for what that means at each level. Not safe for use from several threads at
 once.
 """
 

@@ -11,7 +11,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 from replayfmt.errors import CaptureFailed, OutputExists
 
@@ -21,7 +21,17 @@ from .container.frames import MAX_BODY_BYTES, MAX_NESTING, pack_preamble
 from .container.output import Output
 from .container.payload_output import PayloadOutput
 from .container.uninterrupted import Uninterrupted
+from .definitions.devices import DEVICES
+from .definitions.family import Family
+from .definitions.files import FILES
+from .definitions.generators import GENERATORS
 from .definitions.interning import InternedDefinitions
+from .definitions.kernels import KERNELS
+from .definitions.metas import METAS
+from .definitions.ranges import RANGES
+from .definitions.recipes import RECIPES
+from .definitions.scopes import SCOPES
+from .definitions.signatures import SIGNATURES
 from .json_values import nested_deeper
 from .model import (
     Device,
@@ -40,6 +50,8 @@ from .records.columns import Bounds, RecordColumns, encode_records, pieces
 from .records.storage_rules import Referable
 from .session import encode_session
 from .summary import Tally
+
+T = TypeVar("T")
 
 _TEXT_FLUSH_BYTES = 32 << 20  # that many bytes of new strings are written before more come
 
@@ -97,50 +109,47 @@ class CaptureWriter:
         self._output.check()
         return self._spilled(self._definitions.string(text))
 
-    def device(self, device: Device) -> int:
+    def _define(self, family: Family[T], definition: T) -> int:
         self._output.check()
-        return self._definitions.device(device)
+        return self._spilled(self._definitions.define(family, definition))
+
+    def device(self, device: Device) -> int:
+        """The id of a device."""
+        return self._define(DEVICES, device)
 
     def kernel(self, kernel: Kernel) -> int:
-        self._output.check()
-        return self._spilled(self._definitions.kernel(kernel))
+        """The id of a kernel. Raises ValueError for a name that no operator can have."""
+        return self._define(KERNELS, kernel)
 
     def scope(self, parent: int, name: str) -> int:
         """The id of the scope `name` inside scope `parent` (0: top level)."""
-        self._output.check()
-        return self._spilled(self._definitions.scope(Scope(parent, name)))
+        return self._define(SCOPES, Scope(parent, name))
 
     def meta(self, meta: TensorMeta) -> int:
         """The id of tensor metadata. Raises ValueError where the format cannot hold it."""
-        self._output.check()
-        return self._definitions.meta(meta)
+        return self._define(METAS, meta)
 
     def signature(self, signature: Signature) -> int:
         """The id of a signature. Raises ValueError where it breaks a rule of the format."""
-        self._output.check()
-        return self._spilled(self._definitions.signature(signature))
+        return self._define(SIGNATURES, signature)
 
     def generator(self, generator: Generator) -> int:
         """A new generator id; generators have no content that could be the same."""
-        self._output.check()
-        return self._definitions.generator(generator)
+        return self._define(GENERATORS, generator)
 
     def file(self, file: ExternalFile) -> int:
         """The id of an external file. Raises ValueError where the format cannot hold it: for a path that is not UTF-8,
         or a payload of another length."""
-        self._output.check()
-        return self._spilled(self._definitions.file(file))
+        return self._define(FILES, file)
 
     def range(self, given: FileRange) -> int:
         """The id of a range of a file. Raises ValueError where it does not lie in the file, or its payload is not as
         long."""
-        self._output.check()
-        return self._definitions.range(given)
+        return self._define(RANGES, given)
 
     def recipe(self, recipe: Recipe) -> int:
         """The id of a recipe. Raises ValueError where its statistics count more elements than it has."""
-        self._output.check()
-        return self._definitions.recipe(recipe)
+        return self._define(RECIPES, recipe)
 
     def annotation(self, content: Mapping[str, Any]) -> int:
         """The id of what is said about one record, for RecordColumns.annotation. Raises ValueError where it is not
@@ -174,7 +183,7 @@ class CaptureWriter:
         Raises ValueError where the columns contradict each other, CaptureFailed where the file cannot be written.
         """
         self._output.check()
-        for piece in pieces(columns, self._definitions.slot_counts):
+        for piece in pieces(columns, self._definitions.slots):
             self._write_records(piece)
 
     def _write_records(self, columns: RecordColumns) -> None:
@@ -193,7 +202,7 @@ class CaptureWriter:
             self._frames.next_storage,
             contents,
         )
-        encoded = encode_records(columns, bounds, definitions.slot_counts)
+        encoded = encode_records(columns, bounds, definitions.slots)
         if not encoded.count:
             if encoded.storages:
                 raise ValueError("storages without a record that bears them")

@@ -26,8 +26,8 @@ from replayfmt.format.container.frames import (
     pack_frame_row,
     parse_header,
 )
-from replayfmt.format.container.layouts import RECORDS, TABLES
-from replayfmt.format.definitions.tables_output import FAMILIES, META_COLUMNS, NODE_COLUMNS, encode_tables
+from replayfmt.format.container.layouts import RECORDS
+from replayfmt.format.definitions.tables import COLUMNS, NUMBERED, TABLES, encode_tables
 
 
 @dataclass
@@ -160,10 +160,9 @@ def change_records(path: Path, edit: Callable[[dict], None], which: int = 0) -> 
 def tables_of(body: bytes) -> tuple[list[bytes], dict[str, np.ndarray], dict[str, int]]:
     table = flat.root(body, TABLES, "test")
     strings = [text.encode() for text in table.strings("strings")]
-    names = [*(n for columns in FAMILIES.values() for n in columns), *META_COLUMNS, *NODE_COLUMNS]
-    empty = {name: np.zeros(0, np.int64) for name in names}
-    columns = {**empty, **{n: c.copy() for n in names if (c := table.column(n)) is not None}}
-    firsts = {family: table.scalar(f"first_{family}") or 1 for family in ("string", *FAMILIES)}
+    empty = {name: np.zeros(0, np.int64) for name in COLUMNS}
+    columns = {**empty, **{n: c.copy() for n in COLUMNS if (c := table.column(n)) is not None}}
+    firsts = {family: table.scalar(f"first_{family}") or 1 for family in NUMBERED}
     return strings, columns, firsts
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from replayfmt.errors import InvalidCapture, UnsupportedVersion
 from replayfmt.format.codes import ITEM_BYTES, DType, FrameKind, RecordKind, StorageOrigin
-from replayfmt.format.definitions.tables_output import encode_tables
+from replayfmt.format.definitions.tables import encode_tables
 from replayfmt.format.maintenance.check import check_capture
 from replayfmt.format.maintenance.recover import recover_capture
 from replayfmt.format.model import (

@@ -11,7 +11,8 @@ import pytest
 
 from replayfmt.errors import InvalidCapture
 from replayfmt.format.codes import FrameKind, RecordKind, ValueKind
-from replayfmt.format.definitions.tables_output import FAMILIES, META_COLUMNS, NODE_COLUMNS, encode_tables
+from replayfmt.format.definitions.signatures import SIGNATURES
+from replayfmt.format.definitions.tables import FAMILIES, NUMBERED, encode_tables
 from replayfmt.format.maintenance.check import check_capture
 from replayfmt.format.reader import open_capture
 
@@ -227,8 +228,8 @@ def _first(family: str, first: int) -> Callable[[Tables], None]:
         (_column("signature_args", 0, 0), "do not form its arguments"),
         (_column("signature_args", 0, 0xFFFFFFFF), "do not form its arguments"),
         (_column("signature_results", 0, 1), "has results"),
-        (_column("signature_nodes", 0, 0), "signature_nodes add up"),
-        (_column("signature_nodes", 0, 0xFFFFFFFF), "signature_nodes add up"),
+        (_column("signature_nodes", 0, 0), "signature_nodes adds up"),
+        (_column("signature_nodes", 0, 0xFFFFFFFF), "signature_nodes adds up"),
         (_column("node_kind", 0, 21), "node_kind holds"),
         (_column("node_name", 0, 9999), "node_name holds"),
         (_column("node_name", 0, 0), "argument 0 is not `name`"),
@@ -244,9 +245,9 @@ def _first(family: str, first: int) -> Callable[[Tables], None]:
         (_node(V.opaque, -5), "is a opaque with the constant -5"),
         (_node(V.composite, 1 << 62), "is a composite with the constant"),
         (_node(V.tensor, 1), "is a tensor with the constant 1"),
-        *((_first(family, 2), f"defines {family} 2 and on; expected 1") for family in ("string", *FAMILIES)),
-        *((_cut(name), "different lengths|adds? up to") for names in FAMILIES.values() for name in names),
-        *((_cut(name), "adds? up to") for name in (*META_COLUMNS, *NODE_COLUMNS)),
+        *((_first(family, 2), f"defines {family} 2 and on; expected 1") for family in NUMBERED),
+        *((_cut(name), "different lengths|adds? up to") for family in FAMILIES for name in family.columns),
+        *((_cut(name), "adds? up to") for family in FAMILIES for name in family.nested_columns),
         (lambda t: t[0].append(t[0][0]), "defines a string twice"),
     ],
 )
@@ -260,9 +261,9 @@ def _one_signature(kind: RecordKind, nodes: list[tuple[int, int, int, int]], arg
 
     def edit(tables: Tables) -> None:
         columns = tables[1]
-        for name, value in zip(FAMILIES["signature"], (kind, 0, 0, args, 0, len(nodes)), strict=True):
+        for name, value in zip(SIGNATURES.columns, (kind, 0, 0, args, 0, len(nodes)), strict=True):
             columns[name] = np.array([value], columns[name].dtype)
-        for place, name in enumerate(NODE_COLUMNS):
+        for place, name in enumerate(SIGNATURES.nested_columns):
             columns[name] = np.array([node[place] for node in nodes], columns[name].dtype)
 
     return edit

@@ -30,7 +30,8 @@ from replayfmt.format.container.frames import (
     parse_header,
     parse_trailer,
 )
-from replayfmt.format.container.layouts import HEAD, RECORDS, SUMMARY, TABLES, TableLayout
+from replayfmt.format.container.layouts import HEAD, RECORDS, SUMMARY, TableLayout
+from replayfmt.format.definitions.tables import TABLES
 from replayfmt.format.maintenance.check import check_capture
 from replayfmt.format.maintenance.recover import recover_capture
 from replayfmt.format.reader import open_capture

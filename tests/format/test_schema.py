@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import filecmp
+import inspect
 import re
 import shutil
 import subprocess
@@ -15,6 +16,7 @@ import pytest
 from format.generated import FrameHeader, FrameRow, PayloadRow, Trailer
 from replayfmt.format import codes
 from replayfmt.format.container import frames, layouts
+from replayfmt.format.definitions import tables
 
 ROOT = Path(__file__).parents[2]
 SCHEMA = ROOT / "schema" / "opreplay.fbs"
@@ -61,10 +63,11 @@ def test_enumerations_are_the_schemas() -> None:
 
 
 def test_table_layouts_are_the_schemas() -> None:
-    tables = _blocks("table")
-    ours = {layout.name: layout for layout in vars(layouts).values() if isinstance(layout, layouts.TableLayout)}
-    assert set(ours) == set(tables)
-    for name, body in tables.items():
+    blocks = _blocks("table")
+    found = [layout for layout in vars(layouts).values() if isinstance(layout, layouts.TableLayout)]
+    ours = {layout.name: layout for layout in (*found, tables.TABLES)}
+    assert set(ours) == set(blocks)
+    for name, body in blocks.items():
         fields = re.findall(r"(\w+)\s*:\s*(\[?\w+\]?)\s*(?:=\s*(\d+))?\s*(\(required\))?\s*;", body)
         assert len(fields) == body.count(";")
         assert list(ours[name].fields) == [field for field, *_rest in fields]
@@ -144,3 +147,12 @@ def test_the_committed_bindings_are_what_flatc_generates(tmp_path: Path) -> None
     names.remove("__init__.py")
     _same, different, missing = filecmp.cmpfiles(made, committed, names, shallow=False)
     assert (different, missing) == ([], [])
+
+
+def test_the_columns_of_a_family_are_listed_in_its_module_alone() -> None:
+    """A new column is one module to edit beside the schema."""
+    folder = Path(tables.__file__).parent
+    words = {path: set(re.findall(r"\w+", path.read_text())) for path in folder.parent.rglob("*.py")}
+    for family in tables.FAMILIES:
+        listing = {path for path, found in words.items() if found.issuperset(family.columns)}
+        assert listing == {Path(inspect.getfile(type(family)))}

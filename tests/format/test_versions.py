@@ -13,7 +13,7 @@ from xxhash import xxh3_64_intdigest
 from replayfmt.errors import InvalidCapture, UnsupportedVersion
 from replayfmt.format.codes import Codec, FrameKind
 from replayfmt.format.container.frames import FLAG_REQUIRED, FrameHeader
-from replayfmt.format.definitions.tables_output import encode_tables
+from replayfmt.format.definitions.tables import encode_tables
 from replayfmt.format.maintenance.check import check_capture
 from replayfmt.format.maintenance.recover import recover_capture
 from replayfmt.format.reader import open_capture

@@ -32,7 +32,7 @@ _OTHERS = (
     "format.container.frame_output",
     "format.container.payload_output",
     "format.container.building",
-    "format.definitions.tables_output",
+    "format.definitions.tables",
     "format.container.output",
     "format.definitions.interning",
     "format.records.columns",

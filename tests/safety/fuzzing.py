@@ -37,8 +37,8 @@ from replayfmt.errors import OpReplayError
 from replayfmt.format.codes import FrameKind
 from replayfmt.format.container import flat
 from replayfmt.format.container.frames import FLAG_CONSOLIDATED
-from replayfmt.format.container.layouts import RECORDS, SCALARS, TABLES
-from replayfmt.format.definitions.tables_output import encode_tables
+from replayfmt.format.container.layouts import RECORDS, SCALARS
+from replayfmt.format.definitions.tables import TABLES, encode_tables
 from replayfmt.format.maintenance.check import check_capture
 from replayfmt.format.reader import open_capture
 from replayfmt.format.session import decode_session, encode_session

@@ -16,7 +16,9 @@ from format.reseal import join, split, tables_of
 
 from replayfmt.format.codes import FrameKind, OpStatus, RecordKind, ValueKind
 from replayfmt.format.container.frames import FLAG_CONSOLIDATED, FREE_DEFINITION_BYTES, MAX_EXPANSION
-from replayfmt.format.definitions.tables_output import FAMILIES, META_COLUMNS, NODE_COLUMNS, encode_tables
+from replayfmt.format.definitions.metas import METAS
+from replayfmt.format.definitions.signatures import SIGNATURES
+from replayfmt.format.definitions.tables import FAMILIES, encode_tables
 from replayfmt.format.model import Kernel, Node, Signature
 from replayfmt.format.reader import open_capture
 from replayfmt.format.writer import CaptureWriter
@@ -31,25 +33,26 @@ def _bomb(source: Path, target: Path, family: str, rows: int, frames: int) -> Pa
     tables = [part for part in parts if part.header.kind == FrameKind.tables]
     strings, columns, firsts = tables_of(tables[-1].body)
     streamed = replace(tables[0], header=replace(tables[0].header, flags=tables[0].header.flags & ~FLAG_CONSOLIDATED))
-    counts = {"string": len(strings), **{name: len(columns[names[0]]) for name, names in FAMILIES.items()}}
+    families = {each.name: each.columns for each in FAMILIES}
+    counts = {"string": len(strings), **{name: len(columns[names[0]]) for name, names in families.items()}}
     made = [replace(streamed, body=bytes(encode_tables(strings, columns, firsts)))]
     for _ in range(frames):
         more = {name: column[:0] for name, column in columns.items()}
-        for name in FAMILIES[family]:
+        for name in families[family]:
             more[name] = np.repeat(columns[name][-1:], rows)
         if family == "meta":
-            for name in META_COLUMNS:
+            for name in METAS.nested_columns:
                 more[name] = np.repeat(columns[name][-1:], rows * int(more["meta_rank"][0]))
         if family == "signature":  # one op that takes a list of so many things
-            for name in FAMILIES[family]:
+            for name in families[family]:
                 more[name] = columns[name][columns["signature_kernel"] != 0][:1]
             more["signature_nodes"], more["signature_args"] = (np.array([rows], more["signature_nodes"].dtype),) * 2
             more["signature_results"] = more["signature_results"] * 0
-            for name in NODE_COLUMNS:
+            for name in SIGNATURES.nested_columns:
                 more[name] = np.zeros(rows, columns[name].dtype)
         first = {name: count + 1 for name, count in counts.items()}
         made.append(replace(streamed, body=bytes(encode_tables([], more, first))))
-        counts[family] += len(more[FAMILIES[family][0]])
+        counts[family] += len(more[families[family][0]])
     others = [part for part in parts if part.header.kind != FrameKind.tables]
     target.write_bytes(join(preamble, [others[0], *made, *others[1:]], compressed=frozenset({FrameKind.tables})))
     return target

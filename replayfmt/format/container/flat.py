@@ -104,7 +104,7 @@ class Table:
 
     def column(self, name: str) -> np.ndarray | None:
         """A vector of scalars as a read-only view of the buffer; None where it is absent."""
-        dtype = SCALARS[self._layout.fields[name].type[1:-1]]
+        dtype = self._layout.dtype(name)
         vector = self._vector(name, dtype.itemsize)
         return None if vector is None else np.frombuffer(self._buffer.data, dtype, vector[1], vector[0])
 

@@ -1,6 +1,7 @@
 """Which fields the schema's tables have, in order: what flat.py needs to verify a FlatBuffer.
 
-A copy of the tables in schema/opreplay.fbs, in the same words (`!` stands for `(required)`); a test compares the two.
+A copy of the tables in schema/opreplay.fbs, in the same words; a test compares the two. That of definitions is in
+definitions/tables.py, where the families are.
 """
 
 from __future__ import annotations
@@ -36,8 +37,13 @@ class TableLayout:
     name: str
     fields: dict[str, Field]
 
+    def dtype(self, name: str) -> np.dtype:
+        """What a vector of scalars holds."""
+        return SCALARS[self.fields[name].type[1:-1]]
 
-def _layout(name: str, text: str) -> TableLayout:
+
+def table_layout(name: str, text: str) -> TableLayout:
+    """The layout of a table whose fields are listed in order, in the schema's words (`!` stands for `(required)`)."""
     fields = {}
     for slot, line in enumerate(text.split()):
         field, _, kind = line.partition(":")
@@ -46,9 +52,9 @@ def _layout(name: str, text: str) -> TableLayout:
     return TableLayout(name, fields)
 
 
-KEY_VALUE = _layout("KeyValue", "key:string! value:string!")
+KEY_VALUE = table_layout("KeyValue", "key:string! value:string!")
 
-HEAD = _layout(
+HEAD = table_layout(
     "Head",
     """
     session_id:string! producer:string! producer_version:string! created_unix_ns:ulong
@@ -58,29 +64,7 @@ HEAD = _layout(
 """,
 )
 
-TABLES = _layout(
-    "Tables",
-    """
-    first_string:uint strings:[string]
-    first_device:uint device_kind:[uint] device_index:[int] device_name:[uint] device_fingerprint:[uint]
-    first_kernel:uint kernel_kind:[ubyte] kernel_name:[uint] kernel_overload:[uint] kernel_schema:[uint]
-    first_generator:uint generator_device:[uint] generator_default:[ubyte]
-    first_scope:uint scope_parent:[uint] scope_name:[uint]
-    first_meta:uint meta_dtype:[ubyte] meta_layout:[ubyte] meta_device:[uint] meta_flags:[ushort] meta_rank:[ushort]
-    meta_sizes:[long] meta_strides:[long]
-    first_signature:uint signature_kind:[ubyte] signature_status:[ubyte] signature_kernel:[uint]
-    signature_args:[uint] signature_results:[uint] signature_nodes:[uint]
-    node_kind:[ubyte] node_name:[uint] node_constant:[long] node_children:[uint]
-    first_file:uint file_path:[uint] file_bytes:[ulong] file_validation:[ubyte] file_device:[ulong] file_inode:[ulong]
-    file_mtime_ns:[long] file_digest_low:[ulong] file_digest_high:[ulong] file_payload:[uint] file_format:[uint]
-    first_range:uint range_file:[uint] range_offset:[ulong] range_bytes:[ulong] range_payload:[uint]
-    first_recipe:uint recipe_dtype:[ubyte] recipe_elements:[ulong] recipe_seed:[ulong] recipe_statistics:[ubyte]
-    recipe_mean:[double] recipe_std:[double] recipe_min:[double] recipe_max:[double] recipe_zeros:[ulong]
-    recipe_nans:[ulong] recipe_positive_infinities:[ulong] recipe_negative_infinities:[ulong]
-""",
-)
-
-RECORDS = _layout(
+RECORDS = table_layout(
     "Records",
     """
     signature:[uint] scope:[uint] thread:[ushort]
@@ -93,7 +77,7 @@ RECORDS = _layout(
 """,
 )
 
-SUMMARY = _layout(
+SUMMARY = table_layout(
     "Summary",
     """
     ended_ns:ulong recovered:bool record_counts:[ulong] kernel_calls:[ulong]

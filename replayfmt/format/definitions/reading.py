@@ -1,7 +1,6 @@
 """The reader's definitions: Tables bodies joined, and the objects they stand for, made on demand.
 
-checks.py verifies each body before it is added here; after that, making a Kernel or a Signature out of columns
-cannot fail.
+Each body is checked before it is added here; after that, making a Kernel or a Signature out of columns cannot fail.
 """
 
 from __future__ import annotations
@@ -14,21 +13,25 @@ import numpy as np
 
 from replayfmt.errors import InvalidCapture
 
-from ..codes import DType, KernelKind, Layout, OpStatus, RecordKind, TensorFlag, ValueKind
 from ..container.frames import MAX_NESTING
-from ..container.layouts import SCALARS, TABLES
 from ..json_values import nested_deeper
-from ..model import Device, ExternalFile, FileRange, Generator, Kernel, Node, Recipe, Scope, Signature, TensorMeta
-from ..operator_schema import canonical_schema
-from .checks import TablesCheck
-from .external_files import file_at, range_at, recipe_at
-from .signature_rules import CODE_CONSTANTS, TEXT_CONSTANTS, slots_by_kind
-from .tables_output import FAMILIES, META_COLUMNS, NODE_COLUMNS
+from ..model import Node
+from ..slots import slot_counts
+from .checks import Body
+from .devices import DEVICES
+from .family import Family
+from .files import FILES
+from .generators import GENERATORS
+from .kernels import KERNELS
+from .metas import METAS
+from .ranges import RANGES
+from .recipes import RECIPES
+from .scopes import SCOPES
+from .signatures import SIGNATURES, unsupported_reasons
+from .tables import COLUMNS, FAMILIES, NUMBERED, TABLES, decode_tables
 
 T = TypeVar("T")
 
-_COLUMN_NAMES = (*(name for names in FAMILIES.values() for name in names), *META_COLUMNS, *NODE_COLUMNS)
-_SLOTS = slots_by_kind()
 _KEPT_ANNOTATIONS = 4096
 
 
@@ -66,21 +69,20 @@ class Definitions:
 
     def __init__(self) -> None:
         self._string_ids: dict[str, int] = {}
-        self._parts: dict[str, list[np.ndarray]] = {name: [] for name in _COLUMN_NAMES}
-        self.counts = dict.fromkeys(("string", *FAMILIES), 0)
+        self._parts: dict[str, list[np.ndarray]] = {name: [] for name in COLUMNS}
+        self.counts = dict.fromkeys(NUMBERED, 0)
 
-    def add(self, body: bytes, minor: int, where: str, payload_bytes: np.ndarray) -> None:
+    def add(self, data: bytes, minor: int, where: str, payload_bytes: np.ndarray) -> Body:
         """Add a Tables body, which continues the ids so far. `payload_bytes` are the raw lengths of the payloads it may
         refer to, in order of their ids. Raises InvalidCapture, or UnsupportedVersion for codes that only a newer minor
         version has."""
-        checked = TablesCheck(
-            body, minor, where, self.counts, self._string_ids, self.column("file_bytes"), payload_bytes
-        )
-        self._string_ids.update(checked.strings)
-        for name, column in checked.columns.items():
+        body = decode_tables(data, minor, where, self.counts, self._string_ids, self.column, payload_bytes)
+        self._string_ids.update(body.strings)
+        for name, column in body.columns.items():
             if len(column):
                 self._parts[name].append(column)
-        self.counts = checked.counts
+        self.counts = body.counts
+        return body
 
     @property
     def strings(self) -> list[str]:
@@ -91,19 +93,18 @@ class Definitions:
         """All rows of a column, from id 1."""
         parts = self._parts[name]
         if len(parts) != 1:
-            parts = [np.concatenate(parts) if parts else np.zeros(0, SCALARS[TABLES.fields[name].type[1:-1]])]
+            parts = [np.concatenate(parts) if parts else np.zeros(0, TABLES.dtype(name))]
             self._parts[name] = parts
         return parts[0]
 
     def columns(self) -> dict[str, np.ndarray]:
         """All rows of every column, by name."""
-        return {name: self.column(name) for name in _COLUMN_NAMES}
+        return {name: self.column(name) for name in COLUMNS}
 
     def same_as(self, other: Definitions) -> bool:
         """Whether both define the same."""
         return self.strings == other.strings and all(  # as bytes, because NaN is not equal to itself
-            np.array_equal(self.column(name).view(np.uint8), other.column(name).view(np.uint8))
-            for name in _COLUMN_NAMES
+            np.array_equal(self.column(name).view(np.uint8), other.column(name).view(np.uint8)) for name in COLUMNS
         )
 
 
@@ -112,93 +113,69 @@ class Frozen:
 
     def __init__(self, definitions: Definitions, path: str) -> None:
         """Nothing may be added to `definitions` afterwards. `path` is the capture's, for messages."""
-        self._definitions = definitions
-        self._path = path
-        self._annotations: dict[int, dict[str, Any]] = {}
-        self._leaves: dict[tuple[int, int, int], Node] = {}
-        column = definitions.column
+        self.column = definitions.column  # of the schema's Tables by name: all rows from id 1
         self.counts = definitions.counts
         self.strings: tuple[str | None, ...] = (None, *definitions.strings)
-        count = self.counts.__getitem__
-        self.devices = Lazy(count("device"), self._device)
-        self.kernels = Lazy(count("kernel"), self._kernel)
-        self.generators = Lazy(count("generator"), self._generator)
-        self.scopes = Lazy(count("scope"), self._scope)
-        self.metas = Lazy(count("meta"), self._meta)
-        self.signatures = Lazy(count("signature"), self._signature)
-        self.files = Lazy(count("file"), self._file)
-        self.ranges = Lazy(count("range"), self._range)
-        self.recipes = Lazy(count("recipe"), self._recipe)
-        self._meta_ends = np.concatenate(([0], np.cumsum(column("meta_rank"), dtype=np.int64)))
-        self._node_ends = np.concatenate(([0], np.cumsum(column("signature_nodes"), dtype=np.int64)))
-        # Slots of each signature by id: int64[signatures + 1, 3] (tensors, ints, floats), row 0 unused.
-        self.slots = self._slot_counts()
+        self.leaves: dict[tuple[int, int, int], Node] = {}
+        self._path = path
+        self._annotations: dict[int, dict[str, Any]] = {}
+        # Where the nested rows of each definition end: int64[definitions + 1], by family.
+        self._nested_ends = {
+            family.name: np.concatenate(([0], np.cumsum(self.column(family.columns[-1]), dtype=np.int64)))
+            for family in FAMILIES
+            if family.nested_columns
+        }
+        self.devices = self._lazy(DEVICES)
+        self.kernels = self._lazy(KERNELS)
+        self.generators = self._lazy(GENERATORS)
+        self.scopes = self._lazy(SCOPES)
+        self.metas = self._lazy(METAS)
+        self.signatures = self._lazy(SIGNATURES)
+        self.files = self._lazy(FILES)
+        self.ranges = self._lazy(RANGES)
+        self.recipes = self._lazy(RECIPES)
+        # Slots of each signature by id: int64[3, signatures + 1] (tensors, ints, floats), 0 unused.
+        counted = slot_counts(self.column("node_kind"), self.column("signature_nodes"))
+        self.slots = np.concatenate((np.zeros((3, 1), np.int64), counted), axis=1)
 
-    def column(self, name: str) -> np.ndarray:
-        """A column of the schema's Tables, all rows from id 1."""
-        return self._definitions.column(name)
+    def _lazy(self, family: Family[T]) -> Lazy[T]:
+        return Lazy(self.counts[family.name], lambda number: family.at(self, number - 1))
 
-    def nodes(self, signature: int) -> slice:
-        """Where a signature's nodes are in the node columns."""
-        return slice(int(self._node_ends[signature - 1]), int(self._node_ends[signature]))
+    # ----------------------------------------------------------------------------------------- what families read from
 
-    def _slot_counts(self) -> np.ndarray:
-        running = np.zeros((len(self.column("node_kind")) + 1, 3), np.int64)
-        np.cumsum(_SLOTS[self.column("node_kind")], axis=0, out=running[1:])
-        slots = np.zeros((len(self._node_ends), 3), np.int64)
-        slots[1:] = running[self._node_ends[1:]] - running[self._node_ends[:-1]]
-        return slots
+    def number(self, name: str, row: int) -> int:
+        """An element of a column."""
+        return int(self.column(name)[row])
+
+    def text(self, name: str, row: int) -> str:
+        """The string that a column refers to; "" for 0."""
+        return self.strings[int(self.column(name)[row])] or ""
+
+    def nested(self, family: str, row: int) -> slice:
+        """Where a definition's rows of nested columns are."""
+        ends = self._nested_ends[family]
+        return slice(int(ends[row]), int(ends[row + 1]))
+
+    # ------------------------------------------------------------------------------------------- made of more than one
+
+    @property
+    def first_nodes(self) -> np.ndarray:
+        """Where each signature's nodes begin in the node columns, by row; then where the last one's end."""
+        return self._nested_ends[SIGNATURES.name]
 
     def unsupported_reasons(self) -> dict[int, str]:
         """The reason of each signature of unsupported records, by signature id."""
-        rows = np.flatnonzero(self.column("signature_kind") == RecordKind.unsupported)
-        reasons = self.column("node_constant")[self._node_ends[rows]].tolist()
-        return {row + 1: self.strings[reason] or "" for row, reason in zip(rows.tolist(), reasons, strict=True)}
-
-    def _text(self, column: str, number: int) -> str:
-        return self.strings[int(self.column(column)[number - 1])] or ""
-
-    def _device(self, number: int) -> Device:
-        return Device(
-            self._text("device_kind", number),
-            int(self.column("device_index")[number - 1]),
-            self._text("device_name", number),
-            self._text("device_fingerprint", number),
-        )
-
-    def _kernel(self, number: int) -> Kernel:
-        return Kernel(
-            self._text("kernel_name", number),
-            self._text("kernel_overload", number),
-            canonical_schema(self._text("kernel_schema", number)),
-            KernelKind(int(self.column("kernel_kind")[number - 1])),
-        )
-
-    def _generator(self, number: int) -> Generator:
-        return Generator(
-            int(self.column("generator_device")[number - 1]), bool(self.column("generator_default")[number - 1])
-        )
-
-    def _scope(self, number: int) -> Scope:
-        return Scope(int(self.column("scope_parent")[number - 1]), self._text("scope_name", number))
+        reasons = unsupported_reasons(self.column, self.first_nodes)
+        return {signature: self.strings[reason] or "" for signature, reason in reasons.items()}
 
     def scope_path(self, number: int) -> str:
         """Names from the outermost scope inwards, joined by slashes; "" for 0."""
         names = []
-        parents = self.column("scope_parent")
         while number:
-            names.append(self._text("scope_name", number))
-            number = int(parents[number - 1])
+            scope = self.scopes[number]
+            names.append(scope.name)
+            number = scope.parent
         return "/".join(reversed(names))
-
-    def _file(self, number: int) -> ExternalFile:
-        return file_at(self.column, lambda string: self.strings[string] or "", number - 1)
-
-    def _range(self, number: int) -> FileRange:
-        return range_at(self.column, number - 1)
-
-    def _recipe(self, number: int) -> Recipe:
-        return recipe_at(self.column, number - 1)
 
     def annotation(self, number: int) -> dict[str, Any] | None:
         """An annotation by id, which is that of its text; None for 0. Do not change it: records share it. Raises
@@ -219,44 +196,3 @@ class Frozen:
                 self._annotations.clear()  # many records may each have one of their own
             self._annotations[number] = known
         return known
-
-    def _meta(self, number: int) -> TensorMeta:
-        row = number - 1
-        dims = slice(int(self._meta_ends[row]), int(self._meta_ends[row + 1]))
-        return TensorMeta(
-            DType(int(self.column("meta_dtype")[row])),
-            Layout(int(self.column("meta_layout")[row])),
-            int(self.column("meta_device")[row]),
-            tuple(self.column("meta_sizes")[dims].tolist()),
-            tuple(self.column("meta_strides")[dims].tolist()),
-            TensorFlag(int(self.column("meta_flags")[row])),
-        )
-
-    def _signature(self, number: int) -> Signature:
-        row, place = number - 1, self.nodes(number)
-        rows = iter(zip(*(self.column(name)[place].tolist() for name in NODE_COLUMNS), strict=True))
-
-        def node() -> Node:  # recursion no deeper than MAX_NESTING, which was checked
-            kind, name, constant, children = next(rows)
-            text = (self.strings[name] or "") if name else ""
-            value: int | str | None = None
-            if kind in TEXT_CONSTANTS:
-                value = self.strings[constant]
-            elif kind in (ValueKind.bool, ValueKind.device) or kind in CODE_CONSTANTS:
-                value = constant
-            if children:
-                return Node(ValueKind(kind), text, value, tuple(node() for _ in range(children)))
-            leaf = self._leaves.get((kind, name, constant))  # lists of many tensors are the same object many times
-            if leaf is None:
-                leaf = self._leaves[kind, name, constant] = Node(ValueKind(kind), text, value)
-            return leaf
-
-        args = tuple(node() for _ in range(int(self.column("signature_args")[row])))
-        results = tuple(node() for _ in range(int(self.column("signature_results")[row])))
-        return Signature(
-            RecordKind(int(self.column("signature_kind")[row])),
-            args,
-            results,
-            int(self.column("signature_kernel")[row]),
-            OpStatus(int(self.column("signature_status")[row])),
-        )

@@ -1,22 +1,20 @@
 """What a signature may look like: the rules that the writer applies to its caller and the reader to the file.
 
-A signature is stored as rows of node columns in pre-order. `flatten` makes those rows out of a model.Signature and
-refuses one that breaks the rules; `SignatureColumns.check` finds the same faults in columns that came from a file,
-vectorized, because a capture may have very many. Fixed arguments of record kinds are in ARGUMENTS, as the schema's
-comments on RecordKind name them.
+`flatten` makes the rows of node columns out of a model.Signature and refuses one that breaks the rules; signatures.py
+finds the same faults in columns that came from a file, vectorized, because a capture may have very many. Fixed
+arguments of record kinds are in ARGUMENTS, as the schema's comments on RecordKind name them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection
 from enum import IntEnum
-from typing import NamedTuple
 
 import numpy as np
 
 from ..codes import DType, Layout, MemoryFormat, OpStatus, RecordKind, ValueKind
 from ..container.frames import MAX_NESTING
-from ..model import SLOTS, Node, Signature
+from ..model import Node, Signature
 
 V = ValueKind
 CONTAINERS = frozenset({V.list, V.tuple, V.composite})
@@ -63,25 +61,9 @@ def members(kinds: Collection[IntEnum], all_kinds: type[IntEnum]) -> np.ndarray:
     return mask
 
 
-class SignatureRow(NamedTuple):
-    """One node as the columns hold it, its constant not yet replaced by an id."""
-
-    kind: int
-    name: str
-    constant: int | str
-    children: int
-
-
-def slots_by_kind() -> np.ndarray:
-    """How many tensor, int and float slots each value kind takes: int64[kinds, 3]."""
-    table = np.zeros((max(V) + 1, 3), np.int64)
-    for kind, counts in SLOTS.items():
-        table[kind] = counts
-    return table
-
-
-def flatten(signature: Signature) -> list[SignatureRow]:
-    """The rows of a signature's nodes in pre-order. Raises ValueError where it breaks a rule of the format."""
+def flatten(signature: Signature) -> list[tuple[int | str, ...]]:
+    """Kind, name (0: none), constant and number of children of each of a signature's nodes, in pre-order. Raises
+    ValueError where it breaks a rule of the format."""
     if (signature.kind == RecordKind.op) != (signature.kernel > 0):
         raise ValueError(f"a signature of kind {signature.kind.name} with kernel {signature.kernel}")
     if (signature.kind == RecordKind.op) != (signature.status != OpStatus.none):
@@ -89,7 +71,7 @@ def flatten(signature: Signature) -> list[SignatureRow]:
     if signature.results and (signature.kind != RecordKind.op or signature.status == OpStatus.raised):
         raise ValueError(f"a signature of kind {signature.kind.name} and status {signature.status.name} with results")
     _check_arguments(signature)
-    rows: list[SignatureRow] = []
+    rows: list[tuple[int | str, ...]] = []
     # Iterative, so that nesting is bounded by our limit and not by the interpreter's stack.
     stack = [(node, 1) for node in reversed((*signature.args, *signature.results))]
     while stack:
@@ -98,7 +80,7 @@ def flatten(signature: Signature) -> list[SignatureRow]:
             raise ValueError(f"values nested deeper than {MAX_NESTING}")
         if node.children and node.kind not in CONTAINERS:
             raise ValueError(f"a {node.kind.name} node {node.name!r} with children")
-        rows.append(SignatureRow(node.kind, node.name, _constant(node), len(node.children)))
+        rows.append((int(node.kind), node.name or 0, _constant(node), len(node.children)))
         stack.extend((child, depth + 1) for child in reversed(node.children))
     return rows
 

@@ -21,8 +21,8 @@ from ..container.frame_output import Buffer, FrameOutput
 from ..container.frames import HEADER_BYTES, PAYLOAD_ROW, FrameHeader, align, body_hash
 from ..container.output import Output, same_file
 from ..container.source import Source
-from ..definitions.checks import TablesCheck
-from ..definitions.tables_output import encode_tables
+from ..definitions.reading import Definitions
+from ..definitions.tables import encode_tables
 from ..external.file_digest import CHUNK_BYTES
 from ..external.file_remap import FileRemaps
 from ..external.files import OpenedFile, missing
@@ -140,10 +140,7 @@ class _Copy:
         self._digests = np.array([[int(digest[16:], 16), int(digest[:16], 16)] for digest in digests], np.uint64)
         self._output = output
         self._progress = progress
-        # What the definitions copied so far add up to.
-        self._counts = dict.fromkeys(reader.definitions.counts, 0)
-        self._strings: dict[str, int] = {}
-        self._file_bytes = np.zeros(0, np.uint64)
+        self._definitions = Definitions()  # those copied so far
         self._payload_rows = bytearray()
 
     def run(self) -> None:
@@ -182,21 +179,14 @@ class _Copy:
 
     def _with_digests(self, body: bytes, header: FrameHeader, where: str, payload_bytes: np.ndarray) -> memoryview:
         """A Tables body with its files' digests."""
-        counts, strings, file_bytes = self._counts, self._strings, self._file_bytes
-        if header.consolidated:
-            counts, strings, file_bytes = dict.fromkeys(counts, 0), {}, file_bytes[:0]
-        checked = TablesCheck(body, header.minor, where, counts, strings, file_bytes, payload_bytes)
-        columns = dict(checked.columns)
-        first = counts["file"]
+        definitions = Definitions() if header.consolidated else self._definitions
+        read = definitions.add(body, header.minor, where, payload_bytes)
+        columns = dict(read.columns)
+        first = read.firsts["file"] - 1
         digests = self._digests[first : first + len(columns["file_path"])]
         columns["file_digest_low"], columns["file_digest_high"] = digests[:, 0].copy(), digests[:, 1].copy()
         columns["file_validation"] = columns["file_validation"] | np.uint8(FileValidation.digest)
-        if not header.consolidated:
-            self._counts = checked.counts
-            self._strings.update(checked.strings)
-            self._file_bytes = np.concatenate((self._file_bytes, columns["file_bytes"]))
-        firsts = {family: count + 1 for family, count in counts.items()}
-        return encode_tables([text.encode() for text in checked.strings], columns, firsts)
+        return encode_tables([text.encode() for text in read.strings], columns, read.firsts)
 
     def _copy_payloads(self, offset: int, header: FrameHeader, body: bytes) -> None:
         """A payload frame at its new place: its rows name where their content lies."""

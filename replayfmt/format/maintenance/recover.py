@@ -20,7 +20,7 @@ from ..container.output import Output, same_file
 from ..container.payload_input import PayloadInput
 from ..container.source import Source
 from ..definitions.reading import Definitions, Frozen
-from ..definitions.tables_output import encode_tables
+from ..definitions.tables import encode_tables
 from ..summary import Tally
 from .check import CheckReport, check_capture
 from .verify import PayloadLengths, Progress, Verifier, kept

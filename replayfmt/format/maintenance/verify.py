@@ -21,6 +21,7 @@ from ..container.frames import FLAG_CONSOLIDATED, FrameHeader
 from ..container.payload_input import PayloadInput
 from ..container.source import Source
 from ..definitions.reading import Definitions, Frozen
+from ..definitions.scopes import SCOPES
 from ..definitions.signature_rules import members
 from ..model import Summary
 from ..records.record_frames import RecordFrame, RecordFrameDecoder
@@ -49,7 +50,6 @@ class Verifier:
         self.payloads = 0
         self.summary: Summary | None = None  # the stored one, once it was verified
         self._kind_of = self.definitions.column("signature_kind")
-        self._first_node = np.concatenate(([0], np.cumsum(self.definitions.column("signature_nodes"), dtype=np.int64)))
         # The frame of records before: its first ordinal and signatures.
         self._before: tuple[int, np.ndarray] = (0, np.zeros(0, np.uint32))
 
@@ -66,8 +66,7 @@ class Verifier:
 
     def verify_definitions(self) -> None:
         """A scope is a path: the same name under the same parent has one id."""
-        parents, names = self.definitions.column("scope_parent"), self.definitions.column("scope_name")
-        if len(np.unique(np.stack([parents, names], axis=1), axis=0)) != len(names):
+        if SCOPES.repeats(self.definitions.column):
             raise InvalidCapture(f"{self._source.path}: two scopes have the same name and parent")
 
     def verify(self, position: int) -> FrameHeader:
@@ -148,7 +147,9 @@ class Verifier:
         if not len(rows):
             return
         scopes = frame.scope[rows].astype(np.int64)
-        named = self.definitions.column("node_constant")[self._first_node[frame.signature[rows].astype(np.int64) - 1]]
+        named = self.definitions.column("node_constant")[
+            self.definitions.first_nodes[frame.signature[rows].astype(np.int64) - 1]
+        ]
         names = np.concatenate(([0], self.definitions.column("scope_name")))
         if (scopes == 0).any() or (names[scopes] != named).any():
             raise InvalidCapture(f"{where}: a scope marker names another scope than its record's")

@@ -19,6 +19,7 @@ from ..codes import UNKNOWN_NS, StorageOrigin
 from ..container.building import build
 from ..container.frames import MAX_BODY_BYTES, MAX_FRAME_RECORDS, MAX_LENGTH
 from ..container.layouts import RECORDS
+from ..slots import COLUMNS
 from .storage_rules import Referable, storages_problem
 
 Column = Any  # a numpy array, an array.array, or anything np.asarray takes without a copy
@@ -60,8 +61,9 @@ class RecordColumns:
     annotation: Column | None = None
 
 
-def pieces(given: RecordColumns, slot_counts: tuple[array, array, array]) -> Iterator[RecordColumns]:
-    """The same records in as many frames as the format's limits ask for: nearly always one.
+def pieces(given: RecordColumns, slot_counts: np.ndarray) -> Iterator[RecordColumns]:
+    """The same records in as many frames as the format's limits ask for: nearly always one. `slot_counts` are the slots
+    of each signature by id (slots.py).
 
     Storages are born in the first piece. A single record may still be too large for a frame.
     """
@@ -73,10 +75,10 @@ def pieces(given: RecordColumns, slot_counts: tuple[array, array, array]) -> Ite
     if not half or (size < MAX_BODY_BYTES and len(signature) <= MAX_FRAME_RECORDS):
         yield given
         return
-    if signature.dtype.kind not in "iu" or int(signature.min()) < 0 or int(signature.max()) >= len(slot_counts[0]):
+    if signature.dtype.kind not in "iu" or int(signature.min()) < 0 or int(signature.max()) >= slot_counts.shape[1]:
         yield given  # encoding says what is wrong with it
         return
-    cuts = [int(np.asarray(counts)[signature[:half]].sum(dtype=np.int64)) for counts in slot_counts]
+    cuts: list[int] = slot_counts.take(signature[:half], axis=1).sum(axis=1).tolist()
     for place in (slice(None, half), slice(half, None)):
         first = place.start is None
 
@@ -161,7 +163,7 @@ class EncodedRecords:
     annotation: np.ndarray | None
 
 
-def encode_records(given: RecordColumns, bounds: Bounds, slot_counts: tuple[array, array, array]) -> EncodedRecords:
+def encode_records(given: RecordColumns, bounds: Bounds, slot_counts: np.ndarray) -> EncodedRecords:
     """The Records body of these columns. Raises ValueError where they contradict each other or the definitions."""
     signature = _column(given.signature, np.uint32, "signature")
     count = len(signature)
@@ -190,10 +192,8 @@ def encode_records(given: RecordColumns, bounds: Bounds, slot_counts: tuple[arra
 
     tensors = _column(given.tensors, np.uint64, "tensors")
     ints, floats = _column(given.ints, np.int64, "ints"), _column(given.floats, np.float64, "floats")
-    for name, column, per_signature in zip(
-        ("tensors", "ints", "floats"), (tensors, ints, floats), slot_counts, strict=True
-    ):
-        expected = int(np.asarray(per_signature)[signature].sum(dtype=np.int64))
+    expected_slots: list[int] = slot_counts.take(signature, axis=1).sum(axis=1).tolist()
+    for name, column, expected in zip(COLUMNS, (tensors, ints, floats), expected_slots, strict=True):
         if len(column) != expected:
             raise ValueError(f"{len(column)} {name} slots, but the records' signatures have {expected}")
 

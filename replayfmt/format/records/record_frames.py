@@ -16,9 +16,10 @@ from replayfmt.errors import InvalidCapture, UnsupportedVersion
 from ..codes import MAJOR_VERSION, MINOR_VERSION, UNKNOWN_NS, RecordKind, StorageOrigin, ValueKind
 from ..container import flat
 from ..container.frames import MAX_LENGTH, FrameHeader
-from ..container.layouts import RECORDS, SCALARS
+from ..container.layouts import RECORDS
 from ..definitions.reading import Frozen
 from ..definitions.signature_rules import members
+from ..slots import COLUMNS
 from .storage_rules import Referable, storages_problem
 
 # Values whose int slot holds an id, by the name of its family.
@@ -106,7 +107,7 @@ class _IntReferences:
         sizes = definitions.column("signature_nodes").astype(np.int64)
         owner = np.repeat(np.arange(1, len(sizes) + 1), sizes)[self.nodes]
         slot = np.concatenate(([0], np.cumsum(node_slots)))[self.nodes]
-        firsts = np.concatenate(([0, 0], np.cumsum(definitions.slots[1:, 1])))
+        firsts = np.concatenate(([0, 0], np.cumsum(definitions.slots[1, 1:])))
         # Row by row: the signature, the place among its record's int slots, the kind.
         self.place = slot - firsts[owner]
         self.kind = kinds[self.nodes]
@@ -152,7 +153,7 @@ class _Decoding:
 
     def _get(self, name: str) -> np.ndarray:
         column = self._table.column(name)
-        return np.zeros(0, SCALARS[RECORDS.fields[name].type[1:-1]]) if column is None else column
+        return np.zeros(0, RECORDS.dtype(name)) if column is None else column
 
     def _rows(self, length: int, *names: str) -> list[np.ndarray]:
         columns = [self._get(name) for name in names]
@@ -177,13 +178,12 @@ class _Decoding:
         if annotation is not None:
             self._range("annotation", annotation, 0, self._counts["string"])
 
-        slots = definitions.slots[signature]
-        firsts = np.zeros((count + 1, 3), np.int64)
-        np.cumsum(slots, axis=0, out=firsts[1:])
+        firsts = np.zeros((3, count + 1), np.int64)
+        np.cumsum(definitions.slots.take(signature, axis=1), axis=1, out=firsts[:, 1:])
+        tensor_first, int_first, float_first = firsts
         tensors, ints, floats = (
-            self._rows(int(firsts[-1, column]), name)[0] for column, name in enumerate(("tensors", "ints", "floats"))
+            self._rows(int(first[-1]), name)[0] for first, name in zip(firsts, COLUMNS, strict=True)
         )
-        int_first = np.ascontiguousarray(firsts[:, 1])
 
         first_storage = self._table.scalar("first_storage")
         storage_bytes = self._get("storage_bytes")
@@ -230,9 +230,9 @@ class _Decoding:
             tensors,
             ints,
             floats,
-            np.ascontiguousarray(firsts[:, 0]),
+            tensor_first,
             int_first,
-            np.ascontiguousarray(firsts[:, 2]),
+            float_first,
             tensor_id,
             tensor_storage,
             tensor_offset,

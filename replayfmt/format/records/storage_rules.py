@@ -10,8 +10,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..codes import StorageOrigin
-from ..definitions.external_files import ITEM_SIZES
+from ..codes import ITEM_BYTES, DType, StorageOrigin
+
+_ITEM_SIZES = np.array([ITEM_BYTES[dtype] for dtype in sorted(DType)], np.int64)
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ def _ranges_problem(origin: np.ndarray, payload: np.ndarray, length: np.ndarray,
 def _recipes_problem(origin: np.ndarray, payload: np.ndarray, length: np.ndarray, contents: Referable) -> str:
     rows = origin == StorageOrigin.initializer
     recipes = payload[rows].astype(np.int64) - 1
-    elements = length[rows].astype(np.int64) // ITEM_SIZES[contents.recipe_dtype[recipes]]
+    elements = length[rows].astype(np.int64) // _ITEM_SIZES[contents.recipe_dtype[recipes]]
     wrong = elements != contents.recipe_elements[recipes].astype(np.int64)
     if wrong.any():
         at = int(np.argmax(wrong))

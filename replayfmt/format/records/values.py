@@ -44,7 +44,7 @@ class _Slots:
         self._floats: Iterator[float] = iter(between(frame.float_first, frame.floats))
 
     def value(self, node: Node) -> Value:
-        """The value of one node and of what is below it. Nesting is bounded: definitions/checks.py did that."""
+        """The value of one node and of what is below it. Nesting is bounded: definitions/signatures.py did that."""
         kind = node.kind
         if kind == V.tensor:
             row, frame = next(self._tensors), self._frame

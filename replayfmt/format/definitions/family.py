@@ -1,0 +1,93 @@
+"""What a family of definitions is: its columns, and how a definition goes into them, comes out of them, and is checked.
+
+Each family has a module of its own, named after it. What all of them share is done once for all: interning.py gives
+definitions their ids, tables.py makes and reads Tables bodies, reading.py makes objects on demand.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import ClassVar, Generic, NamedTuple, Protocol, TypeVar
+
+import numpy as np
+
+from ..model import Node
+from .checks import Body
+
+T = TypeVar("T")
+
+
+class Row(NamedTuple):
+    """A definition as the columns hold it, texts not yet replaced by their ids. `nested` has the rows of the nested
+    columns."""
+
+    values: tuple[int | float | str, ...]
+    nested: Sequence[tuple[int | str, ...]] = ()
+
+
+class Known(Protocol):
+    """What the writer has when a definition comes."""
+
+    def require(self, family: str, number: int) -> None:
+        """Raise ValueError where no definition of a family has this id."""
+
+    def column(self, name: str) -> np.ndarray: ...
+
+    def payload_bytes(self, number: int) -> int:
+        """How long a payload's content is. Raises ValueError for an id that is none."""
+
+
+class Rows(Protocol):
+    """What the reader makes definitions out of: columns that were checked, and strings by id."""
+
+    strings: tuple[str | None, ...]
+    leaves: dict[tuple[int, int, int], Node]  # of signatures, by their rows: lists repeat the same one many times
+
+    def column(self, name: str) -> np.ndarray: ...
+
+    def number(self, name: str, row: int) -> int: ...
+
+    def text(self, name: str, row: int) -> str:
+        """The string that a column refers to; "" for 0."""
+
+    def nested(self, family: str, row: int) -> slice:
+        """Where a definition's rows of nested columns are."""
+
+
+class Family(ABC, Generic[T]):
+    """One family. `fields` are its columns with a row for each id, in the schema's words and order; `nested_fields`
+    those with any number of rows for each, of which the last of the former says how many."""
+
+    name: ClassVar[str]
+    fields: ClassVar[str]
+    nested_fields: ClassVar[str] = ""
+    shared: ClassVar[bool] = True  # the same content gets the same id
+    frequent: ClassVar[bool] = False  # the same few come again and again, for single records
+
+    def __init__(self) -> None:
+        self.columns, self.nested_columns = (
+            tuple(field.partition(":")[0] for field in fields.split()) for fields in (self.fields, self.nested_fields)
+        )
+
+    @abstractmethod
+    def row(self, definition: T) -> Row:
+        """How a definition is stored. Raises ValueError where the format cannot hold it."""
+
+    def admit(self, definition: T, known: Known) -> None:
+        """Raise ValueError where a definition contradicts those that it refers to."""
+
+    @abstractmethod
+    def at(self, rows: Rows, row: int) -> T:
+        """The definition in a row."""
+
+    @abstractmethod
+    def check(self, body: Body) -> None:
+        """Raise what `body` makes of a fault where its columns, which are there and of equal length, break a rule."""
+
+
+def whole(value: int, lowest: int, highest: int, what: str) -> int:
+    """An integer within bounds. Raises ValueError for others."""
+    if not lowest <= value <= highest:
+        raise ValueError(f"{what} is {value}, allowed {lowest}..{highest}")
+    return int(value)

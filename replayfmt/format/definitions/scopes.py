@@ -1,0 +1,41 @@
+"""The family of scopes. A scope is a path: the same name under the same parent has one id."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from ..model import Scope
+from .checks import Body
+from .family import Family, Known, Row, Rows
+
+
+class Scopes(Family[Scope]):
+    name = "scope"
+    fields = "scope_parent:[uint] scope_name:[uint]"
+
+    def row(self, definition: Scope) -> Row:
+        return Row((definition.parent, definition.name))
+
+    def admit(self, definition: Scope, known: Known) -> None:
+        if definition.parent:
+            known.require("scope", definition.parent)
+
+    def at(self, rows: Rows, row: int) -> Scope:
+        return Scope(rows.number("scope_parent", row), rows.text("scope_name", row))
+
+    def check(self, body: Body) -> None:
+        body.ids("scope_name", "string")
+        parents = body.columns["scope_parent"].astype(np.int64)
+        # A parent comes before its children, so that paths are finite.
+        if (parents >= np.arange(len(parents)) + body.firsts["scope"]).any():
+            raise body.fail("a scope's parent is not defined before it")
+
+    def repeats(self, column: Callable[[str], np.ndarray]) -> bool:
+        """Whether one path has two ids, among all the scopes of a capture."""
+        paths = np.stack([column(name) for name in self.columns], axis=1)
+        return len(np.unique(paths, axis=0)) != len(paths)
+
+
+SCOPES = Scopes()

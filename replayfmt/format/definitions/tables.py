@@ -1,0 +1,67 @@
+"""The Tables body: strings, and the columns of every family. Made of columns, and read and checked as a whole.
+
+The table's fields are those of the families, in the schema's order; a test compares them with the schema.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from ..container.building import Value, build
+from ..container.layouts import table_layout
+from .checks import Body
+from .devices import DEVICES
+from .family import Family
+from .files import FILES
+from .generators import GENERATORS
+from .kernels import KERNELS
+from .metas import METAS
+from .ranges import RANGES
+from .recipes import RECIPES
+from .scopes import SCOPES
+from .signatures import SIGNATURES
+
+FAMILIES: tuple[Family[Any], ...] = (DEVICES, KERNELS, GENERATORS, SCOPES, METAS, SIGNATURES, FILES, RANGES, RECIPES)
+# What has ids, by the names of the schema's first_x fields.
+NUMBERED = ("string", *(family.name for family in FAMILIES))
+COLUMNS = tuple(name for family in FAMILIES for name in (*family.columns, *family.nested_columns))
+
+TABLES = table_layout(
+    "Tables",
+    "first_string:uint strings:[string] "
+    + " ".join(f"first_{family.name}:uint {family.fields} {family.nested_fields}" for family in FAMILIES),
+)
+
+
+def encode_tables(strings: Sequence[bytes], columns: Mapping[str, np.ndarray], firsts: Mapping[str, int]) -> memoryview:
+    """A body that defines `strings` and the rows in `columns` of each family, with ids from `firsts[family.name]`."""
+    values: dict[str, Value] = {}
+    if strings:
+        values.update(first_string=firsts["string"], strings=strings)
+    for family in FAMILIES:
+        if len(columns[family.columns[0]]):
+            values[f"first_{family.name}"] = firsts[family.name]
+            values.update((name, np.asarray(columns[name])) for name in (*family.columns, *family.nested_columns))
+    return build(TABLES, values)
+
+
+def decode_tables(
+    data: bytes,
+    minor: int,
+    where: str,
+    counts: Mapping[str, int],
+    string_ids: Mapping[str, int],
+    earlier: Callable[[str], np.ndarray],
+    payload_bytes: np.ndarray,
+) -> Body:
+    """A body, all of it checked, given what comes before it (see Body). Raises InvalidCapture, or UnsupportedVersion
+    for codes that only a newer minor version has."""
+    body = Body(data, TABLES, minor, where, counts, string_ids, earlier, payload_bytes)
+    body.take_strings()
+    for family in FAMILIES:
+        body.take(family.name, family.columns, family.nested_columns)
+        family.check(body)
+    return body
