@@ -16,7 +16,7 @@ from ..container import flat
 from ..container.layouts import TableLayout
 
 
-class Body:
+class TablesBody:
     """One Tables body. `strings` maps its strings to their ids, `columns` has its other columns, `counts` says how many
     ids each family has with it, `firsts` with which it begins."""
 

@@ -13,12 +13,12 @@ from typing import ClassVar, Generic, NamedTuple, Protocol, TypeVar
 import numpy as np
 
 from ..model import Node
-from .checks import Body
+from .checks import TablesBody
 
 T = TypeVar("T")
 
 
-class Row(NamedTuple):
+class DefinitionRow(NamedTuple):
     """A definition as the columns hold it, texts not yet replaced by their ids. `nested` has the rows of the nested
     columns."""
 
@@ -38,7 +38,7 @@ class Known(Protocol):
         """How long a payload's content is. Raises ValueError for an id that is none."""
 
 
-class Rows(Protocol):
+class DefinitionColumns(Protocol):
     """What the reader makes definitions out of: columns that were checked, and strings by id."""
 
     strings: tuple[str | None, ...]
@@ -71,18 +71,18 @@ class Family(ABC, Generic[T]):
         )
 
     @abstractmethod
-    def row(self, definition: T) -> Row:
+    def row(self, definition: T) -> DefinitionRow:
         """How a definition is stored. Raises ValueError where the format cannot hold it."""
 
     def admit(self, definition: T, known: Known) -> None:
         """Raise ValueError where a definition contradicts those that it refers to."""
 
     @abstractmethod
-    def at(self, rows: Rows, row: int) -> T:
+    def at(self, rows: DefinitionColumns, row: int) -> T:
         """The definition in a row."""
 
     @abstractmethod
-    def check(self, body: Body) -> None:
+    def check(self, body: TablesBody) -> None:
         """Raise what `body` makes of a fault where its columns, which are there and of equal length, break a rule."""
 
 

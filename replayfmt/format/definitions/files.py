@@ -7,8 +7,8 @@ import re
 from ..codes import FileValidation
 from ..container.frames import MAX_LENGTH
 from ..model import ExternalFile, FileIdentity
-from .checks import Body
-from .family import Family, Known, Row, Rows, whole
+from .checks import TablesBody
+from .family import DefinitionColumns, DefinitionRow, Family, Known, whole
 
 _DIGEST = re.compile(r"[0-9a-f]{32}")
 _HALF = 0xFFFFFFFFFFFFFFFF
@@ -19,7 +19,7 @@ _KNOWN_WITH = {
 }
 
 
-class Files(Family[ExternalFile]):
+class FileFamily(Family[ExternalFile]):
     name = "file"
     fields = """
         file_path:[uint] file_bytes:[ulong] file_validation:[ubyte]
@@ -27,7 +27,7 @@ class Files(Family[ExternalFile]):
         file_digest_low:[ulong] file_digest_high:[ulong] file_payload:[uint] file_format:[uint]
     """
 
-    def row(self, definition: ExternalFile) -> Row:
+    def row(self, definition: ExternalFile) -> DefinitionRow:
         _check_path(definition.path)
         whole(definition.bytes, 0, MAX_LENGTH, "the length of an external file")
         identity, validation, digest = definition.identity, FileValidation(0), 0
@@ -39,7 +39,7 @@ class Files(Family[ExternalFile]):
             validation |= FileValidation.digest
             digest = int(definition.digest, 16)
         device, inode, mtime_ns = (identity.device, identity.inode, identity.mtime_ns) if identity else (0, 0, 0)
-        return Row(
+        return DefinitionRow(
             (
                 definition.path,
                 definition.bytes,
@@ -61,7 +61,7 @@ class Files(Family[ExternalFile]):
                 f"{definition.path} has {definition.bytes} bytes, its payload {known.payload_bytes(payload)}"
             )
 
-    def at(self, rows: Rows, row: int) -> ExternalFile:
+    def at(self, rows: DefinitionColumns, row: int) -> ExternalFile:
         validation = FileValidation(rows.number("file_validation", row))
         identity = digest = None
         if validation & FileValidation.identity:
@@ -77,7 +77,7 @@ class Files(Family[ExternalFile]):
             rows.text("file_format", row),
         )
 
-    def check(self, body: Body) -> None:
+    def check(self, body: TablesBody) -> None:
         body.code("file_validation", _VALIDATIONS, 0)
         body.ids("file_path", "string")
         body.ids("file_format", "string", lowest=0)
@@ -97,4 +97,4 @@ def _check_path(path: str) -> None:
         raise ValueError(f"an external file whose path is not UTF-8: {path!r}; embed its content") from None
 
 
-FILES = Files()
+FILES = FileFamily()

@@ -3,27 +3,27 @@
 from __future__ import annotations
 
 from ..model import Generator
-from .checks import Body
-from .family import Family, Known, Row, Rows
+from .checks import TablesBody
+from .family import DefinitionColumns, DefinitionRow, Family, Known
 
 
-class Generators(Family[Generator]):
+class GeneratorFamily(Family[Generator]):
     name = "generator"
     fields = "generator_device:[uint] generator_default:[ubyte]"
     shared = False
 
-    def row(self, definition: Generator) -> Row:
-        return Row((definition.device, int(definition.default)))
+    def row(self, definition: Generator) -> DefinitionRow:
+        return DefinitionRow((definition.device, int(definition.default)))
 
     def admit(self, definition: Generator, known: Known) -> None:
         known.require("device", definition.device)
 
-    def at(self, rows: Rows, row: int) -> Generator:
+    def at(self, rows: DefinitionColumns, row: int) -> Generator:
         return Generator(rows.number("generator_device", row), bool(rows.number("generator_default", row)))
 
-    def check(self, body: Body) -> None:
+    def check(self, body: TablesBody) -> None:
         body.ids("generator_device", "device")
         body.range("generator_default", 0, 1)
 
 
-GENERATORS = Generators()
+GENERATORS = GeneratorFamily()

@@ -6,25 +6,25 @@ from ..codes import KernelKind
 from ..model import Kernel
 from ..operator_names import name_problem
 from ..operator_schema import canonical_schema
-from .checks import Body
-from .family import Family, Row, Rows
+from .checks import TablesBody
+from .family import DefinitionColumns, DefinitionRow, Family
 
 _LAST_KIND = int(max(KernelKind))
 
 
-class Kernels(Family[Kernel]):
+class KernelFamily(Family[Kernel]):
     name = "kernel"
     fields = "kernel_kind:[ubyte] kernel_name:[uint] kernel_overload:[uint] kernel_schema:[uint]"
     frequent = True
 
-    def row(self, definition: Kernel) -> Row:
+    def row(self, definition: Kernel) -> DefinitionRow:
         kind, name, overload = definition.kind, definition.name, definition.overload
         problem = name_problem(name, overload) if kind is KernelKind.operator else ""
         if problem:
             raise ValueError(problem)
-        return Row((int(kind), name, overload, definition.schema))
+        return DefinitionRow((int(kind), name, overload, definition.schema))
 
-    def at(self, rows: Rows, row: int) -> Kernel:
+    def at(self, rows: DefinitionColumns, row: int) -> Kernel:
         return Kernel(
             rows.text("kernel_name", row),
             rows.text("kernel_overload", row),
@@ -32,7 +32,7 @@ class Kernels(Family[Kernel]):
             KernelKind(rows.number("kernel_kind", row)),
         )
 
-    def check(self, body: Body) -> None:
+    def check(self, body: TablesBody) -> None:
         body.code("kernel_kind", _LAST_KIND)
         for name in ("kernel_name", "kernel_overload", "kernel_schema"):
             body.ids(name, "string")
@@ -45,4 +45,4 @@ class Kernels(Family[Kernel]):
                 raise body.fail(problem)
 
 
-KERNELS = Kernels()
+KERNELS = KernelFamily()

@@ -9,20 +9,20 @@ import numpy as np
 from ..codes import DType, Layout, TensorFlag
 from ..container.frames import MAX_LENGTH
 from ..model import TensorMeta
-from .checks import Body
-from .family import Family, Known, Row, Rows
+from .checks import TablesBody
+from .family import DefinitionColumns, DefinitionRow, Family, Known
 
 _FLAGS = int(sum(TensorFlag))
 _LAST_DTYPE, _LAST_LAYOUT = int(max(DType)), int(max(Layout))
 
 
-class Metas(Family[TensorMeta]):
+class MetaFamily(Family[TensorMeta]):
     name = "meta"
     fields = "meta_dtype:[ubyte] meta_layout:[ubyte] meta_device:[uint] meta_flags:[ushort] meta_rank:[ushort]"
     nested_fields = "meta_sizes:[long] meta_strides:[long]"
     frequent = True
 
-    def row(self, definition: TensorMeta) -> Row:
+    def row(self, definition: TensorMeta) -> DefinitionRow:
         try:
             sizes, strides = tuple(map(index, definition.sizes)), tuple(map(index, definition.strides))
         except TypeError as error:
@@ -35,12 +35,14 @@ class Metas(Family[TensorMeta]):
         dtype, layout, flags = int(definition.dtype), int(definition.layout), int(definition.flags)
         if not (1 <= dtype <= _LAST_DTYPE and 1 <= layout <= _LAST_LAYOUT) or flags & ~_FLAGS:
             raise ValueError(f"tensor metadata with unknown codes: {definition}")
-        return Row((dtype, layout, definition.device, flags, len(sizes)), tuple(zip(sizes, strides, strict=True)))
+        return DefinitionRow(
+            (dtype, layout, definition.device, flags, len(sizes)), tuple(zip(sizes, strides, strict=True))
+        )
 
     def admit(self, definition: TensorMeta, known: Known) -> None:
         known.require("device", definition.device)
 
-    def at(self, rows: Rows, row: int) -> TensorMeta:
+    def at(self, rows: DefinitionColumns, row: int) -> TensorMeta:
         dimensions = rows.nested("meta", row)
         return TensorMeta(
             DType(rows.number("meta_dtype", row)),
@@ -51,7 +53,7 @@ class Metas(Family[TensorMeta]):
             TensorFlag(rows.number("meta_flags", row)),
         )
 
-    def check(self, body: Body) -> None:
+    def check(self, body: TablesBody) -> None:
         body.code("meta_dtype", _LAST_DTYPE)
         body.code("meta_layout", _LAST_LAYOUT)
         body.ids("meta_device", "device")
@@ -63,4 +65,4 @@ class Metas(Family[TensorMeta]):
             body.range(name, 0, MAX_LENGTH)
 
 
-METAS = Metas()
+METAS = MetaFamily()

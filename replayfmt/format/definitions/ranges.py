@@ -6,16 +6,16 @@ import numpy as np
 
 from ..container.frames import MAX_LENGTH
 from ..model import FileRange
-from .checks import Body
-from .family import Family, Known, Row, Rows
+from .checks import TablesBody
+from .family import DefinitionColumns, DefinitionRow, Family, Known
 
 
-class Ranges(Family[FileRange]):
+class RangeFamily(Family[FileRange]):
     name = "range"
     fields = "range_file:[uint] range_offset:[ulong] range_bytes:[ulong] range_payload:[uint]"
 
-    def row(self, definition: FileRange) -> Row:
-        return Row((definition.file, definition.offset, definition.bytes, definition.payload))
+    def row(self, definition: FileRange) -> DefinitionRow:
+        return DefinitionRow((definition.file, definition.offset, definition.bytes, definition.payload))
 
     def admit(self, definition: FileRange, known: Known) -> None:
         known.require("file", definition.file)
@@ -28,10 +28,10 @@ class Ranges(Family[FileRange]):
                 f"a range of {length} bytes at {definition.offset} of file {definition.file}, which has {file_bytes}"
             )
 
-    def at(self, rows: Rows, row: int) -> FileRange:
+    def at(self, rows: DefinitionColumns, row: int) -> FileRange:
         return FileRange(*(rows.number(name, row) for name in self.columns))
 
-    def check(self, body: Body) -> None:
+    def check(self, body: TablesBody) -> None:
         body.ids("range_file", "file")
         body.range("range_offset", 0, MAX_LENGTH)
         body.range("range_bytes", 0, MAX_LENGTH)
@@ -44,4 +44,4 @@ class Ranges(Family[FileRange]):
         body.payloads("range_payload", "range_bytes", "a range")
 
 
-RANGES = Ranges()
+RANGES = RangeFamily()

@@ -17,7 +17,7 @@ from ..container.frames import MAX_NESTING
 from ..json_values import nested_deeper
 from ..model import Node
 from ..slots import slot_counts
-from .checks import Body
+from .checks import TablesBody
 from .devices import DEVICES
 from .family import Family
 from .files import FILES
@@ -72,7 +72,7 @@ class Definitions:
         self._parts: dict[str, list[np.ndarray]] = {name: [] for name in COLUMNS}
         self.counts = dict.fromkeys(NUMBERED, 0)
 
-    def add(self, data: bytes, minor: int, where: str, payload_bytes: np.ndarray) -> Body:
+    def add(self, data: bytes, minor: int, where: str, payload_bytes: np.ndarray) -> TablesBody:
         """Add a Tables body, which continues the ids so far. `payload_bytes` are the raw lengths of the payloads it may
         refer to, in order of their ids. Raises InvalidCapture, or UnsupportedVersion for codes that only a newer minor
         version has."""

@@ -7,8 +7,8 @@ import numpy as np
 from ..codes import DType
 from ..container.frames import MAX_LENGTH
 from ..model import Recipe, Statistics
-from .checks import Body
-from .family import Family, Row, Rows, whole
+from .checks import TablesBody
+from .family import DefinitionColumns, DefinitionRow, Family, whole
 
 _LAST_DTYPE = int(max(DType))
 _SEED = 0xFFFFFFFFFFFFFFFF
@@ -16,7 +16,7 @@ _MOMENTS = ("mean", "std", "min", "max")
 _COUNTS = ("zeros", "nans", "positive_infinities", "negative_infinities")
 
 
-class Recipes(Family[Recipe]):
+class RecipeFamily(Family[Recipe]):
     name = "recipe"
     fields = """
         recipe_dtype:[ubyte] recipe_elements:[ulong] recipe_seed:[ulong] recipe_statistics:[ubyte]
@@ -25,7 +25,7 @@ class Recipes(Family[Recipe]):
         recipe_positive_infinities:[ulong] recipe_negative_infinities:[ulong]
     """
 
-    def row(self, definition: Recipe) -> Row:
+    def row(self, definition: Recipe) -> DefinitionRow:
         if not 1 <= definition.dtype <= _LAST_DTYPE:
             raise ValueError(f"a recipe with the dtype {definition.dtype!r}")
         elements, known = definition.elements, definition.statistics
@@ -35,9 +35,11 @@ class Recipes(Family[Recipe]):
         counts = [whole(getattr(known, name), 0, elements, name) if known else 0 for name in _COUNTS]
         if sum(counts) > elements:
             raise ValueError(f"statistics that count {counts} special elements of {elements}")
-        return Row((int(definition.dtype), elements, definition.seed, int(known is not None), *moments, *counts))
+        return DefinitionRow(
+            (int(definition.dtype), elements, definition.seed, int(known is not None), *moments, *counts)
+        )
 
-    def at(self, rows: Rows, row: int) -> Recipe:
+    def at(self, rows: DefinitionColumns, row: int) -> Recipe:
         statistics = None
         if rows.number("recipe_statistics", row):
             mean, std, lowest, highest = (float(rows.column(f"recipe_{name}")[row]) for name in _MOMENTS)
@@ -50,7 +52,7 @@ class Recipes(Family[Recipe]):
             statistics,
         )
 
-    def check(self, body: Body) -> None:
+    def check(self, body: TablesBody) -> None:
         body.code("recipe_dtype", _LAST_DTYPE)
         body.range("recipe_elements", 0, MAX_LENGTH)
         body.range("recipe_statistics", 0, 1)
@@ -63,4 +65,4 @@ class Recipes(Family[Recipe]):
             raise body.fail("a recipe's statistics count more elements than it has")
 
 
-RECIPES = Recipes()
+RECIPES = RecipeFamily()

@@ -7,25 +7,25 @@ from collections.abc import Callable
 import numpy as np
 
 from ..model import Scope
-from .checks import Body
-from .family import Family, Known, Row, Rows
+from .checks import TablesBody
+from .family import DefinitionColumns, DefinitionRow, Family, Known
 
 
-class Scopes(Family[Scope]):
+class ScopeFamily(Family[Scope]):
     name = "scope"
     fields = "scope_parent:[uint] scope_name:[uint]"
 
-    def row(self, definition: Scope) -> Row:
-        return Row((definition.parent, definition.name))
+    def row(self, definition: Scope) -> DefinitionRow:
+        return DefinitionRow((definition.parent, definition.name))
 
     def admit(self, definition: Scope, known: Known) -> None:
         if definition.parent:
             known.require("scope", definition.parent)
 
-    def at(self, rows: Rows, row: int) -> Scope:
+    def at(self, rows: DefinitionColumns, row: int) -> Scope:
         return Scope(rows.number("scope_parent", row), rows.text("scope_name", row))
 
-    def check(self, body: Body) -> None:
+    def check(self, body: TablesBody) -> None:
         body.ids("scope_name", "string")
         parents = body.columns["scope_parent"].astype(np.int64)
         # A parent comes before its children, so that paths are finite.
@@ -38,4 +38,4 @@ class Scopes(Family[Scope]):
         return len(np.unique(paths, axis=0)) != len(paths)
 
 
-SCOPES = Scopes()
+SCOPES = ScopeFamily()

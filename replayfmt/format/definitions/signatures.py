@@ -13,8 +13,8 @@ import numpy as np
 from ..codes import OpStatus, RecordKind, ValueKind
 from ..container.frames import MAX_NESTING
 from ..model import Node, Signature
-from .checks import Body
-from .family import Family, Known, Row, Rows
+from .checks import TablesBody
+from .family import DefinitionColumns, DefinitionRow, Family, Known
 from .signature_rules import (
     ARGUMENTS,
     CODE_CONSTANTS,
@@ -39,7 +39,7 @@ _ALLOWED = {
 }
 
 
-class Signatures(Family[Signature]):
+class SignatureFamily(Family[Signature]):
     name = "signature"
     fields = """
         signature_kind:[ubyte] signature_status:[ubyte] signature_kernel:[uint]
@@ -47,11 +47,11 @@ class Signatures(Family[Signature]):
     """
     nested_fields = "node_kind:[ubyte] node_name:[uint] node_constant:[long] node_children:[uint]"
 
-    def row(self, definition: Signature) -> Row:
+    def row(self, definition: Signature) -> DefinitionRow:
         nodes = flatten(definition)
         args, results = len(definition.args), len(definition.results)
         kind, status = int(definition.kind), int(definition.status)
-        return Row((kind, status, definition.kernel, args, results, len(nodes)), nodes)
+        return DefinitionRow((kind, status, definition.kernel, args, results, len(nodes)), nodes)
 
     def admit(self, definition: Signature, known: Known) -> None:
         if definition.kernel:
@@ -61,7 +61,7 @@ class Signatures(Family[Signature]):
                 assert isinstance(node.constant, int)
                 known.require("device", node.constant)
 
-    def at(self, rows: Rows, row: int) -> Signature:
+    def at(self, rows: DefinitionColumns, row: int) -> Signature:
         place = rows.nested("signature", row)
         nodes = zip(*(rows.column(name)[place].tolist() for name in self.nested_columns), strict=True)
         strings, leaves = rows.strings, rows.leaves
@@ -91,7 +91,7 @@ class Signatures(Family[Signature]):
             OpStatus(rows.number("signature_status", row)),
         )
 
-    def check(self, body: Body) -> None:
+    def check(self, body: TablesBody) -> None:
         if not len(body.columns["signature_kind"]):
             return
         body.code("signature_kind", _LAST_KIND)
@@ -120,7 +120,7 @@ def unsupported_reasons(columns: Any, first_nodes: np.ndarray) -> dict[int, int]
     return dict(zip((rows + 1).tolist(), reasons.tolist(), strict=True))
 
 
-def _check_constants(body: Body) -> None:
+def _check_constants(body: TablesBody) -> None:
     kinds, constants = body.columns["node_kind"], body.columns["node_constant"]
     lowest, highest = np.zeros(_KINDS, np.int64), np.zeros(_KINDS, np.int64)
     highest[ValueKind.bool] = 1
@@ -141,7 +141,7 @@ def _check_constants(body: Body) -> None:
         raise body.fail("a node that is not a list, tuple or composite has children")
 
 
-def _check_trees(body: Body, sizes: np.ndarray, ends: np.ndarray) -> None:
+def _check_trees(body: TablesBody, sizes: np.ndarray, ends: np.ndarray) -> None:
     """Each signature's nodes are exactly its arguments and results in pre-order, not nested too deep."""
     roots = body.columns["signature_args"].astype(np.int64) + body.columns["signature_results"]
     children = body.columns["node_children"].astype(np.int64)
@@ -178,7 +178,7 @@ class _FixedArguments:
     """The arguments that records other than ops always have, so that nobody must look whether they are there. `begins`
     is where each signature's nodes begin."""
 
-    def __init__(self, body: Body, begins: np.ndarray) -> None:
+    def __init__(self, body: TablesBody, begins: np.ndarray) -> None:
         self._body, self._begins = body, begins
         self._kinds, self._names = body.columns["node_kind"], body.columns["node_name"]
 
@@ -239,4 +239,4 @@ class _FixedArguments:
             raise self._body.fail(f"a {kind.name} signature whose sample holds more than numbers")
 
 
-SIGNATURES = Signatures()
+SIGNATURES = SignatureFamily()

@@ -12,7 +12,7 @@ import numpy as np
 
 from ..container.building import Value, build
 from ..container.layouts import table_layout
-from .checks import Body
+from .checks import TablesBody
 from .devices import DEVICES
 from .family import Family
 from .files import FILES
@@ -56,10 +56,10 @@ def decode_tables(
     string_ids: Mapping[str, int],
     earlier: Callable[[str], np.ndarray],
     payload_bytes: np.ndarray,
-) -> Body:
-    """A body, all of it checked, given what comes before it (see Body). Raises InvalidCapture, or UnsupportedVersion
-    for codes that only a newer minor version has."""
-    body = Body(data, TABLES, minor, where, counts, string_ids, earlier, payload_bytes)
+) -> TablesBody:
+    """A body, all of it checked, given what comes before it (see TablesBody). Raises InvalidCapture, or
+    UnsupportedVersion for codes that only a newer minor version has."""
+    body = TablesBody(data, TABLES, minor, where, counts, string_ids, earlier, payload_bytes)
     body.take_strings()
     for family in FAMILIES:
         body.take(family.name, family.columns, family.nested_columns)
