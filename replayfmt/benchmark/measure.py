@@ -14,7 +14,7 @@ what another part of the process froze could not be told apart afterwards.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -25,7 +25,9 @@ from replayfmt.replay.plan import Plan
 from replayfmt.replay.results import ReplayResult, VerifyMode
 from replayfmt.replay.run.execute import OnScope
 
-from .meters.stopwatch import Clock, ReplayTimer, ScopeWatch, Times, stopwatch_for
+from .meters.meter import Clock, MakeMeter, NotMeasured, Quantity
+from .meters.registered import METERS
+from .meters.stopwatch import Readings, ReplayTimer, ScopeWatch, stopwatch_for
 from .min_time import MOST_ITERATIONS, MinTime
 from .scopes import MeasuredRegion, find_regions, whole_capture
 from .statistics import TimeStatistics, summarize
@@ -58,25 +60,38 @@ class Options:
 class Sample:
     """One repetition of one region: what each of its iterations took, in nanoseconds, in order.
 
-    `host` is there where `real` is the devices' time: how long the host took to issue the work.
+    `host` is there where `real` is the devices' time: how long the host took to issue the work. `further` is what the
+    meters beside the clocks said of each iteration, in their own units.
     """
 
     real: np.ndarray
     cpu: np.ndarray
     host: np.ndarray | None
+    further: Mapping[Quantity, np.ndarray | NotMeasured] = field(default_factory=dict)
 
     @staticmethod
-    def of(times: Sequence[Times]) -> Sample:
-        host = [each.host_ns for each in times if each.host_ns is not None]
+    def of(iterations: Sequence[Readings]) -> Sample:
+        host = [each.host_ns for each in iterations if each.host_ns is not None]
         return Sample(
-            np.array([each.real_ns for each in times], dtype=np.float64),
-            np.array([each.cpu_ns for each in times], dtype=np.float64),
-            np.array(host, dtype=np.float64) if len(host) == len(times) else None,
+            np.array([each.real_ns for each in iterations], dtype=np.float64),
+            np.array([each.cpu_ns for each in iterations], dtype=np.float64),
+            np.array(host, dtype=np.float64) if len(host) == len(iterations) else None,
+            further_readings(iterations),
         )
 
     def statistics(self) -> TimeStatistics:
         """Over the iterations' real times."""
         return summarize(self.real)
+
+
+def further_readings(iterations: Sequence[Readings]) -> dict[Quantity, np.ndarray | NotMeasured]:
+    """What the meters beside the clocks said, in order; of one that missed an iteration, why."""
+    found: dict[Quantity, np.ndarray | NotMeasured] = {}
+    for quantity in iterations[0].further:
+        readings = [each.further[quantity] for each in iterations]
+        missed = [reading for reading in readings if isinstance(reading, NotMeasured)]
+        found[quantity] = missed[0] if missed else np.array(readings, dtype=np.float64)
+    return found
 
 
 @dataclass(frozen=True)
@@ -108,14 +123,24 @@ class Run:
 Progress = Callable[[str, int, int | None], None]
 
 
-def measure(plan: Plan, options: Options, *, clock: Clock | None = None, progress: Progress | None = None) -> Run:
+def measure(
+    plan: Plan,
+    options: Options,
+    *,
+    clock: Clock | None = None,
+    progress: Progress | None = None,
+    meters: Sequence[MakeMeter] = METERS,
+) -> Run:
     """Benchmark a plan.
 
-    `clock` replaces the host's clocks. Raises UsageError and ReplayRefused for scopes that cannot be measured, before
-    anything runs; ReplayFailed where a replay fails; ReplayMismatch where a verified one does not match.
+    `clock` replaces the host's clocks, `meters` what is measured. Raises UsageError and ReplayRefused for scopes that
+    cannot be measured, before anything runs; ReplayFailed where a replay fails; ReplayMismatch where a verified one
+    does not match.
     """
     regions = find_regions(plan.reader, options.scopes)
-    runner = _Runner(plan, whole_capture(plan.reader), regions, options, clock or Clock(), progress or _no_progress)
+    runner = _Runner(
+        plan, whole_capture(plan.reader), regions, options, clock or Clock(), progress or _no_progress, meters
+    )
     before = runner.verify("before")
     iterations, cut_short = runner.first_repetition()
     for _ in range(1, options.repetitions):
@@ -141,12 +166,13 @@ class _Runner:
         options: Options,
         clock: Clock,
         progress: Progress,
+        meters: Sequence[MakeMeter],
     ) -> None:
         self._plan, self._options, self._clock, self._progress = plan, options, clock, progress
         self.whole_region = whole
         self.whole_samples: list[Sample] = []
-        self.watches = [ScopeWatch(region, stopwatch_for(plan.devices, clock)) for region in regions]
-        self._timer = ReplayTimer(stopwatch_for(plan.devices, clock), self.watches)
+        self.watches = [ScopeWatch(region, stopwatch_for(plan.devices, clock, meters)) for region in regions]
+        self._timer = ReplayTimer(stopwatch_for(plan.devices, clock, meters), self.watches)
         self.samples: list[list[Sample]] = [[] for _ in regions]
 
     def verify(self, when: str) -> ReplayResult | None:
@@ -168,7 +194,7 @@ class _Runner:
         timed = waited = 0.0
         before = self._clock.real()
 
-        def enough(done: int, last: Times) -> bool:
+        def enough(done: int, last: Readings) -> bool:
             nonlocal timed, waited, before
             timed += last.real_ns
             now = self._clock.real()
@@ -183,10 +209,10 @@ class _Runner:
         """Warm up, then time `iterations` replays."""
         self._repeat(lambda done, _last: done >= iterations, iterations)
 
-    def _repeat(self, enough: Callable[[int, Times], bool], of: int | None) -> int:
+    def _repeat(self, enough: Callable[[int, Readings], bool], of: int | None) -> int:
         on_scope = self._on_scope()
-        whole: list[Times] = []
-        scopes: list[list[Times]] = [[] for _ in self.watches]
+        whole: list[Readings] = []
+        scopes: list[list[Readings]] = [[] for _ in self.watches]
         label = f"repetition {len(self.whole_samples) + 1} of {self._options.repetitions}"
         with collector_off():
             for done in range(self._options.warmup):
@@ -195,8 +221,8 @@ class _Runner:
             self._progress(label, 0, of)
             while not whole or not enough(len(whole), whole[-1]):
                 whole.append(self._replay(on_scope))
-                for times, watch in zip(scopes, self.watches, strict=True):
-                    times.append(watch.end_replay())
+                for readings, watch in zip(scopes, self.watches, strict=True):
+                    readings.append(watch.end_replay())
                 if gc.get_count()[0] > _MUCH_GARBAGE:
                     gc.collect()
                 self._progress(label, len(whole), of)
@@ -205,7 +231,7 @@ class _Runner:
             samples.append(Sample.of(times))
         return len(whole)
 
-    def _replay(self, on_scope: OnScope | None) -> Times:
+    def _replay(self, on_scope: OnScope | None) -> Readings:
         """One timed replay of the whole capture."""
         self._timer.begin_replay()
         result = self._plan.execute(verify="none", on_scope=on_scope, timer=self._timer)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from replayfmt.benchmark.meters.stopwatch import Clock
+from replayfmt.benchmark.meters.meter import Clock
 from replayfmt.format.codes import RecordKind
 from replayfmt.format.model import Scope, Session
 

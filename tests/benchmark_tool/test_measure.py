@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from replayfmt.benchmark.measure import Options, measure
-from replayfmt.benchmark.meters.stopwatch import DeviceStopwatch, ReplayTimer, ScopeWatch, Stopwatch
+from replayfmt.benchmark.meters.clocks import DeviceTimer, HostTimer
+from replayfmt.benchmark.meters.stopwatch import ReplayTimer, ScopeWatch, Stopwatch, stopwatch_for
 from replayfmt.benchmark.min_time import MinTime
 from replayfmt.benchmark.scopes import MeasuredRegion
 from replayfmt.errors import ReplayFailed, ReplayMismatch, UsageError
@@ -121,7 +122,7 @@ def test_content_that_enters_on_the_way_is_not_timed():
 
 def test_a_timer_that_is_stopped_while_paused_has_stopped_already():
     time = Time()
-    timer = ReplayTimer(Stopwatch(time.clock()))
+    timer = ReplayTimer(stopwatch_for((), time.clock()))
     timer.start()
     time.real += 5
     timer.pause()
@@ -154,7 +155,7 @@ def test_scopes_that_cannot_be_measured_are_refused_before_anything_runs():
     ],
 )
 def test_a_replay_that_leaves_its_scopes_otherwise_than_captured_fails(events, message):
-    watch = ScopeWatch(MeasuredRegion("step", frozenset({"step"}), 1, 1, None), Stopwatch(Time().clock()))
+    watch = ScopeWatch(MeasuredRegion("step", frozenset({"step"}), 1, 1, None), stopwatch_for((), Time().clock()))
     with pytest.raises(ReplayFailed, match=message):
         for event in events:
             watch(event, "step", "step", 4)
@@ -220,7 +221,8 @@ class FakeEvent:
 def test_on_a_device_real_time_comes_from_events_and_the_hosts_is_kept_beside_it():
     time, made = Time(), []
     devices = [torch.device("cuda:0"), torch.device("cuda:1")]
-    watch = DeviceStopwatch(devices, time.clock(), event=lambda device: made.append(device) or FakeEvent(time, made))
+    timer = DeviceTimer(devices, event=lambda device: made.append(device) or FakeEvent(time, made))
+    watch = Stopwatch([HostTimer(time.clock()), timer])
     for _ in range(3):
         watch.reset()
         for took in (100, 50):
@@ -238,7 +240,7 @@ def test_on_a_device_real_time_comes_from_events_and_the_hosts_is_kept_beside_it
 def test_events_on_a_real_device_measure_its_work():
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
-    watch = DeviceStopwatch([torch.device("cuda", torch.cuda.current_device())])
+    watch = stopwatch_for([torch.device("cuda", torch.cuda.current_device())])
     watch.reset()
     watch.start()
     torch.cuda._sleep(100_000_000)  # cycles: no device is so fast that they take less than 10 ms

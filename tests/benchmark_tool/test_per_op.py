@@ -8,7 +8,7 @@ import torch
 from opreplay_tools.benchmark import main
 
 import replayfmt
-from replayfmt.benchmark.meters.stopwatch import Clock
+from replayfmt.benchmark.meters.meter import Clock
 from replayfmt.benchmark.min_time import MinTime
 from replayfmt.benchmark.per_op.groups import choose
 from replayfmt.benchmark.per_op.measuring import OpOptions, measure_ops

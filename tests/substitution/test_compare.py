@@ -18,7 +18,7 @@ from replayfmt.benchmark.comparison.compare import measure_both
 from replayfmt.benchmark.comparison.paired import compare
 from replayfmt.benchmark.comparison.report import make_compare_report
 from replayfmt.benchmark.measure import Options
-from replayfmt.benchmark.meters.stopwatch import Clock
+from replayfmt.benchmark.meters.meter import Clock
 from replayfmt.benchmark.min_time import MinTime
 from replayfmt.errors import ReplayMismatch, SubstitutionRejected, UsageError
 from replayfmt.replay.plan import Plan

@@ -23,7 +23,8 @@ from replayfmt.replay.substitution.sites import CallSite, KernelStandIn
 from replayfmt.replay.substitution.table import Substitutions
 
 from ..measure import PATIENCE, Options, Progress, collector_off
-from ..meters.stopwatch import Clock, ReplayTimer, ScopeWatch, Stopwatch, Times, stopwatch_for
+from ..meters.meter import Clock
+from ..meters.stopwatch import Readings, ReplayTimer, ScopeWatch, Stopwatch, stopwatch_for
 from ..scopes import MeasuredRegion, find_regions, whole_capture
 from ..statistics import SMALLEST_FOR_INTERVAL
 from .paired import Comparison, compare
@@ -111,9 +112,9 @@ class _Side:
 
     plain: KernelStandIn | None
     timed: _Timed
-    whole: list[Times] = field(default_factory=list)
-    scopes: list[list[Times]] = field(default_factory=list)
-    signatures: dict[tuple[str, str], list[Times]] = field(default_factory=dict)
+    whole: list[Readings] = field(default_factory=list)
+    scopes: list[list[Readings]] = field(default_factory=list)
+    signatures: dict[tuple[str, str], list[Readings]] = field(default_factory=dict)
 
 
 def measure_both(
@@ -241,7 +242,11 @@ class _Comparing:
 
 
 def _row(
-    name: str, original: Sequence[Times], substituted: Sequence[Times], calls: int | None = None, replacement: str = ""
+    name: str,
+    original: Sequence[Readings],
+    substituted: Sequence[Readings],
+    calls: int | None = None,
+    replacement: str = "",
 ) -> Compared:
     real = [[times.real_ns for times in side] for side in (original, substituted)]
     mine, theirs = (np.array([times.cpu_ns for times in side], dtype=np.float64) for side in (original, substituted))

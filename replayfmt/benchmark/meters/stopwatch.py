@@ -1,135 +1,110 @@
-"""Clocks, and what adds up the time between them: a whole replay, or its passes through some scopes.
+"""Meters that run together: during a whole replay, or during its passes through some scopes.
 
-A stopwatch is started and stopped inside a replay, any number of times, and read after it. On the host it takes real
-time (a monotonic clock) and the CPU time of the process, all threads together. Where CUDA devices take part it also
-records an event on every device's current stream at both ends; the real time is then the device's, and the host's is
-given beside it: how long issuing the work took. Nothing here waits for a device while a replay runs.
+A stopwatch is started and stopped inside a replay, any number of times, and read after it. Where CUDA devices take part
+the real time is theirs, and the host's is given beside it: how long issuing the work took.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
 from replayfmt.errors import ReplayFailed
 
 from ..scopes import MeasuredRegion
+from .clocks import CLOCKS, CPU_TIME, DEVICE_TIME, HOST_TIME
+from .meter import Absent, Clock, MakeMeter, Meter, NotMeasured, Quantity, Reading
 
 
 @dataclass(frozen=True)
-class Clock:
-    """Where a stopwatch gets the time: two functions that return nanoseconds."""
+class Readings:
+    """One reading of a stopwatch: times in nanoseconds, and what meters beside the clocks say.
 
-    real: Callable[[], int] = time.perf_counter_ns
-    cpu: Callable[[], int] = time.process_time_ns
-
-
-@dataclass(frozen=True)
-class Times:
-    """One reading, in nanoseconds. `host_ns` is None where `real_ns` is itself the host's."""
+    `host_ns` is None where `real_ns` is itself the host's.
+    """
 
     real_ns: float
-    cpu_ns: int
-    host_ns: int | None = None
+    cpu_ns: float
+    host_ns: float | None = None
+    further: Mapping[Quantity, Reading] = field(default_factory=dict)
+
+    def per(self, calls: int) -> Readings:
+        """Of one call, where these are of `calls`."""
+        return Readings(
+            self.real_ns / calls,
+            self.cpu_ns / calls,
+            None if self.host_ns is None else self.host_ns / calls,
+            {
+                quantity: reading if isinstance(reading, NotMeasured) else reading / calls
+                for quantity, reading in self.further.items()
+            },
+        )
 
 
 class Stopwatch:
-    """Adds up real and CPU time between `start` and `stop` on the host."""
+    """Starts and stops meters together. The host's clocks have to be among them.
 
-    def __init__(self, clock: Clock | None = None) -> None:
-        clock = clock or Clock()
-        self._real_clock, self._cpu_clock = clock.real, clock.cpu
-        self.reset()
+    `start` and `stop` may be called any number of times between two resets.
+    """
+
+    start: Callable[[], None]
+    stop: Callable[[], None]
+
+    def __init__(self, meters: Iterable[Meter | Absent]) -> None:
+        """`meters` in the order in which they start; they stop in the opposite one."""
+        self._listed = tuple(meters)
+        self._meters = tuple(meter for meter in self._listed if not isinstance(meter, Absent))
+        self.start, self.stop = _together(self._meters)
 
     def reset(self) -> None:
         """Forget everything measured so far."""
-        self._real = self._cpu = self._real_start = self._cpu_start = 0
+        for meter in self._meters:
+            meter.reset()
 
-    def start(self) -> None:
-        self._cpu_start = self._cpu_clock()
-        self._real_start = self._real_clock()  # last in, first out: the CPU clock's own cost stays outside
-
-    def stop(self) -> None:
-        now = self._real_clock()
-        self._cpu += self._cpu_clock() - self._cpu_start
-        self._real += now - self._real_start
-
-    def read(self) -> Times:
+    def read(self) -> Readings:
         """What has been measured since `reset`. Devices must have been waited for."""
-        return Times(self._real, self._cpu)
+        readings: dict[Quantity, Reading] = {}
+        for meter in self._listed:
+            if isinstance(meter, Absent):
+                readings |= dict.fromkeys(meter.quantities, NotMeasured(meter.reason))
+            else:
+                readings |= zip(meter.quantities, meter.read(), strict=True)
+        host, cpu, device = (readings.pop(quantity, None) for quantity in (HOST_TIME, CPU_TIME, DEVICE_TIME))
+        assert isinstance(host, (int, float)) and isinstance(cpu, (int, float)), "the host's clocks always measure"
+        if device is None or isinstance(device, NotMeasured):
+            return Readings(host, cpu, None, readings)
+        return Readings(device, cpu, host, readings)
 
 
-class DeviceStopwatch(Stopwatch):
-    """A stopwatch whose real time is that of the CUDA devices, from events on their current streams.
+def _together(meters: Sequence[Meter]) -> tuple[Callable[[], None], Callable[[], None]]:
+    """What starts all meters and what stops them. Nothing comes between the innermost meter and the work: a single one
+    is called as it is."""
+    *outer, innermost = meters
+    start_innermost, stop_innermost = innermost.start, innermost.stop
+    if not outer:
+        return start_innermost, stop_innermost
+    starts, stops = [meter.start for meter in outer], [meter.stop for meter in reversed(outer)]
 
-    With several devices it is the longest of them: they work side by side.
-    """
+    def start() -> None:
+        for start_outer in starts:
+            start_outer()
+        start_innermost()
 
-    def __init__(
-        self,
-        devices: Sequence[torch.device],
-        clock: Clock | None = None,
-        event: Callable[[torch.device], Any] | None = None,
-    ) -> None:
-        self._devices = list(devices)
-        self._make = event or CudaEvent
-        self._pairs: list[list[tuple[Any, Any]]] = []  # kept between replays: events cost more to make than to use
-        self._used = 0
-        super().__init__(clock)
+    def stop() -> None:
+        stop_innermost()
+        for stop_outer in stops:
+            stop_outer()
 
-    def reset(self) -> None:
-        super().reset()
-        self._used = 0
-
-    def start(self) -> None:
-        super().start()
-        if self._used == len(self._pairs):
-            self._pairs.append([(self._make(device), self._make(device)) for device in self._devices])
-        for begin, _ in self._pairs[self._used]:
-            begin.record()
-
-    def stop(self) -> None:
-        for _, end in self._pairs[self._used]:
-            end.record()
-        self._used += 1
-        super().stop()
-
-    def read(self) -> Times:
-        host = super().read()
-        milliseconds = [0.0] * len(self._devices)
-        for pair in self._pairs[: self._used]:
-            for index, (begin, end) in enumerate(pair):
-                end.synchronize()
-                milliseconds[index] += begin.elapsed_time(end)
-        return Times(max(milliseconds) * 1e6, host.cpu_ns, int(host.real_ns))
+    return start, stop
 
 
-class CudaEvent:
-    """An event that records on its device's current stream, whichever device is current."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        with torch.cuda.device(device):
-            self._event = torch.cuda.Event(enable_timing=True)
-
-    def record(self) -> None:
-        self._event.record(torch.cuda.current_stream(self._device))
-
-    def synchronize(self) -> None:
-        self._event.synchronize()
-
-    def elapsed_time(self, end: CudaEvent) -> float:
-        return float(self._event.elapsed_time(end._event))
-
-
-def stopwatch_for(devices: Sequence[torch.device], clock: Clock | None = None) -> Stopwatch:
-    """The stopwatch that fits the devices a plan uses."""
-    cuda = [device for device in devices if device.type == "cuda"]
-    return DeviceStopwatch(cuda, clock) if cuda else Stopwatch(clock)
+def stopwatch_for(
+    devices: Sequence[torch.device], clock: Clock | None = None, meters: Sequence[MakeMeter] = CLOCKS
+) -> Stopwatch:
+    """A stopwatch with the meters that fit the devices a plan uses."""
+    return Stopwatch([make(devices, clock or Clock()) for make in meters])
 
 
 class ScopeWatch:
@@ -170,7 +145,7 @@ class ScopeWatch:
         if self._depth:
             self.stopwatch.start()
 
-    def end_replay(self) -> Times:
+    def end_replay(self) -> Readings:
         """What the scopes took in the replay just ended. Raises ReplayFailed where they did not run as captured."""
         if self._depth:
             raise ReplayFailed(f"--replay-scope={self.region.name}: the scope did not end while being replayed")

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,8 +23,10 @@ from replayfmt.replay.planning.slices import Slice
 from replayfmt.replay.results import Verdict, VerifyMode
 from replayfmt.replay.run.isolated import IsolatedOp, call_repeatedly
 
-from ..measure import Progress
-from ..meters.stopwatch import Clock, Stopwatch, stopwatch_for
+from ..measure import Progress, further_readings
+from ..meters.meter import Clock, MakeMeter, NotMeasured, Quantity
+from ..meters.registered import METERS
+from ..meters.stopwatch import Readings, stopwatch_for
 from ..min_time import MOST_ITERATIONS, MinTime
 from ..statistics import SMALLEST_FOR_INTERVAL, TimeStatistics, summarize
 from .groups import Chosen, OpGroup, choose
@@ -77,6 +79,7 @@ class MeasuredOp:
     times: TimeStatistics | None = None
     cpu_ns: float | None = None  # a call's on average, of the whole process
     host_ns: float | None = None  # a call's, where `times` are the device's
+    further: dict[Quantity, float | NotMeasured] = field(default_factory=dict)  # of meters beside the clocks: a call's
     returned: tuple[str, ...] | None = None  # what a call gave here, a text for each result
 
     @property
@@ -151,8 +154,9 @@ def measure_ops(
     clock: Clock | None = None,
     progress: Progress,
     on_measured: OnMeasured | None = None,
+    meters: Sequence[MakeMeter] = METERS,
 ) -> PerOpRun:
-    """Measure a plan's ops one by one; the plan has to be made with keep_going.
+    """Measure a plan's ops one by one, with `meters`; the plan has to be made with keep_going.
 
     Where there is something to compare with, a verified replay gives the verdicts first. Raises UsageError where no op
     is chosen.
@@ -165,8 +169,7 @@ def measure_ops(
         scopes=options.scopes,
         progress=progress,
     )
-    walk = _OpWalk(plan, options, chosen, clock or Clock(), progress, on_measured)
-    return walk.run()
+    return _OpMeasurement(plan, options, chosen, clock or Clock(), progress, on_measured, meters).run()
 
 
 def _shown(result: Any) -> tuple[str, ...]:
@@ -192,7 +195,7 @@ class _Stop(Exception):
     """An op failed and nothing after it is to be measured."""
 
 
-class _OpWalk:
+class _OpMeasurement:
     """One pass through a capture, measuring where a group is met that has no times yet."""
 
     def __init__(
@@ -203,10 +206,11 @@ class _OpWalk:
         clock: Clock,
         progress: Progress,
         on_measured: OnMeasured | None,
+        meters: Sequence[MakeMeter],
     ) -> None:
         self._plan, self._options, self._chosen, self._progress = plan, options, chosen, progress
         self._clock, self._on_measured = clock, on_measured
-        self._stopwatch = stopwatch_for(plan.devices, clock)
+        self._stopwatch = stopwatch_for(plan.devices, clock, meters)
         self._ops = {group.first_ordinal: MeasuredOp(group) for group in chosen.groups}
         self._reported = 0
         self._verdicts: dict[int, tuple[Verdict, str]] = {}
@@ -229,7 +233,7 @@ class _OpWalk:
             if verification.mode == "none" and self._plan.reader.session.policies.get("import") in _SINGLE_CALLS:
                 self._each_alone()
             else:
-                self._walk(only)
+                self._examine(only)
         except _Stop:
             stopped = True
         finally:
@@ -237,7 +241,7 @@ class _OpWalk:
                 gc.enable()
         return self._finished(verified, overhead, stopped)
 
-    def _walk(self, only: Slice | None) -> None:
+    def _examine(self, only: Slice | None) -> None:
         for each in self._plan.examine(self._op, only):
             if self._verdicts.get(each.ordinal, ("ok", ""))[0] == "ok":
                 self._verdicts[each.ordinal] = each.verdict, each.reason
@@ -245,14 +249,14 @@ class _OpWalk:
     def _each_alone(self) -> None:
         """Of calls that nothing connects, one of each group, with its content alone; where that cannot be run, the
         others of the group."""
-        self._walk(self._plan.slice(self._ops))
+        self._examine(self._plan.slice(self._ops))
         others = {
             ordinal
             for ordinal, group in self._chosen.by_ordinal.items()
             if ordinal not in self._ops and self._ops[group.first_ordinal].ordinal is None
         }
         if others:
-            self._walk(self._plan.slice(others))
+            self._examine(self._plan.slice(others))
 
     def _op(self, op: IsolatedOp) -> None:
         """Measure an op that has come up, if its group needs it."""
@@ -286,23 +290,23 @@ class _OpWalk:
         measured.returned = _shown(op.result())
         self._synchronize()
         op.restore()
-        first, _cpu, _host = self._sample(op, 1)
-        block = 1 if op.writes else int(max(1.0, min(_SAMPLE_NS / max(first, 1.0), 10_000)))
-        real: list[float] = []
-        cpu: list[float] = []
-        host: list[float] = []
+        first = self._sample(op, 1)
+        block = 1 if op.writes else int(max(1.0, min(_SAMPLE_NS / max(first.real_ns, 1.0), 10_000)))
+        samples: list[Readings] = []
         calls, timed, began = 0, 0.0, self._clock.real()
-        while not self._enough(calls, len(real), timed, self._clock.real() - began):
+        while not self._enough(calls, len(samples), timed, self._clock.real() - began):
             op.restore()
-            times = self._sample(op, block)
+            samples.append(self._sample(op, block))
             calls += block
-            timed += times[0] * block
-            for column, value in zip((real, cpu, host), times, strict=True):
-                if value is not None:
-                    column.append(value)
-        measured.calls, measured.times = calls, summarize(real)
-        measured.cpu_ns = float(np.mean(cpu))
+            timed += samples[-1].real_ns * block
+        host = [each.host_ns for each in samples if each.host_ns is not None]
+        measured.calls, measured.times = calls, summarize([each.real_ns for each in samples])
+        measured.cpu_ns = float(np.mean([each.cpu_ns for each in samples]))
         measured.host_ns = float(np.mean(host)) if host else None
+        measured.further = {
+            quantity: readings if isinstance(readings, NotMeasured) else float(readings.mean())
+            for quantity, readings in further_readings(samples).items()
+        }
 
     def _enough(self, calls: int, samples: int, timed_ns: float, waited_ns: float) -> bool:
         goal = self._options.min_time
@@ -315,17 +319,16 @@ class _OpWalk:
             return samples > 0 and waited_ns >= _PATIENCE * max(wanted, 1e9)
         return timed_ns >= wanted or waited_ns >= _PATIENCE * wanted or calls >= MOST_ITERATIONS
 
-    def _sample(self, op: IsolatedOp, block: int) -> tuple[float, float, float | None]:
-        """Real, CPU and (beside a device's) host nanoseconds a call, over `block` calls."""
+    def _sample(self, op: IsolatedOp, block: int) -> Readings:
+        """What a call takes, over `block` calls."""
         self._synchronize()
         self._stopwatch.reset()
-        self._stopwatch.start()
+        start, stop = self._stopwatch.start, self._stopwatch.stop
+        start()
         op.calls(block)
-        self._stopwatch.stop()
+        stop()
         self._synchronize()
-        times = self._stopwatch.read()
-        host = None if times.host_ns is None else times.host_ns / block
-        return times.real_ns / block, times.cpu_ns / block, host
+        return self._stopwatch.read().per(block)
 
     def _synchronize(self) -> None:
         for device in self._plan.devices:
@@ -334,7 +337,7 @@ class _OpWalk:
 
     def _overhead(self) -> float:
         """What a call that does nothing takes, measured like the others."""
-        watch = Stopwatch(self._clock)
+        watch = stopwatch_for((), self._clock)
         for _ in range(2):  # the first one warms up
             watch.reset()
             watch.start()

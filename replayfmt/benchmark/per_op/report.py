@@ -12,7 +12,8 @@ from typing import Any
 
 from replayfmt.replay.plan import Plan
 
-from ..reports.rows import Report, plan_context
+from ..meters.meter import NotMeasured, Quantity
+from ..reports.rows import Report, further_fields, plan_context
 from ..reports.units import call_count, duration
 from .measuring import MeasuredOp, PerOpRun
 from .rows import WIDE, GroupBy, OpRow, make_rows
@@ -55,7 +56,9 @@ def make_op_report(run: PerOpRun, plan: Plan, *, group_by: GroupBy | None = None
         "complete": run.complete,
         "warnings": _warnings(run, shown, total),
     }
-    return Report(context, [_row(row, index, total, group_by) for index, row in enumerate([*shown, *others])])
+    reported = [_row(row, index, total, group_by) for index, row in enumerate([*shown, *others])]
+    further = dict.fromkeys(quantity for op in run.ops for quantity in op.further)
+    return Report(context, reported, tuple(further))
 
 
 def _unsupported(run: PerOpRun) -> dict[str, Any]:
@@ -160,7 +163,18 @@ def _row(row: OpRow, index: int, total_ns: float, group_by: GroupBy | None) -> d
     host = _mean(row, lambda op: op.host_ns)
     if host is not None:
         found["host_time"] = host
-    return found
+    return found | further_fields({quantity: _further(row, quantity) for quantity in row.members[0][0].further})
+
+
+def _further(row: OpRow, quantity: Quantity) -> float | NotMeasured:
+    """The mean over a row's calls of what a meter beside the clocks said; the reason where it missed some of them."""
+    total = 0.0
+    for op, calls in row.members:
+        reading = op.further[quantity]
+        if isinstance(reading, NotMeasured):
+            return reading
+        total += reading * calls
+    return total / row.calls
 
 
 def _mean(row: OpRow, of: Callable[[MeasuredOp], float | None]) -> float | None:

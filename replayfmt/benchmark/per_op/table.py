@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from replayfmt.format.codes import OpStatus
@@ -12,8 +12,9 @@ from replayfmt.format.printable import printable
 from replayfmt.format.reader import CaptureReader
 from replayfmt.format.signatures.text import signature_of
 
+from ..meters.meter import Quantity
 from ..reports.rows import Report
-from ..reports.units import call_count, duration
+from ..reports.units import call_count, duration, figure
 from .measuring import MeasuredOp
 from .rows import GroupBy
 
@@ -37,9 +38,9 @@ def table_lines(report: Report) -> Iterator[str]:
     others = [row for row in report.rows if "estimated_us" not in row]
     yield from _aligned(
         [
-            (*_HEADS, group_by or "op"),
-            *(_cells(row, group_by) for row in measured),
-            *(_unmeasured(row, group_by) for row in others[:_MOST_LISTED]),
+            (*_HEADS, *(quantity.title for quantity in report.further), group_by or "op"),
+            *(_cells(row, group_by, report.further) for row in measured),
+            *(_unmeasured(row, group_by, report.further) for row in others[:_MOST_LISTED]),
         ]
     )
     if len(others) > _MOST_LISTED:
@@ -72,7 +73,7 @@ def table_lines(report: Report) -> Iterator[str]:
     yield f"verified  {printable(context['verified'])}"
 
 
-def _cells(row: dict[str, Any], group_by: GroupBy | None) -> tuple[str, ...]:
+def _cells(row: dict[str, Any], group_by: GroupBy | None, further: Sequence[Quantity]) -> tuple[str, ...]:
     ranks = sorted({row["rank_low"], row["rank_high"]})
     estimated, low, high = row["estimated_us"], row["estimated_us_low"], row["estimated_us_high"]
     left_out = row.get("not_measured", 0)
@@ -88,11 +89,12 @@ def _cells(row: dict[str, Any], group_by: GroupBy | None) -> tuple[str, ...]:
         duration(estimated * 1e3 / measured),
         "-" if row["captured_us"] is None else duration(row["captured_us"] * 1e3),
         "" if row["verdict"] == "ok" else row["verdict"],
+        *(figure(row[quantity.name]) for quantity in further),
         f"{_label(row, group_by)}{reason}",
     )
 
 
-def _unmeasured(row: dict[str, Any], group_by: GroupBy | None) -> tuple[str, ...]:
+def _unmeasured(row: dict[str, Any], group_by: GroupBy | None, further: Sequence[Quantity]) -> tuple[str, ...]:
     return (
         "-",
         _NOT_MEASURED,
@@ -103,6 +105,7 @@ def _unmeasured(row: dict[str, Any], group_by: GroupBy | None) -> tuple[str, ...
         "-",
         "-",
         row["verdict"],
+        *("-" for _ in further),
         f"{_label(row, group_by)}: {row['reason']}",
     )
 

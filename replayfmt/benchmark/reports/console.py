@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
@@ -10,8 +11,9 @@ from rich.text import Text
 
 from replayfmt.format.printable import printable
 
+from ..meters.meter import Quantity
 from .rows import Report
-from .units import duration, rate
+from .units import duration, figure, rate
 
 # Where there is no terminal to fit, nothing is wrapped: the lines are for other programs and for files.
 _UNLIMITED = 10_000
@@ -41,7 +43,7 @@ def _print(report: Report, console: Console) -> None:
     for text in context.get("substitution_check", ()):
         _line(console, f"checked   {text.strip()}")
     console.print()
-    console.print(_table(report.rows))
+    console.print(_table(report))
     console.print()
     for row in report.rows:
         if row.get("repetition_index") == 0:
@@ -49,6 +51,10 @@ def _print(report: Report, console: Console) -> None:
         if row.get("median_real_time_low") is not None:
             low, high = duration(row["median_real_time_low"]), duration(row["median_real_time_high"])
             _line(console, f"{row['name']}: the median is between {low} and {high} with 95% confidence")
+    for quantity in report.further:
+        reasons = {reason for row in report.rows if (reason := row.get(f"{quantity.name}_reason"))}
+        for reason in sorted(reasons):
+            _line(console, f"{quantity.name}: not measured: {reason}")
     for warning in report.warnings():
         _line(console, f"WARNING: {warning}", "yellow")
 
@@ -67,7 +73,8 @@ def _captured(row: dict[str, Any]) -> str:
     )
 
 
-def _table(rows: list[dict[str, Any]]) -> Table:
+def _table(report: Report) -> Table:
+    rows = report.rows
     table = Table(box=None, pad_edge=False, header_style="bold")
     host = any("host_time" in row for row in rows)
     table.add_column("Benchmark", no_wrap=True)
@@ -80,15 +87,16 @@ def _table(rows: list[dict[str, Any]]) -> Table:
         "Std. dev.",
         "Minimum",
         "Ops/s",
+        *(quantity.title for quantity in report.further),
     ]
     for name in names:
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
-        table.add_row(*(Text(cell) for cell in _cells(row, host)))
+        table.add_row(*(Text(cell) for cell in _cells(row, host, report.further)))
     return table
 
 
-def _cells(row: dict[str, Any], host: bool) -> list[str]:
+def _cells(row: dict[str, Any], host: bool, further: Sequence[Quantity]) -> list[str]:
     """One row. An aggregate has no figures over iterations, and `_cv` is a share of everything it stands for."""
     share = row.get("aggregate_unit") == "percentage"
 
@@ -98,6 +106,9 @@ def _cells(row: dict[str, Any], host: bool) -> list[str]:
         if share:
             return "-" if row[name] is None else f"{row[name]:.2%}"
         return rate(row[name]) if name == "ops_per_second" else duration(row[name])
+
+    def counted(name: str) -> str:
+        return shown(name) if share or name not in row else figure(row[name])
 
     return [
         printable(row["name"]),
@@ -109,4 +120,5 @@ def _cells(row: dict[str, Any], host: bool) -> list[str]:
         shown("stddev_real_time"),
         shown("min_real_time"),
         shown("ops_per_second"),
+        *(counted(quantity.name) for quantity in further),
     ]

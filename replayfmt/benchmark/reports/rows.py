@@ -12,16 +12,19 @@ from __future__ import annotations
 import csv
 import io
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from typing import Any
 
+import numpy as np
 import torch
 
 from replayfmt.format.printable import printable
 from replayfmt.replay.plan import Plan
 
 from ..measure import Measurement, Run, Sample
+from ..meters.meter import NotMeasured, Quantity
 from ..statistics import CONFIDENCE, summarize
 from .caveats import measurement_caveats, run_caveats
 from .machine import machine_context
@@ -64,6 +67,7 @@ class Report:
 
     context: dict[str, Any]
     rows: list[dict[str, Any]] = field(default_factory=list)
+    further: tuple[Quantity, ...] = ()  # what was measured beside times
 
     def json(self) -> str:
         """Google Benchmark's JSON document."""
@@ -98,13 +102,14 @@ class Report:
 def make_report(run: Run, plan: Plan) -> Report:
     """The report of a run of `plan`."""
     rows = []
+    further = tuple(run.whole.samples[0].further)
     for index, measurement in enumerate(run.measurements):
         warnings = measurement_caveats(measurement)
         family = [
             _iteration_row(measurement, index, repetition, warnings) for repetition in range(len(measurement.samples))
         ]
-        rows += family + (_aggregate_rows(family) if len(family) > 1 else [])
-    return Report(_context(run, plan), rows)
+        rows += family + (_aggregate_rows(family, further) if len(family) > 1 else [])
+    return Report(_context(run, plan), rows, further)
 
 
 def plan_context(plan: Plan) -> dict[str, Any]:
@@ -200,22 +205,42 @@ def _iteration_row(measurement: Measurement, family: int, repetition: int, warni
         row["captured_time_reason"] = region.captured_reason
     if sample.host is not None:
         row["host_time"] = float(sample.host.mean())
+    row |= further_fields(
+        {
+            quantity: readings if isinstance(readings, NotMeasured) else float(readings.mean())
+            for quantity, readings in sample.further.items()
+        }
+    )
     row["samples"] = _samples(sample)
     row["warnings"] = warnings
     return row
 
 
+def further_fields(means: Mapping[Quantity, float | NotMeasured]) -> dict[str, Any]:
+    """The fields of a row for what meters beside the clocks said: each with its unit, or why there is none."""
+    fields: dict[str, Any] = {}
+    for quantity, mean in means.items():
+        missing = isinstance(mean, NotMeasured)
+        fields[quantity.name] = None if missing else mean
+        fields[f"{quantity.name}_unit"] = quantity.unit
+        if isinstance(mean, NotMeasured):
+            fields[f"{quantity.name}_reason"] = mean.reason
+    return fields
+
+
 def _samples(sample: Sample) -> dict[str, list[float]]:
-    """Each iteration's times, in order."""
-    columns = {"real_time": sample.real, "cpu_time": sample.cpu, "host_time": sample.host}
-    return {name: column.tolist() for name, column in columns.items() if column is not None}
+    """Each iteration's times and further readings, in order."""
+    columns: dict[str, Any] = {"real_time": sample.real, "cpu_time": sample.cpu, "host_time": sample.host}
+    columns |= {quantity.name: readings for quantity, readings in sample.further.items()}
+    return {name: column.tolist() for name, column in columns.items() if isinstance(column, np.ndarray)}
 
 
-def _aggregate_rows(family: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _aggregate_rows(family: list[dict[str, Any]], further: Sequence[Quantity]) -> list[dict[str, Any]]:
     """Mean, median, standard deviation and coefficient of variation over the repetitions of one region."""
     first = family[0]
     figures = ["real_time", "cpu_time"]
-    figures += [name for name in _AGGREGATED if all(row.get(name) is not None for row in family)]
+    counters = (*_AGGREGATED, *(quantity.name for quantity in further))
+    figures += [name for name in counters if all(row.get(name) is not None for row in family)]
     over = {name: summarize([row[name] for row in family]) for name in figures}
     rows = []
     for name in ("mean", "median", "stddev", "cv"):

@@ -20,6 +20,11 @@ def call_count(number: int) -> str:
     return f"{number} call{'' if number == 1 else 's'}"
 
 
+def figure(value: float | None) -> str:
+    """A number whose unit is given elsewhere; `not measured` where there is none."""
+    return "not measured" if value is None else f"{value:.{_DIGITS}g}"
+
+
 def rate(per_second: float | None) -> str:
     """A count a second, as 12.34k/s; `-` where it is not known."""
     if per_second is None:

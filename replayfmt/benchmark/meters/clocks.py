@@ -1,0 +1,109 @@
+"""Clocks: the host's real time, the CPU time of the process (all threads together), and the time of CUDA devices.
+
+All in nanoseconds. A device's time comes from events on its current stream; nothing here waits for a device while a
+replay runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from .meter import Absent, Clock, Quantity
+
+HOST_TIME = Quantity("host_time", "ns")
+CPU_TIME = Quantity("cpu_time", "ns")
+DEVICE_TIME = Quantity("device_time", "ns")
+
+
+class HostTimer:
+    """The host's real time and the CPU time of the process."""
+
+    quantities = (HOST_TIME, CPU_TIME)
+
+    def __init__(self, clock: Clock) -> None:
+        self._real_clock, self._cpu_clock = clock.real, clock.cpu
+        self.reset()
+
+    def reset(self) -> None:
+        self._real = self._cpu = self._real_start = self._cpu_start = 0
+
+    def start(self) -> None:
+        self._cpu_start = self._cpu_clock()
+        self._real_start = self._real_clock()  # last in, first out: the CPU clock's own cost stays outside
+
+    def stop(self) -> None:
+        now = self._real_clock()
+        self._cpu += self._cpu_clock() - self._cpu_start
+        self._real += now - self._real_start
+
+    def read(self) -> tuple[float, float]:
+        return self._real, self._cpu
+
+
+class DeviceTimer:
+    """The CUDA devices' time. With several devices it is the longest of them: they work side by side."""
+
+    quantities = (DEVICE_TIME,)
+
+    def __init__(self, devices: Sequence[torch.device], event: Callable[[torch.device], Any] | None = None) -> None:
+        self._devices = list(devices)
+        self._make = event or CudaEvent
+        self._pairs: list[list[tuple[Any, Any]]] = []  # kept between replays: events cost more to make than to use
+        self._used = 0
+
+    def reset(self) -> None:
+        self._used = 0
+
+    def start(self) -> None:
+        if self._used == len(self._pairs):
+            self._pairs.append([(self._make(device), self._make(device)) for device in self._devices])
+        for begin, _ in self._pairs[self._used]:
+            begin.record()
+
+    def stop(self) -> None:
+        for _, end in self._pairs[self._used]:
+            end.record()
+        self._used += 1
+
+    def read(self) -> tuple[float]:
+        milliseconds = [0.0] * len(self._devices)
+        for pair in self._pairs[: self._used]:
+            for index, (begin, end) in enumerate(pair):
+                end.synchronize()
+                milliseconds[index] += begin.elapsed_time(end)
+        return (max(milliseconds) * 1e6,)
+
+
+class CudaEvent:
+    """An event that records on its device's current stream, whichever device is current."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        with torch.cuda.device(device):
+            self._event = torch.cuda.Event(enable_timing=True)
+
+    def record(self) -> None:
+        self._event.record(torch.cuda.current_stream(self._device))
+
+    def synchronize(self) -> None:
+        self._event.synchronize()
+
+    def elapsed_time(self, end: CudaEvent) -> float:
+        return float(self._event.elapsed_time(end._event))
+
+
+def host_timer(_devices: Sequence[torch.device], clock: Clock) -> HostTimer:
+    return HostTimer(clock)
+
+
+def device_timer(devices: Sequence[torch.device], _clock: Clock) -> DeviceTimer | Absent:
+    cuda = [device for device in devices if device.type == "cuda"]
+    return DeviceTimer(cuda) if cuda else Absent((DEVICE_TIME,), "the replay uses no CUDA device")
+
+
+# In the order in which they start; they stop in the opposite one: what it takes the host to record the events is in its
+# time, as is all that issues work.
+CLOCKS = (host_timer, device_timer)

@@ -1,0 +1,75 @@
+"""What a meter is: something that measures a replay, or a part of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias
+
+import torch
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """What a meter measures. `name` is its field in reports, such as `cpu_time`; `unit` is that of its readings."""
+
+    name: str
+    unit: str
+
+    @property
+    def title(self) -> str:
+        """As the head of a column."""
+        return f"{self.name.replace('_', ' ').capitalize()} ({self.unit})"
+
+
+@dataclass(frozen=True)
+class NotMeasured:
+    """In the place of a reading: why there is none. Not zero."""
+
+    reason: str
+
+
+# A number in the quantity's unit.
+Reading: TypeAlias = "float | NotMeasured"
+
+
+class Meter(Protocol):
+    """Adds up what it measures between `start` and `stop`, which may come any number of times between two resets.
+
+    `start` and `stop` run inside a replay, around work that is timed: they neither wait for a device nor allocate more
+    than they must. `read` comes after the replay, once devices have done what they were given.
+    """
+
+    @property
+    def quantities(self) -> tuple[Quantity, ...]: ...
+
+    def reset(self) -> None:
+        """Forget everything measured so far."""
+
+    def start(self) -> None: ...
+
+    def stop(self) -> None: ...
+
+    def read(self) -> tuple[Reading, ...]:
+        """What has been measured since `reset`, in the order of `quantities`."""
+
+
+@dataclass(frozen=True)
+class Absent:
+    """In the place of a meter that cannot measure here."""
+
+    quantities: tuple[Quantity, ...]
+    reason: str
+
+
+@dataclass(frozen=True)
+class Clock:
+    """Where meters get the host's time: two functions that return nanoseconds."""
+
+    real: Callable[[], int] = time.perf_counter_ns
+    cpu: Callable[[], int] = time.process_time_ns
+
+
+# Makes a meter for the devices that a plan uses, or says why there is none.
+MakeMeter = Callable[[Sequence[torch.device], Clock], "Meter | Absent"]
