@@ -9,7 +9,7 @@ from rich.console import Console
 
 from replayfmt.benchmark.measure import Options, measure
 from replayfmt.benchmark.meters.clocks import CLOCKS
-from replayfmt.benchmark.meters.meter import Absent, NotMeasured, Quantity
+from replayfmt.benchmark.meters.meter import AbsentMeter, NotMeasured, Quantity
 from replayfmt.benchmark.meters.registered import METERS
 from replayfmt.benchmark.meters.stopwatch import stopwatch_for
 from replayfmt.benchmark.min_time import MinTime
@@ -49,7 +49,7 @@ class Starts:
 
 
 def no_energy(_devices, _clock):
-    return Absent((ENERGY,), "no counter here")
+    return AbsentMeter((ENERGY,), "no counter here")
 
 
 def starts(_devices, _clock):

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from .meter import Absent, Clock, Quantity
+from .meter import AbsentMeter, Clock, Quantity
 
 HOST_TIME = Quantity("host_time", "ns")
 CPU_TIME = Quantity("cpu_time", "ns")
@@ -99,9 +99,9 @@ def host_timer(_devices: Sequence[torch.device], clock: Clock) -> HostTimer:
     return HostTimer(clock)
 
 
-def device_timer(devices: Sequence[torch.device], _clock: Clock) -> DeviceTimer | Absent:
+def device_timer(devices: Sequence[torch.device], _clock: Clock) -> DeviceTimer | AbsentMeter:
     cuda = [device for device in devices if device.type == "cuda"]
-    return DeviceTimer(cuda) if cuda else Absent((DEVICE_TIME,), "the replay uses no CUDA device")
+    return DeviceTimer(cuda) if cuda else AbsentMeter((DEVICE_TIME,), "the replay uses no CUDA device")
 
 
 # In the order in which they start; they stop in the opposite one: what it takes the host to record the events is in its

@@ -56,7 +56,7 @@ class Meter(Protocol):
 
 
 @dataclass(frozen=True)
-class Absent:
+class AbsentMeter:
     """In the place of a meter that cannot measure here."""
 
     quantities: tuple[Quantity, ...]
@@ -72,4 +72,4 @@ class Clock:
 
 
 # Makes a meter for the devices that a plan uses, or says why there is none.
-MakeMeter = Callable[[Sequence[torch.device], Clock], "Meter | Absent"]
+MakeMeter = Callable[[Sequence[torch.device], Clock], "Meter | AbsentMeter"]

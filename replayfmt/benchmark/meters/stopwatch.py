@@ -15,7 +15,7 @@ from replayfmt.errors import ReplayFailed
 
 from ..scopes import MeasuredRegion
 from .clocks import CLOCKS, CPU_TIME, DEVICE_TIME, HOST_TIME
-from .meter import Absent, Clock, MakeMeter, Meter, NotMeasured, Quantity, Reading
+from .meter import AbsentMeter, Clock, MakeMeter, Meter, NotMeasured, Quantity, Reading
 
 
 @dataclass(frozen=True)
@@ -52,10 +52,10 @@ class Stopwatch:
     start: Callable[[], None]
     stop: Callable[[], None]
 
-    def __init__(self, meters: Iterable[Meter | Absent]) -> None:
+    def __init__(self, meters: Iterable[Meter | AbsentMeter]) -> None:
         """`meters` in the order in which they start; they stop in the opposite one."""
         self._listed = tuple(meters)
-        self._meters = tuple(meter for meter in self._listed if not isinstance(meter, Absent))
+        self._meters = tuple(meter for meter in self._listed if not isinstance(meter, AbsentMeter))
         self.start, self.stop = _together(self._meters)
 
     def reset(self) -> None:
@@ -67,7 +67,7 @@ class Stopwatch:
         """What has been measured since `reset`. Devices must have been waited for."""
         readings: dict[Quantity, Reading] = {}
         for meter in self._listed:
-            if isinstance(meter, Absent):
+            if isinstance(meter, AbsentMeter):
                 readings |= dict.fromkeys(meter.quantities, NotMeasured(meter.reason))
             else:
                 readings |= zip(meter.quantities, meter.read(), strict=True)
