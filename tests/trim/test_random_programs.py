@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import replayfmt
@@ -90,6 +90,7 @@ def run(steps: list[tuple[str, int, int, int]]) -> None:
     ),
     cut=st.tuples(st.floats(0, 1), st.floats(0, 1)),
 )
+@example(steps=[("copy_", 0, 0, 0), ("add_", 0, 0, 0)], cut=(1.0, 0.5))  # what copy_ replaces is not kept
 def test_any_range_of_any_program_replays_from_the_inputs_it_had(
     steps: list[tuple[str, int, int, int]], cut: tuple[float, float]
 ) -> None:
@@ -117,6 +118,7 @@ def test_any_range_of_any_program_replays_from_the_inputs_it_had(
     ),
     kernel=st.sampled_from(["aten::*_", "aten::mul*", "aten::view", "aten::*l*", "aten::fill_", "aten::sum"]),
 )
+@example(steps=[("copy_", 0, 0, 0)], kernel="aten::*_")
 def test_any_kernels_of_any_program_replay_from_the_inputs_they_had(
     steps: list[tuple[str, int, int, int]], kernel: str
 ) -> None:
