@@ -41,7 +41,8 @@ class Call:
     """One op of the capture. `arguments` maps names to values; tensors are TensorInfo, lists are tuples.
 
     `scope` is the path of the scope it ran in (`execute/step 3`), `annotation` what its importer or tool noted about
-    it. `overload` is None where this torch does not have the operator.
+    it. `schema` is None where there is no kernel for it here; `elementwise`: each element of what it returns depends on
+    the elements at the same place alone.
     """
 
     ordinal: int
@@ -51,7 +52,8 @@ class Call:
     results: tuple[Any, ...]
     scope: str
     annotation: Mapping[str, Any]
-    overload: torch._ops.OpOverload | None = None
+    schema: torch.FunctionSchema | None = None
+    elementwise: bool = False
 
     def tensor(self, argument: str, position: int | None = None) -> TensorInfo | None:
         """A tensor argument, or the one at `position` of a list; None where that is no tensor."""

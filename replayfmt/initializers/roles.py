@@ -50,8 +50,7 @@ def demand_of(use: Use) -> Demand | None:
         return rule(use)
     if not is_integral(view.dtype) or view.elements == 0 or base in _COMPUTING or base.startswith("_foreach_"):
         return Demand(Role.number, why=f"a number for {use.call.name}")
-    overload = use.call.overload
-    if use.call.name.startswith("aten::") and overload is not None and torch.Tag.pointwise in overload.tags:
+    if use.call.elementwise:
         return Demand(Role.number, why=f"a number for {use.call.name}")
     return None
 

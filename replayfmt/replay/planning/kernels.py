@@ -64,6 +64,11 @@ class ResolvedKernel(ABC):
         """Whether what it computes may depend on autocast."""
         return not self.own
 
+    @property
+    def elementwise(self) -> bool:
+        """Whether each element of its results depends on its arguments' elements at the same place alone."""
+        return False
+
     @abstractmethod
     def runs_on(self, device_type: str) -> bool:
         """Whether there is an implementation for tensors of a device type."""
@@ -109,6 +114,10 @@ class OperatorKernel(ResolvedKernel):
     @property
     def casts_inside(self) -> bool:
         return operator_named(self.schema.name).casts_inside
+
+    @property
+    def elementwise(self) -> bool:
+        return self.schema.name.startswith("aten::") and torch.Tag.pointwise in self.overload.tags
 
     def runs_on(self, device_type: str) -> bool:
         """Whether the dispatcher has any kernel of it for tensors of a device type."""

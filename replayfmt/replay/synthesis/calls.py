@@ -13,14 +13,14 @@ from replayfmt.format.reader import CaptureReader
 from replayfmt.initializers import Call, TensorInfo
 from replayfmt.pytorch.tensors.dtypes import TORCH_DTYPE, TORCH_LAYOUT, TORCH_MEMORY_FORMAT
 
-from ..planning.kernels import OperatorKernel, ResolvedKernel
+from ..planning.kernels import ResolvedKernel
 
 # An op that takes a list of tensors is asked for once for each of them.
 _RECENT = 32
 
 
 class CapturedCalls:
-    """Makes calls of records. `kernels` has the operator of each kernel id, or why there is none.
+    """Makes calls of records. `kernels` has what stands for each kernel id, or why there is none.
 
     A record is decoded once as long as anybody has its call, and is remembered for a while.
     """
@@ -28,14 +28,14 @@ class CapturedCalls:
     def __init__(self, reader: CaptureReader, kernels: tuple[ResolvedKernel | str | None, ...]) -> None:
         self._reader = reader
         self._kernels = kernels
-        self._known: WeakValueDictionary[int, Call] = WeakValueDictionary()
+        self._alive: WeakValueDictionary[int, Call] = WeakValueDictionary()
         self._recent: deque[Call] = deque(maxlen=_RECENT)
 
     def call(self, ordinal: int) -> Call:
         """The op at an ordinal."""
-        call = self._known.get(ordinal)
+        call = self._alive.get(ordinal)
         if call is None:
-            call = self._known[ordinal] = self._decode(ordinal)
+            call = self._alive[ordinal] = self._decode(ordinal)
             self._recent.append(call)
         return call
 
@@ -54,7 +54,8 @@ class CapturedCalls:
             tuple(map(self._value, record.results)),
             self._reader.scope_path(record.scope),
             record.annotation or {},
-            resolved.overload if isinstance(resolved, OperatorKernel) else None,
+            resolved.schema if isinstance(resolved, ResolvedKernel) else None,
+            isinstance(resolved, ResolvedKernel) and resolved.elementwise,
         )
 
     def info(self, storage: int, meta: TensorMeta, offset: int) -> TensorInfo:

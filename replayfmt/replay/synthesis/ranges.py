@@ -212,11 +212,12 @@ def _summed(call: Call, one: Range) -> Range | None:
 
 def _written(call: Call) -> list[TensorInfo]:
     """The arguments that an op may write: those its schema says, all of one that is not PyTorch's own."""
-    schema = None if call.overload is None else call.overload._schema
     operator = operators.operator_named(call.name)
     names = set(call.arguments)
-    if operator.own and schema is not None:
-        names = {each.name for each in schema.arguments if each.alias_info is not None and each.alias_info.is_write}
+    if operator.own and call.schema is not None:
+        names = {
+            each.name for each in call.schema.arguments if each.alias_info is not None and each.alias_info.is_write
+        }
         names.update(operator.quiet_writes)
     found = [leaf for name in names for leaf in _leaves(call.arguments.get(name))]
     return [each for each in found if isinstance(each, TensorInfo)]
