@@ -26,12 +26,13 @@ FLATC         ?= flatc
 FLATC_VERSION := flatc version 2.0.8
 GENERATED     := tests/format/generated
 
-.PHONY: demo test check serving fuzz bench lint schema picture help
+.PHONY: demo test check serving fuzz exact bench lint schema picture help
 help:
 	@echo 'make demo    capture a GPT-2 training step, replay and verify it, benchmark and dump it'
 	@echo 'make test    the whole test suite'
 	@echo 'make check   the part of it that takes less than three minutes'
 	@echo 'make fuzz    change captures behind valid checks and read, plan and replay them, until it is stopped'
+	@echo 'make exact   compare what PyTorch and random programs compute with what they do under a capture (docs/exactness.md)'
 	@echo 'make serving capture and replay vLLM, in an environment of its own (docs/serving.md)'
 	@echo 'make bench   measure everything into one table (benchmarks/README.md explains it)'
 	@echo 'make picture draw docs/tour.svg, which README.md shows, from what the commands print'
@@ -84,6 +85,13 @@ STAGE ?= read
 SEED  ?= 0
 fuzz: $(INSTALLED)
 	PYTHONPATH=tests $(BIN)/python -m safety.fuzzing --stage=$(STAGE) --seed=$(SEED)
+
+# An hour or more; goes on where it was stopped. EXACT has options: EXACT='--mode=grad --entries="linalg*" --fresh';
+# --help tells them.
+RECORDER ?= python
+EXACT    ?=
+exact: $(INSTALLED)
+	PYTHONPATH=tests $(BIN)/python -m exactness.sweep --recorder=$(RECORDER) $(EXACT)
 
 serving: $(SERVED)
 	$(SERVING)/bin/python -m pytest tests/serving
