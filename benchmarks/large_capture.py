@@ -20,9 +20,9 @@ from measuring import arguments, progress, row, scratch
 
 import replayfmt
 from replayfmt.format.codes import ValueKind
-from replayfmt.format.model import SLOTS
 from replayfmt.format.reader import CaptureReader, open_capture
 from replayfmt.format.records.columns import RecordColumns
+from replayfmt.format.slots import SLOTS
 from replayfmt.format.writer import CaptureWriter
 
 RECORDS_A_FRAME = 16_384

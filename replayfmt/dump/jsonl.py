@@ -13,10 +13,11 @@ import numpy as np
 from replayfmt.format.codes import DType, Layout, MemoryFormat, RecordKind, TensorFlag, ValueKind
 from replayfmt.format.model import Node, Signature, TensorMeta
 from replayfmt.format.reader import CaptureReader, RecordFrame
+from replayfmt.format.slots import NodePlace, SlotLayout
 
 from .json_text import encode, encode_fast, integer, integers, number, quote
 from .templates import Hole, Piece, Slot
-from .values import Columns, Cursor, Dialect, Made, device_slot, scope_path
+from .values import Columns, Dialect, Made, device_slot, scope_path
 
 # Kinds whose value is plain JSON; lists of one such kind hold these values themselves.
 PLAIN = frozenset(
@@ -130,7 +131,7 @@ class JsonLines(Dialect):
         if signature.kind == RecordKind.global_state:
             pieces += [',"settings":{', *self._settings(signature), "}"]
         elif signature.kind == RecordKind.collective:
-            pieces += self._values(signature)
+            pieces += self._values(SlotLayout(signature))
         else:
             pieces += self._fields(signature)
         pieces += [',"scope":', Slot(Hole.scope), ',"thread":', Slot(Hole.thread), ',"start_ns":', Slot(Hole.start)]
@@ -138,7 +139,8 @@ class JsonLines(Dialect):
 
     def _op(self, signature: Signature) -> list[Piece]:
         kernel = self.reader.kernels[signature.kernel]
-        slot = device_slot(signature)
+        layout = SlotLayout(signature)
+        slot = device_slot(layout)
         return [
             '{"kind":"op","ordinal":',
             Slot(Hole.ordinal),
@@ -153,82 +155,74 @@ class JsonLines(Dialect):
             ',"duration_ns":',
             Slot(Hole.duration),
             Slot(Hole.device_duration),
-            *self._values(signature),
+            *self._values(layout),
         ]
 
-    def _values(self, signature: Signature) -> list[Piece]:
+    def _values(self, layout: SlotLayout) -> list[Piece]:
         """`args` and `results`."""
-        cursor = Cursor()
         pieces: list[Piece] = [',"args":[']
-        for position, node in enumerate(signature.args):
-            pieces += ["," * (position > 0), f'{{"name":{quote(node.name)},', *self._content(node, cursor)]
+        for position, place in enumerate(layout.args):
+            pieces += ["," * (position > 0), f'{{"name":{quote(place.node.name)},', *self._content(place)]
         pieces.append('],"results":[')
-        for position, node in enumerate(signature.results):
-            pieces += ["," * (position > 0), "{", *self._content(node, cursor)]
+        for position, place in enumerate(layout.results):
+            pieces += ["," * (position > 0), "{", *self._content(place)]
         return [*pieces, "]"]
 
-    def _content(self, node: Node, cursor: Cursor) -> list[Piece]:
-        """A value's object after its name: type, value, closing brace. Moves the cursor past the node."""
+    def _content(self, place: NodePlace) -> list[Piece]:
+        """A value's object after its name: type, value, closing brace."""
+        node = place.node
         head = f'"type":{quote(node.kind.name)},'
         if node.kind in PLAIN:
-            return [head + '"value":', *self._plain(node, cursor), "}"]
+            return [head + '"value":', *self._plain(place), "}"]
         if node.kind == ValueKind.tensor:
-            slot = Slot(Hole.tensor, cursor.tensors)
-            cursor.skip(node)
-            return [head, slot, "}"]
+            return [head, Slot(Hole.tensor, place.tensor_slot), "}"]
         if node.kind in REFERENCES:
-            slot = Slot(Hole.integer, cursor.ints)
-            cursor.skip(node)
-            return [head + f'"{node.kind.name}":', slot, "}"]
+            return [head + f'"{node.kind.name}":', Slot(Hole.integer, place.int_slot), "}"]
         if node.kind == ValueKind.composite:
             head += f'"form":{quote(str(node.constant))},"parts":['
-            return [head, *self._objects(node.children, cursor), "]}"]
-        return [head, *self._list(node, cursor), "}"]
+            return [head, *self._objects(place.children), "]}"]
+        return [head, *self._list(place), "}"]
 
-    def _list(self, node: Node, cursor: Cursor) -> list[Piece]:
+    def _list(self, place: NodePlace) -> list[Piece]:
         """`item_type` and `value` of a list or tuple."""
-        kinds = {child.kind for child in node.children}
+        kinds = {child.kind for child in place.node.children}
         kind = next(iter(kinds)) if len(kinds) == 1 else None
         item_type = f'"{kind.name}"' if kind is not None else '"mixed"' if kinds else "null"
         head = f'"item_type":{item_type},"value":['
         if kind in PLAIN:
-            return [head, *self._plain_items(node, cursor), "]"]
-        return [head, *self._objects(node.children, cursor), "]"]
+            return [head, *self._plain_items(place), "]"]
+        return [head, *self._objects(place.children), "]"]
 
-    def _objects(self, nodes: tuple[Node, ...], cursor: Cursor) -> list[Piece]:
+    def _objects(self, places: tuple[NodePlace, ...]) -> list[Piece]:
         """Values as objects without names, separated by commas."""
-        if len(nodes) > 1 and all(node.kind == ValueKind.tensor for node in nodes):
-            run = Slot(Hole.tensors, cursor.tensors, len(nodes), '},{"type":"tensor",')
-            cursor.tensors += len(nodes)
+        if len(places) > 1 and all(place.node.kind == ValueKind.tensor for place in places):
+            run = Slot(Hole.tensors, places[0].tensor_slot, len(places), '},{"type":"tensor",')
             return ['{"type":"tensor",', run, "}"]
         pieces: list[Piece] = []
-        for node in nodes:
-            pieces += ["," * bool(pieces) + "{", *self._content(node, cursor)]
+        for place in places:
+            pieces += ["," * bool(pieces) + "{", *self._content(place)]
         return pieces
 
-    def _plain_items(self, node: Node, cursor: Cursor) -> list[Piece]:
+    def _plain_items(self, place: NodePlace) -> list[Piece]:
         """The values of a list whose elements are plain, separated by commas."""
-        kinds, count = {child.kind for child in node.children}, len(node.children)
+        kinds, count = {child.node.kind for child in place.children}, len(place.children)
         for kind, hole in RUNS.items():
             if kinds == {kind} and count > 1:
-                run = Slot(hole, cursor.ints if kind == ValueKind.int else cursor.floats, count, ",")
-                cursor.skip(node)
-                return [run]
+                return [Slot(hole, place.int_slot if kind == ValueKind.int else place.float_slot, count, ",")]
         pieces: list[Piece] = []
-        for child in node.children:
-            pieces += ["," * bool(pieces), *self._plain(child, cursor)]
+        for child in place.children:
+            pieces += ["," * bool(pieces), *self._plain(child)]
         return pieces
 
-    def _plain(self, node: Node, cursor: Cursor) -> list[Piece]:
-        """The JSON of a value of a plain kind, or of an id. Moves the cursor past the node."""
-        at = (cursor.ints, cursor.floats)
-        cursor.skip(node)
+    def _plain(self, place: NodePlace) -> list[Piece]:
+        """The JSON of a value of a plain kind, or of an id."""
+        node, real = place.node, place.float_slot
         if node.kind == ValueKind.int or node.kind in REFERENCES:
-            return [Slot(Hole.integer, at[0])]
+            return [Slot(Hole.integer, place.int_slot)]
         if node.kind == ValueKind.float:
-            return [Slot(Hole.number, at[1])]
+            return [Slot(Hole.number, real)]
         if node.kind == ValueKind.complex:
-            return ['{"real":', Slot(Hole.number, at[1]), ',"imag":', Slot(Hole.number, at[1] + 1), "}"]
+            return ['{"real":', Slot(Hole.number, real), ',"imag":', Slot(Hole.number, real + 1), "}"]
         return [self._constant(node)]
 
     def _constant(self, node: Node) -> str:
@@ -244,30 +238,28 @@ class JsonLines(Dialect):
         return quote(str(node.constant))
 
     def _settings(self, signature: Signature) -> list[Piece]:
-        cursor = Cursor()
         pieces: list[Piece] = []
-        for node in signature.args:
-            pieces += ["," * bool(pieces) + f"{quote(node.name)}:", *self._plain(node, cursor)]
+        for place in SlotLayout(signature).args:
+            pieces += ["," * bool(pieces) + f"{quote(place.node.name)}:", *self._plain(place)]
         return pieces
 
     def _fields(self, signature: Signature) -> list[Piece]:
         """The keys that the arguments of a record that is not an op become. The reader has checked which there are."""
-        cursor = Cursor()
         pieces: list[Piece] = []
-        for node in signature.args:
+        for place in SlotLayout(signature).args:
+            node = place.node
             if node.name == "hash_low":
-                pieces += [',"hash":"', Slot(Hole.hash, cursor.ints), '"']
-                cursor.skip(node)
+                pieces += [',"hash":"', Slot(Hole.hash, place.int_slot), '"']
             elif node.name == "hash_high":
-                cursor.skip(node)
+                continue  # shown with the other half
             elif node.kind in (ValueKind.tensor, ValueKind.composite):
-                pieces += [',"value":{', *self._content(node, cursor)]
+                pieces += [',"value":{', *self._content(place)]
             elif node.kind == ValueKind.list:
-                pieces += [f',"{node.name}":[', *self._plain_items(node, cursor), "]"]
+                pieces += [f',"{node.name}":[', *self._plain_items(place), "]"]
             elif node.kind in (ValueKind.range, ValueKind.recipe):
-                pieces += [f',"{node.name}":null,"{node.kind.name}":', *self._plain(node, cursor)]
+                pieces += [f',"{node.name}":null,"{node.kind.name}":', *self._plain(place)]
             else:
-                pieces += [f',"{node.name}":', *self._plain(node, cursor)]
+                pieces += [f',"{node.name}":', *self._plain(place)]
         if signature.kind in (RecordKind.host_read, RecordKind.digest) and signature.args[-1].name != "sample":
             pieces.append(NO_DIGEST)
         return pieces

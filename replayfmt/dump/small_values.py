@@ -11,11 +11,12 @@ from collections.abc import Callable
 
 import numpy as np
 
-from replayfmt.format.codes import DType, Layout, RecordKind, TensorFlag, ValueKind
-from replayfmt.format.model import SLOTS, PayloadValue, Signature, StorageValue, TensorMeta
+from replayfmt.format.codes import DType, Layout, RecordKind, TensorFlag
+from replayfmt.format.model import PayloadValue, StorageValue, TensorMeta
 from replayfmt.format.operator_schema import parse_operator_schema
 from replayfmt.format.reader import CaptureReader, RecordFrame
 from replayfmt.format.records.values import decode_record
+from replayfmt.format.slots import SlotLayout
 
 SHOWN_VALUES = 64  # of a tensor with more elements, none is shown
 MOST_VALUES = 4096  # that can be asked for
@@ -45,7 +46,11 @@ class SmallValues:
             return
         self._kinds = np.array([0 if each is None else int(each.kind) for each in reader.signatures], np.int64)
         self._arguments = np.array(
-            [0 if each is None else _argument_tensors(each) for each in reader.signatures], np.int64
+            [
+                reader.layouts[number].arg_tensors if kind == RecordKind.op else 0
+                for number, kind in enumerate(self._kinds.tolist())
+            ],
+            np.int64,
         )
         self._written: dict[int, tuple[list[int], list[int]]] = {}
         self._payload: dict[int, int] = {}  # storage → the payload it holds, while it does
@@ -131,7 +136,7 @@ class SmallValues:
     def _writes(self, number: int) -> tuple[list[int], list[int]]:
         """The tensor slots and the integer slots of storages that records of a signature may write."""
         if number not in self._written:
-            self._written[number] = _written_slots(self._reader, self._reader.signatures[number])
+            self._written[number] = _written_slots(self._reader, self._reader.layouts[number])
         return self._written[number]
 
     # ----------------------------------------------------------------------------------------------------------- values
@@ -172,14 +177,8 @@ def _is_small(meta: TensorMeta, most: int) -> bool:
     return meta.dtype in _NUMPY and meta.layout == Layout.strided and 0 < elements <= most and not meta.flags & _FLAGS
 
 
-def _argument_tensors(signature: Signature) -> int:
-    """How many of an op's tensor slots are its arguments'; 0 for other records."""
-    if signature.kind is not RecordKind.op:
-        return 0
-    return sum(node.kind is ValueKind.tensor for top in signature.args for node in top.walk())
-
-
-def _written_slots(reader: CaptureReader, signature: Signature) -> tuple[list[int], list[int]]:
+def _written_slots(reader: CaptureReader, layout: SlotLayout) -> tuple[list[int], list[int]]:
+    signature = layout.signature
     if signature.kind is not RecordKind.op:
         return [], []
     kernel = reader.kernels[signature.kernel]
@@ -188,15 +187,4 @@ def _written_slots(reader: CaptureReader, signature: Signature) -> tuple[list[in
         written = {argument.name for argument in arguments if argument.type.written}
     except ValueError:
         written = {node.name for node in signature.args}  # nobody knows
-    tensors: list[int] = []
-    storages: list[int] = []
-    tensor = integer = 0
-    for top in signature.args:
-        for node in top.walk():
-            if node.kind is ValueKind.tensor:
-                tensors += [tensor] * (top.name in written)
-                tensor += 1
-            elif node.kind is ValueKind.storage:
-                storages.append(integer)
-            integer += SLOTS.get(node.kind, (0, 0, 0))[1]
-    return tensors, storages
+    return [slot for top in layout.args if top.node.name in written for slot in top.tensors], layout.arg_storages

@@ -95,7 +95,7 @@ class _Facts:
         self.status = _texts([None, *(each.status.name for each in reader.signatures[1:])])
         self.scope = _texts([reader.scope_path(number) for number in range(len(reader.scopes))])
         self._device_slots = {
-            number: device_slot(each)
+            number: device_slot(reader.layouts[number])
             for number, each in enumerate(reader.signatures)
             if each is not None and each.kind is RecordKind.op
         }

@@ -17,10 +17,11 @@ from replayfmt.format.codes import DType, Layout, OpStatus, RecordKind, TensorFl
 from replayfmt.format.model import Node, Signature, TensorMeta
 from replayfmt.format.printable import printable
 from replayfmt.format.reader import CaptureReader, RecordFrame
+from replayfmt.format.slots import NodePlace, SlotLayout
 
 from .jsonl import CODES
 from .templates import Hole, Piece, Slot
-from .values import Columns, Cursor, Dialect, Made
+from .values import Columns, Dialect, Made
 
 SHORT_DTYPES: dict[DType, str] = {
     **{getattr(DType, f"float{bits}"): f"f{bits}" for bits in (16, 32, 64)},
@@ -124,47 +125,45 @@ class TextRows(Dialect):
     # ----------------------------------------------------------------------------------------------------- templates
 
     def template(self, signature: Signature) -> list[Piece]:
-        cursor = Cursor()
+        layout = SlotLayout(signature)
         start: list[Piece] = [Slot(Hole.ordinal), Slot(Hole.scope)]
         if signature.kind == RecordKind.op:
-            return [*start, *self._op(signature, cursor)]
+            return [*start, *self._op(layout)]
         if signature.kind in (RecordKind.scope_begin, RecordKind.scope_end):
             start[1] = Slot(Hole.enclosing_indent)
         statistics = signature.kind in (RecordKind.host_read, RecordKind.digest)
         arguments: list[Piece] = []
-        for node in signature.args:
+        for place in layout.args:
+            node = place.node
             if statistics and node.name == "nan":
                 break  # the rest of a digest is for --format=jsonl
             if node.name == "hash_low":
-                arguments += [", hash=", Slot(Hole.hash, cursor.ints)]
-                cursor.skip(node)
-            elif node.name == "hash_high":
-                cursor.skip(node)
-            else:
+                arguments += [", hash=", Slot(Hole.hash, place.int_slot)]
+            elif node.name != "hash_high":  # shown with the other half
                 # `storage 7` says by itself which argument it is.
                 name = "" if node.kind in REFERENCES else f"{printable(node.name, SHOWN_CHARACTERS)}="
-                arguments += [", " * bool(arguments) + name, *self._value(node, cursor)]
+                arguments += [", " * bool(arguments) + name, *self._value(place)]
         return [*start, f"[{signature.kind.name}] ", *arguments]
 
-    def _op(self, signature: Signature, cursor: Cursor) -> list[Piece]:
+    def _op(self, layout: SlotLayout) -> list[Piece]:
+        signature = layout.signature
         kernel = self.reader.kernels[signature.kernel]
         name = kernel.name if kernel.overload in ("", "default") else kernel.qualified_name
         pieces: list[Piece] = [printable(name, SHOWN_CHARACTERS), "("]
-        for position, node in enumerate(signature.args):
-            pieces += [", " * (position > 0) + f"{printable(node.name, SHOWN_CHARACTERS)}=", *self._value(node, cursor)]
+        for position, place in enumerate(layout.args):
+            name = printable(place.node.name, SHOWN_CHARACTERS)
+            pieces += [", " * (position > 0) + f"{name}=", *self._value(place)]
         if signature.status == OpStatus.raised:
             return [*pieces, ") raised"]
         pieces.append(") -> " if signature.results else ")")
-        for position, node in enumerate(signature.results):
-            pieces += [", " * (position > 0), *self._value(node, cursor)]
+        for position, place in enumerate(layout.results):
+            pieces += [", " * (position > 0), *self._value(place)]
         return pieces
 
-    def _value(self, node: Node, cursor: Cursor) -> list[Piece]:
-        """A value; moves the cursor past its node."""
-        tensor, integer, number = cursor.tensors, cursor.ints, cursor.floats
+    def _value(self, place: NodePlace) -> list[Piece]:
+        node, tensor, integer, number, _children = place
         if node.kind in BRACKETS:
-            return self._container(node, cursor)
-        cursor.skip(node)
+            return self._container(place)
         if node.kind == ValueKind.tensor:
             return [Slot(Hole.tensor, tensor)]
         if node.kind == ValueKind.int or node.kind in REFERENCES:
@@ -187,17 +186,15 @@ class TextRows(Dialect):
         text = printable(str(node.constant), SHOWN_CHARACTERS)
         return f"'{text}'" if node.kind == ValueKind.string else f"<{node.kind.name} {text}>"
 
-    def _container(self, node: Node, cursor: Cursor) -> list[Piece]:
+    def _container(self, place: NodePlace) -> list[Piece]:
         """A list, tuple or composite, cut after its first items."""
+        node = place.node
         opening, closing = BRACKETS[node.kind]
         objects = any(child.kind == ValueKind.tensor or child.children for child in node.children)
         limit = SHOWN_OBJECTS if objects and node.kind != ValueKind.composite else SHOWN_ITEMS
         pieces: list[Piece] = [printable(str(node.constant)) if node.kind == ValueKind.composite else "", opening]
-        for position, child in enumerate(node.children):
-            if position < limit:
-                pieces += [", " * (position > 0), *self._value(child, cursor)]
-            else:
-                cursor.skip(child)
+        for position, child in enumerate(place.children[:limit]):
+            pieces += [", " * (position > 0), *self._value(child)]
         if len(node.children) > limit:
             pieces.append(f", … {len(node.children) - limit} more")
         return [*pieces, closing]

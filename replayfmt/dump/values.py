@@ -1,4 +1,4 @@
-"""What the two outputs share in reading records: where a node's slots are, and a frame's columns as Python lists.
+"""What the two outputs share in reading records: templates of rows, and a frame's columns as Python lists.
 
 A dialect (JSON lines, text) says how things are written; `Columns` holds one frame's values as the dialect writes
 them, in the form that row functions take (templates.PARAMETERS).
@@ -14,8 +14,9 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 
 from replayfmt.errors import InvalidCapture
-from replayfmt.format.model import SLOTS, Node, Signature
+from replayfmt.format.model import Signature
 from replayfmt.format.reader import CaptureReader, RecordFrame
+from replayfmt.format.slots import SlotLayout
 
 from .templates import Piece, RowFunction, row_function
 
@@ -27,25 +28,9 @@ CACHE_CHARACTERS = 1 << 27
 PATH_CHARACTERS = 2048
 
 
-@dataclass
-class Cursor:
-    """How many slots of each column the nodes before this one take, counted from the record's first slots."""
-
-    tensors: int = 0
-    ints: int = 0
-    floats: int = 0
-
-    def skip(self, node: Node) -> None:
-        """Move past a node and everything below it."""
-        for below in node.walk():
-            tensors, ints, floats = SLOTS.get(below.kind, (0, 0, 0))
-            self.tensors, self.ints, self.floats = self.tensors + tensors, self.ints + ints, self.floats + floats
-
-
-def device_slot(signature: Signature) -> int | None:
+def device_slot(layout: SlotLayout) -> int | None:
     """The tensor slot whose device is the op's: its first result's, else its first argument's. None without tensors."""
-    before = sum(SLOTS.get(node.kind, (0, 0, 0))[0] for top in signature.args for node in top.walk())
-    total = signature.slots[0]
+    before, total = layout.arg_tensors, layout.slots[0]
     return None if total == 0 else before if before < total else 0
 
 

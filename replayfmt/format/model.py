@@ -195,20 +195,6 @@ class Node:
             yield from child.walk()
 
 
-# How many slots a node of each kind takes in the columns tensors, ints and floats.
-SLOTS: dict[ValueKind, tuple[int, int, int]] = {
-    ValueKind.tensor: (1, 0, 0),
-    ValueKind.int: (0, 1, 0),
-    ValueKind.storage: (0, 1, 0),
-    ValueKind.generator: (0, 1, 0),
-    ValueKind.payload: (0, 1, 0),
-    ValueKind.range: (0, 1, 0),
-    ValueKind.recipe: (0, 1, 0),
-    ValueKind.float: (0, 0, 1),
-    ValueKind.complex: (0, 0, 2),
-}
-
-
 @dataclass(frozen=True)
 class Signature:
     """The constant part of a record. `kernel` is a kernel id for ops, otherwise 0."""
@@ -223,12 +209,6 @@ class Signature:
     def nodes(self) -> tuple[Node, ...]:
         """Every node of arguments, then results, in pre-order."""
         return tuple(node for top in (*self.args, *self.results) for node in top.walk())
-
-    @cached_property
-    def slots(self) -> tuple[int, int, int]:
-        """How many tensor, int and float slots a record of this signature has."""
-        counts = [SLOTS[node.kind] for node in self.nodes if node.kind in SLOTS]
-        return (sum(c[0] for c in counts), sum(c[1] for c in counts), sum(c[2] for c in counts))
 
 
 # ------------------------------------------------------------------------------------------------------ decoded values

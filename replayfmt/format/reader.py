@@ -91,6 +91,7 @@ class CaptureReader:
         self.scopes = self.definitions.scopes
         self.metas = self.definitions.metas
         self.signatures = self.definitions.signatures
+        self.layouts = self.definitions.layouts
         self.files = self.definitions.files
         self.ranges = self.definitions.ranges
         self.recipes = self.definitions.recipes

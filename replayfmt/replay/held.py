@@ -21,7 +21,7 @@ from replayfmt.pytorch.tensors.memory import host_view, new_storage
 from .op_values import tensors_of
 from .planning.allowed_imports import AllowedImports
 from .planning.external_files import ExternalFiles
-from .planning.facts import Effects, SlotLayout, effects_of_missing
+from .planning.facts import Effects, effects_of_missing
 from .planning.kernels import ResolvedKernel
 from .planning.overview import describe, unseen_before
 from .planning.resolve import resolve
@@ -42,14 +42,13 @@ class HeldContent:
         """Raises UsageError where a remap is wrong."""
         self._reader = reader
         self._files = ExternalFiles(reader, file_remaps)
-        self._layouts: dict[int, SlotLayout] = {}
         self._sources: dict[int, ContentSource | str] = {}
         self._storages: dict[int, torch.UntypedStorage] = {}
 
     def look(self, record: Record, *, results: bool) -> None:
         """Find out where the content of an op's arguments comes from; with `results`, as the op left it."""
         wanted = {value.storage for value in tensors_of(record.results if results else record.args)} - {0}
-        slicer = Slicer(self._reader, self._layout, self._effects, lambda number: False)
+        slicer = Slicer(self._reader, self._effects, lambda number: False)
         self._sources = {}
         missing = set(wanted)
         unseen = next(unseen_before(self._reader, record.ordinal), -1)
@@ -145,13 +144,8 @@ class HeldContent:
             return "this op computed it"
         return f"ordinal {giver} ({describe(self._reader, giver)[0]}) wrote it, or may have"
 
-    def _layout(self, signature_id: int) -> SlotLayout:
-        if signature_id not in self._layouts:
-            self._layouts[signature_id] = SlotLayout(self._reader.signatures[signature_id])
-        return self._layouts[signature_id]
-
     def _effects(self, signature_id: int) -> Effects:
-        layout = self._layout(signature_id)
+        layout = self._reader.layouts[signature_id]
         kernel = self._reader.kernels[layout.signature.kernel]
         resolved = resolve(kernel, self._reader.session.torch_version, AllowedImports())
         return (

@@ -301,7 +301,7 @@ class Plan(Preparation):
             kernel = self.kernels[number]
             return not imported and isinstance(kernel, ResolvedKernel) and kernel.draws
 
-        return Slicer(self.reader, scan.layout, scan.effects, draws).slice(ordinals)
+        return Slicer(self.reader, scan.effects, draws).slice(ordinals)
 
     def examine(self, on_op: Callable[[IsolatedOp], None], only: Slice | None = None) -> tuple[OpVerdict, ...]:
         """Run the ops one by one, unverified; before each that can be run, `on_op` is given it with its inputs. With

@@ -18,6 +18,7 @@ from replayfmt.format.codes import RecordKind
 from replayfmt.format.model import Signature
 from replayfmt.format.policies import OPAQUE_RESULTS
 from replayfmt.format.reader import CaptureReader, open_capture
+from replayfmt.format.slots import SlotLayout
 from replayfmt.initializers import Registry
 from replayfmt.pytorch.opaque_results import OpaqueResults, OpaqueSpec
 
@@ -25,7 +26,7 @@ from .planning.allowed_imports import AllowedImports
 from .planning.cuts import WindowSize
 from .planning.devices import map_devices, map_generators
 from .planning.external_files import ExternalFiles
-from .planning.facts import Addresses, Effects, SlotLayout, addresses_of, effects_of_missing
+from .planning.facts import Addresses, Effects, addresses_of, effects_of_missing
 from .planning.findings import Findings
 from .planning.kernels import ResolvedKernel
 from .planning.overview import Work, count_work, describe

@@ -21,12 +21,12 @@ from replayfmt.format.model import (
     Value,
 )
 from replayfmt.format.records.digest import TensorDigest
+from replayfmt.format.slots import NodePlace
 from replayfmt.pytorch.operators import operator_named
 from replayfmt.pytorch.tensors.digests import digest_tensor
 from replayfmt.pytorch.tensors.memory import host_view, storage_bytes
 from replayfmt.recording.dispatch.kernels import CapturedKernel
 from replayfmt.replay.plan import Plan
-from replayfmt.replay.planning.facts import NodePlace, SlotLayout
 from replayfmt.replay.planning.kernels import OperatorKernel, ResolvedKernel
 
 from .copying import Copier, walk
@@ -65,7 +65,6 @@ class Materializer:
         self._writing = Writing(copier, schedule, kept, self, annotate=annotate, values=values)
         self._defined = Defined()
         self._kernel: dict[int, CapturedKernel] = {}
-        self._layouts: dict[int, SlotLayout] = {}
         self._storages: dict[int, torch.UntypedStorage] = {}  # of the op that runs next, only while it does
         self._record: Record | None = None
         self._states: dict[int, bytes] = {}  # generators, as the result expects them
@@ -87,7 +86,7 @@ class Materializer:
         for number in self._writing.born:
             born = self._plan.reader.storage(number)
             self._defined.born(number, born.bytes, written=born.origin is not StorageOrigin.uninitialized, opaque=False)
-        for index, place in enumerate(self._layout(record).results):
+        for index, place in enumerate(self._plan.reader.layouts[record.signature_id].results):
             if index in kernel.opaque_results:
                 self._mark_opaque(place, record)
 
@@ -129,15 +128,10 @@ class Materializer:
             self._kernel[number] = CapturedKernel(resolved.overload, self._plan.opaque)
         return self._kernel[number]
 
-    def _layout(self, record: Record) -> SlotLayout:
-        if record.signature_id not in self._layouts:
-            self._layouts[record.signature_id] = SlotLayout(record.signature)
-        return self._layouts[record.signature_id]
-
     def _slots(self, values: tuple[Value, ...], record: Record) -> list[tuple[int, TensorValue]]:
         """The tensors of an op's arguments or results (or both, in that order), by slot."""
         found = [value for value in walk(values) if isinstance(value, TensorValue)]
-        first = self._layout(record).arg_tensors if values is record.results else 0
+        first = self._plan.reader.layouts[record.signature_id].arg_tensors if values is record.results else 0
         return list(enumerate(found, first))
 
     def _mark_opaque(self, place: NodePlace, record: Record) -> None:
@@ -148,7 +142,7 @@ class Materializer:
     def _written(self, record: Record, kernel: CapturedKernel) -> dict[int, bool]:
         """Tensor slots of arguments that the op writes; whether every element of them."""
         written: dict[int, bool] = {}
-        for place in self._layout(record).args:
+        for place in self._plan.reader.layouts[record.signature_id].args:
             index = kernel.indices.get(place.node.name, -1)
             if index in kernel.writes:
                 written.update(dict.fromkeys(place.tensors, kernel.writes_all(index)))
@@ -224,7 +218,7 @@ class Materializer:
         written: dict[int, bool],
     ) -> None:
         """Digest every result of an op, and what it wrote that is not among them."""
-        layout = self._layout(record)
+        layout = self._plan.reader.layouts[record.signature_id]
         seen: set[int] = set()
         for index, place in enumerate(layout.results):
             for slot in place.tensors:

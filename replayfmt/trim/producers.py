@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from replayfmt.format.codes import RecordKind, ValueKind
+from replayfmt.format.codes import RecordKind
 from replayfmt.format.reader import CaptureReader, RecordFrame
 
 from .schedule import Enter, RecordShape, Rows, Schedule, zero_metas
@@ -88,10 +88,9 @@ class _ProducerWalk:
 
     def _shape(self, number: int) -> RecordShape:
         if number not in self._shapes:
-            signature = self._reader.signatures[number]
-            assert signature is not None
-            written = self._writes(number) if signature.kind is RecordKind.op else ()
-            self._shapes[number] = RecordShape(signature, written, (), False)
+            layout = self._reader.layouts[number]
+            written = self._writes(number) if layout.signature.kind is RecordKind.op else ()
+            self._shapes[number] = RecordShape(layout, written, (), False)
         return self._shapes[number]
 
 
@@ -148,11 +147,9 @@ def _note(
     """What an op returned or wrote of the storages at these places of the frame's tensor column."""
     number = int(frame.signature[row])
     if number not in slots:
-        signature = reader.signatures[number]
-        assert signature is not None
-        op = signature.kind is RecordKind.op
-        arguments = sum(node.kind is ValueKind.tensor for top in signature.args for node in top.walk())
-        slots[number] = (set(writes(number)) if op else set(), arguments if op else -1)
+        layout = reader.layouts[number]
+        op = layout.signature.kind is RecordKind.op
+        slots[number] = (set(writes(number)) if op else set(), layout.arg_tensors if op else -1)
     written, arguments = slots[number]
     first = int(frame.tensor_first[row])
     for place in places:

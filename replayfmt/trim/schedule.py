@@ -14,21 +14,12 @@ from typing import Any
 
 import numpy as np
 
-from replayfmt.format.codes import ITEM_BYTES, RecordKind, TensorFlag, ValueKind
+from replayfmt.format.codes import ITEM_BYTES, RecordKind, TensorFlag
 from replayfmt.format.container.frames import MAX_LENGTH
-from replayfmt.format.model import (
-    SLOTS,
-    PayloadValue,
-    RangeValue,
-    RecipeValue,
-    Record,
-    Signature,
-    TensorMeta,
-    TensorValue,
-    Value,
-)
+from replayfmt.format.model import PayloadValue, RangeValue, RecipeValue, Record, TensorMeta, TensorValue, Value
 from replayfmt.format.reader import CaptureReader, RecordFrame
 from replayfmt.format.records.values import decode_record
+from replayfmt.format.slots import SlotLayout
 
 from .open_scopes import OpenScopes
 from .selection import Kept
@@ -105,17 +96,10 @@ class RecordShape:
     read."""
 
     def __init__(
-        self, signature: Signature, written: tuple[int, ...], overwritten: tuple[int, ...], writes_storages: bool
+        self, layout: SlotLayout, written: tuple[int, ...], overwritten: tuple[int, ...], writes_storages: bool
     ) -> None:
-        self.kind = signature.kind
-        self.arg_tensors = sum(node.kind is ValueKind.tensor for top in signature.args for node in top.walk())
-        self.storages: list[int] = []
-        slot = 0
-        for top in signature.args:
-            for node in top.walk():
-                if node.kind is ValueKind.storage:
-                    self.storages.append(slot)
-                slot += SLOTS.get(node.kind, (0, 0, 0))[1]
+        self.kind = layout.signature.kind
+        self.arg_tensors, self.storages = layout.arg_tensors, layout.arg_storages
         self.written, self.overwritten = written, overwritten
         self.written_storages = self.storages if writes_storages else []
         op = self.kind is RecordKind.op
@@ -227,14 +211,14 @@ class Planner:
                 self._leave(frame, row, first + row, shape)
 
     def _shape(self, number: int) -> RecordShape:
-        signature = self._reader.signatures[number]
-        assert signature is not None
+        layout = self._reader.layouts[number]
+        signature = layout.signature
         op = signature.kind is RecordKind.op
         written = self._writes(number) if self._writes is not None and op else ()
         kernel = self._reader.kernels[signature.kernel] if signature.kernel else None
         # PyTorch's own operators (set_) share a storage they are given; what others do with it nobody knows.
         own = kernel is None or kernel.name.startswith("aten::")
-        shape = self._shapes[number] = RecordShape(signature, written, self._overwrites(number) if op else (), not own)
+        shape = self._shapes[number] = RecordShape(layout, written, self._overwrites(number) if op else (), not own)
         return shape
 
     def _record(self, frame: Rows, row: int) -> Record:

@@ -42,6 +42,7 @@ from replayfmt.format.model import (
     TensorMeta,
 )
 from replayfmt.format.reader import CaptureReader, open_capture
+from replayfmt.format.slots import SlotLayout
 
 from . import oracle
 from .captures import HOSTILE, SESSION, STRIDED, Builder
@@ -438,10 +439,10 @@ def test_rows_of_any_signature_and_any_values_equal_the_slow_way(
             for node in signature.nodes
             if node.kind in fixed or node.kind == V.int
         ]
-        drawn = [data.draw(st.floats()) for _ in range(signature.slots[2])]
+        drawn = [data.draw(st.floats()) for _ in range(SlotLayout(signature).slots[2])]
         b.record(
             signature,
-            [data.draw(st.sampled_from(tensors)) for _ in range(signature.slots[0])],
+            [data.draw(st.sampled_from(tensors)) for _ in range(SlotLayout(signature).slots[0])],
             ints,
             drawn,
             annotation=data.draw(st.sampled_from(notes)),

@@ -15,8 +15,8 @@ from replayfmt.format.container import frames
 from replayfmt.format.container.frames import FRAME_ROW, HEADER_BYTES, PAYLOAD_ROW, align, parse_header, parse_trailer
 from replayfmt.format.definitions.signature_rules import ARGUMENTS, CODE_CONSTANTS, DIGEST_ARGUMENTS, TEXT_CONSTANTS
 from replayfmt.format.maintenance.check import check_capture
-from replayfmt.format.model import SLOTS
 from replayfmt.format.reader import open_capture
+from replayfmt.format.slots import SLOTS
 
 TEXT = (Path(__file__).parents[2] / "schema" / "FORMAT.md").read_text()
 

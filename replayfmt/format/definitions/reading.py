@@ -16,7 +16,7 @@ from replayfmt.errors import InvalidCapture
 from ..container.frames import MAX_NESTING
 from ..json_values import nested_deeper
 from ..model import Node
-from ..slots import slot_counts
+from ..slots import SlotLayout, slot_counts
 from .checks import TablesBody
 from .devices import DEVICES
 from .family import Family
@@ -131,6 +131,7 @@ class Frozen:
         self.scopes = self._lazy(SCOPES)
         self.metas = self._lazy(METAS)
         self.signatures = self._lazy(SIGNATURES)
+        self.layouts = Lazy(self.counts["signature"], lambda number: SlotLayout(self.signatures[number]))
         self.files = self._lazy(FILES)
         self.ranges = self._lazy(RANGES)
         self.recipes = self._lazy(RECIPES)

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..codes import RecordKind
-from ..model import SLOTS
 from ..reader import CaptureReader
 from ..records.record_frames import RecordFrame
 from .text import SignatureText, matches, signature_text
@@ -46,15 +45,10 @@ class SignatureIndex:
     def __init__(self, reader: CaptureReader) -> None:
         self._reader = reader
         self._texts: dict[Key, str] = {}
-        self._argument_tensors: dict[int, int] = {}
 
     def argument_tensors(self, signature_id: int) -> int:
         """How many of a record's tensor slots are its arguments'; they come first."""
-        known = self._argument_tensors.get(signature_id)
-        if known is None:
-            nodes = [node for top in self._reader.signatures[signature_id].args for node in top.walk()]
-            known = self._argument_tensors[signature_id] = sum(SLOTS.get(node.kind, (0, 0, 0))[0] for node in nodes)
-        return known
+        return self._reader.layouts[signature_id].arg_tensors
 
     def text(self, key: Key, ordinal: int) -> str:
         """The signature of the ops of a key, of which there is one at `ordinal`."""

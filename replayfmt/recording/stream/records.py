@@ -15,6 +15,7 @@ import torch
 from replayfmt.format.codes import RecordKind, ValueKind
 from replayfmt.format.model import Device, Node, Signature
 from replayfmt.format.records.digest import TensorDigest
+from replayfmt.format.slots import SlotLayout
 from replayfmt.pytorch.environment import describe_device
 
 from ..storages.content import FirstContent
@@ -55,7 +56,7 @@ class Records:
                 signature = make()
                 number = self._writer.signature(signature)
                 enters = signature.kind is RecordKind.storage_import
-                self._buffer.note_signature(number, *signature.slots, enters)
+                self._buffer.note_signature(number, *SlotLayout(signature).slots, enters)
                 self._signatures[key] = number
         return number
 

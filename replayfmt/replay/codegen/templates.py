@@ -19,10 +19,11 @@ import torch
 from replayfmt.format.codes import DType, MemoryFormat, OpStatus, ValueKind
 from replayfmt.format.codes import Layout as LayoutCode
 from replayfmt.format.model import Node
+from replayfmt.format.slots import NodePlace, SlotLayout
 from replayfmt.pytorch.tensors.dtypes import TORCH_DTYPE, TORCH_LAYOUT, TORCH_MEMORY_FORMAT
 
 from ..planning.devices import DeviceMap
-from ..planning.facts import Addresses, Effects, NodePlace, SlotLayout, addresses_of
+from ..planning.facts import Addresses, Effects, addresses_of
 from ..planning.kernels import ResolvedKernel
 from .operations import PutTogether
 

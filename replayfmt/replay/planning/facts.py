@@ -1,8 +1,7 @@
 """What the plan has to know of a signature before it meets the records that have it.
 
-Everything that is the same for all records of one signature is found out here, once: which slots an op may write,
-which argument's metadata it may change, where a storage import keeps its fields. Slots are numbered within the record,
-each column for itself, arguments before results.
+Everything that is the same for all records of one signature is found out here, once: which slots an op may write, which
+argument's metadata it may change, where it takes and gives addresses.
 """
 
 from __future__ import annotations
@@ -13,76 +12,10 @@ from dataclasses import dataclass
 import torch
 
 from replayfmt.format.codes import StorageOrigin, ValueKind
-from replayfmt.format.model import SLOTS, Node, Signature
 from replayfmt.format.reader import CaptureReader
+from replayfmt.format.slots import SlotLayout
 from replayfmt.pytorch.operators import operator_named
 from replayfmt.pytorch.schemas import parse_schema
-
-
-@dataclass(frozen=True)
-class NodePlace:
-    """A node with the first slot it takes in each column."""
-
-    node: Node
-    tensor_slot: int
-    int_slot: int
-    float_slot: int
-    children: tuple[NodePlace, ...]
-
-    @property
-    def tensors(self) -> list[int]:
-        """The tensor slots of this node and everything below it, in order."""
-        if self.node.kind is ValueKind.tensor:
-            return [self.tensor_slot]
-        return [slot for child in self.children for slot in child.tensors]
-
-    @property
-    def constant(self) -> bool:
-        """Whether the value takes no slot at all: it is the same in every record of the signature."""
-        return self.node.kind not in SLOTS and all(child.constant for child in self.children)
-
-
-def place(
-    nodes: tuple[Node, ...], start: tuple[int, int, int] = (0, 0, 0)
-) -> tuple[list[NodePlace], tuple[int, int, int]]:
-    """Places of top-level nodes whose slots begin at `start`, and where the next node's slots would begin."""
-    placed = []
-    tensor, integer, real = start
-    for node in nodes:
-        own = SLOTS.get(node.kind, (0, 0, 0))
-        first = (tensor, integer, real)
-        children, (tensor, integer, real) = place(node.children, (tensor + own[0], integer + own[1], real + own[2]))
-        placed.append(NodePlace(node, *first, tuple(children)))
-    return placed, (tensor, integer, real)
-
-
-class SlotLayout:
-    """Where a signature's arguments and results keep their slots."""
-
-    def __init__(self, signature: Signature) -> None:
-        self.signature = signature
-        self.args, middle = place(signature.args)
-        self.results, self.slots = place(signature.results, middle)
-        self.arg_tensors = middle[0]
-
-    def arg(self, name: str) -> NodePlace | None:
-        """The top-level argument of that name."""
-        return next((each for each in self.args if each.node.name == name), None)
-
-    def nodes(self, kind: ValueKind) -> list[NodePlace]:
-        """Every node of a kind, arguments and results."""
-        found: list[NodePlace] = []
-
-        def visit(each: NodePlace) -> None:
-            if each.node.kind is kind:
-                found.append(each)
-            for child in each.children:
-                visit(child)
-
-        for each in (*self.args, *self.results):
-            visit(each)
-        return found
-
 
 _INTEGER = "IntType"
 

@@ -14,10 +14,11 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
+from replayfmt.format.slots import SlotLayout
 from replayfmt.pytorch.bindings import direct_function
 from replayfmt.pytorch.operators import operator_named
 
-from .facts import Effects, SlotLayout, effects_of_schema
+from .facts import Effects, effects_of_schema
 
 
 class ResolvedKernel(ABC):

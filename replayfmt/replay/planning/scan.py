@@ -15,9 +15,10 @@ import numpy as np
 from replayfmt.format.codes import RecordKind, StorageOrigin, ValueKind
 from replayfmt.format.model import Storage
 from replayfmt.format.reader import CaptureReader, RecordFrame
+from replayfmt.format.slots import SlotLayout
 
 from .cuts import CutFinder, WindowSize
-from .facts import Effects, SlotLayout
+from .facts import Effects
 from .identity import TensorKeys
 from .sources import IMPORTED, Entrance
 
@@ -84,7 +85,6 @@ class Scan:
         self.stop = reader.record_count if stop is None else stop
         self.needed = needed
         self._effects = effects
-        self._layouts: dict[int, SlotLayout] = {}
         self._last_use = GrowingArray(np.int32 if reader.record_count < 2**31 else np.int64, -1)
         self._storage_last_use = GrowingArray(self._last_use.values.dtype.type, -1)
         self._written = GrowingArray(np.bool_, 0)
@@ -167,13 +167,8 @@ class Scan:
     # -------------------------------------------------------------------------------------------------------- one frame
 
     def layout(self, signature_id: int) -> SlotLayout:
-        """The signature's layout, made once."""
-        layout = self._layouts.get(signature_id)
-        if layout is None:
-            signature = self.reader.signatures[signature_id]
-            assert signature is not None
-            layout = self._layouts[signature_id] = SlotLayout(signature)
-        return layout
+        """Where records of a signature keep their slots."""
+        return self.reader.layouts[signature_id]
 
     def effects(self, signature_id: int) -> Effects:
         """The effects of an op signature."""

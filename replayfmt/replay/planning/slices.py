@@ -16,7 +16,7 @@ import numpy as np
 from replayfmt.format.codes import RecordKind, ValueKind
 from replayfmt.format.reader import CaptureReader, RecordFrame
 
-from .facts import Effects, SlotLayout
+from .facts import Effects
 from .overview import SCALARS
 
 _CONTENT = (RecordKind.storage_import, RecordKind.storage_resize)
@@ -47,17 +47,11 @@ class Row:
 
 
 class Slicer:
-    """Makes slices of a capture. `layout` and `effects` describe signatures, `draws` says which kernels take random
+    """Makes slices of a capture. `effects` describes signatures, `draws` says which kernels take random
     numbers from a generator whose state the capture has."""
 
-    def __init__(
-        self,
-        reader: CaptureReader,
-        layout: Callable[[int], SlotLayout],
-        effects: Callable[[int], Effects],
-        draws: Callable[[int], bool],
-    ) -> None:
-        self._reader, self._layout, self._effects, self._draws = reader, layout, effects, draws
+    def __init__(self, reader: CaptureReader, effects: Callable[[int], Effects], draws: Callable[[int], bool]) -> None:
+        self._reader, self._effects, self._draws = reader, effects, draws
         self._kinds = [
             RecordKind.none,
             *(RecordKind.none if signature is None else signature.kind for signature in reader.signatures[1:]),
@@ -144,7 +138,7 @@ class Slicer:
         draws, and how many scalars it returns."""
         known = self._facts.get(signature)
         if known is None:
-            layout = self._layout(signature)
+            layout = self._reader.layouts[signature]
             kind = layout.signature.kind
             written: tuple[int, ...] = ()
             passed = tuple(each.int_slot for each in layout.nodes(ValueKind.storage))

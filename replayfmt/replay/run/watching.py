@@ -11,13 +11,13 @@ from typing import Any, Protocol
 
 import torch
 
+from replayfmt.format.slots import NodePlace
 from replayfmt.pytorch.tensors.composites import take_apart
 
 from ..codegen.lowering import Lowering
 from ..codegen.op_lowering import OpLine, lower_op
 from ..codegen.operations import storage_of
 from ..codegen.templates import Operand
-from ..planning.facts import NodePlace
 
 
 class Watcher(Protocol):

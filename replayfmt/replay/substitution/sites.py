@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from replayfmt.errors import SubstitutionFailed
+from replayfmt.format.slots import SlotLayout
 
-from ..planning.facts import Effects, SlotLayout
+from ..planning.facts import Effects
 from ..planning.kernels import ResolvedKernel
 
 

@@ -15,13 +15,13 @@ import torch
 
 from replayfmt.format.codes import RecordKind, ValueKind
 from replayfmt.format.reader import CaptureReader, RecordFrame
+from replayfmt.format.slots import NodePlace, SlotLayout
 from replayfmt.initializers.demands import Demand, DemandStep, Role
 from replayfmt.initializers.flow import Passed, passed_on
 from replayfmt.initializers.request import Call, TensorInfo, Use
 from replayfmt.initializers.roles import base_name, demand_of, is_integral
 from replayfmt.pytorch.schemas import parse_schema
 
-from ..planning.facts import NodePlace, SlotLayout
 from ..planning.kernels import ResolvedKernel
 from ..planning.scan import Scan
 from .calls import CapturedCalls

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from replayfmt.format.codes import ValueKind
+from replayfmt.format.slots import NodePlace
 
 from ..codegen.operations import View
-from ..planning.facts import NodePlace
 from .comparison import Judge, Where
 
 # By memory, by captured storage: the index of an argument.

@@ -20,10 +20,10 @@ from replayfmt.errors import CaptureFailed, ReplayMismatch, ReplayRefused, Usage
 from replayfmt.format.container.output import check_place, remove_unfinished
 from replayfmt.format.model import Record, TensorValue
 from replayfmt.format.reader import CaptureReader
+from replayfmt.format.slots import SlotLayout
 from replayfmt.pytorch.settings import read_settings
 from replayfmt.pytorch.tensors.memory import row_major_bytes
 from replayfmt.replay.plan import Plan
-from replayfmt.replay.planning.facts import SlotLayout
 from replayfmt.replay.planning.resolve import resolve as resolve_kernel
 from replayfmt.replay.verify.run_twice import RunTwice
 

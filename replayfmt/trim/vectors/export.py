@@ -13,10 +13,11 @@ from replayfmt.format.codes import OpStatus, RecordKind
 from replayfmt.format.model import Record, TensorValue
 from replayfmt.format.reader import CaptureReader
 from replayfmt.format.signatures.text import signature_text
+from replayfmt.format.slots import SlotLayout
 from replayfmt.pytorch.tensors.memory import row_major_bytes
 from replayfmt.replay.op_values import GiveTensor, tensors_of
 from replayfmt.replay.plan import Plan
-from replayfmt.replay.planning.facts import SlotLayout, addresses_of, leaves_unwritten
+from replayfmt.replay.planning.facts import addresses_of, leaves_unwritten
 from replayfmt.replay.planning.kernels import ResolvedKernel
 from replayfmt.replay.taking import show_ops
 from replayfmt.replay.verify.run_twice import RunTwice
