@@ -19,6 +19,7 @@ import torch
 from replayfmt.errors import InvalidCapture
 from replayfmt.format.codes import Layout, TensorFlag
 from replayfmt.format.model import TensorMeta
+from replayfmt.format.records.builder import Moment
 from replayfmt.pytorch.op_libraries import OpLibraries
 from replayfmt.pytorch.traced_names import TracedNames
 
@@ -40,7 +41,7 @@ from .common.json_stream import JsonStream
 from .common.operators import Choice, FoundOperator, Operators
 from .common.report import Entry, ImportReport
 from .common.schema_types import ArgumentType, schema_type
-from .common.synthesis import ImportedSession, Moment, imported_session, plain_device
+from .common.synthesis import ImportedSession, imported_session, plain_device
 from .common.trace_files import Progress, TraceFile
 from .common.types import dtype_of
 from .common.values import Tensor, TracedStorage, bytes_needed, contiguous

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from replayfmt.errors import InvalidCapture
-from replayfmt.format.codes import UNKNOWN_NS, RecordKind, StorageOrigin, ValueKind
+from replayfmt.format.codes import RecordKind, StorageOrigin, ValueKind
 from replayfmt.format.model import (
     CompositeValue,
     ExternalFile,
@@ -28,15 +28,13 @@ from replayfmt.format.model import (
     Value,
 )
 from replayfmt.format.reader import CaptureReader
-from replayfmt.format.records.columns import RecordColumns
+from replayfmt.format.records.builder import Moment, RecordBuilder, RecordSlots
 from replayfmt.format.redaction import Redaction
 from replayfmt.format.writer import CaptureWriter
 
 Values = tuple[Value, ...]
 
 _CONTENT = frozenset({ValueKind.payload, ValueKind.range, ValueKind.recipe})
-_FRAME_RECORDS = 16384
-_UNKNOWN_DEVICE_NS = 0xFFFFFFFFFFFFFFFF
 
 
 class Copier:
@@ -50,7 +48,7 @@ class Copier:
         self.writer = writer
         self._redaction = redaction
         self.rewrite: Callable[[Signature, Values, Values], tuple[Signature, Values, Values]] | None = None
-        self.count = 0  # records written so far: the next one's ordinal
+        self._builder = RecordBuilder(writer)
         self.storages: dict[int, int] = {}  # storage of the reader → storage of the writer
         self._devices: dict[int, int] = {}
         self._kernels: dict[int, int] = {}
@@ -63,19 +61,9 @@ class Copier:
         self._names: Counter[str] = Counter()  # of files, redacted
         self._ranges: dict[int, int] = {}
         self._embedded: dict[int, int] = {}  # payload of the writer → its length
-        self._tensors: dict[tuple[int, int, int], int] = {}
-        self._definitions: dict[int, tuple[int, int, int]] = {}
-        self._next_storage = 1
-        self._clear()
+        self._views: dict[int, dict[tuple[int, int], int]] = {}  # by storage of the writer (RecordBuilder.tensor)
         for number in range(1, len(reader.devices)):
             self.device(number)  # all of them: --device goes by their number
-
-    def _clear(self) -> None:
-        self._rows: list[tuple[int, int, int, int, int, int, int]] = []
-        self._slots: tuple[list[int], list[int], list[float]] = ([], [], [])
-        self._births: list[tuple[int, int, int, int]] = []
-        self._first_storage = self._next_storage
-        self._timed = self._device_timed = False
 
     # ------------------------------------------------------------------------------------------------------ definitions
 
@@ -153,6 +141,11 @@ class Copier:
         return number
 
     @property
+    def count(self) -> int:
+        """How many records were written so far: the next one's ordinal."""
+        return self._builder.count
+
+    @property
     def embedded_bytes(self) -> int:
         """Bytes of storages that the result has in itself."""
         return sum(self._embedded.values())
@@ -191,12 +184,7 @@ class Copier:
             raise InvalidCapture(
                 f"{self.reader.path}: storage {value.storage} is used by a record that cannot be the first to use it"
             )
-        key = (storage, value.offset, self._meta(value))
-        number = self._tensors.get(key)
-        if number is None:
-            number = self._tensors[key] = len(self._tensors) + 1
-            self._definitions[number] = key
-        return number
+        return self._builder.tensor(self._views.setdefault(storage, {}), storage, value.offset, self._meta(value))
 
     # --------------------------------------------------------------------------------------------------------- storages
 
@@ -204,9 +192,7 @@ class Copier:
         """A storage of the reader comes into the result: its id there. `length` in bytes; `content` is the writer's id
         of its first content, of the family that `origin` says."""
         device = self.device(self.reader.storage(storage).device)
-        number = self.storages[storage] = self._next_storage
-        self._next_storage += 1
-        self._births.append((length, device, origin, content))
+        number = self.storages[storage] = self._builder.bear(length, device, origin, content)
         return number
 
     # ---------------------------------------------------------------------------------------------------------- records
@@ -259,35 +245,18 @@ class Copier:
         return self._add(self.signature(Signature(kind, tuple(nodes))), kind, placed, values, 0)
 
     def _add(self, signature: int, kind: RecordKind, record: Record, values: Sequence[Value], annotation: int) -> int:
+        slots = RecordSlots()
         for value in values:
-            self._take(value)
-        duration, device_ns = record.duration_ns, record.device_duration_ns
-        self._timed |= duration is not None
-        self._device_timed |= device_ns is not None
-        if duration is None:
-            duration = UNKNOWN_NS if kind is RecordKind.op else 0
-        self._rows.append(
-            (
-                signature,
-                self.scope(record.scope),
-                record.thread,
-                record.start_ns,
-                duration,
-                _UNKNOWN_DEVICE_NS if device_ns is None else device_ns,
-                annotation,
-            )
-        )
-        self.count += 1
-        if len(self._rows) >= _FRAME_RECORDS:
-            self.flush()
-        return self.count - 1
+            self._take(value, slots)
+        times = record.start_ns, record.duration_ns, record.thread, self.scope(record.scope), record.device_duration_ns
+        return self._builder.add(signature, kind, Moment(*times), slots, annotation)
 
-    def _take(self, value: Value) -> None:
+    def _take(self, value: Value, slots: RecordSlots) -> None:
         """The slots of one value. Enumerations are ints too, but constants: hence the exact types."""
-        tensors, ints, floats = self._slots
+        ints, floats = slots.ints, slots.floats
         kind = type(value)
         if kind is TensorValue:
-            tensors.append(self._tensor(value))  # type: ignore[arg-type]
+            slots.tensors.append(self._tensor(value))  # type: ignore[arg-type]
         elif kind is int:
             ints.append(value)  # type: ignore[arg-type]
         elif kind is float:
@@ -296,10 +265,10 @@ class Copier:
             floats += (value.real, value.imag)  # type: ignore[union-attr]
         elif isinstance(value, list | tuple):
             for each in value:
-                self._take(each)
+                self._take(each, slots)
         elif isinstance(value, CompositeValue):
             for each in value.parts:
-                self._take(each)
+                self._take(each, slots)
         elif isinstance(value, StorageValue):
             ints.append(self.storages[value.id])
         elif isinstance(value, GeneratorValue):
@@ -309,40 +278,9 @@ class Copier:
 
     def flush(self) -> None:
         """Write what waits as a frame of records."""
-        rows = self._rows
-        if not rows:
-            if self._births:
-                raise InvalidCapture(f"{self.reader.path}: storages without a record that uses them")
-            return
-        columns = list(zip(*rows, strict=True))
-        births = list(zip(*self._births, strict=True)) or [(), (), (), ()]
-        self.writer.records(
-            RecordColumns(
-                signature=columns[0],
-                scope=columns[1],
-                thread=columns[2],
-                start_ns=columns[3],
-                duration_ns=columns[4] if self._timed else None,
-                tensors=self._slots[0],
-                ints=self._slots[1],
-                floats=self._slots[2],
-                tensor_definitions=self._definitions,
-                first_storage=self._first_storage if self._births else 0,
-                storage_bytes=births[0],
-                storage_device=births[1],
-                storage_origin=births[2],
-                storage_payload=births[3],
-                device_duration_ns=_unsigned(columns[5]) if self._device_timed else None,
-                annotation=columns[6] if any(columns[6]) else None,
-            )
-        )
-        self._clear()
-
-
-def _unsigned(values: Sequence[int]) -> Any:
-    import numpy as np
-
-    return np.array(values, np.uint64)
+        if self._builder.bears_nothing_but_storages:
+            raise InvalidCapture(f"{self.reader.path}: storages without a record that uses them")
+        self._builder.flush()
 
 
 def walk(values: Iterable[Value]) -> Iterator[Value]:

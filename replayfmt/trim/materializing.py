@@ -10,16 +10,8 @@ from __future__ import annotations
 import torch
 
 from replayfmt.format.codes import OpStatus, RecordKind, StorageOrigin, TensorFlag, ValueKind
-from replayfmt.format.model import (
-    GeneratorValue,
-    Node,
-    PayloadValue,
-    RangeValue,
-    RecipeValue,
-    Record,
-    TensorValue,
-    Value,
-)
+from replayfmt.format.definitions.signature_rules import argument_nodes
+from replayfmt.format.model import GeneratorValue, PayloadValue, RangeValue, RecipeValue, Record, TensorValue, Value
 from replayfmt.format.records.digest import TensorDigest
 from replayfmt.format.slots import NodePlace
 from replayfmt.pytorch.operators import operator_named
@@ -247,12 +239,11 @@ class Materializer:
     def _write_digest(self, record: Record, value: TensorValue, result: int, digest: TensorDigest) -> None:
         statistics = [each for each in (digest.min, digest.max, digest.mean, digest.l2) if each is not None]
         whole, _reals = digest.slots()
-        nodes = [Node(ValueKind.tensor, "tensor"), Node(ValueKind.int, "of"), Node(ValueKind.int, "result")]
         head = whole[: len(whole) - sum(isinstance(each, int) for each in digest.sample)]
         self._copier.add(
             record,
             RecordKind.digest,
-            [*nodes, *digest.nodes()],
+            [*argument_nodes(RecordKind.digest), *digest.nodes()],
             [value, self._writing.ops[record.ordinal], result, *head, *statistics, list(digest.sample)],
         )
         self.digest_count += 1

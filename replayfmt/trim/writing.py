@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from replayfmt.format.codes import RecordKind, StorageOrigin, ValueKind
+from replayfmt.format.definitions.signature_rules import argument_nodes
 from replayfmt.format.model import (
     CompositeValue,
     GeneratorValue,
@@ -175,9 +176,10 @@ class Writing:
                 definition = self.copier.reader.scopes[scope]
                 assert definition is not None
                 kind = RecordKind.scope_begin if isinstance(action, Begin) else RecordKind.scope_end
-                add(near, kind, [Node(ValueKind.string, "name", definition.name)], scope=scope)
+                add(near, kind, argument_nodes(kind, name=definition.name), scope=scope)
             case Release(storage):
-                add(near, RecordKind.storage_release, [Node(ValueKind.storage, "storage")], [StorageValue(storage)])
+                kind = RecordKind.storage_release
+                add(near, kind, argument_nodes(kind), [StorageValue(storage)])
             case SettingChanges(changes):
                 add(
                     near,
@@ -202,7 +204,7 @@ class Writing:
                 self.copier.add(
                     near,
                     RecordKind.storage_resize,
-                    [Node(ValueKind.storage, "storage"), Node(ValueKind.int, "bytes")],
+                    argument_nodes(RecordKind.storage_resize),
                     [StorageValue(storage), content.length],
                 )
                 self._lengths[storage] = content.length
@@ -217,12 +219,7 @@ class Writing:
         self.copier.add(
             near,
             RecordKind.storage_import,
-            [
-                Node(ValueKind.storage, "storage"),
-                Node(kind, "payload"),
-                Node(ValueKind.int, "version"),
-                Node(ValueKind.string, "reason", action.reason),
-            ],
+            argument_nodes(RecordKind.storage_import, payload=kind, reason=action.reason),
             given,
         )
 
@@ -232,7 +229,7 @@ class Writing:
         self.copier.add(
             near,
             RecordKind.generator_state,
-            [Node(ValueKind.generator, "generator"), Node(ValueKind.payload if content else ValueKind.none, "payload")],
+            argument_nodes(RecordKind.generator_state, payload=ValueKind.payload if content else ValueKind.none),
             [GeneratorValue(generator), *content],
         )
 

@@ -15,7 +15,8 @@ from replayfmt.benchmark.per_op.measuring import OpOptions, measure_ops
 from replayfmt.format.codes import DType
 from replayfmt.format.model import Kernel
 from replayfmt.format.reader import open_capture
-from replayfmt.importers.common.synthesis import ImportedSession, Moment, imported_session
+from replayfmt.format.records.builder import Moment
+from replayfmt.importers.common.synthesis import ImportedSession, imported_session
 from replayfmt.importers.common.values import plain_tensor
 from replayfmt.replay.plan import Plan
 

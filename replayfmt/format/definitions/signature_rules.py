@@ -53,6 +53,16 @@ DIGEST_ARGUMENTS: tuple[tuple[str, frozenset[ValueKind]], ...] = (
 SETTING_KINDS = frozenset({V.none, V.bool, V.int, V.float, V.string})
 
 
+def argument_nodes(kind: RecordKind, **given: str | ValueKind) -> tuple[Node, ...]:
+    """The nodes of the arguments that a record of a kind always has. `given` has the text of each that is one, and the
+    value kind of each that may have several."""
+    nodes = []
+    for name, kinds in ARGUMENTS[kind]:
+        value = given[name] if len(kinds) > 1 or V.string in kinds else next(iter(kinds))
+        nodes.append(Node(V.string, name, value) if isinstance(value, str) else Node(value, name))
+    return tuple(nodes)
+
+
 def members(kinds: Collection[IntEnum], all_kinds: type[IntEnum]) -> np.ndarray:
     """Which codes of an enumeration are among `kinds`: bool[highest code + 1], to be indexed with codes that were
     checked. Looking codes up is many times faster than np.isin for the few that most captures have."""

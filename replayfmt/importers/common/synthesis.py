@@ -7,57 +7,23 @@ frame. What it is given is written; what is assumed about a call is the importer
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import replace
 from os import PathLike
 from types import TracebackType
 from typing import Any
 
-from replayfmt.format.codes import UNKNOWN_NS, OpStatus, RecordKind, StorageOrigin, ValueKind
+from replayfmt.format.codes import OpStatus, RecordKind, StorageOrigin, ValueKind
+from replayfmt.format.definitions.signature_rules import argument_nodes
 from replayfmt.format.model import Device, Generator, Kernel, Node, Recipe, Session, Signature
-from replayfmt.format.records.columns import RecordColumns
+from replayfmt.format.records.builder import Moment, RecordBuilder, RecordSlots
 from replayfmt.format.writer import CaptureWriter
 from replayfmt.pytorch.environment import session_fields
 
 from .values import NodeMaker, Slots, Tensor, TracedStorage, possible_bytes
 
 PRODUCER = "opreplay-import"
-_FRAME_RECORDS = 16_384
-_UNKNOWN = 0xFFFFFFFFFFFFFFFF
-
-
-@dataclass(frozen=True)
-class Moment:
-    """Where and when a record belongs. Times are in nanoseconds; `start_ns` counts from the trace's first event."""
-
-    start_ns: int = 0
-    duration_ns: int | None = None
-    thread: int = 0
-    scope: int = 0
-    device_duration_ns: int | None = None
-
-
-@dataclass
-class _Pending:
-    """Columns of the frame that is being filled."""
-
-    signature: array = field(default_factory=lambda: array("I"))
-    scope: array = field(default_factory=lambda: array("I"))
-    thread: array = field(default_factory=lambda: array("I"))
-    start: array = field(default_factory=lambda: array("q"))
-    duration: array = field(default_factory=lambda: array("q"))
-    device_duration: array = field(default_factory=lambda: array("Q"))
-    annotation: array = field(default_factory=lambda: array("I"))
-    tensors: array = field(default_factory=lambda: array("Q"))
-    ints: array = field(default_factory=lambda: array("q"))
-    floats: array = field(default_factory=lambda: array("d"))
-    storage_bytes: array = field(default_factory=lambda: array("Q"))
-    storage_device: array = field(default_factory=lambda: array("I"))
-    storage_origin: array = field(default_factory=lambda: array("B"))
-    storage_payload: array = field(default_factory=lambda: array("I"))
-    definitions: dict[int, tuple[int, int, int]] = field(default_factory=dict)
-    timed: bool = False
+_AT_START = Moment()
 
 
 def imported_session(kind: str, source: str, **fields: Any) -> Session:
@@ -88,15 +54,18 @@ class ImportedSession:
 
     def __init__(self, path: str | PathLike[str], session: Session, *, force: bool = False) -> None:
         self._writer = CaptureWriter(path, session, force=force, doing="importing")
-        self._pending = _Pending()
-        self._next_storage, self._next_tensor, self._first_storage = 1, 1, 1
+        self._builder = RecordBuilder(self._writer)
         self._without_memory: dict[tuple[int, int], int] = {}
         self._devices: dict[str, int] = {}
         self._generators: dict[int, int] = {}
         self._signatures: dict[Any, int] = {}
         self._nodes = NodeMaker(self._device_or_refuse, self.generator)
         self._last_ns = 0
-        self.records = 0
+
+    @property
+    def records(self) -> int:
+        """How many records were written so far: the next one's ordinal."""
+        return self._builder.count
 
     # --------------------------------------------------------------------------------------------------- definitions
 
@@ -131,7 +100,7 @@ class ImportedSession:
         kernel: Kernel,
         arguments: Sequence[tuple[str, Any]],
         results: Sequence[Any] | None = None,
-        moment: Moment = Moment(),
+        moment: Moment = _AT_START,
         annotation: Mapping[str, Any] | None = None,
     ) -> int:
         """Record one call; returns its ordinal. Argument values are None, bool, int, float, complex, str, DType,
@@ -161,8 +130,8 @@ class ImportedSession:
         for tensor in slots.tensors[taken:]:
             if tensor.storage is not None and not tensor.storage.id:
                 self._bear(tensor.storage, StorageOrigin.op, 0)
-        self._use(slots.tensors, metas)
-        return self._add(signature, moment, slots, note)
+        tensors = [self._use(tensor, meta) for tensor, meta in zip(slots.tensors, metas, strict=True)]
+        return self._add(signature, RecordKind.op, moment, RecordSlots(tensors, slots.ints, slots.floats), note)
 
     def scope_begin(self, name: str, moment: Moment, annotation: Mapping[str, Any] | None = None) -> int:
         """Record that a scope begins; `moment.scope` is its id."""
@@ -174,22 +143,23 @@ class ImportedSession:
         return self._named(RecordKind.scope_end, moment, name=name)
 
     def unsupported(
-        self, reason: str, op: str, detail: str, moment: Moment = Moment(), annotation: Mapping[str, Any] | None = None
+        self, reason: str, op: str, detail: str, moment: Moment = _AT_START, annotation: Mapping[str, Any] | None = None
     ) -> int:
         """Record work that the import could not turn into an op."""
         note = self._writer.annotation(annotation) if annotation else 0
         return self._named(RecordKind.unsupported, moment, note, reason=reason, op=op, detail=detail)
 
-    def release(self, storages: Sequence[TracedStorage], moment: Moment = Moment()) -> None:
+    def release(self, storages: Sequence[TracedStorage], moment: Moment = _AT_START) -> None:
         """Record that nothing uses these storages any more: a replay need not keep them. Unused ones are left out."""
         for storage in storages:
             if storage.id and not storage.released:
                 storage.released = True
-                self._record(RecordKind.storage_release, (Node(ValueKind.storage, "storage"),), moment, [storage.id])
+                kind = RecordKind.storage_release
+                self._record(kind, argument_nodes(kind), moment, [storage.id])
 
     # ------------------------------------------------------------------------------------------------------- storages
 
-    def enter(self, storage: TracedStorage, moment: Moment = Moment()) -> None:
+    def enter(self, storage: TracedStorage, moment: Moment = _AT_START) -> None:
         """Bring a storage in ahead of its first use."""
         if not storage.id:
             self._enter(storage, moment)
@@ -201,32 +171,17 @@ class ImportedSession:
         elif storage.content is not None:
             kind, number = ValueKind.payload, self._writer.payload(storage.content)
         self._bear(storage, storage.origin, number)
-        nodes = (
-            Node(ValueKind.storage, "storage"),
-            Node(kind, "payload"),
-            Node(ValueKind.int, "version"),
-            Node(ValueKind.string, "reason", storage.reason),
-        )
+        nodes = argument_nodes(RecordKind.storage_import, payload=kind, reason=storage.reason)
         ints = [storage.id, 0] if kind is ValueKind.none else [storage.id, number, 0]
         self._record(RecordKind.storage_import, nodes, Moment(moment.start_ns, None, moment.thread, moment.scope), ints)
 
     def _bear(self, storage: TracedStorage, origin: StorageOrigin, payload: int) -> None:
-        storage.id = self._next_storage
-        self._next_storage += 1
-        self._pending.storage_bytes.append(storage.bytes)
-        self._pending.storage_device.append(storage.device)
-        self._pending.storage_origin.append(origin)
-        self._pending.storage_payload.append(payload)
+        storage.id = self._builder.bear(storage.bytes, storage.device, origin, payload)
 
-    def _use(self, tensors: Sequence[Tensor], metas: Sequence[int]) -> None:
-        for tensor, meta in zip(tensors, metas, strict=True):
-            if not tensor.id:
-                # What lies alike on the same memory is one tensor, however often it is taken.
-                views = self._without_memory if tensor.storage is None else tensor.storage.views
-                tensor.id = views.setdefault((tensor.offset, meta), self._next_tensor)
-                self._next_tensor += tensor.id == self._next_tensor
-            storage = tensor.storage.id if tensor.storage is not None else 0
-            self._pending.definitions[tensor.id] = (storage, tensor.offset, meta)
+    def _use(self, tensor: Tensor, meta: int) -> int:
+        if tensor.storage is None:
+            return self._builder.tensor(self._without_memory, 0, tensor.offset, meta)
+        return self._builder.tensor(tensor.storage.views, tensor.storage.id, tensor.offset, meta)
 
     # --------------------------------------------------------------------------------------------------------- columns
 
@@ -237,65 +192,25 @@ class ImportedSession:
         return number
 
     def _named(self, kind: RecordKind, moment: Moment, note: int = 0, **texts: str) -> int:
-        nodes = tuple(Node(ValueKind.string, name, text) for name, text in texts.items())
-        return self._record(kind, nodes, moment, (), note)
+        return self._record(kind, argument_nodes(kind, **texts), moment, (), note)
 
     def _record(
         self, kind: RecordKind, nodes: tuple[Node, ...], moment: Moment, ints: Sequence[int], note: int = 0
     ) -> int:
         signature = self._signature((kind, nodes), lambda: Signature(kind, nodes))
-        return self._add(signature, moment, Slots(ints=list(ints)), note, without_time=0)
+        return self._add(signature, kind, moment, RecordSlots(ints=list(ints)), note)
 
-    def _add(self, signature: int, moment: Moment, slots: Slots, note: int, without_time: int = UNKNOWN_NS) -> int:
-        pending = self._pending
-        pending.signature.append(signature)
-        pending.scope.append(moment.scope)
-        pending.thread.append(moment.thread)
-        start = self._last_ns = max(self._last_ns, moment.start_ns)
-        pending.start.append(start)
-        pending.duration.append(without_time if moment.duration_ns is None else moment.duration_ns)
-        pending.timed |= moment.duration_ns is not None
-        device = moment.device_duration_ns
-        pending.device_duration.append(_UNKNOWN if device is None else device)
-        pending.annotation.append(note)
-        pending.tensors.extend(tensor.id for tensor in slots.tensors)
-        pending.ints.extend(slots.ints)
-        pending.floats.extend(slots.floats)
-        self.records += 1
-        if len(pending.signature) >= _FRAME_RECORDS:
-            self._flush()
-        return self.records - 1
-
-    def _flush(self) -> None:
-        pending, self._pending = self._pending, _Pending()
-        known = any(value != _UNKNOWN for value in pending.device_duration)
-        self._writer.records(
-            RecordColumns(
-                signature=pending.signature,
-                scope=pending.scope,
-                thread=pending.thread,
-                start_ns=pending.start,
-                duration_ns=pending.duration if pending.timed else None,
-                tensors=pending.tensors,
-                ints=pending.ints,
-                floats=pending.floats,
-                tensor_definitions=pending.definitions,
-                first_storage=self._first_storage,
-                storage_bytes=pending.storage_bytes,
-                storage_device=pending.storage_device,
-                storage_origin=pending.storage_origin,
-                storage_payload=pending.storage_payload,
-                device_duration_ns=pending.device_duration if known else None,
-                annotation=pending.annotation if any(pending.annotation) else None,
-            )
-        )
-        self._first_storage = self._next_storage
+    def _add(self, signature: int, kind: RecordKind, moment: Moment, slots: RecordSlots, note: int) -> int:
+        if moment.start_ns < self._last_ns:
+            moment = replace(moment, start_ns=self._last_ns)
+        self._last_ns = moment.start_ns
+        return self._builder.add(signature, kind, moment, slots, note)
 
     # ------------------------------------------------------------------------------------------------------------- end
 
     def close(self) -> None:
         """Write what is left and complete the capture."""
-        self._flush()
+        self._builder.flush()
         self._writer.close(self._last_ns)
 
     def abandon(self) -> None:

@@ -36,12 +36,11 @@ class TracedStorage:
 
 @dataclass(eq=False)
 class Tensor:
-    """A view on a storage, None for a tensor without memory. `offset` is in elements; `id` is 0 until used."""
+    """A view on a storage, None for a tensor without memory. `offset` is in elements."""
 
     storage: TracedStorage | None
     meta: TensorMeta
     offset: int = 0
-    id: int = 0
 
 
 @dataclass

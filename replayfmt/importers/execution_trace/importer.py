@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from replayfmt.errors import InvalidCapture
+from replayfmt.format.records.builder import Moment
 from replayfmt.pytorch.op_libraries import OpLibraries
 from replayfmt.pytorch.traced_names import TracedNames
 
@@ -23,7 +24,7 @@ from ..common.json_stream import JsonStream
 from ..common.operators import Operators
 from ..common.rank_trace import RankTrace, rank_fields
 from ..common.report import ImportReport
-from ..common.synthesis import ImportedSession, Moment, imported_session
+from ..common.synthesis import ImportedSession, imported_session
 from ..common.trace_files import Progress, others_note
 from ..rewrites.portable import REWRITES, Portable
 from .calls import NodeCalls

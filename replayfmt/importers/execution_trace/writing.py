@@ -13,10 +13,11 @@ from typing import Any
 
 from replayfmt.format.codes import DType, Layout, StorageOrigin, TensorFlag
 from replayfmt.format.model import TensorMeta
+from replayfmt.format.records.builder import Moment
 
 from ..common.arguments import RETURNED_STORAGE, DeviceName, TensorSpec
 from ..common.report import Entry, ImportReport
-from ..common.synthesis import ImportedSession, Moment
+from ..common.synthesis import ImportedSession
 from ..common.types import dtype_of, wrapped
 from ..common.values import Tensor, TracedStorage
 from ..rewrites.portable import Portable

@@ -12,11 +12,12 @@ from typing import Any
 import numpy as np
 
 from replayfmt.format.model import Device
+from replayfmt.format.records.builder import Moment
 
 from ..common.arguments import DefaultGenerator, TensorSpec
 from ..common.report import DeviceTime, Entry, ImportReport
 from ..common.results import realize
-from ..common.synthesis import ImportedSession, Moment
+from ..common.synthesis import ImportedSession
 from ..common.values import Tensor, plain_tensor
 from ..rewrites.portable import Portable
 from ..rewrites.rewriting import Rewritten

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from replayfmt.format.codes import RecordKind, ValueKind
+from replayfmt.format.definitions.signature_rules import argument_nodes
 from replayfmt.format.model import Device, Node, Signature
 from replayfmt.format.records.digest import TensorDigest
 from replayfmt.format.slots import SlotLayout
@@ -98,26 +99,19 @@ class Records:
         kind = content.kind
         self._constant(
             (RecordKind.storage_import, kind, reason),
-            lambda: (
-                Node(ValueKind.storage, "storage"),
-                Node(kind, "payload"),
-                Node(ValueKind.int, "version"),
-                Node(ValueKind.string, "reason", reason),
-            ),
+            lambda: argument_nodes(RecordKind.storage_import, payload=kind, reason=reason),
             (storage, version) if kind is ValueKind.none else (storage, content.id, version),
         )
 
     def storage_resize(self, storage: int, length: int) -> None:
         self._constant(
-            (RecordKind.storage_resize,),
-            lambda: (Node(ValueKind.storage, "storage"), Node(ValueKind.int, "bytes")),
-            (storage, length),
+            (RecordKind.storage_resize,), lambda: argument_nodes(RecordKind.storage_resize), (storage, length)
         )
 
     def storage_releases(self, storages: Sequence[int]) -> None:
         """One release record for each storage, in one go."""
         kind = RecordKind.storage_release
-        signature = self.signature((kind,), lambda: Signature(kind, (Node(ValueKind.storage, "storage"),)))
+        signature = self.signature((kind,), lambda: Signature(kind, argument_nodes(kind)))
         run = packer(len(storages), 0)(RELEASES + signature, self.context(), self.now(), 0, *storages)
         self._buffer.append(run, len(storages))
 
@@ -128,7 +122,7 @@ class Records:
         kind = ValueKind.payload if payload else ValueKind.none
         self._constant(
             (RecordKind.generator_state, kind),
-            lambda: (Node(ValueKind.generator, "generator"), Node(kind, "payload")),
+            lambda: argument_nodes(RecordKind.generator_state, payload=kind),
             (generator, payload) if payload else (generator,),
         )
 
@@ -141,20 +135,19 @@ class Records:
     # ------------------------------------------------------------------------------------------------ scopes and notes
 
     def scope_begin(self, name: str) -> None:
-        self._constant((RecordKind.scope_begin, name), lambda: (Node(ValueKind.string, "name", name),))
+        self._constant((RecordKind.scope_begin, name), lambda: argument_nodes(RecordKind.scope_begin, name=name))
 
     def scope_end(self, name: str) -> None:
-        self._constant((RecordKind.scope_end, name), lambda: (Node(ValueKind.string, "name", name),))
+        self._constant((RecordKind.scope_end, name), lambda: argument_nodes(RecordKind.scope_end, name=name))
 
     def unsupported(self, reason: str, op: str, detail: str) -> None:
         if (reason, op, detail) not in self._details:
             if len(self._details) >= _DISTINCT_DETAILS:
                 op, detail = "", "too many different ones to describe each"
             self._details.add((reason, op, detail))
-        texts = (("reason", reason), ("op", op), ("detail", detail))
         self._constant(
             (RecordKind.unsupported, reason, op, detail),
-            lambda: tuple(Node(ValueKind.string, name, text) for name, text in texts),
+            lambda: argument_nodes(RecordKind.unsupported, reason=reason, op=op, detail=detail),
         )
 
     # -------------------------------------------------------------------------------------------------------- digests
@@ -164,12 +157,7 @@ class Records:
         ints, floats = digest.slots()
         self._constant(
             (RecordKind.digest, *_digest_key(digest)),
-            lambda: (
-                Node(ValueKind.tensor, "tensor"),
-                Node(ValueKind.int, "of"),
-                Node(ValueKind.int, "result"),
-                *digest.nodes(),
-            ),
+            lambda: (*argument_nodes(RecordKind.digest), *digest.nodes()),
             (tensor, of, result, *ints),
             floats,
         )
@@ -180,8 +168,7 @@ class Records:
         self._constant(
             (RecordKind.host_read, method, *(_digest_key(digest) if digest is not None else ())),
             lambda: (
-                Node(ValueKind.string, "method", method),
-                Node(ValueKind.tensor, "tensor"),
+                *argument_nodes(RecordKind.host_read, method=method),
                 *(digest.nodes() if digest is not None else ()),
             ),
             (tensor, *ints),
