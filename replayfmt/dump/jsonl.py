@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from replayfmt.format.codes import DType, Layout, MemoryFormat, RecordKind, TensorFlag, ValueKind
+from replayfmt.format.codes import UNKNOWN_DEVICE_NS, DType, Layout, MemoryFormat, RecordKind, TensorFlag, ValueKind
 from replayfmt.format.model import Node, Signature, TensorMeta
 from replayfmt.format.reader import CaptureReader, RecordFrame
 from replayfmt.format.slots import NodePlace, SlotLayout
@@ -45,7 +45,6 @@ CODES: dict[ValueKind, Callable[[int], Any]] = {
 }
 
 # Keys of a host_read or digest row that carries no digest: a capture may have been made without them.
-UNKNOWN_DURATION = 2**64 - 1
 DIGEST_KEYS = ("hash", "elements", "nan", "inf", "min", "max", "mean", "l2", "sample")
 NO_DIGEST = "".join(f',"{key}":null' for key in DIGEST_KEYS)
 
@@ -94,7 +93,7 @@ class JsonLines(Dialect):
         return integers(column)
 
     def device_durations(self, column: np.ndarray) -> list[str]:
-        return [f',"device_duration_ns":{value if value != UNKNOWN_DURATION else "null"}' for value in column.tolist()]
+        return [f',"device_duration_ns":{value if value != UNKNOWN_DEVICE_NS else "null"}' for value in column.tolist()]
 
     def annotations(self, ids: list[int]) -> list[str]:
         known = {

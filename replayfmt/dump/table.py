@@ -6,13 +6,12 @@ from typing import Any
 
 import numpy as np
 
-from replayfmt.format.codes import RecordKind
+from replayfmt.format.codes import UNKNOWN_DEVICE_NS, RecordKind
 from replayfmt.format.reader import CaptureReader, RecordFrame
 from replayfmt.format.signatures.groups import SignatureIndex
 
 from .values import device_slot
 
-_UNKNOWN_NS = 0xFFFFFFFFFFFFFFFF
 # In this order; the docstring of Capture.to_pandas says what each holds.
 COLUMNS = (
     "ordinal",
@@ -70,7 +69,7 @@ def _durations(column: np.ndarray | None, rows: np.ndarray) -> tuple[np.ndarray,
     if column is None:
         return np.zeros(len(rows), np.int64), np.ones(len(rows), bool)
     values = column[rows].astype(np.uint64)
-    absent = values == _UNKNOWN_NS
+    absent = values == UNKNOWN_DEVICE_NS
     return np.where(absent, 0, values).astype(np.int64), absent
 
 

@@ -11,11 +11,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ..codes import UNKNOWN_NS, RecordKind, StorageOrigin
+from ..codes import UNKNOWN_DEVICE_NS, UNKNOWN_NS, RecordKind, StorageOrigin
 from ..writer import CaptureWriter
 from .columns import RecordColumns
 
-UNKNOWN_DEVICE_NS = 0xFFFFFFFFFFFFFFFF
 _FRAME_RECORDS = 16_384
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from ..codes import UNKNOWN_NS, DType, Layout, MemoryFormat, ValueKind
+from ..codes import UNKNOWN_DEVICE_NS, UNKNOWN_NS, DType, Layout, MemoryFormat, ValueKind
 from ..definitions.reading import Frozen
 from ..model import (
     CompositeValue,
@@ -24,8 +24,6 @@ from ..model import (
     Value,
 )
 from .record_frames import RecordFrame
-
-_UNKNOWN_DEVICE_NS = 0xFFFFFFFFFFFFFFFF
 
 V = ValueKind
 
@@ -110,7 +108,7 @@ def decode_record(frame: RecordFrame, row: int, definitions: Frozen) -> Record:
         thread=int(frame.thread[row]),
         start_ns=int(frame.start_ns[row]),
         duration_ns=_known(frame.duration_ns, row, UNKNOWN_NS),
-        device_duration_ns=_known(frame.device_duration_ns, row, _UNKNOWN_DEVICE_NS),
+        device_duration_ns=_known(frame.device_duration_ns, row, UNKNOWN_DEVICE_NS),
         args=tuple(slots.value(node) for node in signature.args),
         results=tuple(slots.value(node) for node in signature.results),
         frame_offset=frame.offset,
