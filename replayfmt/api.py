@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
-from os import PathLike, fspath
+from operator import index
+from os import PathLike
 from typing import TYPE_CHECKING, Any, Unpack, overload
 
 from replayfmt.errors import OpReplayError, UsageError
@@ -116,9 +117,9 @@ class Ops(Mapping[int, Op]):
         """Raises KeyError where no op has the ordinal, UsageError for a slice with a step or negative bounds."""
         if isinstance(ordinal, slice):
             return self._slice(ordinal)
-        if not 0 <= ordinal < self._reader.record_count:
+        if not hasattr(type(ordinal), "__index__") or not 0 <= index(ordinal) < self._reader.record_count:
             raise KeyError(ordinal)
-        record = self._reader.record(ordinal)
+        record = self._reader.record(index(ordinal))
         if record.kind is not RecordKind.op:
             raise KeyError(ordinal)
         return Op(self._reader, record)
@@ -144,7 +145,7 @@ class Capture:
 
     def __init__(self, path: str | PathLike[str]) -> None:
         """Raises CaptureNotFound, InvalidCapture or UnsupportedVersion."""
-        self.reader = open_capture(fspath(path))
+        self.reader = open_capture(path)
 
     @property
     def path(self) -> str:
@@ -220,6 +221,4 @@ class Capture:
 
 def open(path: str | PathLike[str]) -> Capture:
     """Open a capture for looking at it. See `Capture`."""
-    if not isinstance(path, str | PathLike):
-        raise UsageError(f"open takes a path, not {type(path).__name__}")
     return Capture(path)

@@ -20,7 +20,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from replayfmt.errors import ReplayMismatch, UsageError
+from replayfmt.errors import ReplayMismatch
+from replayfmt.format.arguments import count_of
 from replayfmt.replay.plan import Plan
 from replayfmt.replay.results import ReplayResult, VerifyMode
 from replayfmt.replay.run.execute import OnScope
@@ -50,10 +51,8 @@ class Options:
     scopes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.repetitions < 1:
-            raise UsageError(f"--benchmark-repetitions={self.repetitions}: expected 1 or more")
-        if self.warmup < 0:
-            raise UsageError(f"--benchmark-warmup={self.warmup}: expected 0 or more iterations")
+        count_of("--benchmark-repetitions", self.repetitions, 1, MOST_ITERATIONS)
+        count_of("--benchmark-warmup", self.warmup, 0, MOST_ITERATIONS)
 
 
 @dataclass(frozen=True)

@@ -5,13 +5,13 @@
 
 from __future__ import annotations
 
-import math
 import re
 from dataclasses import dataclass
 
 from replayfmt.errors import UsageError
 
 MOST_ITERATIONS = 1_000_000_000  # Google Benchmark's own limit
+MOST_SECONDS = 86_400  # a day; it has no limit for them
 _ITERATIONS = re.compile(r"\s*\+?0*(\d{1,10})x", re.ASCII)
 _SECONDS = re.compile(r"\s*\+?((?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)s?", re.ASCII)
 
@@ -42,9 +42,9 @@ def parse_min_time(text: str) -> MinTime:
         matched = _SECONDS.fullmatch(text)
         if matched:
             seconds = float(matched[1])
-            if seconds > 0 and math.isfinite(seconds):
+            if 0 < seconds <= MOST_SECONDS:
                 return MinTime(seconds=seconds)
     raise UsageError(
         f"--benchmark-min-time={text}: expected <integer>x (iterations, 1 to {MOST_ITERATIONS}) or "
-        "<float>s (seconds, more than 0), for instance 20x or 0.5s"
+        f"<float>s (seconds, more than 0, at most {MOST_SECONDS}), for instance 20x or 0.5s"
     )

@@ -11,6 +11,7 @@ from typing import Any, Unpack
 
 from rich.console import Console
 
+from replayfmt.format.arguments import text_of, texts_of
 from replayfmt.replay.one_call import PlanOptions
 from replayfmt.replay.plan import Plan
 from replayfmt.replay.results import VerifyMode
@@ -82,8 +83,8 @@ def benchmark(
     of replays (`20x`) or of timed seconds (`0.5s`); `warmup` counts untimed replays before each repetition. `options`
     are those of Plan. Raises ReplayMismatch where a replay differs from the capture, and what a Plan raises.
     """
-    if isinstance(scopes, str):
-        scopes = (scopes,)
-    asked = Options(parse_min_time(min_time), repetitions, warmup, verify, tuple(scopes))
+    asked = Options(
+        parse_min_time(text_of("min_time", min_time)), repetitions, warmup, verify, texts_of("scopes", scopes)
+    )
     with Plan(path, **options) as plan:
         return Benchmarked(make_report(measure(plan, asked), plan))

@@ -11,11 +11,12 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Literal
 
 from replayfmt.errors import CaptureFailed, OpReplayError, UsageError
+from replayfmt.format.arguments import check_function, check_kind, choice_of, count_of, flag_of, path_of, paths_of
 from replayfmt.format.container.output import check_place, same_file
 from replayfmt.pytorch.op_libraries import OpLibraries
 from replayfmt.pytorch.traced_names import TracedNames
 
-from .common.rank_trace import RankTrace
+from .common.rank_trace import MOST_RANKS, RankTrace
 from .common.report import ImportReport
 from .common.synthesis import PRODUCER
 from .common.trace_files import Progress, shown_names
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 Level = Literal["auto", "leaf", "launching", "root"]
 
 LEVELS = ("auto", "leaf", "launching", "root")
+REWRITES = ("none", "portable")
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,9 @@ def import_trace(
     """
     options = _options(level, unique, rewrite, libraries, names, progress, on_record, graph_captures)
     _check_kind(kind)
+    path, out, force = path_of("path", path), path_of("out", out), flag_of("force", force)
+    if rank is not None:
+        count_of("rank", rank, 0, MOST_RANKS - 1)
     if rank is None:
         _check_out(path, out, force)  # before a large trace is read in vain
         found: TraceKind = sniff(path) if kind == "auto" else kind
@@ -82,8 +87,6 @@ def import_trace(
     else:
         from .ranks import rank_traces
 
-        if type(rank) is not int or rank < 0:
-            raise UsageError(f"rank={rank!r}: expected the number of a rank, from 0")
         out = _name(out, rank)
         _check_out(path, out, force)
         traces = rank_traces(path, kind)
@@ -117,9 +120,10 @@ def import_ranks(
 
     options = _options(level, unique, rewrite, libraries, names, progress, on_record, ())
     _check_kind(kind)
-    if "{rank}" not in fspath(out):
+    path, out, force = path_of("path", path), path_of("out", out), flag_of("force", force)
+    if "{rank}" not in out:
         raise UsageError(
-            f"{fspath(out)}: all ranks would be written to one file; put {{rank}} into the name, for instance "
+            f"{out}: all ranks would be written to one file; put {{rank}} into the name, for instance "
             "step.{rank}.opreplay"
         )
     traces = rank_traces(path, kind)
@@ -159,16 +163,27 @@ def _options(
     on_record: Callable[[int, int], None] | None,
     graph_captures: Sequence[str | PathLike[str]],
 ) -> _Options:
-    if level not in LEVELS:
-        raise UsageError(f"level={level!r}: expected one of {', '.join(LEVELS)}")
+    for name, value, allowed in (("level", level, LEVELS), ("rewrite", rewrite, REWRITES)):
+        choice_of(name, value, allowed)
+    for name, given, kind in (("libraries", libraries, OpLibraries), ("names", names, TracedNames)):
+        if given is not None:
+            check_kind(name, given, kind)
+    check_function("progress", progress)
+    check_function("on_record", on_record)
     return _Options(
-        level, unique, rewrite, libraries or OpLibraries(), names or TracedNames(), progress, on_record, graph_captures
+        level,
+        flag_of("unique", unique),
+        rewrite,
+        libraries or OpLibraries(),
+        names or TracedNames(),
+        progress,
+        on_record,
+        paths_of("graph_captures", graph_captures),
     )
 
 
 def _check_kind(kind: str) -> None:
-    if kind != "auto" and kind not in KINDS:
-        raise UsageError(f"kind={kind!r}: expected auto or one of {', '.join(KINDS)}")
+    choice_of("kind", kind, ("auto", *KINDS))
 
 
 def _name(out: str | PathLike[str], rank: int) -> str:

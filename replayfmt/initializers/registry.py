@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from replayfmt.errors import UsageError
+from replayfmt.format.arguments import check_kind, items_of, text_of
 
 from .builtin import BUILT_IN, check_option
 from .demands import Role
@@ -86,10 +87,12 @@ class Registry:
     def __init__(self, given: Sequence[Initializer] = (), options: Mapping[str, str] | None = None) -> None:
         """`given` come first, then those registered in this process, then the built-in ones. `options` are handed to
         every initializer. Raises UsageError for an option that no initializer knows, or a wrong value."""
+        if options is not None:
+            check_kind("initializer_options", options, Mapping)
         self.options = dict(options or {})
         for name, value in self.options.items():
-            check_option(name, value)
-
+            check_option(name, text_of(f"initializer_options[{name!r}]", value))
+        given = items_of("initializers", given, "a list of Initializer objects")
         for each in given:
             if not isinstance(each, Initializer):
                 raise UsageError(f"initializers are Initializer objects, not {_type_name(each)}")

@@ -16,6 +16,7 @@ from types import ModuleType
 from typing import Any
 
 from replayfmt.errors import UsageError
+from replayfmt.format.arguments import text_of
 
 from .op_registrations import modules_registering
 
@@ -240,7 +241,7 @@ _registered: dict[str, tuple[str, ...]] = {}
 def register_op_library(namespace: str, module: str) -> None:
     """Import `module` wherever this process needs an operator of `namespace`, in imports and in replays. Naming it here
     is the user's leave. Raises UsageError for what is no name."""
-    parse_op_library(f"{namespace}={module}")
+    parse_op_library(f"{text_of('namespace', namespace)}={text_of('module', module)}")
     _registered[namespace] = tuple(dict.fromkeys((*_registered.get(namespace, ()), module)))
 
 

@@ -182,6 +182,8 @@ _CANDIDATES: tuple[Setting | None, ...] = (
 SETTINGS: dict[str, Setting] = {setting.name: setting for setting in _CANDIDATES if setting is not None}
 
 AUTOCAST_DEVICES = ("cpu", "cuda")
+# In others it computes nothing: it warns, and is off.
+_AUTOCAST = {"": None, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def _read_autocast(device: str) -> str:
@@ -207,12 +209,20 @@ def read_settings(names: tuple[str, ...] | None = None) -> dict[str, Scalar]:
 
 def check_settings(values: Mapping[str, Scalar]) -> list[str]:
     """What of `values` this build cannot set, each as a sentence."""
-    known = {*SETTINGS, *(f"autocast.{device}" for device in AUTOCAST_DEVICES)}
+    autocast = {f"autocast.{device}" for device in AUTOCAST_DEVICES}
     return [
         f"the setting {_shown(name, value)} does not exist in torch {torch.__version__}"
         for name, value in values.items()
-        if name not in known
+        if name not in {*SETTINGS, *autocast}
+    ] + [
+        _no_autocast(name, value)
+        for name, value in values.items()
+        if name in autocast and value is not None and value not in _AUTOCAST
     ]
+
+
+def _no_autocast(name: str, value: Scalar) -> str:
+    return f"the setting {_shown(name, value)} cannot be set here: autocast computes in bfloat16 or float16"
 
 
 def apply_settings(values: Mapping[str, Scalar]) -> None:
@@ -268,10 +278,15 @@ def preserved_settings() -> Iterator[None]:
 
 @contextmanager
 def autocast_as_captured(values: Mapping[str, Scalar]) -> Iterator[None]:
-    """Autocast on or off per device as `values` say, for the call of one custom operator."""
+    """Autocast on or off per device as `values` say, for the call of one custom operator.
+
+    Raises ReplayRefused for a value that is no dtype of autocast's.
+    """
     with ExitStack() as stack:
         for device in AUTOCAST_DEVICES:
-            name = values.get(f"autocast.{device}", "")
-            if name:
-                stack.enter_context(torch.autocast(device, dtype=_dtype_named(str(name))))
+            value = values.get(f"autocast.{device}", "")
+            if value not in _AUTOCAST:
+                raise ReplayRefused(_no_autocast(f"autocast.{device}", value))
+            if value:
+                stack.enter_context(torch.autocast(device, dtype=_AUTOCAST[str(value)]))
         yield

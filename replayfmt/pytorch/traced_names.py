@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
 from replayfmt.errors import UsageError
+from replayfmt.format.arguments import text_of
 
 ANY = "*"  # in the place of an operator: any that has an argument of that name
 _OPERATOR = re.compile(r"[A-Za-z_]\w*(?:\.\w+)*::[A-Za-z_]\w*\Z")
@@ -141,13 +142,14 @@ _strings: dict[tuple[str, str], str] = {}
 def register_op_alias(traced: str, operator: str) -> None:
     """In every import of this process, take `operator` for what traces call `traced`. Raises UsageError for what is no
     operator name."""
-    _aliases.update([parse_op_alias(f"{traced}={operator}")])
+    _aliases.update([parse_op_alias(f"{text_of('traced', traced)}={text_of('operator', operator)}")])
 
 
 def register_string_default(operator: str, argument: str, value: str) -> None:
     """In every import of this process, take `value` where a trace dropped a string argument of `operator` ("*": any
     that has an argument of that name). Raises UsageError for what is no name."""
-    _strings.update([parse_string_default(f"{operator}.{argument}={value}")])
+    given = (text_of("operator", operator), text_of("argument", argument), text_of("value", value))
+    _strings.update([parse_string_default("{}.{}={}".format(*given))])
 
 
 def parse_op_alias(text: str) -> tuple[str, str]:

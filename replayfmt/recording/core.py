@@ -22,6 +22,7 @@ import torch
 
 from replayfmt.errors import CaptureFailed, OpReplayError
 from replayfmt.format.model import Session
+from replayfmt.format.printable import printable
 from replayfmt.format.redaction import Redaction
 from replayfmt.format.writer import CaptureWriter
 from replayfmt.native.building import NotAvailable
@@ -270,7 +271,7 @@ class Core:
                 text = f"{text}; what was written could not be put away: {second!r}"
         # The program's own stderr may be closed, or refuse what is written to it: then `close` is left to tell.
         with suppress(Exception):
-            print(text, file=sys.stderr)
+            print(printable(text), file=sys.stderr)
 
     # ------------------------------------------------------------------------------------------------ for the fast path
 

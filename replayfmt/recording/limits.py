@@ -12,6 +12,7 @@ from collections import Counter
 from typing import NamedTuple
 
 from replayfmt.errors import UsageError
+from replayfmt.format.arguments import shown
 
 _STEPS = re.compile(r"(\d{1,15})?:(\d{1,15})?", re.ASCII)
 _NUMBERED = re.compile(r"(.+)#(\d{1,15})", re.ASCII | re.DOTALL)
@@ -36,7 +37,7 @@ def parse_steps(text: str) -> StepRange:
     found = _STEPS.fullmatch(text) if isinstance(text, str) else None
     if found is None or text == ":":
         raise UsageError(
-            f"steps={text!r}: expected A:B, the steps from A up to, not including, B; either may be "
+            f"steps={shown(text)}: expected A:B, the steps from A up to, not including, B; either may be "
             "missing: 10:12, or 500:"
         )
     start, stop = int(found[1] or 0), None if found[2] is None else int(found[2])

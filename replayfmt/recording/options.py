@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
 from typing import Any
 
 from replayfmt.errors import UsageError
+from replayfmt.format.arguments import choice_of, flag_of, paths_of, shown, text_of, texts_of
 from replayfmt.format.policies import OPAQUE_RESULTS
 from replayfmt.pytorch.opaque_results import OpaqueResults
 from replayfmt.pytorch.operators import is_pytorchs
@@ -89,17 +90,15 @@ class CaptureOptions:
             object.__setattr__(self, "recorder", os.environ.get("OPREPLAY_RECORDER") or "auto")
         for name, allowed in (
             ("payload", PAYLOADS),
-            ("file_policy", (*FILE_POLICIES, None)),
-            ("file_validation", (*FILE_VALIDATIONS, None)),
+            ("file_policy", FILE_POLICIES),
+            ("file_validation", FILE_VALIDATIONS),
             ("digests", DIGESTS),
             ("compiled", COMPILED),
             ("native", NATIVE),
             ("recorder", RECORDERS),
         ):
-            value = getattr(self, name)
-            if value not in allowed:
-                known = ", ".join(value for value in allowed if value is not None)
-                raise UsageError(f"{name}={value!r} is not known; use one of {known}")
+            if getattr(self, name) is not None or not name.startswith("file"):
+                choice_of(name, getattr(self, name), allowed)
         if self.payload != "full":
             if self.digests == "ops":
                 raise UsageError(
@@ -108,19 +107,29 @@ class CaptureOptions:
                 )
             object.__setattr__(self, "digests", "none")
         self._check_files()
-        given = (self.opaque_results,) if isinstance(self.opaque_results, str) else tuple(self.opaque_results)
+        for name in ("redact", "audit", "force"):
+            object.__setattr__(self, name, flag_of(name, getattr(self, name)))
+        given = texts_of("opaque_results", self.opaque_results)
         object.__setattr__(self, "opaque_results", given)
         OpaqueResults(given)
         self._check_operators()
         for name in ("start_op", "stop_op"):
             value = getattr(self, name)
-            if value is not None and (type(value) is not int or value < 0):
-                raise UsageError(f"{name}={value!r} must be a count of ops, 0 or more")
+            if value is not None and (type(value) is not int or not 0 <= value < 1 << 64):
+                raise UsageError(f"{name}={shown(value)} must be a count of ops, 0 or more")
         if self.start_op is not None and self.stop_op is not None and self.stop_op <= self.start_op:
             raise UsageError(f"stop_op={self.stop_op} leaves nothing to record after start_op={self.start_op}")
         self._check_limits()
         if type(self.chunk_records) is not int or not 1 <= self.chunk_records <= 1 << 20:
-            raise UsageError(f"chunk_records={self.chunk_records!r} must be between 1 and {1 << 20}")
+            raise UsageError(f"chunk_records={shown(self.chunk_records)} must be between 1 and {1 << 20}")
+
+    @staticmethod
+    def of(caller: str, options: Mapping[str, Any]) -> CaptureOptions:
+        """Of what a caller was given. Raises UsageError for names that are no options, too."""
+        unknown = sorted(set(options) - {each.name for each in fields(CaptureOptions)})
+        if unknown:
+            raise UsageError(f"{caller}: there is no option {unknown[0]!r}")
+        return CaptureOptions(**options)
 
     def _check_limits(self) -> None:
         others = [name for name in _LIMITS if getattr(self, name) is not None]
@@ -129,13 +138,12 @@ class CaptureOptions:
             if others:
                 raise UsageError(f"steps and {others[0]} both say what to record; give one of them")
         for name in ("start_scope", "stop_scope"):
-            if getattr(self, name) == "":
+            if getattr(self, name) is not None and text_of(name, getattr(self, name)) == "":
                 raise UsageError(f"{name}='' is not the name of a scope")
 
     def _check_operators(self) -> None:
         for option in ("inside", "whole"):
-            given = getattr(self, option)
-            patterns = (given,) if isinstance(given, str) else tuple(given)
+            patterns = texts_of(option, getattr(self, option))
             for pattern in patterns:
                 namespace, separator, name = pattern.partition("::")
                 if not (namespace and separator and name):
@@ -148,7 +156,7 @@ class CaptureOptions:
             raise UsageError(f"inside and whole both name {', '.join(sorted(both))}")
 
     def _check_files(self) -> None:
-        named = (self.files,) if isinstance(self.files, str | os.PathLike) else tuple(self.files)
+        named = paths_of("files", self.files)
         asked = bool(named) or self.file_policy is not None or self.file_validation is not None
         if self.payload == "none":
             if asked:

@@ -18,8 +18,11 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
-from replayfmt.errors import CaptureFailed, NothingCaptured
+from replayfmt.errors import CaptureFailed, NothingCaptured, UsageError
+from replayfmt.format.arguments import check_kind, path_of, text_of
 from replayfmt.format.codes import RecordKind
+from replayfmt.format.container.output import same_file
+from replayfmt.format.printable import printable
 from replayfmt.pytorch.opaque_results import OpaqueResults
 
 from .core import Core
@@ -61,8 +64,10 @@ class Recorder:
     ) -> None:
         """`implicit_scope`: the name of the scope that everything is in where the program has none of its own.
         `on_replacement` closes the capture, given the name of the function by which the program replaces itself."""
-        self.path = os.fspath(path)
-        self.options = options or CaptureOptions()
+        self.path = path_of("path", path)
+        if options is not None:
+            check_kind("options", options, CaptureOptions)
+        self.options = CaptureOptions() if options is None else options
         self._core: Core | None = None
         self._presence: Presence | None = None
         self._patches: list[Patches] = []
@@ -82,11 +87,14 @@ class Recorder:
         """Begin recording what the threads of this process do.
 
         Raises CaptureFailed where another dispatch mode or another capture is active or the file cannot be written,
-        OutputExists where the file exists.
+        OutputExists where the file exists, UsageError where it is one of `options.files`.
         """
         global _active
         if self._core is not None or self._closed:
             raise CaptureFailed(f"{self.path}: this recorder was started before; make a new one for another capture")
+        for each in self.options.known_files:
+            if same_file(each, self.path):
+                raise UsageError(f"{self.path}: the capture would take the place of a file that it refers to")
         with _activation:
             if _active is not None:
                 raise CaptureFailed(f"{self.path}: a capture to {_active.path} is in progress; close it first")
@@ -192,14 +200,14 @@ class Recorder:
             self.close()
         except NothingCaptured as error:
             with suppress(Exception):
-                print(f"opreplay: {error}", file=sys.stderr, flush=True)
+                print(printable(f"opreplay: {error}"), file=sys.stderr, flush=True)
         except CaptureFailed:  # was reported when it happened
             pass
 
     def _close_for_replacement(self, function: str) -> None:
         text = f"opreplay: the program replaces itself ({function}): the capture to {self.path} ends here"
         with suppress(Exception):  # the program's own stderr may refuse it
-            print(text, file=sys.stderr, flush=True)
+            print(printable(text), file=sys.stderr, flush=True)
         self._close_for_signal()
 
     def disable_after_fork(self) -> None:
@@ -253,6 +261,7 @@ class Recorder:
 
     def scope_begin(self, name: str) -> None:
         """Enter a scope of this thread."""
+        text_of("scope", name)
         core = self._running()
         if core is not None:
             core.scope_begin(name, user=True)
@@ -367,7 +376,7 @@ def capture(path: str | os.PathLike[str], **options: Any) -> Iterator[Recorder]:
     Raises what `Recorder.start` raises, and on leaving what `Recorder.close` raises, unless an exception of the program
     is on its way: that one passes (a failure was reported on stderr).
     """
-    recorder = Recorder(path, CaptureOptions(**options))
+    recorder = Recorder(path, CaptureOptions.of("capture", options))
     recorder.start()
     try:
         yield recorder
@@ -381,6 +390,7 @@ def capture(path: str | os.PathLike[str], **options: Any) -> Iterator[Recorder]:
 @contextmanager
 def scope(name: str) -> Iterator[None]:
     """Name a region. Does nothing where nothing is being recorded."""
+    text_of("scope", name)
     recorder = _active
     core = None if recorder is None else recorder._running()
     if recorder is None or core is None:

@@ -9,6 +9,7 @@ from os import PathLike
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 from replayfmt.errors import ContentNotCaptured, InvalidCapture, ReplayMismatch, UsageError
+from replayfmt.format.arguments import flag_of
 from replayfmt.format.codes import OpStatus
 from replayfmt.format.model import Record
 from replayfmt.format.printable import printable
@@ -95,6 +96,7 @@ def run(
     With `keep_going` everything runs that can, and `result.verdicts` has what became of each op. Raises ReplayRefused
     with every finding, ReplayFailed where an op fails, and what opening the file raises.
     """
+    check = flag_of("check", check)
     with Plan(path, keep_going=keep_going, **options) as plan:
         result = plan.execute(verify=verify, keep_going=keep_going, scope_times=True)
         text = "\n".join(map(printable, as_text(plan, result)))
@@ -114,8 +116,8 @@ def op_values(reader: CaptureReader, record: Record, *, results: bool, replay: b
         raise ContentNotCaptured(
             f"{reader.path}: ordinal {record.ordinal} raised an error under capture, so it has no results"
         )
-    if replay:
-        if options.get("substitutions"):
+    if flag_of("replay", replay):
+        if options.get("substitutions", ()) not in ((), []):
             raise UsageError("substitutions: an op's values are those of the captured kernels")
         with Plan(reader, keep_going=True, **options) as plan:
             return taken(plan, record.ordinal, results=results)

@@ -13,6 +13,7 @@ from os import PathLike
 from typing import Any
 
 from replayfmt.errors import ReplayFailed, ReplayRefused, UsageError
+from replayfmt.format.arguments import check_function, check_kind, choice_of, flag_of
 from replayfmt.format.reader import CaptureReader
 from replayfmt.initializers import Initializer, Registry
 from replayfmt.pytorch.settings import apply_settings
@@ -86,11 +87,15 @@ class Plan(Preparation):
 
         Raises ReplayRefused with `findings`, UsageError for wrong devices and remaps, and what opening a file raises.
         """
+        check_kind("window", window, WindowSize)
+        check_kind("substitution_tolerance", substitution_tolerance, Tolerance)
+        check_function("on_file_bytes", on_file_bytes)
+        keep_going = flag_of("keep_going", keep_going)
         super().__init__(
             capture,
             devices,
             Registry(initializers, initializer_options),
-            allow_incomplete=allow_incomplete,
+            allow_incomplete=flag_of("allow_incomplete", allow_incomplete),
             keep_going=keep_going,
             file_remaps=file_remaps,
             on_file_bytes=on_file_bytes,
@@ -176,8 +181,12 @@ class Plan(Preparation):
         SubstitutionRejected where a substituted kernel is wrong: every call is judged before the first run, and again
         after each that verifies.
         """
-        if verify not in VERIFY_MODES:
-            raise UsageError(f"verify={verify!r}: expected one of {', '.join(VERIFY_MODES)}")
+        choice_of("verify", verify, VERIFY_MODES)
+        keep_going, scope_times = flag_of("keep_going", keep_going), flag_of("scope_times", scope_times)
+        for name, function in (("on_scope", on_scope), ("on_progress", on_progress)):
+            check_function(name, function)
+        check_kind("only", only, Slice, optional=True)
+        check_kind("timer", timer, Timer, optional=True)
         if keep_going and not self._keeps_going:
             raise UsageError("keep_going needs a plan made with keep_going=True")
         if only is not None and not keep_going:

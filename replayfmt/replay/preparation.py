@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from replayfmt.errors import InvalidCapture, ReplayRefused, UsageError
+from replayfmt.format.arguments import texts_of
 from replayfmt.format.codes import RecordKind
 from replayfmt.format.model import Signature
 from replayfmt.format.policies import OPAQUE_RESULTS
@@ -80,7 +81,7 @@ class Preparation:
         registry: Registry,
     ) -> None:
         reader = self.reader
-        self.device_map, sentences = map_devices(reader.devices, devices)
+        self.device_map, sentences = map_devices(reader.devices, texts_of("devices", devices))
         if not reader.complete and not allow_incomplete:
             sentences.insert(
                 0, f"the capture is incomplete ({reader.incomplete_reason}); --allow-incomplete replays what is there"
@@ -231,7 +232,7 @@ def _stated(reader: CaptureReader) -> list[str]:
 
 def _matching(reader: CaptureReader, given: Iterable[str]) -> list[str]:
     """What a user says of them. Raises UsageError for a result that no operator of the capture has."""
-    asked = [given] if isinstance(given, str) else list(given)
+    asked = list(texts_of("opaque_results", given))
     ops = (each for each in reader.signatures if each is not None and each.kind is RecordKind.op)
     called = [(reader.kernels[each.kernel], len(each.results)) for each in ops]
     wrong = OpaqueResults(asked).unmatched((kernel.name, kernel.overload, count) for kernel, count in called)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from replayfmt.errors import ReplayFailed, ReplayRefused, UsageError
+from replayfmt.format.arguments import text_of
 from replayfmt.format.codes import RecordKind
 from replayfmt.format.reader import CaptureReader
 from replayfmt.initializers import Initializer
@@ -31,7 +32,7 @@ def replay_op(
         raise UsageError(f"{reader.path}: there is no op at ordinal {ordinal}")
     with Plan(
         reader,
-        [] if device is None else [device],
+        [] if device is None else [text_of("device", device)],
         allow_incomplete=True,
         keep_going=True,
         file_remaps=file_remaps,

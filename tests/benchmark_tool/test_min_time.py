@@ -47,6 +47,8 @@ def test_iterations_and_seconds_are_read(text, expected):
         "nans",
         "infs",
         "1e999s",
+        "86401s",
+        "1e9",
         "1000000001x",
         "20 x",
         "0x10",

@@ -1,10 +1,13 @@
 """Flags of opreplay-capture, each with its effect on the capture."""
 
 import sys
+from pathlib import Path
 
 import pytest
+from opreplay_tools.capture import main as capture_main
 
 from replayfmt.format.codes import RecordKind, StorageOrigin
+from replayfmt.recording.program.supervisor import _say
 
 from .running import LOSSES, Captured, capture
 
@@ -293,3 +296,31 @@ def test_operators_may_be_recorded_inside_or_whole(tmp_path):
     assert done.returncode == 1
     assert "--inside=flags::doubled: no operator of that name was called while recording" in done.stderr
     assert Captured(tmp_path / "whole.opreplay").op_names[-1] == "flags::halved.default"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["-o", "train.py", "train.py"],
+        ["-o", "../{folder}/train.py", "train.py"],
+        ["-o", "w.bin", "--file=w.bin", "train.py"],
+    ],
+)
+def test_a_capture_takes_no_place_of_the_program_or_of_a_file_that_it_reads(
+    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "train.py").write_text("raise SystemExit('ran')\n")
+    (tmp_path / "w.bin").write_bytes(bytes(64))
+    before = {each.name: each.read_bytes() for each in tmp_path.iterdir()}
+    monkeypatch.chdir(tmp_path)
+    given = [each.replace("{folder}", tmp_path.name) for each in arguments]
+    monkeypatch.setattr(sys, "argv", ["opreplay-capture", "--force", *given])
+    with pytest.raises(SystemExit) as ended:
+        capture_main()
+    assert ended.value.code == 2 and "would take the place of what it is made from" in capsys.readouterr().err
+    assert {each.name: each.read_bytes() for each in tmp_path.iterdir()} == before
+
+
+def test_a_name_does_not_steer_a_terminal(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    _say(f"opreplay-capture: {tmp_path}/a\x1b[31m: no op was captured")
+    assert "a\\x1b[31m: no op" in capfd.readouterr().err

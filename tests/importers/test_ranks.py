@@ -324,7 +324,7 @@ def test_what_is_no_trace_of_any_rank_is_one_error(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="import it without --rank"):
         rank_traces(replay)
     for rank in (-1, True, 1.0, "1"):
-        with pytest.raises(UsageError, match="expected the number of a rank"):
+        with pytest.raises(UsageError, match="expected a whole number from 0"):
             import_trace(replay, tmp_path / "x.opreplay", rank=rank)  # type: ignore[arg-type]
     with pytest.raises(OutputExists):
         import_trace(replay, replay.with_name("b.zip"), rank=0)

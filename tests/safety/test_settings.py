@@ -35,7 +35,7 @@ VALUES: tuple[Scalar, ...] = (
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [*SETTINGS, "no.setting"])
+@pytest.mark.parametrize("name", [*SETTINGS, "autocast.cpu", "no.setting"])
 def test_a_value_of_any_kind_is_set_or_refused_in_one_line(tmp_path: Path, name: str) -> None:
     x = torch.arange(4.0)
     path = recorded(tmp_path, lambda: x * 2)

@@ -13,8 +13,9 @@ import stat
 
 import zstandard
 
-from replayfmt.errors import CaptureNotFound, InvalidCapture
+from replayfmt.errors import CaptureNotFound, InvalidCapture, UsageError
 
+from ..arguments import path_of
 from ..codes import Codec, FrameKind
 from .frames import HEADER_BYTES, PAYLOAD_ROW, FrameHeader, align, body_hash, parse_header
 
@@ -28,7 +29,7 @@ class Source:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         """Open a file for reading. Raises CaptureNotFound where there is none or it cannot be read."""
-        self.path = os.fspath(path)
+        self.path = path_of("path", path)
         try:
             self._fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except OSError as error:
@@ -94,7 +95,9 @@ class Source:
                 f"({max(0, self.length - offset)} left)"
             )
 
-    def _unreadable(self, offset: int, error: OSError) -> CaptureNotFound:
+    def _unreadable(self, offset: int, error: OSError) -> CaptureNotFound | UsageError:
+        if self._fd < 0:
+            return UsageError(f"{self.path}: this capture was closed; open it again")
         return CaptureNotFound(f"{self.path}: cannot be read at {offset:#x}: {error.strerror}")
 
     def where(self, offset: int, header: FrameHeader | None = None) -> str:

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from replayfmt.errors import UsageError
+from replayfmt.format.arguments import texts_of
 
 FLAG = "--replay-file-remap"
 
@@ -39,7 +40,7 @@ class FileRemaps:
         """Remaps from CAPTURED=REPLAY texts, each split at its first `=`. Raises UsageError where one has no `=` or no
         captured prefix, or where two have the same one. An empty REPLAY takes the prefix away."""
         remaps: list[_Remap] = []
-        for value in values:
+        for value in texts_of("file_remaps", values):
             captured, equals, replay = value.partition("=")
             if not equals:
                 raise UsageError(f"{FLAG}={value}: expected CAPTURED=REPLAY, found no `=`")

@@ -19,6 +19,7 @@ from types import FrameType
 from typing import Any
 
 from replayfmt.errors import CaptureFailed, NothingCaptured, OpReplayError, UsageError
+from replayfmt.format.arguments import check_function, count_of, path_of
 from replayfmt.format.printable import printable
 
 from ..options import CaptureOptions
@@ -171,18 +172,19 @@ def request_capture(
 
     Raises UsageError for options that do not exist or a signal that cannot be handled.
     """
-    try:
-        made = CaptureOptions(**options)
-    except TypeError as error:
-        raise UsageError(f"request_capture: {error}") from None
+    template = path_of("path", path)
+    check_function("on_event", on_event)
+    watched = None if file is None else path_of("file", file)
+    if watched == "":
+        raise UsageError("file='': expected the name of a file to look for")
     requests = CaptureRequests(
-        os.fspath(path),
-        made,
-        None if signal is None else int(signal),
-        None if file is None else os.path.abspath(os.fspath(file)),
+        template,
+        CaptureOptions.of("request_capture", options),
+        None if signal is None else count_of("signal", getattr(signal, "value", signal), 1, signals.NSIG - 1),
+        None if watched is None else os.path.abspath(watched),
         on_event or _print,
     )
-    output_path(os.fspath(path), dict(os.environ), os.getpid())  # what is wrong with it is said now
+    output_path(template, dict(os.environ), os.getpid())  # what is wrong with it is said now
     requests.install()
     return requests
 

@@ -15,13 +15,14 @@ import os
 import sys
 import threading
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from replayfmt.errors import CaptureFailed, NothingCaptured, OpReplayError, UsageError
 from replayfmt.format.codes import RecordKind
-from replayfmt.format.container.output import check_place, identity, remove
+from replayfmt.format.container.output import check_place, identity, remove, same_file
+from replayfmt.format.printable import printable
 
 from ..hooks.import_watch import Watch
 from ..options import CaptureOptions
@@ -53,8 +54,12 @@ def output_path(template: str, environment: dict[str, str], pid: int) -> str:
     return template.replace("{rank}", str(rank)).replace("{pid}", str(pid))
 
 
-def check_output(path: str, force: bool) -> None:
-    """Raise now what would keep the capture from being written later: OutputExists, CaptureFailed."""
+def check_output(path: str, force: bool, read: Iterable[str]) -> None:
+    """Raise now what would keep the capture from being written later: OutputExists, CaptureFailed; UsageError where it
+    would take the place of a file that is `read` for it."""
+    for each in read:
+        if same_file(each, path):
+            raise UsageError(f"{path}: the capture would take the place of what it is made from; name another file")
     check_place(path, force)
     check_place(f"{path}.partial", force)
 
@@ -72,7 +77,7 @@ class CapturedProgram:
     ) -> None:
         """Raises UsageError, OutputExists or CaptureFailed where the program must not be started."""
         program.check()
-        check_output(path, options.force)
+        check_output(path, options.force, (*options.known_files, *([] if program.is_module else [program.target])))
         self._program = program
         self._path = os.path.abspath(path)  # the program may change its directory
         self._shown_path = path
@@ -284,4 +289,4 @@ def _say(text: str) -> None:
         sys.stderr.flush()
     # Where stderr itself is gone there is nobody left to tell.
     with contextlib.suppress(OSError):
-        os.write(2, f"{text}\n".encode(errors="backslashreplace"))
+        os.write(2, f"{printable(text)}\n".encode(errors="backslashreplace"))

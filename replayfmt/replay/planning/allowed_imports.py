@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from replayfmt.errors import UsageError
+from replayfmt.format.arguments import texts_of
 from replayfmt.format.operator_names import name_problem
 from replayfmt.pytorch.op_libraries import OpLibraries
 from replayfmt.pytorch.operators import acts_outside
@@ -31,14 +32,14 @@ class AllowedImports:
     def __init__(self, names: Iterable[str] = (), operators: Iterable[str] = ()) -> None:
         """`operators` are those that may run although they do more than compute. Raises UsageError for a name that is
         none, or of an operator that needs no leave."""
-        self._operators = frozenset(operators)
+        self._operators = frozenset(texts_of("allow_operators", operators))
         for operator in sorted(self._operators):
             if acts_outside(operator) is None or name_problem(operator, "default"):
                 raise UsageError(
                     f"{OPERATOR_FLAG}={operator}: expected an operator that is refused without it, such "
                     "as aten::from_file"
                 )
-        allowed = tuple(dict.fromkeys(names))
+        allowed = tuple(dict.fromkeys(texts_of("allow_imports", names)))
         modules: list[str] = []
         registered: dict[str, tuple[str, ...]] = {}
         for name in allowed:

@@ -10,7 +10,7 @@ import gc
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
@@ -29,6 +29,7 @@ from .content import Content
 OnScope = Callable[[str, str, str, int], None]
 
 
+@runtime_checkable
 class Timer(Protocol):
     """A stopwatch of the caller that runs while ops do: started before the first one, stopped after the last."""
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from replayfmt.errors import UsageError
+from replayfmt.format.arguments import text_of
 from replayfmt.format.signatures.parser import Parser
 from replayfmt.format.signatures.values import SignatureText
 
@@ -60,7 +61,7 @@ class Substitution:
 
     def request(self) -> SubstitutionRequest:
         """Raises UsageError where the selector is none, or the function cannot be called."""
-        told = f"Substitution({self.selector!r})"
+        told = f"Substitution({text_of('selector', self.selector)!r})"
         if not callable(self.function):
             raise UsageError(f"{told}: expected a function, got {type(self.function).__name__}")
         name = getattr(self.function, "__name__", "function")

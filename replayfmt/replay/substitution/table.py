@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from replayfmt.errors import UsageError
+from replayfmt.format.arguments import items_of
 from replayfmt.format.codes import OpStatus, RecordKind
 from replayfmt.format.model import Kernel, TensorValue
 from replayfmt.format.reader import CaptureReader
@@ -60,7 +61,7 @@ def load(asked: Asked) -> LoadedRequests:
     if isinstance(asked, str):
         raise UsageError(f"substitutions={asked!r}: expected a list of them, or a function that decides")
     requests = []
-    for each in asked:
+    for each in items_of("substitutions", asked, "a list of them, or a function that decides"):
         if not isinstance(each, str | Substitution):
             raise UsageError(
                 f"substitutions: {type(each).__name__} is none; expected Substitution(selector, function) "
