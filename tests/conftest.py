@@ -5,6 +5,7 @@ import signal
 
 import pytest
 from hypothesis import HealthCheck, settings
+from in_process import tools as tools
 
 # A shell without job control starts background jobs with SIGINT ignored, and so would be every program started here.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from in_process import Tools
 
-from .conftest import Tools
 from .table import recorded
 
 

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 from format.reseal import change_header
+from in_process import Tools
 
 from replayfmt.format.codes import Codec, FrameKind
 from replayfmt.format.container.frames import PREAMBLE_BYTES, PREAMBLE_MAGIC
 
-from .conftest import Tools
 from .table import recorded
 
 _TOOLS: tuple[tuple[str, ...], ...] = (

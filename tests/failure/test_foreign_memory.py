@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 import torch
 import torch.multiprocessing as mp
+from in_process import Tools
 
 import replayfmt
 from replayfmt.format.model import Device
 from replayfmt.format.reader import open_capture
 
-from .conftest import Tools
 from .table import recorded
 
 

@@ -16,12 +16,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from in_process import Tools
 
 import replayfmt
 from replayfmt.errors import CaptureFailed
 from replayfmt.format.maintenance.recover import recover_capture
-
-from .conftest import Tools
 
 
 @dataclass(frozen=True)

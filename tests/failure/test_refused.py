@@ -7,8 +7,8 @@ import re
 from pathlib import Path
 
 import pytest
+from in_process import Tools
 
-from .conftest import Tools
 from .table import REFUSED, Row
 
 

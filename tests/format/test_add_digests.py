@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from in_process import Tool
 
 from replayfmt.format.codes import DType, Layout, RecordKind, StorageOrigin
 from replayfmt.format.external.file_digest import digest_file
@@ -16,7 +17,6 @@ from replayfmt.format.model import Device, ExternalFile, FileIdentity, FileRange
 from replayfmt.format.reader import open_capture
 from replayfmt.format.writer import CaptureWriter
 
-from .conftest import Run
 from .reading import read_all
 from .reseal import change, split
 from .samples import IMPORT, IMPORT_RANGE, SESSION, Records, marker, write_small
@@ -71,13 +71,13 @@ def _file(path: Path, digest: bool = False) -> ExternalFile:
 
 
 def test_every_file_gets_its_digest_and_nothing_else_changes(
-    run: Run, tmp_path: Path, weights: Path, tokens: Path
+    run: Tool, tmp_path: Path, weights: Path, tokens: Path
 ) -> None:
     path, out = tmp_path / "in.opreplay", tmp_path / "out.opreplay"
     _write(path, _file(weights), _file(tokens, digest=True), embedded=_file(tokens))
     ran = run("--add-digests", path, out)
-    assert (ran.code, ran.error) == (0, "")
-    assert ran.output.splitlines()[-1] == "valid; digests of 2 external files added, 1 had one"
+    assert (ran.code, ran.err) == (0, "")
+    assert ran.out.splitlines()[-1] == "valid; digests of 2 external files added, 1 had one"
     with open_capture(out) as reader:
         assert [file.digest for file in reader.files[1:]] == [
             digest_file(weights),
@@ -97,7 +97,7 @@ def test_every_file_gets_its_digest_and_nothing_else_changes(
     assert run(out).code == 0
 
 
-def test_afterwards_a_copy_of_the_file_is_accepted(run: Run, tmp_path: Path, weights: Path) -> None:
+def test_afterwards_a_copy_of_the_file_is_accepted(run: Tool, tmp_path: Path, weights: Path) -> None:
     path, out, copy = tmp_path / "in.opreplay", tmp_path / "out.opreplay", tmp_path / "copy.bin"
     _write(path, _file(weights))
     shutil.copy(weights, copy)
@@ -108,20 +108,20 @@ def test_afterwards_a_copy_of_the_file_is_accepted(run: Run, tmp_path: Path, wei
         assert validate(reader.files[1], str(copy), True) is None
 
 
-def test_files_are_looked_for_where_a_remap_says(run: Run, tmp_path: Path, weights: Path) -> None:
+def test_files_are_looked_for_where_a_remap_says(run: Tool, tmp_path: Path, weights: Path) -> None:
     path, out, place = tmp_path / "in.opreplay", tmp_path / "out.opreplay", tmp_path / "elsewhere"
     place.mkdir()
     _write(path, _file(weights))
     weights.rename(place / "weights.bin")
     ran = run("--add-digests", path, out)
-    assert ran.code == 1 and "does not exist" in ran.error and "--replay-file-remap" in ran.error
+    assert ran.code == 1 and "does not exist" in ran.err and "--replay-file-remap" in ran.err
     assert run("--add-digests", f"--replay-file-remap={tmp_path}={place}", path, out).code == 0
     ran = run("--add-digests", f"--replay-file-remap={tmp_path}={place}", "--replay-file-remap=/x=/y", path, out)
-    assert ran.code == 2 and "matches no external file" in ran.error
+    assert ran.code == 2 and "matches no external file" in ran.err
 
 
 def test_nothing_is_written_where_a_file_is_not_the_captured_one(
-    run: Run, tmp_path: Path, weights: Path, tokens: Path
+    run: Tool, tmp_path: Path, weights: Path, tokens: Path
 ) -> None:
     path, out = tmp_path / "in.opreplay", tmp_path / "out.opreplay"
     _write(path, _file(weights), _file(tokens), ExternalFile("unknown.bin", 3000))
@@ -129,41 +129,41 @@ def test_nothing_is_written_where_a_file_is_not_the_captured_one(
     tokens.unlink()
     before = sorted(tmp_path.iterdir())
     ran = run("--add-digests", path, out)
-    assert ran.code == 1 and ran.error.startswith("FAILED_PRECONDITION: ") and len(ran.error.splitlines()) == 1
+    assert ran.code == 1 and ran.err.startswith("FAILED_PRECONDITION: ") and len(ran.err.splitlines()) == 1
     for part in (
         "no digests were added",
         "weights.bin is not known to be the captured one",
         "tokens.bin does not exist",
         "unknown.bin does not exist",
     ):
-        assert part in ran.error
+        assert part in ran.err
     assert sorted(tmp_path.iterdir()) == before
 
 
-def test_a_digest_that_does_not_match_any_more_is_refused(run: Run, tmp_path: Path, weights: Path) -> None:
+def test_a_digest_that_does_not_match_any_more_is_refused(run: Tool, tmp_path: Path, weights: Path) -> None:
     path = tmp_path / "in.opreplay"
     _write(path, _file(weights, digest=True))
     weights.write_bytes(CONTENT[::-1])
     ran = run("--add-digests", path, tmp_path / "out.opreplay")
-    assert ran.code == 1 and "has other content than the captured one" in ran.error
+    assert ran.code == 1 and "has other content than the captured one" in ran.err
 
 
-def test_an_output_that_is_there_is_kept_without_force(run: Run, tmp_path: Path, weights: Path) -> None:
+def test_an_output_that_is_there_is_kept_without_force(run: Tool, tmp_path: Path, weights: Path) -> None:
     path, out = tmp_path / "in.opreplay", tmp_path / "out.opreplay"
     _write(path, _file(weights))
     out.write_bytes(b"mine")
     ran = run("--add-digests", path, out)
-    assert ran.code == 1 and "--force" in ran.error and out.read_bytes() == b"mine"
+    assert ran.code == 1 and "--force" in ran.err and out.read_bytes() == b"mine"
     assert run("--add-digests", "--force", path, out).code == 0
     ran = run("--add-digests", "--force", path, path)
-    assert ran.code == 2 and "onto itself" in ran.error and run(path).code == 0
+    assert ran.code == 2 and "onto itself" in ran.err and run(path).code == 0
 
 
-def test_what_cannot_be_given_digests_is_refused(run: Run, tmp_path: Path, weights: Path) -> None:
+def test_what_cannot_be_given_digests_is_refused(run: Tool, tmp_path: Path, weights: Path) -> None:
     out, small = tmp_path / "out.opreplay", tmp_path / "small.opreplay"
     write_small(small)
     ran = run("--add-digests", small, out)
-    assert ran.code == 1 and "names no external file" in ran.error
+    assert ran.code == 1 and "names no external file" in ran.err
     assert run("--add-digests", tmp_path / "missing", out).code == 3
     damaged = tmp_path / "damaged.opreplay"
     _write(damaged, _file(weights))
@@ -171,19 +171,19 @@ def test_what_cannot_be_given_digests_is_refused(run: Run, tmp_path: Path, weigh
     data[open_capture(damaged).payload_info(1).offset + 9] ^= 1
     damaged.write_bytes(data)
     ran = run("--add-digests", damaged, out)
-    assert ran.code == 3 and "content is damaged" in ran.error
+    assert ran.code == 3 and "content is damaged" in ran.err
     assert not out.exists()
 
 
-def test_an_incomplete_capture_is_recovered_first(run: Run, tmp_path: Path, weights: Path) -> None:
+def test_an_incomplete_capture_is_recovered_first(run: Tool, tmp_path: Path, weights: Path) -> None:
     path, out = tmp_path / "in.opreplay", tmp_path / "out.opreplay"
     _write(path, _file(weights))
     path.write_bytes(path.read_bytes()[:-100])
     ran = run("--add-digests", path, out)
-    assert ran.code == 3 and "--recover" in ran.error and not out.exists()
+    assert ran.code == 3 and "--recover" in ran.err and not out.exists()
 
 
-def test_a_capture_without_a_summary_is_copied_without_one(run: Run, tmp_path: Path, weights: Path) -> None:
+def test_a_capture_without_a_summary_is_copied_without_one(run: Tool, tmp_path: Path, weights: Path) -> None:
     path, out = tmp_path / "in.opreplay", tmp_path / "out.opreplay"
     _write(path, _file(weights))
     change(path, 5, lambda frame: None)
@@ -193,11 +193,11 @@ def test_a_capture_without_a_summary_is_copied_without_one(run: Run, tmp_path: P
     ]
 
 
-def test_paths_in_a_capture_cannot_steer_the_terminal(run: Run, tmp_path: Path) -> None:
+def test_paths_in_a_capture_cannot_steer_the_terminal(run: Tool, tmp_path: Path) -> None:
     path = tmp_path / "in.opreplay"
     _write(path, ExternalFile("/x\x1b[31m\nvalid", 3000))
     ran = run("--add-digests", path, tmp_path / "out.opreplay")
-    assert ran.code == 1 and "\x1b" not in ran.error and len(ran.error.splitlines()) == 1
+    assert ran.code == 1 and "\x1b" not in ran.err and len(ran.err.splitlines()) == 1
 
 
 @pytest.mark.parametrize(
@@ -209,6 +209,6 @@ def test_paths_in_a_capture_cannot_steer_the_terminal(run: Run, tmp_path: Path) 
         ["--add-digests", "a", "b", "--recover", "c"],
     ],
 )
-def test_wrong_combinations_exit_with_2(run: Run, arguments: list[str]) -> None:
+def test_wrong_combinations_exit_with_2(run: Tool, arguments: list[str]) -> None:
     ran = run(*arguments)
-    assert (ran.code, ran.output) == (2, "")
+    assert (ran.code, ran.out) == (2, "")

@@ -9,13 +9,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from in_process import Tool
 
 from replayfmt.format.container.frames import HEADER_BYTES
 from replayfmt.format.model import ExternalFile, FileIdentity, Session
 from replayfmt.format.reader import open_capture
 from replayfmt.format.writer import CaptureWriter
 
-from .conftest import Run
 from .reading import read_all
 from .samples import SESSION, write_everything, write_small
 
@@ -27,10 +27,10 @@ def capture(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_valid_capture_exits_with_0_and_says_what_is_in_it(run: Run, capture: Path) -> None:
+def test_a_valid_capture_exits_with_0_and_says_what_is_in_it(run: Tool, capture: Path) -> None:
     ran = run(capture)
-    assert (ran.code, ran.error) == (0, "")
-    lines = ran.output.splitlines()
+    assert (ran.code, ran.err) == (0, "")
+    lines = ran.out.splitlines()
     assert lines[0] == f"{capture}: capture of format 1.2, {capture.stat().st_size:,} bytes, complete"
     assert lines[-1] == "valid"
     text = "\n".join(lines)
@@ -52,74 +52,74 @@ def test_a_valid_capture_exits_with_0_and_says_what_is_in_it(run: Run, capture: 
         assert part in text
 
 
-def test_damage_exits_with_3_and_the_first_finding(run: Run, capture: Path) -> None:
+def test_damage_exits_with_3_and_the_first_finding(run: Tool, capture: Path) -> None:
     offset = open_capture(capture).record_frames[0].offset
     data = bytearray(capture.read_bytes())
     data[offset + HEADER_BYTES + 9] ^= 1
     capture.write_bytes(data)
     ran = run(capture)
     assert ran.code == 3
-    assert ran.error.startswith(f"DATA_LOSS: {capture}: frame ") and "the body is damaged" in ran.error
-    assert len(ran.error.splitlines()) == 1
-    assert "valid" not in ran.output and "payloads     4" in ran.output
+    assert ran.err.startswith(f"DATA_LOSS: {capture}: frame ") and "the body is damaged" in ran.err
+    assert len(ran.err.splitlines()) == 1
+    assert "valid" not in ran.out and "payloads     4" in ran.out
 
 
-def test_a_capture_that_was_never_closed_exits_with_3_and_is_explained(run: Run, tmp_path: Path) -> None:
+def test_a_capture_that_was_never_closed_exits_with_3_and_is_explained(run: Tool, tmp_path: Path) -> None:
     path = tmp_path / "b.opreplay"
     write_small(path, close=False).abandon()
     ran = run(f"{path}.partial")
     assert ran.code == 3
-    assert "never closed, or is still being written" in ran.error and "its 4 records" in ran.error
-    assert f"opreplay-check {path}.partial --recover OUT" in ran.error
-    assert "incomplete" in ran.output.splitlines()[0] and "2 op" in ran.output
+    assert "never closed, or is still being written" in ran.err and "its 4 records" in ran.err
+    assert f"opreplay-check {path}.partial --recover OUT" in ran.err
+    assert "incomplete" in ran.out.splitlines()[0] and "2 op" in ran.out
     ran = run(path)
-    assert ran.code == 3 and ran.error.startswith("NOT_FOUND: ") and f"{path}.partial is there" in ran.error
+    assert ran.code == 3 and ran.err.startswith("NOT_FOUND: ") and f"{path}.partial is there" in ran.err
 
 
-def test_recover_writes_a_valid_capture_and_exits_with_0(run: Run, tmp_path: Path) -> None:
+def test_recover_writes_a_valid_capture_and_exits_with_0(run: Tool, tmp_path: Path) -> None:
     path, out = tmp_path / "b.opreplay", tmp_path / "out.opreplay"
     write_small(path, close=False).abandon()
     ran = run(f"{path}.partial", "--recover", out)
-    assert (ran.code, ran.error) == (0, "")
-    assert ran.output.splitlines()[0].startswith(f"{out}: capture of format 1.2") and "recovered" in ran.output
-    assert ran.output.splitlines()[-1] == f"valid; recovered from {path}.partial"
-    assert "left behind: the capture was never closed" in ran.output
+    assert (ran.code, ran.err) == (0, "")
+    assert ran.out.splitlines()[0].startswith(f"{out}: capture of format 1.2") and "recovered" in ran.out
+    assert ran.out.splitlines()[-1] == f"valid; recovered from {path}.partial"
+    assert "left behind: the capture was never closed" in ran.out
     assert run(out).code == 0 and len(read_all(out)[1]) == 4
     again = run(f"{path}.partial", "--recover", out)
-    assert again.code == 1 and again.error.startswith("FAILED_PRECONDITION: ") and "--force" in again.error
+    assert again.code == 1 and again.err.startswith("FAILED_PRECONDITION: ") and "--force" in again.err
     assert run(f"{path}.partial", "--recover", out, "--force").code == 0
 
 
-def test_recovering_what_is_no_capture_exits_with_3_and_leaves_nothing(run: Run, tmp_path: Path) -> None:
+def test_recovering_what_is_no_capture_exits_with_3_and_leaves_nothing(run: Tool, tmp_path: Path) -> None:
     (tmp_path / "x").write_bytes(b"not a capture")
     assert run(tmp_path / "x", "--recover", tmp_path / "out").code == 3
     assert run(tmp_path / "missing", "--recover", tmp_path / "out").code == 3
     assert [p.name for p in tmp_path.iterdir()] == ["x"]
 
 
-def test_recovering_onto_itself_or_nowhere_fails_clearly(run: Run, capture: Path) -> None:
+def test_recovering_onto_itself_or_nowhere_fails_clearly(run: Tool, capture: Path) -> None:
     ran = run(capture, "--recover", capture, "--force")
-    assert ran.code == 2 and ran.error.startswith("INVALID_ARGUMENT: ")
+    assert ran.code == 2 and ran.err.startswith("INVALID_ARGUMENT: ")
     ran = run(capture, "--recover", capture.parent / "missing" / "out")
-    assert ran.code == 1 and "there is no directory" in ran.error
+    assert ran.code == 1 and "there is no directory" in ran.err
 
 
 @pytest.mark.parametrize("arguments", [[], ["--recover"], ["--force"], ["a", "b"], ["--no-such-flag", "a"]])
-def test_wrong_usage_exits_with_2(run: Run, capture: Path, arguments: list[str]) -> None:
+def test_wrong_usage_exits_with_2(run: Tool, capture: Path, arguments: list[str]) -> None:
     ran = run(*(arguments + [str(capture)] if arguments == ["--force"] else arguments))
-    assert ran.code == 2 and ran.output == ""
+    assert ran.code == 2 and ran.out == ""
 
 
-def test_help_and_version_and_the_playbook_exit_with_0(run: Run) -> None:
-    assert "--recover" in run("--help").output and run("--version").output.startswith("opreplay-check")
+def test_help_and_version_and_the_playbook_exit_with_0(run: Tool) -> None:
+    assert "--recover" in run("--help").out and run("--version").out.startswith("opreplay-check")
     assert run("--agents-md").code == 0
 
 
-def test_what_a_capture_says_of_itself_cannot_steer_the_terminal(run: Run, tmp_path: Path) -> None:
+def test_what_a_capture_says_of_itself_cannot_steer_the_terminal(run: Tool, tmp_path: Path) -> None:
     path = tmp_path / "a.opreplay"
     CaptureWriter(path, Session(SESSION.session_id, "\x1b[31mred\nvalid\n", "1")).close(1)
     ran = run(path)
-    assert ran.code == 0 and "\x1b" not in ran.output and "\\x1b[31mred\\nvalid\\n" in ran.output
+    assert ran.code == 0 and "\x1b" not in ran.out and "\\x1b[31mred\\nvalid\\n" in ran.out
 
 
 @pytest.mark.slow
@@ -154,14 +154,14 @@ def test_a_reader_that_goes_away_ends_the_check_quietly(capture: Path) -> None:
     assert ran.stderr == ""
 
 
-def test_fifty_truncations_exit_with_3_and_one_line(run: Run, tmp_path: Path) -> None:
+def test_fifty_truncations_exit_with_3_and_one_line(run: Tool, tmp_path: Path) -> None:
     path, cut = tmp_path / "a.opreplay", tmp_path / "cut.opreplay"
     write_small(path)
     data = path.read_bytes()
     for length in range(0, len(data), len(data) // 50):
         cut.write_bytes(data[:length])
         ran = run(cut)
-        assert ran.code == 3 and len(ran.error.splitlines()) == 1 and ran.error.startswith("DATA_LOSS: ")
+        assert ran.code == 3 and len(ran.err.splitlines()) == 1 and ran.err.startswith("DATA_LOSS: ")
 
 
 @pytest.mark.slow

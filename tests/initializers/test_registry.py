@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any
 
-import opreplay_tools.run as run_tool
 import pytest
 import torch
+from in_process import Tool, Tools
 
 import replayfmt
 from replayfmt.errors import ReplayRefused, UsageError
@@ -17,7 +16,6 @@ from replayfmt.initializers import Initializer, Registry, Role, load_initializer
 from replayfmt.initializers.registry import _registered
 from replayfmt.replay.plan import Plan
 
-Tool = Callable[..., tuple[Any, str, str]]
 UNKNOWN = """
 import torch
 from replayfmt.initializers import register
@@ -39,14 +37,8 @@ def _registrations() -> Iterator[None]:
 
 
 @pytest.fixture
-def tool(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Tool:
-    def run(*args: str) -> tuple[Any, str, str]:
-        monkeypatch.setattr(sys, "argv", ["opreplay-run", *args])
-        with pytest.raises(SystemExit) as left:
-            run_tool.main()
-        return left.value.code, *capsys.readouterr()
-
-    return run
+def tool(tools: Tools) -> Tool:
+    return partial(tools, "run")
 
 
 @pytest.fixture

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
+from one_thread import one_thread as one_thread
 
 import replayfmt
 from replayfmt.format.codes import RecordKind
@@ -18,15 +18,6 @@ from replayfmt.native.hook import dispatch_hook
 from replayfmt.replay.plan import Plan
 
 RECORDERS = ("python", "native")
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(autouse=True, params=RECORDERS)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import shutil
-import subprocess
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from stable_library import build, needs_compiler
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 import replayfmt
@@ -52,39 +51,11 @@ STABLE_TORCH_LIBRARY_IMPL(opreplay_whole, CompositeImplicitAutograd, m) {
     m.impl("blend", TORCH_BOX(&blend));
 }
 """
-COMPILER = shutil.which("g++") or shutil.which("clang++")
-needs_compiler = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
 
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("whole")
-    source, library = folder / "kernels.cpp", folder / "kernels.so"
-    source.write_text(SOURCE)
-    home = Path(torch.__file__).parent
-    if not (home / "include/torch/csrc/stable/library.h").exists():
-        pytest.skip("this torch has no headers of the stable interface")
-    assert COMPILER is not None
-    subprocess.run(
-        [
-            COMPILER,
-            "-std=c++20",
-            "-O0",
-            "-fPIC",
-            "-shared",
-            f"-I{home / 'include'}",
-            "-o",
-            library,
-            source,
-            f"-L{home / 'lib'}",
-            "-ltorch_cpu",
-            "-ltorch",
-            "-lc10",
-        ],
-        check=True,
-        timeout=600,
-    )
-    return library
+    return build(tmp_path_factory.mktemp("whole"), SOURCE)
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import shutil
 import subprocess
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from in_process import Ran, Tools
 from safetensors.torch import load_file, save_file
 
 import replayfmt
@@ -355,18 +355,12 @@ def test_long_content_reaches_a_gpu_through_pinned_memory(captured: Captured, we
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tool", ["run", "benchmark"])
-def test_the_tools_take_remaps(
-    source: Path, weights: Path, tool: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    module = importlib.import_module(f"opreplay_tools.{tool}")
+def test_the_tools_take_remaps(source: Path, weights: Path, tool: str, tools: Tools) -> None:
     capture = reference(source, weights)
     moved = weights.parent.rename(weights.parent.with_name("moved"))
 
-    def run(*args: str) -> tuple[object, str, str]:
-        monkeypatch.setattr(sys, "argv", [f"opreplay-{tool}", *args, str(capture)])
-        with pytest.raises(SystemExit) as left:
-            module.main()
-        return left.value.code, *capsys.readouterr()
+    def run(*args: str) -> Ran:
+        return tools(tool, *args, capture)
 
     few = ["--benchmark-min-time=1x"] if tool == "benchmark" else []
     code, out, err = run(*few)

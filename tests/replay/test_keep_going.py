@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from opreplay_tools import run as run_tool_module
+from in_process import Tools
 
 from replayfmt.errors import ReplayRefused, UsageError
 from replayfmt.format.codes import RecordKind
@@ -194,17 +193,12 @@ def test_a_plan_that_keeps_going_does_nothing_else(captured: Captured, tmp_path:
         plan.execute(keep_going=True)
 
 
-def test_the_tool_lists_verdicts_and_exits_with_1(
-    captured: Captured, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_tool_lists_verdicts_and_exits_with_1(captured: Captured, tools: Tools) -> None:
     rows = torch.arange(3)
     path = captured(lambda: (unknown_use(rows).sin(), torch.ones(2).cos()), payload="none")
 
-    def run(*args: str) -> tuple[Any, str]:
-        monkeypatch.setattr(sys, "argv", ["opreplay-run", "--keep-going", *args])
-        with pytest.raises(SystemExit) as left:
-            run_tool_module.main()
-        return left.value.code, capsys.readouterr().out
+    def run(*args: str) -> tuple[int, str]:
+        return tools("run", "--keep-going", *args)[:2]
 
     code, out = run(str(path))
     assert code == 1

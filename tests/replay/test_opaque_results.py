@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from in_process import Ran, Tools
 
 import replayfmt
 from replayfmt.errors import InvalidCapture, UsageError
@@ -196,20 +196,13 @@ def test_a_user_names_results_when_capturing_and_the_capture_says_so(captured: C
     assert result.outcome == "ok" and result.opaque_results[0].why == "--opaque-result=opaquetest::half_written:1"
 
 
-def test_a_user_names_results_when_replaying(
-    captured: Captured, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from opreplay_tools import run as tool
+def test_a_user_names_results_when_replaying(captured: Captured, tools: Tools) -> None:
 
     path = captured(lambda: KEPT.append(torch.ops.opaquetest.chance(torch.zeros(4))))
     KEPT.clear()
 
-    def run(*args: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["opreplay-run", *args, str(path)])
-        with pytest.raises(SystemExit) as left:
-            tool.main()
-        printed = capsys.readouterr()
-        return int(left.value.code or 0), printed.out, printed.err
+    def run(*args: str) -> Ran:
+        return tools("run", *args, path)
 
     assert run()[0] == 1
     for spec in ("opaquetest::chance", "opaquetest::chance:0", "opaquetest::chance.default:0"):

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import sys
+from functools import partial
 from pathlib import Path
-from typing import Any
 
-import opreplay_tools.run as run_tool
 import pytest
 import torch
+from in_process import Tools
 from torch.nn import functional as F
 
 from replayfmt.errors import ReplayRefused
@@ -59,15 +58,8 @@ def test_the_replay_runs_and_says_that_it_is_not_verified(capture: Path) -> None
         assert first.verification.structures == first.ops
 
 
-def test_the_tool_says_what_was_filled_by_what(
-    capture: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def run(*args: str) -> tuple[Any, str, str]:
-        monkeypatch.setattr(sys, "argv", ["opreplay-run", *args])
-        with pytest.raises(SystemExit) as left:
-            run_tool.main()
-        return left.value.code, *capsys.readouterr()
-
+def test_the_tool_says_what_was_filled_by_what(capture: Path, tools: Tools) -> None:
+    run = partial(tools, "run")
     code, out, _err = run(str(capture))
     assert code == 0 and "not verified: the content of 1 storage was synthesized" in out
     assert "not captured: 1 contents, 1.562 KiB, filled by\n  recipe: 1 x weight of aten::embedding" in out

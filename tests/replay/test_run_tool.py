@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from opreplay_tools import run as run_tool_module
+from in_process import Tool, Tools
 
 import replayfmt
 from replayfmt.format.model import Record
@@ -19,19 +20,9 @@ from .conftest import Captured, unknown_use
 from .rewriting import rewrite
 
 
-def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *args: str) -> tuple[int, str, str]:
-    """The tool in this process: exit code, stdout, stderr."""
-    monkeypatch.setattr(sys, "argv", ["opreplay-run", *args])
-    with pytest.raises(SystemExit) as left:
-        run_tool_module.main()
-    printed = capsys.readouterr()
-    assert "Traceback" not in printed.err
-    return int(left.value.code or 0), printed.out, printed.err
-
-
 @pytest.fixture
-def tool(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Any:
-    return lambda *args: run(capsys, monkeypatch, *args)
+def tool(tools: Tools) -> Tool:
+    return partial(tools, "run")
 
 
 def training() -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from failure.table import recorded
 from format.reseal import change_records
+from in_process import Tools
 from replay.rewriting import rewrite
 
 from replayfmt.errors import InvalidCapture, OpReplayError, ReplayFailed, ReplayRefused
@@ -21,8 +22,6 @@ from replayfmt.pytorch.tensors.bounds import require_inside
 from replayfmt.pytorch.tensors.composites import put_together
 from replayfmt.pytorch.tensors.memory import undispatched
 from replayfmt.replay.plan import Plan
-
-from .conftest import Tools
 
 
 def _resized(source: Path, target: Path, length: int) -> Path:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from failure.table import recorded
 from format.reseal import rename_kernel
+from in_process import Tools
 
 from replayfmt.errors import ReplayRefused, UsageError
 from replayfmt.export.replay_zip import export_replay_zip
@@ -23,8 +24,6 @@ from replayfmt.pytorch.operators import COMPUTING, acts_outside
 from replayfmt.pytorch.registry import find_overload
 from replayfmt.replay.plan import Plan
 from replayfmt.replay.planning.resolve import resolve
-
-from .conftest import Tools
 
 HOST_CALLS = [
     "aten::from_file",

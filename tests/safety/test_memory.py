@@ -13,6 +13,7 @@ import pytest
 import torch
 from failure.table import recorded
 from format.reseal import join, split, tables_of
+from in_process import Tools
 
 from replayfmt.format.codes import FrameKind, OpStatus, RecordKind, ValueKind
 from replayfmt.format.container.frames import FLAG_CONSOLIDATED, FREE_DEFINITION_BYTES, MAX_EXPANSION
@@ -22,8 +23,6 @@ from replayfmt.format.definitions.tables import FAMILIES, encode_tables
 from replayfmt.format.model import Kernel, Node, Signature
 from replayfmt.format.reader import open_capture
 from replayfmt.format.writer import CaptureWriter
-
-from .conftest import Tools
 
 
 def _bomb(source: Path, target: Path, family: str, rows: int, frames: int) -> Path:

@@ -16,14 +16,13 @@ import pytest
 import torch
 from failure.table import recorded
 from format.reseal import rename_kernel
+from in_process import Tools
 from replay.rewriting import rewrite
 
 from replayfmt.errors import OpReplayError, ReplayRefused, UsageError
 from replayfmt.format.codes import RecordKind, ValueKind
 from replayfmt.format.model import Node, Signature
 from replayfmt.replay.plan import Plan
-
-from .conftest import Tools
 
 MARK = "opreplay_hostile_marker"
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from failure.table import recorded
 from format.reseal import change_tables
+from in_process import Tools
 from replay.rewriting import rewrite
 
 from replayfmt.errors import InvalidCapture, OpReplayError, ReplayFailed, ReplayRefused
@@ -20,7 +21,6 @@ from replayfmt.format.model import Record, TensorMeta
 from replayfmt.format.reader import open_capture
 from replayfmt.replay.plan import Plan
 
-from .conftest import Tools
 from .programs import indices_and_missing_arguments, layouts, random_numbers_and_lists, together, views_and_resizes
 
 EXTREMES = (-1, 0, 2**40, 2**62, -(2**63), 2**63 - 1)

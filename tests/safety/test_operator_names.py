@@ -13,6 +13,7 @@ import pytest
 import torch
 from failure.table import recorded
 from format.reseal import rename_kernel
+from in_process import Tools
 
 from replayfmt.dump.skeleton import kernel_skeleton
 from replayfmt.errors import InvalidCapture, ReplayRefused, UsageError
@@ -26,8 +27,6 @@ from replayfmt.pytorch.registry import find_overload, overloads_of
 from replayfmt.pytorch.schemas import parse_schema
 from replayfmt.replay.plan import Plan
 from replayfmt.replay.substitution.loading import find_operator
-
-from .conftest import Tools
 
 NO_NAMES = [
     ("aten::exp\n", "default"),

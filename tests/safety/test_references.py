@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from failure.table import recorded
+from in_process import Tools
 from replay.externals import content_file, described, imported_payloads
 from replay.rewriting import rewrite
 
@@ -23,8 +24,6 @@ from replayfmt.format.model import ExternalFile, FileIdentity, FileRange, Node, 
 from replayfmt.format.reader import CaptureReader, open_capture
 from replayfmt.format.writer import CaptureWriter
 from replayfmt.replay.plan import Plan
-
-from .conftest import Tools
 
 
 def refers(folder: Path, file: ExternalFile, offset: int = 64, length: int = 64) -> Path:

@@ -11,13 +11,12 @@ import pytest
 import torch
 from failure.table import recorded
 from format.reseal import rename_kernel
+from in_process import Tools
 
 from replayfmt.errors import ReplayRefused
 from replayfmt.importers.common.operators import Operators
 from replayfmt.pytorch.schemas import parse_schema
 from replayfmt.replay.plan import Plan
-
-from .conftest import Tools
 
 ROOT = Path(__file__).resolve().parents[2]
 HOSTILE = [

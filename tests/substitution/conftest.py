@@ -2,29 +2,19 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
+from in_process import Tool as Tool
+from in_process import Tools
+from one_thread import one_thread as one_thread
 
 import replayfmt
 
 Captured = Callable[..., Path]
 Kernels = Callable[..., Path]
-Tool = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture
@@ -54,16 +44,6 @@ def kernels(tmp_path: Path) -> Kernels:
 
 
 @pytest.fixture
-def tool(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Tool:
-    """Runs a tool in this process as its console script would: exit code, stdout, stderr."""
-
-    def run(name: str, *args: str | Path) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", [f"opreplay-{name}", *map(str, args)])
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as left:
-            importlib.import_module(f"opreplay_tools.{name}").main()
-        printed = capsys.readouterr()
-        assert "Traceback" not in printed.err
-        return int(left.value.code or 0), printed.out, printed.err
-
-    return run
+def tool(tools: Tools) -> Tool:
+    """Runs a tool in this process: `tool("run", path)`."""
+    return tools

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
 import torch
+from stable_library import build, needs_compiler
 
 from .conftest import Captured, Tool
 
@@ -35,42 +34,15 @@ STABLE_TORCH_LIBRARY_IMPL(opreplay_built, CPU, m) {
     m.impl("wrong", TORCH_BOX(&negated<1>));
 }
 """
-COMPILER = shutil.which("g++") or shutil.which("clang++")
 
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("built")
-    source, built = folder / "kernels.cpp", folder / "kernels.so"
-    source.write_text(SOURCE)
-    home = Path(torch.__file__).parent
-    if not (home / "include/torch/csrc/stable/library.h").exists():
-        pytest.skip("this torch has no headers of the stable interface")
-    assert COMPILER is not None
-    subprocess.run(
-        [
-            COMPILER,
-            "-std=c++20",
-            "-O0",
-            "-fPIC",
-            "-shared",
-            f"-I{home / 'include'}",
-            "-o",
-            built,
-            source,
-            f"-L{home / 'lib'}",
-            "-ltorch_cpu",
-            "-ltorch",
-            "-lc10",
-        ],
-        check=True,
-        timeout=600,
-    )
-    return built
+    return build(tmp_path_factory.mktemp("built"), SOURCE)
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
+@needs_compiler
 def test_a_built_extension_is_loaded_checked_and_called(library: Path, captured: Captured, tool: Tool) -> None:
     path = captured(lambda: torch.arange(6.0).view(2, 3).neg().sum().item())
     for given in (f"aten::neg={library}", f"aten::neg@torch-library={library}:opreplay_built::neg"):

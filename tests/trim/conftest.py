@@ -2,28 +2,19 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from opreplay_tools import trim as trim_tool
+from in_process import Tool as Tool
+from in_process import Tools
+from one_thread import one_thread as one_thread
 
 import replayfmt
 
 Captured = Callable[..., Path]
-Tool = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture
@@ -40,15 +31,6 @@ def captured(tmp_path: Path) -> Captured:
 
 
 @pytest.fixture
-def tool(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Tool:
-    """The tool in this process: exit code, stdout, stderr."""
-
-    def run(*args: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["opreplay-trim", *map(str, args)])
-        with pytest.raises(SystemExit) as left:
-            trim_tool.main()
-        printed = capsys.readouterr()
-        assert "Traceback" not in printed.err
-        return int(left.value.code or 0), printed.out, printed.err
-
-    return run
+def tool(tools: Tools) -> Tool:
+    """Runs opreplay-trim in this process."""
+    return partial(tools, "trim")

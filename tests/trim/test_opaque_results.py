@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from in_process import Ran, Tools
 
 import replayfmt
 from replayfmt.format.codes import RecordKind
@@ -131,14 +132,9 @@ def test_a_script_with_data_gives_such_bytes_again_as_well(captured: Captured, t
 
 @pytest.mark.slow
 def test_a_replay_that_ends_its_process_is_a_finding(
-    captured: Captured,
-    tmp_path: Path,
-    library: str,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    captured: Captured, tmp_path: Path, library: str, monkeypatch: pytest.MonkeyPatch, tools: Tools
 ) -> None:
     """An address that is the same whenever the op runs in this process, so that running it twice shows nothing."""
-    from opreplay_tools import trim as tool
 
     def program() -> None:
         record = torch.ops.opaquetrim.hidden(torch.ones(3)).view(torch.int8)
@@ -147,13 +143,8 @@ def test_a_replay_that_ends_its_process_is_a_finding(
 
     path, out = captured(program, digests="none"), tmp_path / "out.opreplay"
 
-    def run(*flags: str) -> tuple[int, str, str]:
-        arguments = ["opreplay-trim", "--scope=kept", f"--allow-import={library}", *flags, str(path), str(out)]
-        monkeypatch.setattr(sys, "argv", arguments)
-        with pytest.raises(SystemExit) as left:
-            tool.main()
-        printed = capsys.readouterr()
-        return int(left.value.code or 0), printed.out, printed.err
+    def run(*flags: str) -> Ran:
+        return tools("trim", "--scope=kept", f"--allow-import={library}", *flags, path, out)
 
     monkeypatch.setenv("PYTHONFAULTHANDLER", "")
     code, _text, err = run()
