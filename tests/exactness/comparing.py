@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import replayfmt
@@ -66,15 +67,19 @@ class Nothing(TorchDispatchMode):
 
 
 class Counting(TorchDispatchMode):
-    """Counts the operators that come to a dispatch mode."""
+    """Counts the operators that come to a dispatch mode, of composites their parts: some come whole and run none."""
 
     def __init__(self) -> None:
         super().__init__()
         self.seen: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.seen[str(func)] += 1
-        return func(*args, **(kwargs or {}))
+        with self:
+            result = func.decompose(*args, **(kwargs or {})) if isinstance(func, OpOverload) else NotImplemented
+        if result is NotImplemented:
+            self.seen[str(func)] += 1
+            result = func(*args, **(kwargs or {}))
+        return result
 
 
 class Comparison:

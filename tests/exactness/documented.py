@@ -66,24 +66,35 @@ def _section() -> str:
 
 def _listed(rows: Mapping[tuple[str, str], Mapping[str, Any]], torch_version: str, capability: str) -> str:
     found = of_the_mode(rows.values())
-    cases, compared = (sum(row[name] for row in rows.values()) for name in ("cases", "compared"))
     left_out: Counter[str] = Counter()
-    for row in rows.values():
-        left_out.update(row["left_out"] if row["cases"] else {})
+    compared = []
+    for mode in MODES:
+        of_mode = [row for (_, each), row in rows.items() if each == mode and row["cases"]]
+        for row in of_mode:
+            left_out.update(row["left_out"])
+        count = sum(row["compared"] for row in of_mode)
+        compared.append(f"{count:,} cases of {len(of_mode):,} entries in `{mode}`")
     reasons = "; ".join(f"{count:,} {reason}" for reason, count in left_out.most_common()) or "none"
     names = sorted({entry for entry, _ in found})
     lines = [
-        f"Found with PyTorch {torch_version} on a processor with {capability}: "
-        f"{compared:,} of {cases:,} cases of {len({entry for entry, _ in rows}):,} entries were compared "
-        f"(left out: {reasons}), and {len(names)} entries differ in some mode.",
+        f"Found with PyTorch {torch_version} on a processor with {capability}, by comparing",
+        f"{', '.join(compared)}.",
+        f"Cases left out: {reasons}.",
         "",
-        f"| entry | {' | '.join(MODES)} |",
-        f"| --- |{' --- |' * len(MODES)}",
     ]
+    counted = {name for (name, _), kinds in found.items() if any(kind != "version" for _, kind in kinds)}
+    lines += [f"{len(counted)} entries differ in some mode:", "", *_table(found, sorted(counted)), ""]
+    others = sorted(set(names) - counted)
+    lines += [f"{len(others)} entries differ in nothing but `version`:", "", *_table(found, others)]
+    return "\n".join(lines) + "\n"
+
+
+def _table(found: Found, names: Iterable[str]) -> list[str]:
+    lines = [f"| entry | {' | '.join(MODES)} |", f"| --- |{' --- |' * len(MODES)}"]
     for name in names:
         cells = [_cell(found.get((name, mode), set())) for mode in MODES]
         lines.append(f"| `{name}` | {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
+    return lines
 
 
 def _cell(differences: Iterable[tuple[str, str]]) -> str:

@@ -129,6 +129,19 @@ def test_what_ran_and_left_nothing_in_the_capture_is_unseen(tmp_path: Path) -> N
     assert report.unseen and "aten.ones.default" in report.unseen[0] and not is_whole(report)
 
 
+def test_a_composite_that_runs_no_part_is_not_unseen(tmp_path: Path) -> None:
+    given = torch.ones(2)
+
+    def program() -> torch.Tensor:
+        with torch.inference_mode():
+            return torch.cartesian_prod(given)
+
+    with comparing.Counting() as counting:
+        program()
+    assert not counting.seen
+    assert is_whole(compare(program, tmp_path))
+
+
 def test_a_replay_that_differs_is_a_finding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Other(replayfmt.Plan):
         def execute(self, **_options: Any) -> Any:
