@@ -4,6 +4,8 @@
 #   VENV          where the environment lives
 #   PIP_FLAGS     more flags for pip install. Where pip's index offers torch with CUDA and there is no GPU,
 #                 PIP_FLAGS='--extra-index-url https://download.pytorch.org/whl/cpu' takes the CPU wheel.
+#   WORKERS       how many processes run the tests (make test, make check). `auto` is one for each processor, as far as
+#                 there are 2 GiB of memory for each, and 8 at most; 0 is one process and no others.
 
 # A tool that fails fails the target, whatever its output is piped into.
 SHELL       := /bin/bash
@@ -12,6 +14,7 @@ SHELL       := /bin/bash
 PYTHON    ?= python3
 VENV      ?= .venv
 PIP_FLAGS ?=
+WORKERS   ?= auto
 BIN       := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 BENCHABLE := $(VENV)/.installed-bench
@@ -19,6 +22,8 @@ SERVING   ?= .venv-serving
 SERVED    := $(SERVING)/.installed
 VLLM_VERSION := 0.32.0
 DEMO      := build/demo
+# Each worker gets a run of neighbouring tests, and takes half of another one's rest when it is done with its own.
+PYTEST    = $(BIN)/python -m pytest -n $(WORKERS) --dist=worksteal
 PIP_INSTALL = $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt $(PIP_FLAGS)
 
 # The generated bindings are compared byte by byte with what this flatc makes; other versions differ.
@@ -75,10 +80,10 @@ demo: $(INSTALLED)
 	$(BIN)/opreplay-dump --ops=0:12 $(DEMO)/step.opreplay | cut -c -100
 
 test: $(INSTALLED)
-	$(BIN)/python -m pytest
+	$(PYTEST)
 
 check: $(INSTALLED)
-	$(BIN)/python -m pytest -m 'not slow'
+	$(PYTEST) -m 'not slow'
 
 # Without end. STAGE is read, plan or run; make fuzz STAGE=run SEED=2000 goes on where it was stopped.
 STAGE ?= read

@@ -1,9 +1,12 @@
 """What every test needs of the process it runs in."""
 
+import fcntl
 import os
 import signal
+from pathlib import Path
 
 import pytest
+import workers
 from hypothesis import HealthCheck, settings
 from in_process import tools as tools
 
@@ -16,6 +19,12 @@ os.environ["TERM"] = "xterm"
 for name in ("FORCE_COLOR", "NO_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE", "COLUMNS", "LINES"):
     os.environ.pop(name, None)
 
+# Workers that run tests beside each other, and what they start, share the processors. PyTorch reads this when it is
+# imported, which is later.
+if "PYTEST_XDIST_WORKER_COUNT" in os.environ:
+    threads = workers.threads_of_a_worker(int(os.environ["PYTEST_XDIST_WORKER_COUNT"]))
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+
 # The examples of a test are the same in every run, and no duration fails it: neither chance nor a busy machine can.
 # HYPOTHESIS_PROFILE=random looks for new ones; what it finds belongs into a test, as an @example or one of its own.
 settings.register_profile(
@@ -25,15 +34,24 @@ settings.register_profile("random", settings.get_profile("repeatable"), derandom
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
 
+@pytest.hookimpl(optionalhook=True)  # pytest-xdist is not everywhere that these tests run
+def pytest_xdist_auto_num_workers() -> int:
+    """What `-n auto` is."""
+    return workers.workers()
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """The recorder's libraries are built before the first test, so that no test waits for it or sees that said. Where
-    they cannot be built, tests that need them are skipped, and no other one says so on its stderr."""
+    """The recorder's libraries are built before the first test, so that no test waits for it or sees that said; of
+    several workers one builds them. Where they cannot be built, tests that need them are skipped, and no other one says
+    so on its stderr."""
     if session.items and not session.config.option.collectonly:
         from replayfmt.native.hook import dispatch_hook
         from replayfmt.native.watching import thread_watch
 
-        dispatch_hook()
-        state = thread_watch("auto").state
+        with Path(__file__).open() as one_at_a_time:
+            fcntl.flock(one_at_a_time, fcntl.LOCK_EX)
+            dispatch_hook()
+            state = thread_watch("auto").state
         if state != "native":
             os.environ["OPREPLAY_NATIVE"] = "off"
             os.environ["OPREPLAY_NATIVE_MISSING"] = state
