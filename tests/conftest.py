@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import workers
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from in_process import tools as tools
 
 # A shell without job control starts background jobs with SIGINT ignored, and so would be every program started here.
@@ -26,11 +26,18 @@ if "PYTEST_XDIST_WORKER_COUNT" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
 
 # The examples of a test are the same in every run, and no duration fails it: neither chance nor a busy machine can.
-# HYPOTHESIS_PROFILE=random looks for new ones; what it finds belongs into a test, as an @example or one of its own.
+# An example that fails is shown as it was found, because making it smaller can take minutes, in which the suite's other
+# failures are not seen. HYPOTHESIS_PROFILE=random looks for new examples and makes them small; what it finds belongs
+# into a test, as an @example or one of its own.
 settings.register_profile(
-    "repeatable", deadline=None, database=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+    "repeatable",
+    deadline=None,
+    database=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow],
+    phases=[Phase.explicit, Phase.generate],
 )
-settings.register_profile("random", settings.get_profile("repeatable"), derandomize=False)
+settings.register_profile("random", settings.get_profile("repeatable"), derandomize=False, phases=list(Phase))
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
 
