@@ -20,8 +20,8 @@ from replayfmt.pytorch.tensors.memory import host_view, new_storage
 
 from .op_values import tensors_of
 from .planning.allowed_imports import AllowedImports
+from .planning.effects import Effects, effects_of_missing
 from .planning.external_files import ExternalFiles
-from .planning.facts import Effects, effects_of_missing
 from .planning.kernels import ResolvedKernel
 from .planning.overview import describe, unseen_before
 from .planning.resolve import resolve

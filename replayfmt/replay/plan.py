@@ -22,11 +22,11 @@ from .codegen.lowering import Context, Lowering, Shapes
 from .codegen.op_lowering import lower_op
 from .codegen.templates import DirectFunctions, TemplateMaker
 from .codegen.windows import CodeCache, Window
-from .planning.cuts import WindowSize
 from .planning.kernels import ResolvedKernel
 from .planning.memory import MemoryWatch
 from .planning.scan import Scan
 from .planning.slices import Slice, Slicer
+from .planning.window_cuts import WindowSize
 from .preparation import Preparation
 from .results import VERIFY_MODES, Divergence, OpVerdict, PeakMemory, ReplayResult, Verification, VerifyMode
 from .run.content import Content

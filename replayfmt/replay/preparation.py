@@ -24,20 +24,20 @@ from replayfmt.initializers import Registry
 from replayfmt.pytorch.opaque_results import OpaqueResults, OpaqueSpec
 
 from .planning.allowed_imports import AllowedImports
-from .planning.cuts import WindowSize
 from .planning.devices import map_devices, map_generators
+from .planning.effects import Addresses, Effects, addresses_of, effects_of_missing
 from .planning.external_files import ExternalFiles
-from .planning.facts import Addresses, Effects, addresses_of, effects_of_missing
 from .planning.findings import Findings
 from .planning.kernels import ResolvedKernel
 from .planning.overview import Work, count_work, describe
 from .planning.resolve import resolve
 from .planning.scan import Scan
+from .planning.window_cuts import WindowSize
 from .results import OpaqueResult
 from .run.steps import ONE_RECORD
 from .substitution.table import Asked, load
 from .synthesis.assignment import Synthesis
-from .synthesis.known import KnownContent
+from .synthesis.captured_content import CapturedContent
 
 
 class Preparation:
@@ -96,7 +96,7 @@ class Preparation:
         findings = Findings(reader, self.device_map, self.kernels, scan)
         findings.collect()
         self._file_findings = self.files.validate(on_file_bytes)
-        self.synthesis = Synthesis(reader, scan, self.kernels, registry, KnownContent(reader, scan, self.files))
+        self.synthesis = Synthesis(reader, scan, self.kernels, registry, CapturedContent(reader, scan, self.files))
         self.findings = (
             *sentences,
             *self._imports.problems,

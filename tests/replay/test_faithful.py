@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 import replayfmt
 from replayfmt.replay.plan import Plan
-from replayfmt.replay.planning.cuts import WindowSize
+from replayfmt.replay.planning.window_cuts import WindowSize
 
 from .conftest import Captured
 

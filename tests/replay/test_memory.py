@@ -14,8 +14,8 @@ import torch
 from replayfmt.errors import ReplayFailed, ReplayRefused
 from replayfmt.format.codes import RecordKind
 from replayfmt.replay.plan import Plan
-from replayfmt.replay.planning.cuts import WindowSize
 from replayfmt.replay.planning.memory import MemoryWatch
+from replayfmt.replay.planning.window_cuts import WindowSize
 from replayfmt.replay.run.execute import Machine
 
 from .conftest import Captured

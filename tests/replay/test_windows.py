@@ -16,7 +16,7 @@ from replayfmt.format.codes import RecordKind
 from replayfmt.format.model import Record
 from replayfmt.replay.codegen.operations import DrawOnHost
 from replayfmt.replay.plan import Plan
-from replayfmt.replay.planning.cuts import CutFinder, WindowSize
+from replayfmt.replay.planning.window_cuts import CutFinder, WindowSize
 
 from .conftest import Captured
 from .rewriting import rewrite

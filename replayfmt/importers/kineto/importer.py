@@ -34,7 +34,7 @@ from .calls import EventCalls, Placement
 from .captures import capture_windows, captured
 from .events import OPERATOR_NAME, OpKind, TraceEvents, integer
 from .graphs import give_operators
-from .tree import LEVELS, Captured, ChosenEvents, EventRole, Facts, Level, Tree, build, compact, select
+from .tree import LEVELS, Captured, ChosenEvents, EventRole, EventTraits, Level, Tree, build, compact, select
 from .writing import Trace, write
 
 _MOST_DEVICES = 1 << 16
@@ -106,14 +106,14 @@ def import_kineto(
         else []
     )
     operators = Operators(libraries, names)
-    facts = [_facts(kind, operators) for kind in events.kinds]
-    annotations = np.asarray([facts[kind].role is EventRole.annotation for kind in events.ops.kind], bool)
+    traits = [_traits_of(kind, operators) for kind in events.kinds]
+    annotations = np.asarray([traits[kind].role is EventRole.annotation for kind in events.ops.kind], bool)
     detached = np.asarray(
-        [facts[kind].role is EventRole.collective and events.kinds[kind].annotation for kind in events.ops.kind], bool
+        [traits[kind].role is EventRole.collective and events.kinds[kind].annotation for kind in events.ops.kind], bool
     )
     calling = np.asarray(
         [
-            facts[kind].composite or facts[kind].role in (EventRole.wrapper, EventRole.unknown)
+            traits[kind].composite or traits[kind].role in (EventRole.wrapper, EventRole.unknown)
             for kind in events.ops.kind
         ],
         bool,
@@ -125,7 +125,7 @@ def import_kineto(
         level = "launching" if len(events.work.start) else "leaf"
         windows = capture_windows(events)
         graphs = captured(events, tree, windows) if windows else None
-    selection = select(tree, events.ops.kind, facts, level, graphs)
+    selection = select(tree, events.ops.kind, traits, level, graphs)
     if len(events.work.start) and not len(selection.chosen) and not (tree.work_launch >= 0).any():
         raise CaptureFailed(
             f"{path}: none of its {len(events.work.start)} kernels and copies can be linked to a "
@@ -146,13 +146,13 @@ def import_kineto(
             f"{len(windows)} graphs were captured in it, with {len(graphs.launches)} launches, none of "
             "which did any work then: there, level leaf chooses the operators that stand for the work"
         )
-    _count(report, events, tree, selection, facts, level)
+    _count(report, events, tree, selection, traits, level)
     schemas = SCHEMAS if options.rewrite == "portable" else None
     trace = Trace(
         events,
         tree,
         selection,
-        facts,
+        traits,
         EventCalls(operators, events.kinds, schemas),
         devices(events, report),
         options.unique,
@@ -178,31 +178,36 @@ def _problems(stream: JsonStream, events: TraceEvents) -> list[str]:
     return [*problems, *events.problem_lines()]
 
 
-def _facts(kind: OpKind, operators: Operators) -> Facts:
+def _traits_of(kind: OpKind, operators: Operators) -> EventTraits:
     name = kind.name
     if "::" in name or operators.names.renamed(name):
         name = operators.names.meant(without_overload(name))[-1]
     if kind.annotation and not name.startswith("nccl:"):
-        return Facts(EventRole.annotation)
+        return EventTraits(EventRole.annotation)
     if name == "record_param_comms" or name.startswith(_COLLECTIVE) or operator_named(name).collective:
-        return Facts(EventRole.collective)
+        return EventTraits(EventRole.collective)
     if not OPERATOR_NAME.match(name) or name.startswith("torch::autograd::") or tells_allocator(name):
-        return Facts(EventRole.wrapper)
+        return EventTraits(EventRole.wrapper)
     candidates = [each for each in operators.candidates(kind.name)[0] if each.dispatched]
     if not candidates:
-        return Facts(EventRole.unknown if operators.attribute(kind.name) is None else EventRole.operator)
+        return EventTraits(EventRole.unknown if operators.attribute(kind.name) is None else EventRole.operator)
     if not any(each.traceable for each in candidates):
-        return Facts(EventRole.unknown)  # what it calls can be called again, it cannot
+        return EventTraits(EventRole.unknown)  # what it calls can be called again, it cannot
     idle = operator_named(name).idle or all(each.only_views for each in candidates)
     composite = name not in _COMPUTING and all(each.composite for each in candidates)
-    return Facts(EventRole.operator, composite, not idle, name in _MOVES, "convolution" in name)
+    return EventTraits(EventRole.operator, composite, not idle, name in _MOVES, "convolution" in name)
 
 
 def _count(
-    report: ImportReport, events: TraceEvents, tree: Tree, selection: ChosenEvents, facts: Sequence[Facts], level: Level
+    report: ImportReport,
+    events: TraceEvents,
+    tree: Tree,
+    selection: ChosenEvents,
+    traits: Sequence[EventTraits],
+    level: Level,
 ) -> None:
     """Say what of the trace does not become records, and why."""
-    roles = np.asarray([facts[kind].role for kind in events.ops.kind], np.int64)
+    roles = np.asarray([traits[kind].role for kind in events.ops.kind], np.int64)
     chosen = np.zeros(len(roles), bool)
     chosen[selection.chosen] = True
     called = np.isin(roles, [int(EventRole.operator), int(EventRole.unknown), int(EventRole.collective)])
@@ -240,7 +245,7 @@ def _count(
         }[level]
     )
     if level == "leaf":
-        report.notes += _untaken(events, tree, facts, around, inside | chosen)
+        report.notes += _untaken(events, tree, traits, around, inside | chosen)
         away = around & ~chosen & ~inside & (roles == EventRole.unknown)
         names = Counter(events.kinds[events.ops.kind[index]].name for index in np.flatnonzero(away).tolist())
         if names:
@@ -253,14 +258,14 @@ def _count(
 
 
 def _untaken(
-    events: TraceEvents, tree: Tree, facts: Sequence[Facts], around: np.ndarray, taken: np.ndarray
+    events: TraceEvents, tree: Tree, traits: Sequence[EventTraits], around: np.ndarray, taken: np.ndarray
 ) -> list[str]:
     """A note naming composites whose callees were taken though most of the time was spent outside of those."""
     durations = np.asarray(events.ops.duration, np.int64)
     nested = tree.parent >= 0
     inner = np.bincount(tree.parent[nested], weights=durations[nested], minlength=len(durations))
     kinds = np.asarray(events.ops.kind, np.int64)
-    operators = np.asarray([fact.role is EventRole.operator for fact in facts], bool)
+    operators = np.asarray([each.role is EventRole.operator for each in traits], bool)
     times: dict[str, tuple[int, int]] = {}
     for index in np.flatnonzero(around & ~taken & operators[kinds]).tolist():
         name = events.kinds[kinds[index]].name

@@ -11,17 +11,19 @@ from replayfmt.pytorch.iterations import Iteration, parse_iteration
 
 from ..common.synthesis import ImportedSession
 from .events import TraceEvents
-from .tree import EventRole, Facts, Tree
+from .tree import EventRole, EventTraits, Tree
 
 
 class AnnotationScopes:
     """Scope ids in a capture that is being written, by annotation."""
 
-    def __init__(self, events: TraceEvents, tree: Tree, facts: Sequence[Facts], session: ImportedSession) -> None:
+    def __init__(
+        self, events: TraceEvents, tree: Tree, traits: Sequence[EventTraits], session: ImportedSession
+    ) -> None:
         self._events, self._session = events, session
         self._paths: dict[tuple[int, str], int] = {}
         ops = events.ops
-        scopes = np.asarray([fact.role is EventRole.annotation for fact in facts], bool)
+        scopes = np.asarray([each.role is EventRole.annotation for each in traits], bool)
         annotations = tree.order[scopes[np.asarray(ops.kind, np.int64)[tree.order]]].tolist()
         self._timeline = _Timeline(events, annotations)
         self._ids: dict[int, int] = {}

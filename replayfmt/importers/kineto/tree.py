@@ -33,7 +33,7 @@ class EventRole(IntEnum):
 
 
 @dataclass(frozen=True)
-class Facts:
+class EventTraits:
     """What the selection has to know of an event's kind. `composite`: its kernel only calls other operators; `works`:
     it does more than to allocate or to make views. `moves`: it only fills or copies memory. `computes`: it may compute
     outside of the operators that it calls; where those only move memory, it does."""
@@ -192,12 +192,12 @@ class Captured:
 
 
 def select(
-    tree: Tree, kinds: Sequence[int], facts: Sequence[Facts], level: Level, captured: Captured | None = None
+    tree: Tree, kinds: Sequence[int], traits: Sequence[EventTraits], level: Level, captured: Captured | None = None
 ) -> ChosenEvents:
-    """Choose events by `level`, which must not be `auto`. `kinds` gives each event's kind, `facts` what kinds are. Of
+    """Choose events by `level`, which must not be `auto`. `kinds` gives each event's kind, `traits` what kinds are. Of
     what was captured into a graph the leaves are taken in the place of what launched work."""
     order, parents = compact(tree.order), compact(tree.parent)
-    roles = bytes(facts[kind].role for kind in kinds)
+    roles = bytes(traits[kind].role for kind in kinds)
     direct = np.zeros(len(parents), bool)
     direct[tree.work_op[tree.work_op >= 0]] = True
     if captured is not None:
@@ -209,11 +209,11 @@ def select(
     elif level == "launching":
         wanted = _launching(order, parents, roles, direct)
         if captured is not None:
-            leaves = _leaves(order, parents, direct.tobytes(), kinds, facts)
+            leaves = _leaves(order, parents, direct.tobytes(), kinds, traits)
             for index in np.flatnonzero(captured.ops).tolist():
                 wanted[index] = leaves[index]
     else:
-        wanted = _leaves(order, parents, direct.tobytes(), kinds, facts)
+        wanted = _leaves(order, parents, direct.tobytes(), kinds, traits)
     for index in _outermost_collectives(order, parents, roles):
         wanted[index] = True
     chosen = array("q")
@@ -264,21 +264,23 @@ def _add_stranded(wanted: bytearray, direct: bytes, order: array, parents: array
             wanted[index] = inside[index] = True
 
 
-def _leaves(order: array, parents: array, direct: bytes, kinds: Sequence[int], facts: Sequence[Facts]) -> bytearray:
+def _leaves(
+    order: array, parents: array, direct: bytes, kinds: Sequence[int], traits: Sequence[EventTraits]
+) -> bytearray:
     """The operators that do work themselves: those with a kernel of their own, and composite ones that call nothing
     which does any, or where they may compute themselves, nothing that does more than to move memory."""
     below = bytearray(len(parents))  # something below stands for work
     computed = bytearray(len(parents))  # something below stands for work that is more than moving memory
     wanted = bytearray(len(parents))
     for index in reversed(order):
-        fact, parent = facts[kinds[index]], parents[index]
-        if fact.role is EventRole.operator:
-            wanted[index] = direct[index] or not fact.composite or not (computed if fact.computes else below)[index]
-        elif fact.role is EventRole.unknown:
+        each, parent = traits[kinds[index]], parents[index]
+        if each.role is EventRole.operator:
+            wanted[index] = direct[index] or not each.composite or not (computed if each.computes else below)[index]
+        elif each.role is EventRole.unknown:
             wanted[index] = direct[index] or not computed[index]  # what only allocates may compute itself
-        elif fact.role is EventRole.wrapper:
+        elif each.role is EventRole.wrapper:
             wanted[index] = direct[index]
         if parent >= 0:
-            below[parent] |= below[index] or (wanted[index] and fact.works)
-            computed[parent] |= computed[index] or (wanted[index] and fact.works and not fact.moves)
+            below[parent] |= below[index] or (wanted[index] and each.works)
+            computed[parent] |= computed[index] or (wanted[index] and each.works and not each.moves)
     return wanted

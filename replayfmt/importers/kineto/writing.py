@@ -26,7 +26,7 @@ from .calls import EventCalls, Hints, Placement, ResolvedCall
 from .events import OpKind, TraceEvents
 from .scopes import AnnotationScopes
 from .strays import Stray, captured_outside, compiled_regions, unclaimed_work
-from .tree import Captured, ChosenEvents, EventRole, Facts, Level, Tree, compact
+from .tree import Captured, ChosenEvents, EventRole, EventTraits, Level, Tree, compact
 
 _END, _BEGIN, _CALL, _STRAY = range(4)  # what happens at a moment, in this order
 # As CUDA's and newer ROCm builds, older ROCm builds, and XPU builds name copies.
@@ -42,7 +42,7 @@ class Trace:
     events: TraceEvents
     tree: Tree
     selection: ChosenEvents
-    facts: Sequence[Facts]
+    traits: Sequence[EventTraits]
     calls: EventCalls
     devices: Mapping[int, Device]
     unique: bool
@@ -101,7 +101,7 @@ class _Writing:
         )
         by_op = np.argsort(self._work_of, kind="stable")
         self._by_op, self._sorted = compact(by_op), compact(self._work_of[by_op])
-        self._scopes = AnnotationScopes(self.events, self.tree, trace.facts, session)
+        self._scopes = AnnotationScopes(self.events, self.tree, trace.traits, session)
         for device in trace.devices.values():
             session.device(str(device), device)
         self._on_graph = self._stand_for_nodes()
@@ -206,7 +206,7 @@ class _Writing:
         kinds = [self.events.work_kinds[self.events.work.kind[each]] for each in work]
         numbers = [kind.device for kind in kinds if kind.device in self.trace.devices]
         if not numbers:
-            on_host = self.trace.facts[self.events.ops.kind[index]].works and index not in self._on_graph
+            on_host = self.trace.traits[self.events.ops.kind[index]].works and index not in self._on_graph
             return Placement("cpu" if on_host else self._default_device)
         names = [kind.name for kind in kinds if "memcpy" in kind.category]
         return Placement(
@@ -221,9 +221,9 @@ class _Writing:
         if known is not None:
             return known
         kind = self.events.kinds[number]
-        if self.trace.facts[number].role is EventRole.collective:
+        if self.trace.traits[number].role is EventRole.collective:
             call = self._collective(index, kind)
-        elif self.trace.facts[number].role is EventRole.wrapper:
+        elif self.trace.traits[number].role is EventRole.wrapper:
             triton = kind.name.startswith("triton_") or kind.triton is not None
             call = ResolvedCall(
                 kind.name,
@@ -389,7 +389,7 @@ class _Writing:
         parent = int(self.tree.parent[index])
         while parent >= 0:
             number = self.events.ops.kind[parent]
-            if self.trace.facts[number].role is EventRole.wrapper:
+            if self.trace.traits[number].role is EventRole.wrapper:
                 names.append(self.events.kinds[number].name)
             parent = int(self.tree.parent[parent])
         if self.events.ops.thread[index] in self.events.borrowed:

@@ -12,7 +12,7 @@ from typing import Any
 
 from replayfmt.pytorch.tensors.bounds import require_inside
 
-from ..planning.facts import leaves_unwritten
+from ..planning.effects import leaves_unwritten
 from ..substitution.sites import CallSite
 from ..verify.comparison import CheckScalar, Where
 from ..verify.structure import Expected, ExpectResults

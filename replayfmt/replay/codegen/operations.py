@@ -17,7 +17,7 @@ from replayfmt.pytorch.tensors.bounds import require_inside
 from replayfmt.pytorch.tensors.composites import put_together, take_apart
 from replayfmt.pytorch.tensors.memory import fill_storage, fix_length, host_view, make_view
 
-from ..planning.facts import Addresses
+from ..planning.effects import Addresses
 from ..results import UnexpectedBehaviour
 
 

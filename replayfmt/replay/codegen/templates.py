@@ -23,7 +23,7 @@ from replayfmt.format.slots import NodePlace, SlotLayout
 from replayfmt.pytorch.tensors.dtypes import TORCH_DTYPE, TORCH_LAYOUT, TORCH_MEMORY_FORMAT
 
 from ..planning.devices import DeviceMap
-from ..planning.facts import Addresses, Effects, addresses_of
+from ..planning.effects import Addresses, Effects, addresses_of
 from ..planning.kernels import ResolvedKernel
 from .operations import PutTogether
 

@@ -18,7 +18,7 @@ from replayfmt.format.slots import SlotLayout
 from replayfmt.pytorch.bindings import direct_function
 from replayfmt.pytorch.operators import operator_named
 
-from .facts import Effects, effects_of_schema
+from .effects import Effects, effects_of_schema
 
 
 class ResolvedKernel(ABC):

@@ -17,10 +17,10 @@ from replayfmt.format.model import Storage
 from replayfmt.format.reader import CaptureReader, RecordFrame
 from replayfmt.format.slots import SlotLayout
 
-from .cuts import CutFinder, WindowSize
-from .facts import Effects
+from .effects import Effects
 from .identity import TensorKeys
 from .sources import IMPORTED, Entrance
+from .window_cuts import CutFinder, WindowSize
 
 # How many of the ordinals where something was found are kept to be shown.
 SHOWN = 3

@@ -16,7 +16,7 @@ import numpy as np
 from replayfmt.format.codes import RecordKind, ValueKind
 from replayfmt.format.reader import CaptureReader, RecordFrame
 
-from .facts import Effects
+from .effects import Effects
 from .overview import SCALARS
 
 _CONTENT = (RecordKind.storage_import, RecordKind.storage_resize)

@@ -15,9 +15,9 @@ from replayfmt.format.model import CompositeValue, StorageValue, TensorValue, Va
 from ..codegen.lowering import Context, Lowering
 from ..codegen.op_lowering import lower_op, lower_result
 from ..codegen.windows import Window
-from ..planning.cuts import WindowSize
-from ..planning.facts import leaves_unwritten
+from ..planning.effects import leaves_unwritten
 from ..planning.scan import Scan
+from ..planning.window_cuts import WindowSize
 
 ONE_RECORD = WindowSize(least=1, most=1)
 

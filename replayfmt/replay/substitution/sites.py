@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from replayfmt.errors import SubstitutionFailed
 from replayfmt.format.slots import SlotLayout
 
-from ..planning.facts import Effects
+from ..planning.effects import Effects
 from ..planning.kernels import ResolvedKernel
 
 

@@ -37,7 +37,7 @@ _NOBODY = Call(-1, "", "", {}, (), "", {})
 _SHOWN_STORAGES = 6
 _HOST = torch.device("cpu")
 # The captured content of a tensor, on the host; None where it is not in the capture, or was written before its use.
-KnownContent = Callable[[TensorInfo], torch.Tensor | None]
+CapturedContent = Callable[[TensorInfo], torch.Tensor | None]
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class Synthesis:
         scan: Scan,
         kernels: tuple[ResolvedKernel | str | None, ...],
         registry: Registry,
-        known: KnownContent,
+        known: CapturedContent,
     ) -> None:
         self._reader = reader
         self._registry = registry

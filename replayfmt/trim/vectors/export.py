@@ -17,7 +17,7 @@ from replayfmt.format.slots import SlotLayout
 from replayfmt.pytorch.tensors.memory import row_major_bytes
 from replayfmt.replay.op_values import GiveTensor, tensors_of
 from replayfmt.replay.plan import Plan
-from replayfmt.replay.planning.facts import addresses_of, leaves_unwritten
+from replayfmt.replay.planning.effects import addresses_of, leaves_unwritten
 from replayfmt.replay.planning.kernels import ResolvedKernel
 from replayfmt.replay.taking import show_ops
 from replayfmt.replay.verify.run_twice import RunTwice

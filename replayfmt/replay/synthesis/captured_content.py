@@ -15,7 +15,7 @@ from ..planning.scan import Scan
 _HOST = torch.device("cpu")
 
 
-class KnownContent:
+class CapturedContent:
     """Called with a captured tensor; gives it with its content, on the host."""
 
     def __init__(self, reader: CaptureReader, scan: Scan, files: ExternalFiles) -> None:
