@@ -2,7 +2,9 @@
 
 A thread that waits in a queue can be given nothing to do. But CPython keeps a profile and a trace function with the
 state of each thread, and calls them before the next call, return or line, whatever the thread was in the middle of.
-Debuggers set them on all threads in the same way. A function that somebody else has set there is left alone.
+Debuggers set them on all threads in the same way. Python 3.13 lets nobody set the trace function of another thread:
+there a thread is asked at its next call or return, not at its next line. A function that somebody else has set there is
+left alone.
 Imports no torch.
 """
 

@@ -161,8 +161,8 @@ class Threads:
             elif self.core.on and _next_step().is_blocked(state):
                 self._handled.add(state.id)
                 self._tell(
-                    "a thread has a profile and a trace function of the program's own, so it could not be asked "
-                    "to take part: what it does is not recorded"
+                    "a thread has functions of the program's own wherever it could be asked to take part "
+                    "(sys.setprofile, sys.settrace): what it does is not recorded"
                 )
 
     def join(self) -> bool:
