@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import math
+import subprocess
+import sys
 import tracemalloc
 import warnings
 from collections.abc import Callable
@@ -12,11 +14,13 @@ from pathlib import Path
 import pytest
 import torch
 import xxhash
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import replayfmt
 from replayfmt.format.codes import RecordKind
 from replayfmt.format.reader import open_capture
-from replayfmt.format.records.digest import TensorDigest, sample_positions
+from replayfmt.format.records.digest import Sample, TensorDigest, sample_positions
 from replayfmt.pytorch.tensors import digests
 from replayfmt.pytorch.tensors.digests import digest_tensor, hash_tensor
 
@@ -117,7 +121,7 @@ def test_a_digest_is_what_its_definition_says(dtype: torch.dtype, layout: str) -
 def test_blocks_and_rows_of_any_length_add_up() -> None:
     torch.manual_seed(2)
     numbers = torch.randn(301_111)
-    numbers[::1000], numbers[70_000:140_000] = math.nan, math.inf  # whole blocks without a finite element
+    numbers[::1000], numbers[60_000:140_000] = math.nan, math.inf  # whole blocks without a finite element
     for tensor in (
         numbers,
         numbers[:300_000].view(2, 150_000).t(),
@@ -127,11 +131,18 @@ def test_blocks_and_rows_of_any_length_add_up() -> None:
         assert_same(digest_tensor(tensor), by_definition(tensor))
 
 
-def test_statistics_do_not_depend_on_threads() -> None:
-    tensor, threads = torch.randn(1 << 20), torch.get_num_threads()
+@settings(max_examples=40, deadline=None)
+@given(
+    dtype=st.sampled_from(DTYPES),
+    layout=st.sampled_from(["contiguous", "transposed", "heads", "a third of each row", "every other"]),
+    rows=st.integers(1, 30),
+)
+def test_a_digest_does_not_depend_on_threads(dtype: torch.dtype, layout: str, rows: int) -> None:
+    threads = torch.get_num_threads()
+    tensor = LAYOUTS[layout](bits(9_000 * rows, dtype))
     found = set()
     try:
-        for number in (1, 2, 3):
+        for number in (1, 2, 4):
             torch.set_num_threads(number)
             digests._recent.clear()
             digests._older.clear()
@@ -139,6 +150,46 @@ def test_statistics_do_not_depend_on_threads() -> None:
     finally:
         torch.set_num_threads(threads)
     assert len(found) == 1
+
+
+FORKING = """
+import os, signal, sys
+import numpy as np, torch
+import replayfmt
+
+torch.set_num_threads(2)
+numbers = torch.from_numpy(np.arange(1 << 20, dtype=np.float32))
+threads = len(os.listdir("/proc/self/task"))
+with replayfmt.capture(sys.argv[1], digests="ops"):
+    square = numbers.view(1024, 1024)
+    print("more threads:", len(os.listdir("/proc/self/task")) - threads - 1)  # the one that writes the file
+    child = os.fork()
+    if not child:
+        signal.alarm(60)
+        square.add(1).sum().item()  # with PyTorch's threads: hangs where the parent already had some
+        os._exit(0)
+    print("child:", os.waitpid(child, 0)[1])
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="counts the threads that Linux shows")
+def test_a_digest_starts_no_thread_that_a_forked_child_would_wait_for(tmp_path: Path) -> None:
+    path = tmp_path / "forking.opreplay"
+    run = subprocess.run(
+        [sys.executable, "-c", FORKING, str(path)], capture_output=True, text=True, timeout=300, check=False
+    )
+    assert run.stdout.splitlines() == ["more threads: 0", "child: 0"], run.stderr
+    with open_capture(path) as opened:
+        kinds = [record.signature.kind for record in opened.records()]
+    assert RecordKind.digest in kinds and RecordKind.unsupported not in kinds
+
+
+@pytest.mark.parametrize("sample", [(1.5, -0.0), (1, -7), (1j, 2 + 3j), (1, 2.5, 3j), ()])
+def test_the_sample_of_a_digest_is_stored_by_its_kinds(sample: Sample) -> None:
+    ints, floats = TensorDigest(1, 2, 3, 4, 5, 0.5, None, 0.25, 0.75, sample).slots()
+    parts = [part for each in sample for part in ((each.real, each.imag) if isinstance(each, complex) else (each,))]
+    assert ints == [1, 2, 3, 4, 5] + [each for each in parts if isinstance(each, int)]
+    assert repr(floats) == repr([0.5, 0.25, 0.75] + [each for each in parts if isinstance(each, float)])
 
 
 def test_a_large_transposed_tensor_is_never_copied_as_a_whole() -> None:

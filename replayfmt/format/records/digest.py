@@ -67,6 +67,11 @@ class TensorDigest:
         """The int and float slots, in the order of `nodes`."""
         ints = [signed(self.hash_low), signed(self.hash_high), self.elements, self.nan, self.inf]
         floats = [value for value in (self.min, self.max, self.mean, self.l2) if value is not None]
+        kinds = set(map(type, self.sample))
+        if kinds == {float}:
+            return ints, [*floats, *self.sample]  # type: ignore[list-item]  # all are floats
+        if kinds == {int}:
+            return [*ints, *self.sample], floats  # type: ignore[list-item]  # all are ints
         for value in self.sample:
             if isinstance(value, complex):
                 floats += (value.real, value.imag)
