@@ -64,7 +64,7 @@ def main() -> int:
     if missing:
         print(f"{missing} entries and modes were not compared")
     if options.document:
-        document(rows, torch.__version__, cpu_capability())
+        document(_rows(out), torch.__version__, cpu_capability())
         print(f"wrote {DOCUMENT}")
     return 1 if missing or any(found_in(row) for row in rows.values()) else 0
 
@@ -86,7 +86,10 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--again", action="store_true", help="compare again what differed before")
     parser.add_argument("--document", action="store_true", help=f"write {DOCUMENT.name} from what was found")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
-    return parser.parse_args()
+    options = parser.parse_args()
+    if options.document and options.recorder != "python":
+        parser.error("--document lists what the recorder in Python cannot keep; leave --recorder out")
+    return options
 
 
 def _rows(out: Path) -> dict[tuple[str, str], dict[str, Any]]:

@@ -196,6 +196,15 @@ def test_a_sweep_goes_on_where_it_was_stopped(
     assert "0 of 2 to do" in capsys.readouterr().err
 
 
+def test_another_recorders_findings_are_not_documented_as_those_of_the_one_in_python(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["sweep", "--recorder=native", "--document"])
+    with pytest.raises(SystemExit) as ended:
+        sweep.main()
+    assert ended.value.code == 2 and "leave --recorder out" in capsys.readouterr().err
+
+
 def test_what_is_written_into_the_document_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     copy = tmp_path / "exactness.md"
     monkeypatch.setattr("exactness.documented.DOCUMENT", copy)
