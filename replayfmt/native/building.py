@@ -105,13 +105,18 @@ def _linked(with_python: bool) -> list[str]:
 
 def _built(source: str, command: list[str], with_python: bool = False) -> Path:
     """The path of the library, which is there."""
-    text = resources.files(__package__).joinpath(source).read_bytes()
+    files = {source: resources.files(__package__).joinpath(source).read_bytes()}
+    if with_python:
+        headers = [each for each in resources.files(__package__).iterdir() if each.name.endswith(".h")]
+        files |= {each.name: each.read_bytes() for each in sorted(headers, key=lambda each: each.name)}
+    text = b"".join(files.values())
     path = _directory() / f"{Path(source).stem}-{_key(text, command, with_python)}.so"
     if not _is_whole(path):
         say(f"building a part of the recorder in C++, once for PyTorch {torch.__version__} (takes seconds)")
         with tempfile.TemporaryDirectory(prefix="opreplay-") as scratch:
             written, made = Path(scratch, source), Path(scratch, "made.so")
-            written.write_bytes(text)
+            for name, content in files.items():
+                Path(scratch, name).write_bytes(content)
             compile_library(written, made, with_python=with_python)
             _keep(made.read_bytes(), path)
     return path

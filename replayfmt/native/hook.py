@@ -6,30 +6,56 @@ import ctypes
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from .building import NotAvailable, library, say
 
-Before = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
-After = Callable[[Any, Any, int, int], None]
-Raised = Callable[[Any, BaseException | None, int, int], None]
-Run = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+
+class OperatorForHook(NamedTuple):
+    """What the hook has to know of an operator beside its schema."""
+
+    plain: bool  # its calls may take the hot path
+    writes: tuple[int, ...]  # the arguments that it writes, by index
+    watches: tuple[int, ...]  # the settings that it depends on, as indices into numeric_state.WATCHED
+    dropout: int | None  # index of the argument without which it draws no random numbers
+    takes_numbers: bool  # also where its schema says tensors
+
+
+class Functions(NamedTuple):
+    """What the hook calls, in the order of `Functions` in recorder.cpp."""
+
+    before: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+    after: Callable[[Any, Any, int, int], int | None]
+    raised: Callable[[Any, BaseException | None, int, int], None]
+    interrupted: Callable[[Any, tuple[Any, ...], dict[str, Any], Any], None]
+    run: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+    describe: Callable[[Any], OperatorForHook | None]
+    context: Callable[[], int]
+    late: Callable[[Any, tuple[Any, ...], dict[str, Any], Any, int, int], int | None]
+    late_raised: Callable[[Any, tuple[Any, ...], dict[str, Any], BaseException | None, int, int], None]
+    pump: Callable[[], None]
 
 
 class DispatchHook:
     """The hook in PyTorch's dispatcher. There is one in a process, and one capture at a time has it."""
 
     def __init__(self, found: ctypes.PyDLL) -> None:
-        found.opreplay_recorder_begin.argtypes = [ctypes.py_object] * 4
+        found.opreplay_recorder_begin.argtypes = [ctypes.py_object]
+        found.opreplay_recorder_types.restype = ctypes.py_object
         found.opreplay_recorder_key.restype = ctypes.c_uint64
         self._library = found
+        self._types = found.opreplay_recorder_types()
         self._key = int(found.opreplay_recorder_key())
 
-    def begin(self, before: Before, after: After, raised: Raised, run: Run) -> None:
-        """Call these around every operator of the threads that take part; recorder.cpp says what with."""
-        self._library.opreplay_recorder_begin(before, after, raised, run)
+    def session(self, began_ns: int, chunk_records: int) -> Any:
+        """A `Session` of session.h, for one capture: `began_ns` is when it began."""
+        return self._types.Session(began_ns, chunk_records)
+
+    def begin(self, functions: Functions, session: Any) -> None:
+        """Call these around the operators of the threads that take part; recorder.cpp says what with."""
+        self._library.opreplay_recorder_begin((*functions, session))
 
     def end(self) -> None:
         """Call them no more. Threads may go on taking part: that has no effect."""

@@ -22,6 +22,8 @@
 #include <torch/csrc/utils/tensor_dtypes.h>
 #include <torch/library.h>
 
+#include "hot_path.h"
+
 #include <atomic>
 #include <chrono>
 #include <cstdint>
@@ -30,7 +32,7 @@
 
 namespace {
 
-namespace py = pybind11;
+using namespace opreplay;
 using c10::DispatchKey;
 using c10::DispatchKeySet;
 using c10::FunctionSchema;
@@ -42,12 +44,19 @@ constexpr DispatchKey kKey = DispatchKey::Fake;
 
 // Of a capture. Written with the interpreter's lock; threads without it only ask whether there is one.
 struct Functions {
-  PyObject* before = nullptr;  // (operator, args, kwargs) -> what to do, see below
-  PyObject* after = nullptr;   // (call, result, started_ns, ended_ns)
-  PyObject* raised = nullptr;  // (call, exception of Python or None, started_ns, ended_ns)
-  PyObject* run = nullptr;     // (operator, args, kwargs) -> result
+  PyObject* before = nullptr;       // (operator, args, kwargs) -> what to do, see below
+  PyObject* after = nullptr;        // (call, result, started_ns, ended_ns) -> the record's signature, or None
+  PyObject* raised = nullptr;       // (call, exception of Python or None, started_ns, ended_ns)
+  PyObject* interrupted = nullptr;  // (call or None, args, kwargs, result or None): one of the others raised
+  PyObject* run = nullptr;          // (operator, args, kwargs) -> result
+  PyObject* describe = nullptr;     // (operator) -> an OperatorForHook (hook.py), or None
+  PyObject* context = nullptr;      // () -> the number of the calling thread and the scope that it is in
+  PyObject* late = nullptr;         // (operator, args, kwargs, result, started_ns, ended_ns) -> signature, or None
+  PyObject* late_raised = nullptr;  // (operator, args, kwargs, exception or None, started_ns, ended_ns)
+  PyObject* pump = nullptr;         // () after a record: something waits to be written, or told
 };
 Functions functions;
+std::shared_ptr<Session> session;  // of the capture; changed with the interpreter's lock, while no thread records
 std::atomic<bool> recording{false};
 
 int64_t now_ns() {  // the clock of time.perf_counter_ns
@@ -67,9 +76,15 @@ at::Tensor own_view(const at::Tensor& tensor) {
   return at::Tensor(impl->shallow_copy_and_detach(impl->version_counter(), /*allow_tensor_metadata_change=*/true));
 }
 
-c10::IValue own_views(const c10::IValue& value) {
+// `numbers`: numbers that C++ code made tensors of are numbers in Python.
+c10::IValue own_views(const c10::IValue& value, bool numbers = true) {
   if (value.isTensor()) {
-    return own_view(value.toTensor());
+    const at::Tensor& tensor = value.toTensor();
+    at::Tensor view = own_view(tensor);
+    if (!numbers && tensor.defined() && tensor.unsafeGetTensorImpl()->is_wrapped_number()) {
+      view.unsafeGetTensorImpl()->set_wrapped_number(false);
+    }
+    return view;
   }
   if (value.isTensorList()) {
     c10::List<at::Tensor> views;
@@ -88,7 +103,7 @@ c10::IValue own_views(const c10::IValue& value) {
   return value;
 }
 
-py::object to_python(const c10::Argument& argument, const c10::IValue& value, bool own) {
+py::object to_python(const c10::Argument& argument, const c10::IValue& value, bool own, bool numbers) {
   if (value.isNone()) {
     return py::none();
   }
@@ -106,7 +121,7 @@ py::object to_python(const c10::Argument& argument, const c10::IValue& value, bo
     case c10::TypeKind::MemoryFormatType:
       return py::cast(static_cast<c10::MemoryFormat>(value.toInt()));
     default:
-      return torch::jit::toPyObject(own ? own_views(value) : value);
+      return torch::jit::toPyObject(own ? own_views(value, numbers) : value);
   }
 }
 
@@ -117,7 +132,8 @@ struct PythonArguments {
 
 // What a dispatch mode is given for these values: trailing arguments that have their schema's default are left out.
 // `own`: with views of the recorder's own.
-PythonArguments python_arguments(const FunctionSchema& schema, const c10::IValue* values, bool own) {
+PythonArguments python_arguments(const FunctionSchema& schema, const c10::IValue* values, bool own,
+                                 bool numbers = true) {
   const auto& arguments = schema.arguments();
   const auto has_default = [&](size_t index) {
     const auto& given = arguments[index].default_value();
@@ -133,11 +149,11 @@ PythonArguments python_arguments(const FunctionSchema& schema, const c10::IValue
   }
   PythonArguments made{py::tuple(positional), py::dict()};
   for (size_t index = 0; index < positional; index++) {
-    made.args[index] = to_python(arguments[index], values[index], own);
+    made.args[index] = to_python(arguments[index], values[index], own, numbers);
   }
   for (size_t index = keywords; index < arguments.size(); index++) {
     if (!has_default(index)) {
-      made.kwargs[py::str(arguments[index].name())] = to_python(arguments[index], values[index], own);
+      made.kwargs[py::str(arguments[index].name())] = to_python(arguments[index], values[index], own, numbers);
     }
   }
   return made;
@@ -172,9 +188,10 @@ void push_results(const FunctionSchema& schema, py::handle result, Stack* stack)
 }
 
 // Calls Python. What it raises passes on through PyTorch as an exception of C++.
-py::object call(PyObject* function, py::handle one, py::handle two, py::handle three, py::handle four = {}) {
-  PyObject* arguments[] = {one.ptr(), two.ptr(), three.ptr(), four.ptr()};
-  PyObject* result = PyObject_Vectorcall(function, arguments, four ? 4 : 3, nullptr);
+template <typename... Values>
+py::object call(PyObject* function, const Values&... values) {
+  PyObject* arguments[] = {values.ptr()..., nullptr};
+  PyObject* result = PyObject_Vectorcall(function, arguments, sizeof...(values), nullptr);
   if (!result) {
     python_error error;
     error.persist();
@@ -189,6 +206,20 @@ py::object call(PyObject* function, py::handle one, py::handle two, py::handle t
 //   None    run it, unrecorded, and what it calls, too
 //   False   run it; what it calls is recorded
 //   True    Python runs it (`run`)
+
+// Calls Python around an operator; where that raises (a signal handler does), what the operator may have written is noted.
+template <typename Call, typename Arguments>
+void around(const Call& tell, py::handle begun, const Arguments& arguments, py::handle result) {
+  try {
+    tell();
+  } catch (const python_error&) {
+    if (functions.interrupted) {
+      PythonArguments given = arguments();
+      call(functions.interrupted, begun, given.args, given.kwargs, result);
+    }
+    throw;
+  }
+}
 
 // A Python object that is let go of with the interpreter's lock.
 class Held {
@@ -229,6 +260,158 @@ bool is_for_others(const Stack& stack, size_t first) {
   return false;
 }
 
+// The operator, described by Python at its first call.
+const Operator& described(const OperatorHandle& op, Session& of) {
+  const FunctionSchema& schema = op.schema();
+  {
+    std::lock_guard<std::mutex> lock(of.mutex);
+    const auto found = of.operators.find(&schema);
+    if (found != of.operators.end()) {
+      return *found->second;
+    }
+  }
+  auto made = std::make_shared<Operator>();
+  {
+    py::gil_scoped_acquire lock;
+    if (functions.describe) {
+      py::object function = py::reinterpret_borrow<py::object>(torch::detail::getTorchApiFunction(op));
+      py::object found = call(functions.describe, function);
+      if (!found.is_none()) {
+        const auto said = py::cast<py::tuple>(found);
+        made->plain = py::cast<bool>(said[0]);
+        made->writes = py::cast<std::vector<size_t>>(said[1]);
+        made->watches = py::cast<std::vector<size_t>>(said[2]);
+        made->dropout = py::cast<std::optional<size_t>>(said[3]);
+        made->takes_numbers = py::cast<bool>(said[4]);
+      }
+    }
+  }
+  for (const auto& argument : schema.arguments()) {
+    made->kinds.push_back(kind_of(argument.real_type()));
+    made->keywords += !argument.kwarg_only();
+  }
+  std::lock_guard<std::mutex> lock(of.mutex);
+  made->number = static_cast<int64_t>(of.operators.size());
+  return *of.operators.emplace(&schema, std::move(made)).first->second;
+}
+
+// The calling thread and the scope that it is in, as Python numbers them. Whether calls may still be recorded here.
+bool find_context(Session& of, int64_t* context) {
+  thread_local struct {
+    const Session* session = nullptr;
+    uint64_t moved = 0;
+    int64_t context = 0;
+  } known;
+  const uint64_t moved = of.scopes_moved.load();
+  if (known.session != &of || known.moved != moved) {
+    py::gil_scoped_acquire lock;
+    if (!functions.context) {
+      return false;
+    }
+    known = {&of, moved, py::cast<int64_t>(call(functions.context))};
+  }
+  *context = known.context;
+  return of.hot.load(std::memory_order_relaxed);
+}
+
+// Remember which signature Python gave a call, where calls like it can be recorded here.
+void learn(Session& of, const Operator& known, const FunctionSchema& schema, const c10::IValue* arguments,
+           const Stack& stack, py::handle signature) {
+  if (signature.is_none()) {
+    return;
+  }
+  const size_t results = schema.returns().size();
+  std::lock_guard<std::mutex> lock(of.mutex);
+  HotCall made(of, known);
+  if (made.take_arguments(schema, arguments) && made.take_results(stack.data() + stack.size() - results, results)) {
+    of.signatures.emplace(made.key(), py::cast<int64_t>(signature));
+  }
+}
+
+using Saved = c10::SmallVector<c10::IValue, 12>;
+
+// Calls Python with what an exception of Python's is, and lets the exception pass.
+template <typename Call, typename Tell>
+void telling(const Call& run, const Tell& tell) {
+  try {
+    run();
+  } catch (const python_error& error) {
+    py::gil_scoped_acquire lock;
+    tell(error.value ? py::handle(error.value) : py::handle(Py_None));
+    throw;
+  } catch (const py::error_already_set& error) {
+    py::gil_scoped_acquire lock;
+    tell(error.value());
+    throw;
+  } catch (...) {
+    py::gil_scoped_acquire lock;
+    tell(py::handle(Py_None));
+    throw;
+  }
+}
+
+// Records a call without Python, as far as that goes. Whether it has run.
+bool record_hot(Session& of, const OperatorHandle& op, DispatchKeySet below, Stack* stack, size_t first) {
+  const FunctionSchema& schema = op.schema();
+  const Operator& known = described(op, of);
+  int64_t context = 0;
+  if (!known.plain || !of.is_settled(known.watches) || !find_context(of, &context)) {
+    return false;
+  }
+  HotCall made(of, known);
+  {
+    std::lock_guard<std::mutex> lock(of.mutex);
+    if (!made.take_arguments(schema, stack->data() + first)) {
+      return false;
+    }
+  }
+  const Saved saved(stack->begin() + static_cast<std::ptrdiff_t>(first), stack->end());
+  const int64_t started = now_ns();
+  telling(
+      [&] { op.redispatchBoxed(below, stack); },
+      [&](py::handle error) {
+        const int64_t ended = now_ns();
+        if (functions.late_raised) {
+          py::object function = py::reinterpret_borrow<py::object>(torch::detail::getTorchApiFunction(op));
+          const auto arguments = [&] { return python_arguments(schema, saved.data(), true, known.takes_numbers); };
+          PythonArguments given = arguments();
+          around([&] { call(functions.late_raised, function, given.args, given.kwargs, error, py::int_(started),
+                            py::int_(ended)); },
+                 py::none(), arguments, py::none());
+        }
+      });
+  const int64_t ended = now_ns();
+  const size_t results = schema.returns().size();
+  bool recorded = false, waits = false;
+  if (of.hot.load(std::memory_order_relaxed)) {
+    std::lock_guard<std::mutex> lock(of.mutex);
+    if (made.take_results(stack->data() + stack->size() - results, results)) {
+      if (const int64_t signature = made.signature()) {
+        made.record(signature, context, started, ended);
+        recorded = true;
+        waits = of.waits();
+      }
+    }
+  }
+  if (!recorded || waits) {
+    py::gil_scoped_acquire lock;
+    if (!recorded && functions.late) {
+      py::object function = py::reinterpret_borrow<py::object>(torch::detail::getTorchApiFunction(op));
+      const auto arguments = [&] { return python_arguments(schema, saved.data(), true, known.takes_numbers); };
+      PythonArguments given = arguments();
+      py::object result = python_results(schema, *stack);
+      py::object signature = py::none();
+      around([&] { signature = call(functions.late, function, given.args, given.kwargs, result, py::int_(started),
+                                    py::int_(ended)); },
+             py::none(), arguments, result);
+      learn(of, known, schema, saved.data(), *stack, signature);
+    } else if (functions.pump) {
+      call(functions.pump);
+    }
+  }
+  return true;
+}
+
 void recorded(const OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
   const DispatchKeySet below = keys & DispatchKeySet(DispatchKeySet::FULL_AFTER, kKey);
   const FunctionSchema& schema = op.schema();
@@ -239,15 +422,20 @@ void recorded(const OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
     return;
   }
   c10::impl::ExcludeDispatchKeyGuard hidden(kKey);
+  const std::shared_ptr<Session> of = session;
+  if (of && of->hot.load(std::memory_order_relaxed) && record_hot(*of, op, below, stack, first)) {
+    return;
+  }
   Held made;
   bool alone = false;
+  Saved saved;
   {
     py::gil_scoped_acquire lock;
     if (!functions.before) {
       alone = true;
     } else {
       py::object function = py::reinterpret_borrow<py::object>(torch::detail::getTorchApiFunction(op));
-      PythonArguments given = python_arguments(schema, stack->data() + first, true);
+      PythonArguments given = python_arguments(schema, stack->data() + first, true, !of || described(op, *of).takes_numbers);
       py::object said = call(functions.before, function, given.args, given.kwargs);
       if (said.ptr() == Py_True) {
         given = python_arguments(schema, stack->data() + first, false);
@@ -277,32 +465,31 @@ void recorded(const OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
     c10::impl::tls_set_dispatch_key_excluded(kKey, true);
     return;
   }
-  const int64_t started = now_ns();
-  const auto raised = [&](py::handle error) {
-    const int64_t ended = now_ns();
-    if (functions.raised) {
-      call(functions.raised, made.get(), error, py::int_(started), py::int_(ended));
-    }
-  };
-  try {
-    op.redispatchBoxed(below, stack);
-  } catch (const python_error& error) {
-    py::gil_scoped_acquire lock;
-    raised(error.value ? py::handle(error.value) : py::none());
-    throw;
-  } catch (const py::error_already_set& error) {
-    py::gil_scoped_acquire lock;
-    raised(error.value());
-    throw;
-  } catch (...) {
-    py::gil_scoped_acquire lock;
-    raised(py::none());
-    throw;
+  const auto arguments = [] { return PythonArguments{py::tuple(), py::dict()}; };  // the call has them
+  const Operator* known = of && of->hot.load(std::memory_order_relaxed) ? &described(op, *of) : nullptr;
+  if (known && known->plain) {
+    saved.assign(stack->begin() + static_cast<std::ptrdiff_t>(first), stack->end());
   }
+  const int64_t started = now_ns();
+  telling(
+      [&] { op.redispatchBoxed(below, stack); },
+      [&](py::handle error) {
+        const int64_t ended = now_ns();
+        if (functions.raised) {
+          around([&] { call(functions.raised, made.get(), error, py::int_(started), py::int_(ended)); }, made.get(),
+                 arguments, py::none());
+        }
+      });
   const int64_t ended = now_ns();
   py::gil_scoped_acquire lock;
   if (functions.after) {
-    call(functions.after, made.get(), python_results(schema, *stack), py::int_(started), py::int_(ended));
+    py::object result = python_results(schema, *stack);
+    py::object signature = py::none();
+    around([&] { signature = call(functions.after, made.get(), result, py::int_(started), py::int_(ended)); }, made.get(),
+           arguments, result);
+    if (known && known->plain) {
+      learn(*of, *known, schema, saved.data(), *stack, signature);
+    }
   }
 }
 
@@ -314,12 +501,60 @@ TORCH_LIBRARY_IMPL(_, Fake, library) {
 
 #define EXPORTED extern "C" __attribute__((visibility("default")))
 
-// Begin. Each thread takes part from its `include` on.
-EXPORTED void opreplay_recorder_begin(PyObject* before, PyObject* after, PyObject* raised, PyObject* run) {
-  for (PyObject* function : {before, after, raised, run}) {
-    Py_INCREF(function);
+// A module of the types that Python needs.
+EXPORTED PyObject* opreplay_recorder_types() {
+  py::object scope = py::module_::import("types").attr("ModuleType")("opreplay_recorder");
+  py::class_<Rows>(scope, "Rows", py::module_local())
+      .def("append", &Rows::append)
+      .def("__len__", &Rows::length)
+      .def("first", &Rows::first)
+      .def("drop", &Rows::drop);
+  py::class_<Counter>(scope, "Counter", py::module_local())
+      .def("__iter__", [](py::object self) { return self; })
+      .def("__next__", &Counter::next);
+  py::class_<Session, std::shared_ptr<Session>>(scope, "Session", py::module_local())
+      .def(py::init([](int64_t began_ns, size_t chunk_records) {
+        auto made = std::make_shared<Session>();
+        made->began_ns = began_ns;
+        made->chunk_records = chunk_records;
+        return made;
+      }))
+      .def_property_readonly("rows", [](Session& self) { return &self.rows; }, py::return_value_policy::reference_internal)
+      .def_property_readonly("births", [](Session& self) { return &self.births; },
+                             py::return_value_policy::reference_internal)
+      .def_property_readonly("definitions", [](Session& self) { return &self.definitions; },
+                             py::return_value_policy::reference_internal)
+      .def_property_readonly("next_storage", [](Session& self) { return &self.next_storage; },
+                             py::return_value_policy::reference_internal)
+      .def_property_readonly("next_tensor", [](Session& self) { return &self.next_tensor; },
+                             py::return_value_policy::reference_internal)
+      .def_property("hot", [](Session& self) { return self.hot.load(); },
+                    [](Session& self, bool hot) { self.hot.store(hot); })
+      .def("note_meta", &Session::note_meta)
+      .def("publish", &Session::publish)
+      .def("view", &Session::view)
+      .def("take", &Session::take)
+      .def("forget_written", &Session::forget_written)
+      .def("unadopted", &Session::unadopted)
+      .def("drains", &Session::drains_now)
+      .def("dead", &Session::dead)
+      .def("settle", &Session::settle)
+      .def("move_scopes", &Session::move_scopes)
+      .def("clear", &Session::clear);
+  return scope.release().ptr();
+}
+
+// Begin. `given`: the functions of `Functions` in their order, then the session. Each thread takes part from its
+// `include` on.
+EXPORTED void opreplay_recorder_begin(PyObject* given) {
+  const auto items = py::reinterpret_borrow<py::tuple>(given);
+  PyObject** places[] = {&functions.before,  &functions.after, &functions.raised, &functions.interrupted, &functions.run, &functions.describe,
+                         &functions.context, &functions.late,  &functions.late_raised, &functions.pump};
+  size_t index = 0;
+  for (PyObject** place : places) {
+    *place = py::object(items[index++]).release().ptr();
   }
-  functions = {before, after, raised, run};
+  session = py::cast<std::shared_ptr<Session>>(items[index]);
   recording.store(true);
 }
 
@@ -327,7 +562,8 @@ EXPORTED void opreplay_recorder_begin(PyObject* before, PyObject* after, PyObjec
 EXPORTED void opreplay_recorder_end() {
   recording.store(false);
   const Functions ended = std::exchange(functions, {});
-  for (PyObject* function : {ended.before, ended.after, ended.raised, ended.run}) {
+  for (PyObject* function : {ended.before, ended.after, ended.raised, ended.interrupted, ended.run, ended.describe, ended.context,
+                             ended.late, ended.late_raised, ended.pump}) {
     Py_XDECREF(function);
   }
 }

@@ -35,7 +35,7 @@ from replayfmt.pytorch.tensors.looks import storage_of
 
 from .custom_operators.insides import Insides
 from .dispatch.call import OpCall
-from .dispatch.calls import CallRecorder, PassedThrough
+from .dispatch.calls import CallRecorder, PassedThrough, RecordedCall
 from .dispatch.handles import Handles
 from .dispatch.kernels import CapturedKernel, tensors_in
 from .dispatch.wrappers import plain_parts
@@ -107,19 +107,28 @@ class Core:
         else:
             self.writer = RedactedWriter(path, session, redaction, force=options.force)
         self.started = time.perf_counter_ns()
-        self.buffer = RecordBuffer(self.writer, options.chunk_records, self.lock)
+        native = None if self.hook is None else self.hook.session(self.started, options.chunk_records)
+        self.native = native
+        self.buffer = RecordBuffer(self.writer, options.chunk_records, self.lock, native)
         self.threads: list[int] = []  # idents of other threads that record; empty while there is one thread
         self.ended: list[bool] = []  # not empty: what is recorded now comes too late
         self.scopes = Scopes(self.buffer, self.threads)
         self.records = Records(self.buffer, self.scopes.current, self.started)
         self.scopes.records = self.records
-        self.metas = TensorMetas(self.buffer, self.records)
+        self.metas = TensorMetas(self.buffer, self.records, native)
         files = FileBackedStorages(self.writer, options, redaction) if options.file_policy is not None else None
         self.contents = FirstContents(self.writer, options, files)
         handles = Handles()
-        self.storages = Storages(self.buffer, self.records, self.metas, self.contents, handles, audit=options.audit)
+        self.storages = Storages(
+            self.buffer, self.records, self.metas, self.contents, handles, audit=options.audit, native=native
+        )
         self.generators = Generators(self.buffer, self.records, states=self.contents.recorded)
         self.numeric = NumericState(self.records)
+        if native is not None:
+            native.settle()
+            self.numeric.restated = native.settle
+            self.scopes.contexts.moved = native.move_scopes
+            self.scopes.not_alone = self.cool_down
         self.digests = Digests(self.buffer, self.records, self.metas, self.storages)
         digests = self.digests if options.digests != "none" else None
         self.outside = Outside(self.records, self.metas, self.storages, digests)
@@ -167,6 +176,8 @@ class Core:
                 self.scopes.record_open()
                 self.on = True
                 self.fast = self.sites.enabled and self.options.stop_op is None
+                if self.native is not None:
+                    self.native.hot = self._allows_hot_path()
 
     @_attempted
     def begins(self) -> bool:
@@ -195,11 +206,13 @@ class Core:
                 self.storages.unexplained.report_kept(list(self.storages.live.values()))
                 self.scopes.record_ends()
             self.on = self.fast = False
+            self.cool_down()
             self.finished = True
 
     def settle(self) -> None:
         """Deaths, digests, and what ran unseen, as of now."""
         self.storages.drain()
+        self.storages.adopt_all()
         for unseen in self.thread_watch.collect():
             self.records.unsupported("unseen_thread", unseen.first, unseen.sentence())
         if self.options.digests == "live":
@@ -227,7 +240,7 @@ class Core:
                     raise
             finally:
                 self.closed = True
-                self.buffer.rows.clear()
+                self.buffer.rows.drop(len(self.buffer.rows))
                 self.storages.forget_all()
 
     def attempt(self, step: Callable[..., _T], *args: Any) -> _T | None:
@@ -254,6 +267,8 @@ class Core:
         """Recording cannot go on."""
         with self.lock:
             self.on = self.fast = False
+            if self.native is not None:
+                self.native.hot = False
             self.finished = True
             self.scopes.recorded = False
             if self.failure is not None or self.closed:
@@ -263,7 +278,7 @@ class Core:
                 failure.__cause__ = error
                 error = failure
             self.failure = error
-            self.buffer.rows.clear()
+            self.buffer.rows.drop(len(self.buffer.rows))
             text = f"opreplay: the capture ended early: {error}; the program goes on unrecorded"
             try:
                 self.writer.abandon()
@@ -308,37 +323,48 @@ class Core:
                 return problem
 
     @_attempted
-    def _late(self, kernel: CapturedKernel, args: Any, kwargs: Any, result: Any, started: int, ended: int) -> None:
+    def ran(
+        self, kernel: CapturedKernel, args: Any, kwargs: Any, result: Any, started: int, ended: int
+    ) -> RecordedCall | None:
+        """The complete path, from where an op has run. None where it has no record."""
         with self.lock:
             call = self.before(kernel, args, kwargs)
             if isinstance(call, Unrepresentable):
                 self.unsupported_op(kernel, args, kwargs, call)
-            elif call is not None:
-                self.returned(call, result, started, ended)
+                return None
+            return None if call is None else self.recorded(call, result, started, ended)
 
     def late(self, kernel: CapturedKernel, args: Any, kwargs: Any, result: Any, started: int, ended: int) -> Any:
-        """An op of the fast path gave other results than it used to: the complete path, from where the op has run."""
-        self._late(kernel, args, kwargs, result, started, ended)
+        """An op of the fast path gave other results than it used to."""
+        self.ran(kernel, args, kwargs, result, started, ended)
         return result
 
     # -------------------------------------------------------------------------------------------------- after an op ran
 
     @_attempted
-    def returned(self, call: OpCall, result: Any, started: int, ended: int) -> Site | None:
-        """An op returned: gives its site, where it has one. What a signal handler raises meanwhile is the caller's to
-        tell `interrupted`."""
+    def recorded(self, call: OpCall, result: Any, started: int, ended: int) -> RecordedCall | None:
+        """An op returned. None where it has no record. What a signal handler raises meanwhile is the caller's to tell
+        `interrupted`."""
         with self.lock:
             if not self.on:
                 return None
             try:
-                recorded = self.calls.after(call, result, started, ended)
+                return self.calls.after(call, result, started, ended)
             except PassedThrough:
                 return None
             except Unrepresentable as problem:
                 self.unsupported_op(call.kernel, call.args, call.kwargs, problem)
                 return None
+
+    @_attempted
+    def returned(self, call: OpCall, result: Any, started: int, ended: int) -> Site | None:
+        """The same: gives its site, where it has one."""
+        with self.lock:
+            recorded = self.recorded(call, result, started, ended)
             # The fast path cannot tell negative views from others.
-            return None if self.metas.negative else self.sites.learn(recorded.signature, call, recorded.results, result)
+            if recorded is None or self.metas.negative:
+                return None
+            return self.sites.learn(recorded.signature, call, recorded.results, result)
 
     @_attempted
     def unsupported_op(
@@ -382,10 +408,19 @@ class Core:
 
     # ------------------------------------------------------------------------------------------------------- buffering
 
+    def _allows_hot_path(self) -> bool:
+        options = self.options
+        return not (options.audit or options.digests == "ops" or options.stop_op is not None or self.threads)
+
+    def cool_down(self) -> None:
+        """Every call takes the complete path from here on."""
+        if self.native is not None:
+            self.native.hot = False
+
     @_attempted
     def pump(self) -> None:
         """Called after every op: tell deaths, write a frame where one is full."""
-        if len(self.storages.dead) >= RELEASE_BATCH:
+        if len(self.storages.dead) >= RELEASE_BATCH or (self.native is not None and self.native.drains()):
             with self.lock:
                 self.storages.drain()
         waiting = len(self.buffer.rows)

@@ -249,6 +249,7 @@ class Recorder:
     def _flush_loop(self) -> None:
         core, threads = self._core, self._threads
         assert core is not None and threads is not None
+        core.attempt(core.scopes.stand_in)
         while not self._closed and core.failure is None:
             with contextlib.suppress(Empty):
                 core.wake.get(timeout=_FLUSH_PERIOD_S)

@@ -64,6 +64,8 @@ _DEFENCE = {
     "remove_mode_at",
     "set_modes",
     "OpenScope.__init__",
+    "ModePresence.end",
+    "HookPresence.end",
 }
 _CALLED_BY_PROGRAMS = {
     "capture",
@@ -83,9 +85,14 @@ _STANDS_IN = {"RecordingMode.dispatch", "RecordingMode.record", "RecordingMode._
               "Core.late", "construct",
               "StandIn.__get__", "StandIn.__hash__", "StandIn.__eq__", "_Read.__call__", "_Write.__call__",
               "_Carrying.__init__", "_Carrying.__call__", "_Carrying.__repr__", "_Read._read", "DeclaredWork._watch",
-              "Recorder.recording", "Recorder._own_mode", "Recorder.launching", "Recorder.present",
+              "Recorder.recording", "Recorder._mode_now", "Recorder.launching", "Recorder.present",
               "Recorder.sees_first", "Recorder.paused",
-              "Recorder.attempt", "Recorder._running", "Core.scope_begin"}
+              "Recorder.attempt", "Recorder._running", "Core.scope_begin",
+              "NativeMode.before", "NativeMode.after", "NativeMode.raised", "NativeMode.interrupted", "NativeMode.run",
+              "NativeMode.describe", "NativeMode.context", "NativeMode.late", "NativeMode.late_raised",
+              "NativeMode._end_or_pass", "NativeMode.run_inside",
+              "ModePresence.mode_now", "ModePresence.sees_first", "ModePresence.paused", "HookPresence.mode_now",
+              "HookPresence.sees_first", "HookPresence.paused", "HookPresence._without_key", "_told"}
 # fmt: on
 _LIKE_HANDLERS = {"_in_section"}  # is called with a frame, as the signal handlers of programs are
 _NO_STEPS = _LIKE_HANDLERS | _DEFENCE | _CALLED_BY_PROGRAMS | _STANDS_IN

@@ -53,6 +53,7 @@ def test_the_fast_path_records_what_replays_bit_for_bit(capture: Capture, progra
     captured.replays()
 
 
+@pytest.mark.recorder("python")
 @pytest.mark.slow
 @pytest.mark.parametrize("program", PLAIN, ids=lambda p: p.__name__)
 def test_the_fast_path_records_the_same_as_the_complete_path(
@@ -99,6 +100,7 @@ class Plain(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.recorder("python")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "program",

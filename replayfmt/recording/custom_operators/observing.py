@@ -38,7 +38,7 @@ from ..fast_path.sites import Site
 from ..interrupts import is_interrupt
 from ..state.autocast import autocast_of_program
 from ..state.randomness import address, drawn_from, generator_state
-from ..storages.identity import Storages
+from ..storages.trackers import ATTRIBUTE
 from ..stream.records import Unrepresentable
 
 _clock = time.perf_counter_ns
@@ -276,7 +276,7 @@ def _tell_late(core: Core, op: Told) -> None:
 
 def _is_watched(tensor: torch.Tensor) -> bool:
     """Whether the recorder compares its content at each use, so that a write must be recorded when it happens."""
-    tracker = Storages.tracker_of(storage_of(tensor))
+    tracker = getattr(storage_of(tensor), ATTRIBUTE, None)
     return tracker is not None and tracker.state is not None and tracker.state.watched
 
 

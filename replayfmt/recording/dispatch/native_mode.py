@@ -12,9 +12,10 @@ import sys
 from types import FrameType
 from typing import Any
 
+import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from replayfmt.native.hook import DispatchHook
+from replayfmt.native.hook import DispatchHook, Functions, OperatorForHook
 
 from ..core import Core
 from ..custom_operators.insides import Manner
@@ -22,6 +23,7 @@ from ..custom_operators.observing import ObservingMode, observe
 from ..frames import is_recorders, leave_no_frames
 from ..interrupts import is_interrupt
 from ..state.autocast import read_autocast
+from ..state.numeric_state import watched_indices
 from ..stream.records import Unrepresentable
 from .call import OpCall
 from .collectives import describe_collective
@@ -59,50 +61,44 @@ class NativeMode(ObservingMode):
 
     # ----------------------------------------------------------------------------------------------- called by the hook
 
+    # Each is an outermost frame of the recorder's: what goes wrong inside ends the capture, and a signal handler's
+    # exception passes on without frames of the recorder's.
+
     def before(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Begun | bool | None:
         """An operator is about to run."""
         try:
             return self._before(func, args, kwargs)
         except BaseException as error:
-            leave_no_frames(error)
-            raise
+            self._end_or_pass(error)
+            return _IN_PARTS
 
-    def after(self, begun: _Begun, result: Any, started: int, ended: int) -> None:
-        """It returned."""
-        core = self.core
+    def after(self, begun: _Begun, result: Any, started: int, ended: int) -> int | None:
+        """It returned. Gives its record's signature, where it has one."""
         try:
-            if begun.call is not None:
-                try:
-                    core.returned(begun.call, result, started, ended)
-                except BaseException:
-                    core.interrupted(begun.args, begun.kwargs, result)
-                    raise
-                finally:
-                    if begun.drawing:
-                        core.lock.release()
-                core.pump()
-            elif begun.problem is not None:
-                core.unsupported_op(begun.kernel, begun.args, begun.kwargs, begun.problem)
-            elif begun.kernel.action is Action.scope_enter:
-                core.scope_begin(str(begun.args[0]), user=False, token="record_function")
-            elif begun.kernel.action is Action.scope_exit:
-                core.attempt(self._leave_function)
+            return self._after(begun, result, started, ended)
         except BaseException as error:
-            leave_no_frames(error)
-            raise
+            self._end_or_pass(error)
+            return None
 
     def raised(self, begun: _Begun, error: BaseException | None, started: int, ended: int) -> None:
         """It raised. `error`: where Python did."""
         try:
             if begun.call is not None:
-                try:
-                    self.core.raised(begun.call, started, ended, is_interrupt(error))
-                finally:
-                    if begun.drawing:
-                        self.core.lock.release()
-        except BaseException as interrupt:
-            leave_no_frames(interrupt)
-            raise
+                self.core.raised(begun.call, started, ended, is_interrupt(error))
+            self._release(begun)
+        except BaseException as struck:
+            self._end_or_pass(struck)
+
+    def interrupted(self, begun: _Begun | None, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        """A signal handler raised in one of the others, around an operator that ran. `args` and `kwargs`: those of an
+        operator on the hot path."""
+        try:
+            if begun is not None:
+                self._release(begun)
+                args, kwargs = begun.args, begun.kwargs
+            self.core.interrupted(args, kwargs, result)
+        except BaseException as error:
+            self._end_or_pass(error)
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operator that `before` left to Python."""
@@ -111,6 +107,122 @@ class NativeMode(ObservingMode):
         except BaseException as error:
             leave_no_frames(error)
             raise
+
+    def _end_or_pass(self, error: BaseException) -> None:
+        if not self.core.failed(error):
+            leave_no_frames(error)
+            raise error
+
+    def _release(self, begun: _Begun) -> None:
+        """Let others draw random numbers."""
+        if begun.drawing:
+            begun.drawing = False
+            self.core.lock.release()
+
+    def _after(self, begun: _Begun, result: Any, started: int, ended: int) -> int | None:
+        core = self.core
+        recorded = None
+        if begun.call is not None:
+            recorded = core.recorded(begun.call, result, started, ended)
+            self._release(begun)
+            core.pump()
+        elif begun.problem is not None:
+            core.unsupported_op(begun.kernel, begun.args, begun.kwargs, begun.problem)
+        elif begun.kernel.action is Action.scope_enter:
+            core.scope_begin(str(begun.args[0]), user=False, token="record_function")
+        elif begun.kernel.action is Action.scope_exit:
+            core.attempt(self._leave_function)
+        return None if recorded is None else recorded.signature
+
+    # ---------------------------------------------------------------------------------------------- for the hot path
+
+    def functions(self) -> Functions:
+        """All that the hook calls."""
+        return Functions(
+            self.before,
+            self.after,
+            self.raised,
+            self.interrupted,
+            self.run,
+            self.describe,
+            self.context,
+            self.late,
+            self.late_raised,
+            self.core.pump,
+        )
+
+    def describe(self, func: Any) -> OperatorForHook | None:
+        """An operator, at its first call."""
+        try:
+            return self.core.attempt(self._describe, func)
+        except BaseException as error:
+            self._end_or_pass(error)
+            return None
+
+    def _describe(self, func: Any) -> OperatorForHook | None:
+        kernel = self.core.calls.kernel_of(func)
+        operator = kernel.operator
+        plain = (
+            kernel.namespace == "aten"
+            and kernel.action is Action.record
+            and kernel.body is None
+            and not (kernel.random and kernel.dropout < 0)
+            and not (kernel.opaque_results or kernel.unnameable or kernel.in_place_view)
+            and not (kernel.mixed_lists or kernel.only_with or operator.empty or operator.moves_memory)
+            and not (operator.casts_inside or operator.resizes or operator.changes_view or operator.lifts)
+            and not (kernel.view and self.core.options.payload == "integers")
+            # An op may resize its out= argument: then the complete path has to see it before.
+            and not any(kernel.arguments[index].keyword_only for index in kernel.writes)
+            and not any(part in kernel.name for part in ("quantize", "fbgemm", "meta"))
+            and all(isinstance(each.type, (torch.TensorType, torch.ListType)) for each in func._schema.returns)
+        )
+        dropout = kernel.dropout if kernel.random and kernel.dropout >= 0 else None
+        return OperatorForHook(plain, kernel.writes, watched_indices(kernel.name), dropout, not kernel.tensor_places)
+
+    def context(self) -> int:
+        """The context of the calling thread."""
+        try:
+            return self.core.attempt(self.core.scopes.current) or 0
+        except BaseException as error:
+            self._end_or_pass(error)
+            return 0
+
+    def late(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, started: int, ended: int
+    ) -> int | None:
+        """An operator ran on the hot path, and its results are not all known."""
+        try:
+            core = self.core
+            recorded = core.ran(core.calls.kernel_of(func), args, kwargs, result, started, ended)
+            core.pump()
+            return None if recorded is None else recorded.signature
+        except BaseException as error:
+            self._end_or_pass(error)
+            return None
+
+    def late_raised(
+        self,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        error: BaseException | None,
+        started: int,
+        ended: int,
+    ) -> None:
+        """An operator raised on the hot path."""
+        try:
+            kernel = self.core.calls.kernel_of(func)
+            self.core.attempt(self._late_raised, kernel, args, kwargs, is_interrupt(error), started, ended)
+        except BaseException as struck:
+            self._end_or_pass(struck)
+
+    def _late_raised(
+        self, kernel: CapturedKernel, args: Any, kwargs: Any, interrupt: bool, start: int, end: int
+    ) -> None:
+        with self.core.lock:
+            call = self.core.before(kernel, args, kwargs)
+            if isinstance(call, OpCall):
+                self.core.raised(call, start, end, interrupt)
 
     def run_inside(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with self._hook.shown():
@@ -144,14 +256,14 @@ class NativeMode(ObservingMode):
             manner = core.insides.manner(kernel.name, kernel.body.is_python(key))
             if manner is not Manner.whole:
                 return _IN_PARTS if manner is Manner.inside else _IN_PYTHON
-        if kernel.random and kernel.namespace == "aten" and core.attempt(kernel.draws, args, kwargs):
-            # The order of draws is the order of records.
-            core.lock.acquire()
-            begun.drawing = True
+        draws = kernel.random and kernel.namespace == "aten" and core.attempt(kernel.draws, args, kwargs)
         try:
+            if draws:  # the order of draws is the order of records
+                core.lock.acquire()
+                begun.drawing = True
             return self._begin(begun)
         except BaseException:
-            if begun.drawing:
+            if draws and core.lock._is_owned():  # type: ignore[attr-defined]
                 core.lock.release()
             core.interrupted(args, kwargs, None)
             raise
@@ -161,9 +273,7 @@ class NativeMode(ObservingMode):
         if isinstance(made, OpCall):
             begun.call = made
             return begun
-        if begun.drawing:
-            begun.drawing = False
-            self.core.lock.release()
+        self._release(begun)
         if made is None:
             return _ALONE
         begun.problem = made

@@ -117,9 +117,8 @@ class HookPresence:
         self._patches = PatchSet([Patch("torch._ops", "_compute_keyset", self._without_key)])
 
     def begin(self) -> None:
-        mode = self._native
         self._patches.install()
-        self._hook.begin(mode.before, mode.after, mode.raised, mode.run)
+        self._hook.begin(self._native.functions(), self._core.native)
         self._hook.include(True)
 
     def end(self) -> None:

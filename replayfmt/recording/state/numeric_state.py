@@ -71,11 +71,24 @@ _WATCHED_CUDA: tuple[tuple[_Affected, Callable[[], Any]], ...] = (
 )
 
 
-def watched_settings(kernel: str) -> tuple[Callable[[], Any], ...]:
-    """What to look at before a call of a kernel (`aten::mm`), beside the guard. A custom one may depend on anything."""
+WATCHED = _WATCHED + _WATCHED_CUDA  # their numbers are known to native/session.h
+
+
+def watched_indices(kernel: str) -> tuple[int, ...]:
+    """What to look at before a call of a kernel (`aten::mm`), beside the guard: indices into WATCHED. A custom one may
+    depend on anything."""
     namespace, _, base = kernel.partition("::")
-    watched = _WATCHED + (_WATCHED_CUDA if torch.cuda.is_available() else ())
-    return tuple(get for affected, get in watched if namespace != "aten" or any(part in base for part in affected))
+    watched = len(WATCHED) if torch.cuda.is_available() else len(_WATCHED)
+    return tuple(
+        index
+        for index, (affected, _get) in enumerate(WATCHED[:watched])
+        if namespace != "aten" or any(part in base for part in affected)
+    )
+
+
+def watched_settings(kernel: str) -> tuple[Callable[[], Any], ...]:
+    """The same, as what reads them."""
+    return tuple(WATCHED[index][1] for index in watched_indices(kernel))
 
 
 class NumericState:
@@ -87,6 +100,7 @@ class NumericState:
         self._polled: dict[str, Poll | None] = {}
         self._polls: dict[tuple[Callable[[], Any], ...], Poll] = {}
         self.changed: Callable[[], None] = lambda: None  # called after a change
+        self.restated: Callable[[], None] = lambda: None  # called when the stream states all settings as they are
         self._take_guard()
 
     def _take_guard(self) -> None:
@@ -126,6 +140,7 @@ class NumericState:
             return
         self._state(read_settings())
         self._take_guard()
+        self.restated()
         for other in self._polls.values():
             other.renew()
 

@@ -11,6 +11,7 @@ marked as written) have `size` -1 and a `State`.
 from __future__ import annotations
 
 from collections import deque
+from typing import Any
 
 import torch
 
@@ -23,6 +24,7 @@ from ..stream.tensor_metas import MetaParams, TensorMetas
 from .addresses import HostMemory
 from .content import UNREADABLE, FirstContent, FirstContents
 from .coverage import ByteRegion, Coverage
+from .native_trackers import NativeTracker, adopted
 from .recipes import is_synthesized
 from .storage_content import content_number
 from .trackers import ATTRIBUTE, State, Tracker, has_bytes
@@ -44,8 +46,14 @@ class Storages:
         handles: Handles,
         *,
         audit: bool,
+        native: Any = None,
     ) -> None:
+        """`native`: the session of the hot path, where there is one."""
         self._buffer = buffer
+        self._native = native
+        self._kind: type[Tracker] = (
+            type("NativeTracker", (NativeTracker,), {"session": native, "__slots__": ()}) if native else Tracker
+        )
         self._records = records
         self._metas = metas
         self._contents = contents
@@ -60,12 +68,31 @@ class Storages:
 
     # -------------------------------------------------------------------------------------------------------- identity
 
-    @staticmethod
-    def tracker_of(storage: torch.UntypedStorage) -> Tracker | None:
-        return getattr(storage, ATTRIBUTE, None)
+    def tracker_of(self, storage: torch.UntypedStorage) -> Tracker | None:
+        tracker = getattr(storage, ATTRIBUTE, None)
+        return self._adopt(storage) if tracker is None and self._native is not None else tracker
+
+    def _adopt(self, storage: torch.UntypedStorage) -> Tracker | None:
+        """The tracker of a storage that was born on the hot path."""
+        found = adopted(self._native, storage)
+        if found is None:
+            return None
+        number, length, views, written = found
+        tracker = self.live[number] = self._track(storage, number, length)
+        assert isinstance(tracker, NativeTracker)
+        tracker.take_over(views, written)
+        return tracker
+
+    def adopt_all(self) -> None:
+        """Have a tracker for every storage that is alive."""
+        if self._native is not None:
+            for storage in self._native.unadopted():
+                self.tracker_of(storage)
 
     def _track(self, storage: torch.UntypedStorage, number: int, length: int) -> Tracker:
-        tracker = Tracker(storage, self.dead.append)
+        tracker = self._kind(storage, self.dead.append)
+        if isinstance(tracker, NativeTracker):
+            tracker.address = storage._cdata
         tracker.id = number
         tracker.size = length
         tracker.meta = tracker.offset = tracker.tensor = tracker.meta2 = 0
@@ -103,25 +130,27 @@ class Storages:
                 shared = f"memory shared {state.delta} bytes into a storage, with elements of {item} bytes"
                 raise Unrepresentable("overlapping_storages", shared)
             return self.view(state.alias_of, meta, offset + state.delta // item, item)
+        number = self._view(tracker, state, meta, offset)
+        tracker.publish(meta, offset, number)
+        return number
+
+    def _view(self, tracker: Tracker, state: State | None, meta: int, offset: int) -> int:
         if tracker.meta == meta and tracker.offset == offset:
             return tracker.tensor
         if tracker.meta2 == meta and tracker.offset2 == offset:
             return tracker.tensor2
         number = tracker.views.get((meta, offset)) if tracker.views is not None else None
+        if number is None and self._native is not None:
+            number = self._native.view(tracker.address, meta, offset) or None  # type: ignore[attr-defined]
+            if number is not None:
+                tracker.note_view(meta, offset, number)
         if number is not None:
             return number
         if state is not None and state.synthesized and not tracker.written:
             self._reveal(tracker, state, self._metas.params[meta])
         number = next(self._buffer.next_tensor)
         self._buffer.definitions.append(pack_definition(number, tracker.id, offset, meta))
-        if not tracker.meta:
-            tracker.tensor, tracker.offset, tracker.meta = number, offset, meta  # the last one makes it count
-        elif not tracker.meta2:
-            tracker.tensor2, tracker.offset2, tracker.meta2 = number, offset, meta
-        else:
-            if tracker.views is None:
-                tracker.views = {}
-            tracker.views[meta, offset] = number
+        tracker.note_view(meta, offset, number)
         return number
 
     def _reveal(self, tracker: Tracker, state: State, params: MetaParams) -> None:
@@ -207,6 +236,7 @@ class Storages:
 
     def _containing(self, storage: torch.UntypedStorage, length: int, dtype: torch.dtype | None) -> Tracker | None:
         """A tracker for memory that another storage of the capture holds all of, or None."""
+        self.adopt_all()
         begin = storage.data_ptr()
         for base, low in self._memory.containing(begin, begin + length):
             delta = begin - low
@@ -438,6 +468,8 @@ class Storages:
         """Record the deaths that were told since the last time."""
         dead = [self.dead.popleft() for _ in range(len(self.dead))]
         ids = [tracker.id for tracker in dead if tracker.state is None or self._forget(tracker)]
+        if self._native is not None:
+            ids += self._native.dead()
         for number in ids:
             self.live.pop(number, None)
             self._memory.forget(number)
@@ -466,3 +498,5 @@ class Storages:
                     delattr(shared, ATTRIBUTE)
         self.live.clear()
         self.dead.clear()
+        if self._native is not None:
+            self._native.clear()

@@ -92,6 +92,22 @@ class Tracker(weakref.ref):
     imports: int  # how often its content entered
     written: set[int] | None  # tensors written in place since the last digest
 
+    def note_view(self, meta: int, offset: int, tensor: int) -> None:
+        """It has a view with this tensor id."""
+        if not self.meta:
+            self.tensor, self.offset, self.meta = tensor, offset, meta  # the last one makes it count
+        elif (self.meta, self.offset) == (meta, offset):
+            return
+        elif not self.meta2:
+            self.tensor2, self.offset2, self.meta2 = tensor, offset, meta
+        elif (self.meta2, self.offset2) != (meta, offset):
+            if self.views is None:
+                self.views = {}
+            self.views[meta, offset] = tensor
+
+    def publish(self, meta: int, offset: int, tensor: int) -> None:
+        """A view of it was used. (For NativeTracker.)"""
+
     def settle(self) -> None:
         """Make uses cheap again where nothing is left to look at."""
         state = self.state

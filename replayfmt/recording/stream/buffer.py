@@ -116,19 +116,33 @@ class SiteTables:
         return len(self.signature) - 1
 
 
+class RowList(list[bytes]):
+    """Rows of one kind that wait to be written."""
+
+    def first(self, count: int) -> tuple[bytes, bytes]:
+        """The words of the first rows, and where each row ends, in words: 64-bit integers."""
+        rows = self[:count]
+        ends = np.cumsum(np.fromiter(map(len, rows), np.int64, len(rows)) >> 3)
+        return b"".join(rows), ends.tobytes()
+
+    def drop(self, count: int) -> None:
+        del self[:count]
+
+
 class RecordBuffer:
     """Records on their way to the writer. `lock` guards the writer; whoever calls the writer holds it."""
 
-    def __init__(self, writer: CaptureWriter, chunk_records: int, lock: threading.RLock) -> None:
+    def __init__(self, writer: CaptureWriter, chunk_records: int, lock: threading.RLock, native: Any = None) -> None:
+        """`native`: the session of the hot path, whose rows these are then."""
         self.writer = writer
         self.lock = lock
         self.chunk_records = chunk_records
-        self.rows: list[bytes] = []
-        self.births: list[bytes] = []
-        self.definitions: list[bytes] = []
+        self.rows = RowList() if native is None else native.rows
+        self.births = RowList() if native is None else native.births
+        self.definitions = RowList() if native is None else native.definitions
         self.sites = SiteTables()
-        self.next_storage: Iterator[int] = itertools.count(1)
-        self.next_tensor: Iterator[int] = itertools.count(1)
+        self.next_storage: Iterator[int] = itertools.count(1) if native is None else native.next_storage
+        self.next_tensor: Iterator[int] = itertools.count(1) if native is None else native.next_tensor
         self.appended = 0  # records that did not take the fast path: counts all where none does
         self._first_storage = 1
         self._slots = tuple(array("q", [0]) for _ in range(3))  # by signature id: tensors, ints, floats
@@ -170,7 +184,7 @@ class RecordBuffer:
         making = True
         count = min(len(self.rows), self.chunk_records)
         while True:
-            batch = RowBatch(self.rows[:count], self.sites, self._slots, self._entering)
+            batch = RowBatch(self.rows.first(count), self.sites, self._slots, self._entering)
             count = batch.rows
             self._define(batch)
             newest = max(batch.newest_storage, self._newest_of(batch.tensors))
@@ -186,7 +200,7 @@ class RecordBuffer:
             wait_for_rows()
             making = False
             count = len(self.rows)
-        del self.rows[:count]
+        self.rows.drop(count)
         definitions = self._live_definitions
         if len(batch.released):
             self._live_definitions = definitions[~np.isin(definitions[:, 1], batch.released)]
@@ -241,18 +255,18 @@ class RowBatch:
     """Rows taken apart into columns: those of a frame, and what the rows of sites say of new storages and tensors."""
 
     def __init__(
-        self, rows: list[bytes], sites: SiteTables, slots: tuple[array[int], ...], entering: array[int]
+        self, rows: tuple[bytes, bytes], sites: SiteTables, slots: tuple[array[int], ...], entering: array[int]
     ) -> None:
-        """Takes the rows, or the first of them where they are too long for one frame; `rows` says how many."""
-        lengths = np.fromiter(map(len, rows), np.int64, len(rows)) >> 3
-        ends = np.cumsum(lengths)
-        if ends[-1] > _FRAME_WORDS and len(rows) > 1:
-            fitting = max(1, int(np.searchsorted(ends, _FRAME_WORDS)))
-            rows, lengths, ends = rows[:fitting], lengths[:fitting], ends[:fitting]
-        self.rows = len(rows)
+        """Takes the rows (see `RowList.first`), or the first of them where they are too long for one frame; `rows` says
+        how many."""
+        words, ends = (np.frombuffer(part, np.int64) for part in rows)
+        if ends[-1] > _FRAME_WORDS and len(ends) > 1:
+            ends = ends[: max(1, int(np.searchsorted(ends, _FRAME_WORDS)))]
+            words = words[: ends[-1]]
+        self.rows = len(ends)
         self.newest_storage = 0  # the largest storage id that the rows speak of, ops' arguments apart
-        words = np.frombuffer(b"".join(rows), np.int64)
-        begins = ends - lengths
+        begins = np.concatenate(([0], ends[:-1]))
+        lengths = ends - begins
         head = words[begins]
         released = head >= RELEASES
         at_site = (head >= FROM_SITE) & ~released
@@ -315,11 +329,11 @@ def _column(values: array[int] | array[float], dtype: type = np.int64) -> np.nda
     return np.frombuffer(values, dtype) if values else np.zeros(0, dtype)
 
 
-def _take(rows: list[bytes], words: int) -> np.ndarray:
+def _take(rows: RowList, words: int) -> np.ndarray:
     """Empty a list of rows of equal length."""
     count = len(rows)
-    taken = np.frombuffer(b"".join(rows[:count]), np.int64).reshape(-1, words)
-    del rows[:count]
+    taken = np.frombuffer(rows.first(count)[0], np.int64).reshape(-1, words)
+    rows.drop(count)
     return taken
 
 

@@ -32,7 +32,10 @@ class OpenScope:
 
 
 class Contexts(dict[int, int]):
-    """Context id of each thread, by its ident: one lookup on the hot path; a new thread is registered on the way."""
+    """Context id of each thread, by its ident: one lookup on the hot path; a new thread is registered on the way.
+    `moved` is called after each change."""
+
+    moved: Callable[[], None] | None = None
 
     def __init__(self, register: Callable[[int], int]) -> None:
         super().__init__()
@@ -40,6 +43,17 @@ class Contexts(dict[int, int]):
 
     def __missing__(self, ident: int) -> int:
         return self._register(ident)
+
+    def __setitem__(self, ident: int, context: int) -> None:
+        super().__setitem__(ident, context)
+        if self.moved is not None:
+            self.moved()
+
+    def pop(self, ident: int, *default: Any) -> Any:
+        popped = super().pop(ident, *default)
+        if self.moved is not None:
+            self.moved()
+        return popped
 
 
 class Scopes:
@@ -50,6 +64,7 @@ class Scopes:
         self._buffer = buffer
         self._others = threads
         self.records: Records | None = None
+        self.not_alone: Callable[[], None] | None = None  # called when a second thread records
         self.first_record: Callable[[int], None] | None = None  # told of a thread, by ident, before its first record
         self.recorded = False
         self._main = get_ident()
@@ -63,6 +78,12 @@ class Scopes:
         """The context id of the calling thread."""
         return self.contexts[get_ident()]
 
+    def stand_in(self) -> None:
+        """The calling thread is the recorder's own: what it records is recorded for the main thread."""
+        with self._buffer.lock:
+            self._threads[get_ident()] = self._threads[self._main]
+            self._refresh(get_ident())
+
     def _register(self, ident: int) -> int:
         with self._buffer.lock:
             self._threads.setdefault(ident, min(len(self._threads), 0xFFFF))
@@ -70,6 +91,8 @@ class Scopes:
             noted = ident == self._main or bool(self._others)
             if not noted:
                 self._others.append(ident)
+                if self.not_alone is not None:
+                    self.not_alone()
         if not noted:
             wait_for_rows()  # from now on ops are recorded under the lock
         if self.first_record is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -38,7 +39,9 @@ class MetaParams:
 class TensorMetas:
     """Meta ids by content. `ids` is read by the hot path without a lock; `params` is indexed by meta id."""
 
-    def __init__(self, buffer: RecordBuffer, records: Records) -> None:
+    def __init__(self, buffer: RecordBuffer, records: Records, native: Any = None) -> None:
+        """`native`: the session of the hot path, which is told of them."""
+        self._native = native
         self._buffer = buffer
         self._records = records
         self.ids: dict[Key, int] = {}
@@ -53,7 +56,11 @@ class TensorMetas:
         flags = (TensorFlag.conj if conj else 0) | (TensorFlag.neg if neg else 0) | (TensorFlag.zero if zero else 0)
         key = (dtype_of(tensor), shape_of(tensor), stride_of(tensor), device_of(tensor), int(flags))
         number = self.ids.get(key)
-        return self._add(key) if number is None else number
+        if number is None:
+            number = self._add(key)
+            if self._native is not None and not flags:
+                self._native.note_meta(tensor, number, self._records.device(key[3]))
+        return number
 
     def once(self, meta: int, device: torch.device) -> int:
         """The meta id of the view that has each element of an expanded one once: repeated dimensions have size 1."""

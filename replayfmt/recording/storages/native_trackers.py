@@ -1,0 +1,83 @@
+"""Trackers of storages that the hot path of the native recorder knows as well (native/session.h).
+
+A storage that an op on the hot path returned has no tracker, until Python meets it and adopts it. From then on both
+know it: the tracker asks for the views and writes that it has not seen, and takes it back where it begins to need care.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+
+from .trackers import Tracker
+
+_size: Any = Tracker.__dict__["size"]  # the descriptors of the slots
+_written: Any = Tracker.__dict__["written"]
+
+
+class NativeTracker(Tracker):
+    """A tracker in a capture with a hot path. `address` is the storage's there."""
+
+    __slots__ = ("address",)
+
+    session: ClassVar[Any]  # of the capture: a subclass for each
+    address: int
+
+    @property
+    def size(self) -> int:
+        return int(_size.__get__(self))
+
+    @size.setter
+    def size(self, size: int) -> None:
+        _size.__set__(self, size)
+        if size < 0:
+            self.take_back()
+
+    @property
+    def written(self) -> set[int] | None:
+        found = self.session.take(self.address, False)
+        if found is not None:
+            self.take_over(found[2], found[3])
+        written: set[int] | None = _written.__get__(self)
+        return written
+
+    @written.setter
+    def written(self, written: set[int] | None) -> None:
+        self.session.forget_written(self.address)
+        _written.__set__(self, written)
+
+    def all_views(self) -> list[tuple[int, int, int]]:
+        """Meta id, offset and tensor id of each."""
+        views = [(self.meta, self.offset, self.tensor)] if self.meta else []
+        if self.meta2:
+            views.append((self.meta2, self.offset2, self.tensor2))
+        return views + [(meta, offset, tensor) for (meta, offset), tensor in (self.views or {}).items()]
+
+    def take_back(self) -> None:
+        """The hot path does not know it any more, until it is published again."""
+        found = self.session.take(self.address, True)
+        if found is not None:
+            self.take_over(found[2], found[3])
+
+    def take_over(self, views: list[tuple[int, int, int]], written: list[int]) -> None:
+        """What the hot path saw of it."""
+        for meta, offset, tensor in views:
+            self.note_view(meta, offset, tensor)
+        if written:
+            _written.__set__(self, (_written.__get__(self) or set()) | set(written))
+
+    def publish(self, meta: int, offset: int, tensor: int) -> None:
+        """A view of it was used on the complete path: from now on the hot path knows it."""
+        state, size = self.state, self.size
+        if size >= 0 and (state is None or state.alias_of is None):
+            new_views = state is None or not state.synthesized
+            if self.session.publish(self.address, self.id, size, new_views, meta, offset, tensor):
+                for other in self.all_views():
+                    self.session.publish(self.address, self.id, size, new_views, *other)
+
+
+def adopted(session: Any, storage: torch.UntypedStorage) -> tuple[int, int, Any, Any] | None:
+    """Id, bytes, views and writes of a storage that was born on the hot path; None for any other."""
+    found: tuple[int, int, Any, Any] | None = session.take(storage._cdata, False)
+    return found

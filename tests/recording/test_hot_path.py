@@ -1,0 +1,275 @@
+"""Calls that the native recorder records without Python, and what leaves that path and comes back to it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from replayfmt.errors import CaptureFailed
+from replayfmt.format.codes import OpStatus, RecordKind
+from replayfmt.format.model import TensorValue
+from replayfmt.recording.dispatch.native_mode import NativeMode
+
+from . import programs
+from .conftest import Capture, Captured
+
+pytestmark = pytest.mark.recorder("native")
+
+PROGRAMS = [
+    value
+    for name, value in vars(programs).items()
+    if callable(value) and getattr(value, "__module__", "") == programs.__name__ and not name.startswith("_")
+]
+
+
+@pytest.fixture
+def cold(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The operators whose calls took the complete path."""
+    seen: list[str] = []
+    before, late = NativeMode._before, NativeMode.late
+
+    def counted(self: NativeMode, func: Any, *arguments: Any) -> Any:
+        seen.append(str(func))
+        return before(self, func, *arguments)
+
+    def counted_late(self: NativeMode, func: Any, *arguments: Any) -> Any:
+        seen.append(f"late {func}")
+        return late(self, func, *arguments)
+
+    monkeypatch.setattr(NativeMode, "_before", counted)
+    monkeypatch.setattr(NativeMode, "late", counted_late)
+    return seen
+
+
+def repeated(program: Callable[[], Any]) -> Callable[[], Any]:
+    def run() -> list[Any]:
+        torch.manual_seed(0)
+        return [program() for _ in range(4)]
+
+    return run
+
+
+def told(captured: Captured) -> list[tuple[Any, ...]]:
+    """What the records of ops say, apart from times; storages by the order in which they come."""
+    reader, storages = captured.reader, {}
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, TensorValue):
+            return value.meta, value.offset, storages.setdefault(value.storage, len(storages))
+        if isinstance(value, (tuple, list)):
+            return [plain(item) for item in value]
+        return repr(value)
+
+    return [
+        (
+            reader.kernels[record.signature.kernel].qualified_name,
+            record.signature.status,
+            plain(record.args),
+            plain(record.results),
+        )
+        for record in captured.records(RecordKind.op)
+    ]
+
+
+def reasons(captured: Captured) -> list[Any]:
+    return [record.argument("reason") for record in captured.records(RecordKind.storage_import)]
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
+def test_a_program_that_repeats_itself_replays(capture: Capture, program: Callable[[], Any]) -> None:
+    captured = capture(repeated(program))
+    if not captured.unsupported():
+        captured.replays()
+    with_digests = capture(repeated(program), digests="ops")  # never on the hot path
+    assert told(captured) == told(with_digests)
+    assert captured.unsupported() == with_digests.unsupported()
+
+
+def test_what_was_seen_takes_it(capture: Capture, cold: list[str]) -> None:
+    layer = torch.nn.Linear(3, 3)
+    x = torch.randn(2, 3)
+
+    def program() -> Any:
+        for number in range(6):
+            if number == 4:
+                cold.clear()
+            with torch.no_grad():
+                y = torch.nn.functional.gelu(layer(x)) * 2
+                y.add_(1)
+                y = torch.cat([y, y[:1]]).softmax(-1).view(-1)
+        return y
+
+    captured = capture(program)
+    assert cold == []
+    assert len(captured.ops()) >= 6 * 7
+    captured.replays()
+
+
+def test_a_write_is_compared(capture: Capture, cold: list[str]) -> None:
+    def program() -> torch.Tensor:
+        x = torch.zeros(4)
+        for _ in range(5):
+            x.add_(1)
+            x[:2].mul_(2)
+        cold.clear()
+        x[:2].mul_(2)
+        return x
+
+    captured = capture(program)
+    assert cold == []
+    captured.replays()
+    assert captured.records(RecordKind.digest)
+
+
+def test_what_dies_is_released(capture: Capture) -> None:
+    x = torch.ones(3)
+
+    def program() -> torch.Tensor:
+        y = x
+        for _ in range(1000):
+            y = y + 1
+        return y
+
+    captured = capture(program)
+    born = {record.results[0].storage for record in captured.records(RecordKind.op)}
+    released = len(captured.records(RecordKind.storage_release))
+    assert len(born) == 1000 and released >= 999
+    captured.replays()
+
+
+def test_an_op_that_raises_there_is_recorded_as_it_is(capture: Capture) -> None:
+    x, y = torch.ones(3), torch.ones(4)
+
+    def program() -> torch.Tensor:
+        total = x + 0
+        for _ in range(4):
+            total = total + x
+            with pytest.raises(RuntimeError):
+                torch.add(x, y)
+            total.add_(y[:3])
+        return total
+
+    captured = capture(program)
+    statuses = [record.signature.status for record in captured.records(RecordKind.op)]
+    assert statuses.count(OpStatus.raised) == 4
+    captured.replays()
+
+
+def test_a_setting_that_changes_is_stated_before_the_next_op_that_it_concerns(
+    capture: Capture, cold: list[str]
+) -> None:
+    x = torch.randn(4, 4)
+
+    def program() -> torch.Tensor:
+        total = x
+        for number in range(12):
+            torch.use_deterministic_algorithms(number % 4 == 3)
+            total = (total @ x) + x
+        cold.clear()
+        torch._C._set_mkldnn_enabled(False)
+        total = total + x  # does not depend on it
+        assert cold == []
+        return total @ x
+
+    before = torch.backends.mkldnn.enabled
+    try:
+        captured = capture(program)
+    finally:
+        torch._C._set_mkldnn_enabled(before)
+        torch.use_deterministic_algorithms(False)
+    kinds = [record.kind for record in captured.records(RecordKind.op, RecordKind.global_state)]
+    assert kinds[-2:] == [RecordKind.global_state, RecordKind.op]
+    captured.replays()
+
+
+def test_a_storage_of_its_own_is_adopted_where_python_meets_it(capture: Capture) -> None:
+    x = torch.ones(4)
+
+    def program() -> Any:
+        kept = []
+        for number in range(5):
+            y = x * 2
+            z = y + 1
+            if number == 4:
+                window = z.numpy()  # watched from here on
+                window[0] = 7
+                kept += [z * 3, np.array(window)]
+            z.resize_(8) if number == 3 else None
+            kept.append(z[:2] + 1)
+        return kept
+
+    captured = capture(program)
+    assert "outside_write" in reasons(captured)
+    captured.replays()
+
+
+def test_a_second_thread_takes_part(capture: Capture) -> None:
+    x = torch.ones(4)
+    results = []
+
+    def work() -> None:
+        y = x
+        for _ in range(20):
+            y = y + 1
+        results.append(y)
+
+    def program() -> Any:
+        work()
+        threads = [threading.Thread(target=work) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        work()
+        for thread in threads:
+            thread.join()
+        return results
+
+    captured = capture(program)
+    assert captured.ops() == ["aten::add.Tensor"] * 80
+    captured.replays()
+
+
+def test_content_that_was_left_out_is_asked_for_where_it_is_seen_as_integers(capture: Capture) -> None:
+    weight = torch.randn(4)
+
+    def program() -> Any:
+        for _ in range(4):
+            y = weight + 1
+        return y, weight.view(torch.int32) + 1
+
+    captured = capture(program, payload="integers")
+    assert reasons(captured) == ["first_use", "integer_use"]
+
+
+@pytest.mark.parametrize("limit", [{"start_op": 3, "stop_op": 20}, {"audit": True}, {"payload": "none"}])
+def test_other_ways_to_record_are_as_they_were(capture: Capture, limit: dict[str, Any]) -> None:
+    x = torch.ones(4)
+
+    def program() -> torch.Tensor:
+        y = x
+        for _ in range(30):
+            y = y + 1
+        return y
+
+    captured = capture(program, **limit)
+    assert len(captured.ops()) == (17 if limit.get("stop_op") else 30)
+    if limit.get("payload") != "none":
+        captured.replays()
+
+
+def test_a_capture_that_fails_lets_the_program_go_on(capture: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.ones(4)
+
+    def program() -> list[torch.Tensor]:
+        results = [x + number for number in range(4)]
+        monkeypatch.setattr(NativeMode, "_describe", None)  # at the next operator that is new
+        return [*results, x * 2, x - 1, x + 5]
+
+    expected = [x + number for number in range(4)] + [x * 2, x - 1, x + 5]
+    with pytest.raises(CaptureFailed):
+        capture(lambda: expected.append(program()))
+    assert all(map(torch.equal, expected[-1], expected[:-1]))
