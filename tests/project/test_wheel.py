@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
 import sysconfig
+import tomllib
 import zipfile
 from pathlib import Path
 
@@ -108,3 +110,20 @@ def test_installed_tools_capture_check_dump_and_run(installed: Path, tmp_path: P
     run(installed / "opreplay-check", "one.opreplay", cwd=tmp_path)
     assert '"op":"aten::mm"' in run(installed / "opreplay-dump", "--format=jsonl", "one.opreplay", cwd=tmp_path)
     run(installed / "opreplay-run", "one.opreplay", cwd=tmp_path)
+
+
+def test_what_readme_installs_is_what_these_tests_install() -> None:
+    """Its install commands need an index, so no test runs them: `.` is the wheel of the tests above."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    commands = [line.partition("  #")[0].split() for line in readme.splitlines() if line.startswith("pip install ")]
+    assert [each[:3] for each in commands[:2]] == [["pip", "install", "."]] * 2
+    assert ["pip", "install", "--no-deps", "."] in commands
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    needed = {re.split(r"[<>=!~]", each)[0].strip() for each in project["dependencies"]}
+    assert any(set(each[2:]) == needed - {"torch"} for each in commands), "what works without PyTorch"
+
+
+def test_an_installed_dump_reads_a_golden_capture(installed: Path, tmp_path: Path) -> None:
+    shutil.copy(ROOT / "tests" / "golden" / "step-1.0.opreplay", tmp_path)
+    rows = run(installed / "opreplay-dump", "--format=jsonl", "step-1.0.opreplay", cwd=tmp_path)
+    assert '"kind":"op"' in rows and "replayfmt" not in os.listdir(tmp_path)
