@@ -165,7 +165,7 @@ with replayfmt.capture(sys.argv[1], digests="ops"):
     print("more threads:", len(os.listdir("/proc/self/task")) - threads - 1)  # the one that writes the file
     child = os.fork()
     if not child:
-        signal.alarm(60)
+        signal.alarm(240)
         square.add(1).sum().item()  # with PyTorch's threads: hangs where the parent already had some
         os._exit(0)
     print("child:", os.waitpid(child, 0)[1])
@@ -176,7 +176,7 @@ with replayfmt.capture(sys.argv[1], digests="ops"):
 def test_a_digest_starts_no_thread_that_a_forked_child_would_wait_for(tmp_path: Path) -> None:
     path = tmp_path / "forking.opreplay"
     run = subprocess.run(
-        [sys.executable, "-c", FORKING, str(path)], capture_output=True, text=True, timeout=300, check=False
+        [sys.executable, "-c", FORKING, str(path)], capture_output=True, text=True, timeout=600, check=False
     )
     assert run.stdout.splitlines() == ["more threads: 0", "child: 0"], run.stderr
     with open_capture(path) as opened:
