@@ -1,4 +1,4 @@
-"""OpReplay: capture the operators a PyTorch program issues into one file, and do that work again without the program.
+"""OpReplay: capture the operators a PyTorch program issues into one file, and replay them without the program.
 
 Every name is imported when it is first used: `open` needs no torch, `capture`, `run` and `Plan` do.
 """

@@ -1,6 +1,6 @@
-"""The library's front door: `open` a capture and look at it, replay one op of it.
+"""The library's entry point: `open` a capture, inspect it, replay one op of it.
 
-Imports torch only for an op's values and to replay; pandas only where a table is asked for.
+Imports torch only for an op's values and to replay; pandas only where a table is requested.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Op:
 
     @property
     def device_duration_ns(self) -> int | None:
-        """What its work took on the device, in nanoseconds, where a trace told. None: not measured."""
+        """The device time of its work, in nanoseconds, if a trace had it. None: not measured."""
         return self.record.device_duration_ns
 
     def inputs(self, *, replay: bool = False, **options: Unpack[PlanOptions]) -> dict[str, Any]:
@@ -60,10 +60,10 @@ class Op:
         Without `replay` nothing runs: tensors are on the CPU, in memory of their own, and hold what the capture holds:
         content that entered from outside and that no op has written since. With `replay` the capture is replayed up to
         the op, and verified where it holds something to compare with; tensors are where the replay has them, and what
-        was left out of the capture is made up as in every replay. `options` are those of Plan. Tensors that share
+        was left out of the capture is synthesized as in every replay. `options` are those of Plan. Tensors that share
         memory share it here, too.
 
-        Raises ContentNotCaptured, which says why, where the capture does not hold a tensor's content.
+        Raises ContentNotCaptured, which says why, if the capture does not hold a tensor's content.
         """
         from replayfmt.replay.one_call import named, op_values
 
@@ -75,7 +75,7 @@ class Op:
         A capture seldom holds results: of what ops computed it has digests at most. It holds numbers that they gave to
         the program, and results that are views on captured memory. The others need `replay`.
 
-        Raises ContentNotCaptured, which says why, where the capture does not hold a tensor's content.
+        Raises ContentNotCaptured, which says why, if the capture does not hold a tensor's content.
         """
         from replayfmt.replay.one_call import op_values
 
@@ -84,11 +84,11 @@ class Op:
     def replay(
         self, device: str | None = None, *, file_remaps: Sequence[str] = (), initializers: Sequence[Initializer] = ()
     ) -> Any:
-        """Run this op alone on the inputs it had, and return its results as the kernel gives them.
+        """Run this op alone on its captured inputs, and return its results as the kernel returns them.
 
         `file_remaps` say where external files are now (CAPTURED=REPLAY), `initializers` fill what was not captured.
 
-        Raises ReplayRefused where its inputs cannot be rebuilt from the capture.
+        Raises ReplayRefused if its inputs cannot be rebuilt from the capture.
         """
         from replayfmt.replay.single import replay_op
 
@@ -114,7 +114,7 @@ class Ops(Mapping[int, Op]):
     def __getitem__(self, ordinal: slice) -> list[Op]: ...
 
     def __getitem__(self, ordinal: int | slice) -> Op | list[Op]:
-        """Raises KeyError where no op has the ordinal, UsageError for a slice with a step or negative bounds."""
+        """Raises KeyError if no op has the ordinal, UsageError for a slice with a step or negative bounds."""
         if isinstance(ordinal, slice):
             return self._slice(ordinal)
         if not hasattr(type(ordinal), "__index__") or not 0 <= index(ordinal) < self._reader.record_count:
@@ -153,7 +153,7 @@ class Capture:
 
     @property
     def complete(self) -> bool:
-        """False where the capture was never closed."""
+        """False if the capture was never closed."""
         return self.reader.complete
 
     @property
@@ -183,7 +183,7 @@ class Capture:
         thread, device (None without tensors), status, start_ns (since the capture began), duration_ns and
         device_duration_ns (nanoseconds; NA: not measured).
 
-        Raises OpReplayError where pandas is not installed.
+        Raises OpReplayError if pandas is not installed.
         """
         try:
             import pandas

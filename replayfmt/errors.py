@@ -55,7 +55,7 @@ class UnsupportedVersion(InvalidCapture):
 
 
 class CaptureFailed(OpReplayError):
-    """The capture could not be started, written or closed. The program under capture goes on."""
+    """The capture could not be started, written or closed. The program under capture continues."""
 
 
 class NothingCaptured(CaptureFailed):
@@ -77,7 +77,7 @@ class ExternalFileProblem(OpReplayError):
 
 
 class ContentNotCaptured(OpReplayError):
-    """A tensor's content is asked of a capture that does not hold it: it was computed, or left out."""
+    """A tensor's content was requested from a capture that does not hold it: it was computed, or left out."""
 
 
 class ReplayRefused(OpReplayError):
@@ -113,9 +113,9 @@ class SubstitutionFailed(ReplayFailed):
 
 
 class SubstitutionRejected(ReplayMismatch):
-    """A replacement does not do what the kernel it stands for does; it was not used.
+    """A replacement does not do what the original kernel does; it was not used.
 
-    `report` says what was found of every substituted signature, `findings` what is wrong, a full sentence each.
+    `report` has the findings for every substituted signature, `findings` one full sentence for each fault.
     """
 
     status = "ABORTED"

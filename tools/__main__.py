@@ -1,4 +1,4 @@
-"""`opreplay TOOL …`: the tools under one command; also `python -m replayfmt TOOL …`, where no command is on PATH."""
+"""`opreplay TOOL …`: the tools as one command; also `python -m replayfmt TOOL …`, if the commands are not on PATH."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TOOLS = {
 
 
 class _Tools(click.Group):
-    """Imports a tool when it is asked for."""
+    """Imports a tool on demand."""
 
     def list_commands(self, context: click.Context) -> list[str]:
         return list(TOOLS)
@@ -44,7 +44,7 @@ class _Tools(click.Group):
 )
 @click.version_option(package_name="opreplay", prog_name="opreplay")
 def cli() -> None:
-    """Capture what a PyTorch program gives its devices, and do it again without the program."""
+    """Capture the work of a PyTorch program, and replay it without the program."""
 
 
 def main() -> None:

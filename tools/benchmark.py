@@ -1,4 +1,4 @@
-"""opreplay-benchmark: do a capture's work again and again, and say how long it takes."""
+"""opreplay-benchmark: replay a capture repeatedly and measure how long it takes."""
 
 from __future__ import annotations
 
@@ -41,16 +41,16 @@ _REDRAW_S = 0.2
     "--replay-scope",
     multiple=True,
     metavar="NAME",
-    help="Report the time inside the scopes of this name, or of this full path (execute/step 3), instead of "
-    "the whole replay's; all of it still runs. Passes add up, nested ones count once. With --per-op: "
-    "measure only the ops inside them. Repeatable.",
+    help="Report the time inside the scopes of this name or full path (execute/step 3), instead of the whole "
+    "replay's; everything still runs. Passes are summed, nested ones count once. With --per-op: measure only "
+    "the ops inside them. Repeatable.",
 )
 @click.option(
     "--benchmark-min-time",
     default="0.5s",
     show_default=True,
     metavar="Nx|SECONDSs",
-    help="Time N replays (20x), or replays until they took that many seconds (0.5s) altogether.",
+    help="Time N replays (20x), or as many as take that many seconds in total (0.5s).",
 )
 @click.option(
     "--benchmark-warmup",
@@ -66,21 +66,21 @@ _REDRAW_S = 0.2
     default=1,
     show_default=True,
     metavar="N",
-    help="Measure that often, and add rows with mean, median, standard deviation and variation over them.",
+    help="Measure N times, and add rows with mean, median, standard deviation and variation.",
 )
 @click.option(
     "--benchmark-format",
     type=click.Choice(["console", "json", "csv"]),
     default="console",
     show_default=True,
-    help="What stdout gets: a table, or Google Benchmark's JSON or CSV.",
+    help="Format of stdout: a table, or Google Benchmark's JSON or CSV.",
 )
 @click.option("--benchmark-out", metavar="FILE", help="Write the results to FILE as Google Benchmark's JSON.")
 @click.option(
     "--compare",
     is_flag=True,
-    help="With --replay-kernel-substitution: measure original and substituted kernels in turns, and say for "
-    "the whole replay, its scopes and each signature whether there is a difference.",
+    help="With --replay-kernel-substitution: measure original and substituted kernels in alternation, and "
+    "report for the whole replay, its scopes and each signature whether there is a difference.",
 )
 @per_op_options
 @profiling_options
@@ -111,7 +111,7 @@ def cli(
     original ones.
 
     Exits with 0 if it ran and matched, 1 if it was refused, failed or did not match (then there are no results), 2 for
-    wrong usage, 3 if CAPTURE is missing, unreadable or no valid capture.
+    wrong usage, 3 if CAPTURE is missing, unreadable or not valid.
     """
     from replayfmt.benchmark.min_time import parse_min_time
 
@@ -148,7 +148,7 @@ def cli(
 
 
 def _measure(plan: Plan, options: Options) -> Report:
-    """Run the benchmark; progress goes to stderr where that is a terminal."""
+    """Run the benchmark; progress goes to stderr if that is a terminal."""
     from replayfmt.benchmark.measure import measure
     from replayfmt.benchmark.reports.rows import make_report
 
@@ -157,7 +157,7 @@ def _measure(plan: Plan, options: Options) -> Report:
 
 
 def _show(report: Report, form: str) -> None:
-    """Print the results on stdout; where that is for a program, what to doubt about them goes to stderr."""
+    """Print the results on stdout; in formats for programs, warnings go to stderr."""
     from replayfmt.benchmark.reports.console import print_report
 
     if form == "console":
@@ -170,7 +170,7 @@ def _show(report: Report, form: str) -> None:
 
 @contextmanager
 def _progress() -> Iterator[Callable[[str, int, int | None], None] | None]:
-    """A progress bar on stderr where it is a terminal, None otherwise."""
+    """A progress bar on stderr if that is a terminal, None otherwise."""
     if not sys.stderr.isatty():
         yield None
         return
@@ -178,7 +178,7 @@ def _progress() -> Iterator[Callable[[str, int, int | None], None] | None]:
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed:.0f}"), TimeElapsedColumn())
-    # No thread that redraws: it would wake up inside what is timed. The bar is drawn between replays.
+    # No redraw thread: it would wake up during timing. The bar is drawn between replays.
     with Progress(*columns, console=Console(stderr=True), transient=True, auto_refresh=False) as bar:
         task = bar.add_task("")
         drawn = 0.0

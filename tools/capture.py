@@ -1,4 +1,4 @@
-"""opreplay-capture: run a Python program and record what it gives its devices."""
+"""opreplay-capture: run a Python program and record the work it gives its devices."""
 
 from __future__ import annotations
 
@@ -49,22 +49,22 @@ _COUNT = click.IntRange(min=0)
     type=click.Choice(PAYLOADS),
     default="full",
     show_default=True,
-    help="Bytes that no captured op produced: embed them; embed integers, and record how to synthesize the "
-    "rest; or record metadata only, redacted.",
+    help="Content that no captured op produced: embed it (full); embed integers, and record how to synthesize "
+    "the rest; or record only metadata, redacted (none).",
 )
 @click.option(
     "--file",
     "files",
     multiple=True,
     metavar="PATH",
-    help="A file whose content storages may be copies of: safetensors, torch.save, raw, a directory of "
-    "checkpoints or an index of shards. Repeatable. Mapped files are found without it.",
+    help="A file whose content may have been copied to storages: safetensors, torch.save, raw, a directory of "
+    "checkpoints or an index of shards. Mapped files are found without it. Repeatable.",
 )
 @click.option(
     "--file-policy",
     type=click.Choice(FILE_POLICIES),
-    help="Storages whose bytes are in a known file: refer to it, embed what is used of it, embed it whole, "
-    "or end the capture.  [default: reference; with --payload=integers none, unless a --file option is "
+    help="Storages whose bytes are in a known file: reference it, embed the parts that are used, embed all of "
+    "it, or end the capture.  [default: reference; with --payload=integers none, unless a --file option is "
     "given]",
 )
 @click.option(
@@ -79,10 +79,12 @@ _COUNT = click.IntRange(min=0)
     type=click.Choice(DIGESTS),
     default="live",
     show_default=True,
-    help="What a replay can compare: what is alive at the end of scopes, every result, or nothing.",
+    help="What a replay can compare: tensors alive at the end of scopes, every result, or nothing.",
 )
 @click.option(
-    "--audit", is_flag=True, help="Hash the inputs of every op, and import again what was written from outside. Slow."
+    "--audit",
+    is_flag=True,
+    help="Hash the inputs of every op, and import again whatever was written from outside. Slow.",
 )
 @click.option(
     "--compiled",
@@ -96,15 +98,15 @@ _COUNT = click.IntRange(min=0)
     "opaque_results",
     multiple=True,
     metavar="OPERATOR[:INDEX]",
-    help="Results of this operator, or the one of that index, hold bytes that no replay reproduces "
-    "(addresses, memory left unwritten): they are never compared. Repeatable.",
+    help="Results of this operator, or the one with that index, hold bytes that cannot be reproduced "
+    "(addresses, unwritten memory): never compare them. Repeatable.",
 )
 @click.option(
     "--inside",
     multiple=True,
     metavar="OPERATOR",
-    help="Record what happens inside this operator of another package in its place (NAMESPACE::NAME, * for "
-    "any). Repeatable.  [default: where one written in Python hides state]",
+    help="Record the operators inside this operator of another package instead of it (NAMESPACE::NAME, * for "
+    "any). Repeatable.  [default: operators written in Python that hide state]",
 )
 @click.option(
     "--whole",
@@ -115,8 +117,8 @@ _COUNT = click.IntRange(min=0)
 @click.option(
     "--native",
     type=click.Choice(NATIVE),
-    help="Count the operators of threads that never enter Python, so that the capture can tell; the library "
-    "for it is built once, with the C++ compiler.  [default: OPREPLAY_NATIVE, or auto]",
+    help="Count operators in threads that never enter Python, so that the capture can report them; this needs a "
+    "library that is built once, with the C++ compiler.  [default: OPREPLAY_NATIVE, or auto]",
 )
 @click.option(
     "--recorder",
@@ -132,20 +134,22 @@ _COUNT = click.IntRange(min=0)
     metavar="MODULE:CALLABLE=SCOPE",
     help="Make every call of a callable a scope. Repeatable.",
 )
-@click.option("--module-scopes", is_flag=True, help="Make every call of an nn.Module a scope named by its path.")
-@click.option("--start-op", type=_COUNT, metavar="N", help="Record from the Nth op on, counted from 0.")
-@click.option("--stop-op", type=_COUNT, metavar="N", help="Record no op from the Nth on.")
+@click.option("--module-scopes", is_flag=True, help="Make every call of an nn.Module a scope named after its path.")
+@click.option("--start-op", type=_COUNT, metavar="N", help="Start recording at the Nth op, counted from 0.")
+@click.option("--stop-op", type=_COUNT, metavar="N", help="Stop recording before the Nth op.")
 @click.option(
     "--start-scope",
     metavar="NAME[#N]",
-    help="Record from the first entry of this scope on, or from the Nth, counted from 0.",
+    help="Start recording at the first entry of this scope, or at the Nth, counted from 0.",
 )
-@click.option("--stop-scope", metavar="NAME[#N]", help="Stop when this scope is left; with N, the Nth that began.")
+@click.option(
+    "--stop-scope", metavar="NAME[#N]", help="Stop recording when this scope is left; with N, its Nth instance."
+)
 @click.option(
     "--steps",
     metavar="A:B",
-    help="Record the steps A up to, not including, B of a training loop, counted "
-    "from 0; either may be missing. A step ends when the step() of an optimizer returns.",
+    help="Record steps A up to, not including, B of a training loop, counted from 0; either may be omitted. A "
+    "step ends when the step() of an optimizer returns.",
 )
 @click.argument("program")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
@@ -180,8 +184,8 @@ def cli(
 
     PROGRAM is a script, or with -m a module.
 
-    The program behaves as under python, and its exit code is passed on; 1 where only the capture failed.
-    Flags after PROGRAM are its own.
+    The program behaves as under python, and its exit code is passed on; it is 1 if only the capture failed. Flags after
+    PROGRAM belong to the program.
     """
     options = CaptureOptions(
         payload=payload,

@@ -1,5 +1,5 @@
-"""opreplay-check: verify a capture, explain one that was never closed, recover what is whole in it, and make its
-references to external files ready to travel."""
+"""opreplay-check: verify a capture, explain one that was never closed, recover its intact part, and add digests of its
+external files, so that it can be moved."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ from replayfmt.format.external.file_remap import FileRemaps
 from replayfmt.format.maintenance.add_digests import add_digests
 from replayfmt.format.maintenance.check import CheckReport, check_capture
 from replayfmt.format.maintenance.recover import recover_capture
+from replayfmt.format.printable import counted
 
 from .command import reader_may_leave, run_tool, say, tool
 
 
 @dataclass
 class _Bar:
-    """What a progress bar is told; without a bar, nothing happens."""
+    """The updates of a progress bar; no-ops without a bar."""
 
     advance: Callable[[int], None] = lambda _count: None
     expect: Callable[[int], None] = lambda _total: None
@@ -42,26 +43,22 @@ def _progress_bar(title: str, path: str, passes: int) -> Iterator[_Bar]:
         yield _Bar(lambda count: bar.advance(task, count), lambda total: bar.update(task, total=total))
 
 
-def _plural(count: int, noun: str) -> str:
-    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
-
-
 def _listed(counts: dict[str, int]) -> str:
     return ", ".join(f"{count:,} {name}" for name, count in counts.items())
 
 
 def _echo(text: str) -> None:
-    """Print one line; what it quotes from a capture stays on it."""
+    """Print one line; text quoted from a capture cannot break it."""
     say(text)
 
 
 def _print_report(report: CheckReport) -> None:
-    """What was found, as far as the check came."""
+    """What was found, as far as the check got."""
     if report.session is None:
         return
     state = "recovered" if report.recovered else "complete" if report.complete else "incomplete"
     version = ".".join(map(str, report.version))
-    _echo(f"{report.path}: capture of format {version}, {_plural(report.length, 'byte')}, {state}")
+    _echo(f"{report.path}: capture of format {version}, {counted(report.length, 'byte')}, {state}")
     session = report.session
     made = f"{session.producer} {session.producer_version}"
     _echo(
@@ -75,7 +72,7 @@ def _print_report(report: CheckReport) -> None:
     if report.annotated:
         _echo(f"               {report.annotated:,} annotated")
     _echo(f"  storages     {report.storages:,}")
-    _echo(f"  payloads     {report.payloads:,} with {_plural(report.payload_bytes, 'byte')}")
+    _echo(f"  payloads     {report.payloads:,} with {counted(report.payload_bytes, 'byte')}")
     for warning in report.warnings:
         _echo(f"  warning      {warning}")
 
@@ -92,7 +89,7 @@ def _print_report(report: CheckReport) -> None:
     "out",
     metavar="OUT",
     type=click.Path(),
-    help="Write what is whole in FILE to OUT as a valid capture, and verify that.",
+    help="Write the intact part of FILE to OUT as a valid capture, and verify that.",
 )
 @click.option(
     "--add-digests",
@@ -109,14 +106,14 @@ def _print_report(report: CheckReport) -> None:
     help="With --add-digests: where external files are now. CAPTURED is a path, or leading directories of "
     "it. Repeatable; the longest match wins.",
 )
-@click.option("--force", is_flag=True, help="With --recover or --add-digests: replace OUT where it exists.")
+@click.option("--force", is_flag=True, help="With --recover or --add-digests: replace OUT if it exists.")
 def cli(file: str, output: str | None, out: str | None, adding: bool, remaps: tuple[str, ...], force: bool) -> None:
     """Verify everything in the capture FILE.
 
     That is its structure, the hashes of every frame and payload, and all references.
 
-    Exits with 0 where it is valid, with 3 and the first finding where it is not; a capture that was never closed is
-    not. With --recover or --add-digests, exits with 0 once OUT is verified.
+    Exits with 0 if it is valid, with 3 and the first finding if it is not, or was never closed. With --recover or
+    --add-digests, exits with 0 once OUT is verified.
     """
     if adding:
         if output is None or out is not None:
@@ -152,7 +149,7 @@ def _add_digests(path: str, out: str, remaps: tuple[str, ...], force: bool) -> N
         )
     _print_report(done.report)
     _echo(
-        f"valid; digests of {_plural(done.added, 'external file')} added"
+        f"valid; digests of {counted(done.added, 'external file')} added"
         + (f", {done.confirmed:,} had one" if done.confirmed else "")
     )
 

@@ -1,4 +1,4 @@
-"""Replaying what opreplay-trim wrote in a process of its own: an op that ends the process is a finding, not its end."""
+"""Replay what opreplay-trim wrote in a child process: an op that kills the process is a finding, not the tool's end."""
 
 from __future__ import annotations
 
@@ -13,22 +13,21 @@ from replayfmt.trim.trimming import Checked
 
 from .replay_flags import ReplayFlags
 
-# The modules that this process finds, it finds as well: --allow-import names them.
+# The child finds the same modules as this process: --allow-import names them.
 _PROGRAM = "import sys; sys.path[:] = {path!r}; from opreplay_tools.run import main; main()"
 
 
 def check_apart(path: str, flags: ReplayFlags) -> Checked:
-    """How the replay of a capture went. Raises ReplayMismatch where the process did not survive it, ReplayRefused and
-    ReplayFailed where it was refused or failed."""
+    """The outcome of a capture's replay. Raises ReplayMismatch if the process did not survive it, ReplayRefused and
+    ReplayFailed if it was refused or failed."""
     command = [sys.executable, "-c", _PROGRAM.format(path=sys.path), "--format=jsonl", *flags.arguments(), "--", path]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="backslashreplace")
     if done.returncode < 0:
         name = signal.Signals(-done.returncode).name
         raise ReplayMismatch(
-            f"{path}: was not given its name: the process that replayed it was ended by {name}. What "
-            "is embedded in it may be addresses, or memory that a kernel left unwritten: keep the op "
-            "that gives it, too, or name its result with --opaque-result; --verify=none writes it all "
-            "the same"
+            f"{path}: was not written: the process that replayed it was killed by {name}. What "
+            "is embedded in it may be addresses, or memory that a kernel left unwritten: also keep the op that "
+            "returns it, or name its result with --opaque-result; --verify=none writes it anyway"
         )
     rows = [json.loads(line) for line in done.stdout.splitlines()]
     row = next((each for each in rows if each["kind"] == "replay"), None)
@@ -37,7 +36,7 @@ def check_apart(path: str, flags: ReplayFlags) -> Checked:
         status, _colon, message = first.partition(": ")
         if status == ReplayRefused.status:
             raise ReplayRefused(message, tuple(findings))
-        raise ReplayFailed(f"{path}: was not given its name: its replay failed: {first}")
+        raise ReplayFailed(f"{path}: was not written: its replay failed: {first}")
     facts = row["verification"]
     verification = Verification(facts.pop("asked"), facts.pop("mode"), tuple(facts.pop("reasons")), **facts)
     opaque = tuple((*each["op"].rsplit(".", 1), each["result"], each["why"]) for each in row["opaque_results"])

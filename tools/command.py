@@ -1,4 +1,4 @@
-"""What every tool's command line has in common: errors as one line and an exit code, help in groups, completion.
+"""Common parts of every tool's command line: errors as one line and an exit code, help in groups, completion.
 
 Exit codes: 0 done, and verified as asked; 1 refused, failed or did not match; 2 wrong usage; 3 the capture is missing,
 unreadable or not valid. Imports no torch.
@@ -41,8 +41,8 @@ def agents_md_option(tool: str) -> Callable[[Any], Any]:
 
 
 class ToolCommand(click.Command):
-    """A command whose help has its options in groups and ends with examples, and that refuses an option that takes one
-    value and is given several: click would take the last. `examples` are command lines with what each is for."""
+    """A command whose help groups its options and ends with examples, and that refuses a single-valued option given
+    several times: click would use the last. `examples` are command lines with their purposes."""
 
     examples: tuple[tuple[str, str], ...] = ()
 
@@ -80,8 +80,8 @@ def _takes_one_value(parameter: click.Parameter) -> bool:
 
 
 def tool(name: str, *examples: tuple[str, str]) -> Callable[[Callable[..., Any]], click.Command]:
-    """Make a click command called `name` out of a function, with the options that every tool has. `examples` for its
-    help: a command line and what it is for."""
+    """Turn a function into a click command called `name`, with the options that every tool has. `examples` for its
+    help: pairs of a command line and its purpose."""
 
     def decorate(function: Callable[..., Any]) -> click.Command:
         command = click.command(name, ToolCommand, context_settings={"help_option_names": ["-h", "--help"]})(function)
@@ -93,7 +93,7 @@ def tool(name: str, *examples: tuple[str, str]) -> Callable[[Callable[..., Any]]
 
 
 def report(error: OpReplayError) -> None:
-    """Print an error as the tools do: `STATUS: message` on stderr, then its findings, one a line."""
+    """Print an error: `STATUS: message` on stderr, then its findings, one per line."""
     with said_if_possible():
         say(f"{error.status}: {error}", err=True)
         for finding in getattr(error, "findings", ()):
@@ -101,24 +101,24 @@ def report(error: OpReplayError) -> None:
 
 
 def say(text: str, *, err: bool = False) -> None:
-    """Print a line for people: messages quote what captures, traces and paths contain."""
+    """Print a line for people, escaped, because messages quote text from captures, traces and paths."""
     click.echo(printable(text), err=err)
 
 
 class TorchMissing(OpReplayError):
-    """What a tool was asked for needs PyTorch."""
+    """The request needs PyTorch."""
 
 
 class OutputFailed(OpReplayError):
-    """Stdout cannot be written: the disk it goes to is full, for instance."""
+    """Stdout cannot be written, for instance because the disk is full."""
 
 
 class ReaderLeft(Exception):
-    """Whoever read stdout went away (`| head`). No OSError: click would exit with 1 for it."""
+    """The reader of stdout is gone (`| head`). Not an OSError, for which click would exit with 1."""
 
 
 class _Output(FileIO):
-    """What is behind stdout. An OSError alone would not say that it is about the output."""
+    """The raw stream of stdout. An OSError alone would not show that it concerns the output."""
 
     def write(self, data: Any) -> int:
         try:
@@ -130,13 +130,14 @@ class _Output(FileIO):
 
 
 def _own_streams() -> None:
-    """Streams whose failures are told apart; a stand-in for one that the process was started without (`>&-`)."""
+    """Install streams whose failures can be distinguished, and replace one that the process was started without
+    (`>&-`)."""
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 - for as long as the process
     if sys.stdout is sys.__stdout__:
         before = sys.stdout
-        # What an encoding cannot say is escaped: names come from anywhere.
+        # Characters that the encoding lacks are escaped: names come from anywhere.
         errors = "backslashreplace" if before.errors == "strict" else before.errors
         sys.stdout = TextIOWrapper(
             BufferedWriter(_Output(before.fileno(), "w", closefd=False)),
@@ -148,8 +149,8 @@ def _own_streams() -> None:
 
 @contextmanager
 def reader_may_leave() -> Iterator[None]:
-    """Around printing a result that is there: where its reader goes away (`| head`), the rest goes nowhere and the tool
-    goes on. What it exits with, and the files it writes, do not depend on who reads."""
+    """Wraps the printing of a finished result: if its reader is gone (`| head`), the rest is discarded and the tool
+    continues. Its exit code and the files it writes do not depend on the reader."""
     try:
         yield
     except ReaderLeft:
@@ -157,13 +158,13 @@ def reader_may_leave() -> Iterator[None]:
 
 
 def _discard(stream: TextIO) -> None:
-    """Let what is still buffered go nowhere: it cannot be written, and Python would complain at exit."""
+    """Discard buffered output: it cannot be written, and Python would complain at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 @contextmanager
 def said_if_possible() -> Iterator[None]:
-    """Around messages on stderr. Where that cannot be written there is nobody to tell; the exit code still tells."""
+    """Wraps messages on stderr. If it cannot be written, only the exit code is left to report the error."""
     try:
         yield
     except OSError:
@@ -171,10 +172,8 @@ def said_if_possible() -> Iterator[None]:
 
 
 def run_tool(command: click.Command, *, own_streams: bool = True) -> None:
-    """Run a tool and leave the process with its exit code. The commands return their exit code, None for 0.
-
-    `own_streams`: stdout and stderr are the tool's, and not those of a program that it runs.
-    """
+    """Run a tool and exit the process with its exit code. The commands return their exit code, None for 0.
+    `own_streams`: stdout and stderr are the tool's, not those of a program that it runs."""
     if own_streams:
         _own_streams()
     try:
@@ -185,7 +184,7 @@ def run_tool(command: click.Command, *, own_streams: bool = True) -> None:
         code = UsageError.exit_code
     except (click.Abort, KeyboardInterrupt):
         code = 130
-    except ReaderLeft:  # that ends the tool, and is no error of ours
+    except ReaderLeft:  # ends the tool, but is not an error of our own
         _discard(sys.stdout)
         code = 0
     except OpReplayError as error:
@@ -198,8 +197,8 @@ def run_tool(command: click.Command, *, own_streams: bool = True) -> None:
             raise
         report(
             TorchMissing(
-                f"{command.name} needs PyTorch here, which is not installed: pip install torch; "
-                "opreplay-dump and opreplay-check do without"
+                f"{command.name} needs PyTorch here, which is not installed: pip install torch; opreplay-dump "
+                f"and opreplay-check work without it"
             )
         )
         code = TorchMissing.exit_code

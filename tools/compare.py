@@ -1,4 +1,4 @@
-"""`opreplay-benchmark --compare`: which flags it goes with, and what it prints."""
+"""`opreplay-benchmark --compare`: the flags it is compatible with, and its output."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from replayfmt.benchmark.measure import Options, Progress
     from replayfmt.replay.plan import Plan
 
-# Flags of measurements that are no comparison.
+# Flags of measurements other than comparisons.
 _NOT_WITH_COMPARE = ("benchmark_repetitions", "device_profiling_mode", "device_profiling_output")
 
 
 def refuse_with_compare(context: click.Context, flags: ReplayFlags, per_op: bool) -> None:
-    """Raises UsageError for flags that do not go with --compare, and where there is nothing to compare with."""
+    """Raises UsageError for flags that do not go with --compare, and if there is nothing to compare with."""
     if not flags.replay_kernel_substitution:
         raise UsageError("--compare needs --replay-kernel-substitution: there is nothing to compare with")
     if per_op:
@@ -34,7 +34,7 @@ def refuse_with_compare(context: click.Context, flags: ReplayFlags, per_op: bool
 def run_compare(
     plan: Plan, options: Options, form: str, progress: Progress | None, write: Callable[[str], None] | None
 ) -> None:
-    """Measure and print; `write` gets the JSON for --benchmark-out."""
+    """Measure and print; `write` receives the JSON for --benchmark-out."""
     from replayfmt.benchmark.comparison.compare import measure_both
     from replayfmt.benchmark.comparison.report import make_compare_report
 

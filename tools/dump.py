@@ -21,7 +21,7 @@ from .command import run_tool, tool
     "opreplay-dump",
     ("opreplay-dump --summary step.opreplay", "What is in it:"),
     ("opreplay-dump --scope=execute --kernel='aten::addmm*' step.opreplay", "One kernel in one scope:"),
-    ("opreplay-dump --jq 'select(.kind == \"op\") | .name' step.opreplay", "Rows for scripts:"),
+    ("opreplay-dump --jq 'select(.kind == \"op\") | .op' step.opreplay", "Rows for scripts:"),
 )
 @click.argument("capture", type=click.Path())
 @click.option(
@@ -45,13 +45,13 @@ from .command import run_tool, tool
     help="With --jq: print strings as they are, without quotes, as `jq -r` does.",
 )
 @click.option(
-    "-s", "--slurp", is_flag=True, help="With --jq: give the filter all rows at once, as one array, as `jq -s` does."
+    "-s", "--slurp", is_flag=True, help="With --jq: pass the filter all rows at once, as one array, as `jq -s` does."
 )
 @click.option(
     "--ops",
     metavar="A:B",
-    help="Only records with ordinals from A up to, not including, B. Either may be "
-    "missing. Reads only the frames that hold them.",
+    help="Only records with ordinals from A up to, not including, B. Either may be omitted. Reads only the "
+    "frames that hold them.",
 )
 @click.option(
     "--scope",
@@ -74,22 +74,21 @@ from .command import run_tool, tool
     default=SHOWN_VALUES,
     show_default=True,
     metavar="N",
-    help="Show the values of integer and bool tensors that ops take, of at most N elements, where the "
-    "capture holds them and no op has overwritten them; 0 shows none.",
+    help="Show the values of integer and bool arguments of at most N elements, if the capture holds them and no "
+    "op has overwritten them; 0 shows none.",
 )
 @click.option("--summary", is_flag=True, help="Only the file and its summary.")
 @click.option(
     "--signatures",
     is_flag=True,
-    help="Only the distinct signatures of ops (docs/signatures.md), with how "
-    "often each is called; of --ops and --kernel if given.",
+    help="Only the distinct signatures of ops (docs/signatures.md), with their numbers of calls; limited by "
+    "--ops and --kernel if given.",
 )
 @click.option(
     "--kernel-skeleton",
     metavar="ID|OPERATOR",
-    help="Print a Python file to start a replacement of "
-    "a kernel from, for --replay-kernel-substitution of other tools: of that id, or of that name (aten::mm, "
-    "aten::mm.default).",
+    help="Print a Python file to start a replacement kernel from, for --replay-kernel-substitution of other "
+    "tools. The kernel is given by id or name (aten::mm, aten::mm.default).",
 )
 def cli(
     capture: str,
@@ -110,7 +109,7 @@ def cli(
     An incomplete capture is shown as far as it goes, and says so.
     """
     if query is not None and form == "text":
-        raise UsageError("--jq works on rows: leave --format out, or give --format=jsonl")
+        raise UsageError("--jq works on rows: omit --format, or give --format=jsonl")
     if query is None and (raw or slurp):
         raise UsageError(f"{'--raw-output' if raw else '--slurp'} is for --jq")
     if kernel_skeleton is not None and (
@@ -120,14 +119,14 @@ def cli(
     if summary and signatures:
         raise UsageError("--summary and --signatures print different things; give one of them")
     if summary and (ops is not None or scopes or kernels):
-        raise UsageError("--summary is about the whole capture: leave --ops, --scope and --kernel out")
+        raise UsageError("--summary is about the whole capture: omit --ops, --scope and --kernel")
     program = None if query is None else Query(query, raw=raw, slurp=slurp)
     start, stop = (0, None) if ops is None else parse_range(ops)
     selection = Selection(start, stop, scopes or None, kernels or None)
     reader = open_capture(capture)
     try:
         if kernel_skeleton is not None:
-            # Here, as below: what imports cost is a good part of what a short dump costs.
+            # Imported here, as below: imports are a large part of the cost of a short dump.
             from replayfmt.dump.skeleton import kernel_skeleton as skeleton
 
             write([skeleton(reader, kernel_skeleton)])

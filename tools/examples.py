@@ -1,4 +1,4 @@
-"""opreplay-examples: programs to try the tools on, and kernels to put in the place of others."""
+"""opreplay-examples: programs to try the tools on, and kernels to put in place of others."""
 
 from __future__ import annotations
 

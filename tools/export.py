@@ -22,7 +22,7 @@ from .progress import record_bar
     type=click.Choice(["replay-zip"]),
     default="replay-zip",
     show_default=True,
-    help="replay-zip: TraceLens EventReplay IR, a script that replays it with PyTorch alone, and a README.",
+    help="replay-zip: TraceLens EventReplay IR, a script that replays it with only PyTorch, and a README.",
 )
 @click.option(
     "--ops", metavar="A:B", help="Only records with ordinals from A up to, not including, B. Either may be missing."
@@ -71,7 +71,7 @@ def cli(
 
     What the format cannot say (collectives, sparse tensors, what the capture itself has not) is refused, all of it
     listed. Exits with 0 if OUT was written, 1 if it was refused or could not be written, 2 for wrong usage, 3 if
-    CAPTURE is missing, unreadable or no valid capture.
+    CAPTURE is missing, unreadable or not valid.
     """
     wanted = Wanted(ops, scopes or None, kernels or None, signatures or None)
     with open_capture(capture) as reader, record_bar("exporting", reader.record_count) as on_record:

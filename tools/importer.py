@@ -1,4 +1,4 @@
-"""opreplay-import: make a capture out of another tool's trace file."""
+"""opreplay-import: turn another tool's trace file into a capture."""
 
 from __future__ import annotations
 
@@ -42,74 +42,74 @@ _LEVELS = ("auto", "leaf", "launching", "root")
     type=click.Choice(_KINDS),
     default="auto",
     show_default=True,
-    help="What made the trace: the PyTorch profiler, its ExecutionTraceObserver, or TraceLens. auto looks "
-    "into the file.",
+    help="The producer of the trace: the PyTorch profiler, its ExecutionTraceObserver, or TraceLens. auto "
+    "inspects the file.",
 )
 @click.option(
     "--level",
     type=click.Choice(_LEVELS),
     default="auto",
     show_default=True,
-    help="Which operators stand for the work: the outermost (root), the deepest that do some themselves "
-    "(leaf), or those that launched device work (launching). auto: launching where the trace has device "
-    "work, else leaf.",
+    help="Which operators represent the work: the outermost (root), the deepest that do work themselves (leaf), "
+    "or those that launched device work (launching). auto: launching if the trace has device work, else leaf.",
 )
 @click.option(
     "--unique",
     is_flag=True,
-    help="Keep one of each call (operator, types, shapes, strides, values), with its count and its mean times.",
+    help="Keep one of each distinct call (operator, types, shapes, strides, values), with its count and its "
+    "mean times.",
 )
 @click.option(
     "--rewrite",
     type=click.Choice(["none", "portable"]),
     default="none",
     show_default=True,
-    help="Put operators that every device has in the place of those that only the traced device has, each "
-    "one reported: cuDNN's and MIOpen's, fused attention.",
+    help="Replace operators that only the traced device has (cuDNN, MIOpen, fused attention) with operators "
+    "that every device has, and report each.",
 )
 @click.option(
     "--op-library",
     "op_libraries",
     multiple=True,
     metavar="NAMESPACE=MODULE",
-    help="Import MODULE where an operator of NAMESPACE is needed. Repeatable.",
+    help="Import MODULE if an operator of NAMESPACE is needed. Repeatable.",
 )
 @click.option(
     "--allow-import",
     "allowed",
     multiple=True,
     metavar="NAME",
-    help="Let the known library NAME (a module, a package or an operator namespace) be imported where an "
-    "operator needs it. Repeatable.",
+    help="Allow importing the known library NAME (a module, a package or an operator namespace) if an operator "
+    "needs it. Repeatable.",
 )
 @click.option(
     "--op-alias",
     "aliases",
     multiple=True,
     metavar="TRACED=OPERATOR",
-    help="Take OPERATOR for what the trace calls TRACED. Repeatable.",
+    help="Use OPERATOR for the operator called TRACED in the trace. Repeatable.",
 )
 @click.option(
     "--string-default",
     "string_defaults",
     multiple=True,
     metavar="OP.ARG=VALUE",
-    help="Take VALUE for the string argument ARG of OP where the trace has none: profiler traces drop "
-    "all strings; *.ARG=VALUE for any operator. Each use is a warning. Repeatable.",
+    help="Use VALUE for the string argument ARG of OP if the trace has none: profiler traces drop all strings. "
+    "*.ARG=VALUE applies to any operator. Each use is a warning. Repeatable.",
 )
 @click.option(
     "--graph-capture",
     "graph_captures",
     multiple=True,
     metavar="FILE",
-    help="A profiler trace taken while a CUDA or HIP graph was captured that TRACE launches: its operators "
-    "get the kernels of those launches. Repeatable.",
+    help="A profiler trace taken while a CUDA or HIP graph that TRACE launches was captured: the kernels of "
+    "those launches are assigned to its operators. Repeatable.",
 )
 @click.option(
     "--rank",
     metavar="N|all",
-    help="TRACE is an archive or a directory with the traces of several ranks: import that of rank N, or those of all "
-    "ranks, each to a capture of its own (-o step.{rank}.opreplay). Without it, an archive's first trace is meant.",
+    help="TRACE is an archive or a directory with the traces of several ranks: import that of rank N, or all of "
+    "them, each to its own capture (-o step.{rank}.opreplay). Default: an archive's first trace.",
 )
 @click.option(
     "--format",
@@ -119,7 +119,7 @@ _LEVELS = ("auto", "leaf", "launching", "root")
     show_default=True,
     help="How the report is printed.",
 )
-@click.option("--report", "report_file", metavar="FILE", help="Write the report to FILE as well, as JSON lines.")
+@click.option("--report", "report_file", metavar="FILE", help="Also write the report to FILE, as JSON lines.")
 @click.option("--force", is_flag=True, help="Replace files that exist.")
 @click.argument("trace", metavar="TRACE", type=click.Path())
 def cli(
@@ -139,19 +139,17 @@ def cli(
     report_file: str | None,
     force: bool,
 ) -> int:
-    """Make the capture FILE out of the trace TRACE.
-
-    A report says what of it is exact, inferred or missing.
+    """Turn the trace TRACE into the capture FILE.  A report lists what is exact, inferred or missing.
 
     TRACE is a PyTorch profiler trace, a PyTorch execution trace, or TraceLens EventReplay IR; plain JSON, gzip, tar.gz
-    or zip; with --rank, also a directory of them. Exits with 0 once the capture is written, also where some calls could
-    not be completed: they are unsupported records, listed in the report.
+    or zip; with --rank, also a directory of them. Exits with 0 once the capture is written, even if some calls could
+    not be completed: these are unsupported records, listed in the report.
     """
     wanted = _rank(rank)
     if wanted == "all" and graph_captures:
         raise UsageError("--graph-capture is a trace of one rank: give it with --rank=N, not with --rank=all")
     if wanted is None and "{rank}" in output:
-        raise UsageError(f"{output}: which rank is meant? Say it with --rank=N, or --rank=all")
+        raise UsageError(f"{output}: which rank is meant? Give --rank=N or --rank=all")
     if report_file is not None:
         _check_report(report_file, trace, output, force)
     with _progress() as (on_bytes, on_record):
@@ -231,7 +229,7 @@ def _check_report(report: str, trace: str, output: str, force: bool) -> None:
     captures = re.escape(os.path.realpath(output)).replace(re.escape("{rank}"), r"\d+")
     inside = os.path.isdir(source) and os.path.exists(place) and os.path.commonpath([place, source]) == source
     if place == source or inside or re.fullmatch(captures, place):
-        raise UsageError(f"{report}: the trace, the capture and the report have to be different files")
+        raise UsageError(f"{report}: the trace, the capture and the report must be different files")
     check_place(report, force)
 
 

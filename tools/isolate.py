@@ -1,8 +1,6 @@
-"""`--isolate`: the tool again in a process of its own, whose death is a finding.
-
-Native kernels can end a process, and a capture chooses their arguments. The process that does the work tells this one
-through a file which window of records it is in, and Python's fault handler writes the line it was at.
-"""
+"""`--isolate`: run the tool in a child process, whose death is a finding.  Native kernels can kill a process, and a
+capture chooses their arguments. The worker process records in a file which window of records it is in, and Python's
+fault handler writes the line it was at."""
 
 from __future__ import annotations
 
@@ -27,8 +25,8 @@ from .command import report
 if TYPE_CHECKING:
     from replayfmt.replay.codegen.windows import Window
 
-_NOTES = "OPREPLAY_ISOLATED"  # in the environment of the process that works: the folder of its notes
-# The modules that this process finds, it finds as well: --allow-import names them.
+_NOTES = "OPREPLAY_ISOLATED"  # in the environment of the worker process: the folder of its notes
+# The worker finds the same modules as this process: --allow-import names them.
 _PROGRAM = "import sys; sys.path[:] = {path!r}; from {module} import main; main()"
 
 
@@ -40,8 +38,7 @@ def isolate_option(function: Any) -> Any:
         is_eager=True,
         expose_value=False,
         callback=_isolate,
-        help="Work in a process of its own: where a kernel ends that process, that is a failure with "
-        "the op's name and exit code 1.",
+        help="Work in a child process: if a kernel kills it, that is a failure with the op's name and exit code 1.",
     )(function)
 
 
@@ -66,7 +63,7 @@ def _isolate(context: click.Context, _parameter: click.Parameter, wanted: bool) 
 
 
 def _take_notes(folder: Path) -> None:
-    """Write down each window before it runs, and what Python was doing when the process ends."""
+    """Record each window before it runs, and the line Python was at when the process dies."""
     del os.environ[_NOTES]  # not for the processes that this one starts
     faulthandler.enable((folder / "fault").open("w"), all_threads=False)
     notes = (folder / "window").open("w")
@@ -96,7 +93,7 @@ def _obituary(number: int, folder: Path) -> str:
     name = signal.Signals(number).name
     why = ", as the system does where there is no memory left" if number == signal.SIGKILL else ""
     text = (folder / "window").read_text() if (folder / "window").exists() else ""
-    said = f"the process that worked was ended by {name}{why}"
+    said = f"the worker process was killed by {name}{why}"
     try:
         noted = json.loads(text)
     except ValueError:

@@ -12,7 +12,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "--output", "--force", "--format", "--jq", "--raw-output", "--slurp", "--verbose", "--report",
         "--benchmark-format", "--benchmark-out",
     ),
-    "What is selected": (
+    "Selection": (
         "--ops", "--scope", "--kernel", "--signature", "--unique", "--partial", "--summary", "--signatures",
         "--values", "--kernel-skeleton", "--start-op", "--stop-op", "--start-scope", "--stop-scope", "--steps",
         "--replay-scope", "--op-filter", "--op-limit", "--op-instances", "--group-by", "--top", "--rank",
@@ -34,7 +34,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "--benchmark-min-time", "--benchmark-warmup", "--benchmark-repetitions", "--warm", "--compare", "--per-op",
         "--stop-on-error", "--device-profiling-mode", "--device-profiling-output",
     ),
-    "What is allowed": ("--allow-operator", "--allow-import", "--allow-incomplete", "--isolate"),
+    "Permissions": ("--allow-operator", "--allow-import", "--allow-incomplete", "--isolate"),
     "Help": ("--help", "--version", "--agents-md"),
 }
 # fmt: on

@@ -1,4 +1,4 @@
-"""`opreplay-benchmark --per-op`: its flags, and what it prints while and after every op is measured on its own."""
+"""`opreplay-benchmark --per-op`: its flags, and its output during and after the measurement of single ops."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from replayfmt.replay.plan import Plan
 
 _DEFAULT_MIN_TIME = "0.05s"
-# Flags that say how to measure whole replays.
+# Flags for measuring whole replays.
 _WHOLE_ONLY = ("benchmark_repetitions", "benchmark_warmup", "device_profiling_mode", "device_profiling_output")
 _NEEDS_PER_OP = ("op_filter", "op_limit", "op_instances", "group_by", "top", "stop_on_error", "verbose")
 
@@ -34,19 +34,19 @@ def per_op_options(function: Callable[..., Any]) -> Callable[..., Any]:
             help="With --per-op: print each op on stderr as soon as it is measured, with each argument's "
             "name, schema type and value, and each result.",
         ),
-        click.option("--stop-on-error", is_flag=True, help="With --per-op: end with the first op that fails."),
+        click.option("--stop-on-error", is_flag=True, help="With --per-op: stop at the first op that fails."),
         click.option(
             "--top",
             type=click.IntRange(min=1),
             metavar="N",
-            help="With --per-op: print only the N rows that take most time. What could not be measured is "
+            help="With --per-op: print only the N most expensive rows. Ops that could not be measured are "
             "always listed.",
         ),
         click.option(
             "--group-by",
             type=click.Choice(["kernel", "signature", "scope"]),
-            help="With --per-op: one row for each operator, each signature, or each scope by what is in it "
-            "and in no inner one. Default: a row for each op that is measured.",
+            help="With --per-op: one row for each operator, each signature, or each scope (the ops directly in "
+            "it). Default: a row for each op that is measured.",
         ),
         click.option(
             "--op-instances",
@@ -70,9 +70,9 @@ def per_op_options(function: Callable[..., Any]) -> Callable[..., Any]:
         click.option(
             "--per-op",
             is_flag=True,
-            help="Measure every op on its own, on the inputs it has in the replay, and estimate its part of "
-            "the workload, the most expensive first; with --replay-scope, those in these scopes. "
-            "--benchmark-min-time is then for each op, and the least; default "
+            help="Measure every op on its own, on its inputs in the replay, and estimate its share of the "
+            "workload, the most expensive first; with --replay-scope, only ops in these scopes. "
+            "--benchmark-min-time is then the minimum for each op; default "
             f"{_DEFAULT_MIN_TIME}.",
         ),
     ):
@@ -82,7 +82,7 @@ def per_op_options(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @dataclass(frozen=True)
 class PerOpFlags:
-    """What the flags said."""
+    """The values of the flags."""
 
     options: OpOptions
     group_by: GroupBy | None
@@ -91,7 +91,8 @@ class PerOpFlags:
 
     @staticmethod
     def of(context: click.Context, verify: Any) -> PerOpFlags | None:
-        """From the command's parameters; None without --per-op. Raises UsageError for flags that do not fit."""
+        """From the command's parameters; None without --per-op. Raises UsageError for flags that do not fit
+        together."""
         given = {
             name
             for name in context.params
@@ -125,8 +126,8 @@ class PerOpFlags:
 def run_per_op(
     plan: Plan, flags: PerOpFlags, form: str, progress: Progress | None, write: Callable[[str], None] | None
 ) -> int:
-    """Measure and print; `write` gets the JSON for --benchmark-out. The exit code: 1 where something that was asked for
-    was not measured, or differs from the capture."""
+    """Measure and print; `write` receives the JSON for --benchmark-out. Returns the exit code: 1 if a requested op was
+    not measured, or differs from the capture."""
     from replayfmt.benchmark.per_op.measuring import MeasuredOp, measure_ops
     from replayfmt.benchmark.per_op.report import make_op_report
     from replayfmt.benchmark.per_op.table import describe, progress_line
@@ -159,7 +160,7 @@ def _show(report: Report, form: str) -> None:
 
 
 def _unseen(_what: str, _done: int, _of: int | None) -> None:
-    """Nobody is looking."""
+    """Progress that is not shown."""
 
 
 def _flag(name: str) -> str:

@@ -1,6 +1,7 @@
 """--device-profiling-mode and --device-profiling-output, for the tools that replay: run and benchmark.
 
-`--force` comes with them. What can be checked before a capture is opened is. Imports torch only when they are given.
+Includes `--force`. Everything that can be checked before a capture is opened is checked then. Imports torch only if the
+flags are given.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ def profiling_options(function: Callable[..., Any]) -> Callable[..., Any]:
         click.option(
             "--device-profiling-output",
             metavar="FILE",
-            help="Write a torch.profiler trace of one more, untimed replay to FILE (Chrome JSON, or with .gz "
-            "compressed), with the capture's scopes as annotations.",
+            help="Write a torch.profiler trace of one additional, untimed replay to FILE (Chrome JSON, "
+            "compressed if it ends in .gz), with the capture's scopes as annotations.",
         ),
         click.option(
             "--device-profiling-mode",
             metavar="LIST",
-            help="What the trace holds, comma-separated: host-ops, device-kernels, memory, shapes, stacks.",
+            help="Contents of the trace, comma-separated: host-ops, device-kernels, memory, shapes, stacks.",
         ),
     ):
         function = option(function)
@@ -37,20 +38,20 @@ def profiling_options(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @dataclass(frozen=True)
 class ProfilingRequest:
-    """A trace that the command line asks for."""
+    """A trace requested on the command line."""
 
     families: tuple[str, ...]
     output: str
     force: bool
 
     def check(self, plan: Any) -> None:
-        """Raises UsageError where the plan's devices or this torch cannot give a family."""
+        """Raises UsageError if the plan's devices or this torch cannot provide a family."""
         from replayfmt.benchmark.meters.profiling import check_families
 
         check_families(self.families, plan.devices)
 
     def profile(self, plan: Any) -> None:
-        """Replay the plan once more under the profiler and write the trace; raises what the replay raises."""
+        """Replay the plan once more under the profiler and write the trace; the replay's errors propagate."""
         from replayfmt.benchmark.meters.profiling import profile_replay
 
         profile_replay(plan, self.families, self.output, force=self.force)
@@ -58,10 +59,8 @@ class ProfilingRequest:
 
 @contextmanager
 def profiled(request: ProfilingRequest | None, plan: Any) -> Iterator[None]:
-    """Around the replays a tool is for: checks the request before them and writes the trace after them.
-
-    Also when they failed: the trace then goes as far as the replay does, and the failure goes on.
-    """
+    """Wraps a tool's replays: checks the request before them and writes the trace after them.  This includes replays
+    that failed: the trace then extends as far as the replay did, and the failure propagates."""
     if request is None:
         yield
         return
@@ -69,18 +68,15 @@ def profiled(request: ProfilingRequest | None, plan: Any) -> Iterator[None]:
     try:
         yield
     except (ReplayFailed, ReplayMismatch):
-        with suppress(ReplayFailed):  # the same failure once more, most likely; the first is the one to report
+        with suppress(ReplayFailed):  # most likely the same failure again; the first is the one to report
             request.profile(plan)
         raise
     request.profile(plan)
 
 
 def profiling_request(mode: str | None, output: str | None, force: bool, capture: str) -> ProfilingRequest | None:
-    """What the flags ask for, None where they are not given.
-
-    Raises UsageError for one flag without the other, for unknown families and an output that cannot be, OutputExists
-    for an existing one.
-    """
+    """The request from the flags, None if they are not given.  Raises UsageError for one flag without the other, for
+    unknown families and an invalid output, OutputExists for an existing one."""
     if mode is None and output is None:
         return None
     if mode is None:

@@ -1,4 +1,4 @@
-"""A progress bar for what goes through the records of a capture."""
+"""A progress bar for work that goes through the records of a capture."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-_LONG = 20_000  # records; what goes through fewer shows no progress
+_LONG = 20_000  # records; work on fewer shows no progress
 
 
 @contextmanager
 def record_bar(what: str, records: int) -> Iterator[Callable[..., None] | None]:
-    """On stderr, where that is a terminal and `records` are many: `show(done)`, or `show(done, total)` where another
-    total than `records` turns out. None otherwise."""
+    """On stderr, if that is a terminal and `records` is large: `show(done)`, or `show(done, total)` if the total turns
+    out to differ from `records`. None otherwise."""
     if records < _LONG or not sys.stderr.isatty():
         yield None
         return

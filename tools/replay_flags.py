@@ -29,7 +29,7 @@ _MODES = ("auto", "bitwise", "close", "none")
 
 
 def replay_options(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the flags; the function gets what they said as its parameter `flags`, a ReplayFlags."""
+    """Add the flags; the function receives their values as its parameter `flags`, a ReplayFlags."""
 
     @wraps(function)
     def bundled(*args: Any, **kwargs: Any) -> Any:
@@ -39,17 +39,17 @@ def replay_options(function: Callable[..., Any]) -> Callable[..., Any]:
     for option in (
         isolate_option,
         click.option(
-            "--allow-incomplete", is_flag=True, help="Replay what there is of a capture that was never closed."
+            "--allow-incomplete", is_flag=True, help="Replay as much as there is of a capture that was never closed."
         ),
         click.option(
             "--allow-import",
             "allow_imports",
             multiple=True,
             metavar="NAME",
-            help="Import the module NAME for the custom operators that it registers, or let the known "
-            "library of the operator namespace NAME be imported. NAMESPACE=MODULE also lets the capture "
-            "call functions that MODULE defines, under operator names of NAMESPACE. Nothing is imported "
-            "because a capture names it. Repeatable.",
+            help="Import the module NAME for the custom operators that it registers, or allow importing the "
+            "known library of the operator namespace NAME. NAMESPACE=MODULE also lets the capture call "
+            "functions of MODULE under operator names of NAMESPACE. A capture alone never causes an import. "
+            "Repeatable.",
         ),
         click.option(
             "--allow-operator",
@@ -57,72 +57,72 @@ def replay_options(function: Callable[..., Any]) -> Callable[..., Any]:
             multiple=True,
             metavar="NAMESPACE::OPERATOR",
             help="Run this operator although it does more than compute on tensors: opens files, prints, "
-            "reaches devices or other processes. Repeatable.",
+            "accesses devices or other processes. Repeatable.",
         ),
         click.option(
             "--op-library",
             "op_libraries",
             multiple=True,
             metavar="NAMESPACE=MODULE",
-            help="Import MODULE where an operator of NAMESPACE is needed, also for its plain functions that a "
-            "trace shows as operators. Repeatable.",
+            help="Import MODULE if an operator of NAMESPACE is needed, also for plain functions that a trace "
+            "shows as operators. Repeatable.",
         ),
         click.option(
             "--replay-file-remap",
             multiple=True,
             metavar="CAPTURED=REPLAY",
-            help="External files whose captured path begins with CAPTURED are below REPLAY now. Whole path "
-            "components, the longest match wins. Repeatable.",
+            help="External files whose captured path begins with CAPTURED are now under REPLAY. Whole path "
+            "components match, and the longest match wins. Repeatable.",
         ),
         click.option(
             "--substitution-atol",
             type=float,
             metavar="A",
-            help="A replacement's values may be off by A + R times the expected value, instead of R times the "
-            "larger of it and the tensor's root mean square.",
+            help="Allow a replacement's values to be off by A + R times the expected value, instead of R times "
+            "the larger of it and the tensor's root mean square.",
         ),
         click.option(
             "--substitution-rtol",
             type=float,
             metavar="R",
-            help="Replaces the relative tolerance R of every dtype when replacements are checked.",
+            help="Replace the relative tolerance R of every dtype when replacements are checked.",
         ),
         click.option(
             "--replay-kernel-substitution",
             multiple=True,
             metavar="SELECTOR[@FORMAT]=PATH[:NAME]",
             help="Run the function NAME of the Python file PATH, or an operator that a torch library "
-            "registers, in the place of the selected kernels, after checking it against them. SELECTOR: "
+            "registers, instead of the selected kernels, after checking it against them. SELECTOR: "
             "a kernel id, an operator (aten::mm, aten::mm.default), a signature, or all. Repeatable.",
         ),
         click.option(
             "--replay-initializer",
             multiple=True,
             metavar="FILE.py",
-            help="Run FILE.py, and let the initializers it registers fill what was not captured, before the "
-            "built-in ones; the first that matches counts. Repeatable.",
+            help="Run FILE.py, and let the initializers it registers fill content that was not captured, before "
+            "the built-in ones; the first match wins. Repeatable.",
         ),
         click.option(
             "--moe-routing",
             metavar="uniform|zipf[:EXPONENT]",
-            help="How initializers draw experts that a capture does not hold: uniformly (the default) or by "
-            "Zipf's law, with exponent 1.2 unless it is given.",
+            help="How initializers draw experts that were not captured: uniformly (the default) or by Zipf's "
+            "law, by default with exponent 1.2.",
         ),
         click.option(
             "--opaque-result",
             "opaque_results",
             multiple=True,
             metavar="OPERATOR[:INDEX]",
-            help="Results of this operator, or the one of that index, hold bytes that no replay reproduces "
-            "(addresses, memory left unwritten): they are not compared, nor embedded. Repeatable.",
+            help="Results of this operator, or the one with that index, hold bytes that cannot be reproduced "
+            "(addresses, unwritten memory): neither compare nor embed them. Repeatable.",
         ),
         click.option(
             "--verify",
             type=click.Choice(_MODES),
             default="auto",
             show_default=True,
-            help="Compare results with the captured digests: bit for bit, by tolerances, as the machine "
-            "allows, or not at all.",
+            help="Compare results with the captured digests: as closely as the machine allows, bit for bit, "
+            "within tolerances, or not at all.",
         ),
         click.option(
             "--device",
@@ -151,7 +151,7 @@ def flag_of(name: str) -> str:
 
 @dataclass(frozen=True)
 class ReplayFlags:
-    """What the flags of `replay_options` said."""
+    """The values of the flags of `replay_options`."""
 
     device: tuple[str, ...]
     verify: Literal["auto", "bitwise", "close", "none"]
@@ -168,7 +168,7 @@ class ReplayFlags:
     opaque_results: tuple[str, ...]
 
     def arguments(self) -> list[str]:
-        """The flags again, as on a command line."""
+        """The flags as command-line arguments."""
         found: list[str] = []
         for name, value in vars(self).items():
             values = value if isinstance(value, tuple) else () if value in (None, False) else (value,)
@@ -202,7 +202,7 @@ class ReplayFlags:
             )
 
     def registry(self) -> Registry:
-        """The initializers that plans made with these flags use. Raises UsageError where a file is wrong."""
+        """The initializers that plans made with these flags use. Raises UsageError if a file is wrong."""
         from replayfmt.initializers import Registry
 
         return Registry(self._initializers())
@@ -230,8 +230,8 @@ class ReplayFlags:
 
 @contextmanager
 def rows_if_rejected() -> Iterator[None]:
-    """Print what was found of replacements as JSON rows where they are rejected; the error, which says the same for
-    people, goes on."""
+    """If replacements are rejected, print the findings as JSON rows and re-raise the error, which has the same for
+    people."""
     try:
         yield
     except SubstitutionRejected as error:
@@ -242,7 +242,7 @@ def rows_if_rejected() -> Iterator[None]:
 
 @contextmanager
 def _file_progress() -> Iterator[Callable[[int, int], None] | None]:
-    """A progress bar on stderr while digests of external files are computed, where that is a terminal."""
+    """A progress bar on stderr, if that is a terminal, while digests of external files are computed."""
     if not sys.stderr.isatty():
         yield None
         return

@@ -1,4 +1,4 @@
-"""opreplay-run: do a capture's work again and compare the results with what was captured."""
+"""opreplay-run: replay a capture and compare the results with the captured ones."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ if TYPE_CHECKING:
 @click.option(
     "--keep-going",
     is_flag=True,
-    help="Run what can be run and give every op a verdict: ok, refused, failed, mismatched or skipped.",
+    help="Run what can be run and report a verdict for every op: ok, refused, failed, mismatched or skipped.",
 )
 @click.option(
     "--compare-kernels",
     is_flag=True,
-    help="Of an imported trace, on a CUDA device: run each op once more under the profiler and say MATCH or "
-    "DIFFERENT of its device kernels and their grids. Implies --keep-going.",
+    help="For an imported trace, on a CUDA device: run each op once more under the profiler, compare its device "
+    "kernels and their grids with the trace's, and print MATCH or DIFFERENT. Implies --keep-going.",
 )
 @click.option(
     "--warm",
     is_flag=True,
-    help="Execute everything once more, unverified, and print the time of that, too: the first execution "
-    "includes allocation and page faults.",
+    help="Execute everything once more, unverified, and print that time too: the first execution includes "
+    "allocation and page faults.",
 )
 @click.option(
     "--format",
@@ -58,7 +58,8 @@ if TYPE_CHECKING:
 @click.option(
     "--list-initializers",
     is_flag=True,
-    help="Print what fills content that was not captured, in the order it is tried, and exit. Needs no CAPTURE.",
+    help="Print the initializers for content that was not captured, in the order they are tried, and exit. "
+    "Needs no CAPTURE.",
 )
 @profiling_options
 @click.argument("capture", metavar="CAPTURE", type=click.Path(), required=False)
@@ -80,7 +81,7 @@ def cli(
     """Replay CAPTURE without its program and verify the results.
 
     Exits with 0 if it ran and matched, 1 if it was refused, failed or did not match, 2 for wrong usage, 3 if CAPTURE is
-    missing, unreadable or no valid capture.
+    missing, unreadable or not valid.
     """
     if list_initializers:
         for line in flags.registry().lines():
@@ -122,10 +123,10 @@ def cli(
 
 
 def _judge(capture: str, result: ReplayResult) -> int:
-    """Say on stderr what did not match; the exit code."""
+    """Report a mismatch on stderr; returns the exit code."""
     if result.divergence is not None:
         mismatch = ReplayMismatch(f"{capture}: the replay differs from the capture: {result.divergence}")
-        mismatch.findings = tuple(f"differs from itself when run twice: {text}" for text in result.nondeterministic)
+        mismatch.findings = tuple(f"results differ between two runs: {text}" for text in result.nondeterministic)
         report(mismatch)
     return 0 if result.outcome == "ok" else 1
 

@@ -1,4 +1,4 @@
-"""opreplay-trim: a smaller capture, or a script, out of a part of a capture."""
+"""opreplay-trim: turn part of a capture into a smaller capture or a script."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from .replay_flags import ReplayFlags, flag_of, replay_options
     ("opreplay-trim --payload=none step.opreplay shared.opreplay", "Without content, safe to share:"),
 )
 @click.option(
-    "--ops", metavar="A:B", help="Keep records with ordinals from A up to, not including, B. Either may be missing."
+    "--ops", metavar="A:B", help="Keep records with ordinals from A up to, not including, B. Either may be omitted."
 )
 @click.option(
     "--scope",
@@ -58,15 +58,15 @@ from .replay_flags import ReplayFlags, flag_of, replay_options
     type=click.Choice(["full", "integers", "none"]),
     default="full",
     show_default=True,
-    help="What content the result has: all that its ops need; integers alone, floating-point content being "
-    "left to initializers with its statistics; or none: metadata alone, safe to share.",
+    help="Content of the result: everything its ops need (full); only integers, floating-point content being "
+    "synthesized from its statistics; or only metadata, safe to share (none).",
 )
 @click.option("--redact", is_flag=True, help="Leave out host name, user, command line, and the directories of files.")
 @click.option(
     "--script",
     metavar="OUT.py",
-    help="Write the selected ops as a Python script that needs torch alone, "
-    "instead of a capture: one op a line, and a timing loop.",
+    help="Write the selected ops as a Python script that needs only torch, instead of a capture: one op per "
+    "line, and a timing loop.",
 )
 @click.option(
     "--script-data",
@@ -107,19 +107,18 @@ def cli(
 ) -> None:
     """Write a part of the capture IN to OUT.
 
-    OUT replays by itself and gives the same results.
-
-    What the part needs from before is computed by replaying IN up to its end, and verified. Selections of several
-    kinds keep what all of them select. Without any, everything is kept, which makes sense with --payload=none.
+    OUT replays on its own and produces the same results.  The part's inputs are computed by replaying IN up to the
+    part's end, and verified. Selections of several kinds keep what all of them select. Without any, everything is kept,
+    which makes sense with --payload=none.
 
     Exits with 0 if OUT was written and verified as asked, 1 if the replay was refused, failed or did not match, 2 for
-    wrong usage, 3 if IN is missing, unreadable or no valid capture.
+    wrong usage, 3 if IN is missing, unreadable or not valid.
     """
     wanted = Wanted(ops, scopes or None, kernels or None, signatures or None)
     if flags.replay_kernel_substitution:
         raise UsageError(
-            "--replay-kernel-substitution: what is kept comes from the captured kernels; substitute when "
-            "you replay the result"
+            "--replay-kernel-substitution: kept content comes from the captured kernels; substitute when you "
+            "replay the result"
         )
     if script is None and script_data is not None:
         raise UsageError("--script-data is for --script")
@@ -165,7 +164,7 @@ def cli(
 
 
 def _replays_nothing(flags: ReplayFlags, why: str) -> None:
-    """Refuse flags that say how to replay where nothing is replayed."""
+    """Refuse flags on how to replay if nothing is replayed."""
     given = [
         flag_of(name)
         for name, value in vars(flags).items()
@@ -209,7 +208,7 @@ def _user() -> tuple[str, ...]:
     try:
         return (getpass.getuser(),)
     except (KeyError, OSError, ImportError):
-        return ()  # nobody this system has a name for
+        return ()  # a user this system has no name for
 
 
 def _trim(capture: str, out: str, wanted: Wanted, force: bool, flags: ReplayFlags) -> TrimResult:
@@ -279,7 +278,7 @@ def _predicted(prediction: Prediction) -> None:
 
 
 def _report(result: TrimResult, trimmed: TrimResult | None = None) -> None:
-    """Say what was written; `trimmed` is what it is a copy of, which was verified."""
+    """Report what was written; `trimmed` is the verified capture of which it is a copy."""
     verified = trimmed or result
     if verified.verified:
         say(f"replayed  {verified.verified}")

@@ -8,7 +8,7 @@ there are no results at all.
 What could disturb a measurement: Python's cyclic garbage collector is run before each repetition and is off while
 replays are timed (as `timeit` does), except that it runs between two replays, untimed, where they left much behind;
 thread counts and every other numeric setting are the capture's own (the plan sets them). It freezes no objects, because
-what another part of the process froze could not be told apart afterwards.
+they could not be distinguished afterwards from those that another part of the process froze.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from .min_time import MOST_ITERATIONS, MinTime
 from .scopes import MeasuredRegion, find_regions, whole_capture
 from .statistics import TimeStatistics, summarize
 
-# Restoring state is untimed and may take many times the replay: --benchmark-min-time counts timed seconds, and gives up
-# after this many times as much real time. The rule and the number are Google Benchmark's.
+# Restoring state is untimed and may take many times as long as the replay: --benchmark-min-time counts timed seconds,
+# and measuring stops after this many times as much real time. The rule and the number are Google Benchmark's.
 PATIENCE = 5
 # Objects born since the last collection that are worth an untimed collection between two replays.
 _MUCH_GARBAGE = 20_000
@@ -105,8 +105,8 @@ class Measurement:
 class Run:
     """A finished benchmark whose verifications held.
 
-    `measurements` has one entry a row asked for. `whole` is the entire replay's, also where only scopes were asked
-    for. `before` and `after` are the verified replays' results, None where nothing was to be verified. `cut_short` is
+    `measurements` has one entry a row asked for. `whole` is the entire replay's, also where only scopes were requested.
+    `before` and `after` are the verified replays' results, None if nothing was to be verified. `cut_short` is
     how many seconds had gone by when measuring gave up on collecting the timed seconds asked for, else None.
     """
 
@@ -118,7 +118,7 @@ class Run:
     cut_short: float | None
 
 
-# What is going on, how many are done, of how many (None: not known yet).
+# What is going on, how many are done, of how many (None: not yet known).
 Progress = Callable[[str, int, int | None], None]
 
 
@@ -151,7 +151,7 @@ def measure(
 
 
 def _no_progress(_what: str, _done: int, _of: int | None) -> None:
-    """Nobody is looking."""
+    """Progress that is not shown."""
 
 
 class _Runner:
@@ -175,7 +175,7 @@ class _Runner:
         self.samples: list[list[Sample]] = [[] for _ in regions]
 
     def verify(self, when: str) -> ReplayResult | None:
-        """One verified, untimed replay; None where verification is off. Raises ReplayMismatch."""
+        """One verified, untimed replay; None if verification is off. Raises ReplayMismatch."""
         if self._options.verify == "none":
             return None
         self._progress(f"verifying {when} timing", 0, None)

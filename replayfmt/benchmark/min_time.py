@@ -1,6 +1,6 @@
 """How long to measure: the value of --benchmark-min-time, in Google Benchmark's forms.
 
-`20x` is a number of iterations, `0.5s` or `0.5` a number of seconds. Knows nothing of clocks or plans.
+`20x` is a number of iterations, `0.5s` or `0.5` a number of seconds. Does not depend on clocks or plans.
 """
 
 from __future__ import annotations

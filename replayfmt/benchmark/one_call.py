@@ -81,7 +81,7 @@ def benchmark(
 
     `scopes` (names, or full paths) measures the time inside them instead of the whole replay's; `min_time` is a number
     of replays (`20x`) or of timed seconds (`0.5s`); `warmup` counts untimed replays before each repetition. `options`
-    are those of Plan. Raises ReplayMismatch where a replay differs from the capture, and what a Plan raises.
+    are those of Plan. Raises ReplayMismatch if a replay differs from the capture, and what a Plan raises.
     """
     asked = Options(
         parse_min_time(text_of("min_time", min_time)), repetitions, warmup, verify, texts_of("scopes", scopes)

@@ -24,7 +24,7 @@ class OutputFile:
         self.committed = False
 
     def commit(self) -> None:
-        """Give the finished file its final name. Raises OutputExists where one has appeared since, without force."""
+        """Give the finished file its final name. Raises OutputExists if one has appeared since, without force."""
         refuse_existing(self._flag, self._path, self._force)
         try:
             os.replace(self.partial, self._path)
@@ -33,7 +33,7 @@ class OutputFile:
         self.committed = True
 
     def write(self, text: str) -> None:
-        """Write all of it and commit. Raises OpReplayError where the disk does not take it."""
+        """Write all of it and commit. Raises OpReplayError if the disk refuses it."""
         try:
             with open(self.partial, "w", encoding="utf-8") as file:
                 file.write(text)
@@ -48,7 +48,7 @@ class OutputFile:
 def output_file(flag: str, path: str | os.PathLike[str], force: bool) -> Iterator[OutputFile]:
     """Open a result file given by a command-line flag; whatever was not committed is removed on leaving.
 
-    Raises OutputExists for an existing file without `force`, and CaptureFailed where there cannot be one at all.
+    Raises OutputExists for an existing file without `force`, and CaptureFailed if there cannot be one at all.
     """
     final = Path(path)
     refuse_existing(flag, path, force)
@@ -67,7 +67,7 @@ def output_file(flag: str, path: str | os.PathLike[str], force: bool) -> Iterato
 
 
 def refuse_input(flag: str, path: str | os.PathLike[str], capture: str | os.PathLike[str]) -> None:
-    """Raises UsageError where a result would take the place of the capture that it is about."""
+    """Raises UsageError if a result would replace the capture that it describes."""
     if same_file(path, capture):
         raise UsageError(f"{flag}={os.fspath(path)}: is the capture; name another file")
 

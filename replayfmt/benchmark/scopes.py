@@ -22,8 +22,8 @@ _CLOSEST = 12  # how many scopes the capture has are listed in an error, at most
 class MeasuredRegion:
     """A part of a capture that is measured. `name` is None for the whole capture.
 
-    `captured_ns` is how long it took while it was being captured, the recorder's own work included; None where the
-    capture does not tell, and `captured_reason` says why.
+    `captured_ns` is how long it took while it was being captured, the recorder's own work included; None if unknown,
+    and `captured_reason` says why.
     """
 
     name: str | None
@@ -56,7 +56,7 @@ def whole_capture(reader: CaptureReader) -> MeasuredRegion:
 def find_regions(reader: CaptureReader, names: tuple[str, ...]) -> list[MeasuredRegion]:
     """One region for each of `names`, in one pass over the records.
 
-    Raises UsageError where no scope of the capture matches a name, and ReplayRefused, with path and ordinal, where a
+    Raises UsageError if no scope of the capture matches a name, and ReplayRefused, with path and ordinal, if a
     matching scope ends before it begins or never ends (a capture may be cut anywhere and still be valid).
     """
     walks = [_ScopeWalk(reader, name) for name in names]

@@ -1,6 +1,6 @@
-"""What a set of measured times comes to: median with its confidence interval, mean, spread, extremes.
+"""Statistics of measured times: median with its confidence interval, mean, spread, extremes.
 
-Plain arithmetic over numpy arrays; knows nothing of clocks, plans or reports. Times keep the unit they came in
+Plain arithmetic over numpy arrays; does not depend on clocks, plans or reports. Times keep the unit they came in
 (nanoseconds everywhere in this package). What a sample is too small for is None, and `reasons` says why: a standard
 deviation of one time is unknown, not zero.
 """
@@ -44,7 +44,7 @@ class TimeStatistics:
 
     @property
     def variation(self) -> float | None:
-        """The coefficient of variation, standard deviation over mean; None where either is unknown or the mean is 0."""
+        """The coefficient of variation, standard deviation over mean; None if either is unknown or the mean is 0."""
         if self.standard_deviation is None or self.mean == 0:
             return None
         return self.standard_deviation / self.mean

@@ -1,7 +1,8 @@
-"""What a capture contains that somebody may not want to hand on, found by looking at all of it, not at its policies.
+"""What a capture contains that its owner may not want to share, determined from all of its content, not from its
+policies.
 
-Content is what payloads, digests and recorded values hold; the rest is what tells who made the capture and where.
-Paths, users and stacks are what redaction.py takes out.
+Content is what payloads, digests and recorded values hold; the rest reveals who made the capture and where. Paths,
+users and stacks are what redaction.py takes out.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from replayfmt.format.codes import RecordKind, ValueKind
+from replayfmt.format.printable import counted
 from replayfmt.format.reader import CaptureReader
 from replayfmt.format.redaction import has_path, has_stack, users_in
 
@@ -24,7 +26,7 @@ _NUMBERS = (ValueKind.bool, ValueKind.int, ValueKind.float, ValueKind.complex)
 
 @dataclass(frozen=True)
 class Contained:
-    """What was found. Numbers count what they are named after; `recipes` those with statistics."""
+    """The findings. Numbers count what they are named after; `recipes` those with statistics."""
 
     content_bytes: int
     digests: int
@@ -50,7 +52,7 @@ def contained(reader: CaptureReader) -> Contained:
     session = reader.session
     file_paths = {file.path for file in reader.files[1:]}
     texts = [text for text in (*reader.definitions.strings[1:], *_session_texts(reader)) if text]
-    # A capture may have very many texts, of which hardly any tells anything: look at many at once first.
+    # A capture may have very many texts, few of which reveal anything: check many at once first.
     pages = ["\n".join(texts[first : first + _AT_ONCE]) for first in range(0, len(texts), _AT_ONCE)]
     telling = [
         text
@@ -80,7 +82,8 @@ def contained(reader: CaptureReader) -> Contained:
 
 
 def _may_tell(page: str) -> bool:
-    """Whether a path, a stack or a user can be in a text. The plain marks are looked for first: that takes no time."""
+    """Whether a text can contain a path, a stack or a user. The plain marks are searched first, because that is
+    fast."""
     return any(map(page.__contains__, _MARKS)) and (has_path(page) or has_stack(page) or bool(users_in(page)))
 
 
@@ -106,7 +109,7 @@ class _Nodes:
         self._ends = np.cumsum(sizes)
 
     def distinct_texts(self, kind: ValueKind) -> int:
-        """How many different texts of a kind ops are called with."""
+        """The number of distinct texts of a kind among the arguments of ops."""
         chosen = (self._kind == kind) & (self._signature_kind[self._owner] == RecordKind.op)
         return len(np.unique(self._constant[chosen]))
 
@@ -118,7 +121,7 @@ class _Nodes:
         return found
 
     def host_reads_with_digest(self) -> bool:
-        """Whether any host read says what was read."""
+        """Whether any host read has a digest."""
         sizes = np.diff(self._ends, prepend=0)
         return bool((sizes[self._signature_kind == RecordKind.host_read] > 2).any())
 
@@ -128,21 +131,21 @@ def statement(found: Contained) -> tuple[str, str]:
     names = [name if len(name) <= _SHOWN_NAME else name[:_SHOWN_NAME] + "…" for name in found.user_names]
     facts = [
         (found.content_bytes, _bytes(found.content_bytes), "content"),
-        (found.digests, f"{_counted(found.digests, 'digest')} of content, with up to 64 elements each", "digests"),
-        (found.scalar_results, f"values that {_counted(found.scalar_results, 'op')} returned", "values of results"),
-        (found.recipe_statistics, f"statistics of {_counted(found.recipe_statistics, 'tensor')}", "statistics"),
+        (found.digests, f"{counted(found.digests, 'digest')} of content, with up to 64 elements each", "digests"),
+        (found.scalar_results, f"values that {counted(found.scalar_results, 'op')} returned", "values of results"),
+        (found.recipe_statistics, f"statistics of {counted(found.recipe_statistics, 'tensor')}", "statistics"),
         (
             found.argument_strings,
-            f"{_counted(found.argument_strings, 'string')} as arguments of ops",
+            f"{counted(found.argument_strings, 'string')} as arguments of ops",
             "strings as arguments",
         ),
-        (found.opaque_descriptions, f"{_counted(found.opaque_descriptions, 'description')} of other arguments", ""),
+        (found.opaque_descriptions, f"{counted(found.opaque_descriptions, 'description')} of other arguments", ""),
         (
             found.external_file_paths,
-            f"{_counted(found.external_file_paths, 'path')} of external files",
+            f"{counted(found.external_file_paths, 'path')} of external files",
             "paths of external files",
         ),
-        (found.other_paths, f"{_counted(found.other_paths, 'text')} with absolute paths", "other absolute paths"),
+        (found.other_paths, f"{counted(found.other_paths, 'text')} with absolute paths", "other absolute paths"),
         (found.host_name, "host name", "host name"),
         (
             names,
@@ -151,7 +154,7 @@ def statement(found: Contained) -> tuple[str, str]:
         ),
         (found.working_directory, "working directory", "working directory"),
         (found.command_line, "command line", "command line"),
-        (found.stacks, f"{_counted(found.stacks, 'text')} with stack information", "stack information"),
+        (found.stacks, f"{counted(found.stacks, 'text')} with stack information", "stack information"),
     ]
     return (
         ", ".join(text for there, text, _name in facts if there),
@@ -159,9 +162,5 @@ def statement(found: Contained) -> tuple[str, str]:
     )
 
 
-def _counted(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
-
-
 def _bytes(number: int) -> str:
-    return f"{_counted(number, 'byte')} of content"
+    return f"{counted(number, 'byte')} of content"

@@ -1,4 +1,5 @@
-"""What a dump says before its records: the file, the summary, the session, and every definition that records refer to.
+"""The part of a dump before its records: the file, the summary, the session, and every definition that records refer
+to.
 
 As rows (plain dicts, in the order of docs/rows.md) for JSON lines, and the summary as text for people.
 """
@@ -15,7 +16,7 @@ from replayfmt.format.codes import Codec, KernelKind, RecordKind, StorageOrigin,
 from replayfmt.format.container.frames import MAX_NESTING
 from replayfmt.format.json_values import nested_deeper
 from replayfmt.format.model import Device, Session
-from replayfmt.format.printable import printable
+from replayfmt.format.printable import counted, printable
 from replayfmt.format.reader import CaptureReader, RecordFrame
 
 from .contained import contained, statement
@@ -32,7 +33,7 @@ _WHERE = {"external": "", "inline": ", embedded", "ranges": ", what is used of i
 
 
 def file_row(reader: CaptureReader) -> Row:
-    """What kind of file this is, and whether all of it is there."""
+    """The kind of file, and whether it is complete."""
     return {
         "kind": "file",
         "path": str(reader.path),
@@ -45,9 +46,9 @@ def file_row(reader: CaptureReader) -> Row:
 
 
 def obstacles(reader: CaptureReader) -> list[str]:
-    """Why a strict replay would refuse this capture, as far as the file alone can tell; empty where nothing speaks
-    against it. (An operator that the replaying build lacks, or content that was not captured and that no initializer
-    can make up, is found by opreplay-run.)"""
+    """Why a strict replay would refuse this capture, as far as the file alone can tell; empty if nothing prevents it.
+    (An operator that the replaying build lacks, or content that was not captured and that no initializer can
+    synthesize, is found by opreplay-run.)"""
     found = []
     if not reader.complete:
         found.append("incomplete")
@@ -64,12 +65,12 @@ def obstacles(reader: CaptureReader) -> list[str]:
     if reader.summary.records.get(RecordKind.collective):
         found.append("collectives")
     if Needs(reader).unconfirmed(reader):
-        found.append("external files that nothing can confirm")
+        found.append("external files that cannot be validated")
     return found
 
 
 def summary_row(reader: CaptureReader) -> Row:
-    """Totals over the whole capture, and what it contains. What the capture does not say is None."""
+    """Totals over the whole capture, and what it contains. Values that the capture does not have are None."""
     summary, needs = reader.summary, Needs(reader)
     records = {kind.name: summary.records.get(kind, 0) for kind in RecordKind if kind != RecordKind.none}
     return {
@@ -102,14 +103,14 @@ def _by_origin(counts: dict[StorageOrigin, int] | None) -> dict[str, int] | None
 
 
 def created(session: Session) -> str | None:
-    """When the capture was started, as ISO 8601 in UTC. None where that is not known or no date at all."""
+    """When the capture was started, as ISO 8601 in UTC. None if that is unknown or no date at all."""
     if not 0 < session.created_unix_ns < 253402300800 * 10**9:
         return None
     return datetime.fromtimestamp(session.created_unix_ns // 10**9, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 def session_row(session: Session) -> Row:
-    """What the capture says of its origin."""
+    """The capture's origin."""
     return {
         "kind": "session",
         "session_id": session.session_id,
@@ -206,7 +207,8 @@ def lines(rows: Iterator[Row]) -> Iterator[str]:
 
 
 def storage_lines(reader: CaptureReader, frame: RecordFrame) -> Iterator[str]:
-    """The rows of the storages born in a frame, as JSON lines. There may be as many as ops, hence no dicts."""
+    """The rows of the storages that first appear in a frame, as JSON lines. There may be as many as ops, hence no
+    dicts."""
     devices = ["null", *(quote(str(device)) for device in reader.devices[1:])]
     origins = [quote(origin.name) for origin in StorageOrigin]
     born = zip(
@@ -218,7 +220,8 @@ def storage_lines(reader: CaptureReader, frame: RecordFrame) -> Iterator[str]:
         strict=False,
     )
     at_once = max(1, CHUNK_CHARACTERS // (max(map(len, devices)) + 256))
-    # What the id in the payload's column is, by origin; only origins of format 1.1 have another one than a payload's.
+    # The meaning of the id in the payload's column, by origin; only origins of format 1.1 have other ids than
+    # payloads'.
     ends = ['"payload":{0}}}\n'] * (max(StorageOrigin) + 1)
     ends[StorageOrigin.external_file] = '"payload":null,"range":{0}}}\n'
     ends[StorageOrigin.initializer] = '"payload":null,"recipe":{0}}}\n'
@@ -242,11 +245,6 @@ def storage_lines(reader: CaptureReader, frame: RecordFrame) -> Iterator[str]:
 # ------------------------------------------------------------------------------------------------------ text for people
 
 
-def counted(number: int, noun: str) -> str:
-    """`1,377 ops`, `1 op`."""
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
-
-
 def summary_text(reader: CaptureReader) -> str:
     """The summary as aligned lines, with an empty line after it."""
     return (
@@ -255,7 +253,7 @@ def summary_text(reader: CaptureReader) -> str:
 
 
 def summary_facts(reader: CaptureReader) -> list[tuple[str, str]]:
-    """What the summary says: names and texts, "" where there is nothing to say."""
+    """The lines of the summary: names and texts, "" if there is nothing to report."""
     return [*_file_facts(reader), *_origin_facts(reader.session), *_content_facts(reader)]
 
 
@@ -311,7 +309,7 @@ def _content_facts(reader: CaptureReader) -> list[tuple[str, str]]:
     made_up = summary.absent_storages
     if summary.origins and summary.origins.get(StorageOrigin.initializer):
         recipes = counted(summary.origins[StorageOrigin.initializer], "storage")
-        memory.append(f"{recipes} made up by a recipe")
+        memory.append(f"{recipes} synthesized by a recipe")
         made_up += summary.origins[StorageOrigin.initializer]
     has, lacks = statement(contained(reader))
     unsupported = [f"{count:,} {reason}" for reason, count in sorted(summary.unsupported.items())]
@@ -329,13 +327,14 @@ def _content_facts(reader: CaptureReader) -> list[tuple[str, str]]:
             "strict replay",
             f"refused: {', '.join(against)}"
             if against
-            else "nothing in the file is against it" + ("; what was not captured is made up" if made_up else ""),
+            else "nothing in the file prevents it"
+            + ("; content that was not captured is synthesized" if made_up else ""),
         ),
     ]
 
 
 def _file_facts_outside(reader: CaptureReader) -> list[tuple[str, str]]:
-    """The external files one by one, each with where its content is and what is at its path now."""
+    """The external files one by one, each with the location of its content and the state of its path."""
     needs = Needs(reader)
     shown = []
     for number, file in enumerate(reader.files[1 : SHOWN_FILES + 1], start=1):

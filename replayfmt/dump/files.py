@@ -19,7 +19,7 @@ Row = dict[str, Any]
 
 
 def validation(file: ExternalFile) -> str:
-    """What decides whether a file is the captured one: `digest`, `identity` or `none`."""
+    """What identifies the captured file: `digest`, `identity` or `none`."""
     return "digest" if file.digest is not None else "identity" if file.identity is not None else "none"
 
 
@@ -41,8 +41,8 @@ class Needs:
         self._lengths = np.concatenate(([0], column("file_bytes").astype(np.uint64)))
 
     def where(self, number: int) -> str:
-        """Where a replay finds a file's content: `external`, `inline` (the whole file is in the capture), `ranges`
-        (what is used of it is), or `unknown` where nothing says that any of it is used."""
+        """Where a replay finds a file's content: `external`, `inline` (the whole file is in the capture), `ranges` (the
+        parts that are used are), or `unknown` if no use of it is known."""
         if self._inline[number]:
             return "inline"
         if not self._used[number]:
@@ -70,8 +70,8 @@ class Needs:
 
 
 def state(file: ExternalFile) -> str:
-    """What is at a file's captured path now: `missing`, `unreadable`, `different`, `same` (by identity), or
-    `unverified` (there and of the same length; only reading all of it could tell)."""
+    """The state of a file's captured path: `missing`, `unreadable`, `different`, `same` (by identity), or `unverified`
+    (there and of the same length; only reading all of it could tell)."""
     try:
         found = os.stat(file.path)
     except FileNotFoundError:

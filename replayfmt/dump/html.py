@@ -13,7 +13,7 @@ _SHOWN_KERNELS = 50
 
 
 def capture_html(reader: CaptureReader) -> str:
-    """Two tables; of very many kernels those that are called most."""
+    """Two tables; of very many kernels only those called most."""
     calls = reader.summary.kernel_calls
     kernels = sorted(range(1, len(reader.kernels)), key=lambda number: (-calls.get(number, 0), number))
     facts = "".join(_row(name, value) for name, value in summary_facts(reader) if value)

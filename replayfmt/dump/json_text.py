@@ -17,7 +17,7 @@ import numpy as np
 
 EXACT = 2**53
 _ENCODER = json.JSONEncoder()
-# In text that json.dumps made: what `encode` may write otherwise.
+# In text from json.dumps: the parts that `encode` may write differently.
 _UNLIKE = re.compile(r"NaN|Infinity|[0-9]{16}|\\ud[89a-f]")
 
 

@@ -113,7 +113,7 @@ class JsonLines(Dialect):
         before = (
             f',"dtype":{quote(meta.dtype.name)},"sizes":{encode(meta.sizes)},"strides":{encode(meta.strides)},"offset":'
         )
-        # Where there is only one device, every op and every storage says already which.
+        # With only one device, every op and every storage names it already.
         after = f',"device":{self._devices[meta.device]}' if len(self._devices) > 2 else ""
         if meta.layout != Layout.strided:
             after += f',"layout":{quote(meta.layout.name)}'

@@ -1,7 +1,7 @@
 """jq over rows: a filter compiled once and applied to each row, its results as `jq -c` prints them.
 
-With `raw` strings are printed as they are, as `jq -r` does, with `slurp` the filter gets all rows as one array, as with
-`jq -s`.
+With `raw` strings are printed as they are, as `jq -r` does, with `slurp` the filter receives all rows as one array, as
+with `jq -s`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from replayfmt.errors import OpReplayError, UsageError
 from replayfmt.format.printable import printable, printable_json
 
 # jq itself prints the results: as Python objects they would have lost the sign of -0 and the digits of long integers.
-# An empty line before, because a comment that ends in a backslash goes on in the next one.
+# An empty line comes first, because a comment that ends in a backslash continues on the next line.
 _PRINTED = "\n\n| tojson"
 _PRINTED_RAW = '\n\n| if type == "string" then [., true] else [tojson, false] end'
 
@@ -29,7 +29,7 @@ class Query:
     """A compiled jq filter."""
 
     def __init__(self, text: str, *, raw: bool = False, slurp: bool = False) -> None:
-        """Raises UsageError, with jq's own message, where the filter does not compile."""
+        """Raises UsageError, with jq's own message, if the filter does not compile."""
         # Only here, so that a dump without a filter works where the binding is missing.
         import jq  # type: ignore[import-not-found]
 

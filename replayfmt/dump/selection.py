@@ -15,7 +15,7 @@ from .values import Made
 _RANGE = re.compile(r"([0-9]*):([0-9]*)", re.ASCII)
 
 
-# One name or pattern, or several, of which any will do.
+# One name or pattern, or several, any of which matches.
 Names = str | tuple[str, ...]
 
 
@@ -26,7 +26,7 @@ def listed(names: Names | None) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Selection:
-    """What was asked for: ordinals from `start` up to, not including, `stop`; scopes; patterns of operator names."""
+    """The request: ordinals from `start` up to, not including, `stop`; scopes; patterns of operator names."""
 
     start: int = 0
     stop: int | None = None
@@ -39,7 +39,7 @@ class Selection:
 
     @property
     def text(self) -> str:
-        """The flags that ask for this."""
+        """The equivalent flags."""
         given = [f"--scope={name}" for name in listed(self.scope)]
         given += [f"--kernel={pattern}" for pattern in listed(self.kernel)]
         if (self.start, self.stop) != (0, None):
@@ -48,10 +48,10 @@ class Selection:
 
 
 def parse_range(text: str) -> tuple[int, int | None]:
-    """`A:B`, `A:`, `:B` or `:` as ordinals. Raises UsageError for anything else, and where A is behind B."""
+    """`A:B`, `A:`, `:B` or `:` as ordinals. Raises UsageError for anything else, and if A is behind B."""
     match = _RANGE.fullmatch(text)
     if match is None or max(map(len, match.groups())) > 18:
-        raise UsageError(f"--ops={text}: expected A:B, two ordinals of which either may be missing: 10:20, or 500:")
+        raise UsageError(f"--ops={text}: expected A:B, two ordinals, either of which may be omitted: 10:20, or 500:")
     start, stop = (int(part) if part else None for part in match.groups())
     if stop is not None and (start or 0) > stop:
         raise UsageError(f"--ops={text}: the range ends before it begins")
@@ -62,7 +62,7 @@ class Filter:
     """A selection resolved against a capture: which records of a frame it takes."""
 
     def __init__(self, reader: CaptureReader, selection: Selection) -> None:
-        """Raises UsageError where the capture has no scope of a name, no kernel for a pattern, or no record in the
+        """Raises UsageError if the capture has no scope of a name, no kernel for a pattern, or no record in the
         range."""
         if selection.start and selection.start >= reader.record_count:
             raise UsageError(
@@ -140,5 +140,5 @@ def selected_kernels(reader: CaptureReader, selection: Selection) -> set[int] | 
 
 
 def selects_nothing(reader: CaptureReader, selection: Selection) -> UsageError:
-    """The error of a selection each part of which is there, but no record that fits all of them."""
+    """The error for a selection whose parts all exist, but that no record satisfies together."""
     return UsageError(f"{selection.text}: selects no record of {reader.path}")

@@ -19,7 +19,7 @@ def signature_groups(reader: CaptureReader, selection: Selection) -> list[Signat
     """The signatures among the selected ops, in order of first use. Raises UsageError for a selection by scope, and
     for one that takes no op."""
     if selection.scope is not None:
-        raise UsageError("--signatures does not look at scopes: leave --scope out, or take --ops=A:B")
+        raise UsageError("--signatures ignores scopes: omit --scope, or use --ops=A:B")
     kernels = selected_kernels(reader, selection)
     groups = SignatureIndex(reader).groups(kernels, selection.start, selection.stop)
     if not groups and not selection.everything:

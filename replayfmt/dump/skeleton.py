@@ -1,9 +1,9 @@
 """The skeleton of a replacement for a kernel of a capture: a Python file that runs, and does what the kernel does.
 
-It is a function with the operator's parameters and their defaults that calls the original; what is to be replaced is
-its last line. Loading it needs no library: the original is looked up when it is called. A capture is untrusted and this
-becomes code, so nothing of it is copied as it stands: the schema is taken apart and put together again, names have to
-be identifiers, defaults have to be literals, and everything else of the capture is text in docstrings, escaped.
+It is a function with the operator's parameters and their defaults that calls the original; the user replaces its last
+line. Loading it needs no library: the original is looked up when it is called. A capture is untrusted and this becomes
+code, so nothing of it is copied verbatim: the schema is parsed and written anew, names must be identifiers, defaults
+must be literals, and everything else of the capture is text in docstrings, escaped.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ _LAYOUTS = ("strided", "sparse_coo")
 def kernel_skeleton(reader: CaptureReader, which: int | str) -> str:
     """The file's text. `which` is a kernel's id or the name of an operator, with or without its overload.
 
-    Raises UsageError where there is no such kernel, a name means several, or the schema makes no Python function.
+    Raises UsageError if there is no such kernel, a name means several, or the schema makes no Python function.
     """
     flag = f"--kernel-skeleton={which}"
     kernel_id = _kernel_id(reader, which, flag)
@@ -126,14 +126,14 @@ def _kernel_id(reader: CaptureReader, which: int | str, flag: str) -> int:
 
 
 class _Skeleton:
-    """One file while it is put together."""
+    """One file while it is being written."""
 
     def __init__(self, reader: CaptureReader, kernel_id: int, kernel: Kernel, schema: OperatorSchema) -> None:
         self._reader, self._kernel_id, self._kernel, self._schema = reader, kernel_id, kernel, schema
         taken = {argument.name for argument in schema.arguments} | {schema.base_name}
         self._function = _free(schema.base_name, {argument.name for argument in schema.arguments})
         self._original = _free("original", taken)
-        # Arguments that may come by a name that is a word of Python's, which no parameter can have.
+        # Arguments whose name is a Python keyword, which no parameter can have.
         self._words = [
             argument
             for argument in schema.arguments
@@ -192,7 +192,7 @@ class _Skeleton:
 
     def _called_original(self) -> Iterator[str]:
         """Looked up when it is called: a library that a replay is allowed to import may not be there when this file is
-        loaded. `torch.ops` has attributes that are no operators: the dispatcher has to have one of this name."""
+        loaded. `torch.ops` has attributes that are not operators: the dispatcher has to have one of this name."""
         overload = "" if self._kernel.overload == "default" else self._kernel.overload
         yield f"def {self._original}(*args: object, **kwargs: object) -> object:"
         yield '    """The kernel that is replaced."""'
@@ -262,7 +262,7 @@ class _Skeleton:
         yield ""
         written = [argument for argument in self._schema.arguments if argument.type.written]
         if written:
-            yield f"    It has to write {', '.join(argument.name for argument in written)}, and no other argument."
+            yield f"    It must write {', '.join(argument.name for argument in written)}, and no other argument."
         else:
             yield "    It must not write its arguments."
         yield from self._results()
@@ -282,7 +282,7 @@ class _Skeleton:
                 yield f"    {which} {owner} itself."
             else:
                 yield f"    {which} {_doc(returned.text)} on the memory of {owner}, where the original's is."
-        yield "    Sizes, strides and offsets of results have to be the original's."
+        yield "    Sizes, strides and offsets of results must be the original's."
 
 
 def _free(name: str, taken: set[str]) -> str:
@@ -290,7 +290,7 @@ def _free(name: str, taken: set[str]) -> str:
     if not name.isidentifier():
         name = f"kernel_{name}"
     if not name.isidentifier():
-        raise ValueError(f"{name!r} makes no identifier")
+        raise ValueError(f"{name!r} is not an identifier")
     while name in taken or iskeyword(name) or name in ("torch", "Tensor"):
         name += "_"
     return name
@@ -310,12 +310,13 @@ def _hint(declared: SchemaType) -> str:
 
 
 def _default(declared: SchemaType, text: str) -> str:
-    """A default as Python: what is no literal is refused, numbers that stand for PyTorch's own constants are named."""
+    """A default as Python source: anything but a literal is refused, numbers that represent PyTorch's constants are
+    named."""
     kind = declared.text.removesuffix("?")
     named = {"MemoryFormat": _MEMORY_FORMATS, "ScalarType": _SCALAR_TYPES, "Layout": _LAYOUTS}.get(kind)
     if named is not None and text.isdecimal():
         if int(text) >= len(named):
-            raise ValueError(f"its default {text} is no {kind} that is known")
+            raise ValueError(f"its default {text} is not a known {kind}")
         return f"torch.{named[int(text)]}"
     if named is not None and text in named:
         return f"torch.{text}"
@@ -326,7 +327,7 @@ def _default(declared: SchemaType, text: str) -> str:
     try:
         value = ast.literal_eval(text)
         written = repr(value)
-        ast.literal_eval(written)  # what is written of `...` or 1e999 is a name
+        ast.literal_eval(written)  # `...` and 1e999 are written as names
     except (ValueError, SyntaxError, MemoryError, RecursionError):
         raise ValueError(f"its default {text[:80]!r} is not a literal") from None
     if not written.isascii() or not written.isprintable():

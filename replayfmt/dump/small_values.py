@@ -1,8 +1,8 @@
 """The values of small integer and bool tensors that ops take, where the capture holds them.
 
-Block tables, sequence lengths, offsets and positions say what an operator of a serving engine does. They are known of
-storages whose content came from outside, until an op writes them: whether it does is read off its schema. Frames are
-looked through in order; of a selection, those before it only where it has something to show.
+Block tables, sequence lengths, offsets and positions determine what an operator of a serving engine does. They are
+known for storages whose content came from outside, until an op writes them according to its schema. Frames are read in
+order; those before a selection only if it has values to show.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from replayfmt.format.records.values import decode_record
 from replayfmt.format.slots import SlotLayout
 
 SHOWN_VALUES = 64  # of a tensor with more elements, none is shown
-MOST_VALUES = 4096  # that can be asked for
-_LARGEST_PAYLOAD = 1 << 24  # of content that is looked into, bytes
+MOST_VALUES = 4096  # that can be requested
+_LARGEST_PAYLOAD = 1 << 24  # of content that is read, bytes
 _KEPT_BYTES = 1 << 26  # of content that is kept at hand
 _KEPT_TEXTS = 1 << 14
 _NUMPY: dict[DType, str] = {
@@ -35,7 +35,7 @@ _FLAGS = TensorFlag.conj | TensorFlag.neg | TensorFlag.zero
 
 
 class SmallValues:
-    """Gives the values of a frame's tensors as `write` puts them, by place in the frame's tensor column."""
+    """Returns the values of a frame's tensors as `write` puts them, by place in the frame's tensor column."""
 
     def __init__(self, reader: CaptureReader, most: int, write: Callable[[np.ndarray], str]) -> None:
         """`most` elements are written of a tensor, 0: none are."""
@@ -61,7 +61,7 @@ class SmallValues:
         self._texts: dict[tuple[int, int, int], str] = {}
 
     def of(self, index: int, frame: RecordFrame) -> dict[int, str]:
-        """What to show in a frame. Frames are asked for in order."""
+        """The values to show in a frame. Frames must be requested in order."""
         if not self.shows:
             return {}
         places = np.flatnonzero(self._small[frame.tensor_meta[frame.tensor_slots]])
@@ -130,7 +130,7 @@ class SmallValues:
                     found += zip(rows[at].tolist(), written[at].tolist(), [0] * len(at), strict=True)
                 for slot in storages:
                     found += [(int(row), int(frame.ints[frame.int_first[row] + slot]), 0) for row in rows]
-        # An op's own writes come after it was shown what it takes: an import at its row would be a record of its own.
+        # An op's own writes come after its arguments were shown: an import at its row would be a separate record.
         return sorted(found)
 
     def _writes(self, number: int) -> tuple[list[int], list[int]]:

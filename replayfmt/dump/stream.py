@@ -69,7 +69,7 @@ def _with_records(
     selection: Selection,
     small: SmallValues,
 ) -> Iterator[str]:
-    """The head, then the selected records. Raises UsageError before the first chunk where there is none of them."""
+    """The head, then the selected records. Raises UsageError before the first chunk if there is none of them."""
     records: Iterator[str] = chain.from_iterable(
         _records(dialect, number, frame, chosen, small) for number, frame in _frames(reader, chosen)
     )
@@ -141,7 +141,7 @@ def _durations(column: np.ndarray) -> list[Any]:
 
 
 def _add_values(dialect: Dialect, frame: RecordFrame, columns: Columns, values: dict[int, str]) -> None:
-    """Let the texts of tensors go on with their values. The same tensor with the same values is one text."""
+    """Append their values to the texts of tensors. The same tensor with the same values is one text."""
     texts: dict[tuple[int, str], str] = {}
     length = 0
     for place, value in values.items():

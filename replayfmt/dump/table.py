@@ -32,7 +32,7 @@ DURATIONS = ("duration_ns", "device_duration_ns")
 
 def op_columns(reader: CaptureReader) -> dict[str, Any]:
     """The columns by name, in the order of COLUMNS: int64 arrays, object arrays of text, and for durations a pair of an
-    int64 array and a mask that is True where nothing was measured."""
+    int64 array and a mask that is True if nothing was measured."""
     parts: dict[str, list[np.ndarray]] = {name: [] for name in COLUMNS}
     missing: dict[str, list[np.ndarray]] = {name: [] for name in DURATIONS}
     facts = _Facts(reader)
@@ -80,7 +80,7 @@ def _texts(values: list[str | None]) -> np.ndarray:
 
 
 class _Facts:
-    """What is the same for all records of a signature or a scope, by id."""
+    """Facts shared by all records of a signature or a scope, by id."""
 
     def __init__(self, reader: CaptureReader) -> None:
         self._reader = reader

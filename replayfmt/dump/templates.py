@@ -1,8 +1,8 @@
 """Turns a row's template into a fast function. A template is text with holes; a hole says what is shown there.
 
 Millions of records share a few hundred signatures, so what differs between two rows of one signature is only what
-fills the holes. Each *arrangement* of holes is compiled once, into an f-string. The text between the holes is handed
-to that code as values: nothing that a capture says is ever compiled, whatever it contains.
+fills the holes. Each *arrangement* of holes is compiled once, into an f-string. The text between the holes is passed to
+that code as values: nothing from a capture is ever compiled.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from enum import Enum
 from functools import lru_cache
 from typing import Any
 
-# What a row function is called with, in this order. Single letters are this record's own values: ordinal, scope,
-# thread, start, duration, device duration, then the first slot it has in the columns tensors, ints and floats.
-# Capitals are the frame's columns: a fragment for each tensor slot, ints and floats as the output writes them, the ints
-# as numbers, the row of the frame's tensor table for each tensor slot, and the device of each row of that table.
+# The parameters of a row function, in this order. Single letters are this record's own values: ordinal, scope, thread,
+# start, duration, device duration, then the first slot it has in the columns tensors, ints and floats. Capitals are the
+# frame's columns: a fragment for each tensor slot, ints and floats as the output writes them, the ints as numbers, the
+# row of the frame's tensor table for each tensor slot, and the device of each row of that table.
 PARAMETERS = ("o", "s", "h", "n", "d", "g", "t", "i", "f", "T", "I", "F", "R", "L", "D")
 
 RowFunction = Callable[..., str]
 
 
 class Hole(Enum):
-    """What a hole shows. The value is the code that reads it; `{k}` and `{end}` stand for slot numbers."""
+    """What a hole shows. The value is the code that reads it; `{k}` and `{end}` are slot numbers."""
 
     ordinal = "o"
     scope = "s"

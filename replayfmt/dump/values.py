@@ -56,8 +56,8 @@ class Columns:
 
 
 class Made(Generic[T]):
-    """Something made once for each id that is met: a capture may define far more than a selection uses. What weighs
-    more than the limit together is made anew, so that memory does not grow with a capture's length."""
+    """A cache of objects by id, created on demand: a capture may define far more than a selection uses. It is emptied
+    at a total weight, so that memory does not grow with a capture's length."""
 
     def __init__(self, make: Callable[[int], T], weigh: Callable[[int], int] = lambda _number: 1) -> None:
         self._make = make
@@ -77,8 +77,8 @@ class Made(Generic[T]):
 
 
 def scope_path(reader: CaptureReader, number: int) -> str:
-    """A scope's names from the outermost inwards, joined by slashes; "" for 0. Of paths that no program needs, only the
-    end, after an ellipsis: nested scopes could otherwise make rows that are longer than the capture."""
+    """A scope's names from the outermost inwards, joined by slashes; "" for 0. Of unreasonably long paths, only the
+    end, after an ellipsis: nested scopes could otherwise make rows longer than the capture."""
     names: list[str] = []
     length = 0
     while number and length <= PATH_CHARACTERS:
@@ -91,7 +91,7 @@ def scope_path(reader: CaptureReader, number: int) -> str:
 
 
 class Dialect(ABC):
-    """How one output writes records. Keeps what it has made for the signatures and scopes it has met."""
+    """How one output writes records. Caches its work for signatures and scopes."""
 
     def __init__(self, reader: CaptureReader) -> None:
         self.reader = reader
@@ -114,7 +114,7 @@ class Dialect(ABC):
     def rows_at_once(self, frame: RecordFrame, signatures: list[int], columns: Columns) -> int:
         """How many of these records to write at once, so that their rows stay below CHUNK_CHARACTERS.
 
-        Raises InvalidCapture where a single row could be longer.
+        Raises InvalidCapture if a single row could be longer.
         """
         path = 12 * PATH_CHARACTERS * bool(frame.scope.any())
         longest = max(self.lengths.of(signatures)) + path + columns.longest(frame)
@@ -125,7 +125,7 @@ class Dialect(ABC):
         return CHUNK_CHARACTERS // longest
 
     def check_room(self, frame: RecordFrame, characters: int, what: str) -> None:
-        """Raise InvalidCapture where what a frame needs is more than any real capture makes it."""
+        """Raise InvalidCapture if a frame needs more than in any real capture."""
         if characters > CHUNK_CHARACTERS:
             raise InvalidCapture(
                 f"{self.reader.path}: frame at {frame.offset:#x}: {what} of its records could take "
@@ -134,7 +134,7 @@ class Dialect(ABC):
 
     @abstractmethod
     def scope(self, number: int) -> str:
-        """What a row shows of the scope with this id."""
+        """A row's text for the scope with this id."""
 
     @abstractmethod
     def template(self, signature: Signature) -> list[Piece]:
@@ -150,15 +150,15 @@ class Dialect(ABC):
 
     @abstractmethod
     def device_durations(self, column: np.ndarray) -> list[str]:
-        """What rows show of the device times that a frame has."""
+        """Rows' texts for the device times of a frame."""
 
     @abstractmethod
     def annotations(self, ids: list[int]) -> list[str]:
-        """What rows show of their annotations, given their ids; "" for 0."""
+        """Rows' texts for their annotations, by id; "" for 0."""
 
     @abstractmethod
     def values(self, values: np.ndarray) -> str:
-        """What a tensor's text goes on with where its elements are shown."""
+        """The suffix of a tensor's text that shows its elements."""
 
     def ordinals(self, ordinals: list[int]) -> list[Any]:
         """Ordinals as this dialect writes them."""
@@ -166,4 +166,4 @@ class Dialect(ABC):
 
     @abstractmethod
     def tail(self, frame: RecordFrame) -> str:
-        """What ends every row of a frame, the newline included."""
+        """The end of every row of a frame, including the newline."""

@@ -1,4 +1,4 @@
-"""From captures to what other tools read: TraceLens EventReplay IR with a script that replays it.
+"""From captures to other tools' formats: TraceLens EventReplay IR with a script that replays it.
 
-Reads captures; knows nothing of recording or replay.
+Reads captures; does not depend on recording or replay.
 """

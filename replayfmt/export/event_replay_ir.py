@@ -1,8 +1,8 @@
 """Ops as TraceLens EventReplay IR: one JSON object for each call, with its arguments and how to make its tensors.
 
 The IR has what a call needs: operator, arguments, dtypes, shapes and strides. It has no contents, no results and no
-connection between calls. What it has no place for (which overload, devices, memory that arguments share) stands in
-members named `opreplay`, which other readers pass over. What cannot be said at all raises Inexpressible.
+connection between calls. Anything it has no place for (overload, devices, memory shared by arguments) is in members
+named `opreplay`, which other readers skip. Calls that cannot be expressed at all raise Inexpressible.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _FLAGS = ((TensorFlag.conj, "conj"), (TensorFlag.neg, "neg"))
 
 
 class Inexpressible(Exception):
-    """Why the IR cannot say what a call was."""
+    """Why the IR cannot express a call."""
 
 
 class EntryMaker:
@@ -64,7 +64,7 @@ class EntryMaker:
         return kernel.qualified_name
 
     def devices(self) -> dict[str, dict[str, str]]:
-        """What the capture says of its devices beside their names."""
+        """The capture's device properties besides names."""
         known = {
             str(each): {"name": each.name, "fingerprint": each.fingerprint}
             for each in self._reader.devices
@@ -106,7 +106,7 @@ class EntryMaker:
         }
 
     def _value(self, value: Any, memory: _Memory) -> tuple[Any, Any]:
-        """A value as the IR has it, and what goes beside it."""
+        """A value in the IR's form, and its extra members."""
         if value is None or isinstance(value, bool | str):
             return value, None
         if isinstance(value, DType | Layout | MemoryFormat):

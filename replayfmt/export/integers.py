@@ -1,7 +1,8 @@
-"""The integers and booleans that exported calls take: indices, lengths, offsets, masks, which zeros cannot stand for.
+"""The integers and booleans that exported calls take: indices, lengths, offsets, masks, which cannot be replaced with
+zeros.
 
-They are what a replay of the capture would begin with: captured, or what initializers make of the calls' demands. What
-an op of the capture computed is not known without a run.
+They are the initial values of a replay: captured, or synthesized by initializers. Values that an op of the capture
+computed are unknown without a run.
 """
 
 from __future__ import annotations

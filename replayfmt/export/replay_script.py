@@ -1,9 +1,9 @@
-"""Replays every operator call of event_replay_ir.json by itself, and prints how long each takes. Needs PyTorch alone.
+"""Replays every operator call of event_replay_ir.json by itself, and prints how long each takes. Needs only PyTorch.
 
     python replay.py [event_replay_ir.json] [--device=cpu] [--op-filter=TEXT] [--op-limit=N] [--verbose]
 
-Each call gets inputs of the recorded dtypes, shapes and strides. Integers and booleans have the content that
-integers.json beside the file says, zeros where it says nothing; all else is made up. Exit code 1 if a call failed.
+Each call gets inputs of the recorded dtypes, shapes and strides. Integers and booleans have their content from
+integers.json beside the file, or zeros; everything else is synthesized. Exit code 1 if a call failed.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ for _name in (
         DTYPES[f"c10::{_name}"] = getattr(torch, _name.lower())
 for _bits in (16, 32, 64):
     DTYPES[f"uint{_bits}_t"] = getattr(torch, f"uint{_bits}")
-# The numbers that PyTorch gives these enumerations, as traces store them.
+# PyTorch's numbers for these enumerations, as traces store them.
 _SCALAR_NAMES = (
     "uint8 int8 int16 int32 int64 float16 float32 float64 complex32 complex64 complex128 bool qint8 quint8 qint32 "
     "bfloat16 quint4x2 quint2x4 bits1x8 bits2x4 bits4x2 bits8 bits16 float8_e5m2 float8_e4m3fn float8_e5m2fnuz "
@@ -66,7 +66,7 @@ LAYOUTS = [getattr(torch, _layout) for _layout in _LAYOUT_NAMES.split()]
 MEMORY_FORMATS = [torch.contiguous_format, torch.preserve_format, torch.channels_last, torch.channels_last_3d]
 
 
-# Operators that do more than compute on tensors; --allow-operator runs one all the same. Written by the export.
+# Operators that do more than compute on tensors; --allow-operator runs one anyway. Written by the export.
 REFUSED_NAMESPACES: tuple[str, ...] = ()
 REFUSED_OPERATORS: tuple[str, ...] = ()
 
@@ -135,7 +135,7 @@ class Inputs:
         return tensor
 
     def fill(self, storage: torch.UntypedStorage, dtype: torch.dtype, init: Any, device: torch.device) -> None:
-        """Made-up content: normally distributed numbers, and zeros where they may be indices."""
+        """Synthesized content: normally distributed numbers, and zeros where they may be indices."""
         count = storage.nbytes() // dtype.itemsize
         if not count:
             return
@@ -159,7 +159,7 @@ class Inputs:
 
 
 def content(text: Any, dtype: torch.dtype, sizes: list[int]) -> torch.Tensor:
-    """The elements that integers.json has for a tensor. Raises ValueError where they are not those of the tensor."""
+    """The elements that integers.json has for a tensor. Raises ValueError if they are not those of the tensor."""
     length = math.prod(sizes) * dtype.itemsize
     unpacking = zlib.decompressobj()
     try:
@@ -172,7 +172,7 @@ def content(text: Any, dtype: torch.dtype, sizes: list[int]) -> torch.Tensor:
 
 
 def integers_beside(path: str) -> dict[str, Any]:
-    """By number of the entry, what integers.json beside a file has for it. Raises ValueError and OSError."""
+    """The entries of integers.json beside a file, by entry number. Raises ValueError and OSError."""
     beside = Path(path).with_name(INTEGERS)
     if not beside.exists():
         return {}
@@ -206,9 +206,9 @@ def operator(entry: dict[str, Any], allowed: Sequence[str] = ()) -> Any:
     no file reaches a Python function through one. Which overload it was is not in the IR of other tools."""
     name, overload = entry["op_name"], (entry.get("opreplay") or {}).get("overload")
     if not (isinstance(name, str) and isinstance(overload, str | None)):
-        raise ValueError("op_name and overload have to be strings")
+        raise ValueError("op_name and overload must be strings")
     if (name in REFUSED_OPERATORS or name.partition("::")[0] in REFUSED_NAMESPACES) and name not in allowed:
-        raise ValueError(f"{name!a} does more than compute on tensors; --allow-operator={name} runs it all the same")
+        raise ValueError(f"{name!a} does more than compute on tensors; --allow-operator={name} runs it anyway")
     if overload is not None:
         overload = "" if overload == "default" else overload
         if not registered(name, overload):
@@ -221,7 +221,7 @@ def operator(entry: dict[str, Any], allowed: Sequence[str] = ()) -> Any:
 
 
 def lacks(operator: str) -> str:
-    """What to say of an operator that is not there."""
+    """The message for a missing operator."""
     return f"no operator {operator!a} is registered; --import=MODULE imports the library that registers it"
 
 
@@ -230,7 +230,7 @@ def entries_of(path: str) -> list[dict[str, Any]]:
     with open(path, encoding="utf-8") as file:
         entries = json.load(file)
     if not isinstance(entries, list):
-        raise ValueError("no EventReplay IR: expected a list of entries")
+        raise ValueError("not EventReplay IR: expected a list of entries")
     for number, entry in enumerate(entries, 1):
         ir = entry.get("replay_ir") if isinstance(entry, dict) else None
         if (
@@ -287,7 +287,7 @@ def seconds(text: str) -> float:
 
 
 class Once(argparse.Action):
-    """A value that may be given once: the first of two would be lost without a word."""
+    """A value that may be given once: the first of two would be lost silently."""
 
     def __call__(
         self,

@@ -1,7 +1,7 @@
-"""The zip artifact: event_replay_ir.json, a script that replays it with PyTorch alone, and a README.
+"""The zip artifact: event_replay_ir.json, a script that replays it with only PyTorch, and a README.
 
-The whole selection is looked at before anything is written: a call that the IR cannot say is refused with its reason,
-or left out where that was asked for, and then the README says so.
+The whole selection is checked before anything is written: a call that the IR cannot express is refused with its reason,
+or left out on request, and then the README says so.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from .integers import Integers, Texts
 
 IR_NAME, SCRIPT_NAME, README_NAME = "event_replay_ir.json", "replay.py", "README.md"
 INTEGERS_NAME = "integers.json"
-_TIMELESS = (1980, 1, 1, 0, 0, 0)  # the same capture gives the same bytes
+_TIMELESS = (1980, 1, 1, 0, 0, 0)  # the same capture produces the same bytes
 _EXECUTABLE = 0o755 << 16
 _SHOWN = 20
 
 
 @dataclass
 class Exported:
-    """What became of a selection. `left_out` has a sentence and a count for each reason; `without_integers` counts the
-    arguments of integers and booleans whose content is not known, and `no_integers` says why none is."""
+    """The outcome of an export. `left_out` has a sentence and a count for each reason; `without_integers` counts the
+    arguments of integers and booleans whose content is unknown, and `no_integers` says why none is."""
 
     entries: int = 0
     calls: int = 0
@@ -61,10 +61,10 @@ def export_replay_zip(
     """Write the selected ops of a capture as a zip artifact.
 
     With `unique`, calls with the same arguments become one entry with their count. With `partial`, calls that the IR
-    cannot say are left out; otherwise they are refused. `on_record` is told how many of how many records are done.
+    cannot express are left out; otherwise they are refused. `on_record(done, total)` is called with the progress.
 
-    Raises UsageError where nothing is selected or `out` is the capture, ReplayRefused with a finding for each reason,
-    OutputExists, and CaptureFailed where the file cannot be written.
+    Raises UsageError if nothing is selected or `out` is the capture, ReplayRefused with a finding for each reason,
+    OutputExists, and CaptureFailed if the file cannot be written.
     """
     if same_file(reader.path, out):
         raise UsageError(f"{os.fspath(out)}: is the capture that is exported; name another file")
@@ -76,8 +76,8 @@ def export_replay_zip(
     if exported.left_out and not partial:
         reasons = tuple(f"{reason}: {count} calls" for reason, count in exported.left_out.most_common())
         raise ReplayRefused(
-            f"{reader.path}: {sum(exported.left_out.values())} of {exported.calls} calls cannot be "
-            "said in EventReplay IR; nothing was written; --partial leaves them out",
+            f"{reader.path}: {sum(exported.left_out.values())} of {exported.calls} calls cannot be expressed in "
+            f"EventReplay IR; nothing was written; --partial leaves them out",
             reasons,
         )
     texts = {
@@ -108,7 +108,7 @@ def _entries(
     on_record: Callable[[int, int], None] | None,
     integers: Integers,
 ) -> tuple[list[dict[str, Any]], dict[int, Texts]]:
-    """The entries, and by their numbers the content of what integers they take."""
+    """The entries, and by their numbers the content of their integer arguments."""
     maker = EntryMaker(reader)
     found: dict[str, dict[str, Any]] = {}
     entries: list[dict[str, Any]] = []
@@ -138,7 +138,7 @@ def _entries(
         entries.append(entry)
     exported.entries = len(entries)
     if entries and (devices := maker.devices()):
-        entries[0][OWN]["devices"] = devices  # the IR is a list: there is no place for what holds for all of it
+        entries[0][OWN]["devices"] = devices  # the IR is a list: it has no place for data about all of it
     return entries, content
 
 
@@ -190,9 +190,9 @@ def _readme(reader: CaptureReader, wanted: Wanted, entries: list[dict[str, Any]]
         f"{escaped(Path(reader.path).name)} (PyTorch {escaped(torch_version)}; selection: {escaped(wanted.text)}).",
         "",
         f"- `{IR_NAME}`: the calls as TraceLens EventReplay IR: operators, arguments, dtypes, shapes, strides, counts.",
-        f"- `{INTEGERS_NAME}`: what integers and booleans the calls take, by number of the entry and argument: "
-        "captured, or made to fit what the calls demand (zlib in base64).",
-        f"- `{SCRIPT_NAME}`: makes inputs and runs every call by itself. It needs PyTorch and nothing else.",
+        f"- `{INTEGERS_NAME}`: integers and booleans that the calls take, by entry number and argument: "
+        f"captured, or synthesized to fit the calls (zlib in base64).",
+        f"- `{SCRIPT_NAME}`: creates inputs and runs every call on its own. It needs only PyTorch.",
         "",
         "```sh",
         f"python {SCRIPT_NAME}                    # every call, where it was recorded",
@@ -201,7 +201,7 @@ def _readme(reader: CaptureReader, wanted: Wanted, entries: list[dict[str, Any]]
         "",
         "It prints the time of each call, times its count, and exits with 1 if a call failed.",
         "",
-        "Not in here: other contents (floating-point inputs are normally distributed), results, what one call passed",
+        "Not included: other contents (floating-point inputs are normally distributed), results, what one call passed",
         "to the next, random generators' states, numeric settings. `opreplay` members hold what the IR has no place",
         "for: overloads, devices, offsets, memory that arguments of one call share. `opreplay-import` reads the",
         "archive back.",
@@ -217,7 +217,7 @@ def _readme(reader: CaptureReader, wanted: Wanted, entries: list[dict[str, Any]]
     if exported.left_out:
         lines += [
             "",
-            "Left out, because the IR cannot say it:",
+            "Left out, because the IR cannot express it:",
             "",
             *(f"- {escaped(reason)}: {count} calls" for reason, count in exported.left_out.most_common()),
         ]
@@ -225,7 +225,7 @@ def _readme(reader: CaptureReader, wanted: Wanted, entries: list[dict[str, Any]]
 
 
 def without_integers(exported: Exported) -> str:
-    """What to say of integers whose content is not known, "" where there are none."""
+    """The note on integers whose content is unknown, "" if there are none."""
     if not exported.without_integers:
         return ""
     why = (

@@ -1,4 +1,4 @@
-"""JSON that comes from a file: how deep it may go before somebody recurses into it."""
+"""JSON from a file: a check of its depth, before anything recurses into it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What a capture is made of, as plain values: definitions, signatures, records.
+"""The parts of a capture as plain values: definitions, signatures, records.
 
-Everything here is immutable and knows nothing of files or of PyTorch. Ids count from 1, 0 means "none"; ordinals
-count from 0. The writer turns these into frames, the reader turns frames into these.
+Everything here is immutable and does not depend on files or PyTorch. Ids count from 1, 0 means "none"; ordinals count
+from 0. The writer turns these into frames, the reader turns frames into these.
 """
 
 from __future__ import annotations
@@ -102,8 +102,8 @@ class TensorMeta:
 
 @dataclass(frozen=True)
 class FileIdentity:
-    """What tells a file from another that has its name: device and inode as stat says them, and the time it was last
-    modified, in nanoseconds since 1970."""
+    """What distinguishes a file from another of the same name: device and inode from stat, and its modification time in
+    nanoseconds since 1970."""
 
     device: int
     inode: int
@@ -113,10 +113,10 @@ class FileIdentity:
 @dataclass(frozen=True)
 class ExternalFile:
     """A file that the capture refers to by path. `bytes` is its length; `digest` its file digest (file_digest.py) in 32
-    hexadecimal digits. Where there is a digest it decides, else the identity; None where it was not taken.
+    hexadecimal digits. Where there is a digest it decides, else the identity; None if it was not taken.
 
-    `payload` is the payload id of the file's whole content, 0 where that is not embedded. `format` is informative:
-    `safetensors`, `torch`, `raw`, or "" where it is not known.
+    `payload` is the payload id of the file's whole content, 0 if that is not embedded. `format` is informative:
+    `safetensors`, `torch`, `raw`, or "" where it is unknown.
     """
 
     path: str
@@ -129,8 +129,8 @@ class ExternalFile:
 
 @dataclass(frozen=True)
 class FileRange:
-    """`bytes` bytes of an external file (by id) from `offset` on. `payload` is the payload id of just these bytes, 0
-    where they are in the file alone, or in the payload of the whole file."""
+    """`bytes` bytes of an external file (by id) from `offset` on. `payload` is the payload id of just these bytes, 0 if
+    they are in the file alone, or in the payload of the whole file."""
 
     file: int
     offset: int
@@ -217,7 +217,7 @@ class Signature:
 
 @dataclass(frozen=True, slots=True)
 class TensorValue:
-    """A tensor as one record used it. `offset` is in elements; `storage` is a storage id, 0 where it has none."""
+    """A tensor as one record used it. `offset` is in elements; `storage` is a storage id, 0 if it has none."""
 
     id: int
     storage: int
@@ -329,7 +329,7 @@ class Record:
     def calls(self) -> int:
         """How many calls of the program this record stands for: an import may keep one of many that were the same.
 
-        Raises InvalidCapture where the annotation has no such number.
+        Raises InvalidCapture if the annotation has no such number.
         """
         count = (self.annotation or {}).get("count", 1)
         if not isinstance(count, int) or isinstance(count, bool) or count < 1:
@@ -339,7 +339,7 @@ class Record:
         return count
 
     def argument(self, name: str) -> Value:
-        """The top-level argument of that name. Raises KeyError where the record has none."""
+        """The top-level argument of that name. Raises KeyError if the record has none."""
         for node, value in zip(self.signature.args, self.args, strict=True):
             if node.name == name:
                 return value

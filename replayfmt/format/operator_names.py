@@ -1,4 +1,4 @@
-"""What an operator may be called: the names that a capture may hold, and that anything may be looked up by.
+"""Valid operator names: the only ones that a capture may hold, and that may be looked up.
 
 PyTorch's own parser of names takes no others. A name is data: whoever looks one up asks the dispatcher's registry for
 it, and never follows it through the attributes of Python objects.

@@ -39,7 +39,7 @@ class SchemaType:
 
 @dataclass(frozen=True)
 class SchemaArgument:
-    """One argument. `default` is its text in the schema, None where the argument has to be given."""
+    """One argument. `default` is its text in the schema, None if the argument must be given."""
 
     name: str
     type: SchemaType
@@ -81,7 +81,7 @@ def _sorted_set(found: re.Match[str]) -> str:
 
 @lru_cache(maxsize=4096)
 def parse_operator_schema(text: str) -> OperatorSchema:
-    """A schema's parts. Raises ValueError where `text` is no schema."""
+    """A schema's parts. Raises ValueError if `text` is not a schema."""
     if len(text) > _LONGEST:
         raise ValueError(f"a schema of {len(text)} characters")
     text = canonical_schema(text)

@@ -1,4 +1,4 @@
-"""Text for people's terminals: what captures, traces and paths contain must not steer them."""
+"""Text for terminals: captures, traces and paths must not be able to control them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _BEYOND_ASCII = re.compile(r"[^\x20-\x7e]")
 
 
 def printable(text: str, limit: int | None = None) -> str:
-    """Text on one line that cannot steer a terminal: what is not printable is escaped, what is too long is cut."""
+    """Text on one line that cannot control a terminal: unprintable characters are escaped, long text is cut."""
     if limit is not None and len(text) > limit:
         text = text[: limit - 1] + "…"
     if text.isprintable():
@@ -17,8 +17,13 @@ def printable(text: str, limit: int | None = None) -> str:
     return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
 
 
+def counted(number: int, noun: str) -> str:
+    """`1,377 ops`, `1 op`."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
 def printable_json(text: str) -> str:
-    """JSON on one line with the same meaning, and with what is not printable escaped."""
+    """JSON on one line with the same meaning, and with unprintable characters escaped."""
     return text if text.isprintable() else _BEYOND_ASCII.sub(_escape, text)
 
 

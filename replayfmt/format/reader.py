@@ -1,7 +1,7 @@
 """Reading a capture: opening it in milliseconds, any record by touching one frame, payloads straight from the file.
 
 Opening reads the preamble, the trailer, the index, the head and the definitions; frames are read, verified and decoded
-when they are asked for, and a few are kept. Nothing a file says is used before it was checked: see frames.py, flat.py,
+when they are requested, and a few are kept. Nothing a file says is used before it was checked: see frames.py, flat.py,
 definitions/ and record_frames.py for what that means at each level. Not safe for use from several threads at
 once.
 """
@@ -132,7 +132,7 @@ class CaptureReader:
         return [FrameInfo(*values) for values in zip(*(rows[name].tolist() for name in names), strict=True)]
 
     def frame(self, index: int) -> RecordFrame:
-        """The `index`-th frame of records, verified and decoded. Raises InvalidCapture where it is damaged."""
+        """The `index`-th frame of records, verified and decoded. Raises InvalidCapture if it is damaged."""
         cached = self._cache.get(index)
         if cached is not None:
             self._cache.move_to_end(index)
@@ -159,7 +159,7 @@ class CaptureReader:
         return frame
 
     def frame_of(self, ordinal: int) -> int:
-        """Which frame holds a record. Raises IndexError where the capture has no such record."""
+        """Which frame holds a record. Raises IndexError if the capture has no such record."""
         if not 0 <= ordinal < self.record_count:
             raise IndexError(f"{self.path}: record {ordinal} of {self.record_count}")
         return int(np.searchsorted(self._first_ordinals, ordinal, side="right")) - 1
@@ -192,7 +192,7 @@ class CaptureReader:
         return last.first_storage + len(last.storage_bytes) - 1
 
     def storage(self, number: int) -> Storage:
-        """A storage by id. Raises IndexError where the capture has no such storage."""
+        """A storage by id. Raises IndexError if the capture has no such storage."""
         if not 1 <= number <= self.storage_count:
             raise IndexError(f"{self.path}: storage {number} of {self.storage_count}")
         frame = self.frame(int(np.searchsorted(self._first_storages, number, side="right")) - 1)
@@ -211,7 +211,7 @@ class CaptureReader:
 
     def annotation(self, number: int) -> dict[str, Any] | None:
         """What is said about one record, by a RecordFrame's annotation id; None for 0. Do not change it. Raises
-        InvalidCapture where it is no JSON object."""
+        InvalidCapture if it is no JSON object."""
         return self.definitions.annotation(number)
 
     @cached_property
@@ -224,7 +224,7 @@ class CaptureReader:
         return decode_summary(body, len(self.kernels) - 1, self.record_count, where)
 
     def recount(self) -> Summary:
-        """The totals, counted by reading every frame of records; when the capture ended is not known."""
+        """The totals, counted by reading every frame of records; when the capture ended is unknown."""
         tally = Tally()
         for index in range(len(self._positions)):
             tally.add_frame(self.frame(index))
@@ -238,7 +238,7 @@ class CaptureReader:
         return self._payloads
 
     def payload_info(self, number: int) -> PayloadInfo:
-        """A payload by id. Raises IndexError where the capture has no such payload."""
+        """A payload by id. Raises IndexError if the capture has no such payload."""
         return self._payloads.info(number)
 
     def payload(self, number: int) -> bytes | memoryview:

@@ -1,8 +1,9 @@
-"""Leaving out of a capture what tells who made it and where: host name, user, absolute paths, command line, stacks.
+"""Redaction: removes from a capture what reveals who made it and where: host name, user, absolute paths, command line,
+stacks.
 
 Shared by captures that are redacted while they are made and by those that are stripped afterwards. Operators, shapes,
 versions and settings stay: they are what a capture is for. An argument of an op that would have to change becomes
-opaque, so that a replay refuses the op instead of calling it with something else. Knows nothing of PyTorch.
+opaque, so that a replay refuses the op instead of calling it with something else. Does not depend on PyTorch.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ from .model import ExternalFile, Node, Session, Signature
 REDACTED = "(redacted)"
 _OPAQUE = "a string that was redacted"
 _SHORTEST_WORD = 2  # letters stand alone in many texts
-# What everybody is called says nothing, and may well be a word of a message.
+# Common user names reveal nothing, and may well be words in a message.
 _COMMON_WORDS = frozenset({"root", "user", "home", "localhost", "ubuntu", "admin", "none", "main"})
 _START = r"(?:/|~[\w.-]*[/\\]|[A-Za-z]:[/\\]|\\\\)"
 # A path begins where no word or path goes on. Inside quotes it ends with them. Elsewhere it goes on after a blank as
-# long as a separator follows before the next path: directories may have blanks in their names, and what is no part of
+# long as a separator follows before the next path: directories may have blanks in their names, and what is not part of
 # the path goes with it.
 _END = r"\s'\",;:()\[\]<>{}|"
 _WORD = rf"[ \t]+(?!{_START})[^{_END}/\\]+"
@@ -36,7 +37,8 @@ _STACK = re.compile(r"""File "[^"]*", line \d+|\w\.(?:py|pyx|cpp|cc|cu|h)(?::\d+
 
 
 class Redaction:
-    """Rewrites what may tell of the machine and its user. `words` are further names to leave out wherever they appear.
+    """Rewrites text that may reveal the machine and its user. `words` are further names to leave out wherever they
+    appear.
 
     `session` is the session as it was; its host and the user its paths name are left out of other texts too.
     """
@@ -120,5 +122,5 @@ def users_in(text: str) -> list[str]:
 
 
 def has_stack(text: str) -> bool:
-    """Whether a text tells of a place in a program, as stack traces do."""
+    """Whether a text contains a location in a program, as stack traces do."""
     return _STACK.search(text) is not None

@@ -1,4 +1,4 @@
-"""Files that a user names and that are read whole: a pipe would be waited for, and a device read, without end."""
+"""Files that a user names and that are read whole. Reading a pipe or a device might never end."""
 
 from __future__ import annotations
 

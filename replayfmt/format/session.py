@@ -1,4 +1,4 @@
-"""The Head frame: what a capture says of its origin, as model.Session."""
+"""The Head frame: a capture's origin, as model.Session."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _PAIRS = ("libraries", "settings", "policies")
 
 
 def encode_session(session: Session) -> memoryview:
-    """The Head body. Raises ValueError where the session cannot be stored."""
+    """The Head body. Raises ValueError if the session cannot be stored."""
     if not _UUID.fullmatch(session.session_id):
         raise ValueError(f"session_id {session.session_id!r} is not a lower-case UUID with dashes")
 

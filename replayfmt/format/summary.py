@@ -31,7 +31,7 @@ class Counted(Protocol):
 
 
 class Tally:
-    """Counts that grow frame by frame: how often each signature occurred, and what storages were born."""
+    """Counts that grow frame by frame: how often each signature occurred, and what storages were allocated."""
 
     def __init__(self) -> None:
         self._signatures = np.zeros(64, np.int64)
@@ -133,7 +133,7 @@ def encode_summary(summary: Summary) -> memoryview:
 
 
 def decode_summary(body: bytes, kernel_count: int, records: int, where: str) -> Summary:
-    """The summary of a Summary body. Raises InvalidCapture where it cannot be one of this capture."""
+    """The summary of a Summary body. Raises InvalidCapture if it cannot be one of this capture."""
     table = flat.root(body, SUMMARY, where)
     empty = np.zeros(0, np.uint64)
 
@@ -170,7 +170,7 @@ def decode_summary(body: bytes, kernel_count: int, records: int, where: str) -> 
 
 
 def _decode_origins(table: flat.Table, where: str) -> tuple[dict[StorageOrigin, int] | None, ...]:
-    """Storages and their bytes by origin; None and None where they were not counted."""
+    """Storages and their bytes by origin; None and None if they were not counted."""
     columns = [table.column(name) for name in ("storage_origins", "storage_origin_bytes")]
     if (columns[0] is None) != (columns[1] is None):
         raise InvalidCapture(f"{where}: counts storages by origin without their bytes, or the reverse")

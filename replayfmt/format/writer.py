@@ -64,7 +64,7 @@ class CaptureWriter:
     """
 
     def __init__(self, path: str | os.PathLike[str], session: Session, *, force: bool = False, doing: str = "") -> None:
-        """Create the file and write its head. Raises OutputExists, or CaptureFailed where it cannot be written.
+        """Create the file and write its head. Raises OutputExists, or CaptureFailed if it cannot be written.
 
         `doing` says what makes a capture from another file (`trimming`): of such a one nothing is left where it cannot
         be completed, whereas what a program did stays in the `.partial`.
@@ -126,11 +126,11 @@ class CaptureWriter:
         return self._define(SCOPES, Scope(parent, name))
 
     def meta(self, meta: TensorMeta) -> int:
-        """The id of tensor metadata. Raises ValueError where the format cannot hold it."""
+        """The id of tensor metadata. Raises ValueError if the format cannot hold it."""
         return self._define(METAS, meta)
 
     def signature(self, signature: Signature) -> int:
-        """The id of a signature. Raises ValueError where it breaks a rule of the format."""
+        """The id of a signature. Raises ValueError if it breaks a rule of the format."""
         return self._define(SIGNATURES, signature)
 
     def generator(self, generator: Generator) -> int:
@@ -138,21 +138,21 @@ class CaptureWriter:
         return self._define(GENERATORS, generator)
 
     def file(self, file: ExternalFile) -> int:
-        """The id of an external file. Raises ValueError where the format cannot hold it: for a path that is not UTF-8,
+        """The id of an external file. Raises ValueError if the format cannot hold it: for a path that is not UTF-8,
         or a payload of another length."""
         return self._define(FILES, file)
 
     def range(self, given: FileRange) -> int:
-        """The id of a range of a file. Raises ValueError where it does not lie in the file, or its payload is not as
+        """The id of a range of a file. Raises ValueError if it does not lie in the file, or its payload is not as
         long."""
         return self._define(RANGES, given)
 
     def recipe(self, recipe: Recipe) -> int:
-        """The id of a recipe. Raises ValueError where its statistics count more elements than it has."""
+        """The id of a recipe. Raises ValueError if its statistics count more elements than it has."""
         return self._define(RECIPES, recipe)
 
     def annotation(self, content: Mapping[str, Any]) -> int:
-        """The id of what is said about one record, for RecordColumns.annotation. Raises ValueError where it is not
+        """The id of what is said about one record, for RecordColumns.annotation. Raises ValueError if it is not
         JSON, or empty: a record without annotation has id 0."""
         if not content or nested_deeper(content, MAX_NESTING):
             raise ValueError(f"an annotation that is empty, or nested deeper than {MAX_NESTING}")
@@ -180,7 +180,7 @@ class CaptureWriter:
         """Write one frame of records (several, where the format's limits ask for it), and before it the definitions and
         payloads it may use. No records: no frame.
 
-        Raises ValueError where the columns contradict each other, CaptureFailed where the file cannot be written.
+        Raises ValueError if the columns contradict each other, CaptureFailed if the file cannot be written.
         """
         self._output.check()
         for piece in pieces(columns, self._definitions.slots):
@@ -232,7 +232,7 @@ class CaptureWriter:
 
     def close(self, ended_ns: int) -> None:
         """Complete the capture and give it its final name. `ended_ns` counts from the session's start, 0 means not
-        known. Closing twice does nothing. Raises CaptureFailed where the file could not be completed."""
+        known. Closing twice does nothing. Raises CaptureFailed if the file could not be completed."""
         if self._closed:
             return
         with self._whole():
@@ -256,7 +256,7 @@ class CaptureWriter:
         self._output.release()
 
     def _all_definitions(self) -> memoryview | None:
-        """Every definition in one body; None where there are none, or so many that only the single frames hold them."""
+        """Every definition in one body; None if there are none, or so many that only the single frames hold them."""
         definitions = self._definitions
         some = any(definitions.count(family) for family in ("string", "generator", "meta", "signature", "recipe"))
         return definitions.encode_all() if some and definitions.encoded_bytes <= MAX_BODY_BYTES else None

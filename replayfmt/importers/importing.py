@@ -33,7 +33,7 @@ REWRITES = ("none", "portable")
 
 @dataclass(frozen=True)
 class _Options:
-    """What the importers are told, beside where to read and write."""
+    """What the importers are told, besides where to read and write."""
 
     level: Level
     unique: bool
@@ -63,17 +63,17 @@ def import_trace(
 ) -> ImportReport:
     """Make the capture `out` of another tool's trace, and report what of it is exact, inferred or missing.
 
-    `kind` says what made the trace, `auto` looks into the file. `level` chooses the operators that stand for the work,
+    `kind` says what made the trace, `auto` looks into the file. `level` chooses the operators that represent the work,
     `unique` keeps one of each call with its count (profiler traces), `rewrite="portable"` puts operators that every
-    device has in the place of those that only the traced device has. `libraries` says which operator libraries may be
+    device has in place of those that only the traced device has. `libraries` says which operator libraries may be
     imported, `names` which operators traced names mean, and what stands for strings that the trace dropped.
     `graph_captures` are profiler traces taken while the graphs were captured that this one launches: their operators
-    get the graphs' kernels. `progress(bytes read, bytes)` and `on_record(records written, records)` are told how far
-    it is. `rank` chooses one of an archive or a directory of several ranks' traces, and `{rank}` in `out` becomes its
-    number; without it, an archive's first is meant.
+    get the graphs' kernels. `progress(bytes read, bytes)` and `on_record(records written, records)` are called with the
+    progress. `rank` chooses one of an archive or a directory of several ranks' traces, and `{rank}` in `out` becomes
+    its number; without it, an archive's first is meant.
 
     Raises CaptureNotFound and InvalidCapture for a trace that cannot be read at all, UsageError for options that its
-    kind does not have and ranks that are not there, OutputExists and CaptureFailed where `out` cannot be written.
+    kind does not have and ranks that are not there, OutputExists and CaptureFailed if `out` cannot be written.
     """
     options = _options(level, unique, rewrite, libraries, names, progress, on_record, graph_captures)
     _check_kind(kind)
@@ -81,7 +81,7 @@ def import_trace(
     if rank is not None:
         count_of("rank", rank, 0, MOST_RANKS - 1)
     if rank is None:
-        _check_out(path, out, force)  # before a large trace is read in vain
+        _check_out(path, out, force)  # before a large trace is read for nothing
         found: TraceKind = sniff(path) if kind == "auto" else kind
         report = _import(path, out, found, options, force, None)
     else:
@@ -113,8 +113,8 @@ def import_ranks(
 ) -> dict[int, ImportReport]:
     """Make one capture for each rank whose trace is in an archive or a directory, and report on each, by rank.
 
-    `out` has `{rank}` in it, which becomes each rank's number. Either all captures are there afterwards or none: they
-    are made beside their places, and get their names when the last one is complete. The rest is as for import_trace.
+    `out` has `{rank}` in it, which becomes each rank's number. Either all captures are written or none: they are
+    created beside their final places, and renamed when the last one is complete. The rest is as for import_trace.
     """
     from .ranks import rank_traces
 
@@ -147,7 +147,7 @@ def import_ranks(
             try:
                 os.replace(made[place], final)
             except OSError as error:
-                raise CaptureFailed(f"{final}: is complete, but could not get this name: {error.strerror}") from None
+                raise CaptureFailed(f"{final}: is complete, but could not be renamed: {error.strerror}") from None
     for report in reports.values():
         report.unused = options.names.unused()
     return reports
@@ -207,7 +207,7 @@ def _import_rank(
     report.rank = place.rank
     report.notes.append(f"{place.name} is of rank {place.rank}, {place.told}")
     if traces.passed_over:
-        report.notes.append(f"beside the traces, these files are none: {shown_names(traces.passed_over)}")
+        report.notes.append(f"these files are not traces: {shown_names(traces.passed_over)}")
     report.problems += traces.problems
     return report
 

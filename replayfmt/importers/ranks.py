@@ -53,7 +53,7 @@ class RankTraces:
     problems: list[str] = field(default_factory=list)
 
     def of(self, rank: int) -> RankTrace:
-        """The trace of one rank. Raises UsageError where there is none, or more than one."""
+        """The trace of one rank. Raises UsageError if there is none, or more than one."""
         found = [each for each in self.candidates if each.rank == rank]
         if len(found) == 1:
             return self._trace(found[0])
@@ -62,7 +62,7 @@ class RankTraces:
         ranks = sorted({each.rank for each in self.candidates if each.rank is not None})
         raise UsageError(
             f"{self.source}: has no trace of rank {rank}; "
-            + (f"it has those of {_shown_ranks(_spans(ranks))}" if ranks else "no trace in it tells its rank")
+            + (f"it has those of {_shown_ranks(_spans(ranks))}" if ranks else "no trace in it shows its rank")
             + self._untold()
         )
 
@@ -71,7 +71,7 @@ class RankTraces:
         ranks: dict[int, list[_Candidate]] = {}
         for each in self.candidates:
             if each.rank is None:
-                raise UsageError(f"{self.source}: not every trace in it tells its rank{self._untold()}")
+                raise UsageError(f"{self.source}: not every trace in it shows its rank{self._untold()}")
             ranks.setdefault(each.rank, []).append(each)
         for rank, found in sorted(ranks.items()):
             if len(found) > 1:
@@ -94,7 +94,7 @@ class RankTraces:
         if not untold:
             return ""
         return (
-            f"; neither its content nor its name tells the rank of {shown_names(untold)}: rename it (rank_0.json), or "
+            f"; neither content nor name shows the rank of {shown_names(untold)}: rename it (rank_0.json), or "
             "import it alone without --rank"
         )
 
@@ -102,7 +102,7 @@ class RankTraces:
 def rank_traces(path: str | PathLike[str], kind: TraceKind | Literal["auto"] = "auto") -> RankTraces:
     """Look into an archive, a directory (and those in it), or a single file. With `kind`, only at traces of that kind.
 
-    Raises CaptureNotFound and InvalidCapture where there is no trace, UsageError where traces of several kinds are
+    Raises CaptureNotFound and InvalidCapture if there is no trace, UsageError if traces of several kinds are
     there and `kind` does not say which is meant.
     """
     source = fspath(path)
@@ -121,12 +121,12 @@ def rank_traces(path: str | PathLike[str], kind: TraceKind | Literal["auto"] = "
             found.append(_Candidate(file, member, name, sniffed))
     kinds = sorted({each.kind for each in found})
     if "tracelens" in kinds:
-        raise UsageError(f"{source}: TraceLens IR lists single calls, of no rank; import it without --rank")
+        raise UsageError(f"{source}: TraceLens IR lists single calls without a rank; import it without --rank")
     if len(kinds) > 1:
         raise UsageError(f"{source}: has traces of the kinds {' and '.join(kinds)}; say which with --from={kinds[0]}")
     if not found:
         wanted = "" if kind == "auto" else f" of kind {kind}"
-        looked = f"; these files are none: {shown_names(passed)}" if passed else ""
+        looked = f"; these files are not traces: {shown_names(passed)}" if passed else ""
         raise InvalidCapture(
             f"{source}: has no trace{wanted} in it{looked}" + "".join(f"; {each}" for each in problems)
         )
@@ -155,7 +155,7 @@ def _files(source: str) -> tuple[list[tuple[str, str, str]], list[str]]:
     if not wanted and not damage:
         raise InvalidCapture(f"{source}: the archive has no trace in it; it has {shown_names(names)}")
     if len(wanted) > _MOST_FILES:
-        raise InvalidCapture(f"{source}: has {len(wanted)} JSON files; at most {_MOST_FILES} are looked at")
+        raise InvalidCapture(f"{source}: has {len(wanted)} JSON files; at most {_MOST_FILES} are inspected")
     problems = [f"traces of other ranks may be missing: {damage}"] if damage else []
     return [(source, name, name) for name in wanted], problems
 
@@ -232,8 +232,8 @@ _SAID: dict[str, Any] = {"kineto": _of_kineto, "execution-trace": _of_execution_
 
 def _several(rank: int, found: Sequence[_Candidate]) -> str:
     return (
-        f"has {len(found)} traces of rank {rank}: {shown_names([each.name for each in found])}; put those that are not "
-        "meant elsewhere, or import each alone"
+        f"has {len(found)} traces of rank {rank}: {shown_names([each.name for each in found])}; move the "
+        f"unwanted ones elsewhere, or import each alone"
     )
 
 

@@ -1,4 +1,4 @@
-"""Which tool made a trace file: told by its content, never by its name."""
+"""Which tool made a trace file: detected by its content, never by its name."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from .common.trace_files import archive_names, regular_length
 
 TraceKind = Literal["kineto", "execution-trace", "tracelens"]
 KINDS: tuple[TraceKind, ...] = get_args(TraceKind)
-_READ = 64  # entries looked at, at most: what tells stands at the beginning
+_READ = 64  # entries inspected, at most: the distinguishing ones are at the beginning
 
 
 def sniff(path: str | PathLike[str], member: str = "") -> TraceKind:
-    """The kind of a trace file, or of one file of an archive. Raises CaptureNotFound, and InvalidCapture where it is
-    none that is known."""
+    """The kind of a trace file, or of one file of an archive. Raises CaptureNotFound, and InvalidCapture if it is not
+    of a known kind."""
     regular_length(path)
     if zipfile.is_zipfile(path) and any(name.endswith("event_replay_ir.json") for name in archive_names(path)[0]):
         return "tracelens"
@@ -33,7 +33,7 @@ def sniff(path: str | PathLike[str], member: str = "") -> TraceKind:
                 return "tracelens"
             if seen >= _READ:
                 break
-    with JsonStream.open(path, member=member) as stream:  # an empty list has no entries that tell
+    with JsonStream.open(path, member=member) as stream:  # an empty list has no entries to inspect
         if any(entry == ("traceEvents", []) for entry in islice(stream.entries(()), _READ)):
             raise InvalidCapture(
                 f"{path}: the trace has no operator events: its traceEvents are empty; profile with "
@@ -43,6 +43,6 @@ def sniff(path: str | PathLike[str], member: str = "") -> TraceKind:
         told = f": {stream.member}{which} is" if stream.member else ":"
         problem = f" ({stream.problems[0]})" if stream.problems else ""
     raise InvalidCapture(
-        f"{path}{told} no trace that is known: expected a PyTorch profiler trace (traceEvents), a "
+        f"{path}{told} not a known kind of trace: expected a PyTorch profiler trace (traceEvents), a "
         f"PyTorch execution trace (nodes), or TraceLens replay IR (op_name and replay_ir){problem}"
     )

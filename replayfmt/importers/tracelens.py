@@ -50,7 +50,7 @@ KIND = "tracelens"
 BY = "the IR"
 _OWN = "opreplay"
 _IR_NAME = "event_replay_ir.json"
-# EventReplay runs on CUDA devices unless it is told otherwise; the IR does not say where calls ran.
+# EventReplay runs on CUDA devices by default; the IR does not say where calls ran.
 _DEVICE = "cuda:0"
 _TENSOR = ArgumentType("Tensor")
 _FLAGS = {"conj": TensorFlag.conj, "neg": TensorFlag.neg}
@@ -79,7 +79,7 @@ def import_tracelens(
         first = next(entries, None)
         if not isinstance(first, dict) or not _is_entry(first):
             raise InvalidCapture(
-                f"{fspath(path)}: no EventReplay IR: expected a list of objects with op_name and "
+                f"{fspath(path)}: not EventReplay IR: expected a list of objects with op_name and "
                 "replay_ir" + "".join(f"; {problem}" for problem in stream.problems[:1])
             )
         session = imported_session(
@@ -97,7 +97,7 @@ def import_tracelens(
         report.problems += [str(problem) for problem in stream.problems]
     report.notes.append("calls have no inputs in common: each gets its own")
     if writer.placed:
-        report.notes.append(f"{BY} does not say where calls ran: taken for {_DEVICE}, where EventReplay runs them")
+        report.notes.append(f"{BY} does not say where calls ran: assumed to be {_DEVICE}, where EventReplay runs them")
     return report
 
 

@@ -1,4 +1,4 @@
-"""What fills storages whose content was not captured. docs/initializers.md walks through writing one.
+"""Initializers, which fill storages whose content was not captured. docs/initializers.md shows how to write one.
 
 from replayfmt.initializers import register
 

@@ -1,4 +1,4 @@
-"""The initializers that are always there: by recipe, by role, by dtype. Tried after all others, in this order."""
+"""The built-in initializers: by recipe, by role, by dtype. Tried after all others, in this order."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def _has_range(request: Request) -> bool:
     known = None if request.recipe is None else request.recipe.statistics
     if known is None or not (math.isfinite(known.min) and math.isfinite(known.max)):
         return False
-    # More than a range is asked for: the role decides.
+    # More than a range is requested: the role decides.
     return request.demand is None or request.demand.role < Role.mask
 
 
@@ -116,13 +116,14 @@ BUILT_IN: tuple[Initializer, ...] = (
                 description="with a recipe in the capture, evenly between its smallest and largest"),
     Initializer("unread", _bytes, accepts=_is_unread, description="never read before it is written; any bytes"),
     Initializer("index", _integers, dtypes=INTEGERS, roles=frozenset({Role.index, Role.highest, Role.distinct}),
-                description="uniform among the values that are in range for every use"),
+                description="uniform among the values in range for every use"),
     Initializer("mask", _integers, dtypes=INTEGERS, roles=frozenset({Role.mask}),
-                description="as many true elements as captured results have, else all or none, as keeps data alive"),
+                description="as many true elements as captured results have, else all or none, whichever keeps "
+                "data alive"),
     Initializer("offsets", _integers, dtypes=INTEGERS, roles=frozenset({Role.offsets}),
                 description="from 0 in even steps to the end of what they point into"),
     Initializer("lengths", _integers, dtypes=INTEGERS, roles=frozenset({Role.lengths}),
-                description="adding up to what was captured, falling"),
+                description="decreasing, with the captured sum"),
     Initializer("bounded", _integers, dtypes=INTEGERS, roles=frozenset({Role.bounded}),
                 description="ones, or the nearest value in range"),
     Initializer("number", _integers, dtypes=INTEGERS, roles=frozenset({Role.number}), description="ones"),

@@ -1,4 +1,4 @@
-"""What the uses of a storage ask of its content, and what content satisfies all of them at once.
+"""The demands of a storage's uses on its content, and content that satisfies all of them at once.
 
 A demand is about the elements an op sees. Where the program computed those from the storage's content by simple steps
 (added 2, multiplied, summed up), the demand is pulled back through the steps to the content itself.
@@ -26,7 +26,7 @@ class Role(IntEnum):
 
 @dataclass(frozen=True)
 class Demand:
-    """One use's demand: elements from `low` to `high`, both included, None where there is no bound.
+    """One use's demand: elements from `low` to `high`, both included, None if there is no bound.
 
     `prefer` is the value that a mask is best filled with. `why` is a phrase that says what asks for it.
     """
@@ -52,7 +52,7 @@ class DemandStep:
 
 
 def pull_back(demand: Demand, steps: tuple[DemandStep, ...]) -> Demand | None:
-    """The demand on content x that makes steps(x) satisfy `demand`; None where these steps do not allow to tell."""
+    """The demand on content x that makes steps(x) satisfy `demand`; None if these steps do not determine it."""
     if not steps or demand.role is Role.number:
         return demand
     if demand.role not in (Role.index, Role.bounded):
@@ -121,5 +121,5 @@ def combine(demands: list[Demand]) -> Demand | Conflict:
         lowest = next(each for each in demands if each.low == low)
         highest = next(each for each in demands if each.high == high)
         reasons = dict.fromkeys((lowest.why, highest.why))
-        return Conflict(f"no value is good for all its uses: {' and '.join(reasons)}")
+        return Conflict(f"no value is valid for all its uses: {' and '.join(reasons)}")
     return replace(first, low=low, high=high)

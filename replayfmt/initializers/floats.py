@@ -56,7 +56,7 @@ _COMPLEX_PART = {torch.complex32: torch.float16, torch.complex64: torch.float32,
 
 
 def contradiction(recipe: Recipe) -> str | None:
-    """Why no content can follow a recipe, None where some can."""
+    """Why no content can follow a recipe, None if some can."""
     known = recipe.statistics
     if known is None:
         return None

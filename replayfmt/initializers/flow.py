@@ -1,7 +1,7 @@
 """How integers pass from one tensor to the next: copied, moved, shifted, summed up.
 
-For each op that reads content it is told what its results hold of it. What is not known to pass on is `lost`: it may
-still depend on the content, in a way that cannot be followed.
+For each op that reads content, this module says how its results depend on it. Content that cannot be followed further
+is `lost`: it may still depend on the content, in a way that cannot be followed.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from .roles import base_name, is_integral
 @dataclass(frozen=True)
 class Passed:
     """What becomes of an argument's elements: they are in result `result` (in the argument `written`, if that is not
-    empty), after `steps`; `whole` where the result has exactly these elements in the same order. `followed` is False
-    where the result depends on them in another way."""
+    empty), after `steps`; `whole` where the result has exactly these elements in the same order. `followed` is False if
+    the result depends on them in another way."""
 
     result: int | None
     written: str = ""
@@ -115,7 +115,7 @@ def _all_of(call: Call, tensor: TensorInfo, result: int | None, written: str) ->
 
 
 def _step(call: Call, base: str, argument: str, tensor: TensorInfo) -> DemandStep | None:
-    """The step that turns an argument's elements into the result's, None where it is no single one."""
+    """The step that turns an argument's elements into the result's, None if there is no single one."""
     other, alpha = call.integer("other"), call.integer("alpha", 1)
     if argument == "self" and base in ("sum", "cumsum"):
         return DemandStep("running_sum", _summed(call, base, tensor))

@@ -68,11 +68,11 @@ class Initializer:
         """Whether it is for an operator's argument, given by name and by label (with its place in a list)."""
         if self.op is None or not (fnmatchcase(op, self.op) or fnmatchcase(f"{op}.{overload}", self.op)):
             return False
-        # A label is no pattern: its brackets are literal.
+        # A label is not a pattern: its brackets are literal.
         return not self.arguments or any(text == label or fnmatchcase(argument, text) for text in self.arguments)
 
     def matches_content(self, dtype: torch.dtype, role: Role | None) -> bool:
-        """Whether dtype and role are among those it is for. `role` is None where uses do not tell."""
+        """Whether dtype and role are among those it is for. `role` is None if uses do not tell."""
         return (not self.dtypes or dtype in self.dtypes) and (not self.roles or role in self.roles)
 
     def __str__(self) -> str:

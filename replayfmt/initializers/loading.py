@@ -1,4 +1,4 @@
-"""Initializers out of a Python file that the user names. The file is run: that is what naming it asks for."""
+"""Loads initializers from a Python file that the user names. The file is executed: naming it is the permission."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _numbers = count(1)
 
 
 def load_initializers(path: str) -> tuple[Initializer, ...]:
-    """What a file registers, in order. Raises UsageError where it cannot be read or run, or registers nothing."""
+    """What a file registers, in order. Raises UsageError if it cannot be read or run, or registers nothing."""
     try:
         require_regular_file(path)
         source = Path(path).read_bytes()

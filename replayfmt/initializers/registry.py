@@ -35,7 +35,7 @@ def register(
 
     In a file given to --replay-initializer only the plans of that command do. See Initializer for what the arguments
     mean; the name is the function's unless it is given, the description the first line of its docstring.
-    Raises UsageError where they contradict each other.
+    Raises UsageError if they contradict each other.
     """
 
     def decorate(function: Fill) -> Fill:
@@ -62,7 +62,7 @@ def register(
 
 
 def unregister(name: str) -> None:
-    """Forget an initializer that was registered in this process. Raises UsageError where there is none of that name."""
+    """Forget an initializer that was registered in this process. Raises UsageError if there is none of that name."""
     for index, each in enumerate(_registered):
         if each.name == name:
             del _registered[index]

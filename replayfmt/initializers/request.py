@@ -1,4 +1,4 @@
-"""What an initializer is told: which content is wanted, and everything the capture says about its use."""
+"""The request to an initializer: which content is needed, and everything the capture says about its use."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Call:
     """One op of the capture. `arguments` maps names to values; tensors are TensorInfo, lists are tuples.
 
     `scope` is the path of the scope it ran in (`execute/step 3`), `annotation` what its importer or tool noted about
-    it. `schema` is None where there is no kernel for it here; `elementwise`: each element of what it returns depends on
+    it. `schema` is None if there is no kernel for it here; `elementwise`: each element of what it returns depends on
     the elements at the same place alone.
     """
 
@@ -56,7 +56,7 @@ class Call:
     elementwise: bool = False
 
     def tensor(self, argument: str, position: int | None = None) -> TensorInfo | None:
-        """A tensor argument, or the one at `position` of a list; None where that is no tensor."""
+        """A tensor argument, or the one at `position` of a list; None if that is not a tensor."""
         value = self.arguments.get(argument)
         if position is not None:
             value = value[position] if isinstance(value, tuple) and position < len(value) else None
@@ -95,7 +95,7 @@ class Use:
 
     What it reads is the content itself where `steps` is empty and `followed` is true, else what the program computed
     from it: by `steps`, or, where `followed` is false, in a way that is not followed. `view` is the tensor to fill so
-    that the op reads what was filled, None where no single one is known.
+    that the op reads what was filled, None if no single one is known.
     """
 
     call: Call
@@ -118,7 +118,7 @@ class Request:
 
     `call` is the op the initializer was chosen for, `wanted` its tensor arguments without content by label (`indices`,
     in lists `indices[1]`). Of the first one's storage, `uses` are all known uses, `demand` what they ask of integers
-    together (None where that is not known), `recipe` what the capture says of its content, and `version` counts how
+    together (None if that is unknown), `recipe` what the capture says of its content, and `version` counts how
     often the program gave it new content from outside. `seed` depends on the storage and its version alone. `options`
     are what the user set for initializers, by name (`moe-routing`); `shared` is what the initializers of one plan
     remember for each other.
@@ -154,7 +154,7 @@ class Request:
     def known(self, argument: str, position: int | None = None) -> torch.Tensor | None:
         """The content of another tensor argument of the call, on the CPU: captured, or made by an initializer before.
 
-        None where it is not known when the plan is made.
+        None if it is unknown when the plan is made.
         """
         info = self.call.tensor(argument, position)
         return None if info is None else self.content(info)

@@ -43,7 +43,7 @@ def base_name(name: str) -> str:
 
 
 def demand_of(use: Use) -> Demand | None:
-    """What a use asks of the elements the op reads, None where that is not known."""
+    """What a use asks of the elements the op reads, None if that is unknown."""
     base, view = base_name(use.call.name), use.tensor
     rule = _RULES.get((base, use.argument))
     if rule is not None:

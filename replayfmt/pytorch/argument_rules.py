@@ -1,4 +1,4 @@
-"""What kernels take for granted of their arguments, and read wild memory without: looked at before one is called.
+"""Preconditions of kernels, without which they read out-of-bounds memory: checked before a kernel is called.
 
 PyTorch's own front end makes sure of it, the dispatcher does not. These rules hold for every operator and follow from
 its schema; what only one kernel relies on is not looked at (SECURITY.md).

@@ -1,4 +1,4 @@
-"""The quickest Python function that reaches an operator.
+"""The fastest Python function that reaches an operator.
 
 Calling an overload object goes through PyTorch's boxed calling convention; `torch.add` and its like do not, and take
 half a microsecond less. Which overload such a function dispatches to is decided by its arguments' Python types, so it
@@ -101,7 +101,7 @@ def _arrives(
     call = compile(text % ("f", *names), "<opreplay probe>", "eval")
     wanted = eval(call, {"f": lambda *args, **kwargs: (args, kwargs), **names})  # the plan's text, not the file's
     catch = _Catch()
-    # The dispatcher has to ask Python here, also where the replay around this has told it not to.
+    # The dispatcher has to consult Python here, even if the surrounding replay has disabled that.
     keys = torch._C.DispatchKey
     with (
         torch._C.DisableTorchFunction(),

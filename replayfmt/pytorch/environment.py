@@ -1,4 +1,5 @@
-"""Where a program runs: what a session records of it, and what a replay compares before it promises bitwise results."""
+"""A program's environment: what a session records of it, and what a replay compares before it promises bitwise
+results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What serving engines say of a step in its annotation: how many requests, how many tokens, prefill or decode.
+"""Annotations of serving engines' steps: the numbers of requests and tokens, prefill or decode.
 
 vLLM, SGLang and ATOM name each step's profiler annotation after its batch. Imported captures keep these names as
 scopes. Known forms:
@@ -89,7 +89,7 @@ def iteration_in(path: str) -> Iteration | None:
 
 
 def parse_iteration(name: str) -> Iteration | None:
-    """What an annotation says of a step; None where it is no step of a serving engine."""
+    """What an annotation says of a step; None if it is not a step of a serving engine."""
     if _ENDLESS.search(name):
         return None
     found = _DETAILED.match(name)

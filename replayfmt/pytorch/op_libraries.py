@@ -1,4 +1,4 @@
-"""Which library registers which operator namespace, and importing it where the user allows that.
+"""Which library registers which operator namespace, and importing it if the user allows that.
 
 PyTorch knows an operator only once the library that registers it was imported. The table here says which module to
 import for a namespace; nothing is imported unless an op needs the namespace and the user's allow-list admits it. The
@@ -72,7 +72,7 @@ KNOWN_LIBRARIES: dict[str, tuple[str, ...]] = {
     "symm_mem": ("torch.distributed._symmetric_memory",),
     "_c10d_functional": ("torch.distributed._functional_collectives",),
 }
-# PyTorch's own modules: importing them needs nobody's leave.
+# PyTorch's own modules: importing them needs no permission.
 _OWN = "torch."
 
 
@@ -108,7 +108,7 @@ class OpLibraries:
         self._loaded.pop(namespace, None)
 
     def modules_for(self, namespace: str) -> tuple[str, ...]:
-        """The names of the modules that register a namespace, those of the user first; none: it is not known."""
+        """The names of the modules that register a namespace, those of the user first; none: it is unknown."""
         found = (
             *self._registered.get(namespace, ()),
             *_from_entry_points().get(namespace, ()),
@@ -130,9 +130,9 @@ class OpLibraries:
     def callable(self, namespace: str, name: str) -> Callable[..., Any] | None:
         """A function that a library of a namespace has under an operator's name, where nothing is registered.
 
-        Only a module that the user named for this very namespace is looked into: leave to import a library is leave to
-        call its operators, not any function it has (many can write files). And only functions that the library itself
-        defines: what it imported from elsewhere is not its operators.
+        Only a module that the user named for this very namespace is looked into: permission to import a library is
+        permission to call its operators, not any of its functions (many can write files). And only functions that the
+        library itself defines: what it imported from elsewhere is not its operators.
         """
         for module in self.load(namespace).modules:
             if module.__name__ in self._registered.get(namespace, ()) and _defines(module, name):
@@ -141,7 +141,7 @@ class OpLibraries:
         return None
 
     def load(self, namespace: str) -> LoadedLibrary:
-        """Import what registers a namespace, once. Failing to is no error: the ops that need it are unsupported."""
+        """Import what registers a namespace, once. Failing to is not an error: the ops that need it are unsupported."""
         if namespace not in self._loaded:
             self._loaded[namespace] = self._load(namespace)
         return self._loaded[namespace]
@@ -240,7 +240,7 @@ _registered: dict[str, tuple[str, ...]] = {}
 
 def register_op_library(namespace: str, module: str) -> None:
     """Import `module` wherever this process needs an operator of `namespace`, in imports and in replays. Naming it here
-    is the user's leave. Raises UsageError for what is no name."""
+    is the user's leave. Raises UsageError for what is not a name."""
     parse_op_library(f"{text_of('namespace', namespace)}={text_of('module', module)}")
     _registered[namespace] = tuple(dict.fromkeys((*_registered.get(namespace, ()), module)))
 

@@ -24,7 +24,7 @@ _MOST_FILES = 50_000
 def modules_registering(package: str, namespace: str, name: str) -> list[str]:
     """The modules of an installed package whose files register `namespace::name`, the likeliest first.
 
-    None where the package is not installed, or is no folder.
+    None if the package is not installed, or is not a folder.
     """
     namespace, name = re.escape(namespace), re.escape(name)
     whole = re.compile(rf"""["']{namespace}::{name}["'(.]""")

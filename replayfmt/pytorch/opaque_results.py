@@ -1,4 +1,4 @@
-"""Results of operators that no replay reproduces, although the operator does: bytes that a kernel leaves unwritten, and
+"""Results that no replay reproduces, even though the operator is reproduced: bytes that a kernel leaves unwritten, and
 addresses of the process.
 
 They are never compared, and never embedded in a capture that is made of another one. Some are known (operators.py), a
@@ -44,7 +44,7 @@ class OpaqueResults:
     """What is known: of all operators, of a capture's program, of one replay."""
 
     def __init__(self, given: Iterable[str | OpaqueSpec] = ()) -> None:
-        """Raises UsageError for a text that is no `OPERATOR[:INDEX]`."""
+        """Raises UsageError for a text that is not of the form `OPERATOR[:INDEX]`."""
         self._given = tuple(OpaqueSpec.parse(each) if isinstance(each, str) else each for each in given)
         self._found: dict[tuple[str, str, int], str] = {}
 

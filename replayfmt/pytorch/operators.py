@@ -1,4 +1,4 @@
-"""What is known of operators beside their schemas: one table for recording, replay, imports and exports.
+"""What is known of operators besides their schemas: one table for recording, replay, imports and exports.
 
 PyTorch's schemas leave out what a capture has to know: who only looks at a tensor's shape, who overwrites without
 reading, who writes arguments that no annotation names, who opens files or talks to other processes. Everything not
@@ -40,21 +40,21 @@ _LIKE_ATEN = frozenset({"aten", "prims", "prim", "inductor", "fsdp"})
 _INTERPRETER = "belongs to the TorchScript interpreter"
 _ACTING_NAMESPACES = {
     **dict.fromkeys(COLLECTIVES, "talks to other processes"),
-    "debug_mode_ops": "is a part of PyTorch's debugging",
+    "debug_mode_ops": "is part of PyTorch's debugging",
     "debugprims": "reads files",
     "export": "looks up attributes by name",
     "prim": _INTERPRETER,
-    "profiler": "is a part of the profiler",
+    "profiler": "is part of the profiler",
     "static_runtime": _INTERPRETER,
 }
 
-# ------------------------------------------------------------------------------------------------- beside computing
+# ------------------------------------------------------------------------------------------------- besides computing
 
-_UNCHECKED = "makes tensors without looking whether they fit into their memory"
+_UNCHECKED = "makes tensors without checking that they fit their memory"
 _ACTING = {
-    "aten::from_file": "opens files, or makes them",
+    "aten::from_file": "opens or creates files",
     "aten::_print": "prints what the capture says",
-    "aten::get_gradients": "is a part of distributed autograd",
+    "aten::get_gradients": "is part of distributed autograd",
     "aten::_cufft_clear_plan_cache": "changes the state of a device",
     "aten::_cufft_set_plan_cache_max_size": "changes the state of a device",
     "aten::_nested_view_from_buffer": _UNCHECKED,
@@ -62,7 +62,7 @@ _ACTING = {
     "inductor::_alloc_from_pool": _UNCHECKED,
     "inductor::_reinterpret_tensor": _UNCHECKED,
     "inductor::resize_storage_bytes_": "changes the length of memory under the tensors on it",
-    "mkldnn::data_ptr": "gives a memory address",
+    "mkldnn::data_ptr": "returns a memory address",
 }
 # Operators that map a file into memory.
 _MAPS_FILES = frozenset({"aten::from_file"})
@@ -99,7 +99,7 @@ _LOOKS = frozenset({
     "sym_storage_offset", "sym_stride",
 })
 # fmt: on
-# Tell the allocator which stream uses memory.
+# Notify the allocator which stream uses memory.
 _TELLS_ALLOCATOR = frozenset({"record_stream"})
 _RESIZES = frozenset({"resize_", "resize_as_", "_resize_output_"})
 # Change what memory a tensor stands for, or how much.
@@ -247,7 +247,7 @@ _OPAQUE_RESULTS: dict[str, dict[int, str]] = {
 
 @dataclass(frozen=True)
 class Operator:
-    """What is known of one operator beside its schema.
+    """What is known of one operator besides its schema.
 
     `own`, `in_parts`: see the namespaces above. `empty`: its results are unwritten memory. `idle`: it only allocates,
     looks at metadata, or names what is there. `copies`: index of the argument that it copies as it is, -1 for none.
@@ -331,7 +331,7 @@ def is_pytorchs(namespace: str) -> bool:
 
 
 def tells_allocator(name: str) -> bool:
-    """Whether an operator does nothing but tell the allocator which stream uses memory."""
+    """Whether an operator only notifies the allocator which stream uses memory."""
     namespace, _, base = name.partition("::")
     return namespace in _LIKE_ATEN and base in _TELLS_ALLOCATOR
 
@@ -342,7 +342,7 @@ def opaque_results(name: str) -> dict[int, str]:
 
 
 def acts_outside(name: str) -> str | None:
-    """What an operator of PyTorch's (`aten::from_file`) does beside computing: a verb with its object, None where it
+    """What an operator of PyTorch's (`aten::from_file`) does besides computing: a verb with its object, None if it
     only computes. No program needs such an operator replayed: nothing runs it unless the user allows it by name. Of
     other libraries' operators nothing is known: the user imported them."""
     return _ACTING.get(name) or _ACTING_NAMESPACES.get(name.partition("::")[0])

@@ -1,8 +1,8 @@
-"""Python functions in the place of operators that nobody registered.
+"""Python functions in place of operators that are not registered.
 
 Some kernels are plain functions of a module that profilers show under an operator's name. Such a function is called by
 the types of the arguments that a trace recorded: a schema is made of them, whose result may be anything, and the
-function is registered under a name of ours, so that everything else meets an operator like any other.
+function is registered under a name of our own, so that everything else meets an operator like any other.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _known: dict[tuple[str, int], OpOverload] = {}
 
 
 def parameter_names(function: Callable[..., Any], count: int) -> list[str]:
-    """The names of a function's first `count` parameters; `arg0`, `arg1`… where it does not tell."""
+    """The names of a function's first `count` parameters; `arg0`, `arg1`… if it has no signature."""
     generic = [f"arg{index}" for index in range(count)]
     try:
         parameters = list(inspect.signature(function).parameters.values())

@@ -1,8 +1,8 @@
 """Operators by name, from the dispatcher's registry and from nowhere else.
 
 `torch.ops` is a Python object with attributes of its own: `torch.ops.load_library` loads a library. A name that comes
-from a file is therefore first asked for in the registry, and what comes of it has to be the operator of that name.
-TorchScript has more operators than the dispatcher, which do things that are no captured work: they are not found here.
+from a file is therefore first asked for in the registry, and what comes of it must be the operator of that name.
+TorchScript has more operators than the dispatcher. These do no work that is captured, and are not found here.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from replayfmt.format.operator_names import name_problem
 
 
 def find_overload(name: str, overload: str = "default") -> OpOverload | None:
-    """The operator that is registered as `aten::add` with the overload `Tensor`; None where there is none."""
+    """The operator that is registered as `aten::add` with the overload `Tensor`; None if there is none."""
     if name_problem(name, overload) or not is_registered(name, overload):
         return None
     packet = _packet(name)

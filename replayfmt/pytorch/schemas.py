@@ -1,5 +1,4 @@
-"""Reading operator schemas that come from a file, a capture or a trace, which may say anything; and writing them so
-that they can be read again.
+"""Reads operator schemas from untrusted captures and traces, and writes them so that they can be read again.
 
 PyTorch's parser is written in C++. It calls itself for every bracket: a few thousand of them end the process. And it
 makes what a schema declares: `int[1000000000] x=1` is a list of that length. Nothing else calls it.

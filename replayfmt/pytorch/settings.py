@@ -1,4 +1,4 @@
-"""The global state that decides numerics: read at capture, applied for a replay, put back afterwards.
+"""The global state that decides numerics: read at capture, applied for a replay, restored afterwards.
 
 Each setting is a JSON scalar under a stable name. A setting that this torch build does not have reads as absent.
 Autocast is apart: it acts above the dispatch level that is captured, so it is applied only around custom operators,
@@ -35,13 +35,13 @@ class Setting:
     set: Callable[[Any], object]
 
     def read(self) -> Scalar:
-        """Its present value. None where PyTorch cannot tell; then it is not recorded. So it is with older settings that
-        stand for several newer ones, once those differ: the newer ones are settings of their own."""
+        """Its present value. None if PyTorch cannot return it; then it is not recorded. So it is with older settings
+        that stand for several newer ones, once those differ: the newer ones are settings of their own."""
         return guarded(self.get)
 
 
 def guarded(get: Callable[[], Any]) -> Any:
-    """What a getter gives; None where PyTorch refuses to tell in the state that it is in."""
+    """The getter's result; None if PyTorch refuses to answer in its present state."""
     try:
         return get()
     except (RuntimeError, AssertionError):
@@ -57,7 +57,7 @@ _HALF = 0.5
 
 
 def _c(name: str, getter: str, setter: str) -> Setting | None:
-    """A setting behind two functions of torch._C, or None where this build lacks one of them."""
+    """A setting behind two functions of torch._C, or None if this build lacks one of them."""
     get, put = getattr(torch._C, getter, None), getattr(torch._C, setter, None)
     return Setting(name, get, put) if get and put else None
 
@@ -228,7 +228,7 @@ def _no_autocast(name: str, value: Scalar) -> str:
 def apply_settings(values: Mapping[str, Scalar]) -> None:
     """Set every setting in `values`, in the table's order; autocast entries are left to `autocast_as_captured`.
 
-    Raises ReplayRefused where a value is refused by torch, or it goes on with another one.
+    Raises ReplayRefused if a value is refused by torch, or it goes on with another one.
     """
     for name in SETTINGS:
         if name in values:

@@ -1,4 +1,4 @@
-"""What traces call operators, and what stands for the strings that they drop: known tables, and those of the user.
+"""Traces' names of operators, and replacements for the strings that they drop: built-in tables, and the user's.
 
 A trace may name an operator otherwise than the library that is here, and the profiler drops the strings that an
 operator was given. What is put in their place may be wrong: every use of a string default, and of an alias that is
@@ -15,7 +15,7 @@ from typing import NamedTuple, TypeVar
 from replayfmt.errors import UsageError
 from replayfmt.format.arguments import text_of
 
-ANY = "*"  # in the place of an operator: any that has an argument of that name
+ANY = "*"  # in place of an operator: any that has an argument of that name
 _OPERATOR = re.compile(r"[A-Za-z_]\w*(?:\.\w+)*::[A-Za-z_]\w*\Z")
 _DEFAULT = re.compile(r"(?P<operator>\*|[^=]*?::[A-Za-z_]\w*)\.(?P<argument>[A-Za-z_]\w*)=(?P<value>.*)\Z")
 
@@ -98,14 +98,14 @@ class TracedNames:
         return name in self._aliases
 
     def alias_sentence(self, name: str, operator: str) -> str:
-        """What to say of a call that is taken for another operator than the traced one."""
+        """The note on a call that is assumed to be another operator than the traced one."""
         if name in self._aliases:
             return Guess(f"{name} is {operator}, as you said")
         text = f"{name} is {operator}, by the table of aliases"
         return text if operator == f"aten::{name}" else Guess(text)  # autograd names without a namespace
 
     def string(self, operator: str, argument: str) -> StringDefault | None:
-        """What stands for a string argument that the trace does not have; None where nothing is known."""
+        """What stands for a string argument that the trace does not have; None if nothing is known."""
         for key in ((operator, argument), (ANY, argument)):
             given = self._strings.get(key)
             if given is not None:
@@ -140,14 +140,14 @@ _strings: dict[tuple[str, str], str] = {}
 
 
 def register_op_alias(traced: str, operator: str) -> None:
-    """In every import of this process, take `operator` for what traces call `traced`. Raises UsageError for what is no
-    operator name."""
+    """In every import of this process, take `operator` for what traces call `traced`. Raises UsageError for what is not
+    an operator name."""
     _aliases.update([parse_op_alias(f"{text_of('traced', traced)}={text_of('operator', operator)}")])
 
 
 def register_string_default(operator: str, argument: str, value: str) -> None:
     """In every import of this process, take `value` where a trace dropped a string argument of `operator` ("*": any
-    that has an argument of that name). Raises UsageError for what is no name."""
+    that has an argument of that name). Raises UsageError for what is not a name."""
     given = (text_of("operator", operator), text_of("argument", argument), text_of("value", value))
     _strings.update([parse_string_default("{}.{}={}".format(*given))])
 
@@ -172,7 +172,7 @@ def parse_string_default(text: str) -> tuple[tuple[str, str], str]:
 
 
 def parsed(aliases: Iterable[str] = (), string_defaults: Iterable[str] = ()) -> TracedNames:
-    """The tables with a command line's entries. Raises UsageError where one is wrong, or said twice."""
+    """The tables with a command line's entries. Raises UsageError if one is wrong, or given twice."""
     return TracedNames(
         _table("--op-alias", map(parse_op_alias, aliases)),
         _table("--string-default", map(parse_string_default, string_defaults)),

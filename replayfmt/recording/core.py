@@ -1,7 +1,7 @@
 """Everything one capture keeps while it records, and the one lock around it.
 
 A failed write, or a mistake of the recorder's own, ends the recording once and for all: it is reported once on stderr,
-kept for `close`, and the program goes on without being recorded. Whatever the recorder does in the middle of the
+kept for `close`, and the program continues without being recorded. Whatever the recorder does in the middle of the
 program goes through `Core.attempt`, which sees to that.
 """
 
@@ -149,7 +149,7 @@ class Core:
             threads=self.threads,
         )
         # Whatever is put there wakes the flusher. Not an Event: a signal handler that raises inside `set`, which is
-        # Python code, leaves its lock held for ever.
+        # Python code, leaves its lock held forever.
         self.wake: SimpleQueue[None] = SimpleQueue()
         self.on = False
         self.fast = False  # calls may take the fast path
@@ -228,7 +228,7 @@ class Core:
         with self.lock:
             try:
                 if not self.on and not self.options.starts_late and self.thread_watch.has_counted():
-                    self.begins()  # what ran unseen is all there is to tell
+                    self.begins()  # work that was not recorded is all there is to report
                 self.stop()
                 self.storages.drain()
                 for change in self.contents.changed_files():
@@ -245,7 +245,7 @@ class Core:
 
     def attempt(self, step: Callable[..., _T], *args: Any) -> _T | None:
         """Do something of the recorder's own in the middle of the program: no `__torch_function__` of the program sees
-        it, and what goes wrong in it ends the recording, not the program. None where it went wrong."""
+        it, and what goes wrong in it ends the recording, not the program. None if it went wrong."""
         try:
             with torch._C.DisableTorchFunction():
                 result = step(*args)
@@ -264,7 +264,7 @@ class Core:
         return True
 
     def fail(self, error: BaseException) -> None:
-        """Recording cannot go on."""
+        """Recording cannot continue."""
         with self.lock:
             self.on = self.fast = False
             if self.native is not None:
@@ -283,15 +283,15 @@ class Core:
             try:
                 self.writer.abandon()
             except Exception as second:
-                text = f"{text}; what was written could not be put away: {second!r}"
-        # The program's own stderr may be closed, or refuse what is written to it: then `close` is left to tell.
+                text = f"{text}; what was written could not be stored: {second!r}"
+        # The program's own stderr may be closed, or refuse writes: then only `close` can report it.
         with suppress(Exception):
             print(printable(text), file=sys.stderr)
 
     # ------------------------------------------------------------------------------------------------ for the fast path
 
     def enter(self, storage: torch.UntypedStorage, dtype: torch.dtype) -> Tracker:
-        """A storage at its first use, as `dtype`. Raises CaptureFailed where recording has stopped."""
+        """A storage at its first use, as `dtype`. Raises CaptureFailed if recording has stopped."""
         with self.lock:
             if not self.on:
                 raise CaptureFailed(f"{self.writer.path}: recording has stopped")

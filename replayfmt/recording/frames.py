@@ -1,4 +1,4 @@
-"""Exceptions of the program that pass through the recorder leave it with the traceback that they would have without it.
+"""The program's exceptions keep the traceback that they would have without the recorder.
 
 Imports no torch.
 """

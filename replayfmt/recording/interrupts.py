@@ -1,4 +1,4 @@
-"""Exceptions that are not the recorder's although they were raised in it: what a signal handler of the program raises.
+"""Exceptions raised inside the recorder that are not its own: those of the program's signal handlers.
 
 Python runs handlers between any two steps of the main thread. One that raises (a timeout with SIGALRM, say) may strike
 while the recorder is at work, and what it raises belongs to the program.

@@ -1,5 +1,5 @@
-"""Which part of a program is recorded: what the values of `steps`, `start_scope` and `stop_scope` say, and where the
-program is between them.
+"""Which part of a program is recorded: the limits `steps`, `start_scope` and `stop_scope`, and the program's position
+in them.
 
 A step ends when the `step()` of an optimizer of PyTorch returns. Scopes are counted by name as they begin, in any
 thread. All counts begin with 0, and with the start of the capture.

@@ -1,4 +1,4 @@
-"""What a capture is asked to record, checked once."""
+"""The options of a capture, checked once."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ class CaptureOptions:
         asked = bool(named) or self.file_policy is not None or self.file_validation is not None
         if self.payload == "none":
             if asked:
-                raise UsageError("payload='none' records no content, so file options say nothing; leave them out")
+                raise UsageError("payload='none' records no content, so file options have no effect; omit them")
             object.__setattr__(self, "redact", True)
         if self.payload == "full" or (self.payload == "integers" and asked):
             object.__setattr__(self, "file_policy", self.file_policy or "reference")

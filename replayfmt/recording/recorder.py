@@ -1,4 +1,4 @@
-"""The recorder: starts a capture, keeps the mode where it belongs, and completes the file however the program ends.
+"""The recorder: starts a capture, keeps the dispatch mode in place, and completes the file however the program ends.
 
 `capture(path, ...)` is a context manager around it, `scope(name)` names a region of whatever is being recorded.
 """
@@ -86,8 +86,8 @@ class Recorder:
     def start(self) -> None:
         """Begin recording what the threads of this process do.
 
-        Raises CaptureFailed where another dispatch mode or another capture is active or the file cannot be written,
-        OutputExists where the file exists, UsageError where it is one of `options.files`.
+        Raises CaptureFailed if another dispatch mode or another capture is active or the file cannot be written,
+        OutputExists if the file exists, UsageError where it is one of `options.files`.
         """
         global _active
         if self._core is not None or self._closed:
@@ -135,7 +135,7 @@ class Recorder:
 
     def close(self) -> None:
         """Stop recording and complete the file. Idempotent. Raises the first failure of any write, and NothingCaptured
-        where no op was recorded."""
+        if no op was recorded."""
         global _active
         if self._closed:
             return
@@ -171,7 +171,7 @@ class Recorder:
         limits = " within the limits of what is to be recorded" if self.options.limited else ""
         what = f"{self.path}: no op was captured{limits}"
         if summary.unsupported:
-            raise NothingCaptured(what, "the file was kept for what it says is unsupported")
+            raise NothingCaptured(what, "the file was kept because it records unsupported work")
         core.writer.withdraw()
         raise NothingCaptured(f"{what}; this process ran no PyTorch operator", "the empty file was removed")
 
@@ -268,7 +268,7 @@ class Recorder:
             core.scope_begin(name, user=True)
 
     def scope_end(self, name: str) -> None:
-        """Leave the innermost scope of that name, and what is open inside it. Raises UsageError where none is open."""
+        """Leave the innermost scope of that name, and what is open inside it. Raises UsageError if none is open."""
         core = self._running()
         if core is not None:
             with self.paused():
@@ -307,7 +307,7 @@ class Recorder:
         return core is not None and not core.finished and self._mode_now() is not None
 
     def launching(self) -> bool:
-        """This thread is about to do work that no operator stands for. Whether it is recorded now."""
+        """This thread is about to do work without an operator. Whether it is recorded now."""
         core = self._core
         for mode in (core.attempt(mode_stack) if core is not None else None) or ():
             if isinstance(mode, RecordingMode) and mode.core is core:
@@ -390,7 +390,7 @@ def capture(path: str | os.PathLike[str], **options: Any) -> Iterator[Recorder]:
 
 @contextmanager
 def scope(name: str) -> Iterator[None]:
-    """Name a region. Does nothing where nothing is being recorded."""
+    """Name a region. Does nothing if nothing is being recorded."""
     text_of("scope", name)
     recorder = _active
     core = None if recorder is None else recorder._running()

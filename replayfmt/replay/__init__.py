@@ -1,1 +1,1 @@
-"""Doing a capture's work again: plan it, execute it, verify it. Knows nothing of how captures are made."""
+"""Replays a capture: plan it, execute it, verify it. Does not depend on how captures are made."""

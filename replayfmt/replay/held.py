@@ -1,4 +1,4 @@
-"""What a capture itself holds of the tensors that an op takes and gives, without running anything.
+"""The content that a capture itself holds of an op's arguments and results, without running anything.
 
 That is content which entered from outside and which no op has written since. Everything else was computed, and the
 capture has digests of it at most.
@@ -36,10 +36,10 @@ _BORN_WITH = {
 
 
 class HeldContent:
-    """The content around one op. Use it as a context manager: it holds the files open that content stands in."""
+    """The content around one op. Use it as a context manager: it keeps the files with content open."""
 
     def __init__(self, reader: CaptureReader, file_remaps: Sequence[str] = ()) -> None:
-        """Raises UsageError where a remap is wrong."""
+        """Raises UsageError if a remap is wrong."""
         self._reader = reader
         self._files = ExternalFiles(reader, file_remaps)
         self._sources: dict[int, ContentSource | str] = {}
@@ -85,7 +85,7 @@ class HeldContent:
         """A strided tensor of the op that was looked at, on the CPU, in memory of its own that tensors of one storage
         share. `name` is what it is called in errors.
 
-        Raises ContentNotCaptured where the capture does not hold its content, InvalidCapture where it lies outside of
+        Raises ContentNotCaptured if the capture does not hold its content, InvalidCapture if it lies outside of
         it.
         """
         meta = value.meta

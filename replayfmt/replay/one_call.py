@@ -92,9 +92,9 @@ def run(
 ) -> Replayed:
     """Replay a capture and verify the results, as opreplay-run does. `options` are those of Plan.
 
-    Raises ReplayMismatch where the replay differs from the capture, unless `check` is False: then the result says so.
+    Raises ReplayMismatch if the replay differs from the capture, unless `check` is False: then the result says so.
     With `keep_going` everything runs that can, and `result.verdicts` has what became of each op. Raises ReplayRefused
-    with every finding, ReplayFailed where an op fails, and what opening the file raises.
+    with every finding, ReplayFailed if an op fails, and what opening the file raises.
     """
     check = flag_of("check", check)
     with Plan(path, keep_going=keep_going, **options) as plan:
@@ -107,10 +107,10 @@ def run(
 
 
 def op_values(reader: CaptureReader, record: Record, *, results: bool, replay: bool, options: PlanOptions) -> list[Any]:
-    """What an op takes, or with `results` what it gives: from the capture itself, or with `replay` from a verified
+    """What an op takes, or with `results` what it returns: from the capture itself, or with `replay` from a verified
     replay of what comes before.
 
-    Raises ContentNotCaptured where neither has it, InvalidCapture, and with `replay` what a replay raises.
+    Raises ContentNotCaptured if neither has it, InvalidCapture, and with `replay` what a replay raises.
     """
     if results and record.signature.status is not OpStatus.ok:
         raise ContentNotCaptured(
@@ -133,7 +133,7 @@ def op_values(reader: CaptureReader, record: Record, *, results: bool, replay: b
 
 
 def named(record: Record, values: Sequence[Any]) -> dict[str, Any]:
-    """An op's arguments by name. Raises InvalidCapture where two have the same."""
+    """An op's arguments by name. Raises InvalidCapture if two have the same."""
     found = {node.name: value for node, value in zip(record.signature.args, values, strict=True)}
     if len(found) != len(values):
         raise InvalidCapture(f"ordinal {record.ordinal}: two arguments have one name")

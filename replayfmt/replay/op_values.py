@@ -1,5 +1,5 @@
-"""The values of one record as PyTorch's own: tensors, dtypes, devices and composites in the place of what stands for
-them in the capture.
+"""The values of one record as PyTorch's own: tensors, dtypes, devices and composites instead of their representation in
+the capture.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from replayfmt.format.reader import CaptureReader
 from replayfmt.pytorch.tensors.composites import put_together
 from replayfmt.pytorch.tensors.dtypes import TORCH_DTYPE, TORCH_LAYOUT, TORCH_MEMORY_FORMAT
 
-# Gives the tensor for a tensor value; the text is what to call it in errors.
+# Returns the tensor for a tensor value; the text is what to call it in errors.
 GiveTensor = Callable[[TensorValue, str], torch.Tensor]
 
 

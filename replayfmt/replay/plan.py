@@ -1,4 +1,4 @@
-"""A capture prepared once for a group of devices, then run as often as wanted.
+"""A capture prepared once for a group of devices, then run any number of times.
 
 Making a plan refuses with every finding at once. Running it lowers the records to windows of code (kept between runs
 where the capture is not very long), puts fresh content in place and reissues the ops.
@@ -78,8 +78,8 @@ class Plan(Preparation):
         """`file_remaps` are CAPTURED=REPLAY pairs of path prefixes, and say where external files are now; while their
         digests are computed, `on_file_bytes(bytes read, of all)` is called, from any thread. `initializers` fill what
         was not captured, before those that are registered and built in; `initializer_options` are for them
-        (`moe-routing`: uniform, zipf or zipf:EXPONENT). `substitutions` puts other functions in the
-        place of kernels: texts as on the command line, Substitution objects, or a function that decides for each Call;
+        (`moe-routing`: uniform, zipf or zipf:EXPONENT). `substitutions` puts other functions in place of
+        kernels: texts as on the command line, Substitution objects, or a function that decides for each Call;
         how far their results may be off is `substitution_tolerance`. `allow_imports` names modules to import for the
         operators that they register; a capture never causes the import of any other. `allow_operators` names operators
         that may run although they do more than compute on tensors (`aten::from_file`). `opaque_results` names results
@@ -174,11 +174,11 @@ class Plan(Preparation):
 
         `on_scope(event, name, path, ordinal)` is called at each scope record, inside the timed region; `timer` runs
         exactly while ops do; `on_progress(records done)` is called between windows. With `scope_times` the result
-        holds the time spent in each scope. With `keep_going` (the plan has to be made with it too) every op gets a
+        holds the time spent in each scope. With `keep_going` (the plan must be made with it too) every op gets a
         verdict instead of the first failure ending the run; `only` a slice of the capture may be run that way.
 
-        Raises ReplayFailed where an op fails, ReplayRefused where `bitwise` has nothing to compare, and
-        SubstitutionRejected where a substituted kernel is wrong: every call is judged before the first run, and again
+        Raises ReplayFailed if an op fails, ReplayRefused if `bitwise` has nothing to compare, and
+        SubstitutionRejected if a substituted kernel is wrong: every call is judged before the first run, and again
         after each that verifies.
         """
         choice_of("verify", verify, VERIFY_MODES)
@@ -214,7 +214,7 @@ class Plan(Preparation):
         timer: Timer | None = None,
         keep: bool = False,
     ) -> ReplayResult:
-        """An unverified run with something else in the place of kernels (None: with the captured ones alone); with
+        """An unverified run with something else in place of kernels (None: with the captured ones alone); with
         `keep` its code is kept for the next run with it."""
         before, self.context = self.context, replace(self.context, stand_in=stand_in)
         try:
@@ -316,7 +316,7 @@ class Plan(Preparation):
         """Run the ops one by one, unverified; before each that can be run, `on_op` is given it with its inputs. With
         `only`, those of a slice.
 
-        Random generators go on as if `on_op` had drawn nothing. The plan has to be made with keep_going.
+        Random generators go on as if `on_op` had drawn nothing. The plan must be made with keep_going.
         """
         if not self._keeps_going:
             raise UsageError("examine needs a plan made with keep_going=True")
@@ -338,7 +338,7 @@ class Plan(Preparation):
             return self._keep_going(self._machine(), False, None, undrawn, only).verdicts
 
     def verification(self, verify: VerifyMode, only: Slice | None = None) -> Verification:
-        """What verifying comes to here, with `only` for a slice. Raises ReplayRefused where `bitwise` has nothing
+        """What verifying comes to here, with `only` for a slice. Raises ReplayRefused if `bitwise` has nothing
         to compare."""
         with self._surroundings():
             self.differences()
@@ -353,11 +353,11 @@ class Plan(Preparation):
         twice: RunTwice | None = None,
         on_progress: Callable[[int], None] | None = None,
     ) -> tuple[Verification, Divergence | None]:
-        """Run what comes before ordinal `stop`, telling `watcher` of its ops: how it was verified, and what differed.
-        `twice` stands in for the ops it looks at.
+        """Run what comes before ordinal `stop`, notifying `watcher` of its ops; returns how it was verified, and what
+        differed. `twice` replaces the ops it inspects.
 
-        What stands against replaying the rest does not matter. Raises ReplayRefused where something stands against this
-        part, ReplayFailed where an op fails.
+        What stands against replaying the rest does not matter. Raises ReplayRefused if something stands against this
+        part, ReplayFailed if an op fails.
         """
         with ExitStack() as stack:
             stack.enter_context(self._surroundings())
@@ -508,7 +508,7 @@ class Plan(Preparation):
     # --------------------------------------------------------------------------------------------------------- lifetime
 
     def close(self) -> None:
-        """Let go of the storages kept between runs, and of the file if the plan opened it."""
+        """Release the storages kept between runs, and the file if the plan opened it."""
         self._content.release()
         super().close()
 

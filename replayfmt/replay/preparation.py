@@ -1,4 +1,4 @@
-"""What comes before running a capture: it is opened, and everything is checked that can be without running an op.
+"""Preparation of a replay: the capture is opened, and everything is checked that can be without running an op.
 
 Kernels are resolved, devices mapped, files found and the records read once; every reason against a replay is collected.
 """
@@ -115,11 +115,11 @@ class Preparation:
         self.generators: tuple[torch.Generator | None, ...] = map_generators(
             reader.generators, self.device_map, bool(findings.notes)
         )
-        """What stands for each captured generator, by id; None where its numbers cannot be drawn here."""
+        """What stands for each captured generator, by id; None if its numbers cannot be drawn here."""
 
     @property
     def devices(self) -> list[torch.device]:
-        """The devices that take part, accelerators first."""
+        """The devices that participate, accelerators first."""
         return self.device_map.in_use()
 
     @property
@@ -217,7 +217,7 @@ class Preparation:
         return (*findings.sentences, *self._file_findings, *self.synthesis.findings)
 
     def close(self) -> None:
-        """Let go of the external files, and of the capture if it was opened here."""
+        """Release the external files, and the capture if it was opened here."""
         self._opened.close()
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import Any
 
+from replayfmt.format.printable import counted
+
 from .plan import Plan
 from .results import PeakMemory, ReplayResult
 
@@ -15,8 +17,8 @@ _SHOWN_INITIALIZERS = 12
 def as_text(plan: Plan, result: ReplayResult, warm: ReplayResult | None = None) -> list[str]:
     """The summary, line by line; `warm` is a later execution, of which only the times are shown."""
     devices = ", ".join(map(str, plan.devices)) or "no device"
-    scopes = f" in {result.scopes} scopes" if result.scopes else ""
-    captured = f"{result.ops} ops of {result.kernels} kernels{scopes}"
+    scopes = f" in {counted(result.scopes, 'scope')}" if result.scopes else ""
+    captured = f"{counted(result.ops, 'op')} of {counted(result.kernels, 'kernel')}{scopes}"
     ran = _ran(result)
     if ran is None:
         assert result.divergence is not None
@@ -62,7 +64,7 @@ def _times(result: ReplayResult, ran: int | None) -> list[str]:
 
 
 def _ran(result: ReplayResult) -> int | None:
-    """How many ops ran; None where that was not counted: the replay ended where it first differed."""
+    """How many ops ran; None if that was not counted: the replay ended where it first differed."""
     if result.verdicts is not None:
         totals = result.totals()
         return totals["ok"] + totals["mismatched"]
@@ -70,13 +72,13 @@ def _ran(result: ReplayResult) -> int | None:
 
 
 def _left_out(result: ReplayResult) -> list[str]:
-    """What is in the capture beside ops and was not done."""
+    """What is in the capture besides ops and was not done."""
     records = f"{result.unsupported} unsupported record{'s' if result.unsupported > 1 else ''}"
-    lines = [f"not replayed: {records}, the work of which no replay does"] if result.unsupported else []
+    lines = [f"not replayed: {records}, whose work cannot be replayed"] if result.unsupported else []
     if result.left_out:
         count = len(result.left_out)
-        records = f"{count} records that are" if count > 1 else "1 record that is"
-        lines.append(f"not replayed: {records} no op, first {result.left_out[0]}")
+        records = f"{count} records other than ops" if count > 1 else "1 record other than an op"
+        lines.append(f"not replayed: {records}, first {result.left_out[0]}")
     return lines
 
 
@@ -115,7 +117,7 @@ def _initialized(plan: Plan) -> list[str]:
 
 def as_rows(plan: Plan, result: ReplayResult, warm: ReplayResult | None = None) -> list[dict[str, Any]]:
     """One `replay` row, which has the times of a later execution under `warm`; a `substitution` row for each
-    substituted signature, then a `verdict` row for each op where verdicts were asked for."""
+    substituted signature, then a `verdict` row for each op where verdicts were requested."""
     verification = result.verification
     divergence = result.divergence
     row: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""What a replay says of itself: outcome, first divergence, what was verified and how, memory, verdicts.
+"""The results of a replay: outcome, first divergence, what was verified and how, memory, verdicts.
 
 Plain values that print themselves. Unknown is None with a reason beside it.
 """
@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Literal
+
+from replayfmt.format.printable import counted
 
 VerifyMode = Literal["auto", "bitwise", "close", "none"]
 VERIFY_MODES: tuple[VerifyMode, ...] = ("auto", "bitwise", "close", "none")
@@ -23,8 +25,8 @@ class Divergence:
     """Where a replay first differs from its capture.
 
     `ordinal` is the op's whose result differs (of a host read: the read's own), `result` the index of the result, None
-    where the difference is in none. `distance` says how far the samples are apart, None where there is nothing to
-    measure. `found_at` is the ordinal of the record that showed it.
+    if the difference is in none. `distance` says how far the samples are apart, None if there is nothing to measure.
+    `found_at` is the ordinal of the record that showed it.
     """
 
     ordinal: int
@@ -79,21 +81,25 @@ class Verification:
     @property
     def compared(self) -> str:
         """What was compared, and how much of it."""
-        scalars = f"{self.scalars} scalars the program read"
+        scalars = f"{counted(self.scalars, 'scalar')} the program read"
         if self.mode == "none":
-            shapes = f"the dtypes and sizes of {self.structures} ops' results"
+            shapes = f"the dtypes and sizes of {_results(self.structures)}"
             parts = [text for count, text in ((self.scalars, scalars), (self.structures, shapes)) if count]
             return " and ".join(parts) or scalars
-        counted = f"{self.digests} digests, {self.host_reads} host reads, {scalars}"
-        return f"{counted}, the shapes of {self.structures} ops' results"
+        digests = f"{counted(self.digests, 'digest')}, {counted(self.host_reads, 'host read')}, {scalars}"
+        return f"{digests}, the shapes of {_results(self.structures)}"
 
     def __str__(self) -> str:
         return self.text
 
 
+def _results(ops: int) -> str:
+    return "1 op's results" if ops == 1 else f"{ops:,} ops' results"
+
+
 @dataclass(frozen=True)
 class PeakMemory:
-    """Most memory a device held during the replay, in bytes; None where it was not measured, and `note` says why.
+    """Most memory a device held during the replay, in bytes; None if it was not measured, and `note` says why.
 
     `before_bytes` is what it held when the ops began.
     """
@@ -135,7 +141,7 @@ class ReplayResult:
 
     `outcome` is `ok` where everything in the capture was done again and nothing differs, `incomplete` where something
     was left out: ops whose verdict says so, `unsupported` records, or what `left_out` names, which are records that are
-    no op. `scope_ns` maps scope paths to the time spent inside them, where that was asked for. `execution` counts how
+    not ops. `scope_ns` maps scope paths to the time spent inside them, where that was requested. `execution` counts how
     often the plan ran its ops by then: the first one is cold.
     """
 

@@ -1,4 +1,4 @@
-"""Running one op of a capture on its own, after those before it that gave it its inputs."""
+"""Runs one op of a capture on its own, after the earlier ops that produce its inputs."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def replay_op(
 
     `file_remaps` and `initializers` are those of a Plan.
 
-    Raises UsageError where there is no op at the ordinal, ReplayRefused where it or what it needs cannot be run here,
-    ReplayFailed where it raises.
+    Raises UsageError if there is no op at the ordinal, ReplayRefused if it or what it needs cannot be run here,
+    ReplayFailed if it raises.
     """
     if not 0 <= ordinal < reader.record_count or reader.record(ordinal).kind is not RecordKind.op:
         raise UsageError(f"{reader.path}: there is no op at ordinal {ordinal}")

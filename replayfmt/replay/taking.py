@@ -1,4 +1,4 @@
-"""What chosen ops take and give in a verified replay, shown while it is there.
+"""The arguments and results of chosen ops in a verified replay, shown while they exist.
 
 A replay runs up to the last of them. Nothing is copied here: who looks copies what is to outlive the look.
 """
@@ -60,8 +60,8 @@ def show_ops(
     """Replay the capture up to the last of these ops, and show them to what `make` makes; how the replay was verified.
 
     Results that hold bytes which no replay reproduces may be found on the way: then it is done once more, with another
-    looker. `twice` makes what looks for them; what it looks at runs twice. The plan has to be made with keep_going.
-    Raises ReplayMismatch where the replay differs, ReplayRefused where something stands against this part of it, and
+    looker. `twice` makes what looks for them; what it looks at runs twice. The plan must be made with keep_going.
+    Raises ReplayMismatch if the replay differs, ReplayRefused if something stands against this part of it, and
     ReplayFailed.
     """
     stop = _with_checks(plan.reader, max(ordinals) + 1)
@@ -76,8 +76,8 @@ def show_ops(
             continue
         if divergence is not None:
             raise ReplayMismatch(
-                f"{plan.reader.path}: its replay differs from what was captured, so nothing can be "
-                f"taken from it: {divergence}"
+                f"{plan.reader.path}: its replay differs from the capture, so nothing can be taken from it: "
+                f"{divergence}"
             )
         return verification
 
@@ -100,8 +100,8 @@ def _refuse_unseen(reader: CaptureReader, stop: int) -> None:
             texts = ", ".join(str(each) for each in record.args if each)
             findings.append(f"{record.kind.name} at ordinal {ordinal}: {texts}")
         raise ReplayRefused(
-            f"{reader.path}: what ops before ordinal {stop} take cannot be computed: no replay does "
-            "the work of the records below, which may have written any of it",
+            f"{reader.path}: the inputs of ops before ordinal {stop} cannot be computed: the records below "
+            f"cannot be replayed, and may have written any of them",
             tuple(findings),
         )
 
@@ -126,8 +126,8 @@ def _born_unwritten(reader: CaptureReader, stop: int) -> dict[int, set[int]]:
 
 
 class _Showing:
-    """A Watcher of the ops at `ordinals`. Memory that is born unwritten, by ordinals in `born`, is filled with zeros:
-    it may hold anything, and what is taken of it is to be the same each time, and nothing of this process's."""
+    """A Watcher of the ops at `ordinals`. Memory that is allocated unwritten, by ordinals in `born`, is filled with
+    zeros: it may hold anything, and what is taken of it is to be the same each time, and nothing of this process's."""
 
     def __init__(
         self, reader: CaptureReader, ordinals: frozenset[int], born: dict[int, set[int]], looker: Looker
@@ -205,7 +205,7 @@ class _Taken:
 
 
 def taken(plan: Plan, ordinal: int, *, results: bool) -> list[Any]:
-    """What the op at an ordinal takes in a verified replay, or with `results` what it gives, in memory of its own.
+    """What the op at an ordinal takes in a verified replay, or with `results` what it returns, in memory of its own.
 
     Raises what `show_ops` raises, and ContentNotCaptured for values that a capture only describes.
     """
@@ -217,5 +217,5 @@ def taken(plan: Plan, ordinal: int, *, results: bool) -> list[Any]:
 
     show_ops(plan, (ordinal,), make)
     values = last[0].values
-    assert values is not None, "a replay that ran did not come to the op"
+    assert values is not None, "a replay that ran did not reach the op"
     return values

@@ -1,7 +1,7 @@
-"""Definitions and records of one capture on their way into another, where they get ids of their own.
+"""Definitions and records of one capture on their way into another, where they get new ids.
 
-Every id is given anew, in order of first use: what the result does not need leaves no trace in it. Storages are born
-when they are first used. Needs no torch; what content a storage gets is the caller's business.
+Every id is given anew, in order of first use: data that the result does not need leaves no trace in it. Storages are
+defined at their first use. Needs no torch; the caller decides on the content of storages.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class Copier:
         return self._generators[number]
 
     def range(self, number: int) -> int:
-        """A range of an external file. Of what the capture embeds, only the bytes of the range come along."""
+        """A range of an external file. Of embedded content, only the bytes of the range are copied."""
         if number not in self._ranges:
             given = self.reader.ranges[number]
             assert given is not None
@@ -123,7 +123,7 @@ class Copier:
         return self._files[number]
 
     def _redacted(self, file: ExternalFile) -> ExternalFile:
-        """A file without its directory. Another one of that name is `2/NAME`, so that a remap can tell them apart."""
+        """A file without its directory. Another one of that name is `2/NAME`, so that a remap can distinguish them."""
         assert self._redaction is not None
         redacted = self._redaction.file(file)
         self._names[redacted.path] += 1
@@ -147,7 +147,7 @@ class Copier:
 
     @property
     def embedded_bytes(self) -> int:
-        """Bytes of storages that the result has in itself."""
+        """Bytes of storages that are embedded in the result."""
         return sum(self._embedded.values())
 
     def recipe(self, number: int) -> int:
@@ -189,8 +189,8 @@ class Copier:
     # --------------------------------------------------------------------------------------------------------- storages
 
     def bear(self, storage: int, length: int, origin: StorageOrigin, content: int = 0) -> int:
-        """A storage of the reader comes into the result: its id there. `length` in bytes; `content` is the writer's id
-        of its first content, of the family that `origin` says."""
+        """Adds a storage of the reader to the result; returns its id there. `length` in bytes; `content` is the
+        writer's id of its first content, of the family that `origin` says."""
         device = self.device(self.reader.storage(storage).device)
         number = self.storages[storage] = self._builder.bear(length, device, origin, content)
         return number
@@ -198,7 +198,7 @@ class Copier:
     # ---------------------------------------------------------------------------------------------------------- records
 
     def copy(self, record: Record, annotation: Mapping[str, Any] | None = None) -> int:
-        """Write a record of the reader; every storage it names must be there. Returns its ordinal."""
+        """Write a record of the reader, all of whose storages were added before. Returns its ordinal."""
         signature, args, results = record.signature, record.args, record.results
         if self.rewrite is not None:
             signature, args, results = self.rewrite(signature, args, results)

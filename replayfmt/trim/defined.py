@@ -1,7 +1,7 @@
 """Which bytes of the result's storages are known to be the same in every replay.
 
-Content that entered is; so is what an op returned, unless it leaves memory unwritten (the empty family): of such a
-storage only what ops wrote since. Digests must cover nothing else. The recorder keeps the same account of the program.
+Imported content is known, and so are an op's results, unless it leaves memory unwritten (the empty family): then only
+the parts that ops wrote since. Digests must cover nothing else. The recorder tracks the same for the program.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def region_of(tensor: torch.Tensor) -> ByteRegion:
 
 
 class Defined:
-    """Keeps the account, by storage id. Storages it was not told of are known throughout."""
+    """Tracks the known bytes, by storage id. Storages it does not know are fully defined."""
 
     def __init__(self) -> None:
         self._unwritten: dict[int, Coverage] = {}
@@ -31,7 +31,7 @@ class Defined:
         self._length: dict[int, int] = {}
 
     def entered(self, storage: int, length: int) -> None:
-        """Content entered, all of it."""
+        """The whole content was imported."""
         self._unwritten.pop(storage, None)
         self._opaque.discard(storage)
         self._length[storage] = length
@@ -57,7 +57,7 @@ class Defined:
             coverage.touched = True
 
     def measure(self, storage: int, length: int) -> None:
-        """A storage is that long now; bytes that were added are not written."""
+        """A storage has a new length; added bytes are unwritten."""
         before = self._length.get(storage, length)
         self._length[storage] = length
         if length <= before:

@@ -1,8 +1,8 @@
-"""A trimmed capture's content, taken out of a replay of the original while it passes the ops that are kept.
+"""A trimmed capture's content, taken from a replay of the original as it passes the kept ops.
 
-Right before such an op the records up to it are written, with the content that enters: where the capture itself has the
-very bytes, as they are there (a payload, a range of a file, a recipe), otherwise as the replay has computed them. Right
-after it, digests of its results are written, so that a replay of the trimmed capture has something to compare with.
+Right before such an op the records up to it are written, with the imported content: in the capture's own form if it has
+exactly these bytes (a payload, a range of a file, a recipe), otherwise as computed by the replay. Right after it,
+digests of its results are written, so that a replay of the trimmed capture has something to compare with.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class Materializer:
     """Watches a replay and writes the kept records. Call `finish` once the replay has ended.
 
     With `digests`, the results of every op that is kept get one, up to the first unsupported record. Without
-    `references`, all content is computed: no ranges of files, no recipes. Without `values` nothing that the capture
-    itself says of results is kept: they are not those of a replay that made content up.
+    `references`, all content is computed: no ranges of files, no recipes. Without `values` none of the captured result
+    values are kept: a replay with synthesized content does not reproduce them.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class Materializer:
         self._writing.finish(self._record)
 
     def is_reproducible(self, slot: int, tensor: torch.Tensor) -> bool:
-        """Whether every replay gives the same elements of a tensor of the op that ran last. Ask in `after`."""
+        """Whether every replay computes the same elements of a tensor of the op that ran last. Call it in `after`."""
         record = self._record
         assert record is not None
         value = dict(self._slots((*record.args, *record.results), record))[slot]
@@ -143,7 +143,7 @@ class Materializer:
     # ---------------------------------------------------------------------------------------------------------- content
 
     def enter(self, action: Enter) -> EnteringContent:
-        """What enters before the op that runs next."""
+        """The content imported before the op that runs next."""
         storage = self._storages.get(action.storage)
         if storage is None:
             raise AssertionError(f"storage {action.storage} enters before an op that does not use it")
@@ -223,7 +223,7 @@ class Materializer:
                 self._compare_later(record, values[slot], args[slot], -1)
 
     def _compare_later(self, record: Record, value: TensorValue, tensor: torch.Tensor, result: int) -> None:
-        """Write the digest of a tensor that an op gave, where it has one that every replay gives."""
+        """Write the digest of a tensor that an op returned, if every replay reproduces it."""
         if not value.storage or value.meta.flags & TensorFlag.zero or tensor.device.type == "meta":
             return
         if not self._defined.covers(value.storage, tensor):

@@ -1,7 +1,7 @@
 """Which scopes are open, in the capture that is trimmed and in the result.
 
-A record that is kept may lie inside scopes whose beginning is left out: they are restated before it. A scope that was
-left and entered again meanwhile is another pass, and is ended and begun again. Needs no torch.
+A kept record may lie inside scopes whose beginning is left out: they are restated before it. A scope that was left and
+entered again in between is another pass, and is ended and begun again. Needs no torch.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class OpenScopes:
             self._result.remove(passed)
 
     def restate(self, scope: int) -> tuple[list[int], list[int]]:
-        """What the result has to leave and to enter, in this order, so that a record inside `scope` can follow."""
+        """The scopes that the result has to leave and to enter, in this order, before a record inside `scope`."""
         over = [passed for passed in reversed(self._result) if passed not in self._captured]
         chain = []
         while scope:
@@ -48,7 +48,7 @@ class OpenScopes:
             assert definition is not None
             scope = definition.parent
         wanted = [self._present(each) for each in reversed(chain)]
-        # A scope that nothing began, such as one of a thread that goes on after it ended, is over with its last record.
+        # A scope without a beginning, such as one in a thread that outlives it, ends with its last record.
         over = [passed for passed in over if passed not in wanted]
         self._result = [passed for passed in self._result if passed not in over]
         entered = [passed for passed in wanted if passed not in self._result]

@@ -1,8 +1,9 @@
-"""Where the bytes come from that kept ops need from before: which ops gave them.
+"""The producers of the bytes that kept ops need from earlier ops.
 
 Content that a replay computes may hold bytes that no replay reproduces (addresses, memory left unwritten). Embedded,
-such bytes would be another process's: an op that takes them for addresses ends the process. So the ops that give them
-are kept, too, and give them again. Needs no torch; what an op writes, and which results are such, is asked for.
+such bytes would be another process's: an op that uses them as addresses kills the process. The ops that produce them
+are therefore kept too, and produce them again. Needs no torch; the caller says what ops write, and which results are
+such.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ Writes = Callable[[int], tuple[int, ...]]
 
 
 def with_producers(reader: CaptureReader, kept: Kept, opaque: Mapping[int, tuple[int, ...]], writes: Writes) -> Kept:
-    """What is kept, and the ops that give it bytes no replay reproduces, all that write the same memory included.
+    """The kept ops, and those that produce irreproducible bytes for them, including all that write the same memory.
 
     `opaque` has the tensor slots of results that hold such bytes, by signature.
     """
@@ -39,7 +40,7 @@ def with_producers(reader: CaptureReader, kept: Kept, opaque: Mapping[int, tuple
 
 
 class _ProducerWalk:
-    """Goes through the records before an ordinal, as often as it is asked."""
+    """Walks the records before an ordinal, any number of times."""
 
     def __init__(self, reader: CaptureReader, stop: int, opaque: Mapping[int, tuple[int, ...]], writes: Writes) -> None:
         self._reader, self._stop, self._opaque, self._writes = reader, stop, opaque, writes
@@ -47,7 +48,7 @@ class _ProducerWalk:
         self._zeros = zero_metas(reader)
 
     def missing(self, chosen: np.ndarray) -> set[int]:
-        """The ops that are not chosen and give chosen ones such bytes."""
+        """The ops that are not chosen and produce such bytes for chosen ones."""
         givers: dict[int, list[int]] = {}  # storages that hold them: the ops that wrote it since
         found: set[int] = set()
         for index, info in enumerate(self._reader.record_frames):

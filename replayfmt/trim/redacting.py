@@ -1,7 +1,7 @@
-"""A whole capture once more, told with less: redacted, or without its floating-point content. Nothing is replayed.
+"""Rewrites a whole capture with less in it: redacted, or without its floating-point content. Nothing is replayed.
 
-Content is what the capture itself holds, so it stays exactly as it is, or a recipe takes its place. Redaction needs no
-torch; the statistics of a recipe do.
+Content is the capture's own, so it is either copied exactly or replaced by a recipe. Redaction needs no torch; the
+statistics of a recipe do.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ def copy_capture(
     allow_incomplete: bool = False,
     words: tuple[str, ...] = (),
 ) -> TrimResult:
-    """Write the capture again: with `redact` without host name, user, command line and directories, `words` being names
-    to leave out of texts, too; with `integers_only` without floating-point content, of which statistics remain, and
-    without anything that a replay could be compared with.
+    """Write the capture again: with `redact` without host name, user, command line and directories, `words` being
+    further names to leave out of texts; with `integers_only` without floating-point content, of which only statistics
+    remain, and without anything to compare a replay with.
 
     Raises UsageError, OutputExists, ReplayRefused for an incomplete capture that is not allowed, and what reading and
     writing raise.
@@ -73,12 +73,12 @@ def _lost_strings(reader: CaptureReader, redaction: Redaction) -> list[str]:
         signature is not None and signature.kind is RecordKind.op and redaction.signature(signature) != signature
         for signature in reader.signatures
     )
-    said = f"{lost} signatures of ops lose a string that told of the machine: a strict replay refuses them"
+    said = f"{lost} signatures of ops lose a string that identified the machine: a strict replay refuses them"
     return [said] if lost else []
 
 
 class _Uses:
-    """What storages are used as by ops: the dtype of the first use, and whether any use is not floating-point."""
+    """How ops use storages: the dtype of the first use, and whether any use is not floating-point."""
 
     def __init__(self, reader: CaptureReader) -> None:
         self.first: dict[int, DType] = {}
@@ -100,7 +100,7 @@ class _Uses:
                         self.other.add(storages[slot])
 
     def synthesized(self, storage: int) -> DType | None:
-        """The dtype of a storage whose content is left out; None where it stays."""
+        """The dtype of a storage whose content is left out; None if it stays."""
         return None if storage in self.other else self.first.get(storage)
 
 
@@ -118,7 +118,7 @@ class _Copying(Writing):
 
 
 class _Contents:
-    """The content that the capture has; with `uses` recipes take the place of what is floating-point."""
+    """The capture's content; with `uses`, recipes replace floating-point content."""
 
     def __init__(self, copier: Copier, uses: _Uses | None) -> None:
         self._copier, self._reader, self._uses = copier, copier.reader, uses
@@ -151,7 +151,7 @@ class _Contents:
         return EnteringContent(StorageOrigin.initializer, self._copier.writer.recipe(recipe), length)
 
     def _embedded(self, number: int) -> Callable[[], memoryview] | None:
-        """How to read a range that the capture itself has; None where it is in the file alone."""
+        """How to read a range that the capture itself has; None if it is in the file alone."""
         given = self._reader.ranges[number]
         if given.payload:
             return lambda: memoryview(self._reader.payload(given.payload))

@@ -40,7 +40,7 @@ class Array:
     sizes: tuple[int, ...] = ()
 
     def header(self, offset: int) -> dict[str, object]:
-        """What the file's header says of it."""
+        """Its entry in the file's header."""
         count = 1
         for size in self.sizes:
             count *= size

@@ -1,8 +1,8 @@
-"""What a trimmed capture has to say that the records it keeps do not say themselves.
+"""What a trimmed capture needs besides the records that it keeps.
 
-One walk over the capture up to the last record that is kept, without running anything. It finds out, for each of them,
-what has to come before it: scopes that are open there, settings that changed meanwhile, content that enters, because
-what is left out produced or changed it, and storages that died. Needs no torch; what an op writes is asked for.
+One walk over the capture up to the last record that is kept, without running anything. For each of them it determines
+the prerequisites: scopes that are open there, settings that changed in between, content to import because an omitted op
+produced or changed it, and released storages. Needs no torch; the caller says what ops write.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ MAPPED_FILE = "mapped_file"
 
 @dataclass(frozen=True)
 class Enter:
-    """Content enters. `first`: the storage comes into the result with it. `source` is where the capture itself has
-    the very bytes, None where they are to be computed, or where they are `absent`: in no capture. `length` is what is
-    known of their number. `unread`: the op that is next writes every byte of it and reads none."""
+    """An import of content. `first`: it adds the storage to the result. `source` is where the capture itself has
+    exactly these bytes, None if they are to be computed, or if they are `absent`: in no capture. `length` is their
+    number, as far as known. `unread`: the next op writes every byte of it and reads none."""
 
     storage: int
     first: bool
@@ -69,10 +69,10 @@ Action = Enter | Begin | End | Release | SettingChanges
 
 @dataclass
 class Schedule:
-    """What comes before which kept record, by its ordinal, and which kept records say nothing any more.
+    """The prerequisites of each kept record, by its ordinal, and the kept records that have become meaningless.
 
     `settings` are those at the first one, `ends` the scopes to leave after the last. `unsupported` are ordinals of
-    unsupported records that are left out although work behind them is kept; `kept_unsupported` the first that is kept.
+    unsupported records that are left out although later work is kept; `kept_unsupported` the first that is kept.
     `digested` are the results that have a digest among the kept records: (op's ordinal, result, tensor).
     """
 
@@ -86,12 +86,12 @@ class Schedule:
     digested: set[tuple[int, int, int]] = field(default_factory=set)
 
     def enters(self) -> Iterator[Enter]:
-        """Every piece of content that enters, in order."""
+        """Every import of content, in order."""
         return (action for actions in self.actions.values() for action in actions if isinstance(action, Enter))
 
 
 class RecordShape:
-    """Where the records of one signature keep what matters here. `written` are slots of tensors they may write; with
+    """Where the records of one signature have the data needed here. `written` are slots of tensors they may write; with
     `writes_storages` so may be storages that are arguments themselves. `overwritten` are those written without being
     read."""
 
@@ -146,7 +146,7 @@ def zero_metas(reader: CaptureReader) -> np.ndarray:
 
 
 class Planner:
-    """Makes a schedule. `writes` gives the tensor slots an op of a signature may write; None: nothing is computed, so
+    """Makes a schedule. `writes` returns the tensor slots an op of a signature may write; None: nothing is computed, so
     that it does not matter (metadata alone). `overwrites` gives those that it writes, every element, and does not
     read."""
 
@@ -164,12 +164,12 @@ class Planner:
         self._shapes: dict[int, RecordShape] = {}
         self._open = OpenScopes(reader.scopes)
         self._there: set[int] = set()  # storages of the result
-        self._stale: dict[int, str] = {}  # of these, those whose bytes are others by now, and why
+        self._stale: dict[int, str] = {}  # of these, those whose bytes have changed, and why
         self._mapped: set[int] = set()  # storages that were maps of the file that their content is in
         self._source: dict[int, Source] = {}  # storages whose present bytes the capture itself has
         self._absent: set[int] = set()  # storages whose content is not in the capture
         self._length: dict[int, int] = {}  # as the capture last said
-        self._reach: dict[int, int] = {}  # how far tensors reach into storages, beyond what they were born as
+        self._reach: dict[int, int] = {}  # how far tensors reach into storages, beyond what they were allocated as
         self._died: list[int] = []
         self._settings: dict[str, Any] = dict(reader.session.settings)
         self._stated: dict[str, Any] = {}
@@ -194,7 +194,7 @@ class Planner:
         return self._schedule
 
     def _note_reach(self, frame: RecordFrame) -> None:
-        """Ops make storages longer without a record that says so; the tensors on them tell."""
+        """Ops make storages longer without a record that says so; the tensors on them show it."""
         ends = (frame.tensor_offset + self._extents[frame.tensor_meta, 0]) * self._extents[frame.tensor_meta, 1]
         for storage, end in zip(frame.tensor_storage.tolist(), ends.tolist(), strict=True):
             if end > self._reach.get(storage, 0):
@@ -216,7 +216,7 @@ class Planner:
         op = signature.kind is RecordKind.op
         written = self._writes(number) if self._writes is not None and op else ()
         kernel = self._reader.kernels[signature.kernel] if signature.kernel else None
-        # PyTorch's own operators (set_) share a storage they are given; what others do with it nobody knows.
+        # PyTorch's own operators (set_) share a storage they are given; what others do with it is unknown.
         own = kernel is None or kernel.name.startswith("aten::")
         shape = self._shapes[number] = RecordShape(layout, written, self._overwrites(number) if op else (), not own)
         return shape
@@ -269,7 +269,7 @@ class Planner:
                 self._changed(storage, "outside_write")
             self._source.pop(storage, None)
             self._length[storage] = values["bytes"]
-        elif left_out and storage in self._there:  # it died
+        elif left_out and storage in self._there:  # it was released
             self._died.append(storage)
 
     # ------------------------------------------------------------------------------------------------------------- kept
@@ -317,7 +317,7 @@ class Planner:
         actions += [Begin(each) for each in entered]
 
     def _state(self, actions: list[Action]) -> None:
-        """Settings that are others than the result has said so far."""
+        """Settings that differ from those stated in the result so far."""
         changes = {
             name: value
             for name, value in self._settings.items()
@@ -359,7 +359,7 @@ class Planner:
         return math.prod(meta.sizes) * ITEM_BYTES[meta.dtype] == length
 
     def _comparison(self, record: Record) -> None:
-        """A digest or host read is kept where the result computes what it compares."""
+        """A digest or host read is kept if the result computes the compared tensor."""
         tensor = next((value for value in record.args if isinstance(value, TensorValue)), None)
         of = record.argument("of") if record.kind is RecordKind.digest else -1
         known = tensor is not None and tensor.storage in self._there and tensor.storage not in self._stale

@@ -16,8 +16,7 @@ from replayfmt.format.signatures.text import parse_signature
 
 @dataclass(frozen=True)
 class Wanted:
-    """What was asked for, as given on the command line. Several kinds at once: what all of them select; several of one
-    kind: what any of them does."""
+    """The request, as given on the command line. Options of different kinds intersect, options of one kind unite."""
 
     ops: str | None = None
     scope: Names | None = None
@@ -59,7 +58,7 @@ class Kept:
 
 def resolve(reader: CaptureReader, wanted: Wanted) -> Kept:
     """The ordinals that a selection keeps. Raises UsageError for a range that is not in the capture, a scope that it
-    does not have, a pattern or a signature that no op has, and where no op is selected."""
+    does not have, a pattern or a signature that no op has, and if no op is selected."""
     start, stop = (0, None) if wanted.ops is None else parse_range(wanted.ops)
     count = reader.record_count
     if wanted.ops is not None and max(start, stop or 0) > count:

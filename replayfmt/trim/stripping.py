@@ -1,4 +1,4 @@
-"""A capture without any content: metadata alone, safe to share.
+"""A capture without any content: only metadata, safe to share.
 
 Left out: payloads, external files, recipes, digests, host reads' values, scalars that ops returned to the program,
 generators' states, host name, user, paths and command line. Nothing is replayed, so it works on captures that cannot
@@ -47,7 +47,7 @@ class _Stripped(Writing):
 
 
 def plan_stripped(reader: CaptureReader, kept: Kept) -> Schedule:
-    """What a stripped capture of these records has to say besides them."""
+    """What a stripped capture of these records needs besides them."""
     return Planner(reader, kept, None).plan()
 
 

@@ -1,7 +1,7 @@
-"""Making a smaller capture out of a part of another, verified before it gets its name.
+"""Cuts a smaller capture out of another, and verifies it before it gets its name.
 
-`trim_capture` replays the original up to the end of what is kept and takes the content from there; `strip_capture`
-copies metadata alone and replays nothing.
+`trim_capture` replays the original up to the end of the kept part and takes the content from there; `strip_capture`
+copies only metadata and replays nothing.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ def strip_capture(
 
 @dataclass(frozen=True)
 class Checked:
-    """How the replay of what was written went: how it was verified; where it `differs` (None: nowhere), with `details`;
+    """The outcome of the new capture's replay: how it was verified; where it `differs` (None: nowhere), with `details`;
     `opaque` are results that it found to hold bytes no replay reproduces: (operator, overload, index, why)."""
 
     verified: str
@@ -166,7 +166,7 @@ Check = Callable[[str, Verify], Checked]
 
 
 def checked_here(make: Callable[[str], Plan]) -> Check:
-    """Replay what was written in this process. An op that ends the process ends it."""
+    """Replay the new capture in this process. An op that kills the process kills it."""
 
     def check(path: str, verify: Verify) -> Checked:
         with make(path) as plan:
@@ -192,11 +192,11 @@ def trim_capture(
     """Write the part of a capture that `wanted` selects so that it replays by itself.
 
     `plan` is one of the whole capture, made with keep_going; `check` replays and verifies the result before it gets its
-    name. `on_progress(records done, of all)`. Bytes that no replay reproduces are not embedded: the ops that give them
-    are kept, too. Ops whose results would be embedded are run twice to find such bytes.
+    name. `on_progress(records done, of all)`. Bytes that no replay reproduces are not embedded: the ops that produce
+    them are also kept. Ops whose results would be embedded are run twice to find such bytes.
 
-    Raises UsageError, OutputExists, ReplayRefused where the part before cannot be replayed here, ReplayMismatch where
-    a replay does not give what was captured, ReplayFailed, and what reading and writing raise.
+    Raises UsageError, OutputExists, ReplayRefused if the part before cannot be replayed here, ReplayMismatch if a
+    replay differs from the capture, ReplayFailed, and what reading and writing raise.
     """
     with output(plan.reader, out, force) as partial:
         asked = resolve(plan.reader, wanted)
@@ -217,7 +217,7 @@ def _trim(
     on_prediction: Callable[[Prediction], None],
     on_progress: Callable[[int, int], None] | None,
 ) -> TrimResult | None:
-    """One attempt; None where the plan knows more now than when it began."""
+    """One attempt; None if the plan knows more now than when it began."""
     from replayfmt.replay.verify.run_twice import RunTwice
 
     from .materializing import Materializer, overwrites
@@ -231,8 +231,8 @@ def _trim(
     made_up, notes = plan.synthesis.reason, _notes(schedule)
     if kept.ops > asked.ops:
         notes.append(
-            f"kept beside the {asked.ops} ops that were asked for: {kept.ops - asked.ops}, what they give "
-            "holds addresses, or memory left unwritten, which cannot be embedded"
+            f"kept besides the {asked.ops} selected ops: {kept.ops - asked.ops}, whose results hold addresses, "
+            f"or memory left unwritten, which cannot be embedded"
         )
     session = _trimmed_session(
         reader.session,
@@ -257,13 +257,12 @@ def _trim(
             return None
         if divergence is not None:
             raise ReplayMismatch(
-                f"{reader.path}: its replay differs from what was captured, so nothing can be "
-                f"taken from it: {divergence}"
+                f"{reader.path}: its replay differs from the capture, so nothing can be taken from it: {divergence}"
             )
         watcher.finish()
         writer.close(reader.summary.ended_ns or 0)
     if made_up:
-        notes.append(f"content that is not in the capture was made up, so nothing is left to verify: {made_up}")
+        notes.append(f"content that is not in the capture was synthesized, so there is nothing to verify: {made_up}")
     result = TrimResult(
         out,
         os.path.getsize(partial),
@@ -279,13 +278,13 @@ def _trim(
 
 
 def used_remaps(reader: CaptureReader, remaps: Sequence[str]) -> tuple[str, ...]:
-    """Those of --replay-file-remap's values that match a file of a capture: what is left of it after it was trimmed."""
+    """The values of --replay-file-remap that match a file of a trimmed capture."""
     paths = [file.path for file in reader.files[1:] if file is not None]
     return tuple(each for each in remaps if any(FileRemaps.parse([each]).apply(path) != path for path in paths))
 
 
 def _check(plan: Plan, partial: str, out: str, check: Check, schedule: Schedule, verify: Verify) -> str:
-    """Replay what was written; how that was verified, "" where it taught the plan something."""
+    """Replay the new capture; returns how that was verified, "" if the plan learned something from it."""
     if verify == "none":
         return "not replayed: --verify=none"
     if schedule.kept_unsupported is not None:
@@ -294,13 +293,13 @@ def _check(plan: Plan, partial: str, out: str, check: Check, schedule: Schedule,
     if plan.know_opaque(checked.opaque):
         return ""
     if checked.differs is not None:
-        details = [f"ops that differ from themselves when run twice: {text}" for text in checked.details]
+        details = [f"ops whose results differ between two runs: {text}" for text in checked.details]
         raise ReplayMismatch(
             "; ".join(
                 [
                     f"{out}: was not written: its replay differs from the original's: {checked.differs}",
                     *details,
-                    "--verify=none writes it all the same",
+                    "--verify=none writes it anyway",
                 ]
             )
         )
@@ -308,7 +307,7 @@ def _check(plan: Plan, partial: str, out: str, check: Check, schedule: Schedule,
 
 
 def refuse_incomplete(reader: CaptureReader, allowed: bool) -> None:
-    """Raise ReplayRefused for a capture that was never closed: what is made of it would look complete."""
+    """Raise ReplayRefused for a capture that was never closed: its copy would look complete."""
     if not reader.complete and not allowed:
         raise ReplayRefused(
             f"{reader.path}: the capture is incomplete ({reader.incomplete_reason}); "
@@ -317,7 +316,7 @@ def refuse_incomplete(reader: CaptureReader, allowed: bool) -> None:
 
 
 def refuse_unsupported(reader: CaptureReader, kept: Kept, schedule: Schedule) -> None:
-    """Raise ReplayRefused where work that is kept lies behind unsupported records that are not."""
+    """Raise ReplayRefused if omitted unsupported records precede kept work."""
     if not schedule.unsupported:
         return
     findings = []
@@ -325,8 +324,8 @@ def refuse_unsupported(reader: CaptureReader, kept: Kept, schedule: Schedule) ->
         texts = [str(value) for value in reader.record(ordinal).args if value]
         findings.append(f"unsupported at ordinal {ordinal}: {': '.join(texts)}")
     raise ReplayRefused(
-        f"{reader.path}: what the ops from ordinal {kept.first} on need cannot be computed, because records that are "
-        "left out cannot be replayed; keep them too, or keep metadata alone with --payload=none",
+        f"{reader.path}: the inputs of the ops from ordinal {kept.first} on cannot be computed, because records "
+        f"that are left out cannot be replayed; keep them too, or keep only metadata with --payload=none",
         tuple(findings),
     )
 
@@ -334,14 +333,16 @@ def refuse_unsupported(reader: CaptureReader, kept: Kept, schedule: Schedule) ->
 def _notes(schedule: Schedule) -> list[str]:
     notes = []
     if schedule.left_comparisons:
-        notes.append(f"left out: {schedule.left_comparisons} digests and host reads of what no kept op uses or gives")
+        notes.append(
+            f"left out: {schedule.left_comparisons} digests and host reads of tensors that no kept op uses or returns"
+        )
     if schedule.kept_unsupported is not None:
         notes.append("unsupported records are among those kept: a strict replay will refuse the result")
     return notes
 
 
 def _origin(session: Session, wanted: Wanted, policies: dict[str, Any]) -> dict[str, Any]:
-    """Policies that name where a trimmed capture comes from: the first capture, where it was trimmed again."""
+    """Policies that name the origin of a trimmed capture: the original one, if it was trimmed repeatedly."""
     before = session.policies.get(TRIMMED_SELECTION)
     selection = wanted.text if before is None else f"{before}; {wanted.text}"
     return {
@@ -372,7 +373,7 @@ def _counted(on_progress: Callable[[int, int], None] | None, total: int) -> Call
 
 @contextmanager
 def output(reader: CaptureReader, out: str, force: bool) -> Iterator[str]:
-    """Where to write: `out`.partial, which gets its name once everything inside has succeeded, else it is removed."""
+    """Where to write: `out`.partial, which is renamed once everything inside has succeeded, and removed otherwise."""
     if same_file(reader.path, out):
         raise UsageError(f"{out}: is the capture that is trimmed; name another file")
     check_place(out, force)
@@ -399,7 +400,7 @@ def rename(partial: str, out: str) -> None:
 
 @contextmanager
 def writer_of(partial: str, session: Session) -> Iterator[CaptureWriter]:
-    """A writer whose file is removed again where something goes wrong."""
+    """A writer whose file is removed again if something goes wrong."""
     writer = CaptureWriter(partial, session, force=True, doing="trimming")
     try:
         yield writer

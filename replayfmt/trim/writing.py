@@ -1,7 +1,7 @@
-"""Writes the records of a trimmed capture, one after the other, each with what has to come before it.
+"""Writes the records of a trimmed capture, one after the other, each with its prerequisites.
 
-Where content comes from is decided by an `EnteringContents`: computed by a replay that stands right before the record,
-or none at all. Needs no torch.
+An `EnteringContents` decides where content comes from: computed by a replay that has arrived at the record, or none at
+all. Needs no torch.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class EnteringContent:
 
 
 class EnteringContents(Protocol):
-    """Gives what enters, when the records before have been written."""
+    """Returns the content to import, when the earlier records have been written."""
 
     def enter(self, action: Enter) -> EnteringContent: ...
 
@@ -60,8 +60,9 @@ _DIGEST_FREE = 2  # arguments of a host_read record before its digest
 
 
 class Writing:
-    """Goes through the kept records of a schedule in order. With `annotate` ops say which ordinal they had. Without
-    `values` there is nothing to compare a replay with: no digests, no scalars that ops returned to the program."""
+    """Goes through the kept records of a schedule in order. With `annotate`, ops are annotated with their original
+    ordinals. Without `values` there is nothing to compare a replay with: no digests, no scalars that ops returned to
+    the program."""
 
     def __init__(
         self,
@@ -136,7 +137,7 @@ class Writing:
             self.copier.copy(record)
 
     def op(self, record: Record) -> None:
-        """An op; storages that it returns and nobody knew are born."""
+        """An op; storages that it returns and nobody knew are allocated."""
         self.born.clear()
         for storage in _storages(record.results):
             if storage and storage not in self.copier.storages:
@@ -149,7 +150,7 @@ class Writing:
                 self.bear(storage, self.copier.reader.storage(storage).bytes, StorageOrigin.uninitialized, 0)
         note = {"captured_ordinal": record.ordinal} if self._annotate else None
         if note and record.annotation and "captured_ordinal" in record.annotation:
-            note = None  # trimmed before: the ordinal is that of the capture it all comes from
+            note = None  # trimmed before: the ordinal is that of the original capture
         self.ops[record.ordinal] = self.copier.copy(record, note)
 
     def bear(self, storage: int, length: int, origin: StorageOrigin, content: int) -> None:
@@ -224,7 +225,7 @@ class Writing:
         )
 
     def generator_state(self, near: Record, generator: int, state: bytes | None) -> None:
-        """Say in which state a generator of the capture is here; None where that is left out."""
+        """State a generator's state at this point; None if that is left out."""
         content: list[Value] = [] if state is None else [PayloadValue(self.copier.writer.payload(state))]
         self.copier.add(
             near,

@@ -110,7 +110,7 @@ def test_the_verification_asked_for_is_what_is_done(bench, captured, executed):
     assert "verified  before and after timing, bitwise" in text and executed.count("bitwise") == 2
     executed.clear()
     text = bench(captured, "--verify=none").out
-    assert "verified  not verified: --verify=none" in text and "WARNING: nothing was verified" in text
+    assert "\nnot verified: --verify=none" in text and "WARNING: nothing was verified" in text
     assert executed == ["none"] * 3
 
 

@@ -53,7 +53,7 @@ def test_noisy_iterations_are_reported_by_how_much_they_vary(high, words):
 
 def test_repetitions_that_differ_are_reported():
     assert measurement_caveats(of_times([100] * 10, [200] * 10)) == [
-        "repetitions vary by 47%: the machine was not the same throughout"
+        "repetitions vary by 47%: conditions on the machine changed"
     ]
 
 

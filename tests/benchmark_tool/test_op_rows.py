@@ -123,7 +123,7 @@ def partly(tmp_path):
 def test_the_sum_names_what_was_refused_and_the_exit_code_says_so(partly, tool, by):
     assert tool(main, "--per-op", f"--group-by={by}", "--benchmark-min-time=1x", partly) == 1
     (total,) = (line for line in tool.out.splitlines() if line.startswith("sum: "))
-    assert total.endswith("; not measured and not in it: 1 call (1 refused)")
+    assert total.endswith("; not measured and not included: 1 call (1 refused)")
     assert "WARNING: not measured: 1 call; " in tool.out
     assert "op_rows_test::gone" in tool.out
     assert "verdict" in tool.out.splitlines()[0].split()

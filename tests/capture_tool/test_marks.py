@@ -177,15 +177,16 @@ def test_a_marked_function_still_looks_like_itself_and_its_exceptions_pass(libra
         ("Gone.step", "marked_library has no Gone"),
         ("Trainer.gone", "Trainer has no gone"),
         ("Trainer", "Trainer is a class; name one of its methods, such as Trainer.__call__"),
-        ("number", "number is an object of class int, no function or method"),
+        ("number", "number is an object of class int, not a function or method"),
         (
             "model",
-            "model is an object of class Model, no function or method; name one of its methods, such as model.forward",
+            "model is an object of class Model, not a function or method; name one of its methods, such as "
+            "model.forward",
         ),
         (
             "generator",
-            "generator is a generator function: its work runs between other work, so it is no scope; "
-            "mark what it calls",
+            "generator is a generator function: its work runs between other work, so it cannot be a scope; mark "
+            "what it calls",
         ),
     ],
 )

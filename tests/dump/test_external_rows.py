@@ -230,7 +230,7 @@ def test_a_file_that_is_embedded_whole_is_not_needed(tmp_path: Path) -> None:
 def test_a_needed_file_that_nothing_can_confirm_is_against_a_strict_replay(tmp_path: Path) -> None:
     path = _with_files(tmp_path / "a.opreplay", (ExternalFile("/a", 100), [(0, 10, None)]))
     assert not summary(path)["strict_replay_supported"]
-    assert "refused: external files that nothing can confirm" in text(path)
+    assert "refused: external files that cannot be validated" in text(path)
     path = _with_files(tmp_path / "b.opreplay", (ExternalFile("/a", 100), [(0, 2, b"ab")]))
     assert summary(path)["strict_replay_supported"]
 

@@ -130,7 +130,7 @@ def test_a_replay_without_a_device_and_a_capture_without_kernels_are_refused(imp
         check_device(plan)
     with (
         Plan(imported([op("aten::mm", 10, 10, MM)]).reader.path, keep_going=True) as plan,
-        pytest.raises(UsageError, match="says nothing of the device kernels"),
+        pytest.raises(UsageError, match="has no device kernels"),
     ):
         kernels_of(plan)
 

@@ -45,10 +45,10 @@ def test_the_calls_share_of_the_device_time_and_the_rest_by_reason(unique: bool,
     }
     lines = [line for line in report.lines() if line.startswith("device ") and "work" not in line]
     assert lines == [
-        "device time   235.0 us in the trace; the calls stand for 100.0 us (42.6%)",
+        "device time   235.0 us in the trace; the calls account for 100.0 us (42.6%)",
         "device rest   100.0 us (42.6%): launches that the trace does not show",
         "device rest   23.0 us (9.8%): graph launches",
-        "device rest   7.0 us (3.0%): operators that are not known here",
+        "device rest   7.0 us (3.0%): operators unknown here",
         "device rest   5.0 us (2.1%): kernels without an operator",
     ]
 

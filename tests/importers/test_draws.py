@@ -27,7 +27,7 @@ def test_ops_that_drew_on_a_gpu_draw_on_the_host_and_a_note_says_so(imported: Im
         _verdict, second = plan.run_single(ordinal)
     assert done.outcome == "ok" and verdict.verdict == "ok"
     assert (
-        "aten::native_dropout.default draws random numbers that the captured device would have drawn otherwise"
+        "aten::native_dropout.default draws random numbers that the captured device would have drawn differently"
         in done.notes
     )
     assert 0 < int(first[1].sum()) < 64 * 64 and torch.equal(first[1], second[1])

@@ -153,7 +153,7 @@ def test_what_is_no_json_is_refused_in_one_sentence(data: bytes, tmp_path: Path)
 def test_a_checksum_that_does_not_fit_is_told_in_words(tmp_path: Path) -> None:
     packed = bytearray(gzip.compress(b'{"traceEvents": []}'))
     packed[-6] ^= 255
-    with pytest.raises(InvalidCapture, match=r"no JSON: the gzip data is damaged: CRC check failed"):
+    with pytest.raises(InvalidCapture, match=r"not JSON: the gzip data is damaged: CRC check failed"):
         read(bytes(packed), tmp_path, "t.json.gz")
 
 
@@ -163,7 +163,7 @@ def test_a_trace_without_events_is_told_from_a_file_of_another_kind(tmp_path: Pa
     with pytest.raises(InvalidCapture, match="the trace has no operator events"):
         sniff(path)
     path.write_text('{"schemaVersion": 1}')
-    with pytest.raises(InvalidCapture, match="no trace that is known"):
+    with pytest.raises(InvalidCapture, match="not a known kind of trace"):
         sniff(path)
 
 
@@ -262,7 +262,7 @@ def test_a_tar_header_of_any_length_is_not_read_whole(tmp_path: Path) -> None:
 def test_a_trace_of_one_endless_entry_is_one_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(json_stream, "_LONGEST_ENTRY", MILLION)
     path = packed(tmp_path / "t.json.gz", b'{"traceEvents": [{"name": "', (b"a" * MILLION, 4))
-    with pytest.raises(InvalidCapture, match="no trace that is known.*an entry of more than 1048576 characters"):
+    with pytest.raises(InvalidCapture, match="not a known kind of trace.*an entry of more than 1048576 characters"):
         import_trace(path, tmp_path / "out.opreplay")
     assert not (tmp_path / "out.opreplay").exists()
 

@@ -470,7 +470,7 @@ def test_beside_a_tensor_without_dimensions_a_number_may_be_one_too(imported: Im
     assert len(assumed("double", "double")) == len(assumed("long int", "double")) == 1
     assert assumed("double", "float") == [], "no number is passed as a float32"
     assert "host memory" in assumed("float", "double", *on_device)[0]
-    assert "taken for a tensor" in assumed("long int", "long int", *on_device)[0]
+    assert "treated as a tensor" in assumed("long int", "long int", *on_device)[0]
 
 
 def test_an_argument_that_the_trace_has_no_numbers_of_is_no_list_of_numbers(imported: Import) -> None:

@@ -126,7 +126,7 @@ def test_a_member_that_is_no_json_does_not_hide_those_after_it(imported: Import,
     path = tmp_path / "t.json"
     path.write_text('{"metadata": {"broken" "x"}, "traceEvents": ' + json.dumps(LINEAR) + "}")
     result = imported(path)
-    assert result.ops == imported(LINEAR).ops and told(result, "an entry is no JSON")
+    assert result.ops == imported(LINEAR).ops and told(result, "an entry is not JSON")
 
 
 # ----------------------------------------------------------------------------------------------------- what is left out
@@ -179,7 +179,7 @@ def test_whether_complex_tensors_are_conjugated_is_an_assumption(imported: Impor
     (record,) = imported(
         [op("aten::relu_", 10, 5, RELU), op("aten::abs", 20, 5, [tensor("c10::complex<float>", 3)])]
     ).of("op")[1:]
-    assert record.annotation["assumed"] == ["complex tensors are taken for not conjugated: the trace does not tell"]
+    assert record.annotation["assumed"] == ["complex tensors are assumed not conjugated: the trace does not say"]
 
 
 def test_quantized_tensors_have_no_scale_in_a_trace(imported: Import) -> None:
@@ -313,7 +313,7 @@ def test_a_clock_of_whole_microseconds_does_not_double_what_short_calls_called(i
     ]
     result = imported(events)
     assert result.ops == ["aten::empty.memory_format", "aten::zero_.default", "aten::relu.default"]
-    assert told(result, "1 events of no length", "taken for calls of it")
+    assert told(result, "1 events of no length", "treated as its calls")
 
 
 def test_a_collective_that_outlasts_its_call_is_one_record(imported: Import) -> None:

@@ -129,7 +129,7 @@ def test_every_rank_of_an_archive_or_a_directory_gets_a_capture_of_its_own(
     assert [rows_of(tmp_path / f"step.{rank}.opreplay") for rank in (0, 1)] == [(20, 0, 2), (21, 1, 2)]
     assert f"source        {'ranks.zip' if name == 'ranks.zip' else ''}" in printed and "(kineto, rank 1)" in printed
     assert "host.2.pt.trace.json is of rank 1, as it says itself" in printed
-    assert "beside the traces, these files are none: a/notes.json" in printed
+    assert "these files are not traces: a/notes.json" in printed
     assert sorted(each.name for each in tmp_path.iterdir()) == sorted([name, "step.0.opreplay", "step.1.opreplay"])
 
 
@@ -172,7 +172,7 @@ def test_execution_traces_tell_their_rank_by_the_collectives_of_all_ranks(name: 
 def test_the_root_of_a_broadcast_is_no_rank_of_its_own(tmp_path: Path) -> None:
     path = tmp_path / "et.json"
     path.write_bytes(observed(tmp_path, rank=0, collective="broadcast"))
-    with pytest.raises(UsageError, match=r"no trace of rank 0; no trace in it tells its rank; .*et\.json"):
+    with pytest.raises(UsageError, match=r"no trace of rank 0; no trace in it shows its rank; .*et\.json"):
         rank_traces(path).of(0)
 
 
@@ -212,7 +212,7 @@ def test_what_a_trace_says_of_itself_counts_more_than_its_name(tmp_path: Path) -
     assert [each.rank for each in rank_traces(packed(tmp_path / "ranks", files)).all()] == [0, 1]
     late = json.dumps({"traceEvents": json.loads(profiled(20))["traceEvents"], "distributedInfo": {"rank": 5}})
     source = packed(tmp_path / "late.zip", {"rank_1.json": late.encode()})
-    with pytest.raises(InvalidCapture, match=r"is taken for rank 1 \(by its name\), and says of itself .* rank 5"):
+    with pytest.raises(InvalidCapture, match=r"is assumed to be rank 1 \(by its name\), but contains rank 5"):
         import_trace(source, tmp_path / "x.opreplay", rank=1)
     assert not (tmp_path / "x.opreplay").exists()
 
@@ -222,10 +222,10 @@ def test_ranks_that_are_not_sure_are_refused_by_name(tool: Tool, tmp_path: Path)
     twice = packed(tmp_path / "twice.zip", {"a/rank_0.json": profiled(4), "b/rank_0.json": profiled(4)})
     for flag in ("--rank=all", "--rank=0"):
         code, _printed, err = tool(twice, flag, "-o", out)
-        assert code == 2 and "has 2 traces of rank 0: a/rank_0.json, b/rank_0.json; put those" in err
+        assert code == 2 and "has 2 traces of rank 0: a/rank_0.json, b/rank_0.json; move the unwanted" in err
     untold = packed(tmp_path / "untold.zip", {"a.json": profiled(4), "rank_1.json": profiled(4)})
     code, _printed, err = tool(untold, "--rank=all", "-o", out)
-    assert code == 2 and "neither its content nor its name tells the rank of a.json: rename it" in err
+    assert code == 2 and "neither content nor name shows the rank of a.json: rename it" in err
     code, _printed, err = tool(untold, "--rank=3", "-o", out)
     assert code == 2 and "has no trace of rank 3; it has those of rank 1" in err
     both = packed(tmp_path / "both.zip", {"et_rank_0.json": observed(tmp_path), "rank_0.json": profiled(20)})
@@ -276,7 +276,7 @@ def test_a_capture_that_cannot_get_its_name_is_an_error(tmp_path: Path, monkeypa
     monkeypatch.setattr(
         os, "replace", lambda one, two: (refuse if two == f"{tmp_path}/1.opreplay" else replace)(one, two)
     )
-    with pytest.raises(CaptureFailed, match=r"1\.opreplay: is complete, but could not get this name: Operation not"):
+    with pytest.raises(CaptureFailed, match=r"1\.opreplay: is complete, but could not be renamed: Operation not"):
         import_ranks(source, f"{tmp_path}/{{rank}}.opreplay")
     assert sorted(each.name for each in tmp_path.iterdir()) == ["0.opreplay", "ranks.zip"]
 
@@ -288,11 +288,11 @@ def test_what_would_overwrite_or_mean_nothing_is_refused(tool: Tool, tmp_path: P
         (["-o", "x.{rank}.opreplay"], 2, "which rank is meant"),
         (["--rank=all", "-o", f"{folder}/rank_{{rank}}.json", "--force"], 2, "would take the trace's place"),
         (["--rank=1", "-o", f"{folder}/rank_1.json", "--force"], 2, "would take the trace's place"),
-        (["--rank=all", "-o", "{rank}.opreplay", "--report", "1.opreplay"], 2, "have to be different files"),
+        (["--rank=all", "-o", "{rank}.opreplay", "--report", "1.opreplay"], 2, "must be different files"),
         (
             ["--rank=all", "-o", "{rank}.opreplay", "--report", f"{folder}/rank_1.json", "--force"],
             2,
-            "have to be different files",
+            "must be different files",
         ),
         (["--rank=all", "-o", "{rank}.opreplay", "--graph-capture", "x.json"], 2, "a trace of one rank"),
         (["--rank=all", "-o", "{rank}/x.opreplay"], 1, "there is no directory"),
@@ -314,7 +314,7 @@ def test_what_is_no_trace_of_any_rank_is_one_error(tmp_path: Path) -> None:
         rank_traces(empty)
     with pytest.raises(InvalidCapture, match="the archive has no trace in it; it has a.py"):
         rank_traces(packed(tmp_path / "a.zip", {"a.py": b""}))
-    with pytest.raises(InvalidCapture, match=r"has no trace in it; these files are none: a\.json, b\.json"):
+    with pytest.raises(InvalidCapture, match=r"has no trace in it; these files are not traces: a\.json, b\.json"):
         rank_traces(packed(tmp_path / "b.zip", {"a.json": b"{}", "b.json": b"x"}))
     with pytest.raises(InvalidCapture, match="has no trace of kind kineto in it"):
         rank_traces(packed(tmp_path / "c.zip", {"rank_0.json": observed(tmp_path)}), "kineto")

@@ -148,7 +148,7 @@ def test_an_alias_of_the_user_is_taken_and_warned_of(engine: None, tmp_path: Pat
     )
     assert done.exit_code == 0, done.output
     assert set(strings(out)) == {"aten::relu", "aten::sin"}
-    assert "my kernel, 1 times: my kernel is aten::relu, as you said" in done.stderr
+    assert "my kernel, 1 time: my kernel is aten::relu, as you said" in done.stderr
     assert "--op-alias nobody=aten::mm: nothing in the trace has that name" in done.stderr
     assert done.stderr.count("warning:") == 4
 

@@ -18,7 +18,7 @@ from replayfmt.replay.plan import Plan
 
 from .observed import observe
 
-UNSEEN = "was written unseen; made up at replay"
+UNSEEN = "was written unseen; synthesized at replay"
 
 
 def imported(tmp_path: Path, run: Callable[[], Any]) -> Path:

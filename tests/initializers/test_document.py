@@ -24,7 +24,7 @@ def test_the_code_of_the_page_runs_and_says_what_the_page_says(tmp_path: Path) -
     out = done.stdout
     assert "an argument of shop::lookup for which no safe value is known" in out
     assert "ok - not verified: the content of 3 storages was synthesized and" in out
-    assert "compared the dtypes and sizes of 1 ops' results" in out
+    assert "compared the dtypes and sizes of 1 op's results" in out
     assert "table_of_rows (4, 16)" in out and "lengths_of_entries (4,)" in out
     assert "lookup: 4 entries of up to 16 rows" in out
     assert "{'lookup_batch', 'flat'}" in out or "{'flat', 'lookup_batch'}" in out

@@ -188,7 +188,7 @@ def test_a_file_that_was_replaced_or_removed_meanwhile_does_too(capture: Capture
     captured = capture(program)
     assert captured.unsupported() == {"file_changed": 1}
     said = captured.records(RecordKind.unsupported)[0].argument("detail")
-    assert ("cannot be found any more" if gone else "was replaced") in said
+    assert ("can no longer be found" if gone else "was replaced") in said
     assert len(captured.records(RecordKind.storage_import)) == 2  # the program's memory is what it was
 
 

@@ -332,7 +332,7 @@ def test_a_thread_that_c_code_made_takes_part_once_it_is_met(capture: Capture, t
     captured = Captured(path, z)
     assert captured.ops() == ["aten::mul.Tensor", "aten::sin_.default", "aten::add.Tensor"]
     assert captured.unsupported() == {"unseen_thread": 1}, "it may have done more before"
-    assert "C code made a thread" in details(captured)[0]
+    assert "a thread was created by C code" in details(captured)[0]
 
 
 def test_threads_of_c_code_that_run_no_operator_are_nothing_to_tell(capture: Capture, tmp_path: Path) -> None:

@@ -204,7 +204,7 @@ def test_a_run_that_differs_does_not_say_verified(
     assert "differs: bitwise" in out and "verified" not in out
     first, second = err.splitlines()
     assert first.startswith(f"DATA_LOSS: {path}: the replay differs from the capture: ordinal ")
-    assert second.startswith("  differs from itself when run twice: ordinal ")
+    assert second.startswith("  results differ between two runs: ordinal ")
 
 
 def test_close_compares_statistics_and_integers_exactly() -> None:

@@ -68,7 +68,7 @@ def test_an_op_that_is_refused_makes_those_that_need_it_skipped(captured: Captur
     assert refused.verdict == "refused" and "does not exist" in refused.reason
     for name in ("sin", "add_", "cos"):
         assert [each.verdict for each in verdicts[name]] == ["skipped"], name
-    assert verdicts["sin"][0].reason == f"it needs what ordinal {refused.ordinal} did not give"
+    assert verdicts["sin"][0].reason == f"it needs a result that ordinal {refused.ordinal} did not produce"
     assert [each.verdict for each in verdicts["tanh"]] == ["ok"]
 
 

@@ -56,7 +56,7 @@ def test_a_constant_is_found_where_it_is_shown_to_be_safe(
 ) -> None:
     with Plan(captured(lambda: program(content), payload="none")) as plan:
         (filled,) = [each for each in plan.synthesis.initialized if each.initializer == "bounded"]
-        assert filled.why == f"computed with, and {expected} is good for every use"
+        assert filled.why == f"used in arithmetic, and {expected} is valid for every use"
         storage = torch.empty(filled.bytes, dtype=torch.uint8).untyped_storage()
         plan.synthesis.fill(filled.storage, 0, storage)
         assert set(torch.empty(0, dtype=torch.int64).set_(storage).tolist()) == {expected}

@@ -167,7 +167,7 @@ def test_draws_of_another_kind_of_device_are_refused(captured: Captured, tmp_pat
     source = captured(lambda: (torch.rand(3), torch.ones(3).exp()))
     path = rewrite(source, tmp_path / "draws.opreplay", device=lambda device: Device("cuda", 0, "GPU"))
     (finding,) = refusal(path, "cpu").findings
-    assert "aten::rand.default draws random numbers that only the captured kind of device gives" in finding
+    assert "aten::rand.default draws random numbers that only the captured kind of device can draw" in finding
 
 
 def test_ops_without_a_kernel_for_the_mapped_device_are_refused_together(captured: Captured, tmp_path: Path) -> None:

@@ -99,10 +99,10 @@ def test_a_skeleton_says_what_has_to_be_written(capture: Path) -> None:
                 )
                 compile(text, "skeleton", "exec")
     assert said.pop("reads") == "It must not write its arguments."
-    assert said.pop("named") == "It has to write out, outs, and no other argument."
+    assert said.pop("named") == "It must write out, outs, and no other argument."
     assert set(said.values()) == {
-        "It has to write out, and no other argument.",
-        "It has to write outs, and no other argument.",
+        "It must write out, and no other argument.",
+        "It must write outs, and no other argument.",
     }
 
 

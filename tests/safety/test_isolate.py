@@ -65,8 +65,8 @@ def test_the_death_of_a_replay_is_a_failure_with_the_ops_name(
 ) -> None:
     done = _run(folder, arguments[0], "--isolate", *arguments[1:], f"{number}.opreplay", deadly=True)
     assert done.returncode == 1 and "Traceback" not in done.stderr, done
-    (line,) = [line for line in done.stderr.splitlines() if "was ended by" in line]
-    assert line.startswith(f"FAILED_PRECONDITION: {number}.opreplay: the process that worked was ended by {name}"), line
+    (line,) = [line for line in done.stderr.splitlines() if "was killed by" in line]
+    assert line.startswith(f"FAILED_PRECONDITION: {number}.opreplay: the worker process was killed by {name}"), line
     if number != 9:  # nobody can write down anything then
         assert "(deadly::end.default)" in line and "at ordinal" in line
     else:

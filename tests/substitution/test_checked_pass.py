@@ -181,7 +181,7 @@ WRONG: list[tuple[str, Callable[..., Any], str]] = [
     ("aten::neg", lambda x: x, "result 0 is on argument memory 0"),
     ("aten::neg", lambda x: (x.mul_(2), -x / 2)[1], "writes argument self, which the original does not write"),
     ("aten::neg", lambda x: BUFFER.copy_(-x), "returns the same memory from two calls"),
-    ("aten::neg", lambda x: (torch.rand(1), -x)[1], "leaves a random generator in another state"),
+    ("aten::neg", lambda x: (torch.rand(1), -x)[1], "leaves a random generator in a different state"),
     (
         "aten::clone",
         lambda x, *, memory_format=None: torch.from_numpy(x.numpy()),
@@ -202,7 +202,7 @@ WRONG: list[tuple[str, Callable[..., Any], str]] = [
     ("aten::_foreach_add_.Scalar", lambda xs, s: (xs[0].add_(s), None)[1], "argument self[1]: element ["),
     ("aten::relu_", lambda x: (x._base if x._base is not None else x).relu_(), ""),
     ("aten::dropout", lambda x, p, train: x, ""),
-    ("aten::bernoulli", lambda x, *, generator=None: torch.zeros(4), "leaves a random generator in another state"),
+    ("aten::bernoulli", lambda x, *, generator=None: torch.zeros(4), "leaves a random generator in a different state"),
     ("aten::argmax", lambda x, dim=None, keepdim=False: torch.tensor(0), "1 of 1 elements are too far off"),
     ("aten::_local_scalar_dense", lambda x: float(x) + 1, "result 0: expected "),
     ("aten::_local_scalar_dense", lambda x: int(x), "the original's"),

@@ -55,8 +55,8 @@ CASES = [
     (["aten::sum.dim_IntList(*, [0])=FILE"], "matches no call of"),
     (["aten::mm=gone.py"], "gone.py: cannot be read: No such file or directory"),
     (["aten::mm@python=FOLDER"], "cannot be read: Is a directory"),
-    (["all=FILE", "aten::mm=FILE"], "all stands alone"),
-    (["aten::mm=FILE", "all=FILE"], "all stands alone"),
+    (["all=FILE", "aten::mm=FILE"], "all must be the only selector"),
+    (["aten::mm=FILE", "all=FILE"], "all must be the only selector"),
     (["all=FILE:mm"], "all takes no name"),
     (["aten::mm=FILE:fast"], "it defines no function 'fast'; it has mm, add, sum, few"),
     (["aten::mm=FILE:number"], "'number' in it is not a function"),
@@ -69,7 +69,7 @@ CASES = [
     (["aten::add=FILE:without_default"], "missing a required argument: 'alpha'"),
     (["aten::mm=FILE:mine::mm"], "there is no operator mine::mm"),
     (["aten::mm@torch-library=FILE"], "registers 0 operators called 'mm'"),
-    (["aten::mm=noformat.txt"], "the format of 'noformat.txt' cannot be told"),
+    (["aten::mm=noformat.txt"], "the format of 'noformat.txt' cannot be inferred"),
 ]
 
 

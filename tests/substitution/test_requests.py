@@ -70,7 +70,10 @@ def test_signatures_have_colons_and_at_signs_of_their_own(signature: str) -> Non
         ("aten::mm.a.b=k.py", "is not a selector"),
         ("aten::mm(float32[2])=k.py", "expected a kernel with its overload"),
         ("aten::mm.default(=k.py", "is not a signature"),
-        ("aten::mm=kernel.cu", "the format of 'kernel.cu' cannot be told from its name; put @python or @torch-library"),
+        (
+            "aten::mm=kernel.cu",
+            "the format of 'kernel.cu' cannot be inferred from its name; put @python or @torch-library",
+        ),
         ("aten::mm=k.py:", "'' is neither a function's nor an operator's name"),
     ],
 )

@@ -131,13 +131,13 @@ def test_a_callback_decides_by_ordinal_device_kernel_and_signature(captured: Cap
 
 def test_a_callback_that_gives_no_function_or_one_that_cannot_bind_is_wrong_use(captured: Captured) -> None:
     path = captured(program)
-    with pytest.raises(UsageError, match="the callback gave a int for ordinal"):
+    with pytest.raises(UsageError, match="the callback returned a int for ordinal"):
         Plan(path, substitutions=lambda call: 3)  # type: ignore[arg-type, return-value]
     with pytest.raises(UsageError, match="does not bind"):
         Plan(path, substitutions=lambda call: (lambda: None) if call.kernel == "aten::mm.default" else None)
     with pytest.raises(UsageError, match="expected a list of them"):
         Plan(path, substitutions="aten::mm=k.py")
-    with pytest.raises(UsageError, match="int is none; expected Substitution"):
+    with pytest.raises(UsageError, match="int is not one; expected Substitution"):
         Plan(path, substitutions=[3])  # type: ignore[list-item]
 
 
@@ -189,7 +189,7 @@ def test_a_wrong_kernel_exits_with_1_and_what_was_found_is_printed(
     assert first == (
         f"ABORTED: {path}: the replacements of 2 signatures do not do what the original kernels do; nothing was timed"
     )
-    assert len(findings) == 2 and "kernels.py:mm in the place of aten::mm.default(float32[4,6]" in findings[0]
+    assert len(findings) == 2 and "kernels.py:mm in place of aten::mm.default(float32[4,6]" in findings[0]
     assert re.search(
         r"the worst at ordinal \d+, result 0: element \[\d, \d\] expected -?[\d.]+, got -?[\d.]+, where", findings[0]
     )

@@ -203,7 +203,7 @@ def test_it_says_what_has_to_be_written_and_returned_and_what_is_called(captured
     add = texts["aten::add_.Tensor"]
     assert "def add_(\n    self: Tensor,\n    other: Tensor,\n    *,\n    alpha: bool | int | float" in add
     assert '"""aten::add_.Tensor(Tensor(a!) self, Tensor other, *, Scalar alpha=1) -> Tensor(a!)' in add
-    assert "It has to write self, and no other argument." in add and "It returns self itself." in add
+    assert "It must write self, and no other argument." in add and "It returns self itself." in add
     assert "aten::add_.Tensor(float32[4,4], float, alpha: int)" in add and "The capture calls it once" in add
     assert "return original(self, other, alpha=alpha)" in add
     assert "It must not write its arguments." in texts["aten::mm.default"]

@@ -93,7 +93,7 @@ def test_ops_that_give_addresses_are_kept_with_all_that_write_them(
     path, out = captured(attention, digests=digests), tmp_path / "out.opreplay"
     result = trim(path, out, scope="kept")
     assert names(out) == ["schedule", "advance", "exp", "attend", "sum"]
-    assert any("kept beside the 3 ops that were asked for: 2, what they give holds" in note for note in result.notes)
+    assert any("kept besides the 3 selected ops: 2, whose results hold" in note for note in result.notes)
     with open_capture(out) as reader:
         assert reader.session.policies["opaque-results"] == "opaquetrim::schedule.default:0"
     with Plan(out) as plan:

@@ -59,7 +59,7 @@ def test_made_up_content_is_said_to_be_and_nothing_is_left_to_verify(
     path, out = captured(program, payload=payload), tmp_path / "out.opreplay"
     result = trim(path, out, scope="kept")
     assert result.digests == 0 and result.verified.startswith("not verified")
-    assert any("made up" in note for note in result.notes)
+    assert any("synthesized" in note for note in result.notes)
     with open_capture(out) as reader:
         assert "trimmed-synthesized" in reader.session.policies and reader.session.policies["digests"] == "none"
         assert RecordKind.digest not in {record.kind for record in reader.records()}

@@ -187,7 +187,7 @@ def test_nothing_is_written_behind_work_that_was_not_captured(captured: Captured
         weight.relu()
 
     path = captured(unseen)
-    with pytest.raises(ReplayRefused, match="may have written any of it") as refused:
+    with pytest.raises(ReplayRefused, match="may have written any of them") as refused:
         written(path, tmp_path / "vectors", kernel="aten::relu")
     assert refused.value.findings[0].startswith("unsupported at ordinal ")
     assert written(path, tmp_path / "vectors", kernel="aten::mm").ops == 1
@@ -233,7 +233,7 @@ def test_only_an_earlier_directory_of_vectors_is_replaced(captured: Captured, tm
     written(path, out, kernel="aten::mm", force=True)
     assert set(cases(out)) == {"aten::mm.default"} and list(tmp_path.glob("vectors*")) == [out]
     (out / "thesis.txt").write_text("years of work")
-    with pytest.raises(UsageError, match="holds other things than test vectors"):
+    with pytest.raises(UsageError, match="contains something other than test vectors"):
         written(path, out, kernel="aten::mm", force=True)
     assert (out / "thesis.txt").exists() and (out / "index.json").exists()
     (tmp_path / "file").write_text("")

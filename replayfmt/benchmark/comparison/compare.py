@@ -122,7 +122,7 @@ def measure_both(
 ) -> CompareRun:
     """Compare a plan's substitutions with the kernels they stand for.
 
-    Raises UsageError where the plan has none, or for scopes that cannot be measured; SubstitutionRejected,
+    Raises UsageError if the plan has none, or for scopes that cannot be measured; SubstitutionRejected,
     ReplayMismatch and ReplayFailed as a replay does.
     """
     if plan.substitution is None:
@@ -131,7 +131,7 @@ def measure_both(
 
 
 def _unseen(_what: str, _done: int, _of: int | None) -> None:
-    """Nobody is looking."""
+    """Progress that is not shown."""
 
 
 class _Comparing:

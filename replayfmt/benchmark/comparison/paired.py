@@ -1,4 +1,4 @@
-"""Whether one of two things is faster, from pairs of measured times: the decision, and nothing that measures.
+"""Decides which of two things is faster, from pairs of measured times. Measures nothing itself.
 
 Each round measures both sides one after the other, so what slows the machine for a while slows both; the side that goes
 first takes turns. What is compared is the ratio within each pair. The interval of the ratio's median is distribution
@@ -24,7 +24,7 @@ Verdict = Literal["faster", "slower", "no measurable difference", "not known"]
 class Comparison:
     """Two sides of one thing. Times are nanoseconds, one for each round, in order.
 
-    `ratio` is the median of substituted over original in each pair: below 1 the substituted one is faster; None where
+    `ratio` is the median of substituted over original in each pair: below 1 the substituted one is faster; None if
     the clock did not advance. `interval` encloses it; None with the reason where the rounds are too few.
     """
 
@@ -49,7 +49,7 @@ class Comparison:
 
 
 def compare(original: Sequence[float] | np.ndarray, substituted: Sequence[float] | np.ndarray) -> Comparison:
-    """Compare pairs of times. Raises ValueError where they are no pairs, or there are none."""
+    """Compare pairs of times. Raises ValueError if their numbers differ, or there are none."""
     mine = np.asarray(original, dtype=np.float64)
     theirs = np.asarray(substituted, dtype=np.float64)
     if mine.shape != theirs.shape or mine.ndim != 1 or not mine.size:

@@ -21,7 +21,7 @@ from replayfmt.replay.plan import Plan
 from ..measure import Measurement, Run, Sample
 from ..reports.caveats import run_caveats
 from ..reports.rows import csv_field, plan_context
-from ..reports.units import duration
+from ..reports.units import duration, verified
 from ..statistics import CONFIDENCE
 from .compare import Compared, CompareRun
 
@@ -53,7 +53,7 @@ class CompareReport:
     compared: list[Compared]
 
     def json(self) -> str:
-        """Google Benchmark's JSON document, with `comparisons` beside its rows."""
+        """Google Benchmark's JSON document, with `comparisons` besides its rows."""
         rows = [
             row
             for index, comparison in enumerate(self.comparisons)
@@ -63,7 +63,7 @@ class CompareReport:
         return json.dumps(document, indent=2, allow_nan=False) + "\n"
 
     def csv(self) -> str:
-        """A line for each thing compared. What is not known is empty."""
+        """A line for each thing compared. Unknown values are empty."""
         text = io.StringIO()
         writer = csv.writer(text, lineterminator="\n")
         writer.writerow(_CSV_FIELDS)
@@ -76,7 +76,7 @@ class CompareReport:
         context = self.context
         yield f"capture   {context['capture']} (session {context['capture_session']})"
         yield f"run on    {', '.join(context['devices'])}; torch {context['torch_version']}; {context['num_cpus']} CPUs"
-        yield f"verified  {context['verified']}"
+        yield verified(context["verified"])
         yield from (f"checked   {line.strip()}" for line in context["substitution_check"])
         yield ""
         yield from _table(self.comparisons)
@@ -119,8 +119,8 @@ def _too_wide(rows: list[Compared]) -> list[str]:
         if interval is not None and interval.high / interval.low > _WIDE and row.comparison.verdict not in _DECIDED:
             found.append(
                 f"{row.name}: the ratio is only known to be between {_ratio(interval.low)} and "
-                f"{_ratio(interval.high)}: smaller differences cannot be seen; measure more rounds, with "
-                "fewer other programs"
+                f"{_ratio(interval.high)}: smaller differences cannot be seen; measure more rounds, or stop "
+                f"other programs"
             )
     return found
 

@@ -1,4 +1,4 @@
-"""What looks at a replay while it runs.
+"""Instruments that observe a running replay.
 
 A meter (`meter`) measures something between its start and its stop. The clocks (`clocks`) are two of them, and
 `registered` lists all that a benchmark has; a `stopwatch` starts and stops them together. To add one, write its module

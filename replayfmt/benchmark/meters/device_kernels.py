@@ -1,8 +1,8 @@
 """Whether the ops of a replay launch the device kernels that the capture says they launched.
 
 Imported captures know the kernels of each op, with their grids. `compare_kernels` runs each such op once more under the
-profiler, after a call that lets libraries choose, and compares. Another kernel of the same operator is no error: it is
-what another library version or device does, and what makes times differ.
+profiler, after a call that lets libraries choose, and compares. A different kernel of the same operator is not an
+error: other library versions and devices use others, which explains differing times.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Tracing = Callable[[str], AbstractContextManager[None]]
 
 @dataclass(frozen=True)
 class Launched:
-    """A device kernel, copy or fill. `grid` and `block` are None where they are not known, and for copies."""
+    """A device kernel, copy or fill. `grid` and `block` are None if they are unknown, and for copies."""
 
     name: str
     grid: tuple[int, ...] | None = None
@@ -82,7 +82,7 @@ class KernelVerdict:
 
 
 def captured_kernels(annotation: Mapping[str, Any] | None) -> tuple[Launched, ...] | None:
-    """The device kernels that a record's annotation says its op launched, None where it says nothing of them."""
+    """The device kernels that a record's annotation says its op launched, None if it does not mention any."""
     rows = (annotation or {}).get("device_kernels")
     if not isinstance(rows, list) or (annotation or {}).get("device_kernels_left_out"):
         return None
@@ -99,7 +99,7 @@ def judge(captured: Iterable[Launched], replayed: Iterable[Launched]) -> KernelV
 
 
 def check_device(plan: Plan) -> None:
-    """Raises UsageError where a plan uses no device whose kernels could be compared."""
+    """Raises UsageError if a plan uses no device whose kernels could be compared."""
     if not any(device.type == "cuda" for device in plan.devices):
         raise UsageError(
             f"{FLAG}: the replay uses {', '.join(map(str, plan.devices)) or 'no device'} and no CUDA "
@@ -108,11 +108,11 @@ def check_device(plan: Plan) -> None:
 
 
 def kernels_of(plan: Plan) -> dict[int, tuple[Launched, ...]]:
-    """The device kernels that the capture names, by the ordinal of their op. Raises UsageError where it names none."""
+    """The device kernels that the capture names, by the ordinal of their op. Raises UsageError if it names none."""
     captured = dict(_captured(plan))
     if not captured:
         raise UsageError(
-            f"{FLAG}: {plan.reader.path} says nothing of the device kernels of its ops; imported profiler "
+            f"{FLAG}: {plan.reader.path} has no device kernels for its ops; imported profiler "
             "traces with device work do"
         )
     return captured
@@ -121,7 +121,7 @@ def kernels_of(plan: Plan) -> dict[int, tuple[Launched, ...]]:
 def compare_kernels(
     plan: Plan, captured: Mapping[int, tuple[Launched, ...]], tracing: Tracing | None = None
 ) -> list[KernelVerdict]:
-    """A verdict for each op that `kernels_of` gives, in capture order. The plan has to be made with keep_going."""
+    """A verdict for each op that `kernels_of` gives, in capture order. The plan must be made with keep_going."""
     tracing = tracing or traced
     failed: dict[int, str] = {}
 

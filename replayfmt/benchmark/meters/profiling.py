@@ -64,7 +64,7 @@ def profile_replay(plan: Plan, families: Sequence[str], output: str | PathLike[s
     """Replay once under the profiler and write its Chrome trace (gzip where the name ends in .gz) to `output`.
 
     Raises UsageError for unavailable families, OutputExists, and what the replay raises; after a failed replay the
-    trace of what did run is written before the error goes on.
+    trace of what did run is written before the error propagates.
     """
     check_families(families, plan.devices)
     with output_file(OUTPUT_FLAG, output, force) as file:
@@ -81,7 +81,7 @@ def profile_replay(plan: Plan, families: Sequence[str], output: str | PathLike[s
 
 
 def _export(profiler: profile, partial: Path, output: str, families: Sequence[str]) -> None:
-    """Write the trace to `partial`. Raises OpReplayError where it does not arrive whole."""
+    """Write the trace to `partial`. Raises OpReplayError if it is not written completely."""
     left_by_torch = partial.with_name(f"{partial.name}.tmp")  # where it fails to write
     try:
         profiler.export_chrome_trace(fspath(partial))

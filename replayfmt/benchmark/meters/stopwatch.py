@@ -1,7 +1,7 @@
 """Meters that run together: during a whole replay, or during its passes through some scopes.
 
-A stopwatch is started and stopped inside a replay, any number of times, and read after it. Where CUDA devices take part
-the real time is theirs, and the host's is given beside it: how long issuing the work took.
+A stopwatch is started and stopped inside a replay, any number of times, and read after it. Where CUDA devices
+participate the real time is theirs, and the host's is given beside it: how long issuing the work took.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .meter import AbsentMeter, Clock, MakeMeter, Meter, NotMeasured, Quantity, 
 class Readings:
     """One reading of a stopwatch: times in nanoseconds, and what meters beside the clocks say.
 
-    `host_ns` is None where `real_ns` is itself the host's.
+    `host_ns` is None if `real_ns` is itself the host's.
     """
 
     real_ns: float
@@ -44,7 +44,7 @@ class Readings:
 
 
 class Stopwatch:
-    """Starts and stops meters together. The host's clocks have to be among them.
+    """Starts and stops meters together. The host's clocks must be among them.
 
     `start` and `stop` may be called any number of times between two resets.
     """
@@ -146,7 +146,7 @@ class ScopeWatch:
             self.stopwatch.start()
 
     def end_replay(self) -> Readings:
-        """What the scopes took in the replay just ended. Raises ReplayFailed where they did not run as captured."""
+        """What the scopes took in the replay just ended. Raises ReplayFailed if they did not run as captured."""
         if self._depth:
             raise ReplayFailed(f"--replay-scope={self.region.name}: the scope did not end while being replayed")
         if self._passes != self.region.passes:

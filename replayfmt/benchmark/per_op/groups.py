@@ -42,7 +42,7 @@ class OpGroup:
     host_calls: int = 0
 
     def add(self, record: Record) -> None:
-        """Count one more op. Raises InvalidCapture where the record does not say how many calls it stands for."""
+        """Count one more op. Raises InvalidCapture if the record does not say how many calls it stands for."""
         calls = record.calls
         self.count += calls
         self.by_scope[record.scope] += calls
@@ -55,7 +55,7 @@ class OpGroup:
 
     @property
     def captured_ns(self) -> float | None:
-        """What a call took when it was captured, on average; None where the capture does not say."""
+        """What a call took when it was captured, on average; None if the capture does not say."""
         if self.device_calls:
             return self.device_ns / self.device_calls
         return self.host_ns / self.host_calls if self.host_calls else None
@@ -107,7 +107,7 @@ def choose(
 
     `pattern` is a shell pattern for operator names, with or without overload; `scopes` are names or full paths, and
     leave out what is in none of them; `limit` takes the first groups only; with `every`, each op is a group of its own.
-    Raises UsageError where nothing is left.
+    Raises UsageError if nothing is left.
     """
     inside = scopes_inside(reader, scopes) if scopes else None
     seen: set[str | int] = set()

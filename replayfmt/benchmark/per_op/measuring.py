@@ -3,7 +3,7 @@
 The capture is walked through once, op by op; where only some ops are chosen, they and what they need are run alone, as
 is one op of each signature where ops do not depend on each other (most imports) and nothing can be compared. The
 first time that an op of each signature can run, it is run apart from the replay until its times are enough: warmed up,
-devices waited for, what it writes put back between calls. A loop of calls finds inputs and code in the caches as a
+devices waited for, what it writes restored between calls. A loop of calls finds inputs and code in the caches as a
 whole replay may not: the sum of isolated times is an estimate.
 """
 
@@ -34,7 +34,7 @@ from .groups import Chosen, OpGroup, choose
 # A sample of calls that leave their inputs alone is at least that long, so that reading the clock does not count.
 _SAMPLE_NS = 20_000
 _LEAST_SAMPLES = 11
-# However little is asked for: short ops take turns in rank where they are timed for less, and six samples are what an
+# However little is requested: short ops take turns in rank where they are timed for less, and six samples are what an
 # interval needs. Ops for which that many samples take long have fewer, and no interval.
 _FLOOR_NS = 5e6
 _FLOOR_SAMPLES = SMALLEST_FOR_INTERVAL
@@ -46,7 +46,7 @@ _SINGLE_CALLS = ("kineto", "tracelens")
 _FAILURES = ("failed", "mismatched")
 SEVERITY: tuple[Verdict, ...] = ("ok", "skipped", "refused", "mismatched", "failed")
 _STOPPED = "an op before it failed, and that ended the measurement"
-_ONCE = "it acts on an object that its argument is the address of, which cannot be done again and again"
+_ONCE = "it acts on an object whose address is its argument, which cannot be repeated"
 _PATIENCE = 5  # restoring is untimed: give up after that many times the time asked for, as the whole replay does
 
 
@@ -66,7 +66,7 @@ class OpOptions:
 
 @dataclass
 class MeasuredOp:
-    """One group of ops with its verdict. `times` are nanoseconds a call, None where no call was measured.
+    """One group of ops with its verdict. `times` are nanoseconds a call, None if no call was measured.
 
     `verdict` is the worst that any of the group's ops got; `reason` is that op's, and `ordinal` where it was measured.
     """
@@ -93,7 +93,7 @@ class PerOpRun:
     """All groups that were chosen, in order of appearance; `stopped` where an error ended it before the last.
 
     `verified` says how results were compared, `differs` whether any did, also of ops that the chosen ones need;
-    `overhead_ns` is what measuring a call that does nothing gives.
+    `overhead_ns` is the measured time of a call that does nothing.
     """
 
     options: OpOptions
@@ -106,7 +106,7 @@ class PerOpRun:
 
     @property
     def complete(self) -> bool:
-        """Whether all that was asked for was measured, and nothing differed from the capture."""
+        """Whether everything requested was measured, and nothing differed from the capture."""
         return not (self.differs or self.chosen.unsupported.calls or any(op.verdict != "ok" for op in self.ops))
 
     @property
@@ -115,7 +115,7 @@ class PerOpRun:
 
     @property
     def failed(self) -> int:
-        """Attempted, and raised or gave other results than captured."""
+        """Attempted, and raised or returned other results than captured."""
         return sum(op.verdict in _FAILURES for op in self.ops)
 
     @property
@@ -156,9 +156,9 @@ def measure_ops(
     on_measured: OnMeasured | None = None,
     meters: Sequence[MakeMeter] = METERS,
 ) -> PerOpRun:
-    """Measure a plan's ops one by one, with `meters`; the plan has to be made with keep_going.
+    """Measure a plan's ops one by one, with `meters`; the plan must be made with keep_going.
 
-    Where there is something to compare with, a verified replay gives the verdicts first. Raises UsageError where no op
+    Where there is something to compare with, a verified replay gives the verdicts first. Raises UsageError if no op
     is chosen.
     """
     chosen = choose(
@@ -196,7 +196,7 @@ class _Stop(Exception):
 
 
 class _OpMeasurement:
-    """One pass through a capture, measuring where a group is met that has no times yet."""
+    """One pass through a capture that measures each group at its first occurrence."""
 
     def __init__(
         self,
@@ -273,7 +273,7 @@ class _OpMeasurement:
             try:
                 self._time(op, measured)
             except (Exception, SystemExit, GeneratorExit) as error:
-                # Whatever an op raises is its verdict, and the replay goes on.
+                # Whatever an op raises is its verdict, and the replay continues.
                 verdict = measured.verdict = "failed"
                 reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
                 self._verdicts[op.ordinal] = verdict, reason

@@ -1,8 +1,8 @@
 """Measured ops as rows of Google Benchmark's JSON and CSV.
 
 Each distinct op is a row, or each kernel, signature or scope, the most expensive first; `verdict`, `count`,
-`captured_us`, `estimated_us` (count times the median), `share` and `rank` are counters of ours. A row without times has
-none of those of times, but `error_occurred` and its reason.
+`captured_us`, `estimated_us` (count times the median), `share` and `rank` are counters of our own. A row without times
+has none of those of times, but `error_occurred` and its reason.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def make_op_report(run: PerOpRun, plan: Plan, *, group_by: GroupBy | None = None
 
 
 def _unsupported(run: PerOpRun) -> dict[str, Any]:
-    """What the capture holds that no replay does; its device time is None where the capture has no such times."""
+    """What the capture holds that no replay does; its device time is None if the capture has no such times."""
     unsupported, device_ns = run.chosen.unsupported, run.chosen.device_ns
     return {
         "calls": unsupported.calls.total(),
@@ -81,25 +81,25 @@ def _warnings(run: PerOpRun, shown: list[OpRow], total_ns: float) -> list[str]:
     warnings = []
     if run.chosen.unsupported.calls:
         warnings.append(
-            "the capture holds work that is unsupported and was not measured: the estimated total is not "
-            "the whole workload's"
+            "the capture holds unsupported work, which was not measured: the estimated total does not cover the "
+            "whole workload"
         )
     if run.not_measured:
         warnings.append(
-            f"not measured: {call_count(run.not_measured.total())}; the estimated total is without them, "
-            "and they have no rank"
+            f"not measured: {call_count(run.not_measured.total())}; the estimated total does not include them, "
+            f"and they have no rank"
         )
     if few:
         warnings.append(f"{len(few)} ops have too few samples for a confidence interval: raise --benchmark-min-time")
     if wide:
         warnings.append(
             f"the time of {_count(wide)} is not known to {WIDE:.0%} (interval): raise "
-            "--benchmark-min-time, with fewer other programs"
+            "--benchmark-min-time, or stop other programs"
         )
     if unranked:
         warnings.append(
-            f"the order is not certain: intervals overlap, so that {_count(unranked)} may have another "
-            "rank; raise --benchmark-min-time, with fewer other programs"
+            f"the order is uncertain: intervals overlap, so {_count(unranked)} may have another "
+            "rank; raise --benchmark-min-time, or stop other programs"
         )
     if short:
         warnings.append(
@@ -178,7 +178,7 @@ def _further(row: OpRow, quantity: Quantity) -> float | NotMeasured:
 
 
 def _mean(row: OpRow, of: Callable[[MeasuredOp], float | None]) -> float | None:
-    """The mean over a row's calls, None where it is not known of all of them."""
+    """The mean over a row's calls, None if it is unknown for all of them."""
     total = 0.0
     for op, calls in row.members:
         value = of(op)

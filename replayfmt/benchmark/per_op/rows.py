@@ -1,4 +1,4 @@
-"""Measured ops put together by kernel, signature or scope, the most expensive first, with how sure that order is.
+"""Measured ops grouped by kernel, signature or scope, the most expensive first, with the certainty of that order.
 
 A row's time is the sum over its ops of calls times the median of a call; its bounds are the same sum over the ends of
 the medians' intervals, which is never too narrow. Its rank is certain as far as no other row's bounds overlap with
@@ -30,7 +30,7 @@ class OpRow:
     """One row: `members` are its measured ops with how many of their calls belong to it, `unmeasured` likewise.
 
     `inner_ns`, of scopes, is the time of the row with all scopes inside it. `ranks` are the first and the last place,
-    from 1, that it may have among the measured rows; None where it has no time.
+    from 1, that it may have among the measured rows; None if it has no time.
     """
 
     label: str
@@ -54,14 +54,14 @@ class OpRow:
 
     @property
     def estimated_ns(self) -> float | None:
-        """Calls times the median, summed; None where nothing was measured."""
+        """Calls times the median, summed; None if nothing was measured."""
         if not self.members:
             return None
         return sum(calls * op.times.median for op, calls in self.members if op.times is not None)
 
     @property
     def bounds_ns(self) -> tuple[float, float] | None:
-        """What encloses `estimated_ns`; None where an op has too few samples to tell."""
+        """What encloses `estimated_ns`; None if an op has too few samples to tell."""
         low = high = 0.0
         for op, calls in self.members:
             if op.times is None or op.times.interval is None:
@@ -72,13 +72,13 @@ class OpRow:
 
     @property
     def width(self) -> float | None:
-        """How far its bounds are apart, as a share of its time; None where that is not known."""
+        """How far its bounds are apart, as a share of its time; None if that is unknown."""
         estimated, bounds = self.estimated_ns, self.bounds_ns
         return (bounds[1] - bounds[0]) / estimated if estimated and bounds is not None else None
 
     @property
     def captured_ns(self) -> float | None:
-        """What a call took when captured, on average; None where that is not known of exactly these calls."""
+        """What a call took when captured, on average; None if it is unknown for exactly these calls."""
         total, clocks = 0.0, set()
         for op, calls in self.members:
             group = op.group
@@ -141,7 +141,7 @@ def _add_inner(rows: dict[str | int, OpRow], run: PerOpRun, reader: CaptureReade
 
 
 def _rank(rows: list[OpRow]) -> None:
-    """Say which places each row may have; of bounds that are not known nothing follows."""
+    """Set the places that each row may have; unknown bounds imply nothing."""
     bounds = [row.bounds_ns or (0.0, float("inf")) for row in rows]
     lows, highs = sorted(low for low, _high in bounds), sorted(high for _low, high in bounds)
     for row, (low, high) in zip(rows, bounds, strict=True):

@@ -1,4 +1,4 @@
-"""Measured ops as text: a table for people, and each op as it is measured with what goes in and comes out."""
+"""Measured ops as text: a table for people, and each op as it is measured, with its inputs and outputs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from replayfmt.format.signatures.text import signature_of
 
 from ..meters.meter import Quantity
 from ..reports.rows import Report
-from ..reports.units import call_count, duration, figure
+from ..reports.units import call_count, duration, figure, verified
 from .measuring import MeasuredOp
 from .rows import GroupBy
 
@@ -70,7 +70,7 @@ def table_lines(report: Report) -> Iterator[str]:
         yield (
             f"captured device time: {duration(context['captured_device_us'] * 1e3)}, {of:.1%} of it in the ops measured"
         )
-    yield f"verified  {printable(context['verified'])}"
+    yield verified(printable(context["verified"]))
 
 
 def _cells(row: dict[str, Any], group_by: GroupBy | None, further: Sequence[Quantity]) -> tuple[str, ...]:
@@ -126,7 +126,7 @@ def _label(row: dict[str, Any], group_by: GroupBy | None) -> str:
 def _sum(context: dict[str, Any], rows: int) -> str:
     """The total, what of it is not shown, and what is not in it."""
     total = duration(context["estimated_us"] * 1e3)
-    text = f"sum: {total} in {call_count(context['calls'])}, each row its calls times the median of a call"
+    text = f"sum: {total} in {call_count(context['calls'])}; each row is its calls times the median time of a call"
     if context["rows_not_shown"]:
         share = context["estimated_us_not_shown"] / context["estimated_us"] if context["estimated_us"] else 0.0
         text += f"; the {rows} rows shown are {1 - share:.1%} of it, {context['rows_not_shown']} more are not shown"
@@ -134,8 +134,8 @@ def _sum(context: dict[str, Any], rows: int) -> str:
     if context["unsupported"]["calls"]:
         left_out["unsupported"] = context["unsupported"]["calls"]
     if not left_out:
-        return f"{text}; nothing is left out"
-    return f"{text}; not measured and not in it: {call_count(sum(left_out.values()))} ({_counted(left_out)})"
+        return f"{text}; all calls are included"
+    return f"{text}; not measured and not included: {call_count(sum(left_out.values()))} ({_counted(left_out)})"
 
 
 def _counted(counts: dict[str, int]) -> str:

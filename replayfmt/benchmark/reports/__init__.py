@@ -1,3 +1,3 @@
 """Results for readers: `rows` as Google Benchmark's JSON and CSV, `console` as a table, with the `machine` they were
-measured on, `caveats` that say what to doubt, and `units`.
+measured on, `caveats` about their reliability, and `units`.
 """

@@ -1,4 +1,4 @@
-"""What a reader of the figures has to know: reasons to doubt them, said beside them as torch.utils.benchmark does.
+"""Caveats: reasons to doubt the figures, printed beside them as torch.utils.benchmark does.
 
 Each caveat is one sentence. Those of a measurement come from its own times; those of a run from the machine and from
 what the capture says of where it was made.
@@ -48,7 +48,7 @@ def measurement_caveats(measurement: Measurement) -> list[str]:
     if len(measurement.samples) > 1:
         variation = summarize([float(sample.real.mean()) for sample in measurement.samples]).variation
         if variation is not None and variation > NOISY:
-            found.append(f"repetitions vary by {variation:.0%}: the machine was not the same throughout")
+            found.append(f"repetitions vary by {variation:.0%}: conditions on the machine changed")
     return found
 
 
@@ -57,19 +57,16 @@ def run_caveats(run: Run, reader: CaptureReader, devices: list[torch.device], ro
     found = []
     if run.before is None or run.before.verification.mode == "none":
         why = "--verify=none" if run.before is None else "; ".join(run.before.verification.reasons)
-        found.append(f"nothing was verified ({why}): the times may be of other work than what was captured")
+        found.append(f"nothing was verified ({why}): the timed work may differ from the captured work")
     if run.cut_short is not None:
         found.append(
             f"stopped after {run.cut_short:.3g} s, {PATIENCE} times what --benchmark-min-time asks for, with "
             "fewer timed seconds than that: restoring state between replays, which is not timed, takes long"
         )
     if frequency_scaling(root):
-        found.append(
-            "the processor's frequency is left to vary (CPU frequency scaling): real times carry that noise; "
-            "set the performance governor"
-        )
+        found.append("CPU frequency scaling is on, which makes real times noisy: set the performance governor")
     if torch.version.debug:
-        found.append("this torch is a debug build: its times say little")
+        found.append("this torch is a debug build: its times mean little")
     load, processors = os.getloadavg()[0], os.cpu_count()
     if processors and load > processors:
         found.append(f"the machine was busy: load average {load:.1f} with {processors} processors")
@@ -96,7 +93,7 @@ def _differences(reader: CaptureReader, devices: list[torch.device]) -> list[str
     if names or names_here:
         pairs.append(("CUDA devices", ", ".join(names) or "none", ", ".join(names_here) or "none"))
     return [
-        f"captured with another {what} ({then}, here {now}): its captured times compare with nothing here"
+        f"captured with another {what} ({then}, here {now}): its captured times cannot be compared with these"
         for what, then, now in pairs
         if then is not None and now is not None and then != now
     ]

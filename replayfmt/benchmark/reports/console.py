@@ -1,4 +1,4 @@
-"""The console's table of a benchmark: what was run, a row for each region and repetition, and what to doubt of it."""
+"""The console's table of a benchmark: what was run, a row for each region and repetition, and its caveats."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from replayfmt.format.printable import printable
 
 from ..meters.meter import Quantity
 from .rows import Report
-from .units import duration, figure, rate
+from .units import duration, figure, rate, verified
 
 # Where there is no terminal to fit, nothing is wrapped: the lines are for other programs and for files.
 _UNLIMITED = 10_000
@@ -39,7 +39,7 @@ def _print(report: Report, console: Console) -> None:
         f"run on    {', '.join(context['devices'])}; torch {context['torch_version']}, {threads} "
         f"thread{'s' if threads != 1 else ''}; {context['num_cpus']} CPUs",
     )
-    _line(console, f"verified  {context['verified']}")
+    _line(console, verified(context["verified"]))
     for text in context.get("substitution_check", ()):
         _line(console, f"checked   {text.strip()}")
     console.print()
@@ -68,8 +68,8 @@ def _captured(row: dict[str, Any]) -> str:
         return f"{row['run_name']}: time under capture not measured: {row['captured_time_reason']}"
     passes = f" in {row['passes']} passes" if row["passes"] > 1 else ""
     return (
-        f"{row['run_name']}: took {duration(row['captured_time'])}{passes} while it was captured, the recorder's "
-        "own work included"
+        f"{row['run_name']}: took {duration(row['captured_time'])}{passes} during capture, including the "
+        f"recorder's own work"
     )
 
 

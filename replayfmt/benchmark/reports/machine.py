@@ -1,7 +1,7 @@
-"""What a measurement ran on, in the words of Google Benchmark's JSON context: host, processors, caches, load.
+"""The machine of a measurement, in the terms of Google Benchmark's JSON context: host, processors, caches, load.
 
 Read from the operating system only (no torch), so that it can be tested against a made-up /sys and /proc. What the
-machine does not tell is absent, never zero.
+machine does not report is absent, never zero.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def machine_context(root: Path = Path("/")) -> dict[str, Any]:
 
 
 def frequency_scaling(root: Path = Path("/")) -> bool | None:
-    """Whether some processor's frequency is left to vary; None where the machine does not say."""
+    """Whether some processor's frequency is left to vary; None if the machine does not say."""
     governors = [_text(path) for path in root.glob("sys/devices/system/cpu/cpu[0-9]*/cpufreq/scaling_governor")]
     known = [governor for governor in governors if governor]
     return any(governor != "performance" for governor in known) if known else None
@@ -86,7 +86,7 @@ def _load(root: Path) -> list[float] | None:
 
 
 def _text(path: Path) -> str | None:
-    """A small file's content, stripped; None where it cannot be read, which is how a kernel says it does not know."""
+    """A small file's content, stripped; None if it cannot be read, which is how a kernel says it does not know."""
     with suppress(OSError):
         return path.read_text(encoding="utf-8", errors="replace").strip()
     return None

@@ -3,7 +3,7 @@
 The JSON has Google Benchmark's schema, version 1, so that its `compare.py` and everything else that reads it reads
 ours: one row of type `iteration` for each repetition, then the aggregates over them where there are two or more. Its
 `real_time` and `cpu_time` are means over the iterations; the unit is always ns, so that any two files compare. What is
-ours comes as further fields of a row ("counters") and of the context. What is not known is null, and a field of the
+ours comes as further fields of a row ("counters") and of the context. What is unknown is null, and a field of the
 same name with `_reason` says why.
 """
 
@@ -57,7 +57,7 @@ _SCHEMA_FIELDS = frozenset(
 
 
 def csv_field(value: Any) -> Any:
-    """What stands in a field of CSV: nothing for what is not known; names stay on their line."""
+    """The text of a CSV field: empty if unknown; names stay on one line."""
     return "" if value is None else printable(value) if isinstance(value, str) else value
 
 
@@ -132,7 +132,7 @@ def plan_context(plan: Plan) -> dict[str, Any]:
 
 
 def _substitution(plan: Plan) -> dict[str, Any]:
-    """What was found of substituted kernels when they were checked; nothing where there are none."""
+    """The findings of the check of substituted kernels; empty if there are none."""
     substitution = getattr(plan, "substitution", None)
     report = None if substitution is None else substitution.report
     return {} if report is None else {"substitution_check": report.as_text()}

@@ -8,7 +8,7 @@ _DIGITS = 4
 
 
 def duration(nanoseconds: float | None) -> str:
-    """A time in ns, us, ms or s; `-` where it is not known."""
+    """A time in ns, us, ms or s; `-` where it is unknown."""
     if nanoseconds is None:
         return "-"
     scale, unit = next((pair for pair in _TIME_UNITS if abs(nanoseconds) >= pair[0]), _TIME_UNITS[-1])
@@ -25,8 +25,13 @@ def figure(value: float | None) -> str:
     return "not measured" if value is None else f"{value:.{_DIGITS}g}"
 
 
+def verified(text: str) -> str:
+    """The line that says how results were verified, or that they were not."""
+    return text if text.startswith("not verified") else f"verified  {text}"
+
+
 def rate(per_second: float | None) -> str:
-    """A count a second, as 12.34k/s; `-` where it is not known."""
+    """A count a second, as 12.34k/s; `-` where it is unknown."""
     if per_second is None:
         return "-"
     scale, unit = next((pair for pair in _RATE_UNITS if abs(per_second) >= pair[0]), _RATE_UNITS[-1])

@@ -28,7 +28,7 @@ def build(layout: TableLayout, values: Mapping[str, Value | None]) -> memoryview
     """A body whose root is a table with these fields: an int for a scalar, bytes for a string, and for a vector an
     array of just its type, or a sequence of strings or of (key, value). None is a field that is absent.
 
-    Raises ValueError where a value is not of its field's type, or a required field is absent.
+    Raises ValueError if a value is not of its field's type, or a required field is absent.
     """
     given = {name: value for name, value in values.items() if value is not None}
     for name, field in layout.fields.items():

@@ -39,7 +39,7 @@ _LAST_KIND = int(max(FrameKind))  # codes have no gaps
 class Contents:
     """Rows of every frame but the index, and of every payload by id.
 
-    `end` is where the last whole frame ends, index and trailer apart; `storages` is None where nobody has counted them.
+    `end` is where the last whole frame ends, index and trailer apart; `storages` is None if they have not been counted.
     `index_problem` says why the index was not believed, though the frames are whole.
     """
 
@@ -64,8 +64,8 @@ def read_preamble(source: Source) -> Preamble:
 
 
 def find_contents(source: Source) -> Contents:
-    """The contents of a file whose preamble is good. Raises InvalidCapture where not even its head can be read, and
-    UnsupportedVersion where only a newer reader can."""
+    """The contents of a file whose preamble is good. Raises InvalidCapture if not even its head can be read, and
+    UnsupportedVersion if only a newer reader can."""
     trailer: Trailer | None = None
     try:
         trailer = _trailer(source)
@@ -112,7 +112,7 @@ def walk_contents(source: Source, trailer: Trailer | None, problem: str) -> Cont
 
 
 def read_frame(source: Source, frames: np.ndarray, position: int) -> tuple[FrameHeader, bytes, str]:
-    """Header, verified body and place of a frame. Raises InvalidCapture where it is not what its row says."""
+    """Header, verified body and place of a frame. Raises InvalidCapture if it is not what its row says."""
     row = frames[position]
     offset = int(row["offset"])
     header = source.header(offset)

@@ -2,7 +2,7 @@
 
 FlatBuffers for Python has no verifier, and its generated accessors answer damage with struct.error, TypeError or wrong
 values. A `Table` here resolves a table by its vtable with bounds and alignment checks, and gives columns as numpy views
-of the buffer. Each table also counts what it handed out against the buffer's length, so that offsets that point many
+of the buffer. Each table also counts what it returned against the buffer's length, so that offsets that point many
 times to the same bytes cannot make a small buffer expand into a large one.
 """
 
@@ -21,7 +21,7 @@ _I32 = struct.Struct("<i")
 
 
 class _Buffer:
-    """The bytes, who they are for error messages, and how many of them were not handed out yet."""
+    """The bytes, who they are for error messages, and how many of them were not returned yet."""
 
     def __init__(self, data: bytes, where: str) -> None:
         self.data = data
@@ -38,7 +38,7 @@ class _Buffer:
 
 
 class Table:
-    """One verified table. Fields are asked for by name, as layouts.py spells them."""
+    """One verified table. Fields are requested by name, as layouts.py spells them."""
 
     def __init__(self, buffer: _Buffer, position: int, layout: TableLayout) -> None:
         self._buffer = buffer
@@ -63,7 +63,7 @@ class Table:
                 raise buffer.fail(f"{layout.name}.{name} is missing")
 
     def _place(self, field: Field) -> int:
-        """Where a field's inline value lies; 0 where the field is absent."""
+        """Where a field's inline value lies; 0 if the field is absent."""
         offset = self._slots[field.slot] if field.slot < len(self._slots) else 0
         if not offset:
             return 0
@@ -81,7 +81,7 @@ class Table:
         return target
 
     def _vector(self, name: str, item_bytes: int) -> tuple[int, int] | None:
-        """First byte and length of a vector; None where it is absent."""
+        """First byte and length of a vector; None if it is absent."""
         place = self._place(self._layout.fields[name])
         if not place:
             return None
@@ -103,13 +103,13 @@ class Table:
         return int(np.frombuffer(self._buffer.data, SCALARS[field.type], 1, place)[0])
 
     def column(self, name: str) -> np.ndarray | None:
-        """A vector of scalars as a read-only view of the buffer; None where it is absent."""
+        """A vector of scalars as a read-only view of the buffer; None if it is absent."""
         dtype = self._layout.dtype(name)
         vector = self._vector(name, dtype.itemsize)
         return None if vector is None else np.frombuffer(self._buffer.data, dtype, vector[1], vector[0])
 
     def string(self, name: str) -> str | None:
-        """A string; None where it is absent."""
+        """A string; None if it is absent."""
         vector = self._vector(name, 1)
         return None if vector is None else self._text(vector[0], vector[1], name)
 
@@ -137,7 +137,7 @@ class Table:
         return targets
 
     def strings(self, name: str) -> list[str]:
-        """A vector of strings, empty where it is absent."""
+        """A vector of strings, empty if it is absent."""
         targets = self._targets(name)
         if not len(targets):
             return []
@@ -157,15 +157,15 @@ class Table:
             raise self._buffer.fail(what) from None
 
     def pairs(self, name: str) -> list[tuple[str, str]]:
-        """A vector of KeyValue tables, empty where it is absent."""
+        """A vector of KeyValue tables, empty if it is absent."""
         tables = (Table(self._buffer, target, KEY_VALUE) for target in self._targets(name).tolist())
         return [(table.string("key") or "", table.string("value") or "") for table in tables]
 
 
 def root(data: bytes, layout: TableLayout, where: str) -> Table:
-    """The root table of a buffer. Raises InvalidCapture where it is not whole, and so does asking for its fields.
+    """The root table of a buffer. Raises InvalidCapture if it is not whole, and so does asking for its fields.
 
-    Ask for each field once: what is handed out is counted.
+    Ask for each field once: what is returned is counted.
     """
     buffer = _Buffer(data, where)
     if len(data) < 8:

@@ -223,7 +223,7 @@ def parse_header(raw: bytes, where: str) -> FrameHeader:
     if check != expected:
         raise BadHeader(f"{where}: the frame header is damaged: its check is {check:#010x}, expected {expected:#010x}")
     header = FrameHeader(kind, flags, sequence, stored, raw_bytes, first_ordinal, count, minor, codec, high << 64 | low)
-    # From here on the header is what somebody wrote on purpose: what is wrong with it is no accident of a torn tail.
+    # From here on the header was written deliberately: a fault in it is not the accident of a torn tail.
     known = kind in FrameKind._value2member_map_ and kind != FrameKind.none
     if max(stored, raw_bytes, first_ordinal) > MAX_LENGTH:
         raise InvalidCapture(f"{where}: lengths {stored} and {raw_bytes} or first ordinal {first_ordinal} above 2^60")
@@ -312,7 +312,7 @@ class Trailer:
 
 
 def parse_trailer(raw: bytes, file_bytes: int, where: str) -> Trailer:
-    """The trailer in the last 64 bytes of a file. Raises InvalidCapture where there is none or it is wrong."""
+    """The trailer in the last 64 bytes of a file. Raises InvalidCapture if there is none or it is wrong."""
     magic, index_offset, index_bytes, length, records, frames, payloads, reserved, check = TRAILER.unpack(raw)
     if magic != TRAILER_MAGIC:
         raise InvalidCapture(f"{where}: no trailer ends the file: magic {magic:#018x}, expected {TRAILER_MAGIC:#018x}")

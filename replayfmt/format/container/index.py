@@ -1,4 +1,4 @@
-"""A capture's contents through its index: fast, and believed only where it agrees with itself and the file.
+"""A capture's contents through its index: fast, and trusted only if it is consistent with itself and the file.
 
 The rules for rows of frames and payloads are here too; walking a file frame by frame applies the same ones.
 """
@@ -24,7 +24,7 @@ from .source import Source
 
 
 def read_index(source: Source, trailer: Trailer) -> tuple[np.ndarray, np.ndarray]:
-    """The rows of every frame and payload. Raises InvalidCapture where the index contradicts itself or the file."""
+    """The rows of every frame and payload. Raises InvalidCapture if the index contradicts itself or the file."""
     offset = trailer.index_offset
     header = source.header(offset)
     where = source.where(offset, header)

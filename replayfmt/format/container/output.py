@@ -22,7 +22,7 @@ _VECTORS = 1000  # below every system's IOV_MAX
 
 
 def unfit(path: str | os.PathLike[str]) -> str | None:
-    """Why no file can get this name, whatever is done; None where one can.
+    """Why no file can get this name, whatever is done; None if one can.
 
     Only a regular file is ever replaced: with /dev/null in its place, a system does not go on for long.
     """
@@ -99,7 +99,7 @@ class Output:
     def __init__(self, path: str | os.PathLike[str], force: bool, *, doing: str = "") -> None:
         """Create `path`.partial; or, where the capture is made from another file, `path`.`doing`.partial: what is
         recovered may be `path`.partial, and what an earlier attempt left is no loss. Raises OutputExists, or
-        CaptureFailed where it cannot be created."""
+        CaptureFailed if it cannot be created."""
         self.path = os.fspath(path)
         self.partial = self.path + (f".{doing}.partial" if doing else ".partial")
         self._advice = (
@@ -198,7 +198,7 @@ class Output:
         if identity(self.partial) != self._identity:
             self._failure = CaptureFailed(
                 f"{self.partial}: was removed or replaced while it was being written, by another capture to the same "
-                "path or by hand, and this capture is lost with it; let each write to a path of its own"
+                "path or by hand, and this capture is lost with it; use a separate path for each"
             )
             raise CaptureFailed(*self._failure.args)
         if os.path.lexists(self.path) and not self._force:

@@ -151,7 +151,7 @@ class PayloadInput(Sequence[PayloadInfo]):
         return decompress(stored, info.raw_bytes, self._where(info))
 
     def close(self) -> None:
-        """Release the map; views handed out keep it alive until they are gone."""
+        """Release the map; views returned keep it alive until they are gone."""
         if self._map is not None:
             # Where a view is still in use, the map goes with the last one.
             with suppress(BufferError):

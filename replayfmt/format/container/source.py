@@ -1,7 +1,7 @@
 """Reading bytes of a capture that may be damaged, truncated, hostile or still growing.
 
 Frames are read with pread, never through a map: a file that is truncated under a map kills the process with SIGBUS,
-a short pread is an error like any other. Bodies are handed out only after their hash, their padding and their declared
+a short pread is an error like any other. Bodies are returned only after their hash, their padding and their declared
 lengths were verified. This module owns the file descriptor; it knows frames, not what is in them.
 """
 
@@ -28,7 +28,7 @@ class Source:
     """A capture's bytes. `length` is the file's length when it was opened; a file that grows is read up to there."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        """Open a file for reading. Raises CaptureNotFound where there is none or it cannot be read."""
+        """Open a file for reading. Raises CaptureNotFound if there is none or it cannot be read."""
         self.path = path_of("path", path)
         try:
             self._fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -58,7 +58,7 @@ class Source:
             self._fd = -1
 
     def read(self, offset: int, length: int, what: str) -> bytes:
-        """Exactly `length` bytes from `offset`. Raises InvalidCapture where the file does not have them."""
+        """Exactly `length` bytes from `offset`. Raises InvalidCapture if the file does not have them."""
         if offset + length <= self.length:
             try:
                 data = os.pread(self._fd, length, offset)
@@ -73,7 +73,7 @@ class Source:
         return bytes(buffer)
 
     def read_into(self, offset: int, view: memoryview, what: str) -> None:
-        """Fill `view` with the bytes from `offset`. Raises InvalidCapture where the file does not have them."""
+        """Fill `view` with the bytes from `offset`. Raises InvalidCapture if the file does not have them."""
         self._check_bounds(offset, len(view), what)
         done = 0
         while done < len(view):

@@ -56,7 +56,7 @@ class TablesBody:
             raise self.fail("defines a string twice")
 
     def take(self, family: str, names: tuple[str, ...], nested: tuple[str, ...]) -> None:
-        """Read a family's columns. Raises InvalidCapture where they have different lengths."""
+        """Read a family's columns. Raises InvalidCapture if they have different lengths."""
         lengths = [len(self._get(name)) for name in names]
         if len(set(lengths)) != 1:
             raise self.fail(f"{family} columns have different lengths: {dict(zip(names, lengths, strict=True))}")
@@ -85,7 +85,7 @@ class TablesBody:
         return np.concatenate((self._earlier(name), self.columns[name]))
 
     def string_id(self, text: str) -> int:
-        """The id of a string that is defined by now, 0 where it is not."""
+        """The id of a string that is defined by now, 0 if it is not."""
         return self._string_ids.get(text) or self.strings.get(text, 0)
 
     def texts(self, numbers: set[int]) -> dict[int, str]:

@@ -1,4 +1,4 @@
-"""What a family of definitions is: its columns, and how a definition goes into them, comes out of them, and is checked.
+"""The protocol of a family of definitions: its columns, and how a definition is stored in them, read back, and checked.
 
 Each family has a module of its own, named after it. What all of them share is done once for all: interning.py gives
 definitions their ids, tables.py makes and reads Tables bodies, reading.py makes objects on demand.
@@ -72,7 +72,7 @@ class Family(ABC, Generic[T]):
 
     @abstractmethod
     def row(self, definition: T) -> DefinitionRow:
-        """How a definition is stored. Raises ValueError where the format cannot hold it."""
+        """How a definition is stored. Raises ValueError if the format cannot hold it."""
 
     def admit(self, definition: T, known: Known) -> None:
         """Raise ValueError where a definition contradicts those that it refers to."""

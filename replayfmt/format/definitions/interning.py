@@ -106,7 +106,7 @@ class InternedDefinitions:
         return known
 
     def define(self, family: Family[T], definition: T) -> int:
-        """The id of a definition. Raises ValueError where the format cannot hold it."""
+        """The id of a definition. Raises ValueError if the format cannot hold it."""
         if family.frequent:
             known = self._recent.get(definition)
             if known is None:

@@ -26,7 +26,7 @@ class MetaFamily(Family[TensorMeta]):
         try:
             sizes, strides = tuple(map(index, definition.sizes)), tuple(map(index, definition.strides))
         except TypeError as error:
-            raise ValueError(f"tensor metadata whose sizes or strides are no numbers: {definition}: {error}") from None
+            raise ValueError(f"tensor metadata whose sizes or strides are not numbers: {definition}: {error}") from None
         if len(sizes) != len(strides):
             raise ValueError(f"tensor metadata with {len(sizes)} sizes and {len(strides)} strides")
         lengths = (*sizes, *strides, 0)

@@ -180,7 +180,7 @@ class Frozen:
 
     def annotation(self, number: int) -> dict[str, Any] | None:
         """An annotation by id, which is that of its text; None for 0. Do not change it: records share it. Raises
-        InvalidCapture where the text is no JSON object."""
+        InvalidCapture if the text is no JSON object."""
         if not number:
             return None
         known = self._annotations.get(number)

@@ -1,4 +1,4 @@
-"""What a signature may look like: the rules that the writer applies to its caller and the reader to the file.
+"""The form of signatures: the rules that the writer applies to its caller and the reader to the file.
 
 `flatten` makes the rows of node columns out of a model.Signature and refuses one that breaks the rules; signatures.py
 finds the same faults in columns that came from a file, vectorized, because a capture may have very many. Fixed
@@ -73,7 +73,7 @@ def members(kinds: Collection[IntEnum], all_kinds: type[IntEnum]) -> np.ndarray:
 
 def flatten(signature: Signature) -> list[tuple[int | str, ...]]:
     """Kind, name (0: none), constant and number of children of each of a signature's nodes, in pre-order. Raises
-    ValueError where it breaks a rule of the format."""
+    ValueError if it breaks a rule of the format."""
     if (signature.kind == RecordKind.op) != (signature.kernel > 0):
         raise ValueError(f"a signature of kind {signature.kind.name} with kernel {signature.kernel}")
     if (signature.kind == RecordKind.op) != (signature.status != OpStatus.none):

@@ -113,8 +113,8 @@ class SignatureFamily(Family[Signature]):
 
 
 def unsupported_reasons(columns: Any, first_nodes: np.ndarray) -> dict[int, int]:
-    """The reason of each signature of unsupported records, as a string id, by signature id. `columns` gives columns by
-    name, `first_nodes` is where each signature's nodes begin."""
+    """The reason of each signature of unsupported records, as a string id, by signature id. `columns` returns columns
+    by name, `first_nodes` is where each signature's nodes begin."""
     rows = np.flatnonzero(columns("signature_kind") == RecordKind.unsupported)
     reasons = columns("node_constant")[first_nodes[rows]]
     return dict(zip((rows + 1).tolist(), reasons.tolist(), strict=True))
@@ -153,7 +153,7 @@ def _check_trees(body: TablesBody, sizes: np.ndarray, ends: np.ndarray) -> None:
     owner = np.repeat(np.arange(len(sizes)), sizes)
     running = np.cumsum(children - 1)
     before = np.concatenate(([0], running))[begins]
-    # How many nodes are still owed after each node: never none before the last one, none after it.
+    # How many nodes are still owed after each node: never zero before the last one, zero after it.
     owed = roots[owner] + running - before[owner]
     last = np.zeros(len(children), bool)
     last[ends[sizes > 0] - 1] = True
@@ -175,8 +175,8 @@ def _check_trees(body: TablesBody, sizes: np.ndarray, ends: np.ndarray) -> None:
 
 
 class _FixedArguments:
-    """The arguments that records other than ops always have, so that nobody must look whether they are there. `begins`
-    is where each signature's nodes begin."""
+    """The arguments that records other than ops always have, so that readers need not check. `begins` is where each
+    signature's nodes begin."""
 
     def __init__(self, body: TablesBody, begins: np.ndarray) -> None:
         self._body, self._begins = body, begins

@@ -1,4 +1,4 @@
-"""The file digest: what names an external file's content wherever it lies.
+"""The file digest: identifies an external file's content, wherever it is.
 
 XXH3-128 over the digests (canonical, 16 bytes each) of the file's 64 MiB chunks, the last one shorter: so a large file
 is read by several threads at once, each through a small buffer. A file that changes while it is read is an error, never
@@ -27,8 +27,8 @@ Progress = Callable[[int], None]
 def digest_file(path_or_fd: str | os.PathLike[str] | int, progress: Progress | None = None) -> str:
     """The file digest as 32 hexadecimal digits, of a path or of a descriptor that stays the caller's.
 
-    `progress` is called with numbers of bytes, one call at a time, from any thread. Raises ExternalFileProblem where
-    the file is no regular file, cannot be read, or changes meanwhile.
+    `progress` is called with numbers of bytes, one call at a time, from any thread. Raises ExternalFileProblem if
+    the file is not a regular file, cannot be read, or changes meanwhile.
     """
     if isinstance(path_or_fd, int):
         return _Digest(path_or_fd, f"descriptor {path_or_fd}", progress).run()

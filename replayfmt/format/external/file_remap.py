@@ -37,8 +37,8 @@ class FileRemaps:
 
     @classmethod
     def parse(cls, values: Sequence[str]) -> FileRemaps:
-        """Remaps from CAPTURED=REPLAY texts, each split at its first `=`. Raises UsageError where one has no `=` or no
-        captured prefix, or where two have the same one. An empty REPLAY takes the prefix away."""
+        """Remaps from CAPTURED=REPLAY texts, each split at its first `=`. Raises UsageError if one has no `=` or no
+        captured prefix, or if two have the same one. An empty REPLAY takes the prefix away."""
         remaps: list[_Remap] = []
         for value in texts_of("file_remaps", values):
             captured, equals, replay = value.partition("=")

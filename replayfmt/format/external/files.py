@@ -1,8 +1,8 @@
-"""External files as they are now: opened, held against what the capture says of them, and mapped.
+"""External files as they are now: opened, compared with the capture's description, and mapped.
 
 A file is opened once, and what is validated and what is mapped is that same descriptor, so that a path cannot be given
 to another file in between. A capture can name any path, but what it finds there is used only if it is the file that was
-captured. Knows nothing of PyTorch.
+captured. Does not depend on PyTorch.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class OpenedFile:
 
     def __init__(self, path: str) -> None:
         """Open `path` as it is given, relative to the working directory, following symbolic links. Raises
-        ExternalFileProblem where there is no regular file that can be read."""
+        ExternalFileProblem if there is no regular file that can be read."""
         self.path = path
         self._fd = -1
         try:
@@ -84,7 +84,7 @@ class OpenedFile:
 
     def digest(self, progress: Progress | None = None) -> str:
         """The file digest, read once in this process for as long as the file does not change; again each time where
-        it was changed so lately that its times would not show it. Raises ExternalFileProblem where it cannot be read
+        it was changed so lately that its times would not show it. Raises ExternalFileProblem if it cannot be read
         or changes meanwhile."""
         known = _digests.get(self._opened)
         if known is None:
@@ -99,7 +99,7 @@ class OpenedFile:
         return known
 
     def problem(self, file: ExternalFile, remapped: bool, progress: Progress | None = None) -> str | None:
-        """What is different from the captured `file`, in a sentence with what to do next; None where it is that file.
+        """What differs from the captured `file`, in a sentence with what to do next; None if it is that file.
 
         A digest decides where the capture has one, else the identity. `remapped` says that the user chose the path.
         """
@@ -118,7 +118,8 @@ class OpenedFile:
             return None
         if file.identity is None:
             return (
-                f"{name} cannot be told from another file of its length: the capture has neither its identity nor "
+                f"{name} cannot be distinguished from another file of its length: the capture has neither its "
+                f"identity nor "
                 "its digest; recapture with digests (opreplay-capture --file-validation=digest)"
             )
         if self.identity != file.identity:
@@ -147,7 +148,7 @@ class OpenedFile:
         `copy_on_write` writable in memory alone; the file is never written.
 
         Valid as long as the result is alive. Touching a page that the file no longer has, because someone truncated it,
-        ends the process: see `changed`. Raises ExternalFileProblem where the file does not have these bytes.
+        ends the process: see `changed`. Raises ExternalFileProblem if the file does not have these bytes.
         """
         if offset < 0 or length < 0 or offset + length > os.fstat(self._fd).st_size:
             raise ExternalFileProblem(f"external file {self.path} has no {length} bytes at {offset}")
@@ -162,7 +163,7 @@ class OpenedFile:
         return memoryview(mapped)[before:]
 
     def read_into(self, offset: int, buffer: bytearray | memoryview) -> None:
-        """Fill `buffer` with the bytes from `offset` on. Raises ExternalFileProblem where the file has fewer."""
+        """Fill `buffer` with the bytes from `offset` on. Raises ExternalFileProblem if the file has fewer."""
         view = memoryview(buffer).cast("B")
         done = 0
         while done < len(view):

@@ -1,4 +1,4 @@
-"""Giving a capture's external files digests, so that they are known again wherever they are copied to.
+"""Adds digests of a capture's external files, so that copies of them are recognized anywhere.
 
 The capture is copied frame by frame: records and payloads as they are, definitions with digests in the rows of files.
 What must be true of the original is checked before anything is copied, and the copy before it gets its name.
@@ -59,7 +59,7 @@ def add_digests(
     Each file must be the captured one: by its digest where the capture has that, else by its identity. Files whose
     whole content is in the capture are not looked for. `started` is called with about how many bytes `progress` will
     add up to. Raises ExternalFileProblem with everything that is wrong with the files, UsageError for a remap that
-    matches nothing, OutputExists, InvalidCapture where the capture is not valid; nothing is left at `out` then.
+    matches nothing, OutputExists, InvalidCapture if the capture is not valid; nothing is left at `out` then.
     """
     remaps = remaps or FileRemaps()
     if same_file(path, out):

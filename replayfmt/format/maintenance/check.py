@@ -19,7 +19,7 @@ from .verify import Progress, Verifier
 
 @dataclass
 class CheckReport:
-    """What a check found. Filled as the check goes on, so that it says something where the check ends early too."""
+    """What a check found. Filled as the check continues, so that it says something where the check ends early too."""
 
     path: str
     length: int = 0
@@ -75,7 +75,7 @@ class _Check:
         if preamble.minor > MINOR_VERSION:
             report.warnings.append(
                 f"format version {preamble.major}.{preamble.minor} is newer than this tool's "
-                f"{preamble.major}.{MINOR_VERSION}; what is new in it was not checked"
+                f"{preamble.major}.{MINOR_VERSION}; its new parts were not checked"
             )
         for kind in contents.frames["kind"].tolist():
             name = FrameKind(kind).name if kind in FrameKind._value2member_map_ else f"kind {kind}"

@@ -1,4 +1,4 @@
-"""Recovery: a valid capture out of one that was never closed, or is damaged from some frame on.
+"""Recovery: makes a valid capture from one that was never closed, or is damaged from some frame on.
 
 The file is walked and verified frame by frame; what comes before the first frame that is not whole is copied as it is
 and ended like any capture, with definitions, totals that say `recovered`, index and trailer. The result is verified
@@ -36,7 +36,7 @@ def recover_capture(
     progress: Progress = lambda count: None,
 ) -> tuple[CheckReport, str]:
     """Write what is whole in `path` to `out`, verified. Returns the check's report on `out`, and a sentence about what
-    was left behind ("" for nothing). Raises InvalidCapture where nothing is whole, OutputExists, CaptureFailed.
+    was left behind ("" for nothing). Raises InvalidCapture if nothing is whole, OutputExists, CaptureFailed.
 
     `progress` is called with numbers of bytes, which add up to about three times the file's length.
     """
@@ -127,7 +127,7 @@ class _Recovery:
 
 
 def _encode_all(definitions: Definitions) -> memoryview | None:
-    """Every definition in one body; None where there are none, or so many that only the single frames hold them."""
+    """Every definition in one body; None if there are none, or so many that only the single frames hold them."""
     strings, columns = [text.encode() for text in definitions.strings], definitions.columns()
     size = sum(len(text) + 16 for text in strings) + sum(column.nbytes + 16 for column in columns.values())
     if not any(definitions.counts.values()) or size > MAX_BODY_BYTES:

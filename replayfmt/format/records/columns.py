@@ -35,9 +35,9 @@ def _empty() -> array:
 class RecordColumns:
     """Consecutive records. Arrays are only read, during the call that takes them.
 
-    `start_ns` are nanoseconds since the session's start; `duration_ns` nanoseconds, saturated at 2^32 - 1, or None
-    where not measured; of a single op, UNKNOWN_NS says so (other records have 0). `device_duration_ns` and `annotation`
-    are None where no record has one; 2^64 - 1 and 0 say so of a single record. `tensors` are global tensor ids in
+    `start_ns` are nanoseconds since the session's start; `duration_ns` nanoseconds, saturated at 2^32 - 1, or None if
+    not measured; of a single op, UNKNOWN_NS says so (other records have 0). `device_duration_ns` and `annotation`
+    are None if no record has one; 2^64 - 1 and 0 say so of a single record. `tensors` are global tensor ids in
     record order, `tensor_definitions` maps each of them to (storage id, offset in elements, meta id), or is an
     int64[n, 4] of (tensor id, storage id, offset, meta id) by ascending id. The storages born in this frame have
     consecutive ids from `first_storage`.
@@ -65,7 +65,7 @@ def pieces(given: RecordColumns, slot_counts: np.ndarray) -> Iterator[RecordColu
     """The same records in as many frames as the format's limits ask for: nearly always one. `slot_counts` are the slots
     of each signature by id (slots.py).
 
-    Storages are born in the first piece. A single record may still be too large for a frame.
+    Storages are allocated in the first piece. A single record may still be too large for a frame.
     """
     signature = np.asarray(given.signature)
     slots = [np.asarray(column) for column in (given.tensors, given.ints, given.floats)]
@@ -164,7 +164,7 @@ class EncodedRecords:
 
 
 def encode_records(given: RecordColumns, bounds: Bounds, slot_counts: np.ndarray) -> EncodedRecords:
-    """The Records body of these columns. Raises ValueError where they contradict each other or the definitions."""
+    """The Records body of these columns. Raises ValueError if they contradict each other or the definitions."""
     signature = _column(given.signature, np.uint32, "signature")
     count = len(signature)
     _limit(signature, 1, bounds.signatures, "signature")

@@ -1,7 +1,7 @@
-"""A tensor's digest: what verification compares, and how a digest or host_read record carries it.
+"""A tensor's digest, which verification compares, and its form in a digest or host_read record.
 
-The hash decides bitwise equality; the statistics and the sample tell close results from wrong ones, and how far apart
-they are. Computing a digest needs PyTorch and lives in replayfmt.pytorch.tensors.digests.
+The hash decides bitwise equality; the statistics and the sample distinguish close results from wrong ones, and measure
+how far apart they are. Computing a digest needs PyTorch and lives in replayfmt.pytorch.tensors.digests.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class TensorDigest:
     """Digest of one tensor's logical elements, in row-major order.
 
     `hash_low` and `hash_high` are the halves of the XXH3-128 of their bytes. Statistics are over the finite elements
-    and None where there are none or the dtype has no order (bool, bits; complex has only `mean` and `l2`, of
+    and None if there are none or the dtype has no order (bool, bits; complex has only `mean` and `l2`, of
     absolute values). `sample` holds the elements at `sample_positions`, unless the dtype has no such value (bits).
     """
 
@@ -83,7 +83,7 @@ class TensorDigest:
 
     @classmethod
     def from_record(cls, record: Record) -> TensorDigest | None:
-        """The digest that a digest or host_read record carries; None where it carries none."""
+        """The digest that a digest or host_read record carries; None if it carries none."""
         fields: dict[str, Value] = {
             node.name: value for node, value in zip(record.signature.args, record.args, strict=True)
         }

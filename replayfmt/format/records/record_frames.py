@@ -35,7 +35,7 @@ class RecordFrame:
 
     `tensor_slots` index the tensor_* columns of this frame. Record i's slots are `tensor_first[i]` to
     `tensor_first[i + 1]` in `tensor_slots`, and likewise for ints and floats. Times are nanoseconds, `start_ns` since
-    the session's start. `duration_ns` is None where nothing was timed, and UNKNOWN_NS of single records that were not.
+    the session's start. `duration_ns` is None if nothing was timed, and UNKNOWN_NS of single records that were not.
     Arrays are read-only.
     """
 

@@ -1,4 +1,4 @@
-"""What a storage's row may say of its first content: one rule for the writer's columns and for those of a file.
+"""Rules for a storage's row about its first content: the same for the writer's columns and for those of a file.
 
 The column storage_payload holds the id of a payload, a range or a recipe, as the origin says. A range has exactly the
 storage's length; a recipe fills it with as many whole elements as it has room for.

@@ -1,4 +1,4 @@
-"""Reading a signature that somebody wrote, from left to right, with the place of whatever is wrong with it."""
+"""Reading a signature written by a user, from left to right, with the place of whatever is wrong with it."""
 
 from __future__ import annotations
 

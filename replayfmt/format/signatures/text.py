@@ -3,9 +3,9 @@
     aten::mm.default(float32[64,128], float32[128,64]{1,128})
 
 A signature is a kernel with the structure, dtypes, sizes and strides of its arguments. The grammar is in
-docs/signatures.md. What `signature_text` prints, `parse_signature` reads back to the same; a signature that somebody
-writes may leave things open (`*`) or ask for more (a number instead of `int`). The text never holds an equals sign, so
-that it can stand before one on a command line. Knows nothing of PyTorch.
+docs/signatures.md. What `signature_text` prints, `parse_signature` reads back to the same; a signature written by a
+user may leave things open (`*`) or ask for more (a number instead of `int`). The text never holds an equals sign, so
+that it can stand before one on a command line. Does not depend on PyTorch.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ __all__ = ["SignatureText", "matches", "parse_signature", "signature_of", "signa
 
 
 def parse_signature(text: str) -> SignatureText:
-    """The signature that a text says. Raises UsageError that says where it is not one."""
+    """The signature in a text. Raises UsageError with the position if it is not one."""
     return Parser(text).signature()
 
 

@@ -1,4 +1,4 @@
-"""What a signature as text is made of: plain values that print themselves. The grammar is in docs/signatures.md."""
+"""The parts of a signature as text: plain values that print themselves. The grammar is in docs/signatures.md."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class DeviceText:
 
 @dataclass(frozen=True)
 class TensorText:
-    """A tensor. Sizes may be None for any; strides are None where row-major, Open for any. `device` "": any."""
+    """A tensor. Sizes may be None for any; strides are None if row-major, Open for any. `device` "": any."""
 
     dtype: str
     sizes: tuple[int | None, ...]

@@ -64,7 +64,7 @@ class Recorded:
 
 @dataclass(frozen=True)
 class DeviceName:
-    """A device as an argument; `name` is None where the trace does not say which."""
+    """A device as an argument; `name` is None if the trace does not say which."""
 
     name: str | None
 
@@ -124,7 +124,7 @@ _WORDS: dict[str, Any] = {
 
 
 def number(text: str) -> bool | int | float | complex | None:
-    """A number as C++ or Python prints it; None where it is none. Integers stay integers."""
+    """A number as C++ or Python prints it; None if it is not one. Integers stay integers."""
     text = text.strip()
     if len(text) > _LONGEST_NUMBER:
         return None
@@ -351,7 +351,7 @@ class Reader:
             binding.arguments.append((argument.name, known.value))
             binding.assumed.append(Guess(f"{argument.name}={known.value!r}: {why}; {known.source}"))
         elif argument.has_default_value():
-            # The operator fills it in; the value stands in the note only.
+            # The operator fills it in; the value is only in the note.
             binding.assumed.append(f"{argument.name}={argument.default_value!r}: {why}; the schema's default")
         else:
             binding.missing.append(f"{argument.name}: {why}, and it has no default")

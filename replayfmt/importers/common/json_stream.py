@@ -1,10 +1,10 @@
-"""Reading huge JSON files one entry at a time, and broken ones as far as they go.
+"""Reads huge JSON files one entry at a time, and broken ones as far as possible.
 
-A trace is an object with a few small members and one array of very many events. `JsonStream.entries` gives the members
-one by one, and the elements of named arrays one by one, with memory for one chunk and one entry. What real exporters
-get wrong is read all the same: trailing commas, bare NaN and Infinity, invalid escapes, bytes that are no UTF-8; an
-entry that cannot be read is skipped; a file that was cut off ends where it ends. Each of these is a Problem, with the
-byte offset in the (decompressed) JSON.
+A trace is an object with a few small members and one array of very many events. `JsonStream.entries` returns the
+members one by one, and the elements of named arrays one by one, with memory for one chunk and one entry. What real
+exporters get wrong is read anyway: trailing commas, bare NaN and Infinity, invalid escapes, bytes that are not UTF-8;
+an entry that cannot be read is skipped; a file that was cut off ends where it ends. Each of these is a Problem, with
+the byte offset in the (decompressed) JSON.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from replayfmt.errors import InvalidCapture
 from .trace_files import Progress, TraceFile
 
 _CHUNK_BYTES = 1 << 20
-_LONGEST_ENTRY = 8 << 20  # characters; what is longer is taken for damage
+_LONGEST_ENTRY = 8 << 20  # characters; what is longer is assumed to be damage
 _MOST_IN_VAIN = 32 << 20  # characters read in vain before nothing more is looked for inside of damage
 _CAREFUL = 32  # entries that are read for themselves after one that could not be read
 _SHOWN_PROBLEMS = 20
@@ -99,7 +99,7 @@ class JsonStream:
 
     @property
     def member(self) -> str:
-        """Which of an archive's files this is, "" for a file that is no archive."""
+        """Which of an archive's files this is, "" for a file that is not an archive."""
         return self._file.member
 
     @property
@@ -123,7 +123,7 @@ class JsonStream:
         `arrays`; ("", element) for each element of an outermost array. Documents that follow each other in one file
         are read as one.
 
-        Raises InvalidCapture where the file does not begin as JSON does.
+        Raises InvalidCapture if the file does not begin as JSON does.
         """
         first = self._peek()
         if first == "\ufeff":
@@ -132,7 +132,7 @@ class JsonStream:
         if first not in ("[", "{"):
             shown = self._text[self._place : self._place + 16]
             what = f"it begins with {shown!r}" if shown else self._file.broken or "it is empty"
-            raise InvalidCapture(f"{self._file.path}: no JSON: {what}; expected an object or an array")
+            raise InvalidCapture(f"{self._file.path}: not JSON: {what}; expected an object or an array")
         while first in ("[", "{"):
             self._place += 1
             if first == "[":
@@ -156,7 +156,7 @@ class JsonStream:
             self._note("cut off", f"the file is damaged here: {self._file.broken}", self.offset)
 
     def _members(self, arrays: Collection[str]) -> Generator[tuple[str, Any], None, bool]:
-        """Gives members; returns whether the object's end was reached."""
+        """Yields members; returns whether the object's end was reached."""
         while True:
             character = self._separated("}")
             if character in ("", "}"):
@@ -290,7 +290,7 @@ class JsonStream:
         return False, None
 
     def _extent(self) -> int | None:
-        """Where the value that begins here ends, by its brackets; None where the buffer does not hold its end."""
+        """Where the value that begins here ends, by its brackets; None if the buffer does not hold its end."""
         first = self._text[self._place]
         if first not in "{[":
             found = re.compile(r"[,}\]\s]").search(self._text, self._place) if first != '"' else None
@@ -328,7 +328,7 @@ class JsonStream:
             self._note(kind, f"an entry with a {kind} was read as if it were right", offset)
             self._place = end
             return True, value
-        self._note("skipped", f"an entry is no JSON: {self._shown()}", offset)
+        self._note("skipped", f"an entry is not JSON: {self._shown()}", offset)
         inside = recover and self._looks_inside(end)
         next_entry = _NEXT_ENTRY.search(self._text, self._place + 1, end) if inside else None
         self._place = self._text.index("{", next_entry.start()) if next_entry else end
@@ -372,7 +372,7 @@ class JsonStream:
             self._not_utf8 = True
             wrong = next(i for i, c in enumerate(text) if "\udc80" <= c <= "\udcff")
             at = self._before + len((self._text + text[:wrong]).encode("utf-8", "surrogateescape"))
-            self._note("not UTF-8", "bytes that are no UTF-8; they are kept as they are", at)
+            self._note("not UTF-8", "bytes that are not UTF-8; they are kept as they are", at)
         if self._place:
             self._before = self.offset
             self._counted = 0, 0

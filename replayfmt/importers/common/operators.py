@@ -1,4 +1,4 @@
-"""Finding the operator that a traced call was, and which of its overloads.
+"""Finds the operator of a traced call, and its overload.
 
 A name is looked for in the JIT registry, then in `torch.ops`, then among the attributes of the modules that register
 its namespace, where the user allows importing them; the outcome says where it was found. Traces name the operator and
@@ -50,7 +50,7 @@ class FoundOperator:
 
     @property
     def dispatched(self) -> bool:
-        """Whether the dispatcher knows it; TorchScript has operators of its own, which are no captured work."""
+        """Whether the dispatcher knows it; TorchScript has operators of its own, which are not captured work."""
         return is_registered(self.name, self.overload)
 
     @property

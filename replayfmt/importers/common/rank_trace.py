@@ -1,4 +1,4 @@
-"""One rank's trace among those of a distributed program: where it is, and what its capture says of that."""
+"""One rank's trace among those of a distributed program: where it is, and how its capture records that."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ class RankTrace:
 
 
 def rank_fields(rank: int | None, world_size: int, place: RankTrace | None) -> dict[str, Any]:
-    """The session's rank and world size: what the trace itself says, None where it does not, and what is known of its
-    place. Raises InvalidCapture where the two differ."""
+    """The session's rank and world size: what the trace itself says, None if it does not, and what is known of its
+    place. Raises InvalidCapture if the two differ."""
     if place is not None:
         if rank is not None and rank != place.rank:
             raise InvalidCapture(
-                f"{place.name}: is taken for rank {place.rank} ({place.told}), and says of itself that it is "
-                f"rank {rank}; rename it, or import it alone without --rank"
+                f"{place.name}: is assumed to be rank {place.rank} ({place.told}), but contains rank {rank}; "
+                f"rename it, or import it alone without --rank"
             )
         rank, world_size = place.rank, max(world_size, place.world_size)
     return {"rank": rank or 0, "world_size": max(world_size, (rank or 0) + 1)}

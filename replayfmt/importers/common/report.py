@@ -1,10 +1,10 @@
 """What became of each call of a trace: exact, inferred or incomplete, and why; as text and as JSON lines.
 
-`exact`: everything that the call needs stands in the trace. `inferred`: something does not, and `assumed` says what was
-put in its place and where that comes from. `incomplete`: something is missing that nothing can stand in for, or the
-operator itself: the call is an unsupported record, with `reason` and `detail`.
+`exact`: the trace has everything that the call needs. `inferred`: something is missing, and `assumed` says what was
+used instead and where that comes from. `incomplete`: something is missing that cannot be inferred, or the operator
+itself: the call is an unsupported record, with `reason` and `detail`.
 
-Tensor contents are in no trace; that is said once for the import, not for every call.
+Traces have no tensor contents; this is noted once for the import, not for every call.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from replayfmt.format.printable import counted
 from replayfmt.pytorch.traced_names import Guess
 
 Status = Literal["exact", "inferred", "incomplete"]
@@ -24,7 +25,7 @@ STATUSES: tuple[Status, ...] = ("exact", "inferred", "incomplete")
 class Entry:
     """All calls of one kind: the same operator, overload and arguments.
 
-    `found` says where the operator was found. Times are in nanoseconds over all calls, None where the trace has none.
+    `found` says where the operator was found. Times are in nanoseconds over all calls, None if the trace has none.
     """
 
     op: str
@@ -67,8 +68,8 @@ _REST = {
     "collective": "collectives",
     "triton_launch": "torch.compile's kernels",
     "outside_operator": "kernels without an operator",
-    "no_schema": "operators that are not known here",
-    "import_incomplete": "calls that lack something",
+    "no_schema": "operators unknown here",
+    "import_incomplete": "incomplete calls",
     "lost": "launches that the trace does not show",
     "untimed": "calls with work of unknown duration",
 }
@@ -86,9 +87,9 @@ class DeviceTime:
 
 @dataclass
 class ImportReport:
-    """The report of one import. `rank` is the one that was chosen among several, None where none was. `notes` are
+    """The report of one import. `rank` is the one that was chosen among several, None if none was. `notes` are
     sentences about the whole, `problems` those of the file, `unused` those on entries of the user's tables of names
-    that nothing needed. `device_time` is None where the trace has no device work.
+    that nothing needed. `device_time` is None if the trace has no device work.
     """
 
     source: str
@@ -110,7 +111,7 @@ class ImportReport:
         host_ns: int | None = None,
         device_ns: int | None = None,
     ) -> Entry:
-        """Count calls under `key`; `make()` gives its entry where it is new."""
+        """Count calls under `key`; `make()` returns its entry where it is new."""
         entry = self.entries.get(key)
         if entry is None:
             entry = self.entries[key] = make()
@@ -190,20 +191,22 @@ class ImportReport:
         def shown(nanoseconds: int) -> str:
             return f"{nanoseconds / 1000:.1f} us" + (f" ({nanoseconds / total:.1%})" if total else "")
 
-        yield f"device time   {total / 1000:.1f} us in the trace; the calls stand for {shown(calls)}"
+        yield f"device time   {total / 1000:.1f} us in the trace; the calls account for {shown(calls)}"
         for reason, nanoseconds in rest.items():
             yield f"device rest   {shown(nanoseconds)}: {_REST.get(reason, reason)}"
         if self.device_time.untimed:
             yield f"device rest   {self.device_time.untimed} kernels and copies without a duration, counted nowhere"
 
     def warnings(self) -> list[str]:
-        """What may well be wrong and has to be looked at: guesses, and options that had no effect."""
+        """What may well be wrong and must be checked: guesses, and options that had no effect."""
         guessed: Counter[tuple[str, str]] = Counter()
         for entry in self.entries.values():
             for sentence in entry.assumed:
                 if isinstance(sentence, Guess):
                     guessed[entry.op, sentence] += entry.calls
-        return [f"{op}, {count} times: {sentence}" for (op, sentence), count in guessed.most_common()] + self.unused
+        return [
+            f"{op}, {counted(count, 'time')}: {sentence}" for (op, sentence), count in guessed.most_common()
+        ] + self.unused
 
     def lines(self) -> Iterator[str]:
         """The same as text: totals, then what was assumed and what is missing, grouped."""
@@ -240,9 +243,9 @@ class ImportReport:
             if entry.status == "incomplete":
                 missing[entry.op, entry.reason, entry.detail] += entry.calls
         for (op, sentence), count in assumed.most_common():
-            yield f"assumed       {op}, {count} times: {sentence}"
+            yield f"assumed       {op}, {counted(count, 'time')}: {sentence}"
         for (op, reason, detail), count in missing.most_common():
-            yield f"incomplete    {op}, {count} times: {reason}: {detail}"
+            yield f"incomplete    {op}, {counted(count, 'time')}: {reason}: {detail}"
 
 
 def _sum(one: int | None, other: int | None) -> int | None:

@@ -1,4 +1,4 @@
-"""What a call returns, where the trace does not say: found by running the operator on tensors without memory.
+"""Results of calls that the trace does not record: found by running the operator on tensors without memory.
 
 Meta tensors have sizes, strides and dtypes and no bytes, so the operator computes the shapes of its results and nothing
 else. Where that fails (the shape depends on the content, or the operator has no such kernel) the results stay unknown.
@@ -47,7 +47,7 @@ class ResultShape:
 
 @dataclass(frozen=True)
 class Results:
-    """What a call returns: Same, Shape, None, and lists of these; or why that is not known."""
+    """What a call returns: Same, Shape, None, and lists of these; or why that is unknown."""
 
     values: tuple[Any, ...] | None
     unknown: str = ""
@@ -188,7 +188,7 @@ def realize(results: Results, arguments: Sequence[Tensor], device: int) -> list[
 
 
 def shapes(values: Sequence[Any]) -> list[ResultShape]:
-    """The tensors among results that are no arguments themselves."""
+    """The tensors among results that are not arguments themselves."""
     found: list[ResultShape] = []
     for each in values:
         if isinstance(each, ResultShape):

@@ -35,7 +35,7 @@ BASES = frozenset(
 @dataclass(frozen=True)
 class ArgumentType:
     """`base` is Tensor, int, float, number, bool, complex, str, ScalarType, Layout, MemoryFormat, Device, Generator,
-    or another name; `depth` how many lists are around it; `length` a list's fixed length, 0 where it has none.
+    or another name; `depth` how many lists are around it; `length` a list's fixed length, 0 if it has none.
     `inner_optional` says for each list level, outermost first, whether its elements may be None."""
 
     base: str

@@ -107,9 +107,9 @@ class ImportedSession:
         Layout, MemoryFormat, DeviceName, DefaultGenerator, Tensor, Storage (entered already), and lists and tuples of
         these.
 
-        `results` are values likewise, one for each that the operator returns; None: they are not known, then none are
+        `results` are values likewise, one for each that the operator returns; None: they are unknown, then none are
         recorded. A storage whose origin is not `op` is brought in before the first record that uses it; one that first
-        appears among the results is born there. Raises ValueError for what a record cannot hold.
+        appears among the results is allocated there. Raises ValueError for what a record cannot hold.
         """
         slots = Slots()
         args = tuple(self._nodes.node(value, slots, name) for name, value in arguments)
@@ -214,7 +214,7 @@ class ImportedSession:
         self._writer.close(self._last_ns)
 
     def abandon(self) -> None:
-        """Remove what was written: part of a trace is no import of it."""
+        """Remove what was written: part of a trace is not an import of it."""
         self._writer.discard()
 
     def __enter__(self) -> ImportedSession:

@@ -40,8 +40,8 @@ _CUT = (
 
 
 def regular_length(path: str | PathLike[str]) -> int:
-    """How long a file is, in bytes. Raises CaptureNotFound where there is none, or it is no regular file: a pipe cannot
-    be read twice, and opening one waits for somebody to write to it."""
+    """How long a file is, in bytes. Raises CaptureNotFound if there is none, or it is not a regular file: a pipe cannot
+    be read twice, and opening one waits for a writer."""
     try:
         found = os.stat(path)
     except (OSError, ValueError) as error:
@@ -106,7 +106,7 @@ class _Part(io.RawIOBase):
 
 
 class TraceFile:
-    """The JSON of a trace file as a byte stream. `read` gives b"" at the end; `broken` says why it ended early."""
+    """The JSON of a trace file as a byte stream. `read` returns b"" at the end; `broken` says why it ended early."""
 
     def __init__(
         self,
@@ -119,7 +119,7 @@ class TraceFile:
         """Open it. `member` is the name of one file of an archive, which may be gzip itself; without it, `wanted`
         chooses by name; by default the first that ends in `.json`.
 
-        Raises CaptureNotFound where it cannot be read, InvalidCapture where an archive has no such member.
+        Raises CaptureNotFound if it cannot be read, InvalidCapture if an archive has no such member.
         """
         self.path = os.fspath(path)
         self.member = ""
@@ -204,7 +204,7 @@ class TraceFile:
         return InvalidCapture(f"{self.path}: the archive has no trace in it; it has {names[:8]}{hint}")
 
     def read(self, size: int) -> bytes:
-        """The next bytes, b"" at the end. Damage ends the stream and is told in `broken`."""
+        """The next bytes, b"" at the end. Damage ends the stream and is described in `broken`."""
         if self.broken:
             return b""
         if self._left >= 0:
@@ -256,7 +256,8 @@ class TraceFile:
 
 
 def others_note(path: str | PathLike[str], member: str) -> str:
-    """A sentence on which file of an archive was read and which like it were not; "" for a file that is no archive."""
+    """A sentence on which file of an archive was read and which like it were not; "" for a file that is not an
+    archive."""
     if not member:
         return ""
     others = [name for name in archive_names(path)[0] if is_json(name) and name != member]
@@ -312,8 +313,8 @@ def archive_texts(
     path: str | PathLike[str], wanted: Callable[[str], bool], limit: int = 64 << 20
 ) -> tuple[dict[str, bytes], str]:
     """The contents of an archive's members that are wanted by name (an execution trace's Triton sources, for instance),
-    up to `limit` bytes in all, and what is wrong with the archive, "" where nothing is. Nothing for a file that is no
-    archive. Raises CaptureNotFound."""
+    up to `limit` bytes in all, and what is wrong with the archive, "" where nothing is. Nothing for a file that is not
+    an archive. Raises CaptureNotFound."""
     found: dict[str, bytes] = {}
     left = limit
     try:

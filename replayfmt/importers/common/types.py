@@ -45,7 +45,7 @@ _PREFIXES = ("c10::", "at::", "std::", "torch.", "thrust::", "const ", "::")
 
 
 def dtype_of(name: str) -> DType | None:
-    """The dtype that a type name stands for, None where it stands for none that is known.
+    """The dtype that a type name stands for, None if it stands for none that is known.
 
     >>> dtype_of("long int"), dtype_of("c10::Float8_e4m3fn"), dtype_of("BFloat16"), dtype_of("torch.int8")
     """
@@ -89,7 +89,7 @@ def _split(text: str) -> list[str]:
 
 
 def scalar_type(number: int) -> DType | None:
-    """The dtype of a c10::ScalarType's number, None where there is none: the format's codes are those plus one."""
+    """The dtype of a c10::ScalarType's number, None if there is none: the format's codes are those plus one."""
     return DType(number + 1) if 0 <= number < max(DType) else None
 
 

@@ -100,7 +100,7 @@ _ENUMERATIONS = {DType: ValueKind.dtype, Layout: ValueKind.layout, MemoryFormat:
 
 
 class NodeMaker:
-    """Makes nodes out of values. `device_id` gives a device's id by name, `generator_id` a default generator's."""
+    """Makes nodes out of values. `device_id` returns a device's id by name, `generator_id` a default generator's."""
 
     def __init__(self, device_id: Any, generator_id: Any) -> None:
         self._device_id = device_id

@@ -34,7 +34,7 @@ _TURNS = {"aten::_conj": TensorFlag.conj, "aten::_neg_view": TensorFlag.neg}
 @dataclass
 class NodeStep:
     """One chosen node. `given` and `returned` tell where its tensors are. `choice` and `binding` are those of an
-    operator; `assumed` has what was assumed beside the binding's sentences."""
+    operator; `assumed` has what was assumed besides the binding's sentences."""
 
     node: TraceNode
     kind: Kind
@@ -115,7 +115,7 @@ class NodeCalls:
         self.memory.forget(tensor for _position, tensor in node.outputs.tensors)
 
     def _effects(self, node: TraceNode) -> tuple[list[TracedTensor], list[TracedTensor]]:
-        """The tensors whose content a node reads, and those that it writes: all, where it does not tell."""
+        """The tensors whose content a node reads, and those that it writes: all of them, if it does not say."""
         given = node.inputs.tensors
         everything = [tensor for _position, tensor in given]
         if kind_of(node) is not Kind.operator:
@@ -223,7 +223,7 @@ class NodeCalls:
         return isinstance(spec.identity, int) and bool(self.allocations.made[spec.identity])
 
     def _strides(self, step: NodeStep) -> list[tuple[int, ...] | None] | None:
-        """Strides of everything an operator returned, by running it without data; None where that does not tell."""
+        """Strides of everything an operator returned, by running it without data; None if that does not show it."""
         if step.choice is None or step.choice.operator is None or step.binding is None or step.binding.missing:
             return None
         returned = self.inferred.of(step.choice.operator.schema, step.binding.arguments)
@@ -235,8 +235,8 @@ class NodeCalls:
         ]
 
     def _numbers(self, step: NodeStep) -> None:
-        """Python numbers reach operators as tensors without dimensions that do not take part in type promotion; in a
-        trace they look like tensors that do. Where that matters, the recorded result tells."""
+        """Python numbers reach operators as tensors without dimensions that do not participate in type promotion; in a
+        trace they look like tensors that do. Where that matters, the recorded result shows it."""
         binding, choice = step.binding, step.choice
         assert binding is not None and choice is not None and choice.operator is not None
         outputs = [dtype_of(tensor.type_name) for _position, tensor in step.node.outputs.tensors]
@@ -279,7 +279,7 @@ class Inferred:
         self._known: dict[Any, list[TensorSpec] | None] = {}
 
     def of(self, schema: torch.FunctionSchema, arguments: Sequence[tuple[str, Any]]) -> list[TensorSpec] | None:
-        """Dtype, sizes, strides and offset of every tensor that is returned, those in lists too; None where PyTorch
+        """Dtype, sizes, strides and offset of every tensor that is returned, those in lists too; None if PyTorch
         cannot tell without data."""
         key = (schema.name, schema.overload_name, tuple((name, _key(value)) for name, value in arguments))
         if key not in self._known:

@@ -1,4 +1,4 @@
-"""What an execution trace says of content: integer tensors' ranges, and the files of those that were saved whole.
+"""Content in an execution trace: the ranges of integer tensors, and the files of those that were saved completely.
 
 Both exist only where the traced program asked for them (ENABLE_PYTORCH_EXECUTION_TRACE_SAVE_INTEGRAL_TENSOR_RANGE and
 _DATA). Whatever else was not produced by a call has no content in the trace.
@@ -39,7 +39,7 @@ def _folder_name(name: str) -> str:
 
 @dataclass(frozen=True)
 class Found:
-    """Content for a storage; `told` says where it is from, for the call that takes it."""
+    """Content for a storage; `told` describes its source, for the call that takes it."""
 
     origin: StorageOrigin
     content: bytes | Recipe

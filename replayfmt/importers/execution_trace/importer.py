@@ -1,6 +1,7 @@
-"""Importing a PyTorch execution trace (ExecutionTraceObserver): a graph, in which what one call returns another takes.
+"""Importing a PyTorch execution trace (ExecutionTraceObserver): a graph, in which results of one call are arguments of
+others.
 
-Three passes over the file, so that it need not fit into memory: which nodes stand for the work, how long each
+Three passes over the file, so that it need not fit into memory: which nodes represent the work, how long each
 allocation is, and writing. Calls keep the order they had; storages and views are those of the traced program. What no
 call produced has no content in the trace.
 """
@@ -53,11 +54,11 @@ def import_execution_trace(
     """Make a capture of an execution trace, plain, gzip or in a tar archive with its resources.
 
     `place` says which file of an archive it is, and of which rank, where that was chosen.
-    `rewrite="portable"` puts operators that every device has in the place of those that only the traced one has.
+    `rewrite="portable"` puts operators that every device has in place of those that only the traced one has.
     `level="root"` imports the outermost operators instead of the deepest that have all of the work. `progress` is
     called with bytes done and in all.
 
-    Raises CaptureNotFound and InvalidCapture for the file, UnsupportedVersion for a schema that is not known,
+    Raises CaptureNotFound and InvalidCapture for the file, UnsupportedVersion for a schema that is unknown,
     OutputExists and CaptureFailed for the capture.
     """
     trace = _Trace(fspath(path), progress, place.member if place else "")
@@ -106,7 +107,7 @@ def _finish(report: ImportReport, trace: _Trace, selection: ChosenNodes, place: 
         report.notes.append(f"no work, left out: {_most(selection.dropped)}")
     if trace.version < (1, 1, 1):
         report.notes.append(
-            f"schema {trace.schema} has no strides: they are computed where operators tell, else taken for contiguous"
+            f"schema {trace.schema} has no strides: they are computed where operators allow it, else assumed contiguous"
         )
     report.notes.append("tensors that no call produced have no content in the trace")
 
@@ -128,7 +129,7 @@ class _Trace:
         self.time: str | None = None
         self.version = (0, 0, 0)
         self.problems: list[str] = []
-        self._broken: set[int] = set()  # entries that are no nodes, by their place in the file
+        self._broken: set[int] = set()  # entries that are not nodes, by their place in the file
         self.nodes_read = 0
         self.rank: int | None = None
         self.world_size = 1
@@ -149,7 +150,7 @@ class _Trace:
         return lambda done, length: progress((number * length + done) // _PASSES, length)
 
     def select(self, *, roots: bool) -> ChosenNodes:
-        """The first pass. Raises InvalidCapture where this is no execution trace."""
+        """The first pass. Raises InvalidCapture if this is not an execution trace."""
         skeleton = Skeleton(self.path)
         entry = -1
         for key, value in self._rows(0):
@@ -160,7 +161,7 @@ class _Trace:
                 self.time = str(value)
             elif key == "nodes":
                 if not self.schema:
-                    raise InvalidCapture(f"{self.path}: no execution trace: its nodes come before a schema version")
+                    raise InvalidCapture(f"{self.path}: not an execution trace: its nodes come before a schema version")
                 try:
                     node = node_of(value)
                 except ValueError as error:
@@ -174,7 +175,7 @@ class _Trace:
                     self._groups(node)
         if not self.schema or not len(skeleton):
             raise InvalidCapture(
-                f"{self.path}: no execution trace: expected an object with a schema version and nodes"
+                f"{self.path}: not an execution trace: expected an object with a schema version and nodes"
                 + "".join(f"; {problem}" for problem in self.problems[:1])
             )
         self.nodes_read = len(skeleton)

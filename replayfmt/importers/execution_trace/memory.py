@@ -1,6 +1,6 @@
 """Which allocation a traced tensor is on.
 
-An execution trace names memory by its address, and an allocator hands out the same address again: what an operator
+An execution trace names memory by its address, and an allocator returns the same address again: what an operator
 returns, and did not get as an argument, is a new allocation, whoever had that address before. What an operator is
 given, and nothing before it returned, was there when the trace began (or was made unseen). Going through the same nodes
 in the same order gives the same numbers, so a first pass finds out how long each allocation must be, and a second one
@@ -84,9 +84,9 @@ class Allocations:
 
 
 class MemoryMap:
-    """Follows addresses through a trace. `replaced` tells of the last step which tensors were taken for others' memory
-    that the trace does not show being allocated. `unseen` are the allocations whose content something wrote that is not
-    in the trace."""
+    """Follows addresses through a trace. `replaced` names the tensors of the last step that were assumed to be on other
+    memory, whose allocation the trace does not show. `unseen` are the allocations whose content something wrote that is
+    not in the trace."""
 
     def __init__(self, allocations: Allocations | None = None) -> None:
         """With the `allocations` of an earlier pass over the same nodes, their numbers and lengths are used."""

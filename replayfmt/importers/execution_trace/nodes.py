@@ -84,7 +84,7 @@ class NodeValues:
 
 @dataclass(frozen=True)
 class TraceNode:
-    """One node. `schema` is "" for what is no operator; `kernel_file` names a Triton kernel's source."""
+    """One node. `schema` is "" for what is not an operator; `kernel_file` names a Triton kernel's source."""
 
     id: int
     name: str
@@ -111,7 +111,7 @@ class TraceNode:
 
 
 def node_of(row: Any) -> TraceNode:
-    """A node from its JSON object. Raises ValueError where it is none, or a field that every node has is not there."""
+    """A node from its JSON object. Raises ValueError if it is not one, or lacks a required field."""
     if not isinstance(row, dict):
         raise ValueError(f"it is not an object: {json.dumps(row)[:60]}")
     try:
@@ -190,7 +190,7 @@ def rank_said(node: TraceNode) -> int | None:
 
 
 def _number(value: Any) -> int:
-    """An id. Raises ValueError where it is none."""
+    """An id. Raises ValueError if it is not one."""
     if type(value) is not int or not 0 <= value < _LIMIT:
         raise ValueError(f"{value!r:.40} is not an id")
     return value
@@ -214,7 +214,7 @@ def _flat(row: Mapping[str, Any], prefix: str, values: str) -> NodeValues:
 @dataclass(frozen=True)
 class TracedTensor:
     """A tensor as a node has it. `storage` stands for the address of its memory: another allocation may get the same
-    one later. `strides` is None where the trace has none."""
+    one later. `strides` is None if the trace has none."""
 
     id: int
     storage: int
@@ -240,7 +240,7 @@ class TracedTensor:
 
 
 def traced_tensor(value: object, sizes: object, strides: object, type_name: str) -> TracedTensor | None:
-    """A tensor out of its six numbers; None where they are no tensor's."""
+    """A tensor out of its six numbers; None if they do not describe a tensor."""
     if not isinstance(value, list) or len(value) != _TENSOR_FIELDS or not isinstance(value[5], str):
         return None
     if not set(map(type, value[:5])) <= _INTEGER or min(value[:5]) < 0 or max(value[:5]) >= _LIMIT:
@@ -281,7 +281,7 @@ def _at(values: Any, index: int) -> Any:
 
 
 class TensorReader:
-    """Gives the TensorSpec of a traced tensor; what it is made of is the caller's business."""
+    """Returns the TensorSpec of a traced tensor; what it is made of is the caller's business."""
 
     def spec(self, tensor: TracedTensor) -> TensorSpec:
         """As the trace says it, without knowing which allocation it is on."""
@@ -310,7 +310,7 @@ def _recorded(value: object, sizes: object, strides: object, kind: str, reader: 
         if tensor is None:
             return Recorded(Form.truncated, shown=shown)
         if not tensor.defined:
-            # Tensors without a storage (sparse, nested, of symbolic sizes) have a dtype all the same.
+            # Tensors without a storage (sparse, nested, of symbolic sizes) have a dtype anyway.
             undefined = tensor.type_name.startswith("nullptr")
             return NOTHING if undefined else Recorded(Form.truncated, shown=f"a tensor without a storage: {shown}")
         return Recorded(Form.tensor, tensor=reader.spec(tensor), shown=shown)

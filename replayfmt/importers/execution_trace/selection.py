@@ -1,9 +1,9 @@
-"""Which nodes of an execution trace stand for its work: each piece once, at the deepest level that has all of it.
+"""Which nodes of an execution trace represent its work: each piece once, at the deepest level that has all of it.
 
 An operator that only calls others (a composite like `linear`, a switch between backends like `convolution`) gives way
 to what it called, where that produced everything it returned; every other operator stands for whatever it called. What
-is no operator (autograd's wrappers, modules, marks of the user) only contains others. Only a few words of each node are
-kept, so that a trace need not fit into memory.
+is not an operator (autograd's wrappers, modules, marks of the user) only contains others. Only a few words of each node
+are kept, so that a trace need not fit into memory.
 """
 
 from __future__ import annotations
@@ -188,7 +188,7 @@ class Skeleton:
         """Sentences on nodes that cannot be what the trace says."""
         again = len(self._ids) - len(positions)
         if again:
-            yield f"nodes with the id of another node: {again}; children of that id are taken for the last one's"
+            yield f"nodes with the id of another node: {again}; children of that id are assigned to the last one"
         parents = [
             (number, parent)
             for number, parent, kind in zip(self._ids, self._parents, self._kinds, strict=True)
@@ -196,17 +196,17 @@ class Skeleton:
         ]
         own = sum(number == parent for number, parent in parents)
         if own:
-            yield f"operators that are their own parents: {own}; taken for outermost ones"
+            yield f"operators that are their own parents: {own}; treated as outermost"
         lost = sum(parent not in positions for _number, parent in parents)
         if lost:
-            yield f"operators whose parents are not in the trace: {lost}; taken for outermost ones"
+            yield f"operators whose parents are not in the trace: {lost}; treated as outermost"
 
     def _positions_differ(self, position: int) -> bool:
         """Whether a node is not its own parent, as the trace's root is."""
         return self._ids[position] != self._parents[position]
 
     def select(self, *, roots: bool = False) -> ChosenNodes:
-        """Choose. With `roots`, the outermost operators. Raises InvalidCapture where parents form a circle."""
+        """Choose. With `roots`, the outermost operators. Raises InvalidCapture if parents form a circle."""
         positions = {number: position for position, number in enumerate(self._ids)}
         children: dict[int, list[int]] = defaultdict(list)
         tops: list[int] = []
@@ -353,7 +353,7 @@ class _NodeWalk:
         return tuple(reversed(names))
 
     def _path_of(self, position: int, *, on_main: bool) -> Path | None:
-        """The marks around a node, outermost first; None where its thread does not tell."""
+        """The marks around a node, outermost first; None if its thread does not show it."""
         of = self._of
         marks: list[tuple[int, str]] = []
         forward = 0

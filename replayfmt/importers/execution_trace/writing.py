@@ -2,7 +2,7 @@
 
 A storage is entered where something first reads it, unless a call returned it; its content is what the trace has, which
 for most is nothing. What cannot be an op becomes an unsupported record that names it: collectives with their sizes and
-groups, Triton kernels with their source, work that no operator stands for.
+groups, Triton kernels with their source, work without an operator.
 """
 
 from __future__ import annotations
@@ -246,7 +246,7 @@ class GraphWriter:
             unseen = placed.allocation in self._calls.memory.unseen
             if found is None and unseen:
                 self._told.append(
-                    f"the content of tensor {number} of the arguments was written unseen; made up at replay"
+                    f"the content of tensor {number} of the arguments was written unseen; synthesized at replay"
                 )
             elif found is None and like_number(tensor):
                 found = self._content.number(step.node.name, bound.get(placed.allocation, dtype), storage)

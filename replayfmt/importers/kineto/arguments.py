@@ -1,4 +1,4 @@
-"""What a profiler trace says of a call's arguments, before anyone knows which operator's they are.
+"""A call's arguments as recorded in a profiler trace, before the operator is known.
 
 For each argument the profiler prints a type, sizes, strides and, for numbers and lists of numbers, the value. It leaves
 out the values of anything else, the dtypes of tensors in a list, and lists of more than thirty tensors.
@@ -37,7 +37,7 @@ _ELEMENT = re.compile(
 )
 _QUANTIZED = frozenset({DType.qint8, DType.quint8, DType.qint32, DType.quint4x2, DType.quint2x4})
 _COMPLEX = frozenset({DType.complex32, DType.complex64, DType.complex128})
-_PLAIN_COMPLEX = "complex tensors are taken for not conjugated: the trace does not tell"
+_PLAIN_COMPLEX = "complex tensors are assumed not conjugated: the trace does not say"
 _OPAQUE = re.compile(r"OpaqueType<(\d+)u?>")
 Geometry = tuple[tuple[int, ...], tuple[int, ...] | None]
 

@@ -1,4 +1,4 @@
-"""What a profiler event was a call of: its recorded arguments read by the operator that fits them.
+"""From a profiler event to an operator call: its recorded arguments, interpreted by the operator that fits them.
 
 The trace does not say the overload, the device, the dtypes of tensors in a list, or anything of strings and generators:
 what is put in their place is noted for each call.
@@ -37,7 +37,7 @@ from .arguments import (
 from .events import OpKind, WorkKind
 
 _COPIES = ("aten::copy_", "aten::_to_copy", "aten::to")
-# Operators that Python gives numbers in the place of tensors, which count less when the result's dtype is chosen.
+# Operators that Python gives numbers in place of tensors, which count less when the result's dtype is chosen.
 # fmt: off
 _PROMOTING = frozenset(f"aten::{name}{ending}" for ending in ("", "_") for name in (
     "add", "sub", "rsub", "mul", "div", "true_divide", "floor_divide", "divide", "multiply", "subtract", "pow",
@@ -302,8 +302,8 @@ def _beside(value: TensorSpec, specs: Sequence[TensorSpec]) -> list[TensorSpec]:
 def _taken_for_a_tensor(dtype: DType, beside: Sequence[TensorSpec]) -> str:
     """What is assumed of a tensor without dimensions that may be a number."""
     told = (
-        f"a {dtype.name} without dimensions is taken for a tensor: Python numbers are passed that way, too, and "
-        "the trace does not tell which"
+        f"a {dtype.name} without dimensions is treated as a tensor: Python numbers are also passed that way, "
+        f"and the trace does not say which"
     )
     first = next((each for each in beside if each.dtype is not DType.bool), beside[0])  # not a condition
     assert first.dtype is not None

@@ -84,7 +84,7 @@ _OLD_FIELDS = {
     "Input Strides": "Input strides",
     "Concrete Inputs": "Concrete inputs",
 }
-# What collectives say beside their inputs.
+# What collectives say besides their inputs.
 COLLECTIVE_FIELDS = (
     "Collective name",
     "dtype",
@@ -102,7 +102,7 @@ COLLECTIVE_FIELDS = (
 )
 
 
-# What launches of kernels that torch.compile generated say beside their inputs.
+# What launches of kernels that torch.compile generated say besides their inputs.
 TRITON_FIELDS = ("kernel_backend", "kernel_file", "kernel_hash", "kernel_kwargs", "grid", "num_warps", "num_stages")
 _LATEST = 1 << 62
 _DECIMAL = re.compile(r"(-?\d{1,19})(\.\d+)?\Z")
@@ -152,8 +152,8 @@ class DeviceWork:
 
 @dataclass(frozen=True)
 class OpKind:
-    """What all events of one operator with the same recorded arguments share. `recorded` is None where the trace has no
-    arguments at all; its fields are lists, None where a field is missing."""
+    """What all events of one operator with the same recorded arguments share. `recorded` is None if the trace has no
+    arguments at all; its fields are lists, None if a field is missing."""
 
     name: str
     annotation: bool
@@ -185,7 +185,7 @@ class WorkKind:
 
 class TraceEvents:
     """Everything of a trace that the import needs. `problems` counts what was wrong with events, `others` those that
-    are no calls, by category."""
+    are not calls, by category."""
 
     def __init__(self) -> None:
         self.ops, self.launches, self.work = OpEvents(), Launches(), DeviceWork()
@@ -250,7 +250,7 @@ class TraceEvents:
         if category is None:
             named = OPERATOR_NAME.match(str(event["name"])) is not None
             self.problems[
-                "have no category; those named like operators are taken for operators, the others left out"
+                "have no category; those named like operators are treated as operators, the others left out"
             ] += 1
             category = "cpu_op" if named else ""
         if category in OPERATOR_CATEGORIES or category in ANNOTATION_CATEGORIES:

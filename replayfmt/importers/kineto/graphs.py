@@ -1,4 +1,4 @@
-"""Giving the kernels of graph launches their operators: out of the trace that was taken while the graph was captured.
+"""Assigns operators to the kernels of graph launches, from the trace that was taken while the graph was captured.
 
 A trace of a graph's execution has one launch and all of its kernels; the trace of its capture has the operators and
 their launches, and no kernels. A launch of the one becomes a kernel of the other, in the same order. So the operators
@@ -131,14 +131,14 @@ class _Matching:
         self._turn = turns[0] if len(turns) == 1 else None  # they are launched one after the other, as captured
 
     def nodes(self, capture: _Capture, place: int) -> list[int] | None:
-        """Which node of a capture each piece of a launch's work is; None where it is another graph."""
+        """Which node of a capture each piece of a launch's work is; None if it is another graph."""
         key = tuple(capture.nodes), tuple(self._ran[place])
         if key not in self._matched:
             self._matched[key] = match(*key)
         return self._matched[key]
 
     def capture(self, place: int) -> _Capture | None:
-        """The capture of a launch; None where none fits, or several that differ."""
+        """The capture of a launch; None if none fits, or several that differ."""
         if self._turn is not None:
             return self._known[(self._turn + place) % len(self._known)]
         fitting = [each for each in self._known if self.nodes(each, place) is not None]
@@ -147,7 +147,7 @@ class _Matching:
 
 def match(nodes: Sequence[_Node], ran: Sequence[_Node]) -> list[int] | None:
     """Which node each piece of work is: in the same order, where few may be missing; or, where kernels overtake each
-    other on several streams, by name and in the order of that name. None where neither is so."""
+    other on several streams, by name and in the order of that name. None if neither is so."""
     found: list[int] = []
     place = 0
     for each in ran:

@@ -1,4 +1,4 @@
-"""Importing a PyTorch profiler trace (Kineto): from its events to a capture, and the report of what that took.
+"""Importing a PyTorch profiler trace (Kineto): from its events to a capture and a report.
 
 The trace has no tensor identity, so each call gets inputs of its own, of the recorded shapes, whose content a replay
 synthesizes; nothing connects one call's results with another's inputs.
@@ -38,10 +38,10 @@ from .tree import LEVELS, Captured, ChosenEvents, EventRole, EventTraits, Level,
 from .writing import Trace, write
 
 _MOST_DEVICES = 1 << 16
-_COLLECTIVE = ("nccl:", "gloo:", "rccl:", "mpi:", "ucc:")  # beside the operators
+_COLLECTIVE = ("nccl:", "gloo:", "rccl:", "mpi:", "ucc:")  # besides the operators
 # Composites for the dispatcher that compute outside of the operators they call, whatever those do.
 _COMPUTING = frozenset({"aten::mkldnn_convolution", "aten::convolution_backward"})
-# Operators that only fill or copy memory: beside what they prepare, the work of a convolution is its own.
+# Operators that only fill or copy memory: besides what they prepare, the work of a convolution is its own.
 _MOVES = frozenset(
     {
         "aten::copy_",
@@ -60,8 +60,8 @@ _MOST_NAMED = 8
 
 @dataclass(frozen=True)
 class KinetoOptions:
-    """How to import. `level`: which operators stand for the work; `unique`: one record for each different call;
-    `rewrite`: `portable` puts operators that every device has in the place of those that only the traced one has;
+    """How to import. `level`: which operators represent the work; `unique`: one record for each different call;
+    `rewrite`: `portable` puts operators that every device has in place of those that only the traced one has;
     `graph_captures`: traces taken while the graphs were captured that this one launches."""
 
     level: Level = "auto"
@@ -85,9 +85,9 @@ def import_kineto(
     """Make the capture `out` of a profiler trace, and report on it. `place` says which file of an archive it is, and
     of which rank, where that was chosen.
 
-    Raises CaptureNotFound and InvalidCapture for a trace that cannot be read at all, CaptureFailed where it has device
-    work and nothing can be taken for it, OutputExists and CaptureFailed where `out` cannot be written. A trace that is
-    damaged gives what can be read of it; the report says what was not.
+    Raises CaptureNotFound and InvalidCapture for a trace that cannot be read at all, CaptureFailed if it has device
+    work of which none can be linked, OutputExists and CaptureFailed if `out` cannot be written. A trace that is damaged
+    gives what can be read of it; the report says what was not.
     """
     if options.level not in LEVELS:
         raise UsageError(f"level={options.level!r}: expected one of {', '.join(LEVELS)}")
@@ -97,7 +97,7 @@ def import_kineto(
     if not events.ops.start and not events.work.start:
         problems = _problems(stream, events)
         raise InvalidCapture(
-            f"{path}: no profiler trace: it has no operators and no device work"
+            f"{path}: not a profiler trace: it has no operators and no device work"
             + (f" ({problems[0]})" if problems else "")
         )
     graph_notes = (
@@ -144,7 +144,7 @@ def import_kineto(
     if graphs is not None:
         report.notes.append(
             f"{len(windows)} graphs were captured in it, with {len(graphs.launches)} launches, none of "
-            "which did any work then: there, level leaf chooses the operators that stand for the work"
+            "which did any work then: there, level leaf chooses the operators that represent the work"
         )
     _count(report, events, tree, selection, traits, level)
     schemas = SCHEMAS if options.rewrite == "portable" else None
@@ -238,9 +238,9 @@ def _count(
     report.notes.append(
         f"level {level}: "
         + {
-            "launching": "operators that launched device work stand for it; those that launched none are left out",
-            "leaf": "the deepest operators that do work themselves stand for it",
-            "root": "the outermost operators stand for the work",
+            "launching": "operators that launched device work represent it; those that launched none are left out",
+            "leaf": "the deepest operators that do work themselves represent it",
+            "root": "the outermost operators represent the work",
             "auto": "",
         }[level]
     )
@@ -251,10 +251,10 @@ def _count(
         if names:
             counted = ", ".join(f"{name} ({count} times)" for name, count in names.most_common())
             report.notes.append(
-                "what these operators called was taken in their place: they are unknown here, or take "
-                "objects that no trace holds; whether they computed anything beside that is not known: " + counted
+                "these operators were replaced by the operators they called: they are unknown here, or take "
+                "objects that traces do not hold; whether they computed anything else is unknown: " + counted
             )
-    report.notes.append("tensor contents are in no trace: a replay makes them up, and says how")
+    report.notes.append("traces have no tensor contents: a replay synthesizes them, and says how")
 
 
 def _untaken(
@@ -279,8 +279,8 @@ def _untaken(
     )
     more = f", and {len(named) - _MOST_NAMED} more" if len(named) > _MOST_NAMED else ""
     return [
-        "what these operators called was taken in their place, but more than half of their host time passed "
-        f"outside of it, in overhead or in work of their own; level root takes them: {shown}{more}"
+        "these operators were replaced by the operators they called, but more than half of their host time was "
+        f"outside those, in overhead or in their own work; level root keeps them: {shown}{more}"
     ]
 
 
@@ -318,7 +318,7 @@ def _session_fields(
 def devices(events: TraceEvents, report: ImportReport) -> Mapping[int, Device]:
     """The accelerators of the trace by the number its events give them; what is said of each, as far as known."""
     raw = sorted({kind.device for kind in events.work_kinds if 0 <= kind.device < _MOST_DEVICES})
-    # A graph that is captured does no work: launches tell that there is a device.
+    # A graph that is captured does no work: launches show that there is a device.
     raw = raw or [0] * any("BeginCapture" in name for name in events.launches.names)
     listed = events.metadata.get("deviceProperties")
     properties = {
@@ -333,7 +333,7 @@ def devices(events: TraceEvents, report: ImportReport) -> Mapping[int, Device]:
         report.notes.append(f"device {raw[0]} of the kernels is device {numbers[raw[0]]} of the allocations")
     elif len(raw) == 1 and len(properties) == 1 and raw[0] not in properties:
         numbers[raw[0]] = next(iter(properties))
-        report.notes.append(f"device {raw[0]} of the kernels is taken for {numbers[raw[0]]}, the only one listed")
+        report.notes.append(f"device {raw[0]} of the kernels is assumed to be {numbers[raw[0]]}, the only one listed")
     found = {}
     for number, index in numbers.items():
         about = properties.get(index, properties.get(number, {}))

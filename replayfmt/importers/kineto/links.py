@@ -1,4 +1,4 @@
-"""Which launch and which operator each piece of device work of a profiler trace belongs to, told by ids.
+"""Which launch and which operator each piece of device work of a profiler trace belongs to, by ids.
 
 CUDA's exports give a launch and its kernel one correlation id of their own. Exports of some ROCm builds have none, and
 link both by an "External id", of which there are two kinds: that of the operator around the launch, which several
@@ -68,7 +68,7 @@ def _take(events: TraceEvents, links: Links, name: str, holders: _Holders, which
 
 
 def _by_operators_ids(events: TraceEvents, links: Links, ids: np.ndarray, external: np.ndarray) -> None:
-    """Find operators by their ids for work whose launch has none around it, or is not known."""
+    """Find operators by their ids for work whose launch has none around it, or is unknown."""
     launches = events.launches
     op_start, numbers = _array(events.ops.start), np.arange(len(ids))
     op_end = op_start + _array(events.ops.duration)

@@ -1,4 +1,4 @@
-"""Work of a profiler trace that no operator stands for: it becomes unsupported records, so that nothing misses it.
+"""Work of a profiler trace without an operator: it becomes unsupported records, so that it is not overlooked.
 
 That is device work launched by a graph or by nothing that the trace shows, and code that torch.compile generated for
 the host, which leaves no events at all.
@@ -56,7 +56,7 @@ def unclaimed_work(events: TraceEvents, tree: Tree, work_of: np.ndarray, report:
             "unlinked device work",
             "outside_operator",
             f"{len(unlinked)} kernels and copies have neither a "
-            "correlation id nor an external id: what launched them is not known",
+            "correlation id nor an external id: what launched them is unknown",
             start,
             0,
             -1,
@@ -100,7 +100,7 @@ def captured_outside(events: TraceEvents, tree: Tree, captured: Captured) -> Ite
 
 
 def compiled_regions(events: TraceEvents, tree: Tree) -> Iterator[Stray]:
-    """Regions of torch.compile that launched no device work: what they computed on the host beside the operators that
+    """Regions of torch.compile that launched no device work: what they computed on the host besides the operators that
     they called is in no trace."""
     kinds = [bool(COMPILED_CODE.match(kind.name)) for kind in events.kinds]
     if not any(kinds):

@@ -1,4 +1,4 @@
-"""Who called whom in a profiler trace, who launched what, and which calls stand for the work.
+"""Who called whom in a profiler trace, who launched what, and which calls represent the work.
 
 Events of one thread nest by time. A kernel belongs to the innermost operator that was running when it was launched;
 `links` finds its launch. `select` then chooses operators so that every piece of work is among them once: no operator is
@@ -49,9 +49,9 @@ class EventTraits:
 class Tree:
     """Indices are those of Events.ops, launches and work; -1 stands for none.
 
-    `order`: events, callers before what they call. `parent`: the event around it that is no annotation. `scope`: the
-    innermost annotation around it on its thread. `work_op`: the event that launched a piece of work. `graph_launch`:
-    pieces of work launched by a graph, by launch; those belong to no operator.
+    `order`: events, callers before what they call. `parent`: the event around it that is not an annotation. `scope`:
+    the innermost annotation around it on its thread. `work_op`: the event that launched a piece of work.
+    `graph_launch`: pieces of work launched by a graph, by launch; those belong to no operator.
     """
 
     order: np.ndarray
@@ -68,8 +68,8 @@ def build(
     events: TraceEvents, annotations: np.ndarray, detached: np.ndarray | None = None, calling: np.ndarray | None = None
 ) -> Tree:
     """The tree of a trace. `annotations`, `detached` and `calling` are masks over the operator events: detached ones
-    may end later than what they began in, such as collectives that nobody waits for; calling ones do their work by
-    calls. What is odd is added to `events.problems`."""
+    may end later than what they began in, such as asynchronous collectives; calling ones do their work by calls. What
+    is odd is added to `events.problems`."""
     ops, launches = events.ops, events.launches
     count, launched = len(ops.start), len(launches.start)
     start = np.concatenate((_array(ops.start), _array(launches.start)))
@@ -109,9 +109,9 @@ def compact(values: np.ndarray) -> array:
     return numbers
 
 
-_CROSSING = "begin inside another one of their thread and end after it; they are taken for calls beside it"
+_CROSSING = "begin inside another one of their thread and end after it; they are treated as separate calls"
 _MOMENTS = (
-    "of no length are at the moment that an operator ends which does its work by calls; they are taken for calls of it"
+    "of no length are at the moment that an operator ends which does its work by calls; they are treated as its calls"
 )
 _DEEPEST = 512  # callers looked at for one that ends late enough
 
@@ -176,7 +176,7 @@ class _Nesting:
 
 @dataclass
 class ChosenEvents:
-    """`chosen`: the events that stand for the work, callers first. `stands_in`: for each event, the chosen one that it
+    """`chosen`: the events that represent the work, callers first. `stands_in`: for each event, the chosen one that it
     is or is inside of."""
 
     chosen: np.ndarray
@@ -255,7 +255,7 @@ def _launching(order: array, parents: array, roles: bytes, direct: np.ndarray) -
 
 
 def _add_stranded(wanted: bytearray, direct: bytes, order: array, parents: array) -> None:
-    """Work that no operator stands for is told by the event that launched it."""
+    """Work without an operator is identified by the event that launched it."""
     inside = bytearray(len(parents))
     for index in order:
         parent = parents[index]

@@ -60,7 +60,7 @@ class _Group:
     placement: Placement
     work: list[int]
     host_times: list[int]  # of each call, in nanoseconds
-    device_times: list[int | None]  # None: no device work, or its time is not known
+    device_times: list[int | None]  # None: no device work, or its time is unknown
 
     @property
     def count(self) -> int:
@@ -78,7 +78,7 @@ class _Group:
 def write(
     trace: Trace, session: ImportedSession, report: ImportReport, on_record: Callable[[int, int], None] | None = None
 ) -> None:
-    """Write everything. `on_record(done, all)` is told of progress."""
+    """Write everything. `on_record(done, all)` is called with progress."""
     _Writing(trace, session, report).write(on_record)
 
 
@@ -169,7 +169,7 @@ class _Writing:
             self._group(index)
 
     def _group(self, index: int) -> _Group:
-        """One chosen call with the work that it stands for."""
+        """One chosen call with the work that it represents."""
         work = self._work(index)
         placement = self._placement(index, work)
         device_ns = self._device_ns(work)
@@ -189,7 +189,7 @@ class _Writing:
         return {group.index: group for group in alike.values()}
 
     def _device_ns(self, work: Sequence[int]) -> int | None:
-        """How long pieces of device work took in all; None where there are none, or one's time is not known."""
+        """How long pieces of device work took in all; None if there are none, or one's time is unknown."""
         times = [self.events.work.duration[each] for each in work]
         return sum(times) if times and min(times) >= 0 else None
 
@@ -384,7 +384,7 @@ class _Writing:
         return self.events.borrowed.get(thread, thread)
 
     def _wrappers(self, index: int) -> list[str]:
-        """The names of what is around an event and is no operator, outermost first."""
+        """The names of what is around an event and is not an operator, outermost first."""
         names: list[str] = []
         parent = int(self.tree.parent[index])
         while parent >= 0:
@@ -425,7 +425,7 @@ class _Writing:
     # ----------------------------------------------------------------------------------------------------------- strays
 
     def _strays(self) -> list[list[Stray]]:
-        """Work that no operator stands for; with `unique` those that are alike together."""
+        """Work without an operator; with `unique` those that are alike together."""
         strays = [*unclaimed_work(self.events, self.tree, self._work_of, self.report)]
         if self.trace.captured is not None:
             strays += captured_outside(self.events, self.tree, self.trace.captured)

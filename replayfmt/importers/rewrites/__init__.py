@@ -1,3 +1,3 @@
-"""`--rewrite=portable`: `portable` chooses what takes an operator's place, `attention`, `fused` and `foreign` are the
-replacements by family, `rewriting` is what they are written with.
+"""`--rewrite=portable`: `portable` chooses an operator's replacement, `attention`, `fused` and `foreign` are the
+replacements by family, `rewriting` is the toolkit that they use.
 """

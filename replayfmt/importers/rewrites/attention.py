@@ -27,7 +27,7 @@ def _single(calls: RewrittenCalls, tensor: Tensor) -> Tensor:
     return calls.one("aten::_to_copy", self=tensor, dtype=DType.float32)
 
 
-# What else a kernel may be told, which these do not compute; and which value means that it was not.
+# Other parameters of these kernels, which the replacements do not support; and the value that means they are unused.
 _OTHERS = {
     "window_size": (None, 0),
     "window_size_left": (None, -1),

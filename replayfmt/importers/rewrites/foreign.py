@@ -1,5 +1,5 @@
-"""Operators of accelerator libraries whose work PyTorch's own operators do as well: replaced though the library is not
-here. Their schemas stand here because nothing registers them; what a trace has of one must fit.
+"""Operators of accelerator libraries that PyTorch's own operators can replace, even if the library is not installed.
+Their schemas are listed here because they are not registered; a trace's recorded arguments must fit.
 """
 
 from __future__ import annotations

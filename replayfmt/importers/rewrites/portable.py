@@ -1,4 +1,4 @@
-"""Putting operators that every device has in the place of those that only the traced device has: `--rewrite=portable`.
+"""Replaces operators that only the traced device has with operators that every device has: `--rewrite=portable`.
 
 Each rewriting computes the same results, those that only a backward pass reads included (saved means, logarithms of
 sums), to the accuracy of another implementation; every one is reported and noted in the capture. What has no equal
@@ -31,9 +31,9 @@ class Portable:
     """Rewrites calls, one at a time."""
 
     def rewrite(self, kernel: Kernel, arguments: Arguments, results: list[Any] | None) -> Rewritten | str | None:
-        """What takes a call's place; None where the operator is on every device; a sentence where it has no equal.
+        """What takes a call's place; None if the operator is on every device; a sentence if it has no replacement.
 
-        `results` are the recorded ones, None where they are not known.
+        `results` are the recorded ones, None if they are unknown.
         """
         given = dict(arguments)
         rule = _RULES.get(kernel.name) or _RULES.get(kernel.qualified_name)
@@ -76,7 +76,7 @@ _EVERYWHERE = (
 
 @lru_cache(maxsize=4096)
 def _foreign(kernel: Kernel) -> str | None:
-    """That an operator of PyTorch's own stays though this PyTorch has no kernel of it for a CPU, None where it has."""
+    """That an operator of PyTorch's own stays though this PyTorch has no kernel of it for a CPU, None if it has."""
     name = kernel.name if kernel.overload == "default" else kernel.qualified_name
     if not kernel.name.startswith("aten::"):
         return None

@@ -1,4 +1,4 @@
-"""Putting calls together that take another call's place: what portable.py and attention.py are written with.
+"""Composes calls that replace another call: the toolkit of portable.py and attention.py.
 
 Every call's results are tensors that later calls may take, so a rewriting is written down as the program it is. The
 results that the trace recorded are delivered last: whatever reads them finds them where it would have.
@@ -56,7 +56,7 @@ def kernel(name: str, overload: str = "default") -> Kernel:
 class RewrittenCalls:
     """Calls that are put together one after the other. Each returns its results, which further calls may take.
 
-    `like` is a tensor on the device where new memory has to be.
+    `like` is a tensor on the device where new memory must be.
     """
 
     def __init__(self, like: Tensor) -> None:
@@ -95,7 +95,7 @@ class RewrittenCalls:
             self.call("aten::copy_", {"self": recorded, "src": content}, [recorded])
 
     def allocate(self, recorded: Any, *, zeros: bool = False) -> None:
-        """Make a recorded result of which nothing reads the content; zeros where that has to be defined."""
+        """Make a recorded result of which nothing reads the content; zeros where that must be defined."""
         if isinstance(recorded, Tensor):
             meta = recorded.meta
             self.call(

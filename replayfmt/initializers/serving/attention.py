@@ -38,7 +38,7 @@ _ALL = (*TABLES, *LENGTHS, *QUERY_STARTS, *KEY_STARTS, *PAGE_STARTS, *PAGES, *LA
 
 
 def cache_shape(request: Request, names: Iterable[str] = (*CACHES, *_KEYS)) -> tuple[int, int] | None:
-    """How many blocks the cache of a call has, and how many tokens a block; None where it is no paged cache.
+    """How many blocks the cache of a call has, and how many tokens per block; None if it is not a paged cache.
 
     Layouts: (blocks, block, heads, size) of flash attention; (slots, heads, size) of single tokens; (blocks, heads,
     size / x, block, x) of paged attention's keys; (blocks, block, size) of latents; with 2 for keys and values first or
@@ -65,7 +65,7 @@ def cache_shape(request: Request, names: Iterable[str] = (*CACHES, *_KEYS)) -> t
 
 
 def _sequences(request: Request) -> int | None:
-    """How many sequences there are, by whichever tensor tells; None where they contradict each other."""
+    """How many sequences there are, by whichever tensor tells; None if they contradict each other."""
     counts: set[int] = set()
     for names, extra in (
         (TABLES, 0),
@@ -88,7 +88,7 @@ def _pages_room(request: Request) -> int | None:
 
 
 def plan_batch(request: Request) -> tuple[Batch, int, int] | None:
-    """The batch of an attention call, with blocks and block size of its cache; None where the call does not tell."""
+    """The batch of an attention call, with blocks and block size of its cache; None if the call does not show it."""
     query, shape, sequences = first_tensor(request.call, QUERIES), cache_shape(request), _sequences(request)
     table = first_tensor(request.call, TABLES)
     if query is None or not query.sizes or shape is None or sequences is None or sequences < 1:
@@ -120,7 +120,7 @@ def plan_batch(request: Request) -> tuple[Batch, int, int] | None:
 
 
 def _appends(request: Request) -> bool:
-    """Whether the kernel appends the new tokens itself, and is told how long contexts were before."""
+    """Whether the kernel appends the new tokens itself, and receives the context lengths before them."""
     before = first_tensor(request.call, CACHES if request.call.tensor("k_new") is None else _KEYS) is not None
     return before and first_tensor(request.call, _NEW_KEYS) is not None
 
@@ -152,7 +152,7 @@ def _given(request: Request, block: int, appended: int) -> GivenLengths:
 
 def _fill(request: Request) -> Mapping[str, torch.Tensor]:
     planned = plan_batch(request)
-    assert planned is not None  # _accepts was asked first
+    assert planned is not None  # _accepts was called first
     batch, blocks, block = planned
     needed = -(-batch.key_lengths // block)
     order = np.random.Generator(np.random.SFC64(np.random.SeedSequence([request.seed]))).permutation(blocks)

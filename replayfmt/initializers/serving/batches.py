@@ -1,6 +1,6 @@
 """The batch behind an operator of a serving engine: which sequences, how many tokens each, how long their context is.
 
-An attention kernel's work depends on these numbers, which stand in integer tensors that a trace does not hold. What the
+An attention kernel's work depends on these numbers, which are in integer tensors that a trace does not hold. What the
 step's annotation says is kept exactly; what it leaves open is decided by the heuristics below, and said in a note.
 """
 
@@ -33,7 +33,7 @@ class Batch:
 
 @dataclass
 class GivenLengths:
-    """What the call's content says already of each sequence, None where it does not, and the arguments that say it."""
+    """What the call's content says already of each sequence, None if it does not, and the arguments that say it."""
 
     queries: np.ndarray | None = None
     queries_by: str = ""
@@ -57,7 +57,7 @@ def batch_for(
 ) -> Batch | None:
     """The batch of `sequences` with `tokens` new tokens together and contexts of up to `longest` tokens.
 
-    `room` is how many tokens of context the cache holds for all of them, None where there is no such limit. None where
+    `room` is how many tokens of context the cache holds for all of them, None if there is no such limit. None if
     no batch fits. The annotation is taken where its counts are those of the tensors (padding sequences of a graph
     apart); otherwise each sequence decodes one token if there are as many tokens as sequences, and else the tokens are
     prefilled in equal shares. What is `given` comes before all that; UsageError where it cannot be.
@@ -103,7 +103,7 @@ def _remembered(request: Request, tokens: int, batch: Batch) -> Batch:
 
 
 def _check(given: GivenLengths, sequences: int, tokens: int, longest: int) -> None:
-    """Raises UsageError where given lengths are none that the call's tensors can have."""
+    """Raises UsageError if the given lengths are impossible for the call's tensors."""
     for lengths, name in ((given.queries, given.queries_by), (given.keys, given.keys_by)):
         if lengths is not None and (len(lengths) != sequences or lengths.min() < 0 or lengths.max() > longest):
             raise UsageError(
@@ -149,7 +149,7 @@ def _within(key: np.ndarray, tokens: int) -> np.ndarray:
 def _annotated(iteration: Iteration, sequences: int, tokens: int) -> np.ndarray | None:
     """New tokens of each sequence as the annotation has them: decoding first, then prefill, then padding.
 
-    None where it does not say, or says something else than the tensors.
+    None if it does not say, or says something else than the tensors.
     """
     decode, prefill = _known(iteration.decode, decodes=True), _known(iteration.prefill, decodes=False)
     if decode is None or prefill is None:

@@ -27,7 +27,7 @@ def _slots(request: Request) -> tuple[int, int] | None:
 def _slot_mapping(request: Request) -> torch.Tensor:
     """Different slots: tokens of one sequence one after the other, a decoding sequence's token anywhere."""
     info, slots = request.tensor, _slots(request)
-    assert slots is not None  # _has_slots was asked first
+    assert slots is not None  # _has_slots was called first
     random = np.random.Generator(np.random.SFC64(np.random.SeedSequence([request.seed])))
     (blocks, block), tokens = slots, info.elements
     order = random.permutation(blocks)
@@ -49,7 +49,7 @@ def _has_slots(request: Request) -> bool:
 def _positions(request: Request) -> torch.Tensor:
     """Positions of a step's tokens: a prefilled sequence's count up, a decoding sequence's is its context's end."""
     info, table = request.tensor, _table(request)
-    assert table is not None  # _has_table was asked first
+    assert table is not None  # _has_table was called first
     rows, tokens = table.sizes[0], info.sizes[-1]
     batch = known_batch(request, tokens, rows)
     if batch is None:

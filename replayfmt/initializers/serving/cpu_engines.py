@@ -29,7 +29,7 @@ _GUESSED_CONTEXT = 1024  # tokens, where neither cache nor table is an argument
 
 
 def _operator(name: str) -> torch._ops.OpOverload | None:
-    """The operator of the library that made the call; None where this build of it has none."""
+    """The operator of the library that made the call; None if this build of it has none."""
     packet = getattr(torch.ops._C, name, None)
     return None if packet is None else packet.default
 
@@ -90,9 +90,9 @@ def _can_schedule(request: Request) -> bool:
 
 
 def _step_lengths(request: Request) -> Mapping[str, torch.Tensor]:
-    """Contexts and query starts of a step whose cache is no argument."""
+    """Contexts and query starts of a step whose cache is not an argument."""
     batch = _step(request)
-    assert batch is not None  # _has_step was asked first
+    assert batch is not None  # _has_step was called first
     values = {"seq_lens": batch.key_lengths, "query_start_loc": np.concatenate(([0], np.cumsum(batch.query_lengths)))}
     return {label: torch.from_numpy(values[label]).to(info.dtype) for label, info in request.wanted.items()}
 
@@ -114,7 +114,7 @@ def _has_step(request: Request) -> bool:
 def _new_slots(request: Request) -> Mapping[str, torch.Tensor]:
     """Which tokens are whose, their positions, and a table in which every sequence has blocks of its own."""
     batch, table = _slot_batch(request), request.call.tensor("block_table")
-    assert batch is not None and table is not None  # _has_slots was asked first
+    assert batch is not None and table is not None  # _has_slots was called first
     contexts = np.concatenate(
         [np.arange(context - new, context) for context, new in zip(batch.key_lengths, batch.query_lengths, strict=True)]
     )
@@ -155,7 +155,7 @@ def _has_slots(request: Request) -> bool:
 def _handle(request: Request) -> torch.Tensor:
     """A matrix product with a weight of its own, for the sizes of the call."""
     given, result, create = request.call.tensor("a"), request.call.tensor("c"), _operator("create_onednn_mm_handler")
-    assert given is not None and result is not None and create is not None  # _has_product was asked first
+    assert given is not None and result is not None and create is not None  # _has_product was called first
     weight = torch.empty((result.sizes[-1], given.sizes[-1]), dtype=torch.float32)
     weight.normal_(0, 0.02, generator=request.generator)
     transposed = weight.to(given.dtype).t()
@@ -177,7 +177,7 @@ def _has_product(request: Request) -> bool:
 # fmt: off
 CPU_ENGINES = (
     Initializer("cpu attention schedule", _schedule, op=_ATTENTION, arguments=("scheduler_metadata",),
-                accepts=_can_schedule, description="what the library schedules for the batch"),
+                accepts=_can_schedule, description="the library's own schedule for the batch"),
     Initializer("cpu attention step", _step_lengths, op=_SCHEDULE, arguments=("seq_lens", "query_start_loc"),
                 joint=True, accepts=_has_step,
                 description="a decode step's contexts, unless the annotation says others"),
@@ -185,6 +185,6 @@ CPU_ENGINES = (
                 arguments=("query_start_loc", "positions", "block_table", "slot_mapping"), joint=True,
                 accepts=_has_slots, description="tokens of one batch, blocks of each sequence its own"),
     Initializer("oneDNN handle", _handle, op=_PRODUCT, arguments=("handler_tensor",), accepts=_has_product,
-                description="a product of the call's sizes with a weight of its own"),
+                description="a matrix product of the call's sizes with its own weight"),
 )
 # fmt: on

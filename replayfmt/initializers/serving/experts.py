@@ -2,7 +2,7 @@
 
 Experts are drawn uniformly, or by Zipf's law (the i-th most popular expert has a weight of 1 / i ** exponent), which is
 nearer to what routers do; a token's experts are different ones. In the sorted form the (token, expert) pairs of one
-expert stand together, padded to whole blocks with a number that is no pair.
+expert stand together, padded to whole blocks with a number that is not a pair.
 """
 
 from __future__ import annotations
@@ -150,13 +150,13 @@ def _sorting(request: Request) -> _Sorting | None:
 
 
 def _sorted(request: Request, sizes: _Sorting) -> tuple[np.ndarray, np.ndarray] | None:
-    """Sorted pair ids padded to whole blocks, and the expert of each block; None where they have no place.
+    """Sorted pair ids padded to whole blocks, and the expert of each block; None if they have no place.
 
     A pair's id is its place among the tokens' experts; AITER's kernels want the token, with the place among its experts
     in the upper eight bits.
     """
     ids = draw(sizes.tokens, sizes.experts, sizes.each, _routing(request), _random(request)).reshape(-1)
-    padding = len(ids)  # the number that is no pair
+    padding = len(ids)  # the number that is not a pair
     order, counts = np.argsort(ids, kind="stable"), np.bincount(ids, minlength=sizes.experts)
     blocks = -(-counts // sizes.block)
     total = int(blocks.sum()) * sizes.block

@@ -30,7 +30,7 @@ def _tokens(info: TensorInfo | None) -> int | None:
 
 
 def _lengths(request: Request, starts: str, tokens: int, longest: int | None) -> np.ndarray | None:
-    """How long the sequences are; None where so many do not fit."""
+    """How long the sequences are; None if so many do not fit."""
     known = None if starts in request.wanted else request.known(starts)
     if known is not None:
         return known.diff().numpy().astype(np.int64)
@@ -47,7 +47,7 @@ def _lengths(request: Request, starts: str, tokens: int, longest: int | None) ->
 
 
 def _made(request: Request) -> dict[str, np.ndarray] | None:
-    """Starts and lengths by argument; None where the call does not tell enough."""
+    """Starts and lengths by argument; None if the call does not tell enough."""
     call = request.call
     first, second = first_name(call, _QUERIES), first_name(call, _KEYS)
     queries = _tokens(first_tensor(call, QUERIES))
@@ -74,7 +74,7 @@ def _made(request: Request) -> dict[str, np.ndarray] | None:
 
 def _fill(request: Request) -> Mapping[str, torch.Tensor]:
     made = _made(request)
-    assert made is not None  # _accepts was asked first
+    assert made is not None  # _accepts was called first
     for label, values in made.items():
         lengths = values if label == _HELD else np.diff(values)
         request.note(

@@ -21,7 +21,7 @@ def _values(request: Request) -> TensorInfo | None:
 
 
 def row_lengths(rows: int, total: int, longest: int | None, random: np.random.Generator) -> np.ndarray | None:
-    """`rows` lengths of at most `longest` that add up to `total`; None where that cannot be."""
+    """`rows` lengths of at most `longest` that add up to `total`; None if that cannot be."""
     if rows < 1 or (longest is not None and rows * longest < total):
         return None if rows or total else np.zeros(0, np.int64)
     weights = random.geometric(min(1.0, rows / max(total, 1)), size=rows).astype(np.float64)

@@ -1,4 +1,4 @@
-"""Tensors and their memory, looked at without the program's noticing.
+"""Tensors and their memory, inspected without the program's noticing.
 
 `memory` reads and makes storages and views on them, `bounds` holds tensors against their memory, `staging` brings bytes
 to a device. `composites` takes sparse, quantized and nested tensors apart and puts them together, `packed_parameters`

@@ -1,7 +1,7 @@
-"""Tensors against their memory: whether what they say of themselves lies inside of what is there.
+"""Bounds of tensors: whether their sizes, strides and offset lie within their memory.
 
 PyTorch checks that when it makes a tensor, and relies on it ever after. Memory that becomes shorter under a tensor, and
-tensors that are made of parts without a look at them, are where it has to be checked again: kernels read and write what
+tensors that are made of parts without a look at them, are where it must be checked again: kernels read and write what
 a tensor says. Call inside `undispatched()`.
 """
 
@@ -20,7 +20,7 @@ _COMPRESSED_DIMENSION = {torch.sparse_csr: 0, torch.sparse_bsr: 0, torch.sparse_
 
 
 def require_inside(tensor: Any) -> Any:
-    """The same tensor (or tensors in lists). Raises RuntimeError where one goes beyond its storage."""
+    """The same tensor (or tensors in lists). Raises RuntimeError if one goes beyond its storage."""
     if isinstance(tensor, list | tuple):
         for each in tensor:
             require_inside(each)
@@ -51,7 +51,7 @@ def view_inside(
 
 
 def check_sparse_coo(indices: torch.Tensor, values: torch.Tensor, sizes: Sequence[int]) -> None:
-    """Raises ValueError where indices lie outside of `sizes`, or do not go with the values."""
+    """Raises ValueError if indices lie outside of `sizes`, or do not go with the values."""
     if (
         indices.dim() != 2
         or indices.dtype != torch.int64
@@ -71,7 +71,7 @@ def check_sparse_coo(indices: torch.Tensor, values: torch.Tensor, sizes: Sequenc
 def check_sparse_compressed(
     compressed: torch.Tensor, plain: torch.Tensor, values: torch.Tensor, sizes: Sequence[int], layout: torch.layout
 ) -> None:
-    """Raises ValueError where PyTorch's own invariants of compressed tensors do not hold."""
+    """Raises ValueError if PyTorch's own invariants of compressed tensors do not hold."""
     try:
         torch._validate_sparse_compressed_tensor_args(compressed, plain, values, list(sizes), layout)
     except (RuntimeError, IndexError) as error:
@@ -79,13 +79,13 @@ def check_sparse_compressed(
 
 
 def check_per_channel(sizes: tuple[int, ...], scales: torch.Tensor, zero_points: torch.Tensor, axis: int) -> None:
-    """Raises ValueError where there is not a scale and a zero point for every channel."""
+    """Raises ValueError if there is not a scale and a zero point for every channel."""
     if not 0 <= axis < len(sizes) or not scales.shape == zero_points.shape == torch.Size([sizes[axis]]):
         raise ValueError("a quantized tensor has not as many scales and zero points as channels")
 
 
 def check_nested(buffer: torch.Tensor, sizes: torch.Tensor, strides: torch.Tensor, offsets: torch.Tensor) -> None:
-    """Raises ValueError where a part of a nested tensor lies outside of its buffer."""
+    """Raises ValueError if a part of a nested tensor lies outside of its buffer."""
     parts = (sizes, strides, offsets)
     if (
         buffer.dim() != 1

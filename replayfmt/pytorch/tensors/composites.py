@@ -49,7 +49,7 @@ FORMS = (
 
 
 def is_composite(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has to be taken apart (or cannot be: see `take_apart`)."""
+    """Whether a tensor must be taken apart (or cannot be: see `take_apart`)."""
     return layout_of(tensor) is not torch.strided or is_quantized(tensor) or is_nested(tensor)
 
 

@@ -53,8 +53,8 @@ def digest_view(
     offset: int,
     flags: TensorFlag,
 ) -> TensorDigest:
-    """`digest_tensor` of a view on a storage; strides and offset are in elements. Raises ValueError or RuntimeError
-    where it does not fit into it."""
+    """`digest_tensor` of a view on a storage; strides and offset are in elements. Raises ValueError or RuntimeError if
+    it does not fit into it."""
     code = DTYPE_CODE[dtype]
     if flags or storage.device.type != "cpu" or code in _PACKED:
         return digest_tensor(make_view(storage, dtype, sizes, strides, offset, flags))
@@ -104,7 +104,7 @@ def _on_host(tensor: torch.Tensor) -> tuple[torch.Tensor, DType]:
 
 
 def _carrier(tensor: torch.Tensor, code: DType) -> torch.dtype | None:
-    """The dtype that ordinary operators take in the place of one that they do not."""
+    """The dtype that ordinary operators take in place of one that they do not."""
     if code in _PATTERNS:
         return torch.uint8 if tensor.element_size() == 1 else torch.int16
     return _QUANTIZED_CARRIER.get(code)

@@ -47,7 +47,7 @@ def in_memory_order(dims: Dims) -> Dims:
 def array_of(memory: memoryview, item: int, dims: Dims, offset: int) -> np.ndarray:
     """The elements, `item` bytes each and `offset` elements into `memory`, as an array of their bits. Shares memory.
 
-    Raises ValueError where they do not fit into it.
+    Raises ValueError if they do not fit into it.
     """
     return np.ndarray(
         [size for size, _stride in dims],

@@ -1,4 +1,4 @@
-"""Looking at a tensor of the program without the program's noticing.
+"""Inspects a tensor of the program without the program's noticing.
 
 A subclass may replace any attribute (an uninitialized parameter raises for its shape), and its `__torch_function__`
 sees what is asked of it. So attributes are read with the base class's own descriptors, which issue no operator and make

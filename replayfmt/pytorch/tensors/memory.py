@@ -119,7 +119,7 @@ def make_view(
 ) -> torch.Tensor:
     """A tensor on `storage` (shared, not copied); strides and offset are in elements.
 
-    Raises RuntimeError where the view does not fit into the storage.
+    Raises RuntimeError if the view does not fit into the storage.
     """
     # PyTorch warns once of empty memory as complex32, and a program is to have that warning where it has its own.
     lent = torch.float32 if dtype is torch.complex32 else None

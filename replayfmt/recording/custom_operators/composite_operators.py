@@ -1,7 +1,7 @@
 """Which operators are composites, and for which backends such a one is a kernel.
 
 A composite of PyTorch's own is what its parts are (replayfmt.pytorch.operators says whose). One of another package is a
-kernel: what its function does to memory itself is seen in no part.
+kernel: what its function does to memory itself does not show in its parts.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def is_composite_operator(name: str) -> bool:
 
 
 def own_backends(name: str) -> tuple[str, ...]:
-    """The backends for which a composite has a kernel of its own beside its parts."""
+    """The backends for which a composite has a kernel of its own besides its parts."""
     has = torch._C._dispatch_has_kernel_for_dispatch_key
     nested = has(name, "CompositeImplicitAutogradNestedTensor")
     return tuple(key for key in _BACKENDS if has(name, key) or (nested and key.startswith("Nested")))

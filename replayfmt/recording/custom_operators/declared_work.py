@@ -1,6 +1,6 @@
-"""Tells of operators of other packages whose work passed the recorder by.
+"""Reports operators of other packages whose work bypassed the recorder.
 
-What such an operator returns, or declares that it writes, has to be some recorded op's work: its own, or that of the
+What such an operator returns, or declares that it writes, must be some recorded op's work: its own, or that of the
 operators that it calls. Where neither is so (a kernel for an autograd key that does the work itself, a mode of the
 program's around a composite), the work was done and no replay does it, which is an unsupported record. Seen are calls
 from Python; a caller in C++ does not pass here.

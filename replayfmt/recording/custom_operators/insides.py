@@ -1,4 +1,5 @@
-"""Of which operators of other packages is recorded what happens inside them: what the user says, and what was seen."""
+"""Which operators of other packages are recorded as the operators inside them: by the user's choice, and by
+observation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Operators of other packages that are written in Python: recorded whole, or as what happens inside where they hide
+"""Operators of other packages that are written in Python: recorded whole, or as the operators inside if they hide
 state.
 
 A replay calls an operator with its recorded arguments. That reproduces it only where it depends on nothing else: an
@@ -44,8 +44,8 @@ from ..stream.records import Unrepresentable
 _clock = time.perf_counter_ns
 _LAUNCHED = "inside the operator ran a compiled region or a launch, before it was seen to hide state"
 _KEPT = (
-    "the operator is written in Python and keeps memory that it made, which a replay of the call would not find again; "
-    "capture with --inside and its name to record what happens inside"
+    "the operator is written in Python and keeps memory that it allocated, which a replay of the call would not "
+    "find; capture with --inside and its name to record the operators inside"
 )
 
 
@@ -73,7 +73,7 @@ def observe(mode: RecordingMode, kernel: CapturedKernel, args: tuple[Any, ...], 
     call: OpCall | None = None
     if around is None:
         begun = core.before(kernel, args, kwargs, mode.autocast)
-        if isinstance(begun, Unrepresentable):  # the call cannot be recorded, so what it does has to be
+        if isinstance(begun, Unrepresentable):  # the call cannot be recorded, so what it does must be
             core.insides.hides_state(kernel.name)
             return mode.run_inside(body, args, kwargs)
         if begun is None:
@@ -157,7 +157,7 @@ class Observer(ObservingMode):
         return self.told and super()._ends()
 
     def hides(self, kernel: CapturedKernel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether an op that is about to run makes the call one that has to be recorded as what happens inside."""
+        """Whether an op that is about to run makes the call one that must be recorded as what happens inside."""
         autocast = None if kernel.own else autocast_of_program()
         if self.core.numeric.moved(kernel.name, autocast) or kernel.operator.moves_memory:
             return True

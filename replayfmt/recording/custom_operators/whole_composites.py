@@ -1,4 +1,4 @@
-"""Has the composite operators of other packages come whole to the recorder, as the kernels that they are.
+"""Makes the composite operators of other packages reach the recorder whole, as kernels.
 
 An operator that is registered without a dispatch key (`m.def(schema, function)`) is a composite to PyTorch: where
 gradients may be needed, its function runs above dispatch modes, which see the operators that it calls, and nothing of

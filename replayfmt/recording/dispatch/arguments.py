@@ -43,7 +43,7 @@ class Encoder:
         large_integer: Callable[[OpCall, int], int | torch.Tensor | None],
         unpacked: Unpacked,
     ) -> None:
-        """`large_integer`: what is recorded in the place of an integer of more than 32 bits: itself, the tensor that
+        """`large_integer`: what is recorded in place of an integer of more than 32 bits: itself, the tensor that
         stands for an address, or None."""
         self._tensor = tensor
         self._storage = storage

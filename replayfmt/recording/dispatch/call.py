@@ -1,4 +1,4 @@
-"""One operator call while it is being recorded, and what is gathered of its values."""
+"""One operator call while it is being recorded, and the data gathered on its values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One operator call as the capture sees it: what has to be recorded before it runs, and its record after.
+"""One operator call as the capture sees it: what must be recorded before it runs, and its record after.
 
 This is the complete path, which every call can take. Callers hold the recorder's lock around `before` and `after`, not
 while the operator runs.
@@ -164,12 +164,12 @@ class CallRecorder:
         return TensorUse(index, tensor, storage, tracker, number, meta)
 
     def _given_integer(self, call: OpCall, value: int) -> int | torch.Tensor:
-        """What is recorded in the place of a large integer that the op was given."""
+        """What is recorded in place of a large integer that the op was given."""
         tensor = None if call.kernel.own else self._handles.passed(value)
         return value if tensor is None else tensor
 
     def _returned_integer(self, call: OpCall, value: int) -> int | torch.Tensor | None:
-        """What is recorded in the place of a large integer that the op returned."""
+        """What is recorded in place of a large integer that the op returned."""
         if call.kernel.own:  # read out of a tensor: no number to compare, and no new object
             return value if self._handles.tensor_of(value) is None else None
         tensor = self._handles.returned(value)

@@ -1,4 +1,4 @@
-"""What a capture says of a collective: its process group, by name, ranks and this rank.
+"""A capture's description of a collective: its process group, by name, ranks and this rank.
 
 Collectives are not replayed: they need all their ranks at once. Their records say which these were.
 """
@@ -47,7 +47,7 @@ def _group(value: Any) -> Any:
 
 
 def _ranks(group: Any) -> list[int]:
-    """The global ranks of a group's members; their numbers in the group where those are not known."""
+    """The global ranks of a group's members; their numbers in the group where those are unknown."""
     from torch.distributed import distributed_c10d as c10d
 
     known = c10d._world.pg_group_ranks.get(group)

@@ -1,4 +1,4 @@
-"""Addresses that operators give the program: handles of objects that live behind an operator library.
+"""Addresses that operators return to the program: handles of objects inside an operator library.
 
 Such an operator returns the address of an object as an integer, and later calls take it back: as an integer, or in a
 tensor of one element that the program made of it. A replay has other addresses, so the number itself must not enter the
@@ -32,7 +32,7 @@ class Handles:
         self._storages: set[int] = set()  # storages of those tensors, by their identity
 
     def returned(self, value: int) -> torch.Tensor | None:
-        """The tensor for an integer that an operator library's operator returned; None where it is no address."""
+        """The tensor for an integer that an operator library's operator returned; None if it is not an address."""
         if not is_address(value):
             return None
         # The same address again is another object: the memory of one that was freed was given out again.
@@ -45,7 +45,7 @@ class Handles:
         return self._tensors.get(value)
 
     def passed(self, value: int) -> torch.Tensor | None:
-        """The tensor for an integer given to an operator library's operator; None where it is a number.
+        """The tensor for an integer given to an operator library's operator; None if it is a number.
 
         Raises Unrepresentable for an address that no captured operator gave.
         """
@@ -58,7 +58,7 @@ class Handles:
         return tensor
 
     def stands_for(self, storage: torch.UntypedStorage) -> bool:
-        """Whether a storage is the recorder's own, in the place of an address."""
+        """Whether a storage is the recorder's own, in place of an address."""
         return storage._cdata in self._storages
 
     def held_by(self, storage: torch.UntypedStorage) -> torch.UntypedStorage | None:
@@ -69,7 +69,7 @@ class Handles:
         return None if tensor is None else tensor.untyped_storage()
 
     def check_content(self, tensor: torch.Tensor) -> None:
-        """Raises Unrepresentable where a table of integers that entered as content holds an address."""
+        """Raises Unrepresentable if a table of integers that entered as content holds an address."""
         storage = tensor.untyped_storage()
         if tensor.dtype not in (torch.int64, torch.uint64) or storage.device.type != "cpu":
             return

@@ -1,7 +1,7 @@
-"""Higher-order operators under the recorder: what they run is recorded as the ordinary operators it consists of.
+"""Higher-order operators under the recorder: their bodies are recorded as ordinary operators.
 
 Some eager implementations assert that no mode is active. Of these, `cond` and `scan` are spelled out here, because they
-issue operators of their own beside their bodies; the others only call their body, so the body alone gets the recorder
+issue operators of their own besides their bodies; the others only call their body, so the body alone gets the recorder
 back. All the rest run their eager implementation with the recorder active inside.
 """
 

@@ -143,7 +143,7 @@ class CapturedKernel:
         if self.operator.collective:
             return Action.collective
         if self.operator.maps_files:
-            return Action.ignore  # what it gives enters at its first use, as memory mapped before the capture does
+            return Action.ignore  # what it returns enters at its first use, as memory mapped before the capture does
         if self.operator.in_parts and is_composite_operator(self.func.name()):
             return Action.decompose
         return Action.record
@@ -164,7 +164,7 @@ class CapturedKernel:
         return printed_schema(self.func._schema)
 
     def argument(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The value a call gives for an argument; None where it leaves it to the schema's default."""
+        """The value a call returns for an argument; None if it leaves it to the schema's default."""
         if index < len(args):
             return args[index]
         return kwargs.get(self.arguments[index].name)

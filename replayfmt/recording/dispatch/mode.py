@@ -44,7 +44,7 @@ class RecordingMode(TorchDispatchMode):
     masks = True  # PyTorch hides autocast, autograd and more from what its handler calls
     autocast = staticmethod(autocast_below_mode)
     told = True  # what it sees is recorded at once
-    launched = False  # work that no operator stands for was done under it
+    launched = False  # work without an operator was done under it
 
     def __init__(self, core: Core) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class RecordingMode(TorchDispatchMode):
             raise
 
     def dispatch(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Site | None]:
-        """The complete path: decides what kind of call this is. Gives its result, and its site where it has one."""
+        """The complete path: decides what kind of call this is. Returns its result, and its site where it has one."""
         core = self.core
         if core.finished:
             return self._unrecorded(func)(*args, **kwargs), None
@@ -111,7 +111,7 @@ class RecordingMode(TorchDispatchMode):
     # --------------------------------------------------------------------------------------------------------- ordinary
 
     def record(self, kernel: CapturedKernel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Site | None]:
-        """Run one op and record it. Gives its result, and its site where it has one."""
+        """Run one op and record it. Returns its result, and its site where it has one."""
         core = self.core
         if kernel.random and kernel.namespace == "aten" and core.attempt(kernel.draws, args, kwargs):
             # The order of draws is the order of records. (Other operators may wait for threads that record, too.)

@@ -37,7 +37,7 @@ _FAKE_TENSORS = os.path.join("torch", "_subclasses", "fake_tensor.py")
 
 
 class _Begun:
-    """A call that runs. `call`: None where there is nothing to record but `problem`; `drawing`: with the lock held."""
+    """A call that runs. `call`: None if there is nothing to record but `problem`; `drawing`: with the lock held."""
 
     __slots__ = ("args", "call", "drawing", "kernel", "kwargs", "problem")
 

@@ -1,8 +1,8 @@
-"""What packed parameters hold, as tensors that stay the same from use to use.
+"""The contents of packed parameters, as tensors that stay the same from use to use.
 
-An object is unpacked at each use, and has no identity that outlives it: what it gives is compared with what an object
+An object is unpacked at each use, and has no identity that outlives it: what it returns is compared with what an object
 at the same place gave before, so that its content enters the capture once. The copies are kept for that; what the
-object hands out of its own (a bias that is the program's) is not.
+object returns of its own (a bias that is the program's) is not.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Numbers that come where an operator takes tensors.
+"""Numbers passed where an operator takes tensors.
 
 C++ code wraps a number as a tensor to call an operator with it (`expand` of what is added to a ZeroTensor, traces of
 TorchScript). To a dispatch mode it comes as a number, which operators refuse when they are called from Python.

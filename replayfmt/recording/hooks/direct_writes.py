@@ -1,4 +1,4 @@
-"""Functions of PyTorch that write memory without an operator: what they wrote enters again at its next use.
+"""Functions of PyTorch that write memory without an operator: the new content is imported at its next use.
 
 `apply_` and the `map_` family call Python code for each element; a storage reads a file into itself, swaps its bytes or
 its memory, or is allocated anew; NCCL is called directly. NumPy views and the like are in host_reads.py. Writes through

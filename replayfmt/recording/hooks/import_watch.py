@@ -1,4 +1,4 @@
-"""Tells who asks when a module has been imported, whoever imports it and however late.
+"""Notifies its callers when a module has been imported, by whatever importer and however late.
 
 Hooks on libraries that the program may import later (Triton, Inductor), marks on the program's own functions and the
 start of a capture itself wait for an import this way: nothing is imported for their sake. One finder at the front of

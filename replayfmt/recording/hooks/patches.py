@@ -1,4 +1,4 @@
-"""Replaces functions of other libraries while a capture runs, and puts every one of them back.
+"""Patches functions of other libraries while a capture runs, and restores every one of them.
 
 A table of `Patch` rows says what is replaced where; `PatchSet` applies the rows whose module is imported, waits for the
 import of the others (nothing is imported for a patch's sake), and restores exactly what was there. A row whose target

@@ -52,7 +52,7 @@ class RecorderForHooks(Protocol):
     """What the hooks need of a recorder."""
 
     def launching(self) -> bool:
-        """This thread is about to do work that no operator stands for. Whether it is recorded now: not paused, not
+        """This thread is about to do work without an operator. Whether it is recorded now: not paused, not
         inside an op, not closed."""
         ...
 
@@ -165,7 +165,7 @@ def _region(
         return [(_storage(tensor), weakref.ref(tensor)) for tensor in _tensors((args, kwargs))]
 
     def leave(given: _Given | None, results: Any) -> None:
-        # A region may reuse a former result's memory for a result, or that of an argument that nobody else has. What
+        # A region may reuse a former result's memory for a result, or that of an argument that no one else has. What
         # it passes through (a forward region returns what its backward needs) is as it was.
         kept = {storage for storage, tensor in given or () if tensor() is not None}
         _mark(recorder, (tensor for tensor in _tensors(results) if _storage(tensor) not in kept))
@@ -219,7 +219,7 @@ def _graph_name(graph: Any, _args: tuple[Any, ...]) -> tuple[str, str]:
     )
 
 
-# How to capture the operators of a region. What called the forward of a backward pass is not known when that runs.
+# How to capture the operators of a region. What called the forward of a backward pass is unknown when that runs.
 _EAGER = "capture with --compiled=eager to record its operators"
 _AHEAD_OF_TIME = (
     "it was compiled ahead of time (aot_compile), which --compiled=eager does not undo: let the program "
@@ -333,7 +333,7 @@ def _graph_replay(recorder: RecorderForHooks, original: Function) -> Function:
         recorder.unsupported(
             "cuda_graph",
             "CUDAGraph.replay",
-            "a CUDA graph replays kernels that were captured into it; what it writes is not known",
+            "a CUDA graph replays kernels that were captured into it; what it writes is unknown",
         )
         with recorder.paused():
             return original(self, *args, **kwargs)

@@ -25,7 +25,7 @@ _registered = False
 
 class AfterFork:
     """Calls `disable` in every child that this process forks, until `stop()`. It runs first thing in the child, where
-    other threads' locks may be held for ever: it must take none."""
+    other threads' locks may be held forever: it must take none."""
 
     def __init__(self, disable: Callable[[], None]) -> None:
         global _registered

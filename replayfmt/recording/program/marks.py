@@ -47,7 +47,7 @@ class Mark:
 
 
 def parse_mark(text: str) -> Mark:
-    """`MODULE:CALLABLE=SCOPE` as a Mark. Raises UsageError where it is not of that form."""
+    """`MODULE:CALLABLE=SCOPE` as a Mark. Raises UsageError if it is not of that form."""
     found = _SPEC.fullmatch(text)
     if found is None:
         raise UsageError(
@@ -63,8 +63,8 @@ class Marks:
     """The marks of one capture."""
 
     def __init__(self, marks: Iterable[Mark], open_scope: OpenScope, main_module: str | None = None) -> None:
-        """`open_scope(name)` gives the context manager that each marked call runs in. `main_module` is the name of the
-        module that runs as `__main__`, where it has one: marks may use either."""
+        """`open_scope(name)` returns the context manager that each marked call runs in. `main_module` is the name of
+        the module that runs as `__main__`, where it has one: marks may use either."""
         self.marks = tuple(marks)
         self._open_scope = open_scope
         self._main_names = ("__main__", main_module)
@@ -115,7 +115,7 @@ class Marks:
                 mark.problem = f"{holder.__name__} has no {part}"
                 return
             holder = getattr(holder, part)
-        # In a class it is the descriptor that has to be wrapped. A module may make its attributes on demand, and an
+        # In a class it is the descriptor that must be wrapped. A module may make its attributes on demand, and an
         # object's method is the bound one.
         raw = inspect.getattr_static(holder, name, None) if isinstance(holder, type) else getattr(holder, name, None)
         if raw is None:
@@ -137,14 +137,14 @@ class Marks:
             return None
         if not (inspect.isroutine(raw) or isinstance(raw, functools.partial)):
             kind = f"an object of class {type(raw).__name__}"
-            mark.problem = f"{mark.callable} is {kind}, no function or method" + (
+            mark.problem = f"{mark.callable} is {kind}, not a function or method" + (
                 f"; name one of its methods, such as {mark.callable}.forward" if callable(raw) else ""
             )
             return None
         if inspect.isgeneratorfunction(raw) or inspect.isasyncgenfunction(raw):
             mark.problem = (
-                f"{mark.callable} is a generator function: its work runs between other work, so it is no "
-                "scope; mark what it calls"
+                f"{mark.callable} is a generator function: its work runs between other work, so it cannot be a "
+                f"scope; mark what it calls"
             )
             return None
         open_scope, scope = self._open_scope, mark.scope

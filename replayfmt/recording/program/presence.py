@@ -22,16 +22,16 @@ class Presence(Protocol):
     mode: RecordingMode
 
     def begin(self) -> None:
-        """It takes part, as the first."""
+        """It participates, as the first."""
 
     def end(self) -> None:
         """It takes no part any more, and what `begin` did to the process is undone."""
 
     def joined(self) -> bool:
-        """Whether it takes part."""
+        """Whether it participates."""
 
     def join(self) -> None:
-        """It takes part from here on. Takes no lock: the thread may be anywhere."""
+        """It participates from here on. Takes no lock: the thread may be anywhere."""
 
     def leave(self) -> None:
         """It takes no part any more."""
@@ -62,7 +62,7 @@ class ModePresence:
     def end(self) -> None:
         stack = [mode for mode in mode_stack() if mode is not self.mode]
         set_modes([self.mode])
-        self.mode.__exit__(None, None, None)  # also puts back what entering it told the whole process
+        self.mode.__exit__(None, None, None)  # also restores what entering it told the whole process
         set_modes(stack)
 
     def joined(self) -> bool:

@@ -1,4 +1,4 @@
-"""`os.execv` and its family: the process gets another program, and nothing of this one runs any more, atexit included.
+"""`os.execv` and its family: they replace the program, and nothing of it runs afterwards, atexit handlers included.
 
 So the capture is completed before. Imports no torch.
 """

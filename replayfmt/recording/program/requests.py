@@ -1,8 +1,8 @@
-"""Captures of a process that runs, as somebody asks for them: `replayfmt.request_capture`.
+"""Captures of a running process, on request: `replayfmt.request_capture`.
 
 A thread of its own waits for the signal, or looks for the file, and starts and ends captures: not the signal handler,
-which may come in the middle of anything. What happens is said in a line on stderr, and no failure of a capture reaches
-the program.
+which may come in the middle of anything. Each event prints a line on stderr, and no failure of a capture reaches the
+program.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class CaptureRequests:
         self._thread = threading.Thread(target=self._serve, name="opreplay requests", daemon=True)
 
     def install(self) -> None:
-        """Begin to listen. Raises UsageError where the signal cannot be handled."""
+        """Begin to listen. Raises UsageError if the signal cannot be handled."""
         if self._signal is not None:
             try:
                 self._previous = signals.signal(self._signal, self._handle)
@@ -71,12 +71,12 @@ class CaptureRequests:
 
     @property
     def path(self) -> str | None:
-        """The file that is being written; None where nothing is recorded."""
+        """The file that is being written; None if nothing is recorded."""
         with self._lock:
             return None if self._recorder is None else self._path
 
     def start(self) -> str:
-        """Start a capture; its path. Raises CaptureFailed where one is running or cannot be started, OutputExists,
+        """Start a capture; its path. Raises CaptureFailed if one is running or cannot be started, OutputExists,
         UsageError."""
         with self._lock:
             if self._recorder is not None:
@@ -90,8 +90,8 @@ class CaptureRequests:
             return path
 
     def stop(self) -> str:
-        """End the capture that is running; its path. Raises NothingCaptured where no op was recorded, CaptureFailed
-        where none is running or the file could not be completed."""
+        """End the capture that is running; its path. Raises NothingCaptured if no op was recorded, CaptureFailed if
+        none is running or the file could not be completed."""
         with self._lock:
             recorder, self._recorder = self._recorder, None
             if recorder is None:
@@ -162,7 +162,7 @@ def request_capture(
     on_event: Callable[[str], None] | None = None,
     **options: Any,
 ) -> CaptureRequests:
-    """Let somebody start and end captures of this process while it runs: a server, for instance.
+    """Allow captures of this process to be started and ended while it runs: a server, for instance.
 
     With `signal` (`signal.SIGUSR1`) each such signal starts a capture, or ends the one that is running; call it in the
     main thread then. With `file` a capture runs while a file of that name exists: it is looked for five times a second.

@@ -2,7 +2,7 @@
 
 It owns what makes a program the main one: `__main__`, `sys.argv`, `sys.orig_argv`, `sys.path[0]`, how an uncaught
 exception is shown, and the exit code. Threads and `atexit` are the interpreter's business and stay so: the caller
-leaves through `sys.exit(code)`. Knows nothing of captures and imports no torch.
+leaves through `sys.exit(code)`. Does not depend on captures and imports no torch.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from replayfmt.errors import CaptureFailed, NothingCaptured, OpReplayError, UsageError
 from replayfmt.format.codes import RecordKind
 from replayfmt.format.container.output import check_place, identity, remove, same_file
-from replayfmt.format.printable import printable
+from replayfmt.format.printable import counted, printable
 
 from ..hooks.import_watch import Watch
 from ..options import CaptureOptions
@@ -41,7 +41,7 @@ IMPLICIT_SCOPE = "execute"  # the scope of a program that has none of its own
 
 
 def output_path(template: str, environment: dict[str, str], pid: int) -> str:
-    """`template` with `{rank}` and `{pid}` filled in. Raises UsageError where ranks would share a file."""
+    """`template` with `{rank}` and `{pid}` filled in. Raises UsageError if ranks would share a file."""
     try:
         rank, ranks = (int(environment.get(name) or default) for name, default in (("RANK", "0"), ("WORLD_SIZE", "1")))
     except ValueError as error:
@@ -75,7 +75,7 @@ class CapturedProgram:
         marks: Sequence[Mark] = (),
         module_scopes: bool = False,
     ) -> None:
-        """Raises UsageError, OutputExists or CaptureFailed where the program must not be started."""
+        """Raises UsageError, OutputExists or CaptureFailed if the program must not be started."""
         program.check()
         check_output(path, options.force, (*options.known_files, *([] if program.is_module else [program.target])))
         self._program = program
@@ -113,7 +113,7 @@ class CapturedProgram:
     # ------------------------------------------------------------------------------------------------------- start
 
     def _start(self, _torch: ModuleType) -> None:
-        """Start recording. Whatever fails here is the capture's failure; the program goes on without it."""
+        """Start recording. Whatever fails here is the capture's failure; the program continues without it."""
         if self._recorder is not None or self._failure is not None:
             return
         self._torch_first.remove()
@@ -142,7 +142,7 @@ class CapturedProgram:
             traceback.print_exc()
             self._failure = CaptureFailed(f"{self._shown_path}: the recorder could not be started: {error!r}")
         if self._failure is not None:
-            _say(f"opreplay-capture: {self._failure.status}: {self._failure}; the program goes on uncaptured")
+            _say(f"opreplay-capture: {self._failure.status}: {self._failure}; the program continues uncaptured")
 
     def _scope(self, name: str) -> contextlib.AbstractContextManager[Any]:
         """A scope of the program where something records, else nothing."""
@@ -167,12 +167,12 @@ class CapturedProgram:
         self._termination.remove()
 
     def _replaced(self, function: str) -> None:
-        """The process is about to run another program: nobody would close the capture, or hear of its exit code."""
+        """The process is about to run another program: the capture would not be closed, nor its exit code seen."""
         if self._finished or self._forked:
             return
         _say(
-            f"opreplay-capture: the program replaces itself ({function}): the capture ends here, and nothing of what "
-            "comes then is in it"
+            f"opreplay-capture: the program replaces itself ({function}): the capture ends here and does not "
+            f"include what follows"
         )
         self._finish()
         if self._failure is not None and self._earlier is not None and identity(self._path) == self._earlier:
@@ -213,7 +213,8 @@ class CapturedProgram:
             self._failure = self._failure or error
             _say(f"opreplay-capture: {error.status}: {error}")
         except Exception as error:
-            # A mistake of ours. On the way out it would only be printed, and the exit code be that of a good capture.
+            # A mistake of our own. On the way out it would only be printed, and the exit code be that of a good
+            # capture.
             traceback.print_exc()
             self._failure = self._failure or CaptureFailed(f"{self._shown_path}: could not be closed: {error!r}")
             _say(f"opreplay-capture: {self._failure.status}: {self._failure}")
@@ -232,7 +233,7 @@ class CapturedProgram:
 
     def _close(self) -> str:
         """Close the file and describe it in one line; "" where it never started and that was said. Raises OpReplayError
-        where it failed or holds no op."""
+        if it failed or holds no op."""
         if self._recorder is None:
             if self._failure is not None:
                 return ""
@@ -255,7 +256,8 @@ class CapturedProgram:
         unsupported = ", ".join(f"{reason} {count}" for reason, count in sorted(summary.unsupported.items())) or "none"
         scopes = summary.records.get(RecordKind.scope_begin, 0)
         text = (
-            f"{self._shown_path}: {ops:,} ops of {kernels:,} kernels, {scopes:,} scopes, {length:,} bytes; "
+            f"{self._shown_path}: {counted(ops, 'op')} of {counted(kernels, 'kernel')}, {counted(scopes, 'scope')}, "
+            f"{counted(length, 'byte')}; "
             f"unsupported: {unsupported}"
         )
         if nothing is not None:
@@ -279,7 +281,7 @@ def _flush_files() -> None:
     """Files that the program left open: the interpreter would write them when it takes the program apart."""
     for item in gc.get_objects():
         if issubclass(type(item), io.IOBase):
-            with contextlib.suppress(Exception):  # closed, or its disk is full: nobody would hear of that either
+            with contextlib.suppress(Exception):  # closed, or its disk is full: that could not be reported either
                 item.flush()
 
 
@@ -287,6 +289,6 @@ def _say(text: str) -> None:
     """One line on stderr, past the program's own sys.stderr, which may be closed or buffered."""
     if sys.stderr is not None and not sys.stderr.closed:
         sys.stderr.flush()
-    # Where stderr itself is gone there is nobody left to tell.
+    # If stderr itself is gone, there is no way left to report it.
     with contextlib.suppress(OSError):
         os.write(2, f"{printable(text)}\n".encode(errors="backslashreplace"))

@@ -59,7 +59,7 @@ class Termination:
 
     def remove(self) -> None:
         """Put the former handler back, unless the program has set its own. Idempotent. In another thread than the main
-        one nothing can be put back: SIGTERM then still leaves with 143, with nothing left to close."""
+        one nothing can be restored: SIGTERM then still leaves with 143, with nothing left to close."""
         if self._installed and threading.current_thread() is threading.main_thread():
             self._installed = False
             if signal.getsignal(signal.SIGTERM) == self._handle:
@@ -86,7 +86,7 @@ class Termination:
 
 
 def _outermost_of_ours(frame: FrameType | None) -> FrameType | None:
-    """The frame of recorder code that lies deepest in the stack, or None where the recorder is not at work."""
+    """The frame of recorder code that lies deepest in the stack, or None if the recorder is not at work."""
     found = None
     while frame is not None:
         name = frame.f_globals.get("__name__", "")

@@ -1,4 +1,4 @@
-"""Other threads, as CPython knows them: has each run a function of ours at its next step in Python.
+"""Other threads, as CPython knows them: makes each of them run one of our functions at its next step in Python.
 
 A thread that waits in a queue can be given nothing to do. But CPython keeps a profile and a trace function with the
 state of each thread, and calls them before the next call, return or line, whatever the thread was in the middle of.
@@ -30,7 +30,7 @@ _start_new_thread = _thread.start_new_thread
 
 
 def _function(name: str, result: Any, *arguments: Any) -> Any:
-    """A function of CPython's API; None where this interpreter does not export it."""
+    """A function of CPython's API; None if this interpreter does not export it."""
     function = getattr(_python, name, None)
     if function is not None:
         function.restype, function.argtypes = result, arguments
@@ -63,7 +63,7 @@ class ThreadState:
 
 
 def thread_states() -> list[ThreadState]:
-    """All threads that Python knows now. Empty where this interpreter does not tell."""
+    """All threads that Python knows now. Empty where this interpreter does not show it."""
     if not _has_lists:
         return []
     with _undisturbed():
@@ -150,7 +150,7 @@ class NextStep:
                 _give(slot, state, None, None)
 
     def _step(self, _argument: Any, _frame: Any, _event: int, _value: Any) -> int:
-        # Nothing may be raised out of here: what that would tell the interpreter is not defined, and ends the process.
+        # Nothing may be raised out of here: the interpreter's behaviour would be undefined, and ends the process.
         later: BaseException | None = None
         try:
             done = not self._calibrating and self._function()
@@ -168,7 +168,7 @@ class NextStep:
         return 0
 
     def _take_off(self) -> None:
-        """The calling thread is not asked any more."""
+        """Removes the functions from the calling thread."""
         state = _current()
         for slot in self._slots:
             if slot.held(_words(state)) == self._address:

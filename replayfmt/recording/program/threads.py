@@ -1,10 +1,10 @@
-"""The threads of the program under capture: each takes part, whenever and however it began.
+"""The threads of the program under capture: each participates, whenever and however it began.
 
 A dispatch mode sees the operators of one thread. Threads that Python code starts carry it from their first step on.
-Those that ran before the capture take it at their next step (thread_states.py), and so do those that C code makes, once
-they are met in Python: if one of these turns out to run operators, that it may have run others before is told as
-unsupported. What a thread runs that is never met in Python is not seen. When the capture ends, every thread is rid of
-the mode at its next step.
+Those that ran before the capture take it at their next step (thread_states.py), and so do those that C code creates,
+once they are seen in Python: if one of these turns out to run operators, an unsupported record says that it may have
+run others before. The work of a thread that never enters Python is not seen here. When the capture ends, every thread
+is rid of the mode at its next step.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ class Threads:
         self.core.thread_watch.begin(self._presence.mode)
         if not _next_step().available and threading.active_count() > 1:
             self._tell(
-                "this Python interpreter gives no access to threads that ran before the capture began: what "
-                "they do is not recorded"
+                "this Python interpreter gives no access to threads that ran before the capture began: their "
+                "work is not recorded"
             )
         self.core.attempt(self._tell_of_backward_passes)
         self.core.attempt(self._meet, False)
@@ -150,7 +150,7 @@ class Threads:
     # ---------------------------------------------------------------------------------------------------- other threads
 
     def _meet(self, late: bool) -> None:
-        """Have the threads that are not known join at their next step. `late`: they began while all was watched."""
+        """Have the threads that are unknown join at their next step. `late`: they began while all was watched."""
         for state in thread_states():
             if state.id in self._handled:
                 continue
@@ -166,7 +166,7 @@ class Threads:
                 )
 
     def join(self) -> bool:
-        """The calling thread takes part from here on, with the mode as outermost of those that it has. Whether it
+        """The calling thread participates from here on, with the mode as outermost of those that it has. Whether it
         could. Takes no lock: the thread may be anywhere."""
         if self.core.finished or self._presence.joined():
             return True
@@ -196,7 +196,7 @@ class Threads:
             codes = {inner.f_code for inner, _line in traceback.walk_stack(frame)}
             if ident != get_ident() and _run_backward.__code__ in codes:
                 self._tell(
-                    "a backward pass began in another thread before the capture: what it still did is not recorded"
+                    "a backward pass began in another thread before the capture: its remaining work is not recorded"
                 )
 
     def _first_record(self, ident: int) -> None:
@@ -204,8 +204,8 @@ class Threads:
         if ident in self._late_idents:
             self._late_idents.discard(ident)
             self._tell(
-                "C code made a thread, or Python code past the threading module: what it did before it was met "
-                "is not recorded"
+                "a thread was created by C code, or without the threading module: its work before it was first "
+                "seen is not recorded"
             )
 
 

@@ -1,4 +1,4 @@
-"""Autocast and autograd as the program has them: inside a dispatch mode PyTorch masks both, and what else comes before
+"""Autocast and autograd as the program has them: inside a dispatch mode PyTorch masks both, and everything else above
 the mode.
 
 Operators of PyTorch's own have been cast when they reach the mode, and their gradients are taken care of. The code of a
@@ -104,7 +104,7 @@ class Body(_BelowOwnKernels):
         self._keys: dict[str, DispatchKey | None] = {}
 
     def key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DispatchKey | None:
-        """The key that the operator's kernel for some arguments is registered for; None where it has none of its own
+        """The key that the operator's kernel for some arguments is registered for; None if it has none of its own
         for them."""
         device = _device_of((*args, *kwargs.values()))
         if device not in self._keys:
@@ -166,7 +166,7 @@ class InParts:
         """`unmasked`: as `unmasks` says."""
         if not unmasked:
             return self._run(args, kwargs)
-        # Composites look at whether views of parameters require gradients: all of what the mode masks is put back.
+        # Composites look at whether views of parameters require gradients: all of what the mode masks is restored.
         outside = torch._C._RestorePythonTLSSnapshot()  # type: ignore[attr-defined]
         with outside, torch._C._ExcludeDispatchKeyGuard(self._excluded):
             return self._run(args, kwargs)

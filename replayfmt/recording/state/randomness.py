@@ -1,8 +1,8 @@
-"""Random generators: whose state the stream has to state before an op draws from them.
+"""Random generators, whose state must be recorded before an op draws from them.
 
 The state after a captured draw is what a replay's generator will be in too, so it is predicted; a state is recorded
-only where the generator is in another one (first use, seeding, draws nobody saw). The state itself is left out of
-captures that hold no content: it tells the seed.
+only if the generator is in a different one (first use, seeding, unseen draws). The state itself is left out of captures
+that hold no content: it reveals the seed.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Generators:
         self._recorded: dict[tuple[torch.device, int], _RecordedGenerator] = {}
 
     def number(self, generator: torch.Generator) -> int:
-        """The id of a generator, a new one where it is not known."""
+        """The id of a generator, a new one where it is unknown."""
         return self._entry(generator).number
 
     def _entry(self, generator: torch.Generator) -> _RecordedGenerator:

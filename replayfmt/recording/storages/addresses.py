@@ -1,4 +1,4 @@
-"""Which storages lie where in the host's memory, so that two on the same bytes are found without looking at all.
+"""Which storages lie where in the host's memory, so that two on the same bytes are found without checking them all.
 
 Only memory that torch did not allocate (NumPy's, another library's, another process's) can belong to several storages.
 """
@@ -135,7 +135,7 @@ class HostMemory:
                 continue
 
     def _there(self, ranges: AddressRanges, number: int) -> Tracker | None:
-        """The tracker of a storage, with its range as it is now; None where it died. A death that was not drained yet
+        """The tracker of a storage, with its range as it is now; None if it died. A death that was not drained yet
         leaves its range behind, and so does a resize."""
         tracker = self._live.get(number)
         storage = None if tracker is None else tracker()

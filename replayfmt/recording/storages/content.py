@@ -1,6 +1,6 @@
 """Where the content of a storage that no captured op produced comes from, as the policies of the capture decide.
 
-Four answers: it is in a file that the capture refers to, it is embedded, a recipe stands in for it, or it is absent.
+Four answers: it is in a file that the capture refers to, it is embedded, a recipe replaces it, or it is absent.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class FirstContents:
     def first(self, storage: torch.UntypedStorage, dtype: torch.dtype | None, foreign: bool) -> FirstContent:
         """At the first use, as `dtype` (None: as bytes). `foreign`: memory that torch did not allocate.
 
-        Raises CaptureFailed where it cannot be written, or is in a file and must not be.
+        Raises CaptureFailed if it cannot be written, or is in a file and must not be.
         """
         if not self.recorded:
             loaded = self._loaded_as(storage) if foreign and dtype is torch.uint8 else None
@@ -81,7 +81,7 @@ class FirstContents:
         if self._policy == "integers" and foreign and dtype is torch.uint8:
             loaded = self._loaded_as(storage)
             if loaded is None and self._is_of_lost_file(storage):
-                return ABSENT  # these bytes may be floats, and nothing tells any more
+                return ABSENT  # these bytes may be floats, and nothing shows it any more
             dtype = loaded or dtype
         return self.again(storage, dtype)
 
@@ -122,7 +122,7 @@ class FirstContents:
         return self._mappings.find(address, length) is None and self._mappings.is_file(address, length)
 
     def keep(self, found: FoundRange, alive: Callable[[], object | None]) -> None:
-        """`alive` gives something but None as long as the storage of a found range lives."""
+        """`alive` returns something but None as long as the storage of a found range lives."""
         if self._files is not None:
             self._files.keep(found, alive)
 

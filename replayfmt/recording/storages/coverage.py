@@ -1,7 +1,7 @@
 """Which bytes of an uninitialized storage captured ops have written.
 
-Digests must never cover bytes that nobody wrote: they differ between identical runs. Views are noted as they are
-written and evaluated only when somebody asks. Knows storages by their length in bytes, nothing else.
+Digests must never cover bytes that were never written: they differ between identical runs. Views are noted as they are
+written and evaluated on demand. All it knows of a storage is its length in bytes.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Coverage:
 
     @property
     def complete(self) -> bool:
-        """Whether every byte was written, as far as can be told without the exact map."""
+        """Whether every byte was written, as far as is known without the exact map."""
         return self._dense == [(0, self.length)] or self.length == 0
 
     def covers(self, region: ByteRegion) -> bool:

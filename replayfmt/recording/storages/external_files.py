@@ -54,7 +54,7 @@ class FileBackedStorages:
     """The files of one capture. Callers hold the recorder's lock."""
 
     def __init__(self, writer: CaptureWriter, options: CaptureOptions, redaction: Redaction | None) -> None:
-        """Raises UsageError where a file that the user named cannot be used."""
+        """Raises UsageError if a file that the user named cannot be used."""
         self._writer = writer
         self._policy = options.file_policy
         self._digests = options.file_validation == "digest"
@@ -68,7 +68,7 @@ class FileBackedStorages:
     def find(self, storage: torch.UntypedStorage, length: int, foreign: bool) -> FoundRange | None:
         """The range that holds the storage's bytes, or None. `foreign`: its memory is not torch's own.
 
-        Raises CaptureFailed where the policy forbids known files, or one cannot be embedded or digested as asked.
+        Raises CaptureFailed if the policy forbids known files, or one cannot be embedded or digested as asked.
         """
         mapped = None
         if foreign and storage.device.type == "cpu":
@@ -88,7 +88,7 @@ class FileBackedStorages:
         return None if number is None else FoundRange(number, None)
 
     def keep(self, found: FoundRange, alive: Callable[[], object | None]) -> None:
-        """`alive` gives something but None as long as the storage lives."""
+        """`alive` returns something but None as long as the storage lives."""
         if found.mapped is not None:
             self._mappings.keep(found.mapped, alive)
 
@@ -100,7 +100,7 @@ class FileBackedStorages:
             try:
                 status = os.stat(path)
             except OSError as error:
-                sentences.append(f"{shown} cannot be found any more: {error.strerror}")
+                sentences.append(f"{shown} can no longer be found: {error.strerror}")
                 continue
             if (status.st_dev, status.st_ino) != (identity.device, identity.inode):
                 sentences.append(f"{shown} was replaced by another file")
@@ -217,7 +217,7 @@ def _storable(path: str) -> bool:
 
 @contextmanager
 def _progress(path: str, length: int) -> Iterator[Callable[[int], None] | None]:
-    """A progress bar on stderr for a large file, where that is a terminal."""
+    """A progress bar on stderr for a large file, if that is a terminal."""
     if length < _PROGRESS_FROM_BYTES or sys.stderr is None or sys.stderr.closed or not sys.stderr.isatty():
         yield None
         return
@@ -225,7 +225,7 @@ def _progress(path: str, length: int) -> Iterator[Callable[[int], None] | None]:
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    # Without a thread of its own, which could be taken for the program's.
+    # Without its own thread, which could be mistaken for one of the program's.
     with Progress(*columns, console=Console(stderr=True), transient=True, auto_refresh=False) as bar:
         task = bar.add_task(f"opreplay: digest of {os.path.basename(path)}", total=length)
         yield lambda done: bar.update(task, advance=done, refresh=True)

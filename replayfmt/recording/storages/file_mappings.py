@@ -1,9 +1,9 @@
-"""Memory that is a file: which file stands behind a run of addresses, and whether the bytes there are still the file's.
+"""Mapped files: which file is mapped at a range of addresses, and whether the bytes there are still the file's.
 
 Mappings are looked up in /proc/self/maps. The file that has the mapping's name now must be the very file that is
 mapped: one that was deleted or replaced since cannot be referred to. Private mappings count as long as none of their
 pages was written in memory (see pages.py). A write through a shared mapping changes the file itself; that shows in its
-time of modification only where the file system is told of the first write to each clean page, so shared writable
+modification time only where the file system is notified of the first write to each clean page, so shared writable
 mappings count only on such file systems, and only while they have no dirty pages. Everywhere else than on Linux,
 nothing is found. No page is brought into memory by asking.
 """
@@ -29,7 +29,7 @@ _MOUNTS = "/proc/self/mountinfo"
 # They update the time of modification when a clean page of a shared mapping is written.
 _TELLING = frozenset({"ext2", "ext3", "ext4", "xfs", "btrfs", "f2fs"})
 # A mapping of a file and the file under its name are one and the same memory there. Not so in layers (overlayfs), where
-# the first write to a file makes a copy that takes over its name and its numbers; others are not known.
+# the first write to a file makes a copy that takes over its name and its numbers; others are unknown.
 _ONE = _TELLING | {"tmpfs", "ramfs"}
 _CLOCK_S = 2  # how far the kernel's idea of when a process started may be off
 _CHUNK_BYTES = 4 << 20
@@ -66,7 +66,7 @@ class Mapping:
 
 
 def read_mappings() -> list[Mapping]:
-    """Every mapping of a file in this process, by address; none where the system does not tell."""
+    """Every mapping of a file in this process, by address; none where the system does not show it."""
     try:
         with open(_MAPS, "rb") as file:
             lines = file.read().split(b"\n")
@@ -106,8 +106,8 @@ class MappedRange:
     mapping: Mapping
 
     def fingerprint(self) -> int | None:
-        """Changes when the bytes may have changed, as long as nobody but the caller's own operators writes to memory
-        shared with the file. Reads only pages that were written in memory. None where the system does not tell."""
+        """Changes when the bytes may have changed, as long as only the caller's own operators write to memory shared
+        with the file. Reads only pages that were written in memory. None if the system does not report it."""
         modified = self._modified()
         if self.mapping.shared:
             return modified
@@ -135,7 +135,7 @@ class MappedRange:
 
 
 def own_pages(found: MappedRange) -> np.ndarray | None:
-    """For each page of a range of a private mapping, whether it is no longer the file's. None where nobody can tell.
+    """For each page of a range of a private mapping, whether it is no longer the file's. None if unknown.
 
     The first and the last page may hold something else, too, whose owner wrote to it: what counts is the range's part.
     """
@@ -176,7 +176,7 @@ class FileMappings:
 
     @property
     def available(self) -> bool:
-        """Whether the system tells of mappings at all."""
+        """Whether the system reports mappings at all."""
         return os.access(_MAPS, os.R_OK)
 
     def find(self, address: int, length: int) -> MappedRange | None:
@@ -208,7 +208,7 @@ class FileMappings:
 
     def is_file(self, address: int, length: int) -> bool:
         """Whether any of [address, address + length) is mapped from a file, whatever became of it. Memory that
-        processes share has files of its own kind, which do not count; files that somebody keeps there do."""
+        processes share has special files, which do not count; ordinary files kept there do."""
         return any(
             not (mapping.shared and mapping.path.startswith(("/dev/", "/memfd:")))
             for mapping in read_mappings()
@@ -216,7 +216,7 @@ class FileMappings:
         )
 
     def keep(self, found: MappedRange, alive: Callable[[], object | None]) -> None:
-        """`alive` gives something but None for as long as the memory of a range stays mapped."""
+        """`alive` returns something but None for as long as the memory of a range stays mapped."""
         self._lasting = [pair for pair in self._lasting if pair[1]() is not None]
         if all(found.mapping is not mapping for mapping, _ in self._lasting):
             self._lasting.append((found.mapping, alive))
@@ -229,7 +229,7 @@ class FileMappings:
 
 
 def _writes_show(mapping: Mapping, mappings: list[Mapping]) -> bool:
-    """Whether nobody in this process has written to the file through memory, and will be noticed who does."""
+    """Whether the file was not written through this process's memory, and later writes will be noticed."""
     writers = [m for m in mappings if m.shared and m.writable and m.file == mapping.file]
     if not writers:
         return True
@@ -253,7 +253,7 @@ def _untouched(found: MappedRange) -> bool:
 
 
 def _gap(mappings: list[Mapping], address: int, length: int) -> tuple[int, int]:
-    """The addresses around a range up to the next files; nothing where a file is in the range."""
+    """The addresses around a range up to the next files; nothing if a file is in the range."""
     low = max((m.end for m in mappings if m.start < address + length), default=0)
     high = min((m.start for m in mappings if m.end > address), default=1 << 64)
     return (low, high) if low <= address and address + length <= high else (0, 0)
@@ -314,7 +314,7 @@ def _is_current(found: MappedRange, status: os.stat_result) -> bool:
 
 
 def _process_start() -> float | None:
-    """When this process started, in seconds since 1970; None where the system does not tell."""
+    """When this process started, in seconds since 1970; None if the system does not report it."""
     try:
         with open("/proc/self/stat", "rb") as file:
             ticks = int(file.read().rpartition(b")")[2].split()[19])
@@ -326,7 +326,7 @@ def _process_start() -> float | None:
 
 
 def _file_system(device: int) -> str | None:
-    """The type of the file system with this device number, where it can be told."""
+    """The type of the file system with this device number, if it is known."""
     wanted = f"{os.major(device)}:{os.minor(device)}"
     try:
         with open(_MOUNTS, encoding="utf-8", errors="surrogateescape") as file:

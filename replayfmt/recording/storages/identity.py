@@ -1,7 +1,7 @@
-"""The program's storages: who is who, how they enter the capture, how they die.
+"""The program's storages: their identity, their import into the capture, their release.
 
-A storage is known by its tracker (trackers.py), whose callback tells its death. A callback may run at any time in any
-thread, so all it does is to append to a deque, which is drained when it suits.
+A storage is known by its tracker (trackers.py), whose callback reports its release. A callback may run at any time in
+any thread, so all it does is to append to a deque, which is drained when it suits.
 
 A storage that no captured op produced is imported at its first use, in the state it has then. Ordinary storages cost
 one comparison of their length at each use. Those that need more care (uninitialized, watched for writes from outside,
@@ -117,7 +117,7 @@ class Storages:
         tracker = self.live[number] = self._track(storage, number, length)
         if self._audit:
             self.watch(tracker)
-        if not readable and device.type != "meta":  # a ZeroTensor's: not to be taken for others of the same metadata
+        if not readable and device.type != "meta":  # a ZeroTensor's: not to be mistaken for others of the same metadata
             self.state(tracker).unreadable = True
             tracker.size = -1
         return tracker
@@ -164,7 +164,7 @@ class Storages:
     # ---------------------------------------------------------------------------------------------------------- births
 
     def produced(self, storage: torch.UntypedStorage, *, uninitialized: bool) -> Tracker:
-        """A storage that an op returned and nobody knew."""
+        """A new storage that an op returned."""
         length, device = storage.nbytes(), storage.device
         readable = has_bytes(storage, length, device)
         if not uninitialized:
@@ -199,7 +199,7 @@ class Storages:
             tracker = self._bear(storage, length, device, content.origin, content.id, True)
             self._records.storage_import(tracker.id, content, 0, reason)
         except BaseException:
-            self._disown(storage)  # an interrupt: without its import the storage is not known, and enters as another
+            self._disown(storage)  # an interrupt: without its import the storage is unknown, and enters as another
             raise
         tracker.imports = 1
         if external:
@@ -210,8 +210,8 @@ class Storages:
             self._records.unsupported(
                 "foreign_memory",
                 "",
-                f"{length} bytes on {device} that torch did not allocate (another process's, or another library's): "
-                "who else writes them is not seen",
+                f"{length} bytes on {device} that torch did not allocate (another process's, or another "
+                f"library's): writes by others are not seen",
             )
         self._note_content(tracker, content)
         self.synchronize(tracker, storage)
@@ -339,7 +339,7 @@ class Storages:
                 self.unexplained.unwritten(tracker, length, op)
                 self._enter_again(tracker, state, storage, "unseen_write")
             else:
-                if self._content:  # without content it stays what nobody wrote
+                if self._content:  # without content it stays unwritten
                     reason = "written_argument" if unwritten is Unwritten.as_is else "unseen_write"
                     self._enter_again(tracker, state, storage, reason)
                 if unwritten is Unwritten.passed_on:
@@ -410,8 +410,8 @@ class Storages:
     # ---------------------------------------------------------------------------------------------------------- writes
 
     def wrote_anything(self, tracker: Tracker, storage: torch.UntypedStorage, *, touched: bool) -> None:
-        """A captured op copied bytes to a storage that nobody had written: which of it are known is not followed.
-        `touched`: some are."""
+        """A captured op copied bytes to an unwritten storage: which of them are known is not tracked. `touched`: some
+        are."""
         state = self.state(tracker)
         if state.alias_of is not None:
             tracker, state = state.alias_of, self.state(state.alias_of)
@@ -459,13 +459,13 @@ class Storages:
         state = tracker.state
         if state is not None and state.watched:
             if state.mapped is not None and state.mapped.mapping.shared and tracker.written:
-                state.mapped = None  # the file has what was written, so its memory has to be looked at from now on
+                state.mapped = None  # the file has what was written, so its memory must be looked at from now on
             state.content = content_number(storage, state.mapped) if storage.nbytes() else None
 
     # ---------------------------------------------------------------------------------------------------------- deaths
 
     def drain(self) -> None:
-        """Record the deaths that were told since the last time."""
+        """Record the storages that were released since the last time."""
         dead = [self.dead.popleft() for _ in range(len(self.dead))]
         ids = [tracker.id for tracker in dead if tracker.state is None or self._forget(tracker)]
         if self._native is not None:

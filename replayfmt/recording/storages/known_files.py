@@ -48,7 +48,7 @@ class _Range:
 
 @dataclass
 class KnownFiles:
-    """The ranges of all files that were named. Raises UsageError where one cannot be read or is not what it seems."""
+    """The ranges of all files that were named. Raises UsageError if one cannot be read or is not what it seems."""
 
     paths: tuple[str, ...]
     _changed: set[str] = field(default_factory=set)  # they are no longer what they were when the capture began
@@ -174,7 +174,7 @@ def _ranges(path: str, length: int) -> tuple[str, tuple[tuple[int, int], ...] | 
 
 
 def _safetensors(path: str, length: int) -> tuple[tuple[int, int], ...] | None:
-    """The tensors of a safetensors file. None where it only begins like one."""
+    """The tensors of a safetensors file. None if it only begins like one."""
     tensors = _safetensors_tensors(path, length)
     return None if tensors is None else tuple(place for place, _ in tensors)
 
@@ -209,7 +209,7 @@ def _safetensors_tensors(path: str, length: int) -> list[tuple[tuple[int, int], 
 
 
 def _archive(path: str, length: int) -> tuple[tuple[int, int], ...] | None:
-    """The storages of a torch.save archive, which are stored as they are. None where it is another archive."""
+    """The storages of a torch.save archive, which are stored as they are. None if it is another archive."""
     ranges = []
     try:
         with zipfile.ZipFile(path) as archive, open(path, "rb") as file:
@@ -233,7 +233,7 @@ def _archive(path: str, length: int) -> tuple[tuple[int, int], ...] | None:
 
 
 def hash_of_range(file: KnownFile, offset: int, length: int) -> int | None:
-    """The XXH3-128 of a range. None where the file is no longer what it was."""
+    """The XXH3-128 of a range. None if the file is no longer what it was."""
     state = xxhash.xxh3_128()
     try:
         with open(file.path, "rb", buffering=0) as source:

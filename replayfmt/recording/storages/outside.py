@@ -1,5 +1,5 @@
-"""What happens to memory outside of recorded operators, as hooks tell it: it was written unseen, others share it, or a
-value in it left for the host.
+"""Events on memory outside of recorded operators, as reported by hooks: it was written unseen, others share it, or a
+value in it was read by the host.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _SHARING = ("numpy", "__array__", "__array_interface__", "__dlpack__", "to_dlpac
 
 
 class Outside:
-    """Tells the storages of one capture. `digests` is None where none are recorded."""
+    """Reports them to the storages of one capture. `digests` is None if none are recorded."""
 
     def __init__(self, records: Records, metas: TensorMetas, storages: Storages, digests: Digests | None) -> None:
         self._records = records
@@ -28,14 +28,14 @@ class Outside:
         self._digests = digests
 
     def written(self, tensor: torch.Tensor) -> None:
-        """Something unseen may have written to a tensor. Storages nobody knows enter at their first use anyway."""
+        """Something unseen may have written to a tensor. Unknown storages are imported at their first use anyway."""
         for plain in plain_parts(tensor):
             tracker = self._storages.tracker_of(storage_of(plain))
             if tracker is not None:
                 self._storages.mark_written_outside(tracker)
 
     def shared(self, storage: torch.UntypedStorage) -> None:
-        """Others may write to a storage from now on. One that nobody knows is looked at when it enters."""
+        """Others may write to a storage from now on. An unknown one is checked when it is imported."""
         tracker = self._storages.tracker_of(storage)
         if tracker is not None:
             if tracker.state is not None and tracker.state.alias_of is not None:

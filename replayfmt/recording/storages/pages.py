@@ -1,8 +1,8 @@
 """Which pages of this process's memory were written, and so are no longer those of the file that is mapped there.
 
-A page of a private mapping is the file's own until somebody writes to it; then the process gets a copy. Linux tells the
-two apart without a look at their bytes: in /proc/self/pagemap for each page, or in /proc/self/smaps for a whole mapping
-where the former cannot be read. Looking at pages does not bring them into memory.
+A page of a private mapping is the file's own until it is written; then the process gets a copy. Linux distinguishes the
+two without reading their bytes: in /proc/self/pagemap for each page, or in /proc/self/smaps for a whole mapping where
+the former cannot be read. Looking at pages does not bring them into memory.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ def first_page(address: int) -> int:
 
 
 def written_pages(address: int, length: int) -> np.ndarray | None:
-    """For each page that [address, address + length) touches, whether it is a copy of this process's own. None where
-    the system does not tell."""
+    """For each page that [address, address + length) touches, whether it is a copy of this process's own. None if the
+    system does not report it."""
     first = address // PAGE
     count = (address + length - 1) // PAGE - first + 1
     written = np.empty(count, bool)
@@ -57,7 +57,7 @@ def written_pages(address: int, length: int) -> np.ndarray | None:
 
 
 def mapping_sizes(start: int) -> dict[str, int] | None:
-    """What smaps says of the mapping that starts at an address, in bytes by name. None where it says nothing."""
+    """What smaps says of the mapping that starts at an address, in bytes by name. None if it says nothing."""
     try:
         with open(_SMAPS, encoding="utf-8", errors="surrogateescape") as file:
             text = file.read()
@@ -72,7 +72,7 @@ def mapping_sizes(start: int) -> dict[str, int] | None:
 
 
 def private_copies(start: int) -> bool | None:
-    """Whether the private mapping that starts at an address has pages of its own. None where nobody can tell."""
+    """Whether the private mapping that starts at an address has pages of its own. None if unknown."""
     sizes = mapping_sizes(start)
     if sizes is None or "Anonymous" not in sizes or "Swap" not in sizes:
         return None
@@ -80,7 +80,7 @@ def private_copies(start: int) -> bool | None:
 
 
 def dirty(start: int) -> bool | None:
-    """Whether the mapping that starts at an address has pages that differ from the disk. None where nobody can tell."""
+    """Whether the mapping that starts at an address has pages that differ from the disk. None if unknown."""
     sizes = mapping_sizes(start)
     if sizes is None or "Shared_Dirty" not in sizes or "Private_Dirty" not in sizes:
         return None

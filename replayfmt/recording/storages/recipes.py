@@ -1,8 +1,8 @@
-"""What is recorded of floating-point content that is left out of a capture: how to synthesize something like it.
+"""Recipes for floating-point content that is left out of a capture: how to synthesize something similar.
 
 Statistics are of all the elements a storage has room for in the dtype of its first use. Those of complex elements are
-of both components; an element counts as zero, NaN or infinite once. The seed depends on the order alone, so
-that it tells nothing of the content.
+of both components; an element counts as zero, NaN or infinite once. The seed depends only on the order, so that it
+reveals nothing about the content.
 """
 
 from __future__ import annotations

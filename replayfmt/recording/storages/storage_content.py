@@ -24,7 +24,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def is_readable(storage: torch.UntypedStorage) -> bool:
-    """Whether all its bytes can be read. Reads them in; True where the system does not tell."""
+    """Whether all its bytes can be read. Reads them in; True if the system does not show it."""
     length = storage.nbytes()
     if storage.device.type != "cpu" or not length:
         return True
@@ -46,7 +46,7 @@ def content_number(storage: torch.UntypedStorage, mapped: MappedRange | None) ->
 
 
 def embed(writer: CaptureWriter, storage: torch.UntypedStorage) -> int:
-    """The payload id of all its bytes. Raises CaptureFailed where they cannot be written."""
+    """The payload id of all its bytes. Raises CaptureFailed if they cannot be written."""
     return call_undispatched(_embed, writer, storage)
 
 

@@ -1,7 +1,7 @@
 """What the capture keeps of one storage of the program.
 
 A storage is known by a `Tracker`, a weak reference kept in the storage's own `__dict__`: it lives exactly as long as
-the storage does, also where only C++ holds it, keeps nothing alive, and its callback tells the death. Most storages
+the storage does, also where only C++ holds it, keeps nothing alive, and its callback reports the release. Most storages
 have nothing but that; a `State` holds what of a storage is out of the ordinary.
 """
 
@@ -20,7 +20,8 @@ ATTRIBUTE = "_opreplay"
 
 
 class Origin(NamedTuple):
-    """Where values come from that nobody wrote: the operator that read them first, and what a report says of it."""
+    """Where values come from that were never written: the operator that read them first, and what a report says of
+    it."""
 
     op: str
     detail: str
@@ -52,9 +53,9 @@ class State:
         self.windowed = False  # the program has a window on it (an array, a capsule), through which it may write
         self.content: int | None = None  # what to compare with, as of the last captured write or import
         self.mapped: MappedRange | None = None  # its memory is a file's: what is the file's is not read to compare it
-        self.synthesized = False  # a recipe stands in for its content
+        self.synthesized = False  # a recipe replaces its content
         self.outside: str | None = None  # written from outside: import at the next use, for this reason
-        self.unexplained: Origin | None = None  # nobody wrote it, or what it was computed from
+        self.unexplained: Origin | None = None  # neither it nor its inputs were ever written
         self.unreadable = False  # a ZeroTensor's: no bytes behind it
         self.opaque = False  # holds what no replay reproduces: never compared
         self.alias_of: Tracker | None = None  # memory shared with another storage, `delta` bytes into it

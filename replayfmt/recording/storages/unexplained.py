@@ -1,8 +1,8 @@
-"""Values that come from memory which nobody wrote, as far as the capture knows: reported where they come to matter.
+"""Values that come from memory that was never written, as far as the capture knows: reported where they matter.
 
 Memory from `torch.empty` that is read before a captured op wrote it was written by something unseen, or holds nothing.
 Programs do compute with such memory for the shape of the result alone (`torch.ones_like(parameter * 2)`, before the
-parameter has values). So an elementwise operator reads it as it is, its content enters, and what it gives is as
+parameter has values). So an elementwise operator reads it as it is, its content enters, and what it returns is as
 unexplained. Where anything else reads that, or where it is still there at the end, it is an unseen write; what dies
 without that, or is overwritten, has come to nothing.
 """
@@ -21,11 +21,11 @@ _REASON = "unseen_write"
 
 
 class Unwritten(Enum):
-    """What a use of memory that nobody wrote is."""
+    """What a use of memory that was never written is."""
 
     unseen = auto()  # a write that was not seen, or none
     as_is = auto()  # no reason to refuse: the op declares that it writes it, say
-    passed_on = auto()  # none yet, because what the op gives is as unexplained
+    passed_on = auto()  # none yet, because what the op returns is as unexplained
 
 
 class Unexplained:
@@ -35,7 +35,7 @@ class Unexplained:
         self._records = records
 
     def unwritten(self, tracker: Tracker, length: int, op: str) -> None:
-        """`op` reads `length` bytes that nobody wrote."""
+        """`op` reads `length` bytes that were never written."""
         self._records.unsupported(_REASON, op, _read(tracker, length))
 
     def note_unwritten(self, tracker: Tracker, length: int, op: str) -> None:

@@ -190,8 +190,8 @@ class RecordBuffer:
             newest = max(batch.newest_storage, self._newest_of(batch.tensors))
             births = self._born(batch)
             in_turn = int(np.count_nonzero(births[:, 0] == np.arange(len(births)) + self._first_storage))
-            # A thread took an id and was suspended before it appended the row: that row has to be in the frame, too.
-            # An exception from a signal handler may have ended it there for good: then nobody else has that id.
+            # A thread took an id and was suspended before it appended the row: that row must be in the frame, too.
+            # An exception from a signal handler may have ended it there for good: then no one else has that id.
             if newest < self._first_storage + in_turn:
                 break
             if not making:

@@ -1,6 +1,6 @@
 """Digests for verification: of live storages at chosen moments, or of every op's results.
 
-Only what captured ops wrote is digested: bytes that nobody wrote differ between identical runs.
+Only what captured ops wrote is digested: bytes that were never written differ between identical runs.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Digests:
         self._records = records
         self._metas = metas
         self._storages = storages
-        self._fresh_from = 1  # storages with ids from here on were born after the last sweep
+        self._fresh_from = 1  # storages with ids from here on were allocated after the last sweep
 
     def sweep(self) -> None:
         """Digest every live storage that captured ops wrote since the last sweep."""

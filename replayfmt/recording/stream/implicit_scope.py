@@ -30,7 +30,7 @@ class ImplicitScope:
             self._open = scopes.begin(self.name, user=False, thread=self._thread)
 
     def give_way(self, scopes: Scopes) -> list[OpenScope]:
-        """The program opens a scope of its own. Gives the scopes that end with that."""
+        """The program opens a scope of its own. Returns the scopes that end with that."""
         self._given_way = True
         if self._open is not None and get_ident() == self._thread:
             entered, self._open = self._open, None

@@ -37,7 +37,7 @@ class Unrepresentable(Exception):
 
 
 class Records:
-    """Writes the records around the ops. `context` gives the calling thread's context id."""
+    """Writes the records around the ops. `context` returns the calling thread's context id."""
 
     def __init__(self, buffer: RecordBuffer, context: Callable[[], int], started: int) -> None:
         self._buffer = buffer

@@ -1,4 +1,4 @@
-"""Writes a capture that tells neither whose machine it was made on nor where: texts are rewritten on their way in.
+"""Writes a capture that reveals neither the machine nor its user: texts are rewritten as they are written.
 
 External files are not: how they are named is decided where it is known which other files there are.
 """

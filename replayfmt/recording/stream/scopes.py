@@ -156,7 +156,7 @@ class Scopes:
                 return left
 
     def innermost(self, name: str) -> OpenScope:
-        """The innermost open scope of this thread of that name. Raises UsageError where none is open."""
+        """The innermost open scope of this thread of that name. Raises UsageError if none is open."""
         scope = self.find(lambda entry: entry.name == name)
         if scope is None:
             raise UsageError(f"the scope {name!r} is not open in this thread")

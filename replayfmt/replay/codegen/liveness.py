@@ -30,7 +30,7 @@ class Variables:
         return idle
 
     def base(self, storage: int) -> int | None:
-        """Any variable on a storage; None where there is none."""
+        """Any variable on a storage; None if there is none."""
         return next(iter(self._on.get(storage, ())), None)
 
     def all_on(self, storage: int) -> list[int]:

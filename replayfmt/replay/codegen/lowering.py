@@ -59,11 +59,11 @@ class Shapes(IntEnum):
 class Context:
     """What lowering takes from the plan: the capture, the mapping to this machine, and the objects of a running replay.
 
-    `kernels` has the operator of each kernel id, None where there is none; `refused` has the op signatures that cannot
+    `kernels` has the operator of each kernel id, None if there is none; `refused` has the op signatures that cannot
     be run. Both matter only to plans that keep going, others are refused. `load(storage, source, version, target)`
     puts new content into a storage that is there. `draws_on` is where random ops of a CPU
     capture deliver their numbers, None: on the CPU itself. `opaque` has the tensor slots of results that hold bytes no
-    replay reproduces, by signature. `stand_in` puts other functions in the place of kernels.
+    replay reproduces, by signature. `stand_in` puts other functions in place of kernels.
     """
 
     reader: CaptureReader
@@ -187,7 +187,7 @@ class Lowering:
     # -------------------------------------------------------------------------------------------------------- variables
 
     def template(self, signature: int) -> Template | None:
-        """The template of an op's signature, None where its kernel has no operator here."""
+        """The template of an op's signature, None if its kernel has no operator here."""
         if signature not in self._templates:
             layout = self.scan.layout(signature)
             kernel = self.context.kernels[layout.signature.kernel]
@@ -302,7 +302,7 @@ class Lowering:
                 self.text.free(name)
 
     def expire(self, storage: int, ordinal: int) -> None:
-        """A record that is no op used a storage: the last time, perhaps."""
+        """A record that is not an op used a storage: the last time, perhaps."""
         if self.scan.last_use_of(storage) == ordinal:
             self.drop_after(self.variables.all_on(storage), ordinal)
 

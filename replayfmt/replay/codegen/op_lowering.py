@@ -1,4 +1,4 @@
-"""Lowering one op: its line of code, the variables it defines, those it lets go.
+"""Lowering one op: its line of code, the variables it defines, those it releases.
 
 Results are variables under the id they were recorded with. A result whose id is live already (an in-place op's, a
 detached alias) needs no variable of its own. Registers of arguments that die here are free for the results, so that
@@ -39,7 +39,7 @@ def lower_result(walk: Lowering, row: int, ordinal: int) -> None:
 
 
 def _settle_missing(walk: Lowering, signature: int, row: int) -> None:
-    """An op that cannot be run: memory it would return counts as live, and will be missing when it is asked for.
+    """An op that cannot be run: memory it would return counts as live, and will be missing when it is requested.
 
     Results on memory that is there need no such op: they are rebuilt from it like other views made without an op.
     """
@@ -90,7 +90,7 @@ class OpLine:
         walk.text.line(self.ordinal, "; ".join(parts))
 
     def write_return(self) -> None:
-        """The call, and its result as it is handed out of the window. Everything else ends here."""
+        """The call, and its result as it is returned from the window. Everything else ends here."""
         walk = self.walk
         call, _slot_names = self._call(expect_failure=False)
         walk.text.line(self.ordinal, f"return {call}")
@@ -130,7 +130,7 @@ class OpLine:
         return template.text % (function, *holes), slot_names
 
     def _function(self, expect_failure: bool, values: list[Any]) -> str:
-        """The parameter that holds what is called, with these values where they are no tensors."""
+        """The parameter that holds what is called, with these values where they are not tensors."""
         walk, kernel = self.walk, self.template.kernel
         call: Any = walk.context.direct.function(self.template, values)
         key: tuple[Hashable, ...] = ("kernel", call, self.template.raises)
@@ -210,7 +210,7 @@ class OpLine:
     # ------------------------------------------------------------------------------------------------- what lives, dies
 
     def _settle(self) -> list[str]:
-        """Define the results' variables, let go of what ends here; returns the names that go."""
+        """Define the results' variables, release what ends here; returns the names that go."""
         walk, frame, variables = self.walk, self.walk.frame, self.walk.variables
         names = walk.drop(self.mutated)
         for result in self.template.leaves:

@@ -1,4 +1,4 @@
-"""What generated code calls besides operators: views, composites, state changes, content that enters.
+"""What generated code calls besides operators: views, composites, state changes, imports of content.
 
 Each is a small object that holds everything it needs, so that the generated line stays `v3 = a7(v1)`.
 """
@@ -87,7 +87,7 @@ class PutTogether:
 
 
 class TakeApart:
-    """Gives the components of a composite result, in the captured form or not at all."""
+    """Returns the components of a composite result, in the captured form or not at all."""
 
     def __init__(self, form: str, parts: int) -> None:
         self._form, self._parts = form, parts
@@ -268,7 +268,7 @@ class SetGenerator:
 
 
 class SeedGenerator:
-    """A random generator whose captured state is not known takes one of its own, the same in every replay."""
+    """A random generator whose captured state is unknown takes one of its own, the same in every replay."""
 
     def __init__(self, generator: torch.Generator, seed: int) -> None:
         self._generator, self._seed = generator, seed

@@ -46,7 +46,7 @@ class Leaf(IntEnum):
     composite = 4  # (form, parts): a tensor made of component values
 
 
-# Gives a value out of a record's columns: (ints, first int slot, floats, first float slot).
+# Returns a value out of a record's columns: (ints, first int slot, floats, first float slot).
 Builder = Callable[[list[int], int, list[float], int], Any]
 
 

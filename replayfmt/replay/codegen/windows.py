@@ -1,4 +1,4 @@
-"""One window of a capture as straight-line Python: its text, its constants, what it takes in and hands on.
+"""One window of a capture as straight-line Python: its text, its constants, its inputs and outputs.
 
 `WindowText` collects lines and names while a window is being lowered; `Window` is the finished function. Text that was
 compiled before is not compiled again: two windows with the same text share one code object and differ in the constants
@@ -43,7 +43,7 @@ class Window:
     Variables are known by key: a tensor key, or minus the id of a storage for the storage itself. `inputs` are taken
     from what the windows before left, those in `consumed` are not needed after; `staged` enter before the call, and
     `hoisted` are views (key, key of the base, view) made before it; `dropped` are no longer needed once those are made.
-    `line_ordinals` gives the record of each line.
+    `line_ordinals` has the record of each line.
     """
 
     first_ordinal: int

@@ -75,7 +75,7 @@ class AllowedImports:
             self._libraries.provide(name, is_there)
 
     def callable(self, namespace: str, name: str) -> Callable[..., Any] | None:
-        """The function that a library the user named has under the name of an operator that nobody registered."""
+        """The function that a library the user named has under the name of an operator that is not registered."""
         return self._libraries.callable(namespace, name)
 
     def advice(self, namespace: str) -> str:

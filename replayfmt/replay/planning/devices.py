@@ -1,4 +1,4 @@
-"""Which device stands for which captured device, and which generator for which captured generator.
+"""The mapping of captured devices and generators to this machine's.
 
 Without a request the captured kinds and indices are used. A request maps captured accelerators in the order of their
 index; the host's own storages stay on the host unless the CPU is the only captured device.
@@ -34,7 +34,7 @@ class DeviceMap:
 
     @property
     def host_goes_to(self) -> torch.device | None:
-        """Where what was captured on the CPU is replayed, None where that is the CPU."""
+        """Where what was captured on the CPU is replayed, None if that is the CPU."""
         for captured, target in zip(self.captured, self.targets, strict=True):
             if captured is not None and captured.kind == "cpu" and target is not None and target.type != "cpu":
                 return target
@@ -49,7 +49,7 @@ class DeviceMap:
 def map_devices(captured: Sequence[Device | None], requested: Sequence[str]) -> tuple[DeviceMap, list[str]]:
     """The mapping and what stands against it, each finding a sentence that names the --device that would do.
 
-    `captured` is indexed by device id (0 unused). Raises UsageError where a request is no device of this machine.
+    `captured` is indexed by device id (0 unused). Raises UsageError if a request is not a device of this machine.
     """
     wanted = [_requested(text) for text in requested]
     accelerators = sorted(
@@ -140,7 +140,7 @@ def map_generators(
     """The generator that stands for each captured generator, by id; explicit ones are made here. With `elsewhere` the
     host's default one, which ops draw from that drew on another device, comes after them.
 
-    Random numbers of a CPU capture are always drawn on the CPU. None where a generator's numbers cannot be drawn on
+    Random numbers of a CPU capture are always drawn on the CPU. None if a generator's numbers cannot be drawn on
     the mapped device; a plan that needs one is refused.
     """
     made: list[torch.Generator | None] = []

@@ -1,4 +1,4 @@
-"""What the plan has to know of a signature before it meets the records that have it.
+"""Facts on a signature that the plan needs before it processes the records that have it.
 
 Everything that is the same for all records of one signature is found out here, once: which slots an op may write, which
 argument's metadata it may change, where it takes and gives addresses.

@@ -30,7 +30,7 @@ class ExternalFiles:
     """The files that a capture's ranges are in. Close it when no more runs follow."""
 
     def __init__(self, reader: CaptureReader, remaps: Sequence[str] = ()) -> None:
-        """`remaps` are CAPTURED=REPLAY texts. Raises UsageError where one is wrong or matches no file."""
+        """`remaps` are CAPTURED=REPLAY texts. Raises UsageError if one is wrong or matches no file."""
         self._reader = reader
         self._remaps = FileRemaps.parse(remaps)
         if self._remaps:
@@ -81,7 +81,7 @@ class ExternalFiles:
         )
 
     def check(self) -> None:
-        """Raises ReplayRefused where a file is not what it was when it was validated."""
+        """Raises ReplayRefused if a file is not what it was when it was validated."""
         findings = tuple(problem for opened in self._opened.values() if (problem := opened.changed()) is not None)
         if findings:
             raise ReplayRefused(
@@ -90,7 +90,7 @@ class ExternalFiles:
             )
 
     def problem(self, number: int) -> str | None:
-        """Why a range by id has no content here; None where it has."""
+        """Why a range by id has no content here; None if it has."""
         captured = self._range(number)
         if self._payload(captured) is not None or captured.file in self._opened:
             return None
@@ -100,7 +100,7 @@ class ExternalFiles:
         """A host storage that is a private map of a range by id: only pages that are touched are read, and writes stay
         in memory. `in_place`: the program used it as a map too, so it may be where the file has it.
 
-        None where the range is in the capture, or where its bytes are not where they should be in memory.
+        None if the range is in the capture, or where its bytes are not where they should be in memory.
         """
         captured = self._range(number)
         alignment = _MAP_ALIGNMENT if in_place else _ALIGNMENT
@@ -124,7 +124,7 @@ class ExternalFiles:
         return torch.frombuffer(view, dtype=torch.uint8).untyped_storage()
 
     def read_into(self, number: int, buffer: memoryview, offset: int) -> None:
-        """Fill `buffer` with a range's bytes from `offset` within it on. Raises ReplayRefused where they are gone."""
+        """Fill `buffer` with a range's bytes from `offset` within it on. Raises ReplayRefused if they are gone."""
         captured = self._range(number)
         payload = self._payload(captured)
         if payload is None:
@@ -173,7 +173,7 @@ class ExternalFiles:
         return opened
 
     def _payload(self, captured: FileRange) -> tuple[int, int] | None:
-        """Where the capture itself has a range's bytes: payload id and offset in it; None where it does not."""
+        """Where the capture itself has a range's bytes: payload id and offset in it; None if it does not."""
         if captured.payload:
             return captured.payload, 0
         whole = self._file(captured.file).payload

@@ -1,4 +1,4 @@
-"""What stands against replaying a capture here: everything that can be known before the first op runs.
+"""Findings: the reasons against replaying a capture here, as far as they are known before the first op runs.
 
 Each finding is one sentence that says what, how often, where first, and what to do. They are all collected; a strict
 plan refuses with the whole list.
@@ -39,7 +39,7 @@ class Findings:
         self.notes: list[str] = []
 
     def collect(self, *, unsupported: bool = True) -> None:
-        """Look at everything the scan saw; without `unsupported`, those records are somebody else's business."""
+        """Check everything the scan saw; without `unsupported`, those records are left to the caller."""
         if unsupported:
             self._unsupported()
         self._ops()
@@ -153,9 +153,9 @@ class Findings:
                         unavailable[device_type].append(number)
         if foreign_draws and "import" in self._reader.session.policies:
             # No content of an import is the program's, and nothing is compared: other random numbers are as good.
-            self.notes.append(f"{name} draws random numbers that the captured device would have drawn otherwise")
+            self.notes.append(f"{name} draws random numbers that the captured device would have drawn differently")
         elif foreign_draws:
-            self._refuse(foreign_draws, f"{name} draws random numbers that only the captured kind of device gives")
+            self._refuse(foreign_draws, f"{name} draws random numbers that only the captured kind of device can draw")
         for device_type, affected in unavailable.items():
             self._refuse(affected, f"{name} has no kernel for {device_type} in this torch")
 

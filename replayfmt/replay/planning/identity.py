@@ -1,6 +1,6 @@
 """Which tensor ids of a capture one variable of the replay can stand for.
 
-Ids tell tensors apart by storage, offset and metadata, and the metadata includes whether autograd tracked the tensor,
+Ids distinguish tensors by storage, offset and metadata, and the metadata includes whether autograd tracked the tensor,
 which means nothing below the dispatch level of a replay. So ids that differ in that alone share one key here. Keys are
 dense and count from 0 in order of first appearance; feeding the same frames in the same order gives the same keys.
 """
@@ -18,7 +18,7 @@ from replayfmt.format.reader import RecordFrame
 
 
 class TensorKeys:
-    """Gives out keys, frame by frame. Forgets a storage's keys once it is told that the storage is gone."""
+    """Assigns keys, frame by frame. Forgets a storage's keys once the storage is released."""
 
     def __init__(self, metas: Sequence[TensorMeta | None]) -> None:
         self._plain = _without_requires_grad(metas)

@@ -1,4 +1,4 @@
-"""What a replay needs of what an op calls. Operators are one kind of it; others follow.
+"""The kernel protocol: what a replay needs of the kernel that an op calls. Operators are one kind; others follow.
 
 Everything behind the plan asks a kernel, never the dispatcher: what it takes, what it reads and writes, how it is
 called.

@@ -1,4 +1,4 @@
-"""How much memory a replay takes at most, per device, where the system tells.
+"""The peak memory of a replay, per device, if the system reports it.
 
 On the CPU it is the resident set's high-water mark, which Linux lets a process reset; on CUDA the allocator's own.
 """
@@ -50,14 +50,16 @@ class MemoryWatch:
             )
         peak = _status_bytes("VmHWM") if not self._host_problem else None
         if peak is None or self._host_before is None:
-            return PeakMemory("cpu", None, None, self._host_problem or "this system does not tell the high-water mark")
+            return PeakMemory(
+                "cpu", None, None, self._host_problem or "this system does not report the high-water mark"
+            )
         # Linux counts a process's pages only roughly, and the mark in another way than what is resident now.
         return PeakMemory("cpu", max(peak, self._host_before), self._host_before, "resident set of the process")
 
 
 def host_memory_bytes() -> int | None:
     """How much memory this process can have at most: the machine's with its swap, or what its control group allows.
-    None where the system does not tell."""
+    None if the system does not report it."""
     try:
         fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
         total = sum(int(fields[name].split()[0]) * 1024 for name in ("MemTotal", "SwapTotal"))

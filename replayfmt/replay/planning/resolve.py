@@ -1,4 +1,4 @@
-"""Finding the operator a captured kernel names, in the torch that is here.
+"""Finds the operator that a captured kernel names, in the installed torch.
 
 Only the dispatcher is asked: a name in a file never causes an import of anything that the file chose. A schema that
 changed since the capture is accepted only where torch itself calls it backward compatible.
@@ -22,7 +22,7 @@ from .kernels import OperatorKernel, ResolvedKernel
 
 def resolve(kernel: Kernel, captured_torch: str | None, imports: AllowedImports | None = None) -> ResolvedKernel | str:
     """The operator for a captured kernel, or a sentence that says why there is none. `imports`: what the user allows to
-    be imported where the operator is not known."""
+    be imported where the operator is unknown."""
     named = kernel.qualified_name
     if kernel.kind is not KernelKind.operator:
         return f"{named} is a {kernel.kind.name} kernel; this version replays operators only"

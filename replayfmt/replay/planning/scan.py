@@ -67,7 +67,7 @@ class Scan:
 
     With `checks`, digest and host_read records count as uses of their tensor: a verifying replay needs it then. With
     `needed`, a mask over all records, only those of it count as uses.
-    `effects` gives an op signature's effects.
+    `effects` returns an op signature's effects.
     """
 
     def __init__(

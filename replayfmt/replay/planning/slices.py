@@ -1,6 +1,6 @@
-"""Which records a replay of some of a capture's ops needs: those ops, and what gave them their inputs.
+"""Which records a replay of some of a capture's ops needs: those ops, and the records that produce their inputs.
 
-One walk backwards over the records: an op belongs to a slice if it is asked for, or touches memory that a later one of
+One walk backwards over the records: an op belongs to a slice if it is requested, or touches memory that a later one of
 the slice uses; content that enters such memory does, too. Random numbers depend on all that were drawn before. Then
 one walk forwards, which finds the comparisons that a replay of the slice can make: those of memory that no op outside
 of the slice wrote.
@@ -26,8 +26,8 @@ _SLICED = (RecordKind.op, *_CONTENT, *_CHECKS)
 
 @dataclass(frozen=True)
 class Slice:
-    """`needed` has for each record whether it takes part; records that are no op, no content and no comparison always
-    do. `comparable`: how many digests, host reads and scalars there are to compare with."""
+    """`needed` has for each record whether it participates; records that are not ops, no content and no comparison
+    always do. `comparable`: how many digests, host reads and scalars there are to compare with."""
 
     needed: np.ndarray
     comparable: int

@@ -1,7 +1,7 @@
 """Where the records of a capture are cut into windows, each of which becomes one straight-line function.
 
 Cuts depend on what is near them, not on how far they are from the start of the capture, so that a step that is
-repeated is cut at the same places every time and its code has to be compiled only once. Scope boundaries come first,
+repeated is cut at the same places every time and its code must be compiled only once. Scope boundaries come first,
 the outermost ones before inner ones; without them a hash of the ops just before decides.
 """
 

@@ -2,8 +2,8 @@
 
 A storage that the program never freed stays allocated between runs; if anything in the capture writes it, its bytes
 are restored before each run, from the second run on out of a pristine copy beside it where that fits, else from where
-they came. Everything else is allocated and filled when its window comes, and dies with its last use. What stands in an
-external file and is never written is mapped, not read, where it stays on the host. None of it is timed.
+they came. Everything else is allocated and filled when its window comes, and dies with its last use. Content in an
+external file that is never written is mapped, not read, if it stays on the host. None of it is timed.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Content:
         return storage
 
     def missing(self, storage: int, source: ContentSource, version: int) -> str | None:
-        """Why there is no content to put into a storage, None where there is."""
+        """Why there is no content to put into a storage, None if there is."""
         if source.kind is ValueKind.payload:
             return None
         if source.kind is ValueKind.range:
@@ -82,7 +82,7 @@ class Content:
     def load(self, storage: int, source: ContentSource, version: int, target: torch.UntypedStorage) -> None:
         """Put content into the first bytes of a storage that is there: what the program wrote from outside.
 
-        Raises InvalidCapture where it does not fit, ReplayRefused where a file it stands in is not what it was.
+        Raises InvalidCapture if it does not fit, ReplayRefused if its file has changed.
         """
         length = self._length(source)
         if length is None:
@@ -108,7 +108,7 @@ class Content:
             fill_from(target, length, read)
 
     def _length(self, source: ContentSource) -> int | None:
-        """How long captured content is, in bytes; None where it is not captured."""
+        """How long captured content is, in bytes; None if it is not captured."""
         if source.kind is ValueKind.payload:
             return self._reader.payload_info(source.id).raw_bytes
         if source.kind is ValueKind.range:
@@ -151,7 +151,7 @@ class Content:
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Memory that could still be allocated on a device; None where that is not known."""
+    """Memory that could still be allocated on a device; None if that is unknown."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     if device.type != "cpu":

@@ -1,4 +1,4 @@
-"""Copies of the memory an op works on, so that it can be run without changing what the replay goes on with."""
+"""Copies of the memory an op works on, so that it can be run without changing what the replay continues with."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Running prepared windows: fresh state, the clock, the variables between windows, and failures that name their op.
 
-What surrounds a run is put back as it was, also when an op fails: numeric settings, random generators, Python's cyclic
+What surrounds a run is restored as it was, also when an op fails: numeric settings, random generators, Python's cyclic
 garbage collector.
 """
 
@@ -75,7 +75,7 @@ class RunClock:
         self._since = time.perf_counter_ns()
 
     def pause(self) -> None:
-        """What follows is no work of the capture."""
+        """The following is not work of the capture."""
         self._pauses += 1
         if self._pauses == 1:
             self._halt(self._timer.pause if self._timer is not None else None)
@@ -115,7 +115,7 @@ class RunClock:
         return self.elapsed_ns + (0 if self._pauses else time.perf_counter_ns() - self._since)
 
 
-# Told of each window before it runs, with the capture's path: for who wants to know where a process was that died.
+# Called with the capture's path and each window before it runs, to find out where a process died.
 before_window: Callable[[str, Window], None] | None = None
 
 
@@ -150,7 +150,7 @@ class Machine:
         """All windows. Only the ops count as time, not what is done between windows: staging content, and preparing
         the next window where that was not done before (`prepared` False).
 
-        Raises ReplayFailed where an op fails, StopReplay where the judge found the first divergence.
+        Raises ReplayFailed if an op fails, StopReplay if the judge found the first divergence.
         """
         self.values.clear()
         between = not prepared or on_progress is not None
@@ -194,7 +194,7 @@ class Machine:
             values.pop(key, None)
 
     def take(self, window: Window) -> list[Any]:
-        """A window's inputs; those that nobody needs after it are handed over altogether. KeyError: one is missing."""
+        """A window's inputs; those not needed afterwards are removed. KeyError: one is missing."""
         values = self.values
         return [
             values.pop(key) if consumed else values[key]
@@ -243,7 +243,7 @@ def _first_line(error: BaseException) -> str:
 
 @contextmanager
 def surroundings(settings: dict[str, Any], generators: Sequence[torch.Generator | None]) -> Iterator[None]:
-    """The state a capture's ops run in: below autograd, under its settings; all put back afterwards."""
+    """The state a capture's ops run in: below autograd, under its settings; all restored afterwards."""
     unique = [generator for generator in dict.fromkeys(generators) if generator is not None]
     states = [generator.get_state() for generator in unique]
     collects = gc.isenabled()

@@ -1,6 +1,6 @@
-"""One op apart from the others: run as often as wanted on the inputs it had, each time from the same memory.
+"""One op in isolation: run any number of times on its inputs, each time from the same memory.
 
-What the op may write is a copy that `restore` puts back, so that the replay around it goes on as if it had not run. Its
+What the op may write is a copy that `restore` restores, so that the replay around it goes on as if it had not run. Its
 inputs that it only reads are the replay's own.
 """
 
@@ -17,10 +17,10 @@ from .steps import Step, Touched
 
 
 class IsolatedOp:
-    """An op with its inputs, inside a replay that has reached it. Valid until the replay goes on.
+    """An op with its inputs, inside a replay that has reached it. Valid until the replay continues.
 
     `ordinal` and `signature` (an id of the capture) say which; `writes` whether it may change its inputs, so that calls
-    have to be kept apart by `restore`.
+    must be kept apart by `restore`.
     """
 
     def __init__(self, step: Step, touched: Touched, inputs: Sequence[Any]) -> None:
@@ -49,7 +49,7 @@ class IsolatedOp:
         self._arguments = moved(self._inputs, self._work)
 
     def call(self) -> list[Any]:
-        """Run the op once; what it gives is in the result until that is dropped. Raises whatever the op raises."""
+        """Run the op once; what it returns is in the result until that is dropped. Raises whatever the op raises."""
         return self._function(list(self._arguments), None)
 
     def result(self) -> Any:

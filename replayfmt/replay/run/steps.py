@@ -26,7 +26,7 @@ ONE_RECORD = WindowSize(least=1, most=1)
 class Touched:
     """What an op touches, as storage ids: of its arguments, those it may write, of its results.
 
-    `written_keys` are the tensors among its arguments that it may write; `fills` is False where it leaves the memory it
+    `written_keys` are the tensors among its arguments that it may write; `fills` is False if it leaves the memory it
     returns unwritten (the empty family).
     """
 
@@ -40,7 +40,8 @@ class Touched:
 
 @dataclass(frozen=True)
 class Step:
-    """One record. `op` is None for records that are no op; `storages` are those a record that is no op deals with."""
+    """One record. `op` is None for records that are not ops; `storages` are those a record that is not an op deals
+    with."""
 
     ordinal: int
     kind: RecordKind
@@ -64,7 +65,7 @@ def _storages(values: Iterable[Value]) -> Iterator[int]:
 class Steps:
     """Goes through the records of a scan made with ONE_RECORD windows.
 
-    Records that the scan does not need are passed over. The op at `result_of` gives its results as they are, instead
+    Records that the scan does not need are skipped. The op at `result_of` returns its results as they are, instead
     of variables.
     """
 

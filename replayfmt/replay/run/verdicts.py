@@ -51,7 +51,7 @@ class KeepGoing:
         self._absent: dict[int, str] = {}  # storages whose content is not there, with the reason
         self._writer: dict[int, int] = {}  # storage → ordinal of the op that wrote it last
         self._verdicts: dict[int, OpVerdict] = {}
-        self.left_out: list[str] = []  # what records that are no op did not do
+        self.left_out: list[str] = []  # what records that are not ops did not do
         self.result: Any = None  # what the last op returned, where its step returns results
 
     def run(self, steps: Iterable[Step], on_scope: OnScope | None) -> None:
@@ -119,11 +119,11 @@ class KeepGoing:
             return "refused", reason
         for storage in sorted(touched.reads):
             if storage in self._spoiled:
-                return "skipped", f"it needs what ordinal {self._spoiled[storage]} did not give"
+                return "skipped", f"it needs a result that ordinal {self._spoiled[storage]} did not produce"
             if storage in self._absent:
                 return "refused", self._absent[storage]
         if any(key not in self._machine.values for key in step.window.inputs):
-            return "skipped", "it needs a tensor that an earlier op did not give"
+            return "skipped", "it needs a tensor that an earlier op did not produce"
         return "ok", ""
 
     def _call(self, step: Step, on_scope: OnScope | None) -> None:
@@ -156,7 +156,7 @@ class KeepGoing:
                 self._machine.values.pop(key, None)
 
     def _other(self, step: Step, on_scope: OnScope | None) -> None:
-        """A record that is no op. Content that is imported again can be trusted again."""
+        """A record that is not an op. Content that is imported again can be trusted again."""
         usable = all(key in self._machine.values for key in step.window.inputs)
         if step.kind is RecordKind.storage_import:
             record = self._reader.record(step.ordinal)
@@ -171,7 +171,7 @@ class KeepGoing:
             usable = False
         if not usable:
             self._abandon(step)
-            self._leave_out(step, "it needs what is not there")
+            self._leave_out(step, "it needs content that is not available")
             return
         try:
             with suppress(StopReplay):

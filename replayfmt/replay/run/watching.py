@@ -1,4 +1,4 @@
-"""A replay that somebody watches: told of chosen ops right before and right after they run.
+"""A replay with an observer, which is called right before and right after chosen ops run.
 
 This is how content is taken out of a replay where it stands: the watcher is given the storages an op uses, and what the
 op returned. It looks and copies, and changes nothing.
@@ -21,7 +21,7 @@ from ..codegen.templates import Operand
 
 
 class Watcher(Protocol):
-    """Is told of the ops at the ordinals it watches. Settings and generators are those of the replay."""
+    """Is called for the ops at the ordinals it watches. Settings and generators are those of the replay."""
 
     def watches(self, ordinal: int) -> bool: ...
 
@@ -36,7 +36,7 @@ class Watcher(Protocol):
 
 
 def lower_watched(watcher: Watcher) -> Callable[[Lowering, int, int], None]:
-    """How to lower ops so that the watcher is told."""
+    """How to lower ops so that the watcher is called."""
 
     def lower(walk: Lowering, row: int, ordinal: int) -> None:
         template = walk.template(walk.frame.signatures[row]) if watcher.watches(ordinal) else None

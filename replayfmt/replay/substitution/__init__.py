@@ -1,1 +1,1 @@
-"""Kernels of the user in the place of captured ones: which calls they take, whether they are right, how they run."""
+"""Replacement of captured kernels with the user's: which calls they replace, whether they are correct, how they run."""

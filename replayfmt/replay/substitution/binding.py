@@ -41,7 +41,7 @@ def schema_signature(schema: torch.FunctionSchema) -> inspect.Signature:
 
 
 def check_binding(signature: inspect.Signature | None, schema: torch.FunctionSchema, what: str) -> None:
-    """Raises UsageError, beginning with `what`, where a function of this signature cannot stand for the schema."""
+    """Raises UsageError, beginning with `what`, if a function of this signature cannot stand for the schema."""
     if signature is None:
         return  # C code that does not say how it is called: the checked pass calls it
     for args, kwargs in _calls(schema):
@@ -63,7 +63,7 @@ def check_binding(signature: inspect.Signature | None, schema: torch.FunctionSch
 
 
 def _calls(schema: torch.FunctionSchema) -> list[tuple[list[str], dict[str, str]]]:
-    """Calls that the operator takes, with names in the place of values: everything, what is required, each by name."""
+    """Calls that the operator takes, with names in place of values: everything, what is required, each by name."""
     everything: tuple[list[str], dict[str, str]] = ([], {})
     required: tuple[list[str], dict[str, str]] = ([], {})
     skipped = False

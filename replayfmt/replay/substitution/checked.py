@@ -34,7 +34,7 @@ class SignatureCheck:
     """What a replacement did at the calls of one signature. `first` is the ordinal of the first call.
 
     `faults` are sentences about its behaviour (the first few, `fault_count` counts them all); `beyond` names the first
-    call with a value that was too far off, None where there is none; `worst` is the element that is farthest off of
+    call with a value that was too far off, None if there is none; `worst` is the element that is farthest off of
     all calls, `worst_place` the call's ordinal, and the result or argument.
     """
 
@@ -73,7 +73,7 @@ class SignatureCheck:
 
     def sentences(self) -> list[str]:
         """What is wrong, a full sentence each; none where all is well."""
-        about = f"{self.replacement} in the place of {self.signature}"
+        about = f"{self.replacement} in place of {self.signature}"
         found = [f"{about}: {fault}" for fault in self.faults]
         if self.beyond is not None:
             ordinal, where, close = self.worst_place
@@ -103,7 +103,7 @@ def distances(found: Distance) -> str:
 
 
 class Check:
-    """Puts a checked call in the place of every substituted one. `checks` has what was found, by signature."""
+    """Puts a checked call in place of every substituted one. `checks` has what was found, by signature."""
 
     def __init__(
         self,
@@ -193,7 +193,7 @@ class _CheckedCall:
             sides, len(site.kernel.schema.returns), clones, pristine, written, site.fills, check.tolerance
         )
         if any(not torch.equal(one, other) for one, other in zip(after, drawn, strict=True)):
-            judgement.faults.append("leaves a random generator in another state than the original")
+            judgement.faults.append("leaves a random generator in a different state from the original")
         if same_memory:
             judgement.faults.append("returns the same memory from two calls, so that one overwrites the other")
         if entered:
@@ -234,7 +234,7 @@ class _CheckedCall:
 
 
 def _modes() -> tuple[int, int, Any]:
-    """What of this thread's state is no setting: modes that are entered, and the stream that work is put on."""
+    """What of this thread's state is not a setting: modes that are entered, and the stream that work is put on."""
     stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
     return torch._C._len_torch_dispatch_stack(), torch._C._len_torch_function_stack(), stream
 

@@ -1,4 +1,5 @@
-"""Copies of a call's arguments for a second kernel: whole storages, so that what shares memory shares its copy too."""
+"""Copies of a call's arguments for a second kernel: whole storages, so that arguments which share memory also share the
+copy."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ class Tolerance:
 class Distance:
     """What was compared, and how far apart it was at most.
 
-    `largest_*` are over pairs of finite numbers; None where there is no such pair, of `ulp` also where the dtype has no
+    `largest_*` are over pairs of finite numbers; None if there is no such pair, of `ulp` also where the dtype has no
     such units, of `relative` where every expected number is zero. `different` counts elements that are not equal,
     `not_finite` those of them where only one is a number or they are different infinities, `beyond` those that are too
     far apart.
@@ -252,7 +252,7 @@ def double(values: torch.Tensor) -> torch.Tensor:
 
 
 def scale_of(expected: torch.Tensor, tolerance: Tolerance) -> float:
-    """The value that a tensor's relative tolerance applies to at the least: its root mean square, 0 where an absolute
+    """The value that a tensor's relative tolerance applies to at the least: its root mean square, 0 if an absolute
     tolerance is given."""
     return _root_mean_square(expected) if tolerance.absolute is None else 0.0
 
@@ -271,7 +271,7 @@ def _root_mean_square(expected: torch.Tensor) -> float:
     for part, _same in chunks(expected, expected):
         flat = torch.view_as_real(part).reshape(-1) if part.is_complex() else part
         values = double(flat)
-        values = values[values.abs() < huge]  # neither NaN nor infinite, nor in the place of an infinity
+        values = values[values.abs() < huge]  # neither NaN nor infinite, nor in place of an infinity
         largest = float(values.abs().max()) if values.numel() else 0.0
         if largest > 1e150:
             return largest  # squares would overflow, and the largest value is a bound as good as any

@@ -83,8 +83,8 @@ def judge(
     """Compare both sides of a call of an operator that has so many results.
 
     `written` names the arguments that the operator may write by its schema. `pristine` has copies of the storages of
-    operators whose schemas do not tell: what the original wrote shows by them. Without `fills` the values of results
-    mean nothing (memory that nobody wrote).
+    operators whose schemas do not declare writes: they show what the original wrote. Without `fills` the values of
+    results mean nothing (memory that was never written).
     """
     judgement = Judgement()
     labels = _Labels(clones)

@@ -36,7 +36,7 @@ _LONGEST_TRACEBACK = 40  # lines
 class Replacement:
     """A function that stands for kernels. `label` names it for people, `file` is where its code is, "" where unknown.
 
-    `signature` is how it can be called, None where Python does not know (functions written in C).
+    `signature` is how it can be called, None if Python does not know (functions written in C).
     """
 
     call: Callable[..., Any]
@@ -54,7 +54,7 @@ class Replacement:
         return found or (f"{self.file}:{self.line}" if self.file and self.line else self.file or self.label)
 
     def traceback_of(self, error: BaseException) -> tuple[str, ...]:
-        """An exception's traceback in lines, from where it came through this file first; empty where it did not.
+        """An exception's traceback in lines, from where it came through this file first; empty if it did not.
 
         Of what lies below, frames of other files are left out, the one that raised aside.
         """
@@ -78,7 +78,7 @@ class Library:
         return self._operator(name, told) if self._form == "torch-library" else self._function(name, told)
 
     def offer(self, kernel: Kernel) -> Replacement | None:
-        """What the file has under a kernel's own name, for `all`; None where it has nothing."""
+        """What the file has under a kernel's own name, for `all`; None if it has nothing."""
         base = kernel.name.rpartition("::")[2]
         if self._form == "torch-library":
             named = [name for name in self._operators if name.partition("::")[2].partition(".")[0] == base]
@@ -162,7 +162,7 @@ class Loader:
         self._loaded: dict[tuple[str, Format], Library] = {}
 
     def load(self, request: SubstitutionRequest) -> Library:
-        """The file of a request. Raises UsageError where it cannot be read or does not load."""
+        """The file of a request. Raises UsageError if it cannot be read or does not load."""
         assert request.format is not None
         path = os.path.realpath(request.path)
         self._readable(path, request)

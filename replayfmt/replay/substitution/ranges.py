@@ -1,4 +1,4 @@
-"""Which memory is whose: storages by the bytes they stand on.
+"""Storages by the address ranges they occupy.
 
 Two storages may stand on the same bytes (a tensor made from a numpy array does), so that neither their identity nor
 their first address tells. Storages are kept alive while they are known here: their memory is not given to others.
@@ -35,7 +35,7 @@ class MemoryLabels:
             self._longest = max(self._longest, storage.nbytes())
 
     def find(self, storage: torch.UntypedStorage) -> str | None:
-        """The label of the known storage that shares memory with this one; None where none does."""
+        """The label of the known storage that shares memory with this one; None if none does."""
         known = self._by_identity.get(storage._cdata)
         if known is not None:
             return known[1]

@@ -14,7 +14,7 @@ from .table import Substitutions
 
 
 class Replace:
-    """Puts the replacements in the place of the calls they are for."""
+    """Puts the replacements in place of the calls they are for."""
 
     def __init__(self, reader: CaptureReader, table: Substitutions, describe: Callable[[int], tuple[str, str]]) -> None:
         self._reader, self._table, self._describe = reader, table, describe

@@ -42,7 +42,7 @@ class Selector:
 
 @dataclass(frozen=True)
 class SubstitutionRequest:
-    """One substitution as it was asked for, by a file or by a function. `told` is what errors about it begin with."""
+    """One substitution as it was requested, by a file or by a function. `told` is what errors about it begin with."""
 
     selector: Selector
     told: str
@@ -54,13 +54,13 @@ class SubstitutionRequest:
 
 @dataclass(frozen=True)
 class Substitution:
-    """A Python function in the place of the kernels that `selector` (as on the command line) selects."""
+    """A Python function in place of the kernels that `selector` (as on the command line) selects."""
 
     selector: str
     function: Callable[..., Any]
 
     def request(self) -> SubstitutionRequest:
-        """Raises UsageError where the selector is none, or the function cannot be called."""
+        """Raises UsageError if the selector is none, or the function cannot be called."""
         told = f"Substitution({text_of('selector', self.selector)!r})"
         if not callable(self.function):
             raise UsageError(f"{told}: expected a function, got {type(self.function).__name__}")
@@ -120,7 +120,7 @@ def _split_format(left: str, told: str) -> tuple[str, Format | None]:
     if not at:
         return left, None
     if not form:
-        raise UsageError(f"{told}: the format is empty; expected {' or '.join(FORMATS)} behind the @")
+        raise UsageError(f"{told}: the format is empty; expected {' or '.join(FORMATS)} after the @")
     for known in FORMATS:
         if form == known:
             return left[:end] + head, known
@@ -130,7 +130,7 @@ def _split_format(left: str, told: str) -> tuple[str, Format | None]:
 def split_path(text: str) -> tuple[str, str | None]:
     """PATH and NAME of `PATH[:NAME]`: the longest beginning that is a file, else up to the last name that can be one.
 
-    NAME is None where none was given.
+    NAME is None if none was given.
     """
     if os.path.exists(text):
         return text, None
@@ -145,12 +145,12 @@ def split_path(text: str) -> tuple[str, str | None]:
 
 
 def infer_format(path: str, name: str, told: str) -> Format:
-    """The format of a file by its ending and by the name asked for. Raises UsageError where neither says it."""
+    """The format of a file by its ending and by the name asked for. Raises UsageError if neither says it."""
     if path.lower().endswith(_LIBRARY_ENDINGS):
         return "torch-library"
     if path.lower().endswith(".py"):
         return "torch-library" if "::" in name else "python"
     raise UsageError(
-        f"{told}: the format of {path!r} cannot be told from its name; put @python or @torch-library "
-        "behind the selector"
+        f"{told}: the format of {path!r} cannot be inferred from its name; put @python or @torch-library after "
+        f"the selector"
     )

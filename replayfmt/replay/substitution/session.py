@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from replayfmt.errors import ReplayMismatch, SubstitutionRejected
+from replayfmt.format.printable import counted
 from replayfmt.format.reader import CaptureReader
 
 from ..planning.devices import DeviceMap
@@ -51,13 +52,13 @@ class SubstitutionReport:
         """For people: a line for each signature."""
         calls = sum(check.calls for check in self.checks)
         lines = [
-            f"substituted: {_counted(calls, 'call')} of {_counted(len(self.checks), 'signature')}, "
-            + ("each checked against the original kernel" if self.ok else "NOT as the original kernels")
+            f"substituted: {counted(calls, 'call')} of {counted(len(self.checks), 'signature')}, "
+            + ("each checked against the original kernel" if self.ok else "NOT equivalent to the original kernels")
         ]
         for check in self.checks:
             state = "" if check.ok else "wrong: "
             lines.append(
-                f"  {check.signature} by {check.replacement}: {state}{_counted(check.calls, 'call')}, "
+                f"  {check.signature} by {check.replacement}: {state}{counted(check.calls, 'call')}, "
                 f"values {distances(check.distance)}"
             )
             lines += [f"    {fault}" for fault in check.faults]
@@ -106,10 +107,6 @@ def _worst_row(check: SignatureCheck) -> dict[str, Any] | None:
     }
 
 
-def _counted(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
-
-
 class Planned(Protocol):
     """What a session needs of the plan that it belongs to."""
 
@@ -132,11 +129,11 @@ class Planned(Protocol):
 
 
 class SubstitutionSession:
-    """A plan's substitutions. `replace` stands in the place of kernels in every run; `report` is None before the
+    """A plan's substitutions. `replace` stands in place of kernels in every run; `report` is None before the
     checked pass."""
 
     def __init__(self, plan: Planned, loaded: LoadedRequests, tolerance: Tolerance) -> None:
-        """Raises UsageError where what was asked for does not fit the capture."""
+        """Raises UsageError if what was requested does not fit the capture."""
         schemas = {
             number: kernel.schema for number, kernel in enumerate(plan.kernels) if isinstance(kernel, ResolvedKernel)
         }
@@ -150,7 +147,7 @@ class SubstitutionSession:
     def check(self, on_progress: Callable[[int], None] | None = None, *, again: bool = False) -> SubstitutionReport:
         """Run both kernels of every substituted call: once in the life of a plan, and once more with `again`.
 
-        Raises SubstitutionRejected where a replacement is wrong, ReplayFailed where one raises, ReplayMismatch where
+        Raises SubstitutionRejected if a replacement is wrong, ReplayFailed if one raises, ReplayMismatch if
         the original kernels do not even give the captured scalars.
         """
         if self.report is None:
@@ -163,7 +160,7 @@ class SubstitutionSession:
         if not self.report.ok:
             wrong = sum(not check.ok for check in self.report.checks)
             raise SubstitutionRejected(
-                f"{self._plan.reader.path}: the replacements of {_counted(wrong, 'signature')} "
+                f"{self._plan.reader.path}: the replacements of {counted(wrong, 'signature')} "
                 + (
                     "no longer do what the original kernels do, though they did at first"
                     if again

@@ -1,4 +1,4 @@
-"""Where a replay's code calls a kernel, as far as what is put in its place has to know.
+"""Call sites: the places where a replay's code calls a kernel, as a replacement sees them.
 
 Lowering makes a site for every op while something stands ready to take its place, and asks it for a call.
 """
@@ -21,8 +21,8 @@ class CallSite:
     """One op of a capture while its call is written.
 
     `metas` are the metadata ids of its argument tensors, `original` is what would be called, `wrap` puts a function
-    into the surroundings that the original is called in, `fills` is False where the op leaves the memory it returns
-    unwritten, `once` is True where what it does cannot be done twice.
+    into the surroundings that the original is called in, `fills` is False if the op leaves the memory it returns
+    unwritten, `once` is True if what it does cannot be done twice.
     """
 
     ordinal: int
@@ -39,7 +39,7 @@ class CallSite:
 
 
 class KernelStandIn(Protocol):
-    """Chooses what is called in the place of kernels."""
+    """Chooses what is called in place of kernels."""
 
     @property
     def reason(self) -> str:

@@ -1,4 +1,4 @@
-"""What a replacement's own code may rely on, which captured kernels do without.
+"""The surroundings that a replacement's own code may rely on, and captured kernels do not need.
 
 A replay hides PyTorch's Python dispatch from itself: captured kernels are below it. Code of the user may need it: a
 function compiled by torch.compile does, so do tensor subclasses. It is let in once around a whole run, with the

@@ -38,14 +38,14 @@ class KernelCall:
     signature: str
 
 
-# Gives the function to run in the place of a call, None for the original.
+# Returns the function to run in place of a call, None for the original.
 Decide = Callable[[KernelCall], Callable[..., Any] | None]
 Asked = Sequence[str | Substitution] | Decide
 
 
 @dataclass(frozen=True)
 class LoadedRequests:
-    """What was asked for, with its files loaded; `decide` is the callback where one decides."""
+    """What was requested, with its files loaded; `decide` is the callback where one decides."""
 
     requests: tuple[tuple[SubstitutionRequest, Library | None], ...] = ()
     decide: Decide | None = None
@@ -55,7 +55,7 @@ class LoadedRequests:
 
 
 def load(asked: Asked) -> LoadedRequests:
-    """Read and load what was asked for. Raises UsageError."""
+    """Read and load what was requested. Raises UsageError."""
     if callable(asked):
         return LoadedRequests(decide=asked)
     if isinstance(asked, str):
@@ -64,14 +64,16 @@ def load(asked: Asked) -> LoadedRequests:
     for each in items_of("substitutions", asked, "a list of them, or a function that decides"):
         if not isinstance(each, str | Substitution):
             raise UsageError(
-                f"substitutions: {type(each).__name__} is none; expected Substitution(selector, function) "
+                f"substitutions: {type(each).__name__} is not one; expected Substitution(selector, function) "
                 "or a text as on the command line"
             )
         requests.append(each.request() if isinstance(each, Substitution) else parse_request(each))
     if len(requests) > 1:
         for request in requests:
             if request.selector.everything:
-                raise UsageError(f"{request.told}: all stands alone; it was given with {len(requests) - 1} other(s)")
+                raise UsageError(
+                    f"{request.told}: all must be the only selector; it was given with {len(requests) - 1} other(s)"
+                )
     _refuse_repeated(requests)
     loader = Loader()
     return LoadedRequests(
@@ -129,7 +131,7 @@ class Substitutions:
             self._ask(loaded.decide)
 
     def find(self, signature_id: int, metas: tuple[int, ...], ordinal: int) -> Replacement | None:
-        """What stands for a call, None where nothing does."""
+        """What stands for a call, None if nothing does."""
         found = self._by_kernel.get(self._kernel_of[signature_id])
         if found is None and self._by_key:
             found = self._by_key.get((signature_id, metas))
@@ -138,7 +140,7 @@ class Substitutions:
         return found
 
     def at(self, ordinal: int) -> Replacement | None:
-        """What stands for the record at an ordinal, None where it is no substituted call."""
+        """What stands for the record at an ordinal, None if it is not a substituted call."""
         frame = self._reader.frame(self._reader.frame_of(ordinal))
         row = ordinal - frame.first_ordinal
         number = int(frame.signature[row])
@@ -243,7 +245,7 @@ class Substitutions:
     def _check(self, told: str, number: int, replacement: Replacement) -> None:
         kernel = self._kernel(number)
         schema = self._schemas.get(number)
-        if schema is not None:  # without it the plan is refused: the original has to be here to judge by
+        if schema is not None:  # without it the plan is refused: the original must be here to judge by
             check_binding(
                 replacement.signature, schema, f"{told}: {replacement.label} cannot stand for {kernel.qualified_name}"
             )
@@ -275,7 +277,7 @@ class Substitutions:
             self._nothing(request)
 
     def _take(self, request: SubstitutionRequest, ops: KeyedOps, replacement: Replacement, *, each: bool) -> None:
-        """Calls of a key: all of them, or with `each` those given. Raises UsageError where one is taken already."""
+        """Calls of a key: all of them, or with `each` those given. Raises UsageError if one is taken already."""
         others = [self._key_owner.get(ops.key)]
         if each:
             others += [self._ordinal_owner.get(ordinal) for ordinal in ops.ordinals.tolist()]
@@ -314,7 +316,7 @@ class Substitutions:
                 continue
             if not callable(function):
                 raise UsageError(
-                    f"substitutions: the callback gave a {type(function).__name__} for ordinal {ordinal} "
+                    f"substitutions: the callback returned a {type(function).__name__} for ordinal {ordinal} "
                     f"({text}); expected a function, or None for the original"
                 )
             key = (ops.kernel, id(function))

@@ -1,4 +1,4 @@
-"""The element of a replacement's result that is farthest off, with what the original has there.
+"""The element of a replacement's result that is farthest off, with the original's value.
 
 Looked for only where elements are known to be too far off, so that checking a right kernel costs nothing more.
 """

@@ -67,7 +67,7 @@ class _Choice:
 
 @dataclass
 class _Sought:
-    """Content that is wanted, and what is known of it. `dtype` is None where its uses do not agree on one; `whole` is
+    """Content that is wanted, and what is known of it. `dtype` is None if its uses do not agree on one; `whole` is
     the request for all of the storage, once it was needed."""
 
     entrance: Entrance
@@ -79,7 +79,7 @@ class _Sought:
 
     @property
     def role(self) -> Role | None:
-        """None where uses do not tell."""
+        """None if uses do not tell."""
         return self.demand.role if isinstance(self.demand, Demand) else None
 
 
@@ -150,11 +150,11 @@ class Synthesis:
         return " and ".join(parts)
 
     def missing(self, storage: int, version: int) -> str | None:
-        """Why a storage cannot be filled, None where it can be, or need not."""
+        """Why a storage cannot be filled, None if it can be, or need not."""
         return self._refused.get((storage, version))
 
     def fill(self, storage: int, version: int, target: torch.UntypedStorage) -> None:
-        """Put content into a storage. Does nothing where none is needed. Raises ReplayRefused where its initializer
+        """Put content into a storage. Does nothing if none is needed. Raises ReplayRefused if its initializer
         fails."""
         choice = self._choices.get((storage, version))
         if choice is None:
@@ -212,7 +212,7 @@ class Synthesis:
             )
 
     def _demand(self, storage: int) -> Demand | Conflict | None:
-        """What all uses of a storage ask together, None where one of them is not understood."""
+        """What all uses of a storage ask together, None if one of them is not understood."""
         return self._constants.get(storage) or _demanded(self._uses.of(storage))
 
     def _find_constants(self, entrances: list[Entrance]) -> None:
@@ -230,7 +230,7 @@ class Synthesis:
         for number in (1, 0) if unsure else ():
             contents = decided | dict.fromkeys(unsure, Range(number, number))
             if IndexRanges(self._reader, self._uses.calls, contents, self._uses.asking(unsure)).holds:
-                why = f"computed with, and {number} is good for every use"
+                why = f"used in arithmetic, and {number} is valid for every use"
                 self._constants = dict.fromkeys(unsure, Demand(Role.bounded, number, number, why=why))
                 return
 
@@ -242,13 +242,13 @@ class Synthesis:
         return f"{dtype}{list(tensor.sizes)}, {first.label} of {first.op}"
 
     def _seek(self, entrance: Entrance) -> _Sought:
-        """What is known of content that is wanted. Raises Wrong where its recipe is impossible."""
+        """What is known of content that is wanted. Raises Wrong if its recipe is impossible."""
         found, demand = self._uses.of(entrance.storage), self._demand(entrance.storage)
         recipe = self._recipe(entrance)
         return _Sought(entrance, found, demand, recipe, self._dtype(entrance, found, recipe))
 
     def _offer(self, initializer: Initializer, sought: _Sought) -> None:
-        """Take an initializer if it matches. Raises Wrong where what it makes is no good."""
+        """Take an initializer if it matches. Raises Wrong if what it makes is no good."""
         if initializer.whole:
             if sought.dtype is None or not initializer.matches_content(sought.dtype, sought.role):
                 return
@@ -276,7 +276,7 @@ class Synthesis:
         return None
 
     def _dtype(self, entrance: Entrance, found: list[FoundUse], recipe: Recipe | None) -> torch.dtype | None:
-        """The dtype of a storage as a whole, None where its uses do not agree on one."""
+        """The dtype of a storage as a whole, None if its uses do not agree on one."""
         if recipe is not None:
             return TORCH_DTYPE.get(recipe.dtype)
         dtypes = {each.tensor.dtype for each in found if each.tensor.storage == entrance.storage}
@@ -401,7 +401,7 @@ class Synthesis:
         elif dtype is None:
             why, example = "ops read it as different dtypes", found[0]
         else:
-            return f"no initializer is for {dtype}; give one with --replay-initializer=FILE.py"
+            return f"there is no initializer for {dtype}; give one with --replay-initializer=FILE.py"
         direct = next((each for each in [example, *found] if each.view is not None), None)
         if direct is None:
             return f"{why}; give one with --replay-initializer=FILE.py that is for its dtype"
@@ -424,7 +424,7 @@ def _unsaved_states(reader: CaptureReader, scan: Scan) -> int:
 
 
 def _own_demand(found: FoundUse) -> Demand | None:
-    """What a use asks of the content itself, None where that is not known."""
+    """What a use asks of the content itself, None if that is unknown."""
     if found.demand is None or (not found.followed and found.demand.role is not Role.number):
         return None
     return pull_back(found.demand, found.steps) if found.followed else found.demand
@@ -441,7 +441,7 @@ def _only_computed(found: list[FoundUse]) -> bool:
 
 
 def _demanded(found: list[FoundUse]) -> Demand | Conflict | None:
-    """What all uses ask together, None where one of them is not understood."""
+    """What all uses ask together, None if one of them is not understood."""
     demands = [_own_demand(each) for each in found]
     known = [each for each in demands if each is not None]
     if len(known) < len(demands):

@@ -15,7 +15,7 @@ from replayfmt.pytorch.tensors.dtypes import TORCH_DTYPE, TORCH_LAYOUT, TORCH_ME
 
 from ..planning.kernels import ResolvedKernel
 
-# An op that takes a list of tensors is asked for once for each of them.
+# An op that takes a list of tensors is requested once for each of them.
 _RECENT = 32
 
 
@@ -59,7 +59,7 @@ class CapturedCalls:
         )
 
     def info(self, storage: int, meta: TensorMeta, offset: int) -> TensorInfo:
-        """A tensor. Raises KeyError where this torch does not know its dtype."""
+        """A tensor. Raises KeyError if this torch does not know its dtype."""
         device = self._reader.devices[meta.device]
         return TensorInfo(storage, TORCH_DTYPE[meta.dtype], meta.sizes, meta.strides, offset, str(device or ""))
 

@@ -1,4 +1,5 @@
-"""What the capture tells of a tensor's content before anything runs, for initializers that have to fit it."""
+"""What the capture says about a tensor's content before anything runs, for initializers that must be consistent with
+it."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ class CapturedContent:
         self._reader, self._scan, self._files = reader, scan, files
 
     def __call__(self, info: TensorInfo) -> torch.Tensor | None:
-        """None where an op produced the tensor or may have written it, or where its content was not captured."""
+        """None if an op produced the tensor or may have written it, or where its content was not captured."""
         if not info.storage:
             return None
         born = self._reader.storage(info.storage)

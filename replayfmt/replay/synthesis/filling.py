@@ -1,4 +1,4 @@
-"""Calling one initializer, and looking at what it gives before anything uses it."""
+"""Calls one initializer, and checks its result before anything uses it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Wrong(Exception):
 
 
 def called(initializer: Initializer, request: Request) -> Any:
-    """What an initializer gives. Raises Wrong where it raises."""
+    """What an initializer gives. Raises Wrong if it raises."""
     # Whatever it draws from PyTorch's generator is the same every time, and no draw of the replay's.
     generator = torch.default_generator
     state = generator.get_state()
@@ -35,13 +35,13 @@ def called(initializer: Initializer, request: Request) -> Any:
 
 
 def by_label(initializer: Initializer, request: Request, content: Any) -> dict[str, torch.Tensor]:
-    """What an initializer gave, by label. Raises Wrong where that is not what was wanted."""
+    """What an initializer gave, by label. Raises Wrong if that is not what was wanted."""
     if not initializer.joint:
         content = {request.label: content}
     if not isinstance(content, Mapping) or set(content) != set(request.wanted):
         got = sorted(map(str, content)) if isinstance(content, Mapping) else type(content).__name__
         raise Wrong(
-            f"initializer {initializer.name} gave {got}; a joint one gives a mapping with exactly "
+            f"initializer {initializer.name} gave {got}; a joint one returns a mapping with exactly "
             f"{sorted(request.wanted)}"
         )
     return dict(content)

@@ -1,7 +1,7 @@
 """Whether a constant is safe content where the program computes indices from it in ways that cannot be followed back.
 
 Goes through the ops forward with the range of every integer tensor: what the constant makes of masks that are counted,
-of tokens that are kept or replaced. Ranges are of whole storages, in one dtype. What is not known has no range, and
+of tokens that are kept or replaced. Ranges are of whole storages, in one dtype. What is unknown has no range, and
 satisfies nothing.
 """
 
@@ -40,7 +40,7 @@ Known = Callable[[Any], Range | None]
 
 class IndexRanges:
     """One walk: `contents` are the ranges of storages whose content is decided; `asking` says which arguments of which
-    ops have to be within bounds. `holds` is whether all of them are."""
+    ops must be within bounds. `holds` is whether all of them are."""
 
     def __init__(
         self, reader: CaptureReader, calls: CapturedCalls, contents: Mapping[int, Range], asking: Asking
@@ -147,7 +147,7 @@ _PLACES = {
 
 
 def result_range(call: Call, known: Known, index: int) -> Range | None:
-    """The range of an integer result, None where it is not known. In place it is that of what is written."""
+    """The range of an integer result, None if it is unknown. In place it is that of what is written."""
     base = base_name(call.name)
     place = _PLACES.get(base)
     if place is not None and (index == place[0]):

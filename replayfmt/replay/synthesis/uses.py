@@ -59,7 +59,7 @@ Asking = Mapping[Shapes, Sequence[tuple[int, Demand]]]
 class Way:
     """How a storage came by content: that of storage `origin`, after `steps`, or not `followed`.
 
-    `here` is the tensor whose elements are those of the tensor `there` on the origin, in order; None where no one is.
+    `here` is the tensor whose elements are those of the tensor `there` on the origin, in order; None if no one is.
     """
 
     origin: int
@@ -71,7 +71,7 @@ class Way:
 
 @dataclass(frozen=True)
 class FoundUse:
-    """One use of a storage's content, with what it asks of what the op reads (None where that is not known)."""
+    """One use of a storage's content, with what it asks of what the op reads (None if that is unknown)."""
 
     ordinal: int
     op: str
@@ -261,7 +261,7 @@ class Uses:
         )
 
     def _write(self, storage: int, tensor: TensorInfo, ways: set[Way]) -> None:
-        """A storage has other content in the place of a tensor."""
+        """A storage has other content in place of a tensor."""
         before = self._ways.get(storage, set())
         length = self._reader.storage(storage).bytes if storage else 0
         if dense(tensor) and tensor.elements * tensor.dtype.itemsize == length and not tensor.offset:

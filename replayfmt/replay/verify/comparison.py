@@ -65,7 +65,7 @@ class Where:
 class Judge:
     """Compares, counts and keeps what differs. One belongs to a plan and is reset for every replay.
 
-    `describe` gives the name of what a record does and the path of its scope.
+    `describe` returns the name of what a record does and the path of its scope.
     """
 
     def __init__(self, clock: Pausable, describe: Callable[[int], tuple[str, str]]) -> None:
@@ -90,7 +90,7 @@ class Judge:
             raise StopReplay
 
     def scalar(self, where: Where, expected: Any, got: Any, *, read: bool) -> None:
-        """Compare a result that is no tensor. `read`: the program got it, so it left the device."""
+        """Compare a result that is not a tensor. `read`: the program got it, so it left the device."""
         if not self.compares_scalars:
             return
         self.verification.scalars += read
@@ -117,7 +117,7 @@ class Judge:
 
 
 class CheckScalar:
-    """Called with a result that is no tensor; compares it with the captured one."""
+    """Called with a result that is not a tensor; compares it with the captured one."""
 
     __slots__ = ("_expected", "_judge", "_read", "_where")
 
@@ -141,7 +141,7 @@ class CheckDigest:
 
 
 def digests_differ(expected: TensorDigest, got: TensorDigest, dtype: DType) -> tuple[str, str] | None:
-    """What is not close between two digests of one dtype, as (expected, got); None where all is."""
+    """What is not close between two digests of one dtype, as (expected, got); None if all is."""
     tolerance = TOLERANCE.get(dtype)
     if tolerance is None:
         return _summary(expected), _summary(got)  # integers, bools and patterns: only the hash counts
@@ -172,7 +172,7 @@ def _scale(digest: TensorDigest, largest: float) -> float:
 
 
 def sample_distance(expected: TensorDigest, got: TensorDigest) -> str | None:
-    """How far two samples are apart, for people; None where they cannot be compared."""
+    """How far two samples are apart, for people; None if they cannot be compared."""
     if len(expected.sample) != len(got.sample) or not expected.sample:
         return None
     pairs = list(zip(expected.sample, got.sample, strict=True))
@@ -234,7 +234,7 @@ def _scalar_distance(expected: Any, got: Any) -> str | None:
 
 
 def environment_differences(session: Session, devices: DeviceMap) -> list[str]:
-    """Why results of this machine need not equal the captured ones bit for bit; empty where they should."""
+    """Why results of this machine need not equal the captured ones bit for bit; empty if they should."""
     here = session_fields()
     differences = []
 
@@ -257,7 +257,7 @@ def environment_differences(session: Session, devices: DeviceMap) -> list[str]:
             compare(f"{captured}:", f"{captured.name} {captured.fingerprint}", f"{present.name} {present.fingerprint}")
     elsewhere = session.policies.get(TRIMMED_ELSEWHERE)
     if elsewhere is not None:
-        differences.append(f"what it was trimmed from was replayed elsewhere ({elsewhere})")
+        differences.append(f"its content comes from a replay on another machine ({elsewhere})")
     captured_threads = session.settings.get("num_threads")
     if captured_threads is not None:
         compare("threads", captured_threads, torch.get_num_threads())

@@ -1,4 +1,4 @@
-"""Running operators twice, on memory that holds other bytes each time: what of their results no replay reproduces.
+"""Runs operators twice, on memory with different prior content, to find the results that no replay reproduces.
 
 Both runs have the same arguments, on copies, and the same state of the random generators. A byte of a result that shows
 what the memory held before is one that the kernel left unwritten; a word that is an address in both is an address of
@@ -45,7 +45,7 @@ class OpaqueFound:
 
 
 class RunTwice:
-    """Stands in for kernels, which then run twice on copies before they do what they are to do.
+    """Replaces kernels, which then run twice on copies before their actual call.
 
     `ordinals` are the ops to look at, None for all. With `patience_s` the replay is stopped after that many seconds,
     and where enough was found. `opaque` has what was found of single results, `unsteady` the ops that differ otherwise,
@@ -199,7 +199,7 @@ def _new_memory_filled(fill: int, lengths: dict[torch.device, list[int]]) -> Ite
 
 
 def _dirty(storages: list[torch.UntypedStorage], fill: int) -> None:
-    """Fill storages before they are let go of."""
+    """Fill storages before they are release."""
     for storage in storages:
         byte_tensor(storage).fill_(fill)
 
@@ -210,7 +210,7 @@ def _elements(tensor: torch.Tensor) -> np.ndarray:
 
 
 def _explained(one: np.ndarray, other: np.ndarray, unequal: np.ndarray) -> str | None:
-    """Why two runs may differ in these bytes; None where that is chance."""
+    """Why two runs may differ in these bytes; None if that is chance."""
     unwritten = (one == _FILLS[0]) & (other == _FILLS[1])
     rest = unequal & ~unwritten
     if not rest.any():
@@ -236,7 +236,7 @@ def _mapped() -> tuple[np.ndarray, np.ndarray]:
 
 
 def _difference(one: torch.Tensor, other: torch.Tensor) -> str | None:
-    """How far two results of one op are apart; None where they are equal as numbers."""
+    """How far two results of one op are apart; None if they are equal as numbers."""
     unequal = (one != other) & ~(one.isnan() & other.isnan())
     count = int(unequal.sum())
     if not count:

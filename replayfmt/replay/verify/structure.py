@@ -1,4 +1,4 @@
-"""Checking that an op's results have the shape they had: how many, what dtype, sizes, strides, what memory.
+"""Checks that an op's results have their captured structure: number, dtypes, sizes, strides, memory.
 
 Part of a verifying replay. Also memory identity is compared: a result that shares its storage with an argument in the
 capture has to share it in the replay, and one that does not must not.
@@ -24,7 +24,7 @@ Memories = dict[int, dict[int, int]]
 
 @dataclass(frozen=True)
 class Expected:
-    """One tensor result. `shares` is the index of an argument tensor on the same storage, None where there is none.
+    """One tensor result. `shares` is the index of an argument tensor on the same storage, None if there is none.
 
     `storage` is the captured storage's id: no argument tensor that was on another one may share memory with it.
     """
@@ -78,7 +78,7 @@ class ExpectResults:
         return returned
 
     def _memories(self, args: tuple[torch.Tensor, ...]) -> Memories:
-        """Of each argument that tells something about memory its captured storage and index, by its memory."""
+        """The captured storage and index of each argument with memory, by its memory."""
         memories: Memories = {}
         if not self._sizes_only:
             for position, (storage, tensor) in enumerate(zip(self._storages, args, strict=True)):

@@ -1,7 +1,7 @@
-"""What a script has to do, in order, collected where a trimmed capture's records would be written.
+"""The actions of a script, in order, collected in place of writing a trimmed capture's records.
 
-`ScriptEvents` takes the place of a `Copier`: it is told the same things, and keeps them under the ids that the capture
-itself has, so that a script names tensors as a dump of the capture does.
+`ScriptEvents` replaces a `Copier`: it receives the same calls, and keeps them under the ids that the capture itself
+has, so that a script names tensors as a dump of the capture does.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Draw:
 
 @dataclass(frozen=True)
 class Remark:
-    """Something to say about what follows."""
+    """A remark on the following lines."""
 
     text: str
 
@@ -73,7 +73,7 @@ Event = ScriptOp | ScriptSettings | Load | Resize | Draw | Remark
 
 @dataclass(frozen=True)
 class Input:
-    """A storage that is there before the first op. `data` is a key of Events.data, None: to be synthesized."""
+    """A storage that exists before the first op. `data` is a key of Events.data, None: to be synthesized."""
 
     storage: int
     length: int
@@ -81,7 +81,7 @@ class Input:
 
 
 class Data:
-    """Stands for a writer: keeps content under numbers from 1, the same content once."""
+    """Replaces a writer: keeps content under numbers from 1, the same content once."""
 
     def __init__(self) -> None:
         self.by_number: dict[int, bytes] = {}
@@ -96,7 +96,7 @@ class Data:
 
 @dataclass
 class ScriptEvents:
-    """Everything in order. Raises ReplayRefused where it is told something that no script can do."""
+    """Everything in order. Raises ReplayRefused for an event that a script cannot express."""
 
     reader: CaptureReader
     events: list[Event] = field(default_factory=list)

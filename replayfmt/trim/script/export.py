@@ -1,7 +1,7 @@
-"""A few ops of a capture as one Python file that needs torch alone: to read, to run, to change.
+"""A few ops of a capture as one Python file that needs only torch: to read, to run, to change.
 
-The inputs are synthesized from a seed, or taken out of a verified replay and written to a safetensors file beside the
-script. Then the script also knows what the ops gave, and says whether they still do.
+The inputs are synthesized from a seed, or taken from a verified replay and written to a safetensors file beside the
+script. In the latter case the script also knows the ops' results, and reports whether they are reproduced.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ from .file import ScriptFile
 from .text import BodyWriter, ScriptBody
 from .values import ALWAYS_STATED
 
-MOST_OPS = 2000  # of a script; beyond that nobody reads it
+MOST_OPS = 2000  # of a script; a longer one is unreadable
 
 
 @dataclass(frozen=True)
 class ScriptResult:
-    """What was written. `verified` is empty where nothing was replayed."""
+    """What was written. `verified` is empty if nothing was replayed."""
 
     path: str
     ops: int
@@ -65,8 +65,8 @@ def synthesized_script(
     allow_incomplete: bool = False,
     on_prediction: Callable[[Prediction], None] = lambda prediction: None,
 ) -> ScriptResult:
-    """Write a script that makes its inputs up. Raises UsageError, OutputExists, ReplayRefused for what no script can
-    do."""
+    """Write a script that synthesizes its inputs. Raises UsageError, OutputExists, ReplayRefused for ops that a script
+    cannot express."""
     refuse_incomplete(reader, allow_incomplete)
     with _outputs(reader, force, out) as (partial,):
         kept = _resolved(reader, wanted)
@@ -88,8 +88,8 @@ def script_with_data(
     force: bool = False,
     on_prediction: Callable[[Prediction], None] = lambda prediction: None,
 ) -> ScriptResult:
-    """Write a script and its inputs, which a verified replay gives. Raises what `trim_capture` raises, and
-    ReplayRefused for what no script can do."""
+    """Write a script and its inputs from a verified replay. Raises what `trim_capture` raises, and ReplayRefused for
+    ops that a script cannot express."""
     reader = plan.reader
     with _outputs(reader, force, out, data) as (partial, partial_data):
         while True:  # each time more results are known that hold bytes no replay reproduces
@@ -104,7 +104,7 @@ def script_with_data(
             if not plan.learn(twice) and (divergence is None or not plan.find_opaque(divergence.seen_at + 1)):
                 break
         if divergence is not None:
-            raise ReplayMismatch(f"{reader.path}: its replay differs from what was captured: {divergence}")
+            raise ReplayMismatch(f"{reader.path}: its replay differs from the capture: {divergence}")
         watcher.finish()
         arrays = _write(
             partial, out, events, schedule, kept, wanted, data, watcher.hashes, numbers=not plan.synthesis.reason
@@ -116,7 +116,7 @@ def script_with_data(
 
 
 class _Hashing(Materializer):
-    """Also keeps a hash of every result that each replay gives, by ordinal and slot."""
+    """Also keeps a hash of every reproducible result, by ordinal and slot."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -130,7 +130,7 @@ class _Hashing(Materializer):
 
 
 def _hash(tensor: torch.Tensor) -> str:
-    """What the script computes of a tensor, too: SHA-256 of its elements in row-major order."""
+    """The hash that the script computes too: SHA-256 of a tensor's elements in row-major order."""
     return hashlib.sha256(row_major_bytes(tensor)).hexdigest()
 
 
@@ -145,7 +145,7 @@ def _resolved(reader: CaptureReader, wanted: Wanted) -> Kept:
 
 
 def _changes(reader: CaptureReader) -> Callable[[Record], set[int]]:
-    """Which arguments an op gives other metadata in place."""
+    """The arguments whose metadata an op changes in place."""
 
     def changes(record: Record) -> set[int]:
         kernel = reader.kernels[record.signature.kernel]
@@ -161,7 +161,7 @@ def _changes(reader: CaptureReader) -> Callable[[Record], set[int]]:
 
 
 def _settings(schedule: Schedule) -> dict[str, Any]:
-    """The settings that a new process does not have by itself, as far as can be told, and some that are always said."""
+    """The settings that differ from a new process's, as far as is known, and some that are always listed."""
     here = read_settings()
     return {
         name: value
@@ -184,7 +184,7 @@ def _write(
 ) -> list[Array]:
     """Write the script; returns what its data file has to hold."""
     body: ScriptBody = BodyWriter(events, _changes(events.reader)).write()
-    if data is None:  # what a generator's state was is not known; whatever draws is seeded
+    if data is None:  # the generator's state is unknown, so it is seeded
         body.generators.update(
             number for number, each in enumerate(events.reader.generators) if each is not None and each.default
         )
@@ -199,7 +199,7 @@ def _write(
 def _outputs(reader: CaptureReader, force: bool, *paths: str) -> Iterator[list[str]]:
     """`.partial` names for new files, which get their names once everything inside has succeeded."""
     if len({os.path.realpath(path) for path in (*paths, reader.path)}) <= len(paths):
-        raise UsageError(f"{', '.join(paths)}: the capture, the script and its data have to be different files")
+        raise UsageError(f"{', '.join(paths)}: the capture, the script and its data must be different files")
     for path in paths:
         check_place(path, force)
     partials = [f"{path}.partial" for path in paths]

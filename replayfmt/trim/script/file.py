@@ -1,4 +1,4 @@
-"""The frame around a script's ops: what it says of itself, its inputs, and the loop that times it."""
+"""The frame around a script's ops: its description, its inputs, and the timing loop."""
 
 from __future__ import annotations
 
@@ -100,8 +100,8 @@ if __name__ == "__main__":
 
 
 class ScriptFile:
-    """Puts a script together. `hashes` are what results should be, by ordinal and slot; `numbers` says whether those
-    that the capture holds are what these inputs give."""
+    """Builds a script. `hashes` are the expected results, by ordinal and slot; `numbers` says whether captured numbers
+    are results of these inputs."""
 
     def __init__(
         self,
@@ -118,7 +118,7 @@ class ScriptFile:
         self._inputs = [each for each in events.inputs if each.storage in used]
 
     def arrays(self) -> list[Array]:
-        """What the data file holds."""
+        """The contents of the data file."""
         data = self._events.writer.by_number
         arrays = []
         for each in self._inputs:
@@ -141,9 +141,9 @@ class ScriptFile:
             "#!/usr/bin/env python3",
             f"# {kept.ops} op{'s' if kept.ops > 1 else ''} of a capture ({comment(wanted.text)}), from ordinal "
             f"{kept.first}; session {session.session_id}.",
-            f"# Written by opreplay-trim. Needs torch alone; captured with {comment(session.torch_version or '?')}.",
+            f"# Written by opreplay-trim. Needs only torch; captured with {comment(session.torch_version or '?')}.",
             f"# Inputs are {values}.",
-            "# Behind each op: its ordinal in the capture, and what it gives.",
+            "# After each op: its ordinal in the capture, and its results.",
             "",
             "import ctypes",
             "import hashlib",
@@ -213,7 +213,7 @@ class ScriptFile:
         seeds = [f"    g{number}.manual_seed(0)" for number in sorted(self._body.generators)] if data is None else []
         return [
             f"def run({taken}):",
-            '    """The ops, in the order of the capture. Gives what no later op uses."""',
+            '    """The ops, in the order of the capture. Returns the results that no later op uses."""',
             *seeds,
             *(f"    {line}" for line in self._body.lines),
             f"    return {{{given}}}",
@@ -231,8 +231,8 @@ class ScriptFile:
         return "torch.default_generator"
 
     def _expected(self) -> dict[str, str]:
-        """What the returned values should be: known of tensors where they were computed, of numbers where content is
-        the captured one."""
+        """The expected values: known for tensors if they were computed, for numbers if the content is the captured
+        one."""
         expected = {name: self._hashes[where] for name, where in self._body.tensors.items() if where in self._hashes}
         if self._numbers:
             for event in self._events.events:

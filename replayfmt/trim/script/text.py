@@ -15,13 +15,13 @@ from ..copying import walk
 from .events import Draw, Event, Load, Remark, Resize, ScriptEvents, ScriptOp, ScriptSettings
 from .values import argument, comment, device, dtype, enumeration, operator, scalar, setting
 
-# Tells which arguments (tensor slots) an op gives other metadata in place, so that it needs a view of its own for them.
+# Returns the arguments (tensor slots) whose metadata an op changes in place, so that it needs its own view of them.
 Changes = Callable[[Record], set[int]]
 
 
 @dataclass
 class ScriptBody:
-    """The lines of a script's `run`, what it takes and what it gives: name of each result → expression.
+    """The lines of a script's `run`, what it takes and what it returns: name of each result → expression.
 
     `tensors` maps a returned tensor's name to (ordinal, result slot); `first_uses` a storage to the first tensor on it.
     """
@@ -170,7 +170,7 @@ class BodyWriter:
     def _target(
         self, node: Node, value: Value, record: Record, slot: int, place: int, index: int
     ) -> tuple[str, int, bool]:
-        """What a result is assigned to, the slot behind it, and whether anything needs it."""
+        """The target that a result is assigned to, its slot, and whether anything needs it."""
         if isinstance(value, TensorValue):
             name = f"t{value.id}"
             if self._last[value.storage] == place:
@@ -195,7 +195,7 @@ class BodyWriter:
         return "_", slot, False
 
     def _described(self, record: Record) -> str:
-        """What an op gives, for the comment."""
+        """An op's results, for the comment."""
         parts = []
         for value in walk(record.results):
             if isinstance(value, TensorValue):

@@ -12,7 +12,7 @@ from replayfmt.format.model import Device, Kernel
 from replayfmt.pytorch.operators import WITH_TORCH_ALONE
 from replayfmt.pytorch.tensors.dtypes import TORCH_DTYPE, TORCH_LAYOUT, TORCH_MEMORY_FORMAT
 
-# Settings that a script states: how. Of the others only those matter that are not what a new process has.
+# How a script makes a setting. Other settings matter only if they differ from a new process's.
 SETTERS = {
     "num_threads": "torch.set_num_threads({})",
     "default_dtype": "torch.set_default_dtype(torch.{})",
@@ -104,5 +104,5 @@ def device(given: Device) -> str:
 
 
 def comment(text: str) -> str:
-    """Text that stays in its comment: one line of printable characters."""
+    """Text that cannot leave its comment: one line of printable characters."""
     return "".join(each if each.isprintable() and each.isascii() else ascii(each)[1:-1] for each in text)

@@ -1,7 +1,7 @@
-"""An op's values as JSON, with its tensors beside it as safetensors, and what cannot be said that way.
+"""An op's values as JSON, with its tensors beside it as safetensors, and what cannot be expressed that way.
 
-Plain values stand for themselves. What JSON has no word for is an object with one key that begins with `$`, which no
-argument's name does: `$tensor`, `$torch` (a dtype, layout or memory format), `$device`, `$float`, `$complex`.
+Plain values stand for themselves. Values that JSON lacks are objects with one key that begins with `$`, unlike any
+argument's name: `$tensor`, `$torch` (a dtype, layout or memory format), `$device`, `$float`, `$complex`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _LONGEST_NAME = 100
 
 
 def problem_of(reader: CaptureReader, values: tuple[Value, ...]) -> str | None:
-    """Why no vector can hold these values; None where one can."""
+    """Why a vector cannot hold these values; None if it can."""
     return next(_problems(reader, values), None)
 
 
@@ -71,8 +71,8 @@ class VectorEncoder:
         self.arrays: list[Array] = []
 
     def value(self, value: Value, tensor: Any, key: str) -> Any:
-        """The JSON of a value; `tensor(value)` gives the tensor for a tensor value, and `key` is the name of its data,
-        with a number behind it for each step into lists."""
+        """The JSON of a value; `tensor(value)` returns the tensor for a tensor value, and `key` is the name of its
+        data, followed by a number for each step into lists."""
         if isinstance(value, TensorValue):
             return self.tensor(value, tensor(value), key)
         if isinstance(value, list | tuple):
@@ -93,7 +93,7 @@ class VectorEncoder:
         return value
 
     def tensor(self, value: TensorValue, tensor: torch.Tensor, key: str) -> dict[str, Any]:
-        """A tensor's elements, in row-major order, under `key`, and what the data does not say of it."""
+        """A tensor's elements, in row-major order, under `key`, and its other properties."""
         meta = value.meta
         self.arrays.append(Array(key, row_major_bytes(tensor), meta.dtype, meta.sizes))
         return {
@@ -119,7 +119,7 @@ def _float(value: float) -> float | dict[str, str]:
 
 
 def file_name(ordinal: int, records: int, kernel: Kernel) -> str:
-    """What the files of an op are called, without their endings: its ordinal, and as much of the kernel's name as is
-    safe in the name of a file."""
+    """The name of an op's files, without extension: its ordinal, and as much of the kernel's name as is safe in a file
+    name."""
     name = _UNSAFE.sub("_", f"{kernel.name.replace('::', '.')}.{kernel.overload}")[:_LONGEST_NAME]
     return f"{ordinal:0{len(str(max(records - 1, 0)))}}-{name}"

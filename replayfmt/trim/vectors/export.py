@@ -1,4 +1,4 @@
-"""Taking test vectors out of a verified replay."""
+"""Takes test vectors from a verified replay."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ _VERSION = 1
 
 @dataclass(frozen=True)
 class VectorsResult:
-    """What was written: how many ops, how many bytes, how the replay they are from was verified, and a sentence for
-    each op that was left out."""
+    """The result: the numbers of ops and bytes, how the replay was verified, and a sentence for each op that was left
+    out."""
 
     path: str
     ops: int
@@ -67,7 +67,7 @@ def write_vectors(
         writers: list[_VectorWriter] = []
 
         def make() -> _VectorWriter:
-            for file in folder.iterdir():  # what an attempt before this one wrote
+            for file in folder.iterdir():  # files of an earlier attempt
                 file.unlink()
             problems = {record.ordinal: why for record in records if (why := _problem(plan, record)) is not None}
             _refuse(reader, records, problems, partial)
@@ -81,7 +81,7 @@ def write_vectors(
             searches[:] = [RunTwice(plan.generators, ordinals)]
             return searches[0]
 
-        make()  # what can be refused is refused before anything runs
+        make()  # refuse as much as possible before anything runs
         verification = show_ops(plan, ordinals, make, verify, twice=search)
         writer = writers[0]
         writer.finish(searches[0].unsteady)
@@ -122,7 +122,7 @@ def _sentence(reader: CaptureReader, record: Record, why: str) -> str:
 
 
 def _problem(plan: Plan, record: Record) -> str | None:
-    """Why an op cannot be written as a vector, as far as is known by now."""
+    """Why an op cannot be written as a vector, as far as is known."""
     if record.signature.status is not OpStatus.ok:
         return "it raised an error under capture, so it has no results"
     problem = problem_of(plan.reader, (*record.args, *record.results))
@@ -134,7 +134,7 @@ def _problem(plan: Plan, record: Record) -> str | None:
     if resolved.draws:
         return "it draws random numbers, so its results depend on more than its arguments"
     if not resolved.own and addresses_of(SlotLayout(record.signature), resolved.schema) is not None:
-        return "it takes or gives addresses of objects in its process"
+        return "it takes or returns addresses of objects in its process"
     if _unknown_results(plan, record) or _is_unwritten(plan.reader, record):
         return "a result holds bytes that no run reproduces: memory left unwritten, or addresses"
     return None
@@ -151,7 +151,7 @@ def _is_unwritten(reader: CaptureReader, record: Record) -> bool:
 
 
 class _VectorWriter:
-    """Writes the files of each op it is shown, but of those that have a problem."""
+    """Writes the files of each op it is shown, except those with a problem."""
 
     def __init__(self, plan: Plan, folder: Path, problems: dict[int, str]) -> None:
         self._plan, self._reader, self._folder = plan, plan.reader, folder
@@ -243,7 +243,7 @@ class _VectorWriter:
         self.entries.append({"name": name, "op": kernel.qualified_name, "ordinal": record.ordinal})
 
     def finish(self, unsteady: dict[int, str]) -> None:
-        """Say of the ops that differ from themselves how they do."""
+        """Add the distances of nondeterministic ops."""
         for entry in self.entries:
             if entry["ordinal"] in unsteady:
                 path = self._folder / f"{entry['name']}.json"

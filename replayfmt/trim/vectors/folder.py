@@ -1,7 +1,5 @@
-"""A directory of result files that is written whole or not at all.
-
-It is made beside its final name and renamed once it is complete. With `force` a directory takes the place of an earlier
-one of the same kind, never of anything else that has the name.
+"""A directory of result files that is written completely or not at all. It is created beside its final name and renamed
+once it is complete. With `force` it replaces an earlier directory of the same kind, but nothing else.
 """
 
 from __future__ import annotations
@@ -23,10 +21,11 @@ _ENDINGS = {".json", ".safetensors"}
 
 @contextmanager
 def new_folder(path: str, force: bool) -> Iterator[Path]:
-    """Where to write; it gets its name when all inside has succeeded, else it is removed. It has to hold an INDEX then.
+    """Where to write; it is renamed when everything inside has succeeded, and removed otherwise. It must then hold an
+    INDEX.
 
     Raises OutputExists for a directory that is there without `force`, UsageError for what may not be replaced, and
-    CaptureFailed where something cannot be written.
+    CaptureFailed if something cannot be written.
     """
     final = Path(path)
     partial = final.with_name(f"{final.name}.partial") if final.name else final
@@ -41,7 +40,8 @@ def new_folder(path: str, force: bool) -> Iterator[Path]:
         partial.mkdir()
     except FileExistsError:
         raise OutputExists(
-            f"{partial}: exists already, from a run that is still going on or was ended; remove it, or use --force"
+            f"{partial}: exists already, from a run that is still in progress or was interrupted; remove it, or "
+            f"use --force"
         ) from None
     except OSError as error:
         raise CaptureFailed(f"{partial}: cannot be created: {error.strerror}") from None
@@ -62,7 +62,7 @@ def _check(folder: Path, force: bool, index: bool = True) -> None:
     if not os.path.lexists(folder):
         return
     if folder.is_symlink() or not folder.is_dir():
-        raise UsageError(f"{folder}: is not a directory; name one that is to be made")
+        raise UsageError(f"{folder}: is not a directory; name a new one")
     names = [each.name for each in folder.iterdir()]
     if not names:
         return
@@ -70,7 +70,9 @@ def _check(folder: Path, force: bool, index: bool = True) -> None:
         raise OutputExists(f"{folder}: exists already; remove it, write elsewhere, or use --force")
     ours = all(Path(name).suffix in _ENDINGS for name in names) and (not index or _is_index(folder / INDEX))
     if not ours:
-        raise UsageError(f"{folder}: holds other things than test vectors, and is not replaced; name another directory")
+        raise UsageError(
+            f"{folder}: contains something other than test vectors, and is not replaced; name another directory"
+        )
 
 
 def _is_index(path: Path) -> bool:
