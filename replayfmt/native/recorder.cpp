@@ -69,8 +69,9 @@ int64_t now_ns() {  // the clock of time.perf_counter_ns
 // The recorder's own tensor on the same memory, so that a tensor of the program's which has no Python object does not get
 // one: a subclass that is made of it later could not be.
 at::Tensor own_view(const at::Tensor& tensor) {
-  if (!tensor.defined() || tensor.unsafeGetTensorImpl()->pyobj_slot()->load_pyobj()) {
-    return tensor;
+  if (!tensor.defined() || tensor.unsafeGetTensorImpl()->pyobj_slot()->load_pyobj() ||
+      tensor.layout() != at::kStrided || tensor.is_nested()) {
+    return tensor;  // others warn once when they are made, and that is the program's
   }
   auto* impl = tensor.unsafeGetTensorImpl();
   return at::Tensor(impl->shallow_copy_and_detach(impl->version_counter(), /*allow_tensor_metadata_change=*/true));

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import tempfile
 import threading
 import traceback
 from collections.abc import Callable
@@ -92,6 +95,23 @@ def test_results_get_no_python_object_of_the_recorders(capture: Capture) -> None
     captured = capture(program)
     assert [type(value) for value in captured.returned] == [Old, Old, torch.nn.Parameter]
     captured.replays()
+
+
+def test_a_warning_that_comes_once_is_not_used_up() -> None:
+    """Tensors in CSR layout warn when the first of a process is made."""
+    program = (
+        "import torch, replayfmt, sys, warnings\n"
+        "x = torch.eye(3)\n"
+        "with replayfmt.capture(sys.argv[1], recorder='native', force=True):\n"
+        "    y = torch.ones(3, 3) @ x\n"
+        "    with warnings.catch_warnings(record=True) as caught:\n"
+        "        warnings.simplefilter('always')\n"
+        "        z = x.to_sparse_csr() @ y\n"
+        "print(sum('Sparse CSR' in str(each.message) for each in caught))\n"
+    )
+    with tempfile.NamedTemporaryFile(suffix=".opreplay") as file:
+        done = subprocess.run([sys.executable, "-c", program, file.name], capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == ("1\n", "")
 
 
 def test_an_error_is_the_one_without_a_capture(capture: Capture) -> None:
