@@ -1,7 +1,9 @@
 """Replay cost on a launch-bound model: against the eager program, and against a bare loop over the same calls.
 
-The bare loop holds every operator with the arguments the program gave it, calls them one after the other below
-autograd, and drops their results: nothing can be issued from Python with less.
+The time of a replay's ops is what it reports itself. The time of a whole execution is what a caller of `Plan.execute`
+waits: with fresh state, the settings it runs in, and its report. The bare loop holds every operator with the arguments
+the program gave it, calls them one after the other below autograd, and drops their results: nothing can be issued from
+Python with less.
 """
 
 from __future__ import annotations
@@ -85,7 +87,14 @@ def measure(
         return timer.seconds
 
     taken = in_turns(
-        {"eager": lambda: seconds(repeated), "bare": lambda: seconds(bare), "replay": replay}, rounds, repeats
+        {
+            "eager": lambda: seconds(repeated),
+            "bare": lambda: seconds(bare),
+            "replay": replay,
+            "execute": lambda: seconds(plan.execute),
+        },
+        rounds,
+        repeats,
     )
     details = {
         "operators": operators,
@@ -101,6 +110,12 @@ def measure(
         f"replay, {name}: time / bare loop over the same calls",
         median_of(lambda b, r: r / b, taken["bare"], taken["replay"]),
         at_most=1.05 if targets else None,
+        **details,
+    )
+    row(
+        f"replay, {name}, a whole execution from fresh state: time / eager",
+        median_of(lambda e, x: x / e, taken["eager"], taken["execute"]),
+        at_most=0.75 if targets else None,
         **details,
     )
 

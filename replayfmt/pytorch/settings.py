@@ -225,11 +225,14 @@ def _no_autocast(name: str, value: Scalar) -> str:
     return f"the setting {_shown(name, value)} cannot be set here: autocast computes in bfloat16 or float16"
 
 
-def apply_settings(values: Mapping[str, Scalar]) -> None:
+def apply_settings(values: Mapping[str, Scalar], present: Mapping[str, Scalar] | None = None) -> None:
     """Set every setting in `values`, in the table's order; autocast entries are left to `autocast_as_captured`.
+    `present` are their values now, where these were read just before.
 
     Raises ReplayRefused if a value is refused by torch, or it goes on with another one.
     """
+    if present is not None and all(_same(present.get(name), values[name]) for name in SETTINGS if name in values):
+        return
     for name in SETTINGS:
         if name in values:
             _apply(name, values[name])
@@ -256,14 +259,14 @@ def _same(one: Scalar, other: Scalar) -> bool:
 
 
 @contextmanager
-def preserved_settings() -> Iterator[None]:
-    """Put every setting back as it was on leaving: all that can be, also where one of them resists.
+def preserved_settings() -> Iterator[dict[str, Scalar]]:
+    """Put every setting back as it was on leaving: all that can be, also where one of them resists. Gives them.
 
     Raises ReplayRefused for the first one that does.
     """
     before = read_settings()
     try:
-        yield
+        yield before
     finally:
         refused = None
         for name in SETTINGS:

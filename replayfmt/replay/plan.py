@@ -170,7 +170,8 @@ class Plan(Preparation):
         scope_times: bool = False,
         only: Slice | None = None,
     ) -> ReplayResult:
-        """Run every op once, from fresh state.
+        """Run every op once, from fresh state. What no op is known to write is prepared once for the plan; that it
+        stays as it was is checked before and after each execution that verifies, and before the second in any case.
 
         `on_scope(event, name, path, ordinal)` is called at each scope record, inside the timed region; `timer` runs
         exactly while ops do; `on_progress(records done)` is called between windows. With `scope_times` the result
@@ -246,7 +247,7 @@ class Plan(Preparation):
             self.judge.reset(verification, bitwise=self._is_bitwise(verification), stop_at_first=not keep_going)
             self._clock.reset(self.devices, timer)
             watch = MemoryWatch(self.devices)
-            machine = self._machine()
+            machine = self._machine(verified=verification.mode != "none")
             callback = times or on_scope
             kept_going = None
             if keep_going:
@@ -258,7 +259,11 @@ class Plan(Preparation):
                 with suppress(StopReplay):
                     machine.run(windows, callback, on_progress, prepared=prepared)
             self.files.check()
-            result = self._result(verification, watch.read(), times, kept_going, whole=only is None)
+            memory = watch.read()
+            if verification.mode != "none" and not self.judge.found:
+                with suppress(StopReplay):
+                    self._content.end_verified(self.judge)
+            result = self._result(verification, memory, times, kept_going, whole=only is None)
             self._shapes_checked = result.divergence is None and self._shapes(verify) is Shapes.all
             if result.divergence is None or verification.mode == "none":
                 return result
@@ -291,6 +296,7 @@ class Plan(Preparation):
         for each in found:
             self.opaque.found(*each)
         self.context = replace(self.context, opaque=self.opaque_slots())
+        self._opaque_results = None
         if self.context.opaque == before:
             return False
         self._kept.clear()
@@ -375,14 +381,15 @@ class Plan(Preparation):
             context = replace(self.context, shapes=self._shapes(verify), stand_in=twice or self.context.stand_in)
             lowered = Lowering(context, scan, compare=checks).windows(lower_watched(watcher))
             with suppress(StopReplay):
-                self._machine().run(lowered, None, on_progress, prepared=False)
+                self._machine(verified=checks).run(lowered, None, on_progress, prepared=False)
             self.files.check()
         return verification, self.judge.found[0] if self.judge.found else None
 
     def _surroundings(self) -> AbstractContextManager[None]:
         return surroundings(dict(self.reader.session.settings), self.generators)
 
-    def _machine(self) -> Machine:
+    def _machine(self, *, verified: bool = False) -> Machine:
+        self._content.begin(verified=verified)
         return Machine(self.reader, self._content, self._clock, self.judge, self.describe, self.context.stand_in)
 
     def _keep_going(
@@ -497,7 +504,7 @@ class Plan(Preparation):
             divergence=found[0] if found else None,
             memory=memory,
             scope_ns=times.totals() if times else {},
-            notes=self.notes,
+            notes=(*self.notes, *self._content.notes),
             verdicts=verdicts,
             unsupported=self.work.unsupported,
             left_out=left_out,
@@ -511,9 +518,3 @@ class Plan(Preparation):
         """Release the storages kept between runs, and the file if the plan opened it."""
         self._content.release()
         super().close()
-
-    def __enter__(self) -> Plan:
-        return self
-
-    def __exit__(self, *_exception: object) -> None:
-        self.close()

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import cached_property
 from os import PathLike
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -65,6 +65,7 @@ class Preparation:
             self.files = ExternalFiles(self.reader, file_remaps)
             opened.callback(self.files.close)
             self.opaque = OpaqueResults([*_stated(self.reader), *_matching(self.reader, opaque_results)])
+            self._opaque_results: tuple[OpaqueResult, ...] | None = None  # listed since the last was found
             self._imports = AllowedImports(allow_imports, allow_operators)
             # Before kernels are resolved: a replacement's file may import the library of what it replaces.
             self.replacements = load(substitutions)
@@ -173,6 +174,11 @@ class Preparation:
 
     def opaque_results(self) -> tuple[OpaqueResult, ...]:
         """Those results: of which operator, how often it is called, and why they are not compared."""
+        if self._opaque_results is None:
+            self._opaque_results = self._list_opaque_results()
+        return self._opaque_results
+
+    def _list_opaque_results(self) -> tuple[OpaqueResult, ...]:
         calls: dict[tuple[str, int, str], int] = {}
         for number, signature in enumerate(self.reader.signatures):
             for index, why in self._opaque_of(signature).items():
@@ -219,6 +225,12 @@ class Preparation:
     def close(self) -> None:
         """Release the external files, and the capture if it was opened here."""
         self._opened.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_exception: object) -> None:
+        self.close()
 
 
 def _stated(reader: CaptureReader) -> list[str]:

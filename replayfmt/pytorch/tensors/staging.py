@@ -1,4 +1,4 @@
-"""Bringing bytes from the host to a device's storage, piece by piece, through pinned memory where that pays.
+"""Bringing bytes from the host to a device's storage and back, piece by piece, through pinned memory where that pays.
 
 While one piece travels to a CUDA device the next one is read into the other of two pinned buffers, so that reading and
 copying overlap and the host needs two pieces of memory, however long the content. Owns nothing between calls: PyTorch
@@ -7,9 +7,10 @@ keeps freed pinned memory for the next one.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
+import xxhash
 
 from .memory import byte_tensor, fill_storage, host_view, new_storage
 
@@ -36,6 +37,25 @@ def fill_from(storage: torch.UntypedStorage, length_bytes: int, read: ReadPiece)
         _through_pinned_memory(storage, length_bytes, read)
     else:
         _through_pageable_memory(storage, length_bytes, read)
+
+
+def pieces(storage: torch.UntypedStorage) -> Iterator[memoryview]:
+    """A storage's bytes on the host, in order. Each piece is valid until the next one is asked for."""
+    if storage.device.type == "cpu":
+        yield host_view(storage)
+        return
+    source = byte_tensor(storage)
+    for start in range(0, storage.nbytes(), PIECE_BYTES):
+        piece = source[start : start + PIECE_BYTES].cpu()
+        yield host_view(piece.untyped_storage())
+
+
+def hash_storage(storage: torch.UntypedStorage) -> int:
+    """The XXH3-128 of a storage's bytes, as payloads have it, on any device."""
+    hashing = xxhash.xxh3_128()
+    for piece in pieces(storage):
+        hashing.update(piece)
+    return hashing.intdigest()
 
 
 def _through_pageable_memory(storage: torch.UntypedStorage, length_bytes: int, read: ReadPiece) -> None:

@@ -46,6 +46,16 @@ class View:
             raise RuntimeError(f"a tensor needs {self.end()} bytes of a storage that has {storage.nbytes()}")
         return make_view(storage, self.dtype, self.sizes, self.strides, self.offset, self.flags)
 
+    def is_on(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> bool:
+        """Whether a tensor is this view on a storage."""
+        return (
+            tensor.untyped_storage()._cdata == storage._cdata
+            and (tensor.dtype, tuple(tensor.shape), tensor.stride()) == (self.dtype, self.sizes, self.strides)
+            and tensor.storage_offset() == self.offset
+            and tensor.is_conj() == bool(self.flags & TensorFlag.conj)
+            and tensor.is_neg() == bool(self.flags & TensorFlag.neg)
+        )
+
     @classmethod
     def of(cls, tensor: torch.Tensor) -> View:
         """The view that a strided tensor is, without its flags."""

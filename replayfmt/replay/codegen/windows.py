@@ -36,7 +36,7 @@ class Staged:
     in_file: bool = False
 
 
-@dataclass
+@dataclass(eq=False)
 class Window:
     """A run of records, ready to be called as `function(inputs, on_scope)`; returns the values of `outputs`.
 

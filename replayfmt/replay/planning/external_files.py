@@ -9,8 +9,10 @@ ops run on a map of it, which ends the process. Owns the descriptors; maps outli
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
+from functools import cached_property
 
 import torch
+from xxhash import xxh3_128
 
 from replayfmt.errors import ExternalFileProblem, ReplayRefused
 from replayfmt.format.external.file_digest import Progress
@@ -24,6 +26,7 @@ from replayfmt.format.reader import CaptureReader
 _ALIGNMENT = 64
 # Where the program used elements in place, in its map of the file, they are at least at multiples of this.
 _MAP_ALIGNMENT = 8
+_PIECE_BYTES = 4 << 20
 
 
 class ExternalFiles:
@@ -37,6 +40,7 @@ class ExternalFiles:
             self._remaps.check_used([file.path for file in reader.files[1:] if file is not None])
         self._opened: dict[int, OpenedFile] = {}
         self._whole: dict[int, memoryview] = {}  # embedded files that are in use, by payload id
+        self._hashes: dict[int, int] = {}
 
     def validate(
         self, on_bytes: Callable[[int, int], None] | None = None, *, ranges: Collection[int] | None = None
@@ -69,7 +73,7 @@ class ExternalFiles:
                 findings.append(problem)
         return findings
 
-    @property
+    @cached_property
     def notes(self) -> tuple[str, ...]:
         """What a user has to know of where content comes from."""
         embedded = sum(self._payload(each) is not None for each in self._ranges())
@@ -138,6 +142,21 @@ class ExternalFiles:
             self._whole[number_of_payload] = memoryview(self._reader.payload(number_of_payload)).cast("B")
         whole = self._whole[number_of_payload]
         buffer[:] = whole[start + offset : start + offset + len(buffer)]
+
+    def hash_range(self, number: int) -> int:
+        """The XXH3-128 of a range's bytes, read once: a file that changes is not used any more. Raises ReplayRefused
+        where they are gone."""
+        if number in self._hashes:
+            return self._hashes[number]
+        length = self._range(number).bytes
+        hashing = xxh3_128()
+        buffer = memoryview(bytearray(min(length, _PIECE_BYTES)))
+        for start in range(0, length, _PIECE_BYTES):
+            piece = buffer[: min(_PIECE_BYTES, length - start)]
+            self.read_into(number, piece, start)
+            hashing.update(piece)
+        self._hashes[number] = hashing.intdigest()
+        return self._hashes[number]
 
     def close(self) -> None:
         """Close the files. Closing twice does nothing."""

@@ -14,7 +14,7 @@ from ..results import PeakMemory
 
 _STATUS = Path("/proc/self/status")
 _CLEAR = Path("/proc/self/clear_refs")
-_RESET_HIGH_WATER = "5"
+_RESET_HIGH_WATER = b"5"
 _GROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 
 
@@ -34,7 +34,8 @@ class MemoryWatch:
                 torch.cuda.reset_peak_memory_stats(device)
                 self._before[device] = torch.cuda.memory_allocated(device)
         try:
-            _CLEAR.write_text(_RESET_HIGH_WATER)
+            with _CLEAR.open("wb", buffering=0) as clear:
+                clear.write(_RESET_HIGH_WATER)
             self._host_before = _status_bytes("VmRSS")
         except OSError as error:
             self._host_problem = f"the high-water mark cannot be reset: {error.strerror}"
@@ -75,9 +76,9 @@ def host_memory_bytes() -> int | None:
 
 def _status_bytes(name: str) -> int | None:
     try:
-        for line in _STATUS.read_text().splitlines():
-            if line.startswith(f"{name}:"):
-                return int(line.split()[1]) * 1024
+        with _STATUS.open("rb", buffering=0) as status:
+            text = status.read()
     except OSError:
         return None
-    return None
+    found = text.partition(f"\n{name}:".encode())[2].split(None, 1)
+    return int(found[0]) * 1024 if found else None

@@ -2,13 +2,22 @@
 
 A storage that the program never freed stays allocated between runs; if anything in the capture writes it, its bytes
 are restored before each run, from the second run on out of a pristine copy beside it where that fits, else from where
-they came. Everything else is allocated and filled when its window comes, and dies with its last use. Content in an
-external file that is never written is mapped, not read, if it stays on the host. None of it is timed.
+they came. If nothing does, it is used as it is, with the tensors on it; so is what the program freed, where it is small
+and nothing writes it. Everything else is allocated and filled when its window comes, and dies with its last use.
+Content in an external file that is never written is mapped, not read, if it stays on the host. None of it is timed.
+
+What writes is what the operators' schemas and the knowledge of operators say, and every argument of a custom operator.
+A kernel may write without any of them saying so, or a function in its place. So what was used as it is gets compared
+with what it was: after each run that verifies, before one that verifies and follows one that did not, and before the
+second run of a plan in any case. A run that verifies fails where something changed, also before it. What changed is
+filled anew, and restored before each run from then on. Between two runs that do not verify, nothing is compared after
+that.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 
@@ -16,20 +25,36 @@ from replayfmt.errors import InvalidCapture
 from replayfmt.format.codes import ValueKind
 from replayfmt.format.reader import CaptureReader
 from replayfmt.pytorch.tensors.memory import byte_tensor, host_view, new_storage
-from replayfmt.pytorch.tensors.staging import fill_from
+from replayfmt.pytorch.tensors.staging import fill_from, hash_storage
 
-from ..codegen.windows import Staged
+from ..codegen.windows import Staged, Window
 from ..planning.external_files import ExternalFiles
 from ..planning.scan import Scan
 from ..planning.sources import ContentSource
 from ..synthesis.assignment import Synthesis
+from ..verify.comparison import Judge, Where
+from .private_maps import PrivateMaps
+from .ready import Ready, ReadyWindows
 
 # How much of a device's free memory pristine copies may take.
 _COPY_SHARE = 4
+# What the program freed stays between runs, too, up to this part of the most memory that it is known to have had; the
+# objects for each storage are counted in.
+_FREED_SHARE = 64
+_OBJECT_BYTES = 1 << 10
+
+
+class _Kept(NamedTuple):
+    """A storage that stays between runs, and how it entered; `mapped` from a file, of which pages are read as they are
+    touched."""
+
+    staged: Staged
+    storage: torch.UntypedStorage
+    mapped: bool
 
 
 class Content:
-    """Owns the storages it keeps between runs and their pristine copies; `release` lets go of them.
+    """Owns the storages it keeps between runs with the tensors on them, and pristine copies; `release` lets go of them.
 
     `synthesis` fills what is neither in the capture nor in a file.
     """
@@ -39,37 +64,134 @@ class Content:
         self._scan = scan
         self._files = files
         self._synthesis = synthesis
-        self._kept: dict[int, torch.UntypedStorage] = {}
+        self._kept: dict[int, _Kept] = {}
+        self._ready = ReadyWindows()
+        self._found_written: set[int] = set()  # changed, although nothing is known to write them
+        self._compared = False  # what is kept, since it was first used
+        self._used = False  # since it was last compared
+        self._stale: set[int] = set()  # what this run did not find as it should have been
         self._pristine: dict[int, torch.UntypedStorage] = {}
         self._budget: dict[torch.device, int] = {}
+        self._freed_bytes = 0  # kept of what the program freed
 
     def release(self) -> None:
         """Free everything."""
         self._kept.clear()
+        self._ready.clear()
         self._pristine.clear()
         self._budget.clear()
+        self._freed_bytes = 0
 
     def stage(self, staged: Staged) -> torch.UntypedStorage:
         """A storage with its first content."""
-        known = self._kept.get(staged.storage)
-        written = self._scan.is_written(staged.storage)
-        if known is not None and known.nbytes() == staged.length_bytes:
+        kept = self._kept.get(staged.storage)
+        written = self._is_restored(staged.storage)
+        if kept is not None and kept.storage.nbytes() == staged.length_bytes:
             if written:
-                self._restore(staged, known)
-            return known
-        storage = None
+                self._restore(staged, kept.storage)
+            return kept.storage
+        storage, mapped = None, False
         if staged.device.type == "cpu" and staged.source.kind is ValueKind.range:
             if not written:
                 storage = self._files.mapped(staged.source.id, in_place=staged.in_file)
+                mapped = storage is not None
             if storage is None and staged.in_file:
                 storage = self._files.placed_alike(staged.source.id)
                 self._fill(staged, storage)
         if storage is None:
             storage = new_storage(staged.length_bytes, staged.device)
             self._fill(staged, storage)
-        if not self._scan.is_released(staged.storage):
-            self._kept[staged.storage] = storage
+        if self._stays(staged):
+            self._kept[staged.storage] = _Kept(staged, storage, mapped)
         return storage
+
+    def _stays(self, staged: Staged) -> bool:
+        """Whether a storage stays allocated between runs."""
+        if not self._scan.is_released(staged.storage):
+            return True
+        after = self._freed_bytes + staged.length_bytes + _OBJECT_BYTES
+        if (
+            self._is_restored(staged.storage)
+            or after > self._scan.known_peak_bytes // _FREED_SHARE
+            or not self._fits(staged)
+        ):
+            return False
+        self._freed_bytes = after
+        return True
+
+    def _is_restored(self, storage: int) -> bool:
+        return self._scan.is_written(storage) or storage in self._found_written
+
+    # --------------------------------------------------------------------------------------------- what stays as it is
+
+    def ready(self, window: Window) -> Ready | None:
+        """What of a window's beginning is there from an earlier run; None where nothing is."""
+        return self._ready.get(window)
+
+    def keep_ready(self, window: Window, values: dict[int, Any]) -> None:
+        """Keep what was prepared for a window, `values` by key, as far as no run changes it."""
+        self._ready.add(window, values, lambda storage: storage in self._kept and not self._is_restored(storage))
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """A sentence for each storage that was found changed although no op is known to write it."""
+        return tuple(
+            f"storage {storage} changed in an execution, although no op is known to write it; since that was found, it "
+            "is restored before each execution"
+            for storage in sorted(self._found_written)
+        )
+
+    def begin(self, *, verified: bool) -> None:
+        """Ops are about to run on what is kept, which is made fresh again where it is compared now."""
+        self._stale = self._compare() if self._used and (verified or not self._compared) else set()
+        self._used = True
+        if verified:
+            self._compared = False  # until it has ended well
+
+    def end_verified(self, judge: Judge) -> None:
+        """A run that verifies is over, and found nothing yet. What it changed although nothing is known to write it, or
+        those before it that did not verify, differs from the capture, which has no digest of what it became."""
+        for storage in sorted(self._stale | self._compare()):
+            last = max(self._scan.last_use_of(storage), 0)
+            expected = f"storage {storage} as it entered, because no op up to here is known to write it"
+            judge.diverged(Where(last, None, last), expected, "other content")
+
+    def _compare(self) -> set[int]:
+        """The storages that nothing is known to write and that are not any more what they were when they entered; they
+        enter anew in the next run, and are restored before each after it. Reads all of them but maps of files, and what
+        they were filled from where the hash of that is not known."""
+        unwritten = {number: kept for number, kept in self._kept.items() if not self._scan.is_written(number)}
+        changed = self._ready.altered({number: kept.storage for number, kept in unwritten.items()})
+        maps = PrivateMaps()
+        changed |= {
+            number for number, kept in unwritten.items() if number not in changed and not self._is_intact(kept, maps)
+        }
+        for number in changed:
+            del self._kept[number]
+        if changed:
+            self._ready.clear()
+        self._found_written |= changed
+        self._compared, self._used = True, False
+        return changed
+
+    def _is_intact(self, kept: _Kept, maps: PrivateMaps) -> bool:
+        staged, storage = kept.staged, kept.storage
+        if storage.nbytes() != staged.length_bytes:
+            return False
+        known = staged.length_bytes and staged.device.type != "meta"
+        if not known or self.missing(staged.storage, staged.source, 0) is not None:
+            return True  # it has no bytes, or none that anybody knows
+        if kept.mapped and maps.is_clean(storage):
+            return True
+        found = hash_storage(storage)
+        if staged.source.kind is ValueKind.payload:
+            return f"{found:032x}" == self._reader.payload_info(staged.source.id).digest
+        if staged.source.kind is ValueKind.range:
+            return found == self._files.hash_range(staged.source.id)
+        self._fill(staged, storage)  # made again, from the same seed
+        return hash_storage(storage) == found
+
+    # --------------------------------------------------------------------------------------------------------- filling
 
     def missing(self, storage: int, source: ContentSource, version: int) -> str | None:
         """Why there is no content to put into a storage, None if there is."""

@@ -25,6 +25,7 @@ from ..results import UnexpectedBehaviour
 from ..substitution.sites import KernelStandIn
 from ..verify.comparison import Judge, StopReplay, Where
 from .content import Content
+from .ready import Ready
 
 OnScope = Callable[[str, str, str, int], None]
 
@@ -154,13 +155,16 @@ class Machine:
         """
         self.values.clear()
         between = not prepared or on_progress is not None
+        keep = prepared and self._stand_in is None
         running = False
         try:
             for window in windows:
-                if running and (window.staged or window.hoisted):
+                ready = self.content.ready(window) if keep else None
+                enters = ready or window
+                if running and (enters.staged or enters.hoisted):
                     self._clock.pause()
                     running = False
-                self.prepare(window)
+                self.prepare(window, ready, keep=keep)
                 inputs = self.take(window)
                 if not running:
                     self._clock.resume()
@@ -177,20 +181,27 @@ class Machine:
             self._clock.stop()
             self.values.clear()
 
-    def prepare(self, window: Window) -> None:
-        """What a window needs before its first op: content, and views on it. Raises ReplayFailed."""
+    def prepare(self, window: Window, ready: Ready | None = None, *, keep: bool = False) -> None:
+        """What a window needs before its first op: content, and views on it, `ready` those that are there already; with
+        `keep` they are kept for the next run. Raises ReplayFailed."""
         values = self.values
+        enters: Ready | Window = window
+        if ready is not None:
+            values.update(ready.values)
+            enters = ready
         try:
-            for staged in window.staged:
+            for staged in enters.staged:
                 values[-staged.storage] = self.content.stage(staged)
-            for key, base, view in window.hoisted:
+            for key, base, view in enters.hoisted:
                 values[key] = view(values[base])
         except (RuntimeError, MemoryError) as error:
             raise ReplayFailed(
                 f"{self._reader.path}: the content that ordinals {window.first_ordinal} to "
                 f"{window.last_ordinal} need cannot be put in place: {_first_line(error)}"
             ) from error
-        for key in window.dropped:
+        if keep and ready is None:
+            self.content.keep_ready(window, values)
+        for key in enters.dropped:
             values.pop(key, None)
 
     def take(self, window: Window) -> list[Any]:
@@ -247,10 +258,10 @@ def surroundings(settings: dict[str, Any], generators: Sequence[torch.Generator 
     unique = [generator for generator in dict.fromkeys(generators) if generator is not None]
     states = [generator.get_state() for generator in unique]
     collects = gc.isenabled()
-    with preserved_settings(), undispatched(), torch._C._AutoDispatchBelowADInplaceOrView():
+    with preserved_settings() as before, undispatched(), torch._C._AutoDispatchBelowADInplaceOrView():
         try:
             gc.disable()
-            apply_settings(settings)
+            apply_settings(settings, before)
             yield
         finally:
             for generator, state in zip(unique, states, strict=True):
