@@ -156,7 +156,10 @@ class HotCall {
       results_.push_back(tensor ? tensor : new_view(found->second, made.meta.id, made.offset));
     }
     for (const auto& [impl, tensor] : written_) {
-      session_.storages.find(impl)->second.note_written(tensor);
+      const auto found = session_.storages.find(impl);
+      if (found != session_.storages.end()) {  // not so where another thread had Python look after it meanwhile
+        found->second.note_written(tensor);
+      }
     }
     c10::SmallVector<int64_t, 48> row{signature, context, started_ns - session_.began_ns, ended_ns - started_ns};
     row.append(tensors_.begin(), tensors_.end());

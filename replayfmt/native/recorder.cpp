@@ -299,17 +299,16 @@ const Operator& described(const OperatorHandle& op, Session& of) {
 // The calling thread and the scope that it is in, as Python numbers them. Whether calls may still be recorded here.
 bool find_context(Session& of, int64_t* context) {
   thread_local struct {
-    const Session* session = nullptr;
     uint64_t moved = 0;
     int64_t context = 0;
   } known;
   const uint64_t moved = of.scopes_moved.load();
-  if (known.session != &of || known.moved != moved) {
+  if (known.moved != moved) {
     py::gil_scoped_acquire lock;
     if (!functions.context) {
       return false;
     }
-    known = {&of, moved, py::cast<int64_t>(call(functions.context))};
+    known = {moved, py::cast<int64_t>(call(functions.context))};
   }
   *context = known.context;
   return of.hot.load(std::memory_order_relaxed);

@@ -211,7 +211,7 @@ class Session {
   std::atomic<bool> hot{false};          // calls may be recorded here
   uint64_t general{0};                   // the settings that the stream states
   std::array<uint8_t, kWatched> watched{};
-  std::atomic<uint64_t> scopes_moved{1};
+  std::atomic<uint64_t> scopes_moved{next_move()};  // another number after each change, in no other session
   int64_t began_ns = 0;
   size_t chunk_records = 0;
   size_t born = 0;                       // storages since the last look for dead ones
@@ -225,6 +225,11 @@ class Session {
 
   // Whether there is something for Python to do after a record. With the mutex held.
   bool waits() const { return drains() || (rows.size() >= chunk_records && rows.size() % 1024 == 0); }
+
+  static uint64_t next_move() {
+    static std::atomic<uint64_t> moves{0};
+    return ++moves;
+  }
 
   static void meta_key(const at::Tensor& tensor, Words& key) {
     const auto* impl = tensor.unsafeGetTensorImpl();
@@ -367,7 +372,7 @@ class Session {
            });
   }
 
-  void move_scopes() { scopes_moved.fetch_add(1); }
+  void move_scopes() { scopes_moved.store(next_move()); }
 
   void clear() {
     std::lock_guard<std::mutex> lock(mutex);

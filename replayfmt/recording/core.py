@@ -279,7 +279,7 @@ class Core:
                 error = failure
             self.failure = error
             self.buffer.rows.drop(len(self.buffer.rows))
-            text = f"opreplay: the capture ended early: {error}; the program goes on unrecorded"
+            text = f"opreplay: the capture ended early: {error}; the program continues uncaptured"
             try:
                 self.writer.abandon()
             except Exception as second:

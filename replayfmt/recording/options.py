@@ -99,6 +99,10 @@ class CaptureOptions:
         ):
             if getattr(self, name) is not None or not name.startswith("file"):
                 choice_of(name, getattr(self, name), allowed)
+        if self.recorder == "native" and self.native == "off":
+            raise UsageError(
+                "recorder='native' needs a library, and native='off' builds and loads none; drop one of them"
+            )
         if self.payload != "full":
             if self.digests == "ops":
                 raise UsageError(

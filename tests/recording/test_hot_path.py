@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+import replayfmt
 from replayfmt.errors import CaptureFailed
 from replayfmt.format.codes import OpStatus, RecordKind
 from replayfmt.format.model import TensorValue
@@ -273,3 +274,37 @@ def test_a_capture_that_fails_lets_the_program_go_on(capture: Capture, monkeypat
     with pytest.raises(CaptureFailed):
         capture(lambda: expected.append(program()))
     assert all(map(torch.equal, expected[-1], expected[:-1]))
+
+
+def test_a_capture_does_not_take_the_scopes_of_the_one_before_it(capture: Capture) -> None:
+    x = torch.ones(2)
+
+    def program() -> None:
+        with replayfmt.scope("inside"):
+            for _ in range(4):
+                x + 1
+
+    def without() -> None:
+        for _ in range(4):
+            x + 1
+
+    for _ in range(6):
+        scopes = {record.scope for record in capture(program, digests="none").records(RecordKind.op)}
+        assert scopes == {1}
+        assert {record.scope for record in capture(without, digests="none").records(RecordKind.op)} == {0}
+
+
+def test_a_storage_that_is_forgotten_enters_as_another(capture: Capture) -> None:
+    x = torch.ones(2)
+
+    def program() -> torch.Tensor:
+        for _ in range(4):
+            y = x + 1
+        recorder = replayfmt.recording.recorder._active
+        assert recorder is not None and recorder._core is not None
+        recorder._core.storages.forget(y.untyped_storage())
+        return y + 1
+
+    captured = capture(program)
+    assert reasons(captured) == ["first_use", "first_use"]
+    captured.replays()

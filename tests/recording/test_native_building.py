@@ -16,7 +16,9 @@ import pytest
 import torch
 
 import replayfmt
+from replayfmt.errors import UsageError
 from replayfmt.native import building, watching
+from replayfmt.recording.options import CaptureOptions
 from replayfmt.recording.program.children import ChildrenSeen
 
 from .conftest import Capture
@@ -208,3 +210,8 @@ def test_a_build_that_fails_is_told_once_and_the_capture_goes_on(
     finally:
         watching._found.cache_clear()
     assert capsys.readouterr().err.count("no space left") == 1
+
+
+def test_a_native_recorder_without_libraries_is_refused() -> None:
+    with pytest.raises(UsageError, match="recorder='native' needs a library, and native='off' builds and loads none"):
+        CaptureOptions(recorder="native", native="off")

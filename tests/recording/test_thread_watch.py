@@ -212,12 +212,14 @@ def test_what_ran_before_recording_began_is_not_told(capture: Capture, extension
 
 
 @watched
+@pytest.mark.recorder("python")
 def test_off_counts_nothing_and_the_session_says_so(capture: Capture, extension: ctypes.CDLL) -> None:
     captured = capture(lambda: (torch.ones(2), extension.run_in_thread(1)), native="off")
     assert captured.unsupported() == {}
     assert captured.reader.session.policies["thread-watch"] == "off"
 
 
+@pytest.mark.recorder("python")
 def test_the_environment_turns_it_off_and_wrong_words_are_refused(
     capture: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

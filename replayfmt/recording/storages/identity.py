@@ -292,14 +292,17 @@ class Storages:
         """A storage whose origin was not recorded: it enters at its next use, if it has one."""
         tracker = self.tracker_of(storage)
         if tracker is not None and not tracker.imports and tracker.state is None:
-            delattr(storage, ATTRIBUTE)
-            self.live.pop(tracker.id, None)
+            self._untrack(storage, tracker)
 
     def _disown(self, storage: torch.UntypedStorage) -> None:
         tracker = self.tracker_of(storage)
         if tracker is not None:
-            delattr(storage, ATTRIBUTE)
-            self.live.pop(tracker.id, None)
+            self._untrack(storage, tracker)
+
+    def _untrack(self, storage: torch.UntypedStorage, tracker: Tracker) -> None:
+        tracker.size = -1  # the hot path forgets it, too
+        delattr(storage, ATTRIBUTE)
+        self.live.pop(tracker.id, None)
 
     def _define_again(self, tracker: Tracker) -> None:
         """Its tensors' definitions, which may have been lost with the row that was to hold them."""
