@@ -11,6 +11,7 @@ import click
 
 from replayfmt.errors import UsageError
 from replayfmt.format.container.output import check_place
+from replayfmt.format.printable import counted
 from replayfmt.format.reader import open_capture
 from replayfmt.trim.selection import Wanted
 from replayfmt.trim.trimming import Checked, Prediction, TrimResult, Verify, strip_capture, trim_capture, used_remaps
@@ -286,7 +287,7 @@ def _report(result: TrimResult, trimmed: TrimResult | None = None) -> None:
     for note in (*(trimmed.notes if trimmed is not None else ()), *result.notes):
         say(f"note      {note}")
     say(
-        f"{result.path}: {result.bytes:,} bytes, {result.ops:,} ops in {result.records:,} records, "
+        f"{result.path}: {result.bytes:,} bytes, {counted(result.ops, 'op')} in {counted(result.records, 'record')}, "
         f"{result.embedded_bytes:,} bytes of content"
     )
 

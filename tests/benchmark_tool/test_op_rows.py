@@ -13,6 +13,7 @@ import replayfmt
 from replayfmt.benchmark.min_time import MinTime
 from replayfmt.benchmark.per_op.groups import Chosen, OpGroup, Unsupported
 from replayfmt.benchmark.per_op.measuring import MeasuredOp, OpOptions, PerOpRun, measure_ops
+from replayfmt.benchmark.per_op.report import _warnings
 from replayfmt.benchmark.per_op.rows import NO_SCOPE, make_rows
 from replayfmt.benchmark.statistics import summarize
 from replayfmt.format.model import Kernel, Scope
@@ -177,3 +178,19 @@ def test_the_calls_of_all_groups_together_are_those_of_the_capture(captured):
         run = measure_ops(plan, OpOptions(MinTime(iterations=1), "none"), progress=lambda *_: None)
         for by in (None, "kernel", "signature", "scope"):
             assert sum(row.calls for row in make_rows(run, by, plan.reader)) == len(replayfmt.open(captured).ops)
+
+
+@pytest.mark.parametrize(
+    ("captured_ns", "device", "warned"), [(100, False, True), (1000, False, False), (100, True, False)]
+)
+def test_times_far_from_those_of_the_capture_are_a_warning(captured_ns, device, warned):
+    """Threads that wait for a processor give steady times, and wrong ones."""
+    measured = op("mm", steady(1000), {1: 2})
+    measured.group.host_ns, measured.group.host_calls = 2 * captured_ns, 2
+    if device:  # the host only launched it
+        measured.host_ns = 10.0
+    run = run_of(measured)
+    said = [text for text in _warnings(run, make_rows(run, None, READER), 2000.0) if "times as long" in text]
+    assert len(said) == warned and all(
+        "the calls took 10 times as long as when they were captured" in text for text in said
+    )

@@ -17,7 +17,8 @@ import numpy as np
 
 from ..statistics import CONFIDENCE, SMALLEST_FOR_INTERVAL, Interval, median_interval
 
-Verdict = Literal["faster", "slower", "no measurable difference", "not known"]
+Verdict = Literal["faster", "slower", "no measurable difference", "too noisy to tell", "not known"]
+_NOISY = 1.5  # an interval that encloses 1 and is wider than this factor says nothing
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,9 @@ class Comparison:
             return "not known"
         if self.interval.high < 1:
             return "faster"
-        return "slower" if self.interval.low > 1 else "no measurable difference"
+        if self.interval.low > 1:
+            return "slower"
+        return "too noisy to tell" if self.interval.high > _NOISY * self.interval.low else "no measurable difference"
 
 
 def compare(original: Sequence[float] | np.ndarray, substituted: Sequence[float] | np.ndarray) -> Comparison:

@@ -166,7 +166,7 @@ def _benchmark_rows(comparison: dict[str, Any], index: int, row: Compared) -> It
 
 
 def _table(comparisons: list[dict[str, Any]]) -> Iterator[str]:
-    heads = ("original", "substituted", "ratio", "95% interval", "")
+    heads = ("original", "substituted", "median ratio", "95% interval", "")
     cells = [
         [
             duration(each["original_ns"]),

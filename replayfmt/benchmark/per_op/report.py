@@ -18,6 +18,8 @@ from ..reports.units import call_count, duration
 from .measuring import MeasuredOp, PerOpRun
 from .rows import WIDE, GroupBy, OpRow, make_rows
 
+# Times during capture include recording, so a replay is rarely slower at all.
+_MUCH_SLOWER = 5
 # Rows below that share of the whole are not worth a warning.
 _SMALL = 0.01
 
@@ -89,6 +91,12 @@ def _warnings(run: PerOpRun, shown: list[OpRow], total_ns: float) -> list[str]:
             f"not measured: {call_count(run.not_measured.total())}; the estimated total does not include them, "
             f"and they have no rank"
         )
+    slower = _times_slower(run)
+    if slower is not None and slower > _MUCH_SLOWER:
+        warnings.append(
+            f"the calls took {slower:.0f} times as long as when they were captured: threads may be waiting for a "
+            "processor (try OMP_WAIT_POLICY=passive), or this is another machine"
+        )
     if few:
         warnings.append(f"{len(few)} ops have too few samples for a confidence interval: raise --benchmark-min-time")
     if wide:
@@ -107,6 +115,18 @@ def _warnings(run: PerOpRun, shown: list[OpRow], total_ns: float) -> list[str]:
             "more than a fifth of their time; it is not subtracted"
         )
     return warnings
+
+
+def _times_slower(run: PerOpRun) -> float | None:
+    """How many times longer the measured calls took than when they were captured, on the host's clock; None if the
+    capture does not say."""
+    pairs = [
+        (op.times.median * op.group.host_calls, op.group.host_ns)
+        for op in run.ops
+        if op.times is not None and op.host_ns is None and op.group.captured_clock == "host"
+    ]
+    captured = sum(then for _now, then in pairs)
+    return sum(now for now, _then in pairs) / captured if captured else None
 
 
 def _count(rows: list[OpRow]) -> str:
