@@ -188,7 +188,7 @@ def test_wrong_flags_are_exit_code_2(tool: Tool, source: Path, tmp_path: Path) -
     assert tool(importer, source, "-o", out, "--level=middle")[0] == 2
     code, _printed, err = tool(importer, source, "-o", out, "--op-library=mylib")
     assert code == 2 and "NAMESPACE=MODULE" in err
-    with pytest.raises(UsageError, match="expected auto"):
+    with pytest.raises(UsageError, match="expected one of auto"):
         replayfmt.import_trace(source, out, kind="perfetto")  # type: ignore[arg-type]
 
 

@@ -125,6 +125,8 @@ def test_nothing_else_calls_pytorchs_parsers() -> None:
     found = set()
     for path in [*(ROOT / "replayfmt").rglob("*.py"), *(ROOT / "tools").rglob("*.py")]:
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Attribute) and node.attr in parsers and "variables" not in ast.unparse(node):
+            if isinstance(node, ast.Attribute) and node.attr in parsers:
+                if any(own in ast.unparse(node) for own in ("variables", "_definitions")):
+                    continue  # something else is defined there
                 found.add((node.attr, str(path.relative_to(ROOT))))
     assert found == set(allowed.items())

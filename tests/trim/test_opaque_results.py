@@ -148,7 +148,7 @@ def test_a_replay_that_ends_its_process_is_a_finding(
 
     monkeypatch.setenv("PYTHONFAULTHANDLER", "")
     code, _text, err = run()
-    assert code == 1 and "was ended by SIGSEGV" in err and "--opaque-result" in err
+    assert code == 1 and "was killed by SIGSEGV" in err and "--opaque-result" in err
     assert not out.exists() and not list(tmp_path.glob("*.partial*"))
     code, text, err = run("--opaque-result=opaquetrim::hidden")
     assert (code, err) == (0, ""), err
