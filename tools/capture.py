@@ -124,8 +124,8 @@ _COUNT = click.IntRange(min=0)
     "--recorder",
     type=click.Choice(RECORDERS),
     help="native sees operators beneath autograd, by a library that is built once with the C++ compiler, and leaves "
-    "the program exactly as it is; python is a dispatch mode, under which some results differ in bits "
-    "(docs/recorders.md); auto is python so far.  [default: OPREPLAY_RECORDER, or auto]",
+    "the program exactly as it is; python is a dispatch mode, which costs more and under which some results differ in "
+    "bits (docs/recorders.md); auto is native if the library can be built.  [default: OPREPLAY_RECORDER, or auto]",
 )
 @click.option(
     "--mark",

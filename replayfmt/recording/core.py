@@ -39,7 +39,6 @@ from .dispatch.calls import CallRecorder, PassedThrough, RecordedCall
 from .dispatch.handles import Handles
 from .dispatch.kernels import CapturedKernel, tensors_in
 from .dispatch.wrappers import plain_parts
-from .fast_path.sites import Site, Sites
 from .hooks.undispatched import hook_policies
 from .interrupts import is_interrupt
 from .options import CaptureOptions
@@ -50,11 +49,9 @@ from .storages.content import FirstContents
 from .storages.external_files import FileBackedStorages
 from .storages.identity import RELEASE_BATCH, Storages
 from .storages.outside import Outside
-from .storages.trackers import Tracker
 from .stream.buffer import RecordBuffer
 from .stream.digesting import Digests
 from .stream.implicit_scope import ImplicitScope
-from .stream.in_flight import wait_for_rows
 from .stream.records import Records, Unrepresentable
 from .stream.redacted_writer import RedactedWriter, user_names
 from .stream.scopes import OpenScope, Scopes
@@ -63,6 +60,10 @@ from .stream.tensor_metas import TensorMetas
 _T = TypeVar("_T")
 _Step = TypeVar("_Step", bound=Callable[..., Any])
 _BEHIND = 4  # frames' worth of records that may wait for the flusher
+_INEXACT = (
+    "a dispatch mode recorded: of what the program computed, casts under CPU autocast, composites in inference mode and "
+    "a few gradients (prod, cumprod, min, max, median) may differ from a run without a capture, see docs/exactness.md"
+)
 
 
 def _attempted(step: _Step) -> _Step:
@@ -75,10 +76,12 @@ def _attempted(step: _Step) -> _Step:
     return attempted  # type: ignore[return-value]
 
 
-def _hook(choice: str) -> tuple[DispatchHook | None, str]:
+def _hook(options: CaptureOptions) -> tuple[DispatchHook | None, str]:
     """The hook to record with, None for a dispatch mode, and what the session says of it."""
-    if choice != "native":
+    if options.recorder == "python":
         return None, "python"
+    if options.native == "off":
+        return None, "python: native code is off"
     found = dispatch_hook()
     if isinstance(found, NotAvailable):
         return None, f"python: {found.reason}"
@@ -91,13 +94,15 @@ class Core:
     def __init__(self, path: str | os.PathLike[str], options: CaptureOptions) -> None:
         """Create the file. Raises CaptureFailed or OutputExists."""
         self.thread_watch = thread_watch(options.native or "auto")
-        self.hook, recorder = _hook(options.recorder or "auto")
+        self.hook, recorder = _hook(options)
         policies = {
             **options.policies(),
             **hook_policies(),
             "thread-watch": self.thread_watch.state,
             "recorder": recorder,
         }
+        if self.hook is None:
+            policies["exactness"] = _INEXACT
         session = Session(**session_fields(), settings=read_settings(), policies=policies)
         redaction = Redaction(session, user_names()) if options.redact else None
         self.options = options
@@ -111,7 +116,6 @@ class Core:
         self.native = native
         self.buffer = RecordBuffer(self.writer, options.chunk_records, self.lock, native)
         self.threads: list[int] = []  # idents of other threads that record; empty while there is one thread
-        self.ended: list[bool] = []  # not empty: what is recorded now comes too late
         self.scopes = Scopes(self.buffer, self.threads)
         self.records = Records(self.buffer, self.scopes.current, self.started)
         self.scopes.records = self.records
@@ -132,8 +136,6 @@ class Core:
         self.digests = Digests(self.buffer, self.records, self.metas, self.storages)
         digests = self.digests if options.digests != "none" else None
         self.outside = Outside(self.records, self.metas, self.storages, digests)
-        self.sites = Sites(self)
-        self.sites.enabled = self.sites.enabled and self.hook is None
         self.calls = CallRecorder(
             self.buffer,
             self.records,
@@ -152,7 +154,6 @@ class Core:
         # Python code, leaves its lock held forever.
         self.wake: SimpleQueue[None] = SimpleQueue()
         self.on = False
-        self.fast = False  # calls may take the fast path
         self.finished = False  # recording stopped for good: closed, failed, or past its stop
         self.closed = False  # nothing touches the file any more, nothing is reported
         self.failure: OpReplayError | None = None
@@ -175,7 +176,6 @@ class Core:
                     self.thread_watch.collect()  # of what came before, nothing is recorded
                 self.scopes.record_open()
                 self.on = True
-                self.fast = self.sites.enabled and self.options.stop_op is None
                 if self.native is not None:
                     self.native.hot = self._allows_hot_path()
 
@@ -205,7 +205,7 @@ class Core:
                 self.settle()
                 self.storages.unexplained.report_kept(list(self.storages.live.values()))
                 self.scopes.record_ends()
-            self.on = self.fast = False
+            self.on = False
             self.cool_down()
             self.finished = True
 
@@ -220,11 +220,6 @@ class Core:
 
     def finish(self) -> None:
         """Write what is left and complete the file. Raises CaptureFailed."""
-        with self.lock:
-            self.ended.append(True)
-            self.threads.append(0)  # from now on the fast path takes the lock, too, and finds that it is late
-        # An op whose record is being made without the lock gets it in; one that still runs is not part of the capture.
-        wait_for_rows()
         with self.lock:
             try:
                 if not self.on and not self.options.starts_late and self.thread_watch.has_counted():
@@ -266,9 +261,8 @@ class Core:
     def fail(self, error: BaseException) -> None:
         """Recording cannot continue."""
         with self.lock:
-            self.on = self.fast = False
-            if self.native is not None:
-                self.native.hot = False
+            self.on = False
+            self.cool_down()
             self.finished = True
             self.scopes.recorded = False
             if self.failure is not None or self.closed:
@@ -288,22 +282,7 @@ class Core:
         with suppress(Exception):
             print(printable(text), file=sys.stderr)
 
-    # ------------------------------------------------------------------------------------------------ for the fast path
-
-    def enter(self, storage: torch.UntypedStorage, dtype: torch.dtype) -> Tracker:
-        """A storage at its first use, as `dtype`. Raises CaptureFailed if recording has stopped."""
-        with self.lock:
-            if not self.on:
-                raise CaptureFailed(f"{self.writer.path}: recording has stopped")
-            tracker = self.storages.tracker_of(storage) or self.storages.enter(storage, dtype)
-            return self.storages.use(tracker, storage, True, "") if tracker.alias else tracker
-
-    def view(self, tracker: Tracker, meta: int, offset: int) -> int:
-        """The tensor id of a view that is not among the first two of its storage. Raises as `enter` does."""
-        with self.lock:
-            if not self.on:
-                raise CaptureFailed(f"{self.writer.path}: recording has stopped")
-            return self.storages.view(tracker, meta, offset, 1)
+    # ----------------------------------------------------------------------------------------------------- around an op
 
     @_attempted
     def before(
@@ -334,11 +313,6 @@ class Core:
                 return None
             return None if call is None else self.recorded(call, result, started, ended)
 
-    def late(self, kernel: CapturedKernel, args: Any, kwargs: Any, result: Any, started: int, ended: int) -> Any:
-        """An op of the fast path gave other results than it used to."""
-        self.ran(kernel, args, kwargs, result, started, ended)
-        return result
-
     # -------------------------------------------------------------------------------------------------- after an op ran
 
     @_attempted
@@ -355,16 +329,6 @@ class Core:
             except Unrepresentable as problem:
                 self.unsupported_op(call.kernel, call.args, call.kwargs, problem)
                 return None
-
-    @_attempted
-    def returned(self, call: OpCall, result: Any, started: int, ended: int) -> Site | None:
-        """The same: gives its site, where it has one."""
-        with self.lock:
-            recorded = self.recorded(call, result, started, ended)
-            # The fast path cannot tell negative views from others.
-            if recorded is None or self.metas.negative:
-                return None
-            return self.sites.learn(recorded.signature, call, recorded.results, result)
 
     @_attempted
     def unsupported_op(
@@ -396,15 +360,6 @@ class Core:
         with self.lock:
             if self.on:
                 self.calls.raised(call, started, ended, interrupted)
-
-    @_attempted
-    def late_raised(self, kernel: CapturedKernel, args: Any, kwargs: Any, started: int, ended: int) -> None:
-        """An op of the fast path raised."""
-        with self.lock:
-            if self.on:
-                self.calls.raised(
-                    self.calls.before(kernel, args, kwargs), started, ended, is_interrupt(sys.exception())
-                )
 
     # ------------------------------------------------------------------------------------------------------- buffering
 

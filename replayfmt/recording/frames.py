@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 from types import CodeType, TracebackType
 
-FAST_PATH_FILE = "<opreplay fast path>"  # the file name of generated code
 _HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _OPERATORS = os.path.join("torch", "_ops.py")
 
@@ -50,4 +49,4 @@ def _is_ours(entry: TracebackType) -> bool:
 
 def is_recorders(code: CodeType) -> bool:
     """Whether code is the recorder's own."""
-    return code.co_filename.startswith(_HERE) or code.co_filename == FAST_PATH_FILE
+    return code.co_filename.startswith(_HERE)

@@ -215,7 +215,7 @@ class Recorder:
         self._forked = True
         core = self._core
         if core is not None:
-            core.on = core.fast = False
+            core.on = False
             core.finished = True
             core.lock = core.buffer.lock = threading.RLock()
         if self._threads is not None:

@@ -257,7 +257,7 @@ def test_a_kernel_above_dispatch_modes_that_does_the_work_itself_is_named(
 def test_one_whose_parts_are_recorded_is_not(capture: Capture) -> None:
     def program() -> Any:
         x, out = torch.ones(3), torch.empty(3)
-        for _ in range(4):  # the last ones on the fast path
+        for _ in range(4):  # the last ones on the hot path
             torch.ops.opreplay_custom.visible(x, out)
         return out
 

@@ -52,7 +52,7 @@ def test_a_write_without_an_operator_is_an_import(
     def program() -> Any:
         x = torch.ones(4) * 2
         for _ in range(3):
-            x + 1  # seen before, so that the fast path is taken
+            x + 1  # seen before, so that the hot path is taken
         write(x)
         made = [x + 1 for _ in range(3)]
         del made

@@ -90,7 +90,7 @@ def dispatch_state() -> tuple[Any, ...]:
 
 
 def writing(x: torch.Tensor, y: torch.Tensor) -> None:
-    for _ in range(4):  # the complete path twice, then the fast one
+    for _ in range(4):  # the complete path twice, then the hot one
         x.add_(1)
         y.mul_(2)
         (y * 0.5).view(1, -1)

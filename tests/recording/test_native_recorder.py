@@ -67,6 +67,7 @@ def test_what_a_dispatch_mode_changes_stays_as_it_is(capture: Capture, name: str
     captured = capture(program, digests="ops")
     assert same(captured.returned, expected)
     assert captured.reader.session.policies["recorder"] == "native"
+    assert "exactness" not in captured.reader.session.policies
     assert not captured.unsupported()
     captured.replays()
 
@@ -180,6 +181,7 @@ def test_a_capture_without_the_hook_after_one_with_it_sees_nothing_twice(
     second = capture(lambda: torch.ones(2) + 1)
     assert first.ops() == second.ops() == ["aten::ones.default", "aten::add.Tensor"]
     assert second.reader.session.policies["recorder"] == "python"
+    assert "may differ" in second.reader.session.policies["exactness"]
     assert torch.equal(first.returned, second.returned)
 
 

@@ -44,7 +44,7 @@ def test_integers_are_embedded_and_floats_are_left_out(capture: Capture) -> None
     assert captured.reader.session.policies["file-policy"] is None
 
 
-def test_with_integers_the_fast_path_decides_alike(capture: Capture) -> None:
+def test_with_integers_calls_that_repeat_are_decided_alike(capture: Capture) -> None:
     floats = [torch.randn(5) for _ in range(6)]
     whole = [torch.arange(5) for _ in range(6)]
     captured = capture(lambda: [a + b for a, b in zip(floats, whole, strict=True)], payload="integers")
@@ -98,7 +98,7 @@ def test_floats_that_turn_out_to_be_integers_enter_again(capture: Capture) -> No
     assert payload_bytes(captured) == [raw(packed)]
 
 
-def test_so_do_those_seen_on_the_fast_path(capture: Capture) -> None:
+def test_so_do_those_of_calls_that_repeat(capture: Capture) -> None:
     packed = [torch.arange(1, 5).view(torch.float64) for _ in range(5)]
 
     def program() -> Any:

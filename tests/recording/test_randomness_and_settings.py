@@ -92,7 +92,7 @@ def test_a_setting_that_concerns_no_op_is_not_recorded(capture: Capture) -> None
     assert capture(program).records(RecordKind.global_state) == []
 
 
-def test_the_fast_path_notices_changes_too(capture: Capture) -> None:
+def test_changes_between_calls_that_repeat_are_noticed_too(capture: Capture) -> None:
     def program() -> Any:
         image, weight = torch.ones(1, 2, 4, 4), torch.ones(2, 2, 3, 3)
         made = []

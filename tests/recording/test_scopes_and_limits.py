@@ -272,7 +272,7 @@ def test_threads_that_draw_at_once_replay(capture: Capture) -> None:
 
 
 @pytest.mark.slow
-def test_threads_on_the_fast_path_do_not_mix_their_records(capture: Capture) -> None:
+def test_threads_do_not_mix_their_records(capture: Capture) -> None:
     def program() -> Any:
         made: list[torch.Tensor] = []
 

@@ -176,7 +176,7 @@ def test_a_composite_is_not_taken_for_the_last_of_its_parts(capture: Capture) ->
 
 
 def test_nested_tensors_come_where_plain_ones_did(capture: Capture) -> None:
-    """What the fast path compares plain tensors with cannot be asked about nested ones."""
+    """What the hot path asks of plain tensors cannot be asked of nested ones."""
     plain, nested = torch.randn(4, 4), torch.nested.nested_tensor([torch.ones(2), -torch.ones(3)])
 
     def program() -> list[torch.Tensor]:

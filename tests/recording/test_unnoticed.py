@@ -167,7 +167,7 @@ PROGRAMS = [
 def test_classes_of_the_program_see_what_they_see_without_a_capture(capture: Capture, program: Program) -> None:
     torch.manual_seed(0)
     expected = program()
-    for digests in ("live", "ops"):  # with and without the fast path
+    for digests in ("live", "ops"):  # with and without the hot path
         torch.manual_seed(0)
         captured = capture(program, digests=digests)
         assert captured.returned == expected
@@ -272,7 +272,7 @@ def raising() -> list[str]:
     return [shown(work) for work in works] + inside
 
 
-@pytest.mark.parametrize("digests", ["live", "ops"])  # with the latter there is no fast path
+@pytest.mark.parametrize("digests", ["live", "ops"])  # with the latter every call takes the complete path
 def test_an_exception_that_passes_the_recorder_is_printed_as_without_it(capture: Capture, digests: str) -> None:
     expected = raising()
     assert capture(raising, digests=digests).returned == expected

@@ -34,7 +34,6 @@ from ..dispatch.calls import PassedThrough
 from ..dispatch.kernels import Action, CapturedKernel, tensors_in
 from ..dispatch.mode import RecordingMode
 from ..dispatch.wrappers import plain_parts
-from ..fast_path.sites import Site
 from ..interrupts import is_interrupt
 from ..state.autocast import autocast_of_program
 from ..state.randomness import address, drawn_from, generator_state
@@ -92,7 +91,7 @@ def observe(mode: RecordingMode, kernel: CapturedKernel, args: tuple[Any, ...], 
     core.attempt(observer.look_at_result, result)
     if not observer.told:
         if call is not None:
-            core.returned(call, result, started, ended)
+            core.recorded(call, result, started, ended)
         elif around is not None:
             around.note(kernel, args, kwargs, result, started, ended, states)
         core.attempt(observer.leave, result)
@@ -113,7 +112,7 @@ class Observer(ObservingMode):
     def __init__(
         self, core: Core, kernel: CapturedKernel, args: tuple[Any, ...], kwargs: dict[str, Any], around: Observer | None
     ) -> None:
-        TorchDispatchMode.__init__(self)  # without the fast path
+        TorchDispatchMode.__init__(self)
         self.core = core
         self.told = False
         self._kernel = kernel
@@ -128,7 +127,7 @@ class Observer(ObservingMode):
 
     # ---------------------------------------------------------------------------------------------------------- the ops
 
-    def record(self, kernel: CapturedKernel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Site | None]:
+    def record(self, kernel: CapturedKernel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         core = self.core
         if not self.told and core.attempt(self.hides, kernel, args, kwargs) is not False:
             self.tell()
@@ -138,7 +137,7 @@ class Observer(ObservingMode):
         started = _clock()
         result = kernel.call(*args, **kwargs)
         self.note(kernel, args, kwargs, result, started, _clock(), states)
-        return result, None
+        return result
 
     def _run_unsupported(
         self, kernel: CapturedKernel, args: tuple[Any, ...], kwargs: dict[str, Any], problem: Unrepresentable

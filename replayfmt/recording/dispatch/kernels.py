@@ -68,7 +68,6 @@ class CapturedKernel:
         "own",
         "own_kernels",
         "parts",
-        "quick",
         "random",
         "reads_nothing",
         "results",
@@ -88,8 +87,6 @@ class CapturedKernel:
         self.own = operator.own
         self.unnameable = name_problem(self.name, self.overload)
         self.call = caller_of(func)
-        # Where no `__torch_function__` is there to see it.
-        self.quick = func._op if operator.own and takes_numbers(func) else self.call
         quiet = operators.unannotated_writes(
             self.name, self.overload, [a.name for a in schema.arguments if "Tensor" in str(a.type)]
         )

@@ -10,7 +10,6 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
-from types import MethodType
 from typing import Any
 
 import torch
@@ -19,13 +18,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..core import Core
 from ..custom_operators.insides import Manner
-from ..fast_path.sites import Following, Site
-from ..fast_path.templates import MISS
 from ..frames import leave_no_frames
 from ..interrupts import is_interrupt
 from ..state.autocast import autocast_below_mode
-from ..state.numeric_state import HALF, SMALLEST
-from ..storages.identity import RELEASE_BATCH
 from ..stream.records import Unrepresentable
 from .collectives import describe_collective
 from .higher_order import run_higher_order
@@ -34,7 +29,6 @@ from .wrapped_numbers import with_tensors
 from .wrappers import dispatches_itself
 
 _clock = time.perf_counter_ns
-_PLAIN = {(torch.Tensor,), (torch.nn.Parameter,)}  # what `detach` is told of plain tensors; no other op names them
 
 
 class RecordingMode(TorchDispatchMode):
@@ -49,9 +43,6 @@ class RecordingMode(TorchDispatchMode):
     def __init__(self, core: Core) -> None:
         super().__init__()
         self.core = core
-        if core.sites.enabled:
-            # On the instance, as a closure: looking up attributes would cost more than all else the fast path does.
-            self.__torch_dispatch__ = MethodType(_fast_path(self), self)  # type: ignore[method-assign]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -66,42 +57,42 @@ class RecordingMode(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         try:
-            return self.dispatch(func, types, args, kwargs or {})[0]
+            return self._dispatch(func, types, args, kwargs or {})
         except BaseException as error:
             leave_no_frames(error)
             raise
 
-    def dispatch(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Site | None]:
-        """The complete path: decides what kind of call this is. Returns its result, and its site where it has one."""
+    def _dispatch(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Decides what kind of call this is, and returns its result."""
         core = self.core
         if core.finished:
-            return self._unrecorded(func)(*args, **kwargs), None
+            return self._unrecorded(func)(*args, **kwargs)
         if types and any(map(dispatches_itself, types)):  # `detach` names plain classes too
-            return (func(*args, **kwargs) if _is_tracing(types) else NotImplemented), None
+            return func(*args, **kwargs) if _is_tracing(types) else NotImplemented
         if _len_torch_dispatch_stack():
-            return self._beneath(func, args, kwargs), None
+            return self._beneath(func, args, kwargs)
         if not isinstance(func, torch._ops.OpOverload):
             with core.thread_watch.covered():
-                return run_higher_order(self, func, args, kwargs), None
+                return run_higher_order(self, func, args, kwargs)
         kernel = core.attempt(core.calls.kernel_of, func)
         if kernel is None:
-            return self._unrecorded(func)(*args, **kwargs), None
+            return self._unrecorded(func)(*args, **kwargs)
         if not kernel.own:
             core.arrivals[kernel.name] += 1
         args = core.attempt(with_tensors, kernel, args) or args
         if kernel.action is not Action.record and not core.attempt(kernel.has_own_kernel, args, kwargs):
-            return self._special(kernel, args, kwargs), None
+            return self._special(kernel, args, kwargs)
         if not core.on and not core.attempt(self._begins):
-            return kernel.call(*args, **kwargs), None
+            return kernel.call(*args, **kwargs)
         if core.options.stop_op is not None and core.attempt(self._ends):
-            return kernel.call(*args, **kwargs), None
+            return kernel.call(*args, **kwargs)
         key = None if kernel.body is None else core.attempt(kernel.body.key, args, kwargs)
         if kernel.body is not None and key is not None:
             manner = core.insides.manner(kernel.name, kernel.body.is_python(key))
             if manner is Manner.inside:
-                return self.run_inside(kernel.body, args, kwargs), None
+                return self.run_inside(kernel.body, args, kwargs)
             if manner is Manner.observed:
-                return self.observed(kernel, args, kwargs), None
+                return self.observed(kernel, args, kwargs)
         return self.record(kernel, args, kwargs)
 
     def observed(self, kernel: CapturedKernel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -110,8 +101,8 @@ class RecordingMode(TorchDispatchMode):
 
     # --------------------------------------------------------------------------------------------------------- ordinary
 
-    def record(self, kernel: CapturedKernel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Site | None]:
-        """Run one op and record it. Returns its result, and its site where it has one."""
+    def record(self, kernel: CapturedKernel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run one op and record it. Returns its result."""
         core = self.core
         if kernel.random and kernel.namespace == "aten" and core.attempt(kernel.draws, args, kwargs):
             # The order of draws is the order of records. (Other operators may wait for threads that record, too.)
@@ -119,7 +110,7 @@ class RecordingMode(TorchDispatchMode):
                 return self._record(kernel, args, kwargs)
         return self._record(kernel, args, kwargs)
 
-    def _record(self, kernel: CapturedKernel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Site | None]:
+    def _record(self, kernel: CapturedKernel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         core = self.core
         try:
             call = core.before(kernel, args, kwargs)
@@ -128,9 +119,9 @@ class RecordingMode(TorchDispatchMode):
             raise
         # The op runs outside of every handler: what it raises has the context that it has without a capture.
         if call is None:
-            return kernel.call(*args, **kwargs), None
+            return kernel.call(*args, **kwargs)
         if isinstance(call, Unrepresentable):
-            return self._run_unsupported(kernel, args, kwargs, call), None
+            return self._run_unsupported(kernel, args, kwargs, call)
         started = _clock()
         try:
             result = kernel.call(*args, **kwargs)
@@ -138,12 +129,12 @@ class RecordingMode(TorchDispatchMode):
             core.raised(call, started, _clock(), is_interrupt(sys.exception()))
             raise
         try:
-            site = core.returned(call, result, started, _clock())
+            core.recorded(call, result, started, _clock())
         except BaseException:
             core.interrupted(args, kwargs, result)
             raise
         core.pump()
-        return result, site
+        return result
 
     def _begins(self) -> bool:
         """Before recording has begun: whether this op is where it begins."""
@@ -236,66 +227,6 @@ class RecordingMode(TorchDispatchMode):
         result = kernel.call(*args, **kwargs)
         self.core.unsupported_op(kernel, args, kwargs, problem)
         return result
-
-
-def _fast_path(mode: RecordingMode) -> Callable[..., Any]:
-    """`__torch_dispatch__` with the fast path in front (see sites.py)."""
-    core = mode.core
-    sites, numeric, metas = core.sites, core.numeric, core.metas
-    complete = mode.dispatch
-    depth, pump, dead = _len_torch_dispatch_stack, core.pump, core.storages.dead
-    following: Following = {}
-    after_site, after_other = following, None  # what followed the last site, the last operator without one
-    no_keywords: dict[str, Any] = {}
-
-    def dispatch(
-        _mode: RecordingMode, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] = no_keywords
-    ) -> Any:
-        nonlocal following
-        try:
-            if (types and types not in _PLAIN) or not core.fast or depth():
-                return complete(func, types, args, kwargs)[0]
-            number = id(func)
-            if numeric.unchanged() and (SMALLEST * HALF == 0.0) is numeric.flushes:
-                site = following.get(number)
-                if site is not None and (site.polls is None or site.polls.same()):
-                    result = site.run(args, kwargs)
-                    if result is not MISS:
-                        following = site.following
-                        if len(dead) >= RELEASE_BATCH:
-                            pump()
-                        return result
-                for other in sites.state.candidates.get(number, ()):
-                    if other is not site and (other.polls is None or other.polls.same()):
-                        result = other.run(args, kwargs)
-                        if result is not MISS:
-                            following[number] = other
-                            following = other.following
-                            pump()
-                            return result
-            before, state = following, sites.state
-            result, site = complete(func, types, args, kwargs)
-            if metas.negative:
-                core.fast = False
-            core.attempt(follow, number, site, before, state)
-            return result
-        except BaseException as error:
-            leave_no_frames(error)
-            raise
-
-    def follow(number: int, site: Site | None, before: Following, state: Any) -> None:
-        """A call took the complete path: what comes after it is guessed from it."""
-        nonlocal following, after_site, after_other
-        if site is None:
-            if before is not after_other:
-                after_site = before
-            following = after_other = sites.following(after_site, number)
-        else:
-            if sites.state is state:
-                before[number] = site
-            following = site.following
-
-    return dispatch
 
 
 def _is_tracing(types: Any) -> bool:

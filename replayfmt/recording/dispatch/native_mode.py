@@ -55,7 +55,7 @@ class NativeMode(ObservingMode):
     autocast = staticmethod(lambda own: read_autocast())
 
     def __init__(self, core: Core, hook: DispatchHook) -> None:
-        TorchDispatchMode.__init__(self)  # without the fast path
+        TorchDispatchMode.__init__(self)
         self.core = core
         self._hook = hook
 

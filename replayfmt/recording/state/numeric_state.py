@@ -16,10 +16,9 @@ from torch._C._dynamo.guards import GlobalStateGuard
 
 from replayfmt.pytorch.settings import guarded, read_settings
 
-from ..interrupts import is_interrupt
 from ..stream.records import Records
 
-SMALLEST, HALF = sys.float_info.min, 0.5  # their product is a denormal, unless the processor flushes those to zero
+_SMALLEST, _HALF = sys.float_info.min, 0.5  # their product is a denormal, unless the processor flushes those to zero
 
 # What decides numerics outside the guard, as torch resolves it (a precision not set follows a wider one), by the
 # operators that it can affect (parts of their names). CUDA's own matter only where there is CUDA.
@@ -86,46 +85,35 @@ def watched_indices(kernel: str) -> tuple[int, ...]:
     )
 
 
-def watched_settings(kernel: str) -> tuple[Callable[[], Any], ...]:
-    """The same, as what reads them."""
-    return tuple(WATCHED[index][1] for index in watched_indices(kernel))
-
-
 class NumericState:
-    """The state that the stream is in. Callers hold the recorder's lock, except for the hot path's own looks."""
+    """The state that the stream is in. Callers hold the recorder's lock."""
 
     def __init__(self, records: Records) -> None:
         self._records = records
         self.stated: dict[str, Any] = read_settings()
-        self._polled: dict[str, Poll | None] = {}
-        self._polls: dict[tuple[Callable[[], Any], ...], Poll] = {}
-        self.changed: Callable[[], None] = lambda: None  # called after a change
+        self._watches: dict[str, tuple[int, ...]] = {}  # watched_indices of the kernels that were seen
         self.restated: Callable[[], None] = lambda: None  # called when the stream states all settings as they are
-        self._take_guard()
+        self._look()
 
-    def _take_guard(self) -> None:
+    def _look(self) -> None:
+        """What is set now is what the stream states."""
         with torch._C._EnableTorchFunction():  # the guard covers it, and the recorder looks with and without
-            self.unchanged = GlobalStateGuard().check  # whether nothing changed that the guard covers
-        self.flushes = SMALLEST * HALF == 0.0  # whether this thread's arithmetic flushes denormals to zero
-
-    def poll_of(self, kernel: str) -> Poll | None:
-        """A quick look at the settings outside the guard that can change what a kernel computes, if there are any."""
-        if kernel not in self._polled:
-            getters = watched_settings(kernel)
-            poll = None
-            if getters:
-                poll = self._polls.get(getters)
-                if poll is None:
-                    poll = self._polls[getters] = Poll(getters)
-            self._polled[kernel] = poll
-        return self._polled[kernel]
+            self._unchanged = GlobalStateGuard().check
+        self._watched = [guarded(get) for _affected, get in WATCHED]
+        self._flushes = _flushes_denormals()
 
     def differs(self, kernel: str) -> bool:
         """Whether a setting that an op of a kernel would run under now is not what the stream says."""
-        poll = self.poll_of(kernel)
+        watches = self._watches.get(kernel)
+        if watches is None:
+            watches = self._watches[kernel] = watched_indices(kernel)
         with torch._C._EnableTorchFunction():
-            unchanged = self.unchanged()
-        return not (unchanged and (SMALLEST * HALF == 0.0) is self.flushes and (poll is None or poll.same()))
+            unchanged = self._unchanged()
+        return (
+            not unchanged
+            or _flushes_denormals() != self._flushes
+            or any(guarded(WATCHED[index][1]) != self._watched[index] for index in watches)
+        )
 
     def moved(self, kernel: str, autocast: dict[str, str] | None) -> bool:
         """Whether an op that is about to run would have other settings stated before it. `autocast`: the program's,
@@ -139,10 +127,8 @@ class NumericState:
         if not self.differs(kernel):
             return
         self._state(read_settings())
-        self._take_guard()
+        self._look()
         self.restated()
-        for other in self._polls.values():
-            other.renew()
 
     def check_autocast(self, now: dict[str, str]) -> None:
         """Before a custom operator, whose own code may depend on it: the program's autocast. (To everything else, which
@@ -155,36 +141,8 @@ class NumericState:
         if changes:
             self.stated.update(changes)
             self._records.global_state(changes)
-            self.changed()
 
 
-_SAME = """
-def make(v, {names}):
-    def same():
-        try: return {same}
-        except Exception as error:
-            if is_interrupt(error): raise
-            return False
-    return same
-"""
-
-
-class Poll:
-    """Compares a few settings with what they were when the stream's state was last read. `same` does it."""
-
-    __slots__ = ("_getters", "_values", "same")
-
-    def __init__(self, getters: tuple[Callable[[], Any], ...]) -> None:
-        self._getters = getters
-        self._values: list[Any] = []
-        self.renew()
-        # Written out, because a loop over three getters costs more than the getters. What raises is looked at again on
-        # the complete path.
-        names = ", ".join(f"g{index}" for index in range(len(getters)))
-        same = " and ".join(f"g{index}() == v[{index}]" for index in range(len(getters)))
-        namespace: dict[str, Any] = {"__name__": __name__, "is_interrupt": is_interrupt}
-        exec(_SAME.format(names=names, same=same), namespace)
-        self.same: Callable[[], bool] = namespace["make"](self._values, *getters)
-
-    def renew(self) -> None:
-        self._values[:] = [guarded(get) for get in self._getters]
+def _flushes_denormals() -> bool:
+    """Whether this thread's arithmetic flushes denormals to zero."""
+    return _SMALLEST * _HALF == 0.0

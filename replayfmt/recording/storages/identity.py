@@ -35,7 +35,7 @@ _CPU = torch.device("cpu")
 
 
 class Storages:
-    """Every storage the capture knows. Callers hold the recorder's lock, except for what the hot path inlines."""
+    """Every storage the capture knows. Callers hold the recorder's lock."""
 
     def __init__(
         self,
@@ -95,8 +95,7 @@ class Storages:
             tracker.address = storage._cdata
         tracker.id = number
         tracker.size = length
-        tracker.meta = tracker.offset = tracker.tensor = tracker.meta2 = 0
-        tracker.views = None
+        tracker.views = {}
         tracker.imports = 0
         tracker.state = None
         tracker.written = None
@@ -135,22 +134,18 @@ class Storages:
         return number
 
     def _view(self, tracker: Tracker, state: State | None, meta: int, offset: int) -> int:
-        if tracker.meta == meta and tracker.offset == offset:
-            return tracker.tensor
-        if tracker.meta2 == meta and tracker.offset2 == offset:
-            return tracker.tensor2
-        number = tracker.views.get((meta, offset)) if tracker.views is not None else None
+        number = tracker.views.get((meta, offset))
         if number is None and self._native is not None:
             number = self._native.view(tracker.address, meta, offset) or None  # type: ignore[attr-defined]
             if number is not None:
-                tracker.note_view(meta, offset, number)
+                tracker.views[meta, offset] = number
         if number is not None:
             return number
         if state is not None and state.synthesized and not tracker.written:
             self._reveal(tracker, state, self._metas.params[meta])
         number = next(self._buffer.next_tensor)
         self._buffer.definitions.append(pack_definition(number, tracker.id, offset, meta))
-        tracker.note_view(meta, offset, number)
+        tracker.views[meta, offset] = number
         return number
 
     def _reveal(self, tracker: Tracker, state: State, params: MetaParams) -> None:
@@ -306,13 +301,8 @@ class Storages:
 
     def _define_again(self, tracker: Tracker) -> None:
         """Its tensors' definitions, which may have been lost with the row that was to hold them."""
-        views = dict(tracker.views or {})
-        views[tracker.meta, tracker.offset] = tracker.tensor
-        if tracker.meta2:
-            views[tracker.meta2, tracker.offset2] = tracker.tensor2
-        for (meta, offset), number in views.items():
-            if meta:
-                self._buffer.definitions.append(pack_definition(number, tracker.id, offset, meta))
+        for (meta, offset), number in tracker.views.items():
+            self._buffer.definitions.append(pack_definition(number, tracker.id, offset, meta))
 
     def use(
         self,
@@ -390,8 +380,7 @@ class Storages:
 
     def _dtype(self, tracker: Tracker) -> torch.dtype | None:
         """What a storage is used as: integers where any view of it is, bytes only where all are. None: by no view."""
-        metas = [tracker.meta, tracker.meta2, *(meta for meta, _ in tracker.views or ())]
-        dtypes = [self._metas.params[meta].dtype for meta in metas if meta]
+        dtypes = [self._metas.params[meta].dtype for meta, _ in tracker.views]
         dtypes = [dtype for dtype in dtypes if dtype is not torch.uint8] or dtypes
         return next((dtype for dtype in dtypes if not is_synthesized(dtype)), dtypes[0] if dtypes else None)
 

@@ -47,13 +47,6 @@ class NativeTracker(Tracker):
         self.session.forget_written(self.address)
         _written.__set__(self, written)
 
-    def all_views(self) -> list[tuple[int, int, int]]:
-        """Meta id, offset and tensor id of each."""
-        views = [(self.meta, self.offset, self.tensor)] if self.meta else []
-        if self.meta2:
-            views.append((self.meta2, self.offset2, self.tensor2))
-        return views + [(meta, offset, tensor) for (meta, offset), tensor in (self.views or {}).items()]
-
     def take_back(self) -> None:
         """The hot path does not know it any more, until it is published again."""
         found = self.session.take(self.address, True)
@@ -63,7 +56,7 @@ class NativeTracker(Tracker):
     def take_over(self, views: list[tuple[int, int, int]], written: list[int]) -> None:
         """What the hot path saw of it."""
         for meta, offset, tensor in views:
-            self.note_view(meta, offset, tensor)
+            self.views.setdefault((meta, offset), tensor)
         if written:
             _written.__set__(self, (_written.__get__(self) or set()) | set(written))
 
@@ -73,8 +66,8 @@ class NativeTracker(Tracker):
         if size >= 0 and (state is None or state.alias_of is None):
             new_views = state is None or not state.synthesized
             if self.session.publish(self.address, self.id, size, new_views, meta, offset, tensor):
-                for other in self.all_views():
-                    self.session.publish(self.address, self.id, size, new_views, *other)
+                for (other_meta, other_offset), number in self.views.items():
+                    self.session.publish(self.address, self.id, size, new_views, other_meta, other_offset, number)
 
 
 def adopted(session: Any, storage: torch.UntypedStorage) -> tuple[int, int, Any, Any] | None:

@@ -65,46 +65,14 @@ class State:
 class Tracker(weakref.ref):
     """One storage of the program. Calling it gives the storage, or None once it died."""
 
-    __slots__ = (
-        "id",
-        "imports",
-        "meta",
-        "meta2",
-        "offset",
-        "offset2",
-        "size",
-        "state",
-        "tensor",
-        "tensor2",
-        "views",
-        "written",
-    )
+    __slots__ = ("id", "imports", "size", "state", "views", "written")
 
     id: int  # storage id
     size: int  # bytes; -1: look at `state` before each use
-    meta: int  # meta id, offset and tensor id of its first view; meta 0: none yet
-    offset: int
-    tensor: int
-    meta2: int  # the same of its second view
-    offset2: int
-    tensor2: int
-    views: dict[tuple[int, int], int] | None  # tensor id of every further (meta id, offset)
+    views: dict[tuple[int, int], int]  # tensor id of each (meta id, offset), the first one used first
     state: State | None
     imports: int  # how often its content entered
     written: set[int] | None  # tensors written in place since the last digest
-
-    def note_view(self, meta: int, offset: int, tensor: int) -> None:
-        """It has a view with this tensor id."""
-        if not self.meta:
-            self.tensor, self.offset, self.meta = tensor, offset, meta  # the last one makes it count
-        elif (self.meta, self.offset) == (meta, offset):
-            return
-        elif not self.meta2:
-            self.tensor2, self.offset2, self.meta2 = tensor, offset, meta
-        elif (self.meta2, self.offset2) != (meta, offset):
-            if self.views is None:
-                self.views = {}
-            self.views[meta, offset] = tensor
 
     def publish(self, meta: int, offset: int, tensor: int) -> None:
         """A view of it was used. (For NativeTracker.)"""

@@ -1,19 +1,16 @@
 """Buffered records: packed rows that any thread appends, turned into columns and handed to the writer.
 
-A record is one `bytes` object, appended in one step that the interpreter does not interrupt, so that recording an op
-takes no lock while one thread records. A row is a run of 64-bit words:
+A record is one row, appended in one step that no signal handler interrupts: a run of 64-bit words,
 
     signature, context, start_ns, duration_ns, tensor slots..., int slots..., float slots (as doubles)...
 
-A context stands for a thread and the scope it is in. Two kinds of rows say more in fewer words:
+A context stands for a thread and the scope it is in. One kind of rows says more in fewer words:
 
-    site row     FROM_SITE + site, context, start_ns, duration_ns, tensor slots..., (storage id, offset) for each view
-                 that the op made: what is constant for a site (signature, constants, metadata) is in the site's tables
     release run  RELEASES + signature, context, now, 0, storage id...: one release record for each
 
-Storages (births) and tensors (definitions) that do not come from sites have rows of their own lists, appended before
-the first record that needs them. Ids of storages are given in the order of the records that bear them: where several
-threads record, whoever takes an id appends its row under the same lock.
+Storages (births) and tensors (definitions) have rows of their own lists, appended before the first record that needs
+them. Ids of storages are given in the order of the records that bear them: whoever takes an id appends its row under
+the same lock.
 """
 
 from __future__ import annotations
@@ -21,8 +18,7 @@ from __future__ import annotations
 import itertools
 import threading
 from array import array
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from struct import Struct
 from typing import Any
 
@@ -33,10 +29,7 @@ from replayfmt.format.container.uninterrupted import Uninterrupted
 from replayfmt.format.records.columns import RecordColumns
 from replayfmt.format.writer import CaptureWriter
 
-from .in_flight import wait_for_rows
-
 HEAD_WORDS = 4  # signature, context, start, duration
-FROM_SITE = 1 << 32
 RELEASES = 1 << 33
 _FRAME_WORDS = 1 << 20  # a frame is also cut when that many words wait
 
@@ -52,68 +45,6 @@ def packer(words: int, floats: int) -> Callable[..., bytes]:
     if pack is None:
         pack = _packs[words, floats] = Struct(f"<{HEAD_WORDS + words}q{floats}d").pack
     return pack
-
-
-@dataclass(frozen=True)
-class MadeView:
-    """A view that a site's op makes: the slot its tensor id is in, its meta id, and the length in bytes of its storage
-    where that is new (otherwise -1)."""
-
-    slot: int
-    meta: int
-    new_bytes: int
-
-
-class SiteTables:
-    """What is constant for each site, in columns by site number."""
-
-    def __init__(self) -> None:
-        self.signature, self.tensors, self.device = array("q"), array("q"), array("q")
-        self.ints, self.first_int, self.int_count = array("q"), array("q"), array("q")
-        self.floats, self.first_float, self.float_count = array("d"), array("q"), array("q")
-        self.made_slot, self.made_meta, self.made_bytes = array("q"), array("q"), array("q")
-        self.first_made, self.made_count = array("q"), array("q")
-
-    def add(
-        self,
-        signature: int,
-        tensors: int,
-        ints: Sequence[int],
-        floats: Sequence[float],
-        made: Sequence[MadeView],
-        device: int,
-    ) -> int:
-        """The number of a new site. `device` is that of new storages."""
-        with Uninterrupted():  # all columns, or none
-            return self._add(signature, tensors, ints, floats, made, device)
-
-    def _add(
-        self,
-        signature: int,
-        tensors: int,
-        ints: Sequence[int],
-        floats: Sequence[float],
-        made: Sequence[MadeView],
-        device: int,
-    ) -> int:
-        self.signature.append(signature)
-        self.tensors.append(tensors)
-        self.device.append(device)
-        given: tuple[tuple[Sequence[Any], array, array, array], ...] = (
-            (ints, self.ints, self.first_int, self.int_count),
-            (floats, self.floats, self.first_float, self.float_count),
-        )
-        for values, column, first, count in given:
-            first.append(len(column))
-            count.append(len(values))
-            column.extend(values)
-        self.first_made.append(len(self.made_slot))
-        self.made_count.append(len(made))
-        for view in made:
-            self.made_slot.append(view.slot)
-            self.made_meta.append(view.meta)
-            self.made_bytes.append(view.new_bytes)
-        return len(self.signature) - 1
 
 
 class RowList(list[bytes]):
@@ -140,10 +71,9 @@ class RecordBuffer:
         self.rows = RowList() if native is None else native.rows
         self.births = RowList() if native is None else native.births
         self.definitions = RowList() if native is None else native.definitions
-        self.sites = SiteTables()
         self.next_storage: Iterator[int] = itertools.count(1) if native is None else native.next_storage
         self.next_tensor: Iterator[int] = itertools.count(1) if native is None else native.next_tensor
-        self.appended = 0  # records that did not take the fast path: counts all where none does
+        self.appended = 0  # records of the complete path: counts all where none takes another
         self._first_storage = 1
         self._slots = tuple(array("q", [0]) for _ in range(3))  # by signature id: tensors, ints, floats
         self._entering = array("q", [0])  # by signature id: whether its records let a storage's content enter
@@ -181,26 +111,16 @@ class RecordBuffer:
 
     def _flush_frame(self) -> int:
         """Write one frame; how many rows it took."""
-        making = True
         count = min(len(self.rows), self.chunk_records)
-        while True:
-            batch = RowBatch(self.rows.first(count), self.sites, self._slots, self._entering)
-            count = batch.rows
-            self._define(batch)
-            newest = max(batch.newest_storage, self._newest_of(batch.tensors))
-            births = self._born(batch)
-            in_turn = int(np.count_nonzero(births[:, 0] == np.arange(len(births)) + self._first_storage))
-            # A thread took an id and was suspended before it appended the row: that row must be in the frame, too.
-            # An exception from a signal handler may have ended it there for good: then no one else has that id.
-            if newest < self._first_storage + in_turn:
-                break
-            if not making:
-                births, in_turn = _fill_gaps(births, self._first_storage, newest)
-                break
-            wait_for_rows()
-            making = False
-            count = len(self.rows)
-        self.rows.drop(count)
+        batch = RowBatch(self.rows.first(count), self._slots, self._entering)
+        self._define()
+        newest = max(batch.newest_storage, self._newest_of(batch.tensors))
+        births = self._born()
+        in_turn = int(np.count_nonzero(births[:, 0] == np.arange(len(births)) + self._first_storage))
+        if newest >= self._first_storage + in_turn:
+            # An exception from a signal handler came between taking an id and appending the row: no one has that id.
+            births, in_turn = _fill_gaps(births, self._first_storage, newest)
+        self.rows.drop(batch.rows)
         definitions = self._live_definitions
         if len(batch.released):
             self._live_definitions = definitions[~np.isin(definitions[:, 1], batch.released)]
@@ -225,17 +145,16 @@ class RecordBuffer:
                 storage_payload=births[:, 4],
             )
         )
-        return count
+        return batch.rows
 
-    def _born(self, batch: RowBatch) -> np.ndarray:
-        """All births known and not written, by id. Those that came by list stay in `_births` for a next try."""
-        self._births = np.concatenate((self._births, _take(self.births, 5)))
-        births = np.concatenate((self._births, batch.births))
+    def _born(self) -> np.ndarray:
+        """All births known and not written, by id."""
+        births = np.concatenate((self._births, _take(self.births, 5)))
         return births[np.argsort(births[:, 0], kind="stable")]
 
-    def _define(self, batch: RowBatch) -> None:
-        """Add to the known definitions what is new, the batch's too, in order of the tensors' ids."""
-        definitions = np.concatenate((self._live_definitions, _take(self.definitions, 4), batch.definitions))
+    def _define(self) -> None:
+        """Add to the known definitions what is new, in order of the tensors' ids."""
+        definitions = np.concatenate((self._live_definitions, _take(self.definitions, 4)))
         definitions = definitions[np.argsort(definitions[:, 0], kind="stable")]
         if len(definitions) > 1:
             definitions = definitions[np.concatenate((definitions[1:, 0] != definitions[:-1, 0], [True]))]
@@ -252,11 +171,9 @@ class RecordBuffer:
 
 
 class RowBatch:
-    """Rows taken apart into columns: those of a frame, and what the rows of sites say of new storages and tensors."""
+    """Rows taken apart into the columns of a frame."""
 
-    def __init__(
-        self, rows: tuple[bytes, bytes], sites: SiteTables, slots: tuple[array[int], ...], entering: array[int]
-    ) -> None:
+    def __init__(self, rows: tuple[bytes, bytes], slots: tuple[array[int], ...], entering: array[int]) -> None:
         """Takes the rows (see `RowList.first`), or the first of them where they are too long for one frame; `rows` says
         how many."""
         words, ends = (np.frombuffer(part, np.int64) for part in rows)
@@ -269,55 +186,24 @@ class RowBatch:
         lengths = ends - begins
         head = words[begins]
         released = head >= RELEASES
-        at_site = (head >= FROM_SITE) & ~released
-        site = head[at_site] - FROM_SITE
-
         signature = np.where(released, head - RELEASES, head)
-        signature[at_site] = _column(sites.signature)[site]
-        slot_begins = begins + HEAD_WORDS
+        slots_begin = begins + HEAD_WORDS
         kind = np.where(released, 0, signature)
         tensor_count, int_count, float_count = (_column(column)[kind] for column in slots)
-        self.tensors = words[_spans(slot_begins, tensor_count)]
-
-        # Constants of sites lie behind the rows' own words.
-        int_begins = slot_begins + tensor_count
-        int_begins[at_site] = len(words) + _column(sites.first_int)[site]
+        self.tensors = words[_spans(slots_begin, tensor_count)]
         int_count = np.where(released, lengths - HEAD_WORDS, int_count)
-        int_begins[released] = slot_begins[released]
-        self.ints = np.concatenate((words, _column(sites.ints)))[_spans(int_begins, int_count)]
-        float_begins = slot_begins + tensor_count + int_count
-        float_begins[at_site] = len(words) + _column(sites.first_float)[site]
-        self.floats = np.concatenate((words.view(np.float64), _column(sites.floats, np.float64)))[
-            _spans(float_begins, float_count)
-        ]
+        ints_begin = slots_begin + tensor_count
+        self.ints = words[_spans(ints_begin, int_count)]
+        self.floats = words.view(np.float64)[_spans(ints_begin + int_count, float_count)]
 
         records = np.where(released, lengths - HEAD_WORDS, 1)
         self.signature = np.repeat(signature, records)
         self.context = np.repeat(words[begins + 1], records)
         self.start_ns = np.repeat(words[begins + 2], records)
         self.duration_ns = np.repeat(words[begins + 3], records)
-        self.released = words[_spans(slot_begins[released], records[released])]
+        self.released = words[_spans(slots_begin[released], records[released])]
         self._note_newest(self.released)
-        self._note_newest(words[int_begins[(_column(entering)[kind] != 0) & ~at_site]])
-        self._take_made(words, slot_begins[at_site], tensor_count[at_site], site, sites)
-
-    def _take_made(
-        self, words: np.ndarray, slot_begins: np.ndarray, tensor_count: np.ndarray, site: np.ndarray, sites: SiteTables
-    ) -> None:
-        """`definitions` of the views that sites' ops made, `births` of the storages that are new among them."""
-        count = _column(sites.made_count)[site]
-        made = _spans(_column(sites.first_made)[site], count)
-        pairs = _spans(np.zeros(len(count), np.int64), count) * 2 + np.repeat(slot_begins + tensor_count, count)
-        storage, offset = words[pairs], words[pairs + 1]
-        tensor = words[np.repeat(slot_begins, count) + _column(sites.made_slot)[made]]
-        self.definitions = np.stack((tensor, storage, offset, _column(sites.made_meta)[made]), axis=1)
-        length = _column(sites.made_bytes)[made]
-        new = length >= 0
-        device = np.repeat(_column(sites.device)[site], count)[new]
-        self.births = np.stack(
-            (storage[new], length[new], device, np.full_like(device, StorageOrigin.op), np.zeros_like(device)), axis=1
-        )
-        self._note_newest(storage)
+        self._note_newest(words[ints_begin[_column(entering)[kind] != 0]])
 
     def _note_newest(self, storages: np.ndarray) -> None:
         if len(storages):

@@ -5,6 +5,8 @@ Only what captured ops wrote is digested: bytes that were never written differ b
 
 from __future__ import annotations
 
+from itertools import islice
+
 import torch
 
 from replayfmt.format.codes import TensorFlag
@@ -48,7 +50,7 @@ class Digests:
         """The views of one storage that a sweep digests."""
         state = tracker.state
         fresh = number >= self._fresh_from
-        first = {tracker.tensor: (tracker.meta, tracker.offset)} if tracker.meta else {}
+        first = {tensor: place for place, tensor in islice(tracker.views.items(), 1)}
         if state is None and tracker.written is None:
             return first if fresh and not tracker.imports else {}
         written = self._places(tracker)
@@ -75,10 +77,7 @@ class Digests:
         written = tracker.written
         if not written:
             return {}
-        places = {tracker.tensor: (tracker.meta, tracker.offset)}
-        if tracker.meta2:
-            places[tracker.tensor2] = (tracker.meta2, tracker.offset2)
-        places.update((tensor, place) for place, tensor in (tracker.views or {}).items())
+        places = {tensor: place for place, tensor in tracker.views.items()}
         return {tensor: places[tensor] for tensor in sorted(written)}
 
     def record(

@@ -15,7 +15,6 @@ from typing import Any
 from replayfmt.errors import UsageError
 
 from .buffer import RecordBuffer
-from .in_flight import wait_for_rows
 from .records import Records
 
 
@@ -88,13 +87,10 @@ class Scopes:
         with self._buffer.lock:
             self._threads.setdefault(ident, min(len(self._threads), 0xFFFF))
             context = self._refresh(ident)
-            noted = ident == self._main or bool(self._others)
-            if not noted:
+            if ident != self._main and not self._others:
                 self._others.append(ident)
                 if self.not_alone is not None:
                     self.not_alone()
-        if not noted:
-            wait_for_rows()  # from now on ops are recorded under the lock
         if self.first_record is not None:
             self.first_record(ident)
         return context

@@ -37,7 +37,7 @@ class MetaParams:
 
 
 class TensorMetas:
-    """Meta ids by content. `ids` is read by the hot path without a lock; `params` is indexed by meta id."""
+    """Meta ids by content. `params` is indexed by meta id."""
 
     def __init__(self, buffer: RecordBuffer, records: Records, native: Any = None) -> None:
         """`native`: the session of the hot path, which is told of them."""
@@ -46,13 +46,11 @@ class TensorMetas:
         self._records = records
         self.ids: dict[Key, int] = {}
         self.params: list[MetaParams] = []
-        self.negative = False  # a tensor with the lazy negative bit was seen
 
     def of(self, tensor: torch.Tensor, zero: bool = False) -> int:
         """The meta id of a strided tensor as it is now."""
         conj = is_complex(tensor) and is_conj(tensor)
         neg = is_neg(tensor)
-        self.negative = self.negative or neg
         flags = (TensorFlag.conj if conj else 0) | (TensorFlag.neg if neg else 0) | (TensorFlag.zero if zero else 0)
         key = (dtype_of(tensor), shape_of(tensor), stride_of(tensor), device_of(tensor), int(flags))
         number = self.ids.get(key)
