@@ -61,8 +61,8 @@ _T = TypeVar("_T")
 _Step = TypeVar("_Step", bound=Callable[..., Any])
 _BEHIND = 4  # frames' worth of records that may wait for the flusher
 _INEXACT = (
-    "a dispatch mode recorded: of what the program computed, casts under CPU autocast, composites in inference mode and "
-    "a few gradients (prod, cumprod, min, max, median) may differ from a run without a capture, see docs/exactness.md"
+    "a dispatch mode recorded: casts under CPU autocast, composites in inference mode and a few gradients (prod, "
+    "cumprod, min, max, median) may differ from those of a run without a capture, see docs/exactness.md"
 )
 
 

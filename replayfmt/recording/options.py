@@ -54,12 +54,12 @@ class CaptureOptions:
     `auto` counts the operators of threads that cannot be recorded, for which a library is built once, `off` does
     without; None: what the environment variable OPREPLAY_NATIVE says, or `auto`. `recorder`: `native` sees operators
     beneath autograd, by a library that is built once, and leaves the program as it is; `python` is a dispatch mode;
-    `auto` is `native` where that library can be had; None: what OPREPLAY_RECORDER says, or `auto`. `start_op` and `stop_op` count
-    ops from 0; ops in [start_op, stop_op) are recorded. `start_scope` and `stop_scope` are scope names: recording
-    starts when the one is first entered, and stops for good when the other is first left after that; `NAME#N` means the
-    scope of that name that begins as number N, counted from 0 and from the start of the capture. `steps`: `A:B` records
-    the steps A up to, not including, B of a training loop, counted from 0; a step ends when the `step()` of an
-    optimizer of PyTorch returns. `force` overwrites an existing file. `chunk_records`: records a frame.
+    `auto` is `native` where that library can be had; None: what OPREPLAY_RECORDER says, or `auto`. `start_op` and
+    `stop_op` count ops from 0; ops in [start_op, stop_op) are recorded. `start_scope` and `stop_scope` are scope names:
+    recording starts when the one is first entered, and stops for good when the other is first left after that; `NAME#N`
+    means the scope of that name that begins as number N, counted from 0 and from the start of the capture. `steps`:
+    `A:B` records the steps A up to, not including, B of a training loop, counted from 0; a step ends when the `step()`
+    of an optimizer of PyTorch returns. `force` overwrites an existing file. `chunk_records`: records a frame.
     """
 
     payload: str = "full"

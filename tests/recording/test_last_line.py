@@ -78,11 +78,11 @@ _CALLED_BY_PROGRAMS = {
     "Recorder._check_content",
 }
 # fmt: off
-_STANDS_IN = {"RecordingMode.dispatch", "RecordingMode.record", "RecordingMode._record", "RecordingMode._special",
+_STANDS_IN = {"RecordingMode._dispatch", "RecordingMode.record", "RecordingMode._record", "RecordingMode._special",
               "RecordingMode.run_inside", "RecordingMode.observed", "ObservingMode.observed",
               "RecordingMode._unrecorded", "RecordingMode._run_unsupported",
               "AsInProgram.__call__", "InParts.__call__", "InParts._run", "Body.__call__", "_below_another_handler",
-              "Core.late", "construct",
+              "construct",
               "StandIn.__get__", "StandIn.__hash__", "StandIn.__eq__", "_Read.__call__", "_Write.__call__",
               "_Carrying.__init__", "_Carrying.__call__", "_Carrying.__repr__", "_Read._read", "DeclaredWork._watch",
               "Recorder.recording", "Recorder._mode_now", "Recorder.launching", "Recorder.present",
@@ -94,8 +94,7 @@ _STANDS_IN = {"RecordingMode.dispatch", "RecordingMode.record", "RecordingMode._
               "ModePresence.mode_now", "ModePresence.sees_first", "ModePresence.paused", "HookPresence.mode_now",
               "HookPresence.sees_first", "HookPresence.paused", "HookPresence._without_key", "_told"}
 # fmt: on
-_LIKE_HANDLERS = {"_in_section"}  # is called with a frame, as the signal handlers of programs are
-_NO_STEPS = _LIKE_HANDLERS | _DEFENCE | _CALLED_BY_PROGRAMS | _STANDS_IN
+_NO_STEPS = _DEFENCE | _CALLED_BY_PROGRAMS | _STANDS_IN
 
 
 class Mistake(Exception):

@@ -9,8 +9,6 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from replayfmt.format.codes import RecordKind
-
 from .conftest import Capture
 from .programs import PLAIN, Program
 
