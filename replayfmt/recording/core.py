@@ -262,7 +262,8 @@ class Core:
         """Recording cannot continue."""
         with self.lock:
             self.on = False
-            self.cool_down()
+            if self.native is not None:
+                self.native.hot = False
             self.finished = True
             self.scopes.recorded = False
             if self.failure is not None or self.closed:
