@@ -78,9 +78,9 @@ _CALLED_BY_PROGRAMS = {
     "Recorder._check_content",
 }
 # fmt: off
-_STANDS_IN = {"RecordingMode.__torch_dispatch__", "RecordingMode._dispatch", "RecordingMode.record", "RecordingMode._record",
-              "RecordingMode._special",
-              "RecordingMode.run_inside", "RecordingMode.observed", "ObservingMode.observed",
+_STANDS_IN = {"RecordingMode.__torch_dispatch__", "RecordingMode._dispatch", "RecordingMode.record",
+              "RecordingMode._record", "RecordingMode._special", "RecordingMode.run_inside",
+              "RecordingMode.observed", "ObservingMode.observed",
               "RecordingMode._unrecorded", "RecordingMode._run_unsupported",
               "AsInProgram.__call__", "InParts.__call__", "InParts._run", "Body.__call__", "_below_another_handler",
               "construct",
