@@ -29,7 +29,7 @@ class Needs:
     def __init__(self, reader: CaptureReader) -> None:
         column = reader.definitions.column
         self.files = len(reader.files) - 1
-        self.ranges = len(reader.ranges) - 1
+        self.ranges = len(reader.file_ranges) - 1
         files = column("range_file").astype(np.int64)
         embedded = column("range_payload") != 0
         self._inline = np.concatenate(([False], column("file_payload") != 0))
@@ -105,7 +105,7 @@ def file_rows(reader: CaptureReader, needs: Needs) -> Iterator[Row]:
             "format": file.format or None,
             "state": state(file),
         }
-    for number, place in enumerate(reader.ranges[1:], start=1):
+    for number, place in enumerate(reader.file_ranges[1:], start=1):
         yield {
             "kind": "range",
             "id": number,

@@ -16,7 +16,7 @@ from replayfmt.format.reader import CaptureReader, RecordFrame
 from replayfmt.format.slots import NodePlace, SlotLayout
 
 from .json_text import encode, encode_fast, integer, integers, number, quote
-from .templates import Hole, Piece, Slot
+from .row_templates import Hole, Piece, Slot
 from .values import Columns, Dialect, Made, device_slot, scope_path
 
 # Kinds whose value is plain JSON; lists of one such kind hold these values themselves.

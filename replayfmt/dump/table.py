@@ -35,21 +35,21 @@ def op_columns(reader: CaptureReader) -> dict[str, Any]:
     int64 array and a mask that is True if nothing was measured."""
     parts: dict[str, list[np.ndarray]] = {name: [] for name in COLUMNS}
     missing: dict[str, list[np.ndarray]] = {name: [] for name in DURATIONS}
-    facts = _Facts(reader)
+    shared = _SharedColumns(reader)
     for index in range(len(reader.record_frames)):
         frame = reader.frame(index)
-        rows = np.flatnonzero(facts.kind[frame.signature] == RecordKind.op)
+        rows = np.flatnonzero(shared.kind[frame.signature] == RecordKind.op)
         if not len(rows):
             continue
         signatures = frame.signature[rows]
         parts["ordinal"].append(rows + frame.first_ordinal)
         for name in ("op", "overload", "status"):
-            parts[name].append(getattr(facts, name)[signatures])
-        parts["kernel"].append(facts.kernel[signatures])
-        parts["signature"].append(facts.texts(frame, rows))
-        parts["scope"].append(facts.scope[frame.scope[rows]])
+            parts[name].append(getattr(shared, name)[signatures])
+        parts["kernel"].append(shared.kernel[signatures])
+        parts["signature"].append(shared.texts(frame, rows))
+        parts["scope"].append(shared.scope[frame.scope[rows]])
         parts["thread"].append(frame.thread[rows].astype(np.int64))
-        parts["device"].append(facts.devices(frame, rows))
+        parts["device"].append(shared.devices(frame, rows))
         parts["start_ns"].append(frame.start_ns[rows].astype(np.int64))
         for name in DURATIONS:
             values, absent = _durations(getattr(frame, name), rows)
@@ -79,8 +79,8 @@ def _texts(values: list[str | None]) -> np.ndarray:
     return made
 
 
-class _Facts:
-    """Facts shared by all records of a signature or a scope, by id."""
+class _SharedColumns:
+    """What all records of a signature or a scope have in common, by its id."""
 
     def __init__(self, reader: CaptureReader) -> None:
         self._reader = reader
@@ -104,7 +104,7 @@ class _Facts:
         """The signatures of ops, as text."""
         made = np.empty(frame.count, object)
         start = frame.first_ordinal
-        for ops in self._index.walk(None, start, start + frame.count):
+        for ops in self._index.ops_by_key(None, start, start + frame.count):
             made[ops.ordinals - start] = self._index.text(ops.key, int(ops.ordinals[0]))
         return made[rows]
 

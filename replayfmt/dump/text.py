@@ -20,7 +20,7 @@ from replayfmt.format.reader import CaptureReader, RecordFrame
 from replayfmt.format.slots import NodePlace, SlotLayout
 
 from .jsonl import CODES
-from .templates import Hole, Piece, Slot
+from .row_templates import Hole, Piece, Slot
 from .values import Columns, Dialect, Made
 
 SHORT_DTYPES: dict[DType, str] = {

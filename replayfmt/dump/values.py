@@ -18,7 +18,7 @@ from replayfmt.format.model import Signature
 from replayfmt.format.reader import CaptureReader, RecordFrame
 from replayfmt.format.slots import SlotLayout
 
-from .templates import Piece, RowFunction, row_function
+from .row_templates import Piece, RowFunction, row_function
 
 T = TypeVar("T")
 
@@ -62,18 +62,18 @@ class Made(Generic[T]):
     def __init__(self, make: Callable[[int], T], weigh: Callable[[int], int] = lambda _number: 1) -> None:
         self._make = make
         self._weigh = weigh
-        self._known: dict[int, T] = {}
+        self._made: dict[int, T] = {}
         self._weight = 0
 
     def of(self, ids: list[int]) -> Iterator[T]:
         """What belongs to each id, in their order. Use it up before asking again."""
         if self._weight > CACHE_CHARACTERS:
-            self._known.clear()
+            self._made.clear()
             self._weight = 0
-        for number in set(ids).difference(self._known):
-            self._known[number] = self._make(number)
+        for number in set(ids).difference(self._made):
+            self._made[number] = self._make(number)
             self._weight += self._weigh(number)
-        return map(self._known.__getitem__, ids)
+        return map(self._made.__getitem__, ids)
 
 
 def scope_path(reader: CaptureReader, number: int) -> str:

@@ -188,11 +188,11 @@ class Node:
             return cls(ValueKind.string, name, value)
         return cls(ValueKind.int if isinstance(value, int) else ValueKind.float, name)
 
-    def walk(self) -> Iterator[Node]:
+    def preorder(self) -> Iterator[Node]:
         """This node and everything below it, in pre-order."""
         yield self
         for child in self.children:
-            yield from child.walk()
+            yield from child.preorder()
 
 
 @dataclass(frozen=True)
@@ -208,7 +208,7 @@ class Signature:
     @cached_property
     def nodes(self) -> tuple[Node, ...]:
         """Every node of arguments, then results, in pre-order."""
-        return tuple(node for top in (*self.args, *self.results) for node in top.walk())
+        return tuple(node for top in (*self.args, *self.results) for node in top.preorder())
 
 
 # ------------------------------------------------------------------------------------------------------ decoded values

@@ -1,9 +1,9 @@
 """Reading a capture: opening it in milliseconds, any record by touching one frame, payloads straight from the file.
 
 Opening reads the preamble, the trailer, the index, the head and the definitions; frames are read, verified and decoded
-when they are requested, and a few are kept. Nothing a file says is used before it was checked: see frames.py, flat.py,
-definitions/ and record_frames.py for what that means at each level. Not safe for use from several threads at
-once.
+when they are requested, and a few are kept. Nothing a file says is used before it was checked: see frames.py,
+flatbuffer_tables.py, definitions/ and record_frames.py for what that means at each level. Not safe for use from several
+threads at once.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class CaptureReader:
         self.signatures = self.definitions.signatures
         self.layouts = self.definitions.layouts
         self.files = self.definitions.files
-        self.ranges = self.definitions.ranges
+        self.file_ranges = self.definitions.file_ranges
         self.recipes = self.definitions.recipes
         self._positions = contents.of_kind(FrameKind.records)
         self._first_ordinals = contents.frames["first_ordinal"][self._positions].astype(np.int64)

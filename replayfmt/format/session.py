@@ -9,7 +9,7 @@ from typing import Any
 
 from replayfmt.errors import InvalidCapture
 
-from .container import flat
+from .container import flatbuffer_tables
 from .container.building import build
 from .container.layouts import HEAD
 from .model import Session
@@ -50,7 +50,7 @@ def encode_session(session: Session) -> memoryview:
 
 def decode_session(body: bytes, where: str) -> Session:
     """The session of a Head body. Raises InvalidCapture."""
-    table = flat.root(body, HEAD, where)
+    table = flatbuffer_tables.root(body, HEAD, where)
     session_id = table.string("session_id") or ""
     if not _UUID.fullmatch(session_id):
         raise InvalidCapture(f"{where}: session_id {session_id[:80]!r} is not a lower-case UUID with dashes")

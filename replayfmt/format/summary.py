@@ -13,7 +13,7 @@ import numpy as np
 from replayfmt.errors import InvalidCapture
 
 from .codes import RecordKind, StorageOrigin
-from .container import flat
+from .container import flatbuffer_tables
 from .container.building import build
 from .container.layouts import SUMMARY
 from .model import Summary
@@ -134,7 +134,7 @@ def encode_summary(summary: Summary) -> memoryview:
 
 def decode_summary(body: bytes, kernel_count: int, records: int, where: str) -> Summary:
     """The summary of a Summary body. Raises InvalidCapture if it cannot be one of this capture."""
-    table = flat.root(body, SUMMARY, where)
+    table = flatbuffer_tables.root(body, SUMMARY, where)
     empty = np.zeros(0, np.uint64)
 
     def column(name: str) -> list[int]:
@@ -169,7 +169,7 @@ def decode_summary(body: bytes, kernel_count: int, records: int, where: str) -> 
     )
 
 
-def _decode_origins(table: flat.Table, where: str) -> tuple[dict[StorageOrigin, int] | None, ...]:
+def _decode_origins(table: flatbuffer_tables.Table, where: str) -> tuple[dict[StorageOrigin, int] | None, ...]:
     """Storages and their bytes by origin; None and None if they were not counted."""
     columns = [table.column(name) for name in ("storage_origins", "storage_origin_bytes")]
     if (columns[0] is None) != (columns[1] is None):

@@ -23,12 +23,12 @@ from .container.payload_output import PayloadOutput
 from .container.uninterrupted import Uninterrupted
 from .definitions.devices import DEVICES
 from .definitions.family import Family
+from .definitions.file_ranges import FILE_RANGES
 from .definitions.files import FILES
 from .definitions.generators import GENERATORS
 from .definitions.interning import InternedDefinitions
 from .definitions.kernels import KERNELS
 from .definitions.metas import METAS
-from .definitions.ranges import RANGES
 from .definitions.recipes import RECIPES
 from .definitions.scopes import SCOPES
 from .definitions.signatures import SIGNATURES
@@ -145,7 +145,7 @@ class CaptureWriter:
     def range(self, given: FileRange) -> int:
         """The id of a range of a file. Raises ValueError if it does not lie in the file, or its payload is not as
         long."""
-        return self._define(RANGES, given)
+        return self._define(FILE_RANGES, given)
 
     def recipe(self, recipe: Recipe) -> int:
         """The id of a recipe. Raises ValueError if its statistics count more elements than it has."""

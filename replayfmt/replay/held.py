@@ -125,7 +125,7 @@ class HeldContent:
             self._reader.read_payload_into(source.id, host_view(storage))
             return storage
         if source.kind is ValueKind.range:
-            captured = self._reader.ranges[source.id]
+            captured = self._reader.file_ranges[source.id]
             assert captured is not None
             findings = self._files.validate(ranges=(source.id,))
             if findings:

@@ -18,9 +18,9 @@ from replayfmt.format.reader import CaptureReader
 from replayfmt.initializers import Initializer, Registry
 from replayfmt.pytorch.settings import apply_settings
 
+from .codegen.call_templates import DirectFunctions, TemplateMaker
 from .codegen.lowering import Context, Lowering, Shapes
 from .codegen.op_lowering import lower_op
-from .codegen.templates import DirectFunctions, TemplateMaker
 from .codegen.windows import CodeCache, Window
 from .planning.kernels import ResolvedKernel
 from .planning.memory import MemoryWatch
@@ -36,9 +36,9 @@ from .run.scope_times import ScopeTimes
 from .run.steps import ONE_RECORD, Steps
 from .run.verdicts import KeepGoing
 from .run.watching import Watcher, lower_watched
+from .substitution.call_sites import KernelStandIn
 from .substitution.distance import Tolerance
 from .substitution.session import SubstitutionSession
-from .substitution.sites import KernelStandIn
 from .substitution.surroundings import python_dispatch
 from .substitution.table import Asked
 from .verify.comparison import Judge, StopReplay, decide, environment_differences

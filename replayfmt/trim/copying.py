@@ -101,7 +101,7 @@ class Copier:
     def range(self, number: int) -> int:
         """A range of an external file. Of embedded content, only the bytes of the range are copied."""
         if number not in self._ranges:
-            given = self.reader.ranges[number]
+            given = self.reader.file_ranges[number]
             assert given is not None
             file = self.reader.files[given.file]
             assert file is not None
@@ -283,11 +283,11 @@ class Copier:
         self._builder.flush()
 
 
-def walk(values: Iterable[Value]) -> Iterator[Value]:
+def nested_values(values: Iterable[Value]) -> Iterator[Value]:
     """The values and everything in them, in order."""
     for value in values:
         yield value
         if isinstance(value, list | tuple):
-            yield from walk(value)
+            yield from nested_values(value)
         elif isinstance(value, CompositeValue):
-            yield from walk(value.parts)
+            yield from nested_values(value.parts)

@@ -21,7 +21,7 @@ from replayfmt.recording.dispatch.kernels import CapturedKernel
 from replayfmt.replay.plan import Plan
 from replayfmt.replay.planning.kernels import OperatorKernel, ResolvedKernel
 
-from .copying import Copier, walk
+from .copying import Copier, nested_values
 from .defined import Defined
 from .schedule import Enter, Schedule
 from .selection import Kept
@@ -122,7 +122,7 @@ class Materializer:
 
     def _slots(self, values: tuple[Value, ...], record: Record) -> list[tuple[int, TensorValue]]:
         """The tensors of an op's arguments or results (or both, in that order), by slot."""
-        found = [value for value in walk(values) if isinstance(value, TensorValue)]
+        found = [value for value in nested_values(values) if isinstance(value, TensorValue)]
         first = self._plan.reader.layouts[record.signature_id].arg_tensors if values is record.results else 0
         return list(enumerate(found, first))
 
@@ -155,7 +155,7 @@ class Materializer:
             return EnteringContent(StorageOrigin.absent, 0, length)
         refers = self._references and action.first
         if refers and isinstance(action.source, RangeValue):
-            given = self._plan.reader.ranges[action.source.id]
+            given = self._plan.reader.file_ranges[action.source.id]
             if given is not None and given.bytes == length:
                 return EnteringContent(StorageOrigin.external_file, self._copier.range(action.source.id), length)
         if refers and isinstance(action.source, RecipeValue):

@@ -29,17 +29,17 @@ def with_producers(reader: CaptureReader, kept: Kept, opaque: Mapping[int, tuple
     """
     if not opaque:
         return kept
-    walk = _ProducerWalk(reader, kept.stop, opaque, writes)
+    search = _ProducerSearch(reader, kept.stop, opaque, writes)
     chosen = np.zeros(kept.stop, bool)
     chosen[kept.ordinals] = True
     added = 0
-    while more := walk.missing(chosen):
+    while more := search.missing(chosen):
         chosen[list(more)] = True
         added += len(more)
     return replace(kept, ordinals=np.flatnonzero(chosen).astype(np.int64), ops=kept.ops + added)
 
 
-class _ProducerWalk:
+class _ProducerSearch:
     """Walks the records before an ordinal, any number of times."""
 
     def __init__(self, reader: CaptureReader, stop: int, opaque: Mapping[int, tuple[int, ...]], writes: Writes) -> None:

@@ -58,7 +58,7 @@ def copy_capture(
             session = replace(session, policies={**session.policies, "payload": "integers", "digests": "none"})
         with writer_of(partial, session) as writer:
             copier = Copier(reader, writer, redaction)
-            contents = _Contents(copier, _Uses(reader) if integers_only else None)
+            contents = _Contents(copier, _UsedDtypes(reader) if integers_only else None)
             _Copying(copier, schedule, kept, contents, annotate=False, values=not integers_only).finish()
             writer.close(reader.summary.ended_ns or 0)
         result = TrimResult(out, os.path.getsize(partial), copier.count, kept.ops, copier.embedded_bytes)
@@ -77,7 +77,7 @@ def _lost_strings(reader: CaptureReader, redaction: Redaction) -> list[str]:
     return [said] if lost else []
 
 
-class _Uses:
+class _UsedDtypes:
     """How ops use storages: the dtype of the first use, and whether any use is not floating-point."""
 
     def __init__(self, reader: CaptureReader) -> None:
@@ -118,20 +118,20 @@ class _Copying(Writing):
 
 
 class _Contents:
-    """The capture's content; with `uses`, recipes replace floating-point content."""
+    """The capture's content; with `used_dtypes`, recipes replace floating-point content."""
 
-    def __init__(self, copier: Copier, uses: _Uses | None) -> None:
-        self._copier, self._reader, self._uses = copier, copier.reader, uses
+    def __init__(self, copier: Copier, used_dtypes: _UsedDtypes | None) -> None:
+        self._copier, self._reader, self._used_dtypes = copier, copier.reader, used_dtypes
         self._recipes = 0
 
     def enter(self, action: Enter) -> EnteringContent:
         source, reader = action.source, self._reader
-        dtype = None if self._uses is None else self._uses.synthesized(action.storage)
+        dtype = None if self._used_dtypes is None else self._used_dtypes.synthesized(action.storage)
         if isinstance(source, PayloadValue):
             length = reader.payload_info(source.id).raw_bytes
             return self._payload(length, dtype, lambda: reader.payload(source.id))
         if isinstance(source, RangeValue):
-            given = reader.ranges[source.id]
+            given = reader.file_ranges[source.id]
             embedded = self._embedded(source.id)
             if dtype is not None and embedded is not None:
                 return self._payload(given.bytes, dtype, embedded)
@@ -152,7 +152,7 @@ class _Contents:
 
     def _embedded(self, number: int) -> Callable[[], memoryview] | None:
         """How to read a range that the capture itself has; None if it is in the file alone."""
-        given = self._reader.ranges[number]
+        given = self._reader.file_ranges[number]
         if given.payload:
             return lambda: memoryview(self._reader.payload(given.payload))
         whole = self._reader.files[given.file].payload

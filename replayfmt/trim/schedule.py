@@ -189,7 +189,7 @@ class Planner:
             chosen[ordinals[low:high] - info.first_ordinal] = True
             frame = reader.frame(index)
             self._note_reach(frame)
-            self._walk(Rows(frame, zeros), chosen[: kept.stop - info.first_ordinal].tolist())
+            self._schedule_frame(Rows(frame, zeros), chosen[: kept.stop - info.first_ordinal].tolist())
         self._schedule.ends = self._open.close()
         return self._schedule
 
@@ -200,7 +200,7 @@ class Planner:
             if end > self._reach.get(storage, 0):
                 self._reach[storage] = end
 
-    def _walk(self, frame: Rows, chosen: list[bool]) -> None:
+    def _schedule_frame(self, frame: Rows, chosen: list[bool]) -> None:
         first = frame.frame.first_ordinal
         for row, keep in enumerate(chosen):
             number = frame.signatures[row]

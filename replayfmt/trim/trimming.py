@@ -111,7 +111,7 @@ def predict(reader: CaptureReader, kept: Kept, schedule: Schedule, *, content: b
 
 
 def _is_embedded(reader: CaptureReader, source: RangeValue) -> bool:
-    given = reader.ranges[source.id]
+    given = reader.file_ranges[source.id]
     file = reader.files[given.file] if given is not None else None
     return bool(given is not None and given.payload) or bool(file is not None and file.payload)
 

@@ -28,7 +28,7 @@ from replayfmt.format.model import (
 )
 from replayfmt.format.records.values import decode_record
 
-from .copying import Copier, Values, walk
+from .copying import Copier, Values, nested_values
 from .schedule import Action, Begin, End, Enter, Release, Schedule, SettingChanges
 from .selection import Kept
 
@@ -263,7 +263,7 @@ def _without(node: Node, value: Value, *, is_result: bool) -> tuple[Node, Value]
 
 
 def _storages(values: Iterable[Value]) -> Iterator[int]:
-    for value in walk(values):
+    for value in nested_values(values):
         if isinstance(value, TensorValue):
             yield value.storage
         elif isinstance(value, StorageValue):

@@ -47,7 +47,7 @@ def look(folder):
     """The origins of storages, the files and the ranges of the capture."""
     with open_capture(folder / "c.opreplay") as reader:
         origins = {origin.name: count for origin, count in reader.summary.origins.items() if count}
-        return origins, list(reader.files)[1:], list(reader.ranges)[1:], reader.session.policies
+        return origins, list(reader.files)[1:], list(reader.file_ranges)[1:], reader.session.policies
 
 
 @pytest.mark.slow

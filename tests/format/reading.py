@@ -48,7 +48,7 @@ def read_all(path: Path) -> tuple[bool, list[str], dict[str, str]]:
                     "metas",
                     "signatures",
                     "files",
-                    "ranges",
+                    "file_ranges",
                     "recipes",
                 )
             },

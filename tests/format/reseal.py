@@ -12,7 +12,7 @@ import zstandard
 
 from format.generated import Records
 from replayfmt.format.codes import Codec, FrameKind
-from replayfmt.format.container import flat
+from replayfmt.format.container import flatbuffer_tables
 from replayfmt.format.container.frames import (
     FRAME_ROW,
     HEADER_BYTES,
@@ -94,7 +94,7 @@ def join(
         rows += pack_frame_row(offset, header, next_storage)
         if header.kind == FrameKind.records:
             records += header.count
-            born = flat.root(frame.body, RECORDS, "test").column("storage_bytes")
+            born = flatbuffer_tables.root(frame.body, RECORDS, "test").column("storage_bytes")
             next_storage += 0 if born is None else len(born)
     if index:
         seal_index(out, bytes(rows), bytes(payload_rows), records)
@@ -127,7 +127,7 @@ def change(
 
 
 def records_columns(body: bytes) -> dict[str, np.ndarray | int]:
-    table = flat.root(body, RECORDS, "test")
+    table = flatbuffer_tables.root(body, RECORDS, "test")
     columns: dict[str, np.ndarray | int] = {}
     for name, field in RECORDS.fields.items():
         value = table.column(name) if field.type.startswith("[") else table.scalar(name)
@@ -158,7 +158,7 @@ def change_records(path: Path, edit: Callable[[dict], None], which: int = 0) -> 
 
 
 def tables_of(body: bytes) -> tuple[list[bytes], dict[str, np.ndarray], dict[str, int]]:
-    table = flat.root(body, TABLES, "test")
+    table = flatbuffer_tables.root(body, TABLES, "test")
     strings = [text.encode() for text in table.strings("strings")]
     empty = {name: np.zeros(0, np.int64) for name in COLUMNS}
     columns = {**empty, **{n: c.copy() for n in COLUMNS if (c := table.column(n)) is not None}}

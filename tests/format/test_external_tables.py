@@ -64,7 +64,7 @@ def test_files_ranges_and_recipes_come_back(capture: Path) -> None:
             ExternalFile("checkpoint.pt", 1 << 35, digest="ffeeddccbbaa99887766554433221100"),
             ExternalFile("/data/tokens.bin", 48),
         ]
-        assert list(reader.ranges) == [
+        assert list(reader.file_ranges) == [
             None,
             FileRange(1, 4096, 512),
             FileRange(2, (1 << 34) + 5, 24, 1),
@@ -75,7 +75,7 @@ def test_files_ranges_and_recipes_come_back(capture: Path) -> None:
         )
         assert repr(reader.recipes[2]) == repr(Recipe(DType.int64, 0, 0, Statistics(NAN, NAN, NAN, NAN, 0, 0, 0, 0)))
         assert reader.recipes[3] == Recipe(DType.float32, 6, 3)
-        assert len(reader.files) == len(reader.ranges) == len(reader.recipes) == 4
+        assert len(reader.files) == len(reader.file_ranges) == len(reader.recipes) == 4
 
 
 def test_imports_name_what_they_import(capture: Path) -> None:
@@ -167,7 +167,7 @@ def test_the_writer_refuses_what_breaks_a_rule_and_goes_on(
     writer.close(1)
     check_capture(tmp_path / "a.opreplay")
     with open_capture(tmp_path / "a.opreplay") as reader:
-        assert (len(reader.files), len(reader.ranges), len(reader.recipes)) == (2, 2, 1)
+        assert (len(reader.files), len(reader.file_ranges), len(reader.recipes)) == (2, 2, 1)
 
 
 @pytest.mark.parametrize(
@@ -330,7 +330,9 @@ def test_a_recovered_capture_keeps_files_and_recipes(tmp_path: Path, capture: Pa
     cut.write_bytes(capture.read_bytes()[:-64])
     recover_capture(cut, tmp_path / "out.opreplay")
     found = read_all(tmp_path / "out.opreplay")
-    assert found[1] == whole[1] and all(found[2][name] == whole[2][name] for name in ("files", "ranges", "recipes"))
+    assert found[1] == whole[1] and all(
+        found[2][name] == whole[2][name] for name in ("files", "file_ranges", "recipes")
+    )
 
 
 # -------------------------------------------------------------------------------------------------------- properties
@@ -408,7 +410,7 @@ def test_any_files_ranges_recipes_and_annotations_come_back(data: st.DataObject)
             assert len(found) == 2 * len(expected)
             for index, (file, place, recipe, note) in enumerate(expected):
                 first, second = found[2 * index : 2 * index + 2]
-                assert reader.ranges[first.args[1].id] == place and reader.files[place.file] == file
+                assert reader.file_ranges[first.args[1].id] == place and reader.files[place.file] == file
                 assert repr(reader.recipes[second.args[1].id]) == repr(recipe)
                 assert (first.annotation, second.annotation) == (note, None)
                 assert reader.storage(first.args[0].id).payload == first.args[1].id

@@ -38,7 +38,7 @@ def test_the_file_of_a_golden_capture_is_known_by_its_digest(monkeypatch: pytest
         (file,) = reader.files[1:]
         assert validate(file, file.path, False) is None
         with OpenedFile(file.path) as opened:
-            for place in reader.ranges[1:]:
+            for place in reader.file_ranges[1:]:
                 assert len(opened.map(place.offset, place.bytes)) == place.bytes
 
 

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from replayfmt.errors import InvalidCapture, OpReplayError, UnsupportedVersion
 from replayfmt.format.codes import Codec, FrameKind, RecordKind, ValueKind
-from replayfmt.format.container import flat
+from replayfmt.format.container import flatbuffer_tables
 from replayfmt.format.container.frames import (
     FRAME_ROW,
     HEADER_BYTES,
@@ -137,7 +137,7 @@ def test_any_bytes_as_a_flatbuffer_are_refused_or_stay_inside_the_buffer(layout:
 
 def _read_every_field(data: bytes, layout: TableLayout) -> int:
     """How many bytes all fields together handed out."""
-    table = flat.root(data, layout, "test")
+    table = flatbuffer_tables.root(data, layout, "test")
     total = 0
     for name, field in layout.fields.items():
         if field.type == "string":
@@ -178,7 +178,7 @@ def test_strings_that_all_point_to_the_same_bytes_cannot_expand(capture: Path) -
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("index", [True, False], ids=["index", "walk"])
+@pytest.mark.parametrize("index", [True, False], ids=["index", "scan"])
 @pytest.mark.parametrize(
     "changes",
     [
@@ -313,7 +313,7 @@ def _payload_rows(edit: Callable[[np.ndarray], None]) -> Callable[[Frame], Frame
         ("hash_low", 1),
     ],
 )
-@pytest.mark.parametrize("index", [True, False], ids=["index", "walk"])
+@pytest.mark.parametrize("index", [True, False], ids=["index", "scan"])
 def test_payload_rows_that_lie_are_refused(capture: Path, name: str, value: int, index: bool) -> None:
     def edit(rows: np.ndarray) -> None:
         rows[name][2] = value

@@ -92,7 +92,7 @@ def test_definitions_come_back_by_id_with_none_for_zero(everything: CaptureReade
         everything.metas,
         everything.signatures,
         everything.files,
-        everything.ranges,
+        everything.file_ranges,
         everything.recipes,
     ):
         assert sequence[0] is None

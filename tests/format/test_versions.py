@@ -70,7 +70,7 @@ def _insert(path: Path, *unknown: Frame, at: int, index: bool) -> None:
     path.write_bytes(join(preamble, frames, index=index))
 
 
-@pytest.mark.parametrize("index", [True, False], ids=["index", "walk"])
+@pytest.mark.parametrize("index", [True, False], ids=["index", "scan"])
 @pytest.mark.parametrize("at", [1, 3, 100])
 def test_unknown_optional_frames_are_skipped_and_counted(capture: Path, index: bool, at: int) -> None:
     before = read_all(capture)
@@ -87,7 +87,7 @@ def test_unknown_optional_frames_are_skipped_and_counted(capture: Path, index: b
         assert any("skipped" in warning for warning in check_capture(capture).warnings)
 
 
-@pytest.mark.parametrize("index", [True, False], ids=["index", "walk"])
+@pytest.mark.parametrize("index", [True, False], ids=["index", "scan"])
 def test_unknown_required_frames_are_refused_with_the_version_named(capture: Path, index: bool) -> None:
     _insert(capture, _unknown(77, required=True), at=3, index=index)
     for read in (open_capture, check_capture, lambda path: recover_capture(path, path.with_suffix(".out"))):

@@ -70,6 +70,19 @@ def test_no_two_classes_of_the_library_have_one_name() -> None:
     assert {name: found for name, found in places.items() if len(found) > 1} == {}
 
 
+def test_names_say_what_they_hold_and_not_only_its_form() -> None:
+    vague = {"walk", "flat", "uses", "facts", "cuts", "utils", "helpers", "misc", "stuff"}
+    found = [
+        str(path.relative_to(ROOT)) for path in (ROOT / "replayfmt").rglob("*.py") if path.stem in {*vague, "ranges"}
+    ]
+    for path in sorted((ROOT / "replayfmt").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            named = isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+            if named and node.name.strip("_").lower() in vague and "fast_path" not in path.parts:
+                found.append(f"{path.relative_to(ROOT)}:{node.lineno} {node.name}")
+    assert not found
+
+
 def test_every_dependency_is_pinned_for_the_suite() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     asked = [*project["dependencies"], *(d for extra in project["optional-dependencies"].values() for d in extra)]

@@ -22,7 +22,7 @@ def origins(captured: Captured) -> list[str]:
 def ranges(captured: Captured) -> list[tuple[ExternalFile, FileRange]]:
     """Every range that the capture knows, with its file."""
     with captured.reader as reader:
-        return [(reader.files[found.file], found) for found in list(reader.ranges)[1:]]
+        return [(reader.files[found.file], found) for found in list(reader.file_ranges)[1:]]
 
 
 def recipes(captured: Captured) -> list[Recipe]:

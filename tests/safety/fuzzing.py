@@ -35,7 +35,7 @@ from replayfmt.dump.selection import Selection
 from replayfmt.dump.stream import jsonl_chunks
 from replayfmt.errors import OpReplayError
 from replayfmt.format.codes import FrameKind
-from replayfmt.format.container import flat
+from replayfmt.format.container import flatbuffer_tables
 from replayfmt.format.container.frames import FLAG_CONSOLIDATED
 from replayfmt.format.container.layouts import RECORDS, SCALARS
 from replayfmt.format.definitions.tables import TABLES, encode_tables
@@ -130,7 +130,7 @@ def _places(frame: Frame) -> dict[str, Place]:
     if frame.header.kind not in (FrameKind.records, FrameKind.tables):
         return {}
     layout = RECORDS if frame.header.kind == FrameKind.records else TABLES
-    table = flat.root(frame.body, layout, "source")
+    table = flatbuffer_tables.root(frame.body, layout, "source")
     begin = np.frombuffer(frame.body, np.uint8).ctypes.data
     columns = {
         name: table.column(name)

@@ -385,7 +385,7 @@ def test_where_the_originals_differ_from_the_capture_no_replacement_is_blamed(ca
     path = captured(program)
     original = torch.ops.aten.sum.default
     with Plan(path, substitutions=[Substitution("aten::add_", lambda x, o, *, alpha=1: x.copy_(x + o))]) as plan:
-        from replayfmt.replay.codegen.templates import DirectFunctions
+        from replayfmt.replay.codegen.call_templates import DirectFunctions
 
         plan.context.direct._by_signature.update(
             {

@@ -151,7 +151,7 @@ def test_a_capture_that_cannot_be_replayed_can_be_stripped(tmp_path: Path) -> No
         }
         assert kinds["filename"] is ValueKind.opaque and kinds["mode"] is ValueKind.string
         assert reader.scope_path(1) == "(redacted)"
-        assert list(reader.files[1:]) == [] and list(reader.ranges[1:]) == []
+        assert list(reader.files[1:]) == [] and list(reader.file_ranges[1:]) == []
     assert not any(b"alice" in body for body in bodies(out))
 
 
@@ -290,7 +290,7 @@ def test_captures_of_every_version_with_records_of_every_kind_can_be_stripped(na
     found = list(bodies(out))
     assert not any(content in body for content in contents if len(content) >= 8 for body in found)
     with open_capture(out) as reader:
-        assert len(reader.payloads) == 0 and len(reader.files) == len(reader.ranges) == len(reader.recipes) == 1
+        assert len(reader.payloads) == 0 and len(reader.files) == len(reader.file_ranges) == len(reader.recipes) == 1
         same = (RecordKind.op, RecordKind.unsupported, RecordKind.host_read)
         assert {kind: reader.summary.records.get(kind, 0) for kind in same} == {
             kind: kinds.get(kind, 0) for kind in same

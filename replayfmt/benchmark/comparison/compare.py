@@ -18,8 +18,8 @@ import numpy as np
 from replayfmt.errors import ReplayMismatch, SubstitutionFailed, UsageError
 from replayfmt.replay.plan import Plan
 from replayfmt.replay.results import ReplayResult
+from replayfmt.replay.substitution.call_sites import CallSite, KernelStandIn
 from replayfmt.replay.substitution.replace import Replace
-from replayfmt.replay.substitution.sites import CallSite, KernelStandIn
 from replayfmt.replay.substitution.table import Substitutions
 
 from ..measure import PATIENCE, Options, Progress, collector_off

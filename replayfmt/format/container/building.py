@@ -1,4 +1,4 @@
-"""Making a FlatBuffer: one table's fields, given by name, as layouts.py has them. flat.py reads what this writes."""
+"""Making a FlatBuffer: one table's fields, given by name, as layouts.py has them; flatbuffer_tables.py reads them."""
 
 from __future__ import annotations
 

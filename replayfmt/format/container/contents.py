@@ -1,7 +1,7 @@
 """What is in a capture and where: its frames and payloads, found through the index, or by walking from the first frame.
 
 Both ways end in the same `Contents`, with rows that obey the same rules, so everything above does not care which way it
-was. The index is a hint: whatever is wrong with it or the trailer, the walk decides.
+was. The index is a hint: whatever is wrong with it or the trailer, the scan decides.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from replayfmt.errors import InvalidCapture, UnsupportedVersion
 from ..codes import FrameKind
 from ..model import Session
 from ..session import decode_session
+from .frame_scan import scan_frames
 from .frames import (
     FLAG_CONSOLIDATED,
     FLAG_REQUIRED,
@@ -30,7 +31,6 @@ from .frames import (
 )
 from .index import read_index
 from .source import Source
-from .walk import walk
 
 _LAST_KIND = int(max(FrameKind))  # codes have no gaps
 
@@ -98,15 +98,17 @@ def bound_definitions(source: Source, contents: Contents) -> None:
 
 def walk_contents(source: Source, trailer: Trailer | None, problem: str) -> Contents:
     """The contents without the index, of which `problem` says what is wrong with it."""
-    walked = walk(source, trailer)
-    contents = Contents(walked.frames, walked.payloads, walked.records, walked.storages, walked.end, not walked.stopped)
+    scanned = scan_frames(source, trailer)
+    contents = Contents(
+        scanned.frames, scanned.payloads, scanned.records, scanned.storages, scanned.end, not scanned.stopped
+    )
     if contents.complete:
         contents.index_problem = problem
         contents.warnings.append(f"{problem}; every frame before it is whole, so they were read one by one instead")
     else:
-        what = "is damaged" if walked.closed else "was never closed, or is still being written"
+        what = "is damaged" if scanned.closed else "was never closed, or is still being written"
         contents.incomplete_reason = (
-            f"the capture {what}: {walked.stopped}; its {walked.records} records before {walked.end:#x} can be read"
+            f"the capture {what}: {scanned.stopped}; its {scanned.records} records before {scanned.end:#x} can be read"
         )
     return contents
 

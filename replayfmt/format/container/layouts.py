@@ -1,4 +1,4 @@
-"""Which fields the schema's tables have, in order: what flat.py needs to verify a FlatBuffer.
+"""Which fields the schema's tables have, in order: what flatbuffer_tables.py needs to verify a FlatBuffer.
 
 A copy of the tables in schema/opreplay.fbs, in the same words; a test compares the two. That of definitions is in
 definitions/tables.py, where the families are.

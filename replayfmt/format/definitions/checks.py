@@ -12,7 +12,7 @@ import numpy as np
 from replayfmt.errors import InvalidCapture, UnsupportedVersion
 
 from ..codes import MAJOR_VERSION, MINOR_VERSION
-from ..container import flat
+from ..container import flatbuffer_tables
 from ..container.layouts import TableLayout
 
 
@@ -33,7 +33,7 @@ class TablesBody:
     ) -> None:
         """`counts`, `string_ids` and `earlier` are what comes before: how many ids each family has, strings, columns.
         `payload_bytes` are the raw lengths of the payloads it may refer to, in order of their ids."""
-        self._table = flat.root(data, layout, where)
+        self._table = flatbuffer_tables.root(data, layout, where)
         self._layout = layout
         self._minor = minor
         self._where = where

@@ -26,7 +26,7 @@ class DefinitionRow(NamedTuple):
     nested: Sequence[tuple[int | str, ...]] = ()
 
 
-class Known(Protocol):
+class DefinedSoFar(Protocol):
     """What the writer has when a definition comes."""
 
     def require(self, family: str, number: int) -> None:
@@ -74,7 +74,7 @@ class Family(ABC, Generic[T]):
     def row(self, definition: T) -> DefinitionRow:
         """How a definition is stored. Raises ValueError if the format cannot hold it."""
 
-    def admit(self, definition: T, known: Known) -> None:
+    def admit(self, definition: T, defined: DefinedSoFar) -> None:
         """Raise ValueError where a definition contradicts those that it refers to."""
 
     @abstractmethod

@@ -8,7 +8,7 @@ from ..codes import FileValidation
 from ..container.frames import MAX_LENGTH
 from ..model import ExternalFile, FileIdentity
 from .checks import TablesBody
-from .family import DefinitionColumns, DefinitionRow, Family, Known, whole
+from .family import DefinedSoFar, DefinitionColumns, DefinitionRow, Family, whole
 
 _DIGEST = re.compile(r"[0-9a-f]{32}")
 _HALF = 0xFFFFFFFFFFFFFFFF
@@ -54,11 +54,11 @@ class FileFamily(Family[ExternalFile]):
             )
         )
 
-    def admit(self, definition: ExternalFile, known: Known) -> None:
+    def admit(self, definition: ExternalFile, defined: DefinedSoFar) -> None:
         payload = definition.payload
-        if payload and known.payload_bytes(payload) != definition.bytes:
+        if payload and defined.payload_bytes(payload) != definition.bytes:
             raise ValueError(
-                f"{definition.path} has {definition.bytes} bytes, its payload {known.payload_bytes(payload)}"
+                f"{definition.path} has {definition.bytes} bytes, its payload {defined.payload_bytes(payload)}"
             )
 
     def at(self, rows: DefinitionColumns, row: int) -> ExternalFile:

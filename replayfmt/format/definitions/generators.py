@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..model import Generator
 from .checks import TablesBody
-from .family import DefinitionColumns, DefinitionRow, Family, Known
+from .family import DefinedSoFar, DefinitionColumns, DefinitionRow, Family
 
 
 class GeneratorFamily(Family[Generator]):
@@ -15,8 +15,8 @@ class GeneratorFamily(Family[Generator]):
     def row(self, definition: Generator) -> DefinitionRow:
         return DefinitionRow((definition.device, int(definition.default)))
 
-    def admit(self, definition: Generator, known: Known) -> None:
-        known.require("device", definition.device)
+    def admit(self, definition: Generator, defined: DefinedSoFar) -> None:
+        defined.require("device", definition.device)
 
     def at(self, rows: DefinitionColumns, row: int) -> Generator:
         return Generator(rows.number("generator_device", row), bool(rows.number("generator_default", row)))

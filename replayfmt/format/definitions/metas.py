@@ -10,7 +10,7 @@ from ..codes import DType, Layout, TensorFlag
 from ..container.frames import MAX_LENGTH
 from ..model import TensorMeta
 from .checks import TablesBody
-from .family import DefinitionColumns, DefinitionRow, Family, Known
+from .family import DefinedSoFar, DefinitionColumns, DefinitionRow, Family
 
 _FLAGS = int(sum(TensorFlag))
 _LAST_DTYPE, _LAST_LAYOUT = int(max(DType)), int(max(Layout))
@@ -39,8 +39,8 @@ class MetaFamily(Family[TensorMeta]):
             (dtype, layout, definition.device, flags, len(sizes)), tuple(zip(sizes, strides, strict=True))
         )
 
-    def admit(self, definition: TensorMeta, known: Known) -> None:
-        known.require("device", definition.device)
+    def admit(self, definition: TensorMeta, defined: DefinedSoFar) -> None:
+        defined.require("device", definition.device)
 
     def at(self, rows: DefinitionColumns, row: int) -> TensorMeta:
         dimensions = rows.nested("meta", row)

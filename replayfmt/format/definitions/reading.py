@@ -20,11 +20,11 @@ from ..slots import SlotLayout, slot_counts
 from .checks import TablesBody
 from .devices import DEVICES
 from .family import Family
+from .file_ranges import FILE_RANGES
 from .files import FILES
 from .generators import GENERATORS
 from .kernels import KERNELS
 from .metas import METAS
-from .ranges import RANGES
 from .recipes import RECIPES
 from .scopes import SCOPES
 from .signatures import SIGNATURES, unsupported_reasons
@@ -133,7 +133,7 @@ class Frozen:
         self.signatures = self._lazy(SIGNATURES)
         self.layouts = Lazy(self.counts["signature"], lambda number: SlotLayout(self.signatures[number]))
         self.files = self._lazy(FILES)
-        self.ranges = self._lazy(RANGES)
+        self.file_ranges = self._lazy(FILE_RANGES)
         self.recipes = self._lazy(RECIPES)
         # Slots of each signature by id: int64[3, signatures + 1] (tensors, ints, floats), 0 unused.
         counted = slot_counts(self.column("node_kind"), self.column("signature_nodes"))

@@ -8,7 +8,7 @@ import numpy as np
 
 from ..model import Scope
 from .checks import TablesBody
-from .family import DefinitionColumns, DefinitionRow, Family, Known
+from .family import DefinedSoFar, DefinitionColumns, DefinitionRow, Family
 
 
 class ScopeFamily(Family[Scope]):
@@ -18,9 +18,9 @@ class ScopeFamily(Family[Scope]):
     def row(self, definition: Scope) -> DefinitionRow:
         return DefinitionRow((definition.parent, definition.name))
 
-    def admit(self, definition: Scope, known: Known) -> None:
+    def admit(self, definition: Scope, defined: DefinedSoFar) -> None:
         if definition.parent:
-            known.require("scope", definition.parent)
+            defined.require("scope", definition.parent)
 
     def at(self, rows: DefinitionColumns, row: int) -> Scope:
         return Scope(rows.number("scope_parent", row), rows.text("scope_name", row))

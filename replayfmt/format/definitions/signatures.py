@@ -14,7 +14,7 @@ from ..codes import OpStatus, RecordKind, ValueKind
 from ..container.frames import MAX_NESTING
 from ..model import Node, Signature
 from .checks import TablesBody
-from .family import DefinitionColumns, DefinitionRow, Family, Known
+from .family import DefinedSoFar, DefinitionColumns, DefinitionRow, Family
 from .signature_rules import (
     ARGUMENTS,
     CODE_CONSTANTS,
@@ -53,13 +53,13 @@ class SignatureFamily(Family[Signature]):
         kind, status = int(definition.kind), int(definition.status)
         return DefinitionRow((kind, status, definition.kernel, args, results, len(nodes)), nodes)
 
-    def admit(self, definition: Signature, known: Known) -> None:
+    def admit(self, definition: Signature, defined: DefinedSoFar) -> None:
         if definition.kernel:
-            known.require("kernel", definition.kernel)
+            defined.require("kernel", definition.kernel)
         for node in definition.nodes:
             if node.kind is ValueKind.device:
                 assert isinstance(node.constant, int)
-                known.require("device", node.constant)
+                defined.require("device", node.constant)
 
     def at(self, rows: DefinitionColumns, row: int) -> Signature:
         place = rows.nested("signature", row)

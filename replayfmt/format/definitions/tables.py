@@ -15,16 +15,26 @@ from ..container.layouts import table_layout
 from .checks import TablesBody
 from .devices import DEVICES
 from .family import Family
+from .file_ranges import FILE_RANGES
 from .files import FILES
 from .generators import GENERATORS
 from .kernels import KERNELS
 from .metas import METAS
-from .ranges import RANGES
 from .recipes import RECIPES
 from .scopes import SCOPES
 from .signatures import SIGNATURES
 
-FAMILIES: tuple[Family[Any], ...] = (DEVICES, KERNELS, GENERATORS, SCOPES, METAS, SIGNATURES, FILES, RANGES, RECIPES)
+FAMILIES: tuple[Family[Any], ...] = (
+    DEVICES,
+    KERNELS,
+    GENERATORS,
+    SCOPES,
+    METAS,
+    SIGNATURES,
+    FILES,
+    FILE_RANGES,
+    RECIPES,
+)
 # What has ids, by the names of the schema's first_x fields.
 NUMBERED = ("string", *(family.name for family in FAMILIES))
 COLUMNS = tuple(name for family in FAMILIES for name in (*family.columns, *family.nested_columns))

@@ -9,10 +9,10 @@ from replayfmt.errors import InvalidCapture
 
 from ..codes import MINOR_VERSION, FrameKind, RecordKind
 from ..container.contents import Contents, find_contents, read_preamble, read_session
+from ..container.frame_scan import scan_frames
 from ..container.frames import parse_trailer
 from ..container.index import read_index
 from ..container.source import Source
-from ..container.walk import walk
 from ..model import Session
 from .verify import Progress, Verifier
 
@@ -114,10 +114,10 @@ class _Check:
         source = self._source
         trailer = parse_trailer(source.read(source.length - 64, 64, "trailer"), source.length, source.path)
         frames, payloads = read_index(source, trailer)
-        walked = walk(source, trailer)
-        if walked.stopped:
-            raise InvalidCapture(f"{source.path}: {walked.stopped}")
-        if (frames.tobytes(), payloads.tobytes()) != (walked.frames.tobytes(), walked.payloads.tobytes()):
+        scanned = scan_frames(source, trailer)
+        if scanned.stopped:
+            raise InvalidCapture(f"{source.path}: {scanned.stopped}")
+        if (frames.tobytes(), payloads.tobytes()) != (scanned.frames.tobytes(), scanned.payloads.tobytes()):
             raise InvalidCapture(
                 f"{source.where(trailer.index_offset)}: the index differs from the frames and payloads it lists"
             )

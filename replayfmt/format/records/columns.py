@@ -78,7 +78,7 @@ def pieces(given: RecordColumns, slot_counts: np.ndarray) -> Iterator[RecordColu
     if signature.dtype.kind not in "iu" or int(signature.min()) < 0 or int(signature.max()) >= slot_counts.shape[1]:
         yield given  # encoding says what is wrong with it
         return
-    cuts: list[int] = slot_counts.take(signature[:half], axis=1).sum(axis=1).tolist()
+    first_half: list[int] = slot_counts.take(signature[:half], axis=1).sum(axis=1).tolist()
     for place in (slice(None, half), slice(half, None)):
         first = place.start is None
 
@@ -86,7 +86,7 @@ def pieces(given: RecordColumns, slot_counts: np.ndarray) -> Iterator[RecordColu
             return None if column is None else np.asarray(column)[place]
 
         def slot(number: int, first: bool = first) -> np.ndarray:
-            return slots[number][: cuts[number]] if first else slots[number][cuts[number] :]
+            return slots[number][: first_half[number]] if first else slots[number][first_half[number] :]
 
         piece = replace(
             given,

@@ -14,7 +14,7 @@ import numpy as np
 from replayfmt.errors import InvalidCapture, UnsupportedVersion
 
 from ..codes import MAJOR_VERSION, MINOR_VERSION, UNKNOWN_NS, RecordKind, StorageOrigin, ValueKind
-from ..container import flat
+from ..container import flatbuffer_tables
 from ..container.frames import MAX_LENGTH, FrameHeader
 from ..container.layouts import RECORDS
 from ..definitions.reading import Frozen
@@ -92,7 +92,7 @@ class RecordFrameDecoder:
 
 def first_and_storages(body: bytes, where: str) -> tuple[int, int]:
     """First storage id and number of storages of a Records body, without decoding the rest."""
-    table = flat.root(body, RECORDS, where)
+    table = flatbuffer_tables.root(body, RECORDS, where)
     born = table.column("storage_bytes")
     return table.scalar("first_storage"), 0 if born is None else len(born)
 
@@ -143,7 +143,7 @@ class _Decoding:
         self._definitions = definitions
         self._counts = counts
         self._references = references
-        self._table = flat.root(body, RECORDS, where)
+        self._table = flatbuffer_tables.root(body, RECORDS, where)
         self._header = header
         self._offset = offset
         self._where = where

@@ -107,8 +107,8 @@ def decode_record(frame: RecordFrame, row: int, definitions: Frozen) -> Record:
         scope=int(frame.scope[row]),
         thread=int(frame.thread[row]),
         start_ns=int(frame.start_ns[row]),
-        duration_ns=_known(frame.duration_ns, row, UNKNOWN_NS),
-        device_duration_ns=_known(frame.device_duration_ns, row, UNKNOWN_DEVICE_NS),
+        duration_ns=_unless_unknown(frame.duration_ns, row, UNKNOWN_NS),
+        device_duration_ns=_unless_unknown(frame.device_duration_ns, row, UNKNOWN_DEVICE_NS),
         args=tuple(slots.value(node) for node in signature.args),
         results=tuple(slots.value(node) for node in signature.results),
         frame_offset=frame.offset,
@@ -116,6 +116,6 @@ def decode_record(frame: RecordFrame, row: int, definitions: Frozen) -> Record:
     )
 
 
-def _known(column: np.ndarray | None, row: int, unknown: int) -> int | None:
+def _unless_unknown(column: np.ndarray | None, row: int, unknown: int) -> int | None:
     value = unknown if column is None else int(column[row])
     return None if value == unknown else value

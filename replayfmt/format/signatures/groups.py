@@ -57,7 +57,7 @@ class SignatureIndex:
             known = self._texts[key] = signature_text(self._reader.record(ordinal), self._reader)
         return known
 
-    def walk(
+    def ops_by_key(
         self, kernels: Collection[int] | None = None, start: int = 0, stop: int | None = None
     ) -> Iterator[KeyedOps]:
         """The ops with ordinals from `start` up to `stop`, of these kernels or of all, frame by frame."""
@@ -98,7 +98,7 @@ class SignatureIndex:
     ) -> list[SignatureGroup]:
         """Every signature that occurs among these ops, in order of first use."""
         found: dict[tuple[int, str], list[int]] = {}
-        for ops in self.walk(kernels, start, stop):
+        for ops in self.ops_by_key(kernels, start, stop):
             first = int(ops.ordinals[0])
             entry = found.setdefault((ops.kernel, self.text(ops.key, first)), [0, first])
             entry[0] += len(ops.ordinals)
@@ -107,7 +107,7 @@ class SignatureIndex:
         return sorted(made, key=lambda group: group.first)
 
     def matching(self, pattern: SignatureText, start: int = 0, stop: int | None = None) -> Iterator[KeyedOps]:
-        """The ops that a signature selects, as `walk` gives them, none of them empty."""
+        """The ops that a signature selects, as `ops_by_key` gives them, none of them empty."""
         reader = self._reader
         kernels = {
             number
@@ -115,7 +115,7 @@ class SignatureIndex:
             if kernel is not None and kernel.qualified_name == pattern.kernel
         }
         answers: dict[Key, bool] = {}
-        for ops in self.walk(kernels, start, stop):
+        for ops in self.ops_by_key(kernels, start, stop):
             if pattern.asks_for_values:
                 chosen = np.array([matches(pattern, reader.record(int(ordinal)), reader) for ordinal in ops.ordinals])
                 if chosen.any():

@@ -137,14 +137,14 @@ class SignatureText:
     @property
     def asks_for_values(self) -> bool:
         """Whether calls of one signature may differ in whether they match: where a number stands for itself."""
-        return any(isinstance(value, Number) for _name, top in self.arguments for value in _walk(top))
+        return any(isinstance(value, Number) for _name, top in self.arguments for value in _nested_values(top))
 
 
-def _walk(value: ValueText) -> Iterator[ValueText]:
+def _nested_values(value: ValueText) -> Iterator[ValueText]:
     yield value
     if isinstance(value, Items):
         for inner, _count in value.runs:
-            yield from _walk(inner)
+            yield from _nested_values(inner)
 
 
 def quoted(text: str) -> str:

@@ -112,7 +112,7 @@ class Operators:
     def __init__(self, libraries: OpLibraries | None = None, names: TracedNames | None = None) -> None:
         self._libraries = libraries or OpLibraries()
         self.names = names or TracedNames()
-        self._known: dict[str, tuple[list[FoundOperator], str]] = {}
+        self._candidates: dict[str, tuple[list[FoundOperator], str]] = {}
         self._texts: dict[str, FoundOperator | None] = {}
 
     def exists(self, name: str) -> bool:
@@ -123,9 +123,9 @@ class Operators:
         """Every overload of a name, those that the dispatcher knows first; where there are none, why not. A name with
         an overload (`aten::add.Tensor`, as the profiler's `capture_overload_names` prints it) has that one."""
         name, _dot, overload = name.partition(".")
-        if name not in self._known:
-            self._known[name] = self._find_meant(name)
-        found, why = self._known[name]
+        if name not in self._candidates:
+            self._candidates[name] = self._find_meant(name)
+        found, why = self._candidates[name]
         if overload and found:
             found = [each for each in found if each.overload == overload]
             why = "" if found else f"{name} has no overload {overload!r} here"

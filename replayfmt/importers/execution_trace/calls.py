@@ -276,16 +276,16 @@ class Inferred:
     """What operators return for given arguments, found out once for each."""
 
     def __init__(self) -> None:
-        self._known: dict[Any, list[TensorSpec] | None] = {}
+        self._inferred: dict[Any, list[TensorSpec] | None] = {}
 
     def of(self, schema: torch.FunctionSchema, arguments: Sequence[tuple[str, Any]]) -> list[TensorSpec] | None:
         """Dtype, sizes, strides and offset of every tensor that is returned, those in lists too; None if PyTorch
         cannot tell without data."""
         key = (schema.name, schema.overload_name, tuple((name, _key(value)) for name, value in arguments))
-        if key not in self._known:
+        if key not in self._inferred:
             given = [spec for _name, value in arguments for spec in _tensors(value)]
-            self._known[key] = _returned(infer(schema, arguments), given)
-        return self._known[key]
+            self._inferred[key] = _returned(infer(schema, arguments), given)
+        return self._inferred[key]
 
 
 def _key(value: Any) -> Any:

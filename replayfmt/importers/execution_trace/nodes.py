@@ -98,7 +98,7 @@ class TraceNode:
     kernel_file: str = ""
     attributes: Mapping[str, Any] = field(default_factory=dict)
 
-    def ranges(self) -> dict[int, tuple[int, int]]:
+    def integer_ranges(self) -> dict[int, tuple[int, int]]:
         """Smallest and largest element of integer input tensors, by number among all input tensors."""
         text = self.attributes.get("tensor_range")
         if not isinstance(text, str) or not text:
@@ -137,8 +137,8 @@ def node_of(row: Any) -> TraceNode:
             _number(row["tid"]),
             _number(row["scope"]),
             str(row.get("op_schema", "")),
-            _flat(row, "input", "inputs"),
-            _flat(row, "output", "outputs"),
+            _from_flat_keys(row, "input", "inputs"),
+            _from_flat_keys(row, "output", "outputs"),
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ValueError(f"{type(error).__name__}: {error}: {json.dumps(row)[:80]}") from None
@@ -206,7 +206,7 @@ def _grouped(group: Mapping[str, Any]) -> NodeValues:
     )
 
 
-def _flat(row: Mapping[str, Any], prefix: str, values: str) -> NodeValues:
+def _from_flat_keys(row: Mapping[str, Any], prefix: str, values: str) -> NodeValues:
     types = [str(each) for each in row[f"{prefix}_types"]]
     return NodeValues(list(row[values]), list(row[f"{prefix}_shapes"]), types, None)
 

@@ -225,7 +225,7 @@ class GraphWriter:
 
     def _enter(self, step: NodeStep, moment: Moment) -> None:
         """Give storages that nothing returned what content the trace has for them."""
-        spans = step.node.ranges()
+        spans = step.node.integer_ranges()
         arguments = step.binding.arguments if step.binding is not None else ()
         bound = {
             value.identity: value.dtype

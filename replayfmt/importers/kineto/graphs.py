@@ -120,13 +120,13 @@ def _ran(events: TraceEvents, work: int) -> _Node:
 class _Matching:
     """Which capture each graph launch is an execution of. `ran` is the work of each launch."""
 
-    def __init__(self, known: list[_Capture], ran: list[list[_Node]]) -> None:
-        self._known, self._ran = known, ran
+    def __init__(self, captures: list[_Capture], ran: list[list[_Node]]) -> None:
+        self._captures, self._ran = captures, ran
         self._matched: dict[tuple[tuple[_Node, ...], tuple[_Node, ...]], list[int] | None] = {}
         turns = [
             turn
-            for turn in range(len(known))
-            if all(self.nodes(known[(turn + place) % len(known)], place) is not None for place in range(len(ran)))
+            for turn in range(len(captures))
+            if all(self.nodes(captures[(turn + place) % len(captures)], place) is not None for place in range(len(ran)))
         ]
         self._turn = turns[0] if len(turns) == 1 else None  # they are launched one after the other, as captured
 
@@ -140,8 +140,8 @@ class _Matching:
     def capture(self, place: int) -> _Capture | None:
         """The capture of a launch; None if none fits, or several that differ."""
         if self._turn is not None:
-            return self._known[(self._turn + place) % len(self._known)]
-        fitting = [each for each in self._known if self.nodes(each, place) is not None]
+            return self._captures[(self._turn + place) % len(self._captures)]
+        fitting = [each for each in self._captures if self.nodes(each, place) is not None]
         return fitting[0] if fitting and all(_alike(fitting[0], each) for each in fitting[1:]) else None
 
 

@@ -125,7 +125,7 @@ def _appends(request: Request) -> bool:
     return before and first_tensor(request.call, _NEW_KEYS) is not None
 
 
-def _known(request: Request, names: Iterable[str]) -> tuple[np.ndarray, str] | None:
+def _content_of(request: Request, names: Iterable[str]) -> tuple[np.ndarray, str] | None:
     """The first of these arguments whose content is there already: captured, or made by an earlier initializer."""
     for name in names:
         content = None if name in request.wanted else request.known(name)
@@ -137,14 +137,14 @@ def _known(request: Request, names: Iterable[str]) -> tuple[np.ndarray, str] | N
 def _given(request: Request, block: int, appended: int) -> GivenLengths:
     """The lengths that the call's content says already. `appended`: new tokens that contexts do not count yet."""
     given = GivenLengths()
-    if (starts := _known(request, QUERY_STARTS)) is not None:
+    if (starts := _content_of(request, QUERY_STARTS)) is not None:
         given.queries, given.queries_by = np.diff(starts[0]), starts[1]
-    if (lengths := _known(request, LENGTHS)) is not None:
+    if (lengths := _content_of(request, LENGTHS)) is not None:
         given.keys, given.keys_by = lengths[0] + appended, lengths[1]
-    elif (starts := _known(request, KEY_STARTS)) is not None:
+    elif (starts := _content_of(request, KEY_STARTS)) is not None:
         given.keys, given.keys_by = np.diff(starts[0]), starts[1]
-    elif (pages := _known(request, PAGE_STARTS)) is not None:
-        last, counts = _known(request, LAST_PAGES), np.diff(pages[0])
+    elif (pages := _content_of(request, PAGE_STARTS)) is not None:
+        last, counts = _content_of(request, LAST_PAGES), np.diff(pages[0])
         given.keys = np.where(counts > 0, (counts - 1) * block + (block if last is None else last[0]), 0)
         given.keys_by = pages[1]
     return given

@@ -151,7 +151,7 @@ def _annotated(iteration: Iteration, sequences: int, tokens: int) -> np.ndarray 
 
     None if it does not say, or says something else than the tensors.
     """
-    decode, prefill = _known(iteration.decode, decodes=True), _known(iteration.prefill, decodes=False)
+    decode, prefill = _phase_size(iteration.decode, decodes=True), _phase_size(iteration.prefill, decodes=False)
     if decode is None or prefill is None:
         return None
     count = decode[0] + prefill[0]
@@ -163,7 +163,7 @@ def _annotated(iteration: Iteration, sequences: int, tokens: int) -> np.ndarray 
     return np.concatenate((_shares(decode[1], decode[0]), _shares(prefill[1], prefill[0]), padding))
 
 
-def _known(group: Requests, *, decodes: bool) -> tuple[int, int] | None:
+def _phase_size(group: Requests, *, decodes: bool) -> tuple[int, int] | None:
     """Requests and new tokens of a phase. A decoding request has one new token where nothing else is said."""
     if group.requests is None:
         return None

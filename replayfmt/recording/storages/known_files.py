@@ -138,7 +138,7 @@ def look_at(path: str, raw: bool = False) -> KnownFile:
     try:
         with open(path, "rb") as file:
             status = os.fstat(file.fileno())
-            kind, ranges = ("raw", None) if raw else _ranges(path, status.st_size)
+            kind, ranges = ("raw", None) if raw else _tensor_ranges(path, status.st_size)
     except OSError as error:
         raise UsageError(f"--file={path}: {error.strerror or error}") from None
     identity = FileIdentity(status.st_dev, status.st_ino, status.st_mtime_ns)
@@ -160,7 +160,7 @@ def format_of(path: str) -> str:
     return "safetensors" if plausible else "raw"
 
 
-def _ranges(path: str, length: int) -> tuple[str, tuple[tuple[int, int], ...] | None]:
+def _tensor_ranges(path: str, length: int) -> tuple[str, tuple[tuple[int, int], ...] | None]:
     """The format of a file, and its ranges; None: the file as a whole."""
     kind = format_of(path)  # not by its name: what a symbolic link leads to is often called by a hash
     ranges = None

@@ -1,6 +1,6 @@
 """From records to windows: goes through a capture once, in order, and writes the code of each window.
 
-The walk knows which variables are live and where each is named. It decides nothing that the scan before it did not
+Lowering knows which variables are live and where each is named. It decides nothing that the scan before it did not
 find out: where windows are cut, when everything is last used, what is written. Ops are lowered in op_lowering.py, this
 module does the other records and the boundaries of windows.
 """
@@ -28,8 +28,9 @@ from ..planning.identity import TensorKeys
 from ..planning.kernels import ResolvedKernel
 from ..planning.scan import Scan, enters
 from ..planning.sources import MAPPED_FILE, NOTHING, ContentSource
-from ..substitution.sites import KernelStandIn
+from ..substitution.call_sites import KernelStandIn
 from ..verify.comparison import CheckDigest, Judge, Where
+from .call_templates import DirectFunctions, Template, TemplateMaker
 from .frame_lists import FrameLists
 from .liveness import Variables
 from .operations import (
@@ -43,7 +44,6 @@ from .operations import (
     View,
     Zeros,
 )
-from .templates import DirectFunctions, Template, TemplateMaker
 from .windows import CodeCache, Staged, Window, WindowText
 
 
@@ -84,7 +84,7 @@ class Context:
 
 
 class Lowering:
-    """One walk over the records up to the scan's stop. `compare`: with digests, host reads and structures."""
+    """One pass over the records up to the scan's stop. `compare`: with digests, host reads and structures."""
 
     def __init__(self, context: Context, scan: Scan, *, compare: bool) -> None:
         self.context = context
@@ -107,8 +107,8 @@ class Lowering:
         self._kinds = [0, *(int(signature.kind) for signature in self.reader.signatures[1:] if signature is not None)]
 
     def windows(self, op: Callable[[Lowering, int, int], None]) -> Iterator[Window]:
-        """The windows in order; `op` lowers one op: (this walk, row in the frame, ordinal)."""
-        cuts = iter([*self.scan.cuts, self.scan.stop])
+        """The windows in order; `op` lowers one op: (this lowering, row in the frame, ordinal)."""
+        cuts = iter([*self.scan.window_cuts, self.scan.stop])
         cut = next(cuts)
         first = 0
         keys = TensorKeys(self.reader.metas)

@@ -13,54 +13,54 @@ from typing import Any
 from replayfmt.pytorch.tensors.bounds import require_inside
 
 from ..planning.effects import leaves_unwritten
-from ..substitution.sites import CallSite
+from ..substitution.call_sites import CallSite
 from ..verify.comparison import CheckScalar, Where
 from ..verify.structure import Expected, ExpectResults
+from .call_templates import Leaf, Operand, Result, Template
 from .lowering import Lowering
 from .operations import CheckedView, CustomOperator, DrawOnHost, MustRaise, PassAddresses, TakeApart, storage_of
-from .templates import Leaf, Operand, Result, Template
 
 
-def lower_op(walk: Lowering, row: int, ordinal: int) -> None:
+def lower_op(lowering: Lowering, row: int, ordinal: int) -> None:
     """Write the code of one op. Ops without an operator here are left out; what they would define stays undefined."""
-    signature = walk.frame.signatures[row]
-    template = walk.template(signature)
+    signature = lowering.frame.signatures[row]
+    template = lowering.template(signature)
     if template is None:
-        _settle_missing(walk, signature, row)
+        _settle_missing(lowering, signature, row)
     else:
-        OpLine(walk, template, row, ordinal).write()
+        OpLine(lowering, template, row, ordinal).write()
 
 
-def lower_result(walk: Lowering, row: int, ordinal: int) -> None:
+def lower_result(lowering: Lowering, row: int, ordinal: int) -> None:
     """Write an op whose window returns what the op returned."""
-    template = walk.template(walk.frame.signatures[row])
+    template = lowering.template(lowering.frame.signatures[row])
     if template is not None:
-        OpLine(walk, template, row, ordinal).write_return()
+        OpLine(lowering, template, row, ordinal).write_return()
 
 
-def _settle_missing(walk: Lowering, signature: int, row: int) -> None:
+def _settle_missing(lowering: Lowering, signature: int, row: int) -> None:
     """An op that cannot be run: memory it would return counts as live, and will be missing when it is requested.
 
     Results on memory that is there need no such op: they are rebuilt from it like other views made without an op.
     """
-    frame, variables = walk.frame, walk.variables
+    frame, variables = lowering.frame, lowering.variables
     first, end = frame.tensor_first[row], frame.tensor_first[row + 1]
-    for place in walk.scan.layout(signature).results:
+    for place in lowering.scan.layout(signature).results:
         for slot in place.tensors:
             if variables.base(frame.storages[first + slot]) is None:
-                walk.drop(variables.define(frame.keys[first + slot], frame.storages[first + slot]))
+                lowering.drop(variables.define(frame.keys[first + slot], frame.storages[first + slot]))
     for slot in range(first, end):
         if frame.storage_ends[slot]:
-            walk.drop(variables.all_on(frame.storages[slot]))
+            lowering.drop(variables.all_on(frame.storages[slot]))
 
 
 class OpLine:
     """The line of one op while it is put together."""
 
-    def __init__(self, walk: Lowering, template: Template, row: int, ordinal: int) -> None:
-        self.walk, self.template, self.row, self.ordinal = walk, template, row, ordinal
-        self.first = walk.frame.tensor_first[row]
-        self.end = walk.frame.tensor_first[row + 1]
+    def __init__(self, lowering: Lowering, template: Template, row: int, ordinal: int) -> None:
+        self.lowering, self.template, self.row, self.ordinal = lowering, template, row, ordinal
+        self.first = lowering.frame.tensor_first[row]
+        self.end = lowering.frame.tensor_first[row + 1]
         self.temporary: list[str] = []  # registers that are deleted at the end of the line
         self.after: list[str] = []  # statements after the call, in the same line
         self.mutated: list[int] = []  # arguments that become other tensors, and are not needed as they are
@@ -68,39 +68,39 @@ class OpLine:
         self.assigned: set[str] = set()  # names that the line assigns
 
     def write(self) -> None:
-        walk, template = self.walk, self.template
+        lowering, template = self.lowering, self.template
         call, slot_names = self._call()
         leaving = self._settle()
         for name in leaving:
-            walk.text.free(name)
+            lowering.text.free(name)
         for name in self.temporary:
-            walk.text.free(name)
+            lowering.text.free(name)
         leaving += self.temporary
         self.temporary = []
-        if walk.checks_shapes(template) and not template.raises:
+        if lowering.checks_shapes(template) and not template.raises:
             arguments = "".join(f", {name}" for name in slot_names)
-            call = f"{walk.text.constant(self._expectation())}({call}{arguments})"
+            call = f"{lowering.text.constant(self._expectation())}({call}{arguments})"
         statement = self._assign(call)
         gone = [name for name in dict.fromkeys(leaving) if name not in self.assigned] + self.temporary
         for name in self.temporary:
-            walk.text.free(name)
+            lowering.text.free(name)
         parts = [statement, *self.after]
         if gone:
             parts.append(f"del {', '.join(gone)}")
-        walk.text.line(self.ordinal, "; ".join(parts))
+        lowering.text.line(self.ordinal, "; ".join(parts))
 
     def write_return(self) -> None:
         """The call, and its result as it is returned from the window. Everything else ends here."""
-        walk = self.walk
+        lowering = self.lowering
         call, _slot_names = self._call(expect_failure=False)
-        walk.text.line(self.ordinal, f"return {call}")
-        walk.text.returns_result = True
+        lowering.text.line(self.ordinal, f"return {call}")
+        lowering.text.returns_result = True
 
     # --------------------------------------------------------------------------------------------------------- the call
 
     def _call(self, *, expect_failure: bool = True) -> tuple[str, list[str]]:
         """The call's text, and the name under which each tensor argument is passed."""
-        walk, frame, names, text = self.walk, self.walk.frame, self.walk.names, self.walk.text
+        lowering, frame, names, text = self.lowering, self.lowering.frame, self.lowering.names, self.lowering.text
         template, first, ordinal = self.template, self.first, self.ordinal
         protected = self._protect() if template.effects.rebinds or template.effects.reshapes else {}
         holes: list[str] = []
@@ -108,8 +108,12 @@ class OpLine:
         slot_names: list[str] = []
         for operand, what in template.operands:
             if operand is Operand.tensor:
-                name = protected.get(what) or names.get(frame.keys[first + what]) or walk.acquire(first + what, ordinal)
-                if walk.unbounded:
+                name = (
+                    protected.get(what)
+                    or names.get(frame.keys[first + what])
+                    or lowering.acquire(first + what, ordinal)
+                )
+                if lowering.unbounded:
                     name = f"{text.shared('inside', require_inside)}({name})"
                 slot_names.append(name)
                 values.append(None)
@@ -122,7 +126,7 @@ class OpLine:
                 values.append(what[1])
             else:
                 storage = frame.ints[frame.int_first[self.row] + what]
-                name = f"{text.shared('storage of', storage_of)}({walk.storage(storage, ordinal)})"
+                name = f"{text.shared('storage of', storage_of)}({lowering.storage(storage, ordinal)})"
                 values.append(None)
             holes.append(name)
         function = self._function(expect_failure, values)
@@ -131,29 +135,29 @@ class OpLine:
 
     def _function(self, expect_failure: bool, values: list[Any]) -> str:
         """The parameter that holds what is called, with these values where they are not tensors."""
-        walk, kernel = self.walk, self.template.kernel
-        call: Any = walk.context.direct.function(self.template, values)
+        lowering, kernel = self.lowering, self.template.kernel
+        call: Any = lowering.context.direct.function(self.template, values)
         key: tuple[Hashable, ...] = ("kernel", call, self.template.raises)
-        if kernel.draws and walk.context.draws_on is not None:
-            call = DrawOnHost(call, kernel.schema, walk.context.draws_on)
+        if kernel.draws and lowering.context.draws_on is not None:
+            call = DrawOnHost(call, kernel.schema, lowering.context.draws_on)
         if kernel.makes_unchecked_views:
             call = CheckedView(call)
         if kernel.casts_inside:
             autocast = self._autocast()
             call = self._custom(call, autocast)
             key = (*key, *sorted(autocast.items()), self.template.addresses)
-        if walk.context.stand_in is not None and not self.template.raises:
-            instead = walk.context.stand_in.call(self._site(call))
+        if lowering.context.stand_in is not None and not self.template.raises:
+            instead = lowering.context.stand_in.call(self._site(call))
             if instead is not None:
-                return walk.text.constant(instead[1]) if instead[0] is None else walk.text.shared(*instead)
+                return lowering.text.constant(instead[1]) if instead[0] is None else lowering.text.shared(*instead)
         if self.template.raises and expect_failure:
             call = MustRaise(call, kernel.schema)
-            walk.unbounded = True  # it may have made an argument longer than its memory before it raised
-        return walk.text.shared(key, call)
+            lowering.unbounded = True  # it may have made an argument longer than its memory before it raised
+        return lowering.text.shared(key, call)
 
     def _autocast(self) -> dict[str, Any]:
         """Autocast as it was where the op was captured."""
-        return {name: value for name, value in self.walk.settings.items() if name.startswith("autocast.") and value}
+        return {name: value for name, value in self.lowering.settings.items() if name.startswith("autocast.") and value}
 
     def _custom(self, function: Callable[..., Any], autocast: dict[str, Any]) -> Callable[..., Any]:
         """A function that is called for a custom operator."""
@@ -164,7 +168,7 @@ class OpLine:
 
     def _site(self, call: Callable[..., Any]) -> CallSite:
         """This call, for what may take its place."""
-        walk, frame, template = self.walk, self.walk.frame, self.template
+        lowering, frame, template = self.lowering, self.lowering.frame, self.template
         arguments = self.first + template.layout.arg_tensors
         taken, given = frame.storages[self.first : arguments], frame.storages[arguments : self.end]
         autocast = self._autocast()
@@ -178,13 +182,13 @@ class OpLine:
             template.effects,
             call,
             (lambda function: function) if template.kernel.own else lambda function: self._custom(function, autocast),
-            not leaves_unwritten(walk.reader, taken, given),
+            not leaves_unwritten(lowering.reader, taken, given),
             template.addresses is not None and template.addresses.once,
         )
 
     def _protect(self) -> dict[int, str]:
         """Fresh aliases for arguments whose metadata the op changes in place while they are needed as they are."""
-        walk, frame, first = self.walk, self.walk.frame, self.first
+        lowering, frame, first = self.lowering, self.lowering.frame, self.first
         protected: dict[int, str] = {}
         effects = self.template.effects
         for slot, result in [*effects.rebinds, *((slot, None) for slot in effects.reshapes)]:
@@ -192,17 +196,17 @@ class OpLine:
             key, storage = frame.keys[here], frame.storages[here]
             if result is not None and frame.keys[first + result] == key:
                 continue
-            name = walk.names.get(key) or walk.acquire(here, self.ordinal)
+            name = lowering.names.get(key) or lowering.acquire(here, self.ordinal)
             base_needed = (
                 not frame.storage_ends[here]
-                and walk.variables.alone(key)
+                and lowering.variables.alone(key)
                 and (result is None or frame.storages[first + result] != storage)
             )
             if frame.ends[here] and not base_needed:
                 self.mutated.append(key)
                 continue
-            alias = walk.text.register()
-            walk.text.line(self.ordinal, f"{alias} = {walk.text.constant(walk.view(here))}({name})")
+            alias = lowering.text.register()
+            lowering.text.line(self.ordinal, f"{alias} = {lowering.text.constant(lowering.view(here))}({name})")
             self.temporary.append(alias)
             protected[slot] = alias
         return protected
@@ -211,15 +215,15 @@ class OpLine:
 
     def _settle(self) -> list[str]:
         """Define the results' variables, release what ends here; returns the names that go."""
-        walk, frame, variables = self.walk, self.walk.frame, self.walk.variables
-        names = walk.drop(self.mutated)
+        lowering, frame, variables = self.lowering, self.lowering.frame, self.lowering.variables
+        names = lowering.drop(self.mutated)
         for result in self.template.leaves:
             for part in result.parts or (result,):
                 if part.leaf is Leaf.tensor:
                     slot = self.first + part.what
                     key = frame.keys[slot]
                     if key not in variables:
-                        names += walk.drop(variables.define(key, frame.storages[slot]))
+                        names += lowering.drop(variables.define(key, frame.storages[slot]))
                         self.defined.add(key)
         if True not in frame.ends[self.first : self.end] and True not in frame.storage_ends[self.first : self.end]:
             return names + self._expired_storages()
@@ -229,7 +233,7 @@ class OpLine:
                 if variables.alone(key):
                     variables.keep_idle(key)
                 else:
-                    names += walk.drop([key]) if key not in self.defined else self._undefine([key])
+                    names += lowering.drop([key]) if key not in self.defined else self._undefine([key])
         for slot in range(self.first, self.end):
             if frame.storage_ends[slot]:
                 names += self._expire(frame.storages[slot])
@@ -237,23 +241,23 @@ class OpLine:
 
     def _expired_storages(self) -> list[str]:
         """Storages that are arguments themselves and end here."""
-        walk, frame = self.walk, self.walk.frame
+        lowering, frame = self.lowering, self.lowering.frame
         names: list[str] = []
         for operand, what in self.template.operands:
             if operand is Operand.storage:
                 storage = frame.ints[frame.int_first[self.row] + what]
-                if walk.scan.last_use_of(storage) == self.ordinal:
+                if lowering.scan.last_use_of(storage) == self.ordinal:
                     names += self._expire(storage)
         return names
 
     def _expire(self, storage: int) -> list[str]:
-        keys = self.walk.variables.all_on(storage)
+        keys = self.lowering.variables.all_on(storage)
         self._undefine([key for key in keys if key in self.defined])
-        return self.walk.drop([key for key in keys if key in self.walk.variables])
+        return self.lowering.drop([key for key in keys if key in self.lowering.variables])
 
     def _undefine(self, keys: list[int]) -> list[str]:
         """Results that nothing needs: they never get a name."""
-        self.walk.variables.forget(keys)
+        self.lowering.variables.forget(keys)
         self.defined.difference_update(keys)
         return []
 
@@ -265,31 +269,31 @@ class OpLine:
         if all(self._ignored(leaf) for leaf in leaves):
             return call
         if self.template.target == "%s" and leaves[0].leaf is Leaf.scalar:
-            return f"{self.walk.text.constant(self._scalar(leaves[0]))}({call})"
+            return f"{self.lowering.text.constant(self._scalar(leaves[0]))}({call})"
         names = [self._leaf_name(leaf) for leaf in leaves]
         self.assigned.update(names)
         return f"{self.template.target % tuple(names)} = {call}"
 
     def _ignored(self, leaf: Result) -> bool:
         if leaf.leaf is Leaf.tensor:
-            return self.walk.frame.keys[self.first + leaf.what] not in self.defined
+            return self.lowering.frame.keys[self.first + leaf.what] not in self.defined
         return leaf.leaf is Leaf.nothing
 
     def _leaf_name(self, leaf: Result, *, of_composite: bool = False) -> str:
         """The name a leaf is assigned to; what has to happen with it then goes to `after`."""
-        walk = self.walk
+        lowering = self.lowering
         if leaf.leaf is Leaf.tensor:
-            key = walk.frame.keys[self.first + leaf.what]
-            if key in self.defined and key not in walk.names:
-                name = walk.names[key] = walk.text.register()
+            key = lowering.frame.keys[self.first + leaf.what]
+            if key in self.defined and key not in lowering.names:
+                name = lowering.names[key] = lowering.text.register()
                 return name
-        name = walk.text.register()
+        name = lowering.text.register()
         self.temporary.append(name)
         if leaf.leaf is Leaf.scalar:
-            self.after.append(f"{walk.text.constant(self._scalar(leaf, read=not of_composite))}({name})")
+            self.after.append(f"{lowering.text.constant(self._scalar(leaf, read=not of_composite))}({name})")
         elif leaf.leaf is Leaf.composite:
             count = len(leaf.parts)
-            take_apart = walk.text.shared(("take apart", leaf.what, count), TakeApart(leaf.what, count))
+            take_apart = lowering.text.shared(("take apart", leaf.what, count), TakeApart(leaf.what, count))
             checks, self.after = self.after, []
             parts = [self._leaf_name(part, of_composite=True) for part in leaf.parts]
             self.assigned.update(parts)
@@ -298,15 +302,17 @@ class OpLine:
         return name
 
     def _scalar(self, leaf: Result, *, read: bool = True) -> CheckScalar:
-        frame = self.walk.frame
+        frame = self.lowering.frame
         expected = leaf.what(frame.ints, frame.int_first[self.row], frame.floats, frame.float_first[self.row])
-        return CheckScalar(self.walk.context.judge, Where(self.ordinal, leaf.index, self.ordinal), expected, read=read)
+        return CheckScalar(
+            self.lowering.context.judge, Where(self.ordinal, leaf.index, self.ordinal), expected, read=read
+        )
 
     # --------------------------------------------------------------------------------------------------------- checking
 
     def _expectation(self) -> ExpectResults:
         """What the results of this op have to look like."""
-        walk, frame, first = self.walk, self.walk.frame, self.first
+        lowering, frame, first = self.lowering, self.lowering.frame, self.first
         layout = self.template.layout
         passed = [what for operand, what in self.template.operands if operand is Operand.tensor]
         changed = {slot for slot, _result in self.template.effects.rebinds} | set(self.template.effects.reshapes)
@@ -319,15 +325,15 @@ class OpLine:
         for place in layout.results:
             for slot in place.tensors:
                 storage = frame.storages[first + slot]
-                meta = walk.reader.metas[frame.metas[first + slot]]
+                meta = lowering.reader.metas[frame.metas[first + slot]]
                 assert meta is not None
-                device = walk.context.devices.target(meta.device)
-                expected[slot] = Expected(walk.view(first + slot), device, storage, given.get(storage))
+                device = lowering.context.devices.target(meta.device)
+                expected[slot] = Expected(lowering.view(first + slot), device, storage, given.get(storage))
         return ExpectResults(
-            walk.context.judge,
+            lowering.context.judge,
             Where(self.ordinal, None, self.ordinal),
             layout.results,
             expected,
             storages,
-            sizes_only=not walk.compare,
+            sizes_only=not lowering.compare,
         )

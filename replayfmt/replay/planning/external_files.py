@@ -76,7 +76,7 @@ class ExternalFiles:
     @cached_property
     def notes(self) -> tuple[str, ...]:
         """What a user has to know of where content comes from."""
-        embedded = sum(self._payload(each) is not None for each in self._ranges())
+        embedded = sum(self._payload(each) is not None for each in self._file_ranges())
         if not embedded:
             return ()
         return (
@@ -166,17 +166,17 @@ class ExternalFiles:
         self._whole.clear()
 
     def _needed(self) -> set[int]:
-        return {each.file for each in self._ranges() if self._payload(each) is None}
+        return {each.file for each in self._file_ranges() if self._payload(each) is None}
 
     def _bytes_to_digest(self) -> int:
         """How much validation may have to read: the lengths of the files that have a digest."""
         return sum(self._file(number).bytes for number in self._needed() if self._file(number).digest is not None)
 
-    def _ranges(self) -> Iterator[FileRange]:
-        return (each for each in self._reader.ranges[1:] if each is not None)
+    def _file_ranges(self) -> Iterator[FileRange]:
+        return (each for each in self._reader.file_ranges[1:] if each is not None)
 
     def _range(self, number: int) -> FileRange:
-        captured = self._reader.ranges[number]
+        captured = self._reader.file_ranges[number]
         assert captured is not None
         return captured
 

@@ -22,12 +22,12 @@ class TensorKeys:
 
     def __init__(self, metas: Sequence[TensorMeta | None]) -> None:
         self._plain = _without_requires_grad(metas)
-        self._known: dict[int, dict[tuple[int, int], int]] = {}
+        self._keys: dict[int, dict[tuple[int, int], int]] = {}
         self.count = 0
 
     def of_frame(self, frame: RecordFrame) -> np.ndarray:
         """The key of each of the frame's tensors, int64, by local index."""
-        known, count = self._known, self.count
+        known, count = self._keys, self.count
         keys = []
         for storage, offset, meta in zip(
             frame.tensor_storage.tolist(),
@@ -48,7 +48,7 @@ class TensorKeys:
 
     def forget(self, storage: int) -> None:
         """The program freed it: no later tensor is on it."""
-        self._known.pop(storage, None)
+        self._keys.pop(storage, None)
 
 
 def _without_requires_grad(metas: Sequence[TensorMeta | None]) -> np.ndarray:

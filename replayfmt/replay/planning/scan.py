@@ -114,7 +114,7 @@ class Scan:
             kinds = self._kinds[frame.signature[:count]]
             self._frame(frame, count, kinds)
             cutter.feed(frame.signature[:count], kinds)
-        self.cuts = self._cut_at_imports(cutter.finish(), window)
+        self.window_cuts = self._cut_at_imports(cutter.finish(), window)
 
     # --------------------------------------------------------------------------------------------------- what was found
 

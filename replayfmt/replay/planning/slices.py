@@ -56,7 +56,7 @@ class Slicer:
             RecordKind.none,
             *(RecordKind.none if signature is None else signature.kind for signature in reader.signatures[1:]),
         ]
-        self._facts: dict[int, tuple[int, tuple[int, ...], tuple[int, ...], bool, int]] = {}
+        self._parts_of_signature: dict[int, tuple[int, tuple[int, ...], tuple[int, ...], bool, int]] = {}
 
     def slice(self, ordinals: Collection[int]) -> Slice:
         """The slice that has the ops at these ordinals."""
@@ -119,7 +119,7 @@ class Slicer:
             kind = self._kinds[signature]
             if kind not in _SLICED:
                 continue
-            taken, written, passed, draws, scalars = self._known(signature)
+            taken, written, passed, draws, scalars = self._signature_parts(signature)
             tensors = storages[first[row] : first[row + 1]]
             touched = frozenset((*tensors, *(ints[int_first[row] + slot] for slot in passed)))
             results, changed = frozenset(tensors[taken:]), frozenset(tensors[slot] for slot in written)
@@ -133,10 +133,10 @@ class Slicer:
                 scalars,
             )
 
-    def _known(self, signature: int) -> tuple[int, tuple[int, ...], tuple[int, ...], bool, int]:
+    def _signature_parts(self, signature: int) -> tuple[int, tuple[int, ...], tuple[int, ...], bool, int]:
         """Of a signature: tensors among its arguments, those that it may write, the places of storages, whether it
         draws, and how many scalars it returns."""
-        known = self._facts.get(signature)
+        known = self._parts_of_signature.get(signature)
         if known is None:
             layout = self._reader.layouts[signature]
             kind = layout.signature.kind
@@ -152,5 +152,5 @@ class Slicer:
                 place = layout.arg("storage")
                 assert place is not None, f"a {kind.name} record without its storage"
                 passed = (place.int_slot,)
-            known = self._facts[signature] = layout.arg_tensors, written, passed, draws, scalars
+            known = self._parts_of_signature[signature] = layout.arg_tensors, written, passed, draws, scalars
         return known

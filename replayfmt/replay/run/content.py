@@ -234,7 +234,7 @@ class Content:
         if source.kind is ValueKind.payload:
             return self._reader.payload_info(source.id).raw_bytes
         if source.kind is ValueKind.range:
-            captured = self._reader.ranges[source.id]
+            captured = self._reader.file_ranges[source.id]
             assert captured is not None
             return captured.bytes
         return None

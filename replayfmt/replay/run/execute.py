@@ -22,7 +22,7 @@ from replayfmt.pytorch.tensors.memory import undispatched
 
 from ..codegen.windows import FILENAME, Window
 from ..results import UnexpectedBehaviour
-from ..substitution.sites import KernelStandIn
+from ..substitution.call_sites import KernelStandIn
 from ..verify.comparison import Judge, StopReplay, Where
 from .content import Content
 from .ready import Ready

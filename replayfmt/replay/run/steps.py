@@ -74,9 +74,9 @@ class Steps:
         self._touched: Touched | None = None
 
     def __iter__(self) -> Iterator[Step]:
-        walk = Lowering(self._context, self._scan, compare=self._compare)
+        lowering = Lowering(self._context, self._scan, compare=self._compare)
         needed = self._scan.needed
-        for window in walk.windows(self._lower):
+        for window in lowering.windows(self._lower):
             if needed is not None and not needed[window.first_ordinal]:
                 continue
             touched, self._touched = self._touched, None
@@ -84,12 +84,12 @@ class Steps:
             storages = frozenset(_storages((*record.args, *record.results)))
             yield Step(record.ordinal, record.kind, window, touched, storages)
 
-    def _lower(self, walk: Lowering, row: int, ordinal: int) -> None:
-        frame, signature = walk.frame, walk.frame.signatures[row]
+    def _lower(self, lowering: Lowering, row: int, ordinal: int) -> None:
+        frame, signature = lowering.frame, lowering.frame.signatures[row]
         first, end = frame.tensor_first[row], frame.tensor_first[row + 1]
-        layout = walk.scan.layout(signature)
+        layout = lowering.scan.layout(signature)
         middle = first + layout.arg_tensors
-        effects = walk.scan.effects(signature)
+        effects = lowering.scan.effects(signature)
         written = [first + slot for slot in effects.writes]
         results = frozenset(frame.storages[middle:end])
         taken = frozenset(frame.storages[first:middle])
@@ -99,9 +99,9 @@ class Steps:
             frozenset(frame.storages[slot] for slot in written),
             results,
             frozenset(frame.keys[slot] for slot in written),
-            not leaves_unwritten(walk.reader, taken, results),
+            not leaves_unwritten(lowering.reader, taken, results),
         )
         if ordinal == self._result_of:
-            lower_result(walk, row, ordinal)
+            lower_result(lowering, row, ordinal)
         else:
-            lower_op(walk, row, ordinal)
+            lower_op(lowering, row, ordinal)

@@ -14,10 +14,10 @@ import torch
 from replayfmt.format.slots import NodePlace
 from replayfmt.pytorch.tensors.composites import take_apart
 
+from ..codegen.call_templates import Operand
 from ..codegen.lowering import Lowering
 from ..codegen.op_lowering import OpLine, lower_op
 from ..codegen.operations import storage_of
-from ..codegen.templates import Operand
 
 
 class Watcher(Protocol):
@@ -38,12 +38,12 @@ class Watcher(Protocol):
 def lower_watched(watcher: Watcher) -> Callable[[Lowering, int, int], None]:
     """How to lower ops so that the watcher is called."""
 
-    def lower(walk: Lowering, row: int, ordinal: int) -> None:
-        template = walk.template(walk.frame.signatures[row]) if watcher.watches(ordinal) else None
+    def lower(lowering: Lowering, row: int, ordinal: int) -> None:
+        template = lowering.template(lowering.frame.signatures[row]) if watcher.watches(ordinal) else None
         if template is None:
-            lower_op(walk, row, ordinal)
+            lower_op(lowering, row, ordinal)
         else:
-            _WatchedLine(watcher, walk, template, row, ordinal).write()
+            _WatchedLine(watcher, lowering, template, row, ordinal).write()
 
     return lower
 
@@ -55,14 +55,14 @@ class _WatchedLine(OpLine):
 
     def _call(self, *, expect_failure: bool = True) -> tuple[str, list[str]]:
         call, slot_names = super()._call(expect_failure=expect_failure)
-        walk, frame, text = self.walk, self.walk.frame, self.walk.text
+        lowering, frame, text = self.lowering, self.lowering.frame, self.lowering.text
         slots = [what for operand, what in self.template.operands if operand is Operand.tensor]
         storages = [frame.storages[self.first + slot] for slot in slots]
         names = list(slot_names)
         for operand, what in self.template.operands:
             if operand is Operand.storage:
                 storages.append(frame.ints[frame.int_first[self.row] + what])
-                names.append(walk.storage(storages[-1], self.ordinal))
+                names.append(lowering.storage(storages[-1], self.ordinal))
         before = text.constant(_Before(self._watcher, self.ordinal, storages))
         text.line(self.ordinal, f"{before}({', '.join(names)})")
         if self.template.raises:

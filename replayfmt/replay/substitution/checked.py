@@ -17,12 +17,12 @@ from replayfmt.errors import OpReplayError, SubstitutionFailed
 from replayfmt.format.reader import CaptureReader
 from replayfmt.pytorch.settings import apply_settings, read_settings
 
+from .call_sites import CallSite
 from .clones import Clones, copy_of, has_memory, strided_parts
 from .distance import Distance, Tolerance
 from .judging import Judgement, Sides, judge
 from .loading import Replacement
-from .ranges import MemoryLabels, Returned
-from .sites import CallSite
+from .memory_labels import MemoryLabels, Returned
 from .table import Substitutions
 from .worst import Worst
 

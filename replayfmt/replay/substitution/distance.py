@@ -145,12 +145,12 @@ def _combined(parts: Iterator[Distance]) -> Distance:
 
 def chunks(expected: torch.Tensor, got: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """The elements of both in the same order, as flat contiguous tensors, some at a time."""
-    left, right = _flat(expected), _flat(got)
+    left, right = _flattened(expected), _flattened(got)
     for start in range(0, left.numel(), _CHUNK):
         yield left[start : start + _CHUNK], right[start : start + _CHUNK]
 
 
-def _flat(tensor: torch.Tensor) -> torch.Tensor:
+def _flattened(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.resolve_conj().resolve_neg().contiguous().view(-1)
 
 
@@ -176,7 +176,7 @@ def _patterns(expected: torch.Tensor, got: torch.Tensor) -> Distance:
 def _same_bits(expected: torch.Tensor, got: torch.Tensor) -> bool:
     if expected.device.type == "cpu" and got.device.type == "cpu":
         # Not with torch: the captured thread count is for the captured work. The names keep the bytes alive.
-        left, right = _flat(expected), _flat(got)
+        left, right = _flattened(expected), _flattened(got)
         return np.array_equal(_host_bytes(left), _host_bytes(right))
     return all(torch.equal(one.view(torch.uint8), other.view(torch.uint8)) for one, other in chunks(expected, got))
 

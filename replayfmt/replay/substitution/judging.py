@@ -16,7 +16,7 @@ from replayfmt.pytorch.tensors.memory import byte_tensor
 
 from .clones import Clones, copy_of, has_memory, same_bytes, strided_parts
 from .distance import Distance, Tolerance, distance
-from .ranges import MemoryLabels
+from .memory_labels import MemoryLabels
 from .worst import Worst, worst_element
 
 # Numbers that left the device are judged like a digest's statistics (verify/comparison.py).
@@ -100,7 +100,7 @@ class _Labels:
     """Which memory a tensor is on, named alike on both sides: an argument's, or new memory in order of appearance."""
 
     def __init__(self, clones: Clones) -> None:
-        self._known = {
+        self._labelled = {
             side: MemoryLabels((storage, f"argument memory {index}") for index, storage in enumerate(storages))
             for side, storages in (("original", clones.originals.values()), ("replacement", clones.copies.values()))
         }
@@ -111,11 +111,11 @@ class _Labels:
         if not has_memory(tensor):
             return "no memory"
         storage = tensor.untyped_storage()
-        label = self._known[side].find(storage)
+        label = self._labelled[side].find(storage)
         if label is None:
             self._new[side] += 1
             label = f"new memory {self._new[side]}"
-            self._known[side].add(storage, label)
+            self._labelled[side].add(storage, label)
         return label
 
 
@@ -158,7 +158,7 @@ def _leaf(
         _number(where, expected, got, judgement)
         return
     mine, theirs = labels.of(expected, "original"), labels.of(got, "replacement")
-    if _facts(expected) != _facts(got):
+    if _metadata(expected) != _metadata(got):
         judgement.faults.append(f"{where} is {described(got)}, the original's {described(expected)}")
         return
     if mine != theirs:
@@ -187,7 +187,7 @@ def _number(where: str, expected: Any, got: Any, judgement: Judgement) -> None:
         judgement.faults.append(f"{where} is {got!r}, the original's {expected!r}")
 
 
-def _facts(tensor: torch.Tensor) -> tuple[Any, ...]:
+def _metadata(tensor: torch.Tensor) -> tuple[Any, ...]:
     """Everything of a tensor that what comes after it relies on."""
     sizes, strides = tuple(tensor.shape), tensor.stride()
     telling = () if 0 in sizes else tuple(stride for size, stride in zip(sizes, strides, strict=True) if size != 1)
@@ -250,7 +250,7 @@ def _arguments(
 ) -> None:
     pairs = list(_pairs(sides))
     for name, expected, got in pairs:
-        if _facts(expected) != _facts(got):
+        if _metadata(expected) != _metadata(got):
             judgement.faults.append(
                 f"leaves argument {name} as {described(got)}, the original as {described(expected)}"
             )

@@ -8,8 +8,8 @@ from typing import Any
 from replayfmt.errors import SubstitutionFailed
 from replayfmt.format.reader import CaptureReader
 
+from .call_sites import CallSite
 from .checked import failure
-from .sites import CallSite
 from .table import Substitutions
 
 

@@ -16,10 +16,10 @@ from ..planning.devices import DeviceMap
 from ..planning.kernels import ResolvedKernel
 from ..planning.scan import Scan
 from ..results import ReplayResult
+from .call_sites import KernelStandIn
 from .checked import Check, SignatureCheck, distances
 from .distance import Tolerance
 from .replace import Replace
-from .sites import KernelStandIn
 from .table import LoadedRequests, Substitutions
 
 

@@ -298,7 +298,9 @@ class Substitutions:
     def _ask(self, decide: Decide) -> None:
         """Ask about every call once, in capture order."""
         groups = [
-            ops for ops in self.index.walk(self._called) if self._reader.signatures[ops.key[0]].status is OpStatus.ok
+            ops
+            for ops in self.index.ops_by_key(self._called)
+            if self._reader.signatures[ops.key[0]].status is OpStatus.ok
         ]
         if not groups:
             return

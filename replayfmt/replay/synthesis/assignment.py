@@ -29,9 +29,9 @@ from replayfmt.pytorch.tensors.memory import byte_tensor, make_view, new_storage
 from ..planning.kernels import ResolvedKernel
 from ..planning.scan import Scan
 from ..planning.sources import Entrance
+from .content_uses import ContentUses, FoundUse
 from .filling import Wrong, by_label, called, check
-from .ranges import IndexRanges, Range
-from .uses import FoundUse, Uses
+from .value_ranges import IndexRanges, Range
 
 _NOBODY = Call(-1, "", "", {}, (), "", {})
 _SHOWN_STORAGES = 6
@@ -92,11 +92,11 @@ class Synthesis:
         scan: Scan,
         kernels: tuple[ResolvedKernel | str | None, ...],
         registry: Registry,
-        known: CapturedContent,
+        captured_content: CapturedContent,
     ) -> None:
         self._reader = reader
         self._registry = registry
-        self._known = known
+        self._captured_content = captured_content
         self._choices: dict[tuple[int, int], _Choice] = {}
         self._refused: dict[tuple[int, int], str] = {}
         self._notes: list[str] = []
@@ -107,7 +107,7 @@ class Synthesis:
         entrances = scan.entrances()
         self._wanted = {(each.storage, each.version): each for each in entrances}
         if entrances:
-            self._uses = Uses(reader, scan, kernels, {each.storage for each in entrances})
+            self._content_uses = ContentUses(reader, scan, kernels, {each.storage for each in entrances})
             with undispatched():
                 self._choose(entrances)
 
@@ -200,7 +200,7 @@ class Synthesis:
         """What cannot be filled, with the reason: one finding for all that are alike."""
         refusals: dict[tuple[str, str], list[tuple[int, int]]] = defaultdict(list)
         for (storage, version), reason in wrong.items():
-            entrance, found = self._wanted[storage, version], self._uses.of(storage)
+            entrance, found = self._wanted[storage, version], self._content_uses.of(storage)
             first = found[0].ordinal if found else entrance.ordinal
             refusals[self._subject(entrance, found), reason].append((storage, first))
             self._refused[storage, version] = f"the content of storage {storage} is not in the capture: {reason}"
@@ -213,7 +213,7 @@ class Synthesis:
 
     def _demand(self, storage: int) -> Demand | Conflict | None:
         """What all uses of a storage ask together, None if one of them is not understood."""
-        return self._constants.get(storage) or _demanded(self._uses.of(storage))
+        return self._constants.get(storage) or _demanded(self._content_uses.of(storage))
 
     def _find_constants(self, entrances: list[Entrance]) -> None:
         """A number for integers from which indices are computed in ways that are not followed back: 1, else 0, where
@@ -221,7 +221,7 @@ class Synthesis:
         unsure: set[int] = set()
         decided: dict[int, Range] = {}
         for entrance in entrances:
-            found = self._uses.of(entrance.storage)
+            found = self._content_uses.of(entrance.storage)
             demand = _demanded(found)
             if demand is None and _only_computed(found):
                 unsure.add(entrance.storage)
@@ -229,7 +229,7 @@ class Synthesis:
                 decided[entrance.storage] = Range(demand.low, demand.high)
         for number in (1, 0) if unsure else ():
             contents = decided | dict.fromkeys(unsure, Range(number, number))
-            if IndexRanges(self._reader, self._uses.calls, contents, self._uses.asking(unsure)).holds:
+            if IndexRanges(self._reader, self._content_uses.calls, contents, self._content_uses.asking(unsure)).holds:
                 why = f"used in arithmetic, and {number} is valid for every use"
                 self._constants = dict.fromkeys(unsure, Demand(Role.bounded, number, number, why=why))
                 return
@@ -243,7 +243,7 @@ class Synthesis:
 
     def _seek(self, entrance: Entrance) -> _Sought:
         """What is known of content that is wanted. Raises Wrong if its recipe is impossible."""
-        found, demand = self._uses.of(entrance.storage), self._demand(entrance.storage)
+        found, demand = self._content_uses.of(entrance.storage), self._demand(entrance.storage)
         recipe = self._recipe(entrance)
         return _Sought(entrance, found, demand, recipe, self._dtype(entrance, found, recipe))
 
@@ -272,7 +272,7 @@ class Synthesis:
             if initializer.names(each.op, each.overload, each.argument, each.label) and initializer.matches_content(
                 each.view.dtype, role
             ):
-                return self._uses.use(each)
+                return self._content_uses.use(each)
         return None
 
     def _dtype(self, entrance: Entrance, found: list[FoundUse], recipe: Recipe | None) -> torch.dtype | None:
@@ -298,7 +298,7 @@ class Synthesis:
         info = TensorInfo(
             entrance.storage, dtype, (born.bytes // dtype.itemsize,), (1,), 0, str(self._reader.devices[born.device])
         )
-        first = self._uses.use(found[0]) if found else None
+        first = self._content_uses.use(found[0]) if found else None
         return self._asked(
             sought, _NOBODY if first is None else first.call, {"storage" if first is None else first.label: info}
         )
@@ -315,7 +315,7 @@ class Synthesis:
         return Request(
             call,
             wanted,
-            tuple(map(self._uses.use, sought.found)),
+            tuple(map(self._content_uses.use, sought.found)),
             demand,
             sought.recipe,
             sought.entrance.version,
@@ -329,7 +329,7 @@ class Synthesis:
     def _companions(self, initializer: Initializer, use: Use, version: int) -> Mapping[str, TensorInfo]:
         """The other arguments of a call that a joint initializer fills: they have no content, and no other one yet."""
         companions: dict[str, TensorInfo] = {}
-        for storage, each in self._uses.direct_at(use.call.ordinal):
+        for storage, each in self._content_uses.direct_at(use.call.ordinal):
             free = (storage, version) in self._wanted and (storage, version) not in self._choices
             if free and each.view is not None and initializer.names(each.op, each.overload, each.argument, each.label):
                 companions[each.label] = each.view
@@ -381,7 +381,7 @@ class Synthesis:
         initializers what another tensor of their op holds."""
         choice = self._choices.get((info.storage, 0))
         if choice is None:
-            return self._known(info)
+            return self._captured_content(info)
         if choice.made is None:
             return None
         storage = new_storage(choice.filled.bytes, _HOST)

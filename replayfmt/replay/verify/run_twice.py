@@ -22,8 +22,8 @@ import torch
 from replayfmt.errors import SubstitutionFailed
 from replayfmt.pytorch.tensors.memory import byte_tensor, new_storage, row_major_bytes
 
+from ..substitution.call_sites import CallSite
 from ..substitution.clones import Clones, has_memory, strided_parts
-from ..substitution.sites import CallSite
 from .comparison import StopReplay
 
 _MOST_REPORTED = 10

@@ -26,7 +26,7 @@ from replayfmt.format.model import (
 )
 from replayfmt.format.reader import CaptureReader
 
-from ..copying import walk
+from ..copying import nested_values
 
 
 @dataclass(frozen=True)
@@ -174,7 +174,7 @@ class ScriptEvents:
         what = f"{self.reader.path}: ordinal {record.ordinal}"
         if record.signature.status is OpStatus.raised:
             raise ReplayRefused(f"{what} raised an exception; a script of it would end there")
-        for value in walk((*record.args, *record.results)):
+        for value in nested_values((*record.args, *record.results)):
             if isinstance(value, CompositeValue):
                 raise ReplayRefused(f"{what} has a {value.form} tensor; a script takes strided ones only")
             if isinstance(value, OpaqueValue | ProcessGroupValue):

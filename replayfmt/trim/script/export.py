@@ -27,7 +27,7 @@ from replayfmt.replay.plan import Plan
 from replayfmt.replay.planning.resolve import resolve as resolve_kernel
 from replayfmt.replay.verify.run_twice import RunTwice
 
-from ..copying import Copier, walk
+from ..copying import Copier, nested_values
 from ..materializing import Materializer
 from ..producers import givers, with_producers
 from ..safetensors import Array, write_safetensors
@@ -154,7 +154,7 @@ def _changes(reader: CaptureReader) -> Callable[[Record], set[int]]:
         if isinstance(resolved, str):
             raise ReplayRefused(f"{reader.path}: ordinal {record.ordinal}: {resolved}")
         effects = resolved.effects(SlotLayout(record.signature))
-        ids = [each.id for each in walk((*record.args, *record.results)) if isinstance(each, TensorValue)]
+        ids = [each.id for each in nested_values((*record.args, *record.results)) if isinstance(each, TensorValue)]
         return {slot for slot, result in effects.rebinds if ids[slot] != ids[result]} | set(effects.reshapes)
 
     return changes

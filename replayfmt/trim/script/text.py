@@ -11,7 +11,7 @@ from replayfmt.format.codes import ITEM_BYTES, DType, Layout, MemoryFormat, Tens
 from replayfmt.format.model import DeviceValue, GeneratorValue, Node, Record, StorageValue, TensorValue, Value
 from replayfmt.format.reader import CaptureReader
 
-from ..copying import walk
+from ..copying import nested_values
 from .events import Draw, Event, Load, Remark, Resize, ScriptEvents, ScriptOp, ScriptSettings
 from .values import argument, comment, device, dtype, enumeration, operator, scalar, setting
 
@@ -52,7 +52,7 @@ class BodyWriter:
         events = self._events.events
         for place, event in enumerate(events):
             if isinstance(event, ScriptOp):
-                for value in walk((*event.record.args, *event.record.results)):
+                for value in nested_values((*event.record.args, *event.record.results)):
                     if isinstance(value, TensorValue):
                         self._last[value.storage] = place
                         self._body.first_uses.setdefault(value.storage, value)
@@ -197,7 +197,7 @@ class BodyWriter:
     def _described(self, record: Record) -> str:
         """An op's results, for the comment."""
         parts = []
-        for value in walk(record.results):
+        for value in nested_values(record.results):
             if isinstance(value, TensorValue):
                 count = 1
                 for size in value.meta.sizes:

@@ -16,7 +16,7 @@ from replayfmt.initializers import TensorInfo
 from replayfmt.initializers.roles import is_integral
 from replayfmt.replay.plan import Plan
 from replayfmt.replay.synthesis.calls import CapturedCalls
-from replayfmt.replay.synthesis.ranges import Range, result_range
+from replayfmt.replay.synthesis.value_ranges import Range, result_range
 
 from .conftest import Captured
 

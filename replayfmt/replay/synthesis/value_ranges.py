@@ -21,7 +21,7 @@ from replayfmt.pytorch import operators
 from replayfmt.pytorch.tensors.dtypes import TORCH_DTYPE
 
 from .calls import CapturedCalls
-from .uses import Asking, dense
+from .content_uses import Asking, dense
 
 
 class Range(NamedTuple):
@@ -35,7 +35,7 @@ class Range(NamedTuple):
 
 
 _TRUTH = Range(0, 1)
-Known = Callable[[Any], Range | None]
+RangeOf = Callable[[Any], Range | None]
 
 
 class IndexRanges:
@@ -87,14 +87,14 @@ class IndexRanges:
                 self._ranges.pop(tensor.storage, None)
         if target is not None:
             if is_integral(target.dtype):
-                self._write(target, _TRUTH if target.dtype is torch.bool else result_range(call, self._known, 0))
+                self._write(target, _TRUTH if target.dtype is torch.bool else result_range(call, self._range_of, 0))
             return
         shared = {each.storage for each in _leaves(tuple(call.arguments.values())) if isinstance(each, TensorInfo)}
         for index, result in enumerate(call.results):
             if isinstance(result, TensorInfo) and is_integral(result.dtype) and result.storage not in shared:
-                self._write(result, _TRUTH if result.dtype is torch.bool else result_range(call, self._known, index))
+                self._write(result, _TRUTH if result.dtype is torch.bool else result_range(call, self._range_of, index))
 
-    def _known(self, value: Any) -> Range | None:
+    def _range_of(self, value: Any) -> Range | None:
         """The range of an argument: a number, or what is known of a tensor."""
         if isinstance(value, TensorInfo):
             if value.dtype is torch.bool:
@@ -113,7 +113,7 @@ class IndexRanges:
                 known = None  # it wraps around
         whole = dense(tensor) and tensor.elements * tensor.dtype.itemsize == self._reader.storage(tensor.storage).bytes
         if not whole and known is not None:
-            before = self._known(tensor)
+            before = self._range_of(tensor)
             known = None if before is None else before.joined(known)
         if known is None:
             self._ranges.pop(tensor.storage, None)
@@ -146,7 +146,7 @@ _PLACES = {
 }
 
 
-def result_range(call: Call, known: Known, index: int) -> Range | None:
+def result_range(call: Call, range_of: RangeOf, index: int) -> Range | None:
     """The range of an integer result, None if it is unknown. In place it is that of what is written."""
     base = base_name(call.name)
     place = _PLACES.get(base)
@@ -155,8 +155,8 @@ def result_range(call: Call, known: Known, index: int) -> Range | None:
     if base in _CHOSEN and index == 0:
         if call.arguments.get("accumulate") or call.arguments.get("reduce"):
             return None
-        return _joined([each for name in _CHOSEN[base] for each in _leaves(call.arguments.get(name))], known)
-    one, other = known(call.arguments.get("self")), known(call.arguments.get("other"))
+        return _joined([each for name in _CHOSEN[base] for each in _leaves(call.arguments.get(name))], range_of)
+    one, other = range_of(call.arguments.get("self")), range_of(call.arguments.get("other"))
     alpha = call.integer("alpha", 1) or 0
     match base:
         case "zeros" | "zeros_like" | "new_zeros" | "zero":
@@ -191,7 +191,7 @@ def result_range(call: Call, known: Known, index: int) -> Range | None:
         case "cumsum" | "sum" if one is not None:
             return _summed(call, one)
         case "clamp" if one is not None:
-            least, most = known(call.arguments.get("min")), known(call.arguments.get("max"))
+            least, most = range_of(call.arguments.get("min")), range_of(call.arguments.get("max"))
             if least is None or most is None or least.low <= most.high:
                 lowest = one.low if least is None else max(one.low, least.low)
                 return Range(lowest, max(lowest, one.high if most is None else min(one.high, most.high)))
@@ -229,8 +229,8 @@ def _leaves(value: Any) -> list[Any]:
     return [] if value is None else [value]
 
 
-def _joined(values: list[Any], known: Known) -> Range | None:
-    ranges = [known(value) for value in values]
+def _joined(values: list[Any], range_of: RangeOf) -> Range | None:
+    ranges = [range_of(value) for value in values]
     joined: Range | None = None
     for each in ranges:
         if each is None:

@@ -7,22 +7,22 @@ import numpy as np
 from ..container.frames import MAX_LENGTH
 from ..model import FileRange
 from .checks import TablesBody
-from .family import DefinitionColumns, DefinitionRow, Family, Known
+from .family import DefinedSoFar, DefinitionColumns, DefinitionRow, Family
 
 
-class RangeFamily(Family[FileRange]):
+class FileRangeFamily(Family[FileRange]):
     name = "range"
     fields = "range_file:[uint] range_offset:[ulong] range_bytes:[ulong] range_payload:[uint]"
 
     def row(self, definition: FileRange) -> DefinitionRow:
         return DefinitionRow((definition.file, definition.offset, definition.bytes, definition.payload))
 
-    def admit(self, definition: FileRange, known: Known) -> None:
-        known.require("file", definition.file)
+    def admit(self, definition: FileRange, defined: DefinedSoFar) -> None:
+        defined.require("file", definition.file)
         payload, length = definition.payload, definition.bytes
-        if payload and known.payload_bytes(payload) != length:
-            raise ValueError(f"a range of {length} bytes with a payload of {known.payload_bytes(payload)}")
-        file_bytes = int(known.column("file_bytes")[definition.file - 1])
+        if payload and defined.payload_bytes(payload) != length:
+            raise ValueError(f"a range of {length} bytes with a payload of {defined.payload_bytes(payload)}")
+        file_bytes = int(defined.column("file_bytes")[definition.file - 1])
         if definition.offset < 0 or length < 0 or definition.offset + length > file_bytes:
             raise ValueError(
                 f"a range of {length} bytes at {definition.offset} of file {definition.file}, which has {file_bytes}"
@@ -44,4 +44,4 @@ class RangeFamily(Family[FileRange]):
         body.payloads("range_payload", "range_bytes", "a range")
 
 
-RANGES = RangeFamily()
+FILE_RANGES = FileRangeFamily()

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from replayfmt.dump import templates
-from replayfmt.dump.templates import PARAMETERS, PIECES_PER_FUNCTION, Hole, Slot, row_function
+from replayfmt.dump import row_templates
+from replayfmt.dump.row_templates import PARAMETERS, PIECES_PER_FUNCTION, Hole, Slot, row_function
 
 from .captures import HOSTILE
 
@@ -30,7 +30,7 @@ RECORD: dict[str, Any] = {
 }
 
 
-def fill(*pieces: templates.Piece) -> str:
+def fill(*pieces: row_templates.Piece) -> str:
     return row_function(pieces)(*(RECORD[name] for name in PARAMETERS))
 
 
@@ -55,9 +55,9 @@ def test_a_template_without_text_or_without_holes_is_a_row_too() -> None:
 def test_text_in_a_template_is_never_code(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     compiled: list[str] = []
     monkeypatch.setattr(
-        templates, "compile", lambda source, *rest: compiled.append(source) or compile(source, *rest), raising=False
+        row_templates, "compile", lambda source, *rest: compiled.append(source) or compile(source, *rest), raising=False
     )
-    templates._factory.cache_clear()
+    row_templates._factory.cache_clear()
     filled = fill(text, Slot(Hole.ordinal), text, Slot(Hole.tensors, 0, 2, text), text)
     assert filled == f"{text}12{text}T1{text}T2{text}"
     assert compiled and all(source.isascii() and "import" not in source and "__" not in source for source in compiled)

@@ -29,8 +29,8 @@ from .source import DamagedBody, Source
 
 
 @dataclass(frozen=True)
-class Walked:
-    """What a walk found. `end` is where the last whole frame ends; `stopped` says why it ended there, "" where the
+class ScannedFrames:
+    """What a scan found. `end` is where the last whole frame ends; `stopped` says why it ended there, "" where the
     file ends as a closed capture does, or does but for what is in its index and trailer. `closed` says whether there
     is an index, or was one."""
 
@@ -43,20 +43,20 @@ class Walked:
     closed: bool
 
 
-def walk(source: Source, trailer: Trailer | None = None) -> Walked:
-    """Walk a file whose preamble is good, to its end or to the index that a good `trailer` points to.
+def scan_frames(source: Source, trailer: Trailer | None = None) -> ScannedFrames:
+    """Scan a file whose preamble is good, to its end or to the index that a good `trailer` points to.
 
-    A torn tail ends the walk. What contradicts itself behind a valid check raises InvalidCapture, and so does a file
+    A torn tail ends the scan. What contradicts itself behind a valid check raises InvalidCapture, and so does a file
     without a single whole frame.
     """
-    return _FrameWalk(source, trailer).run()
+    return _FrameScan(source, trailer).run()
 
 
 class _Torn(InvalidCapture):
-    """The walk ends before this frame."""
+    """The scan ends before this frame."""
 
 
-class _FrameWalk:
+class _FrameScan:
     def __init__(self, source: Source, trailer: Trailer | None) -> None:
         self._source = source
         self._trailer = trailer
@@ -68,9 +68,9 @@ class _FrameWalk:
         self._summary = False
         self._closed = trailer is not None
 
-    def run(self) -> Walked:
+    def run(self) -> ScannedFrames:
         path = self._source.path
-        stopped = self._walk().removeprefix(f"{path}: ")
+        stopped = self._scan().removeprefix(f"{path}: ")
         if not self._frames:
             raise InvalidCapture(f"{path}: no whole frame follows the preamble, so nothing can be read: {stopped}")
         frames = np.frombuffer(bytes(self._frames), FRAME_ROW)
@@ -80,10 +80,10 @@ class _FrameWalk:
             listed = (self._trailer.records, self._trailer.frames, self._trailer.payloads)
             if found != listed:
                 raise InvalidCapture(f"{path}: records, frames and payloads are {found}, the trailer counts {listed}")
-        return Walked(frames, payloads, self._records, self._storages - 1, self._offset, stopped, self._closed)
+        return ScannedFrames(frames, payloads, self._records, self._storages - 1, self._offset, stopped, self._closed)
 
-    def _walk(self) -> str:
-        """Take frames until something ends the walk: what did, "" for the index in its place."""
+    def _scan(self) -> str:
+        """Take frames until something ends the scan: what did, "" for the index in its place."""
         source = self._source
         while True:
             offset = self._offset

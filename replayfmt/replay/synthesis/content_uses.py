@@ -115,7 +115,7 @@ class _Alike:
     named: dict[str, int] = field(default_factory=dict)  # name of an argument that is a tensor → its slot
 
 
-class Uses:
+class ContentUses:
     """The uses of some storages' content. `storages` are those whose content was not captured."""
 
     def __init__(
@@ -133,7 +133,7 @@ class Uses:
         self._shapes: dict[Shapes, int] = {}  # numbered, because they are as long as an op's list of tensors
         self._found: dict[int, dict[tuple[int, int, tuple[DemandStep, ...], bool], FoundUse]] = defaultdict(dict)
         if self._origins:
-            self._walk()
+            self._follow()
 
     def of(self, storage: int) -> list[FoundUse]:
         """The distinct uses of a storage's content, in capture order."""
@@ -175,7 +175,7 @@ class Uses:
 
     # --------------------------------------------------------------------------------------------------------- the walk
 
-    def _walk(self) -> None:
+    def _follow(self) -> None:
         kinds = [0, *(int(signature.kind) for signature in self._reader.signatures[1:] if signature is not None)]
         for index in range(len(self._reader.record_frames)):
             frame = self._reader.frame(index)

@@ -274,5 +274,5 @@ class TemplateMaker:
 
 def _scalars_only(each: NodePlace) -> bool:
     """Whether nothing of a value is a tensor, a storage or a composite."""
-    kinds = {node.kind for node in each.node.walk()}
+    kinds = {node.kind for node in each.node.preorder()}
     return not kinds & {ValueKind.tensor, ValueKind.storage, ValueKind.composite}
