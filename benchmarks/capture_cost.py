@@ -2,8 +2,8 @@
 
 The floor is a TorchDispatchMode that does nothing; the peer is PyTorch's own ExecutionTraceObserver, in C++. Each turn
 runs the same forwards bare, under the floor, under a capture (payload=none) from start to close, and under the peer
-from start to stop, so that encoding, compression and writing are in the figure. A capture that watches no threads
-(native=off) shows what the watch adds, and one with the recorder that is a dispatch mode what the native one saves.
+from start to stop, so that encoding, compression and writing are in the figure. A capture with the recorder that is a
+dispatch mode, where every call takes the complete path, shows what the native one saves.
 """
 
 from __future__ import annotations
@@ -26,9 +26,7 @@ class Nothing(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def measure(
-    name: str, run: Callable[[], None], times: int, rounds: int, directory: Path, native_target: float, targets: bool
-) -> None:
+def measure(name: str, run: Callable[[], None], times: int, rounds: int, directory: Path, at_most: float) -> None:
     run()
     operators = tiny_gpt2.operators(run)
 
@@ -40,9 +38,8 @@ def measure(
         with Nothing():
             repeated()
 
-    def capture(recorder: str, native: str = "auto") -> None:
-        path = directory / "cost.opreplay"
-        with replayfmt.capture(path, payload="none", force=True, native=native, recorder=recorder):
+    def capture(recorder: str) -> None:
+        with replayfmt.capture(directory / "cost.opreplay", payload="none", force=True, recorder=recorder):
             repeated()
 
     def peer() -> None:
@@ -60,17 +57,16 @@ def measure(
                 ("eager", repeated),
                 ("floor", floor),
                 ("native", lambda: capture("native")),
-                ("capture", lambda: capture("python")),
-                ("unwatched", lambda: capture("python", "off")),
+                ("python", lambda: capture("python")),
                 ("peer", peer),
             )
         },
         rounds,
     )
-    eager, floored, captured, peered = taken["eager"], taken["floor"], taken["capture"], taken["peer"]
+    eager, floored, native, peered = taken["eager"], taken["floor"], taken["native"], taken["peer"]
     added = {
         key: median_of(lambda e, x: (x - e) / (times * operators) * 1e6, eager, taken[key])
-        for key in ("floor", "native", "capture", "unwatched", "peer")
+        for key in ("floor", "native", "python", "peer")
     }
     details = {
         "operators": operators,
@@ -79,32 +75,20 @@ def measure(
         **{f"{key}_adds_us_an_op": value for key, value in added.items()},
     }
     row(
-        f"capture, metadata only, {name}, native recorder: added time / no-op TorchDispatchMode's",
-        median_of(lambda e, f, c: (c - e) / (f - e), eager, floored, taken["native"]),
-        at_most=native_target,
-        **details,
-    )
-    row(
-        f"capture, metadata only, {name}, native recorder: added time / ExecutionTraceObserver's",
-        median_of(lambda e, c, p: (c - e) / (p - e), eager, taken["native"], peered),
-        at_most=0.08,
-        **details,
-    )
-    row(
         f"capture, metadata only, {name}: added time / no-op TorchDispatchMode's",
-        median_of(lambda e, f, c: (c - e) / (f - e), eager, floored, captured),
-        at_most=1.5 if targets else None,
+        median_of(lambda e, f, c: (c - e) / (f - e), eager, floored, native),
+        at_most=at_most,
         **details,
     )
     row(
         f"capture, metadata only, {name}: added time / ExecutionTraceObserver's",
-        median_of(lambda e, c, p: (c - e) / (p - e), eager, captured, peered),
-        at_most=0.3 if targets else None,
+        median_of(lambda e, c, p: (c - e) / (p - e), eager, native, peered),
+        at_most=0.08,
         **details,
     )
     row(
-        f"capture, metadata only, {name}: added time / without the watch on threads",
-        median_of(lambda e, c, u: (c - e) / (u - e), eager, captured, taken["unwatched"]),
+        f"capture, metadata only, {name}, in Python: added time / no-op TorchDispatchMode's",
+        median_of(lambda e, f, c: (c - e) / (f - e), eager, floored, taken["python"]),
         **details,
     )
 
@@ -113,10 +97,8 @@ def main() -> None:
     quick = arguments(__doc__).quick
     torch.set_num_threads(1)
     with scratch() as directory:
-        measure("forward", tiny_gpt2.forward(), 3 if quick else 400, 1 if quick else 9, directory, 0.35, True)
-        measure(
-            "training step", tiny_gpt2.training_step(), 1 if quick else 60, 1 if quick else 5, directory, 0.5, False
-        )
+        measure("forward", tiny_gpt2.forward(), 3 if quick else 400, 1 if quick else 9, directory, 0.35)
+        measure("training step", tiny_gpt2.training_step(), 1 if quick else 60, 1 if quick else 5, directory, 0.5)
 
 
 if __name__ == "__main__":

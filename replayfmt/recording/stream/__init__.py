@@ -1,5 +1,4 @@
-"""What goes to the file, in order: `buffer` holds packed rows of any thread (`in_flight` those being made) and hands
-them to the writer. `records` makes the rows that are not ops, `tensor_metas` gives tensor metadata its ids, `scopes`
-and `implicit_scope` keep the open regions, `digesting` states digests, `redacted_writer` leaves out whose machine it
-was.
+"""What goes to the file, in order: `buffer` holds packed rows of any thread and hands them to the writer. `records`
+makes the rows that are not ops, `tensor_metas` gives tensor metadata its ids, `scopes` and `implicit_scope` keep the
+open regions, `digesting` states digests, `redacted_writer` leaves out whose machine it was.
 """
