@@ -159,7 +159,7 @@ def test_the_recorder_is_asked_for_and_another_one_in_its_place_is_a_finding(
 
     def capture(path: Path, *, recorder: str, **options: Any) -> Any:
         asked.append(recorder)
-        return record(path, **options)
+        return record(path, recorder="python", **options)
 
     record = replayfmt.capture
     monkeypatch.setattr(comparing.replayfmt, "capture", capture)

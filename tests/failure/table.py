@@ -346,7 +346,12 @@ REFUSED = (
     unsupported("compiled_region", "torch.compile", of(_compiled), "--compiled=eager"),
     unsupported("triton_launch", ".*fused_kernel", _triton_launch, "was launched"),
     unsupported("cuda_graph", "CUDAGraph.replay", _cuda_graph),
-    unsupported("host_call", "aten::exp", of(_mode_beneath), "another dispatch mode lies beneath the recorder"),
+    unsupported(
+        "host_call",
+        "aten::exp",
+        of(_mode_beneath, recorder="python"),
+        "another dispatch mode lies beneath the recorder",
+    ),
     unsupported("overlapping_storages", "", of(_overlapping)),
     unsupported(
         "collective",

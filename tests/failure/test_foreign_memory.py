@@ -93,13 +93,14 @@ def test_foreign_memory_on_an_accelerator_is_an_unsupported_record(
         "replayfmt.recording.stream.records.describe_device", lambda device: Device("cuda", 0, "no GPU")
     )
     foreign = _ForeignStorage()
-    with replayfmt.capture(tmp_path / "foreign.opreplay", payload="none", digests="none") as recorder:
+    path = tmp_path / "foreign.opreplay"
+    with replayfmt.capture(path, payload="none", digests="none", recorder="python") as recorder:
         torch.ones(2)
         core = recorder._core
         assert core is not None
         with core.lock:
             core.storages.enter(foreign, None)  # type: ignore[arg-type]
-    with open_capture(tmp_path / "foreign.opreplay") as reader:
+    with open_capture(path) as reader:
         assert reader.summary.unsupported == {"foreign_memory": 1}
 
 
