@@ -34,7 +34,6 @@ from .planning.resolve import resolve
 from .planning.scan import Scan
 from .planning.window_cuts import WindowSize
 from .results import OpaqueResult
-from .run.steps import ONE_RECORD
 from .substitution.table import Asked, load
 from .synthesis.assignment import Synthesis
 from .synthesis.captured_content import CapturedContent
@@ -211,10 +210,6 @@ class Preparation:
         """The tensor slots that an op of this signature may write, announced or not."""
         effects = self.effects(signature_id, self.scan(checks=False).layout(signature_id))
         return effects.writes + effects.unsure
-
-    def scan_up_to(self, ordinal: int) -> Scan:
-        """A scan of what comes before an ordinal."""
-        return Scan(self.reader, self.effects, checks=False, window=ONE_RECORD, stop=ordinal)
 
     def findings_before(self, scan: Scan) -> tuple[str, ...]:
         """The reasons against replaying what a scan of the first records covers."""
