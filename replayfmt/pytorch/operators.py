@@ -236,6 +236,11 @@ _UNANNOTATED_WRITES = {
     "fsdp::all_gather_copy_in": ("all_gather_output",),
 }
 _WRITES_A_PART = ("fsdp::all_gather_copy_in",)  # of each argument that they write
+# The result that a kernel computes only where an input requires gradients and they are enabled; it is empty otherwise.
+# It is the one operator whose kernels for CPUs ask for the gradients of their inputs and then compute something else
+# (`convolution` chooses another algorithm by it, on ARM alone). Those that ask for the grad mode alone, such as
+# `mkldnn_rnn_layer`, have it as a setting. What asks in composites is seen in the operators that they call then.
+_FOR_GRADIENTS = {"aten::_sparse_mm_reduce_impl": 1}
 _UNWRITTEN = "the kernel leaves parts of it unwritten"
 # Results that no replay reproduces, by index: why.
 _OPAQUE_RESULTS: dict[str, dict[int, str]] = {
@@ -254,7 +259,8 @@ class Operator:
     `unread`, `quiet_writes`: arguments that it does not read, or writes without an annotation. `only_with`: (argument,
     the flag without which it is not used), `unread_with`: (argument, the flag with which it is not read).
     `writes_a_part`: of each argument that it writes, `writes_some`: of its first. `casts_inside`: what it computes may
-    depend on autocast.
+    depend on autocast. `for_gradients`: index of the result that it computes only where an input requires gradients,
+    and leaves empty otherwise; -1 for none.
     """
 
     own: bool
@@ -281,6 +287,7 @@ class Operator:
     maps_files: bool
     unchecked_view: bool
     casts_inside: bool
+    for_gradients: int
 
 
 @functools.lru_cache(1 << 14)  # names may come from a file
@@ -314,6 +321,7 @@ def operator_named(name: str, overload: str = "default") -> Operator:
         maps_files=name in _MAPS_FILES,
         unchecked_view=name in _UNCHECKED_VIEWS,
         casts_inside=namespace not in OWN or named in _CASTS_INSIDE,
+        for_gradients=_FOR_GRADIENTS.get(name, -1),
     )
 
 

@@ -169,12 +169,29 @@ def an_op_that_raises() -> None:
 
 
 @pytest.mark.slow
+def results_that_only_inputs_with_gradients_have() -> None:
+    dense = torch.arange(24.0).view(4, 6) % 5
+    for reduce, wanted in (("amax", True), ("amin", True), ("amax", False), ("mean", True)):
+        sparse = dense.to_sparse_csr().requires_grad_(wanted)
+        other = torch.arange(12.0).view(6, 2).requires_grad_(wanted)
+        if wanted:
+            torch.sparse.mm(sparse, other, reduce).sum().backward()
+            other.grad.sum().item()
+        with torch.no_grad():
+            torch.sparse.mm(sparse, other, reduce).sum().item()
+    lstm, steps = torch.nn.LSTM(4, 5), torch.ones(3, 2, 4)
+    for enabled in (True, False):
+        with torch.set_grad_enabled(enabled):
+            lstm(steps)[0].sum().item()
+
+
 @pytest.mark.parametrize(
     "program",
     [
         views_of_every_kind,
         tensors_made_without_an_op,
         metadata_changed_in_place,
+        results_that_only_inputs_with_gradients_have,
         storages_taken_over_and_resized,
         lazy_conjugates_and_negatives,
         forward_mode_and_vmap,

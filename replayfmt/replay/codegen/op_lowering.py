@@ -18,7 +18,16 @@ from ..verify.comparison import CheckScalar, Where
 from ..verify.structure import Expected, ExpectResults
 from .call_templates import Leaf, Operand, Result, Template
 from .lowering import Lowering
-from .operations import CheckedView, CustomOperator, DrawOnHost, MustRaise, PassAddresses, TakeApart, storage_of
+from .operations import (
+    CheckedView,
+    CustomOperator,
+    DrawOnHost,
+    ForGradients,
+    MustRaise,
+    PassAddresses,
+    TakeApart,
+    storage_of,
+)
 
 
 def lower_op(lowering: Lowering, row: int, ordinal: int) -> None:
@@ -138,6 +147,9 @@ class OpLine:
         lowering, kernel = self.lowering, self.template.kernel
         call: Any = lowering.context.direct.function(self.template, values)
         key: tuple[Hashable, ...] = ("kernel", call, self.template.raises)
+        if kernel.computes_for_gradients >= 0 and self._computed(kernel.computes_for_gradients):
+            call = ForGradients(call)
+            key = (*key, "for gradients")
         if kernel.draws and lowering.context.draws_on is not None:
             call = DrawOnHost(call, kernel.schema, lowering.context.draws_on)
         if kernel.makes_unchecked_views:
@@ -154,6 +166,12 @@ class OpLine:
             call = MustRaise(call, kernel.schema)
             lowering.unbounded = True  # it may have made an argument longer than its memory before it raised
         return lowering.text.shared(key, call)
+
+    def _computed(self, result: int) -> bool:
+        """Whether the capture has any elements of a result."""
+        slots = self.template.layout.results[result].tensors if self.template.layout.results else ()
+        metas = [self.lowering.reader.metas[self.lowering.frame.metas[self.first + slot]] for slot in slots]
+        return any(meta is not None and 0 not in meta.sizes for meta in metas)
 
     def _autocast(self) -> dict[str, Any]:
         """Autocast as it was where the op was captured."""

@@ -123,6 +123,25 @@ class CheckedView:
         return require_inside(self._call(*args, **kwargs))
 
 
+class ForGradients:
+    """An operator that computes one of its results only where an input requires gradients, called as if one did."""
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        self._call = call
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        args, kwargs = tree_map(self._requiring_gradients, (args, kwargs))
+        with torch._C._AutoDispatchBelowAutograd(), torch.enable_grad():
+            return self._call(*args, **kwargs)
+
+    @staticmethod
+    def _requiring_gradients(value: Any) -> Any:
+        """Another tensor on the same memory; what can have no gradients, as it is."""
+        if not isinstance(value, torch.Tensor) or not (value.is_floating_point() or value.is_complex()):
+            return value
+        return value.detach().requires_grad_()
+
+
 class MustRaise:
     """An op that raised under capture: it has to raise again."""
 

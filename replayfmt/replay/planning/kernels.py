@@ -66,6 +66,12 @@ class ResolvedKernel(ABC):
         return not self.own
 
     @property
+    def computes_for_gradients(self) -> int:
+        """Which of its results it computes only where an input requires gradients, and leaves empty otherwise; -1 for
+        none."""
+        return -1
+
+    @property
     def elementwise(self) -> bool:
         """Whether each element of its results depends on its arguments' elements at the same place alone."""
         return False
@@ -115,6 +121,10 @@ class OperatorKernel(ResolvedKernel):
     @property
     def casts_inside(self) -> bool:
         return operator_named(self.schema.name).casts_inside
+
+    @property
+    def computes_for_gradients(self) -> int:
+        return operator_named(self.schema.name).for_gradients
 
     @property
     def elementwise(self) -> bool:
