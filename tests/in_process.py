@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import pytest
+from opreplay_tools.__main__ import TOOLS
 
 
 class Ran(NamedTuple):
@@ -31,7 +32,7 @@ def tools(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -
     """`tools("run", "--flag", path)` runs opreplay-run."""
 
     def run(name: str, *arguments: object) -> Ran:
-        module = importlib.import_module(f"opreplay_tools.{name}")
+        module = importlib.import_module(f"opreplay_tools.{TOOLS[name]}")
         with monkeypatch.context() as changed:
             changed.setattr(sys, "argv", [f"opreplay-{name}", *map(str, arguments)])
             capsys.readouterr()

@@ -1,6 +1,4 @@
-"""Small captures made here and now, and a way to run a tool in this process as its console script would."""
-
-import sys
+"""Small captures made here and now."""
 
 import pytest
 import torch
@@ -33,27 +31,3 @@ def captured(tmp_path_factory):
     finally:
         torch.set_num_threads(threads)
     return path
-
-
-class Tool:
-    """Runs a tool's `main` in this process; `out`, `err` and `code` are those of the last run."""
-
-    def __init__(self, monkeypatch, capsys):
-        self._monkeypatch, self._capsys = monkeypatch, capsys
-        self.out = self.err = ""
-        self.code = None
-
-    def __call__(self, main, *arguments):
-        self._monkeypatch.setattr(sys, "argv", ["opreplay-tool", *map(str, arguments)])
-        self._capsys.readouterr()
-        with pytest.raises(SystemExit) as left:
-            main()
-        self.out, self.err = self._capsys.readouterr()
-        self.code = left.value.code
-        assert "Traceback" not in self.err
-        return self.code
-
-
-@pytest.fixture
-def tool(monkeypatch, capsys):
-    return Tool(monkeypatch, capsys)

@@ -11,7 +11,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from opreplay_tools import benchmark, run
 
 import replayfmt
 from replayfmt.format.codes import RecordKind, ValueKind
@@ -25,14 +24,13 @@ from .conftest import STEPS
 
 
 @pytest.fixture
-def bench(tool):
+def bench(tools):
     """Runs the tool on three replays without warm-up, unless told otherwise."""
 
     def run(capture, *flags):
         given = {str(flag).partition("=")[0] for flag in flags}
         short = ["--benchmark-min-time=3x", "--benchmark-warmup=0"]
-        tool(benchmark.main, capture, *(flag for flag in short if flag.partition("=")[0] not in given), *flags)
-        return tool
+        return tools("benchmark", capture, *(flag for flag in short if flag.partition("=")[0] not in given), *flags)
 
     return run
 
@@ -125,12 +123,13 @@ def differs(value: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.slow
-def test_ops_that_do_not_match_are_not_said_to_be_verified(tool, tmp_path):
+def test_ops_that_do_not_match_are_not_said_to_be_verified(tools, tmp_path):
     path = tmp_path / "differs.opreplay"
     with replayfmt.capture(path, digests="ops"):
         differs(torch.ones(3))
-    assert tool(benchmark.main, path, "--per-op", "--benchmark-min-time=1x") == 1
-    assert "verified  differs: " in tool.out
+    ran = tools("benchmark", path, "--per-op", "--benchmark-min-time=1x")
+    assert ran.code == 1
+    assert "verified  differs: " in ran.out
 
 
 def test_a_replay_that_does_not_match_gives_exit_code_1_and_no_results(bench, tmp_path):
@@ -153,14 +152,14 @@ def fails_later(value: torch.Tensor) -> torch.Tensor:
     return value.clone()
 
 
-@pytest.mark.parametrize("main", [benchmark.main, run.main])
-def test_the_trace_is_written_when_the_replay_fails(tool, tmp_path, main):
+@pytest.mark.parametrize("name", ["benchmark", "run"])
+def test_the_trace_is_written_when_the_replay_fails(tools, tmp_path, name):
     path, out = tmp_path / "fails.opreplay", tmp_path / "trace.json"
     _counter[0] = 0
     with replayfmt.capture(path), replayfmt.scope("execute"):
         fails_later(torch.ones(3).cosh())
-    tool(main, path, "--device-profiling-mode=host-ops", f"--device-profiling-output={out}")
-    assert tool.code == 1 and "fails_later" in tool.err and len(tool.err.splitlines()) == 1
+    ran = tools(name, path, "--device-profiling-mode=host-ops", f"--device-profiling-output={out}")
+    assert ran.code == 1 and "fails_later" in ran.err and len(ran.err.splitlines()) == 1
     assert {"aten::cosh", "execute"} <= {event["name"] for event in trace(out)}
 
 
@@ -240,14 +239,16 @@ def test_a_trace_of_one_replay_is_written_beside_the_results(bench, captured, tm
     assert sorted(annotations) == ["execute", *["execute/step"] * STEPS, *["execute/step/forward"] * STEPS, "init"]
 
 
-def test_run_writes_the_same_kind_of_trace(tool, captured, tmp_path):
+def test_run_writes_the_same_kind_of_trace(tools, captured, tmp_path):
     path = tmp_path / "trace.json"
-    tool(run.main, captured, "--device-profiling-mode=memory", f"--device-profiling-output={path}")
-    assert tool.code == 0
+    ran = tools("run", captured, "--device-profiling-mode=memory", f"--device-profiling-output={path}")
+    assert ran.code == 0
     names = {(event.get("cat"), event["name"]) for event in trace(path)}
     assert {("user_annotation", "execute/step"), ("cpu_instant_event", "[memory]")} <= names
-    assert tool(run.main, captured, "--device-profiling-mode=memory", f"--device-profiling-output={path}") == 1
-    assert tool(run.main, captured, "--device-profiling-mode=memory") == 2
+    ran = tools("run", captured, "--device-profiling-mode=memory", f"--device-profiling-output={path}")
+    assert ran.code == 1
+    ran = tools("run", captured, "--device-profiling-mode=memory")
+    assert ran.code == 2
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from opreplay_tools.benchmark import main
 
 import replayfmt
 from replayfmt.benchmark.min_time import MinTime
@@ -121,40 +120,45 @@ def partly(tmp_path):
 
 
 @pytest.mark.parametrize("by", ["kernel", "signature", "scope"])
-def test_the_sum_names_what_was_refused_and_the_exit_code_says_so(partly, tool, by):
-    assert tool(main, "--per-op", f"--group-by={by}", "--benchmark-min-time=1x", partly) == 1
-    (total,) = (line for line in tool.out.splitlines() if line.startswith("sum: "))
+def test_the_sum_names_what_was_refused_and_the_exit_code_says_so(partly, tools, by):
+    ran = tools("benchmark", "--per-op", f"--group-by={by}", "--benchmark-min-time=1x", partly)
+    assert ran.code == 1
+    (total,) = (line for line in ran.out.splitlines() if line.startswith("sum: "))
     assert total.endswith("; not measured and not included: 1 call (1 refused)")
-    assert "WARNING: not measured: 1 call; " in tool.out
-    assert "op_rows_test::gone" in tool.out
-    assert "verdict" in tool.out.splitlines()[0].split()
+    assert "WARNING: not measured: 1 call; " in ran.out
+    assert "op_rows_test::gone" in ran.out
+    assert "verdict" in ran.out.splitlines()[0].split()
 
 
-def test_what_could_not_be_measured_is_listed_however_few_rows_are_asked_for(partly, tool):
-    assert tool(main, "--per-op", "--top=1", "--benchmark-min-time=1x", "--benchmark-format=json", partly) == 1
-    report = json.loads(tool.out)
+def test_what_could_not_be_measured_is_listed_however_few_rows_are_asked_for(partly, tools):
+    ran = tools("benchmark", "--per-op", "--top=1", "--benchmark-min-time=1x", "--benchmark-format=json", partly)
+    assert ran.code == 1
+    report = json.loads(ran.out)
     assert [row["verdict"] for row in report["benchmarks"]] == ["ok", "refused"]
     assert report["context"]["rows_not_shown"] == 2 and report["context"]["complete"] is False
     assert report["context"]["not_measured_calls"] == {"refused": 1}
 
 
-def test_a_scope_restricts_what_is_measured(partly, tool):
+def test_a_scope_restricts_what_is_measured(partly, tools):
     arguments = ("--per-op", "--replay-scope=deinit", "--benchmark-min-time=1x", "--benchmark-format=json")
-    assert tool(main, *arguments, partly) == 0, "what is refused is elsewhere"
-    report = json.loads(tool.out)
+    ran = tools("benchmark", *arguments, partly)
+    assert ran.code == 0, "what is refused is elsewhere"
+    report = json.loads(ran.out)
     counts = {row["op"]: row["count"] for row in report["benchmarks"]}
     assert counts == {"aten::sin.default": 1, "aten::cos.default": 1}
     assert report["context"]["complete"] is True and report["context"]["distinct_ops"] == 4
-    assert tool(main, *arguments, "--replay-scope=execute", partly) == 1
-    assert {row.get("op"): row["count"] for row in json.loads(tool.out)["benchmarks"]}["aten::sin.default"] == 2
+    ran = tools("benchmark", *arguments, "--replay-scope=execute", partly)
+    assert ran.code == 1
+    assert {row.get("op"): row["count"] for row in json.loads(ran.out)["benchmarks"]}["aten::sin.default"] == 2
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("by", ["kernel", "scope", "signature"])
-def test_rows_are_sorted_and_cut_alike_in_every_format(captured, tool, by):
+def test_rows_are_sorted_and_cut_alike_in_every_format(captured, tools, by):
     flags = ("--per-op", f"--group-by={by}", "--top=2", "--benchmark-min-time=1x")
-    assert tool(main, *flags, "--benchmark-format=json", captured) == 0
-    report = json.loads(tool.out)
+    ran = tools("benchmark", *flags, "--benchmark-format=json", captured)
+    assert ran.code == 0
+    report = json.loads(ran.out)
     rows = report["benchmarks"]
     times = [row["estimated_us"] for row in rows]
     assert len(rows) == 2 and times == sorted(times, reverse=True) and [row["rank"] for row in rows] == [1, 2]
@@ -164,13 +168,15 @@ def test_rows_are_sorted_and_cut_alike_in_every_format(captured, tool, by):
     assert all(row["share"] == pytest.approx(row["estimated_us"] / whole) for row in rows)
     assert all(row["rank_low"] <= row["rank"] <= row["rank_high"] for row in rows)
     assert all(("inclusive_us" in row) == (by == "scope") for row in rows)
-    assert tool(main, *flags, "--benchmark-format=csv", captured) == 0
-    table = list(csv.DictReader(io.StringIO(tool.out)))
+    ran = tools("benchmark", *flags, "--benchmark-format=csv", captured)
+    assert ran.code == 0
+    table = list(csv.DictReader(io.StringIO(ran.out)))
     assert [row["rank"] for row in table] == ["1", "2"]
-    assert tool(main, *flags, captured) == 0
-    lines = tool.out.splitlines()
+    ran = tools("benchmark", *flags, captured)
+    assert ran.code == 0
+    lines = ran.out.splitlines()
     assert len(lines[1 : lines.index("")]) == 2 and "verdict" not in lines[0], "there is none but ok"
-    assert "the 2 rows shown are " in tool.out and " more are not shown" in tool.out
+    assert "the 2 rows shown are " in ran.out and " more are not shown" in ran.out
 
 
 def test_the_calls_of_all_groups_together_are_those_of_the_capture(captured):

@@ -5,7 +5,6 @@ from itertools import count
 
 import pytest
 import torch
-from opreplay_tools.benchmark import main
 
 import replayfmt
 from replayfmt.benchmark.meters.meter import Clock
@@ -138,20 +137,18 @@ def test_times_are_the_median_of_samples_and_the_estimate_is_count_times_it(capt
     assert run.estimated_ns == op.estimated_ns
 
 
-def test_a_filter_and_a_limit_choose_and_the_totals_say_so(captured, tool):
-    assert (
-        tool(
-            main,
-            "--per-op",
-            "--op-filter=aten::*m*",
-            "--op-limit=2",
-            "--benchmark-min-time=2x",
-            "--benchmark-format=json",
-            captured,
-        )
-        == 0
+def test_a_filter_and_a_limit_choose_and_the_totals_say_so(captured, tools):
+    ran = tools(
+        "benchmark",
+        "--per-op",
+        "--op-filter=aten::*m*",
+        "--op-limit=2",
+        "--benchmark-min-time=2x",
+        "--benchmark-format=json",
+        captured,
     )
-    report = json.loads(tool.out)
+    assert ran.code == 0
+    report = json.loads(ran.out)
     context = report["context"]
     assert len(report["benchmarks"]) == context["selected"] == 2
     assert context["distinct_ops"] > context["matched"] > 2
@@ -161,16 +158,17 @@ def test_a_filter_and_a_limit_choose_and_the_totals_say_so(captured, tool):
         assert row["estimated_us"] == pytest.approx(row["count"] * row["median_real_time"] / 1e3)
         assert row["captured_us"] > 0 and row["captured_clock"] == "host"
     assert sum(row["share"] for row in report["benchmarks"]) == pytest.approx(1)
-    assert "[1/2]" not in tool.err
+    assert "[1/2]" not in ran.err
 
 
-def test_the_console_has_each_op_once_by_share_then_totals(captured, tool):
-    assert tool(main, "--per-op", "--verbose", "--op-filter=aten::mm*", "--benchmark-min-time=2x", captured) == 0
-    noted = tool.err.splitlines()
+def test_the_console_has_each_op_once_by_share_then_totals(captured, tools):
+    ran = tools("benchmark", "--per-op", "--verbose", "--op-filter=aten::mm*", "--benchmark-min-time=2x", captured)
+    assert ran.code == 0
+    noted = ran.err.splitlines()
     assert noted[0].startswith("[1/2] ok") and "aten::mm.default(float32[8,48], float32[48,48])" in noted[0]
     assert "    self: Tensor = float32[8,48]" in noted
     assert "    -> 0: float32[8,48] on cpu" in noted
-    lines = tool.out.splitlines()
+    lines = ran.out.splitlines()
     # A warning that says how sure the order is names it again, on a machine that is busy.
     ops = [line for line in lines if line.endswith(" aten::mm.default(float32[8,48], float32[48,48])")]
     assert lines[0].split()[0] == "rank" and len(ops) == 1 and not ops[0].startswith("WARNING")
@@ -200,9 +198,10 @@ def broken(tmp_path, monkeypatch):
         yield path
 
 
-def test_an_op_that_fails_is_named_counted_and_ends_with_code_1(broken, tool):
-    assert tool(main, "--per-op", "--verify=none", "--benchmark-min-time=2x", "--benchmark-format=json", broken) == 1
-    report = json.loads(tool.out)
+def test_an_op_that_fails_is_named_counted_and_ends_with_code_1(broken, tools):
+    ran = tools("benchmark", "--per-op", "--verify=none", "--benchmark-min-time=2x", "--benchmark-format=json", broken)
+    assert ran.code == 1
+    report = json.loads(ran.out)
     verdicts = {row["op"]: row["verdict"] for row in report["benchmarks"]}
     assert verdicts["per_op_test::fragile.default"] == "failed"
     assert verdicts["aten::exp.default"] == "skipped"
@@ -218,20 +217,18 @@ def test_an_op_that_fails_is_named_counted_and_ends_with_code_1(broken, tool):
     assert context["attempted"] + sum(context["refused"].values()) == context["selected"]
 
 
-def test_stop_on_error_measures_nothing_after_it(broken, tool):
-    assert (
-        tool(
-            main,
-            "--per-op",
-            "--verify=none",
-            "--stop-on-error",
-            "--benchmark-min-time=2x",
-            "--benchmark-format=json",
-            broken,
-        )
-        == 1
+def test_stop_on_error_measures_nothing_after_it(broken, tools):
+    ran = tools(
+        "benchmark",
+        "--per-op",
+        "--verify=none",
+        "--stop-on-error",
+        "--benchmark-min-time=2x",
+        "--benchmark-format=json",
+        broken,
     )
-    rows = {row["op"]: row for row in json.loads(tool.out)["benchmarks"]}
+    assert ran.code == 1
+    rows = {row["op"]: row for row in json.loads(ran.out)["benchmarks"]}
     assert rows["aten::add.Tensor"]["verdict"] == "ok"
     assert "ended the measurement" in rows["aten::sin.default"]["reason"]
 
@@ -251,9 +248,10 @@ def test_stop_on_error_measures_nothing_after_it(broken, tool):
         (("--per-op", "--op-filter=nothing::*"), "no op of "),
     ],
 )
-def test_flags_that_do_not_fit_are_wrong_usage(captured, tool, flags, names):
-    assert tool(main, *flags, captured) == 2
-    assert names in tool.err
+def test_flags_that_do_not_fit_are_wrong_usage(captured, tools, flags, names):
+    ran = tools("benchmark", *flags, captured)
+    assert ran.code == 2
+    assert names in ran.err
 
 
 def test_describing_and_choosing_ops_makes_no_tensor(captured, monkeypatch):
@@ -278,10 +276,11 @@ def test_a_slice_gives_every_op_what_it_was_captured_with(dropout):
     assert sizes[0] == 1 and sizes[-1] < len(ordinals), "neither what raised nor the view after it are needed"
 
 
-def test_only_what_is_chosen_and_what_it_needs_is_run(broken, tool):
-    assert tool(main, "--per-op", "--op-filter=aten::add", "--benchmark-min-time=2x", broken) == 0
-    assert "attempted 1 = 1 successful + 0 failed; refused 0" in tool.out
-    assert "the capture holds nothing to compare the chosen ops with" in tool.out
+def test_only_what_is_chosen_and_what_it_needs_is_run(broken, tools):
+    ran = tools("benchmark", "--per-op", "--op-filter=aten::add", "--benchmark-min-time=2x", broken)
+    assert ran.code == 0
+    assert "attempted 1 = 1 successful + 0 failed; refused 0" in ran.out
+    assert "the capture holds nothing to compare the chosen ops with" in ran.out
     with Plan(broken, keep_going=True) as plan:
         names = [
             [each.op for each in plan.execute(keep_going=True, only=plan.slice([ordinal])).verdicts]
@@ -298,18 +297,20 @@ def test_only_what_is_chosen_and_what_it_needs_is_run(broken, tool):
     assert "aten::exp.default" not in names[4] and names[4][2] == "per_op_test::fragile.default"  # it may write
 
 
-def test_a_filtered_measurement_is_verified_by_the_chosen_ops_alone(tmp_path, tool):
+def test_a_filtered_measurement_is_verified_by_the_chosen_ops_alone(tmp_path, tools):
     path = tmp_path / "c.opreplay"
     with replayfmt.capture(path):  # only what is alive at the end has digests
         kept = torch.ones(3).exp()
         torch.ones(3).sin()
-    assert tool(main, "--per-op", "--op-filter=aten::sin", "--benchmark-min-time=2x", path) == 0
-    assert "not verified: the capture holds nothing to compare the chosen ops with (digests=live)" in tool.out
-    assert tool(main, "--per-op", "--op-filter=aten::exp", "--benchmark-min-time=2x", path) == 0
-    assert "what ran of it: bitwise" in tool.out and "1 digest" in tool.out and kept.shape == (3,)
+    ran = tools("benchmark", "--per-op", "--op-filter=aten::sin", "--benchmark-min-time=2x", path)
+    assert ran.code == 0
+    assert "not verified: the capture holds nothing to compare the chosen ops with (digests=live)" in ran.out
+    ran = tools("benchmark", "--per-op", "--op-filter=aten::exp", "--benchmark-min-time=2x", path)
+    assert ran.code == 0
+    assert "what ran of it: bitwise" in ran.out and "1 digest" in ran.out and kept.shape == (3,)
 
 
-def test_what_is_unsupported_in_a_capture_is_counted_with_its_device_time(tmp_path, tool):
+def test_what_is_unsupported_in_a_capture_is_counted_with_its_device_time(tmp_path, tools):
     path = tmp_path / "c.opreplay"
     with ImportedSession(path, imported_session("test", "made")) as session:
         given = plain_tensor(DType.float32, (4,), None, session.device("cpu"))
@@ -321,16 +322,18 @@ def test_what_is_unsupported_in_a_capture_is_counted_with_its_device_time(tmp_pa
         )
         session.unsupported("cuda_graph", "graph launch", "", Moment(device_duration_ns=41_000), {"count": 2})
         session.unsupported("collective", "c10d::allreduce_", "", Moment(), {})
-    assert tool(main, "--per-op", "--benchmark-min-time=2x", path) == 1
-    assert "not measured and not included: 3 calls (3 unsupported)" in tool.out
+    ran = tools("benchmark", "--per-op", "--benchmark-min-time=2x", path)
+    assert ran.code == 1
+    assert "not measured and not included: 3 calls (3 unsupported)" in ran.out
     assert (
         "unsupported in the capture, not measured: 3 calls (2 cuda_graph, 1 collective), 82.0% of the captured "
         "device time"
-    ) in tool.out
-    assert "captured device time: 100.0 us, 18.0% of it in the ops measured" in tool.out
-    assert "WARNING: the capture holds unsupported work" in tool.out
-    assert tool(main, "--per-op", "--benchmark-min-time=2x", "--benchmark-format=json", path) == 1
-    context = json.loads(tool.out)["context"]
+    ) in ran.out
+    assert "captured device time: 100.0 us, 18.0% of it in the ops measured" in ran.out
+    assert "WARNING: the capture holds unsupported work" in ran.out
+    ran = tools("benchmark", "--per-op", "--benchmark-min-time=2x", "--benchmark-format=json", path)
+    assert ran.code == 1
+    context = json.loads(ran.out)["context"]
     assert context["unsupported"] == {
         "calls": 3,
         "reasons": {"cuda_graph": 2, "collective": 1},
@@ -339,8 +342,9 @@ def test_what_is_unsupported_in_a_capture_is_counted_with_its_device_time(tmp_pa
     }
     assert context["captured_device_us"] == 100 and context["measured_captured_device_us"] == 18
     # What no replay does is an operator of another name: it was not asked for.
-    assert tool(main, "--per-op", "--op-filter=aten::relu", "--benchmark-min-time=2x", path) == 0
-    assert "all calls are included" in tool.out
+    ran = tools("benchmark", "--per-op", "--op-filter=aten::relu", "--benchmark-min-time=2x", path)
+    assert ran.code == 0
+    assert "all calls are included" in ran.out
 
 
 def test_the_result_of_one_op_comes_back_in_python(captured):
@@ -373,6 +377,7 @@ def test_the_captured_time_of_a_record_counts_for_each_call_that_it_stands_for(t
 
 
 @pytest.mark.parametrize("count", ["x", 0, -5, None, 1.5, [1], True])
-def test_a_record_that_stands_for_no_number_of_calls_is_one_clear_error(tmp_path, tool, count):
-    assert tool(main, "--per-op", made_of(tmp_path / "c.opreplay", {"count": count})) == 3
-    assert f"ordinal 1: its annotation has count={count!r}" in tool.err
+def test_a_record_that_stands_for_no_number_of_calls_is_one_clear_error(tmp_path, tools, count):
+    ran = tools("benchmark", "--per-op", made_of(tmp_path / "c.opreplay", {"count": count}))
+    assert ran.code == 3
+    assert f"ordinal 1: its annotation has count={count!r}" in ran.err

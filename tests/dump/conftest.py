@@ -1,14 +1,12 @@
-"""Captures that several tests read, made once, and a way to run the tool inside the test's process."""
+"""Captures that several tests read, made once, and the tool run inside the test's process."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pytest
-from opreplay_tools import dump
+from in_process import Tool, Tools
 
 from . import captures
 
@@ -25,22 +23,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return captures.plain(tmp_path_factory.mktemp("dump") / "plain.opreplay")
 
 
-@dataclass
-class Ran:
-    code: int
-    output: str
-    error: str
-
-
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsysbinary: pytest.CaptureFixture[bytes]) -> Callable[..., Ran]:
-    """Run opreplay-dump with these arguments."""
-
-    def call(*arguments: str | Path) -> Ran:
-        monkeypatch.setattr(sys, "argv", ["opreplay-dump", *map(str, arguments)])
-        with pytest.raises(SystemExit) as left:
-            dump.main()
-        output, error = capsysbinary.readouterr()
-        return Ran(int(left.value.code or 0), output.decode(), error.decode())
-
-    return call
+def run(tools: Tools) -> Tool:
+    """Runs opreplay-dump in this process."""
+    return partial(tools, "dump")

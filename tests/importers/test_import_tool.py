@@ -7,17 +7,10 @@ import json
 import sys
 import textwrap
 import tracemalloc
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-import click
 import pytest
-from opreplay_tools.benchmark import cli as benchmark
-from opreplay_tools.command import run_tool
-from opreplay_tools.dump import cli as dump
-from opreplay_tools.importer import cli as importer
-from opreplay_tools.run import cli as run
+from in_process import Tools
 
 import replayfmt
 from replayfmt.errors import UsageError
@@ -28,7 +21,6 @@ from replayfmt.importers.rewrites.portable import Portable
 
 from .traces import ADD, H100, MM, SHARED, annotation, kernel, launch, op, tensor, trace
 
-Tool = Callable[..., tuple[int, str, str]]
 EVENTS = [
     annotation("ProfilerStep#0", 0, 100),
     op("aten::mm", 10, 10, MM),
@@ -39,119 +31,104 @@ EVENTS = [
 
 
 @pytest.fixture
-def tool(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Tool:
-    """Runs a tool in this process: exit code, stdout, stderr."""
-
-    def call(command: click.Command, *arguments: Any) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["tool", *map(str, arguments)])
-        capfd.readouterr()
-        with pytest.raises(SystemExit) as ended:
-            run_tool(command)
-        out, err = capfd.readouterr()
-        return int(ended.value.code or 0), out, err
-
-    return call
-
-
-@pytest.fixture
 def source(tmp_path: Path) -> Path:
     return trace(tmp_path / "step.json", EVENTS)
 
 
-def test_a_trace_becomes_a_capture_that_replays(tool: Tool, source: Path, tmp_path: Path) -> None:
+def test_a_trace_becomes_a_capture_that_replays(tools: Tools, source: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.opreplay"
-    code, printed, err = tool(importer, source, "-o", out)
+    code, printed, err = tools("import", source, "-o", out)
     assert code == 0 and err == f"{out}: 4 calls\n"
     lines = printed.splitlines()
     assert lines[0] == "source        step.json (kineto)" and lines[1] == "exact         3 calls, 2 different"
     assumed = "assumed       aten::gelu, 1 time: approximate='none': the trace drops strings; the schema's default"
     assert assumed in lines
     assert "found         4 calls through the JIT registry" in lines
-    code, printed, _err = tool(run, out)
+    code, printed, _err = tools("run", out)
     assert code == 0 and "replayed: 4 ops of 3 kernels" in printed and "not verified: the content of" in printed
-    code, printed, _err = tool(dump, out, "--jq", 'select(.kind=="op") | [.op, .duration_ns, .annotation.import]')
+    code, printed, _err = tools("dump", out, "--jq", 'select(.kind=="op") | [.op, .duration_ns, .annotation.import]')
     assert printed.splitlines()[0] == '["aten::mm",10000,"exact"]'
 
 
 @pytest.mark.slow
-def test_captured_times_stand_beside_replayed_ones(tool: Tool, source: Path, tmp_path: Path) -> None:
+def test_captured_times_stand_beside_replayed_ones(tools: Tools, source: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.opreplay"
-    tool(importer, source, "-o", out)
-    code, printed, _err = tool(benchmark, out, "--benchmark-min-time=2x", "--benchmark-format=json")
+    tools("import", source, "-o", out)
+    code, printed, _err = tools("benchmark", out, "--benchmark-min-time=2x", "--benchmark-format=json")
     rows = json.loads(printed)["benchmarks"]
     assert code == 0 and rows[0]["captured_time"] == pytest.approx(85_000, rel=0.3)
-    tool(importer, source, "-o", out, "--force", "--unique")
-    code, printed, _err = tool(benchmark, out, "--per-op", "--benchmark-min-time=2x", "--benchmark-format=json")
+    tools("import", source, "-o", out, "--force", "--unique")
+    code, printed, _err = tools("benchmark", out, "--per-op", "--benchmark-min-time=2x", "--benchmark-format=json")
     row = next(row for row in json.loads(printed)["benchmarks"] if "aten::mm" in row["name"])
     assert code == 0 and row["count"] == 2 and row["captured_us"] == pytest.approx(15.0)
 
 
-def test_the_report_is_written_as_json_lines(tool: Tool, source: Path, tmp_path: Path) -> None:
+def test_the_report_is_written_as_json_lines(tools: Tools, source: Path, tmp_path: Path) -> None:
     rows_file = tmp_path / "report.jsonl"
-    _code, printed, _err = tool(
-        importer, source, "-o", tmp_path / "a.opreplay", "--report", rows_file, "--format=jsonl"
+    _code, printed, _err = tools(
+        "import", source, "-o", tmp_path / "a.opreplay", "--report", rows_file, "--format=jsonl"
     )
     assert printed == rows_file.read_text()
     rows = [json.loads(line) for line in printed.splitlines()]
     assert rows[0]["kind"] == "import" and rows[0]["unique"] == {"exact": 2, "inferred": 1, "incomplete": 0}
     assert rows[1]["op"] == "aten::mm" and rows[1]["calls"] == 2 and rows[1]["host_ns"] == 30_000
-    code, _printed, err = tool(importer, source, "-o", tmp_path / "b.opreplay", "--report", rows_file)
+    code, _printed, err = tools("import", source, "-o", tmp_path / "b.opreplay", "--report", rows_file)
     assert code == 1 and "exists already" in err and not (tmp_path / "b.opreplay").exists()
 
 
-def test_where_the_report_cannot_be_nothing_is_imported(tool: Tool, source: Path, tmp_path: Path) -> None:
+def test_where_the_report_cannot_be_nothing_is_imported(tools: Tools, source: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.opreplay"
     for place, words in (("missing/report.jsonl", "there is no directory"), (".", "is a directory")):
-        code, _printed, err = tool(importer, source, "-o", out, "--report", tmp_path / place)
+        code, _printed, err = tools("import", source, "-o", out, "--report", tmp_path / place)
         assert code == 1 and words in err and not out.exists()
 
 
-def test_unique_and_level_are_passed_on(tool: Tool, source: Path, tmp_path: Path) -> None:
+def test_unique_and_level_are_passed_on(tools: Tools, source: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.opreplay"
-    assert tool(importer, source, "-o", out, "--unique", "--level=root")[0] == 0
-    _code, printed, _err = tool(dump, out, "--jq", 'select(.kind=="op") | [.op, .annotation.count]')
+    assert tools("import", source, "-o", out, "--unique", "--level=root").code == 0
+    _code, printed, _err = tools("dump", out, "--jq", 'select(.kind=="op") | [.op, .annotation.count]')
     assert printed.splitlines()[0] == '["aten::mm",2]'
     with replayfmt.open(out) as capture:
         assert capture.session.policies["import_level"] == "root" and capture.session.policies["import_unique"] is True
 
 
-def test_an_existing_capture_is_kept_without_force(tool: Tool, source: Path, tmp_path: Path) -> None:
+def test_an_existing_capture_is_kept_without_force(tools: Tools, source: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.opreplay"
     out.write_text("mine")
-    code, _printed, err = tool(importer, source, "-o", out)
+    code, _printed, err = tools("import", source, "-o", out)
     assert code == 1 and "--force" in err and out.read_text() == "mine"
-    assert tool(importer, source, "-o", out, "--force")[0] == 0
+    assert tools("import", source, "-o", out, "--force").code == 0
 
 
-def test_the_trace_itself_is_never_replaced(tool: Tool, source: Path) -> None:
+def test_the_trace_itself_is_never_replaced(tools: Tools, source: Path) -> None:
     before = source.read_bytes()
-    code, _printed, err = tool(importer, source, "-o", source, "--force")
+    code, _printed, err = tools("import", source, "-o", source, "--force")
     assert code == 2 and "the trace's place" in err and source.read_bytes() == before
 
 
-def test_the_report_replaces_neither_the_trace_nor_the_capture(tool: Tool, source: Path, tmp_path: Path) -> None:
+def test_the_report_replaces_neither_the_trace_nor_the_capture(tools: Tools, source: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.opreplay"
     for place in (source, out):
-        code, _printed, err = tool(importer, source, "-o", out, "--report", place, "--force")
+        code, _printed, err = tools("import", source, "-o", out, "--report", place, "--force")
         assert code == 2 and "must be different files" in err and not out.exists() and source.exists()
 
 
 def test_progress_is_shown_on_a_terminal_alone(
-    tool: Tool, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tools: Tools, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _code, _printed, err = tool(importer, source, "-o", tmp_path / "a.opreplay")
+    _code, _printed, err = tools("import", source, "-o", tmp_path / "a.opreplay")
     assert "reading" not in err
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     monkeypatch.setenv("FORCE_COLOR", "1")
-    _code, _printed, err = tool(importer, source, "-o", tmp_path / "b.opreplay")
+    _code, _printed, err = tools("import", source, "-o", tmp_path / "b.opreplay")
     assert "reading" in err
 
 
-def test_a_damaged_trace_is_imported_as_far_as_it_goes_and_says_where_it_ended(tool: Tool, tmp_path: Path) -> None:
+def test_a_damaged_trace_is_imported_as_far_as_it_goes_and_says_where_it_ended(tools: Tools, tmp_path: Path) -> None:
     text = trace(tmp_path / "step.json", EVENTS).read_text()
     cut = tmp_path / "cut.json"
     cut.write_text(text[: text.index("aten::add_")])
-    code, printed, err = tool(importer, cut, "-o", tmp_path / "out.opreplay")
+    code, printed, err = tools("import", cut, "-o", tmp_path / "out.opreplay")
     assert code == 0 and "exact         2 calls" in printed
     assert "the file ends within an entry" in err and "byte " in err
 
@@ -169,36 +146,38 @@ def test_a_damaged_trace_is_imported_as_far_as_it_goes_and_says_where_it_ended(t
         (b'{"nodes": 3}', "DATA_LOSS"),
     ],
 )
-def test_what_is_no_trace_is_one_line_and_exit_code_3(content: bytes, status: str, tool: Tool, tmp_path: Path) -> None:
+def test_what_is_no_trace_is_one_line_and_exit_code_3(
+    content: bytes, status: str, tools: Tools, tmp_path: Path
+) -> None:
     path = tmp_path / "wrong.json"
     path.write_bytes(content)
-    code, _printed, err = tool(importer, path, "-o", tmp_path / "out.opreplay")
+    code, _printed, err = tools("import", path, "-o", tmp_path / "out.opreplay")
     assert code == 3 and err.startswith(f"{status}: ") and "Traceback" not in err
     assert not (tmp_path / "out.opreplay").exists()
 
 
-def test_a_missing_trace_is_exit_code_3(tool: Tool, tmp_path: Path) -> None:
-    code, _printed, err = tool(importer, tmp_path / "nowhere.json", "-o", tmp_path / "out.opreplay")
+def test_a_missing_trace_is_exit_code_3(tools: Tools, tmp_path: Path) -> None:
+    code, _printed, err = tools("import", tmp_path / "nowhere.json", "-o", tmp_path / "out.opreplay")
     assert code == 3 and err.startswith("NOT_FOUND: ")
 
 
-def test_wrong_flags_are_exit_code_2(tool: Tool, source: Path, tmp_path: Path) -> None:
+def test_wrong_flags_are_exit_code_2(tools: Tools, source: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.opreplay"
-    assert tool(importer, source)[0] == 2
-    assert tool(importer, source, "-o", out, "--level=middle")[0] == 2
-    code, _printed, err = tool(importer, source, "-o", out, "--op-library=mylib")
+    assert tools("import", source).code == 2
+    assert tools("import", source, "-o", out, "--level=middle").code == 2
+    code, _printed, err = tools("import", source, "-o", out, "--op-library=mylib")
     assert code == 2 and "NAMESPACE=MODULE" in err
     with pytest.raises(UsageError, match="expected one of auto"):
         replayfmt.import_trace(source, out, kind="perfetto")  # type: ignore[arg-type]
 
 
-def test_from_overrides_what_the_content_says(tool: Tool, source: Path, tmp_path: Path) -> None:
-    assert tool(importer, source, "-o", tmp_path / "a.opreplay", "--from=kineto")[0] == 0
-    assert tool(importer, source, "-o", tmp_path / "b.opreplay", "--from=execution-trace")[0] == 3
+def test_from_overrides_what_the_content_says(tools: Tools, source: Path, tmp_path: Path) -> None:
+    assert tools("import", source, "-o", tmp_path / "a.opreplay", "--from=kineto").code == 0
+    assert tools("import", source, "-o", tmp_path / "b.opreplay", "--from=execution-trace").code == 3
 
 
 def test_op_library_and_allow_import_let_an_operator_be_found(
-    tool: Tool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tools: Tools, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name = f"tool_library_{tmp_path.name}"
     (tmp_path / f"{name}.py").write_text(
@@ -213,32 +192,32 @@ def test_op_library_and_allow_import_let_an_operator_be_found(
     monkeypatch.syspath_prepend(str(tmp_path))
     source = trace(tmp_path / "t.json", [op("import_tool_tests::halve", 10, 10, [tensor("float", 4)])])
     out = tmp_path / "out.opreplay"
-    _code, printed, err = tool(importer, source, "-o", out)
+    _code, printed, err = tools("import", source, "-o", out)
     assert "1 calls are unsupported records" in err and "no_schema" in printed
     assert name not in sys.modules
-    code, printed, err = tool(importer, source, "-o", out, "--force", f"--op-library=import_tool_tests={name}")
+    code, printed, err = tools("import", source, "-o", out, "--force", f"--op-library=import_tool_tests={name}")
     assert code == 0 and "exact         1 calls" in printed and "unsupported" not in err
-    code, printed, _err = tool(run, out, f"--op-library=import_tool_tests={name}")
+    code, printed, _err = tools("run", out, f"--op-library=import_tool_tests={name}")
     assert code == 0 and "replayed: 1 op " in printed
     from replayfmt.pytorch import op_libraries
 
     op_libraries._registered.pop("import_tool_tests")
     monkeypatch.setitem(op_libraries.KNOWN_LIBRARIES, "import_tool_tests", (name,))
-    assert tool(importer, source, "-o", out, "--force", f"--allow-import={name}")[0] == 0
+    assert tools("import", source, "-o", out, "--force", f"--allow-import={name}").code == 0
 
 
-def test_portable_rewriting_puts_common_operators_in_the_place_of_a_devices_own(tool: Tool, tmp_path: Path) -> None:
+def test_portable_rewriting_puts_common_operators_in_the_place_of_a_devices_own(tools: Tools, tmp_path: Path) -> None:
     weights = [tensor("float", 1, 3, 8, 8), tensor("float", 4, 3, 3, 3), ("", [], [], "")]
     lists = [("ScalarList", [], [], text) for text in ("[1, 1]", "[1, 1]", "[1, 1]")]
     rest = [("Scalar", [], [], text) for text in ("1", "False", "False")]
     events = [op("aten::miopen_convolution", 10, 10, [*weights, *lists, *rest]), launch(1, 12), kernel(1, 100, 5)]
     source = trace(tmp_path / "t.json", events, deviceProperties=[H100])
     out = tmp_path / "out.opreplay"
-    assert tool(importer, source, "-o", out)[0] == 0
-    assert tool(run, out, "--device=cpu")[0] == 1
-    code, printed, _err = tool(importer, source, "-o", out, "--force", "--rewrite=portable")
+    assert tools("import", source, "-o", out).code == 0
+    assert tools("run", out, "--device=cpu").code == 1
+    code, printed, _err = tools("import", source, "-o", out, "--force", "--rewrite=portable")
     assert code == 0 and "rewritten: aten::miopen_convolution by aten::convolution" in printed
-    assert tool(run, out, "--device=cpu")[0] == 0
+    assert tools("run", out, "--device=cpu").code == 0
     assert kineto.KinetoOptions().rewrite == "none" and Portable is not None
 
 
@@ -265,9 +244,9 @@ def test_a_large_trace_is_read_with_memory_for_a_part_of_it(tmp_path: Path) -> N
 
 @pytest.mark.skipif(not SHARED.is_dir(), reason="the traces of other tools are not here")
 @pytest.mark.parametrize(("name", "least"), [("sglang_qwen3_8b_decode", 10)])
-def test_other_peoples_calls_replay_on_the_host(name: str, least: int, tool: Tool, tmp_path: Path) -> None:
+def test_other_peoples_calls_replay_on_the_host(name: str, least: int, tools: Tools, tmp_path: Path) -> None:
     out = tmp_path / "out.opreplay"
-    assert tool(importer, SHARED / "kineto" / f"{name}.json.gz", "-o", out, "--unique")[0] == 0
-    _code, printed, _err = tool(run, out, "--device=cpu", "--keep-going", "--format=jsonl")
+    assert tools("import", SHARED / "kineto" / f"{name}.json.gz", "-o", out, "--unique").code == 0
+    _code, printed, _err = tools("run", out, "--device=cpu", "--keep-going", "--format=jsonl")
     verdicts = [row["verdict"] for row in map(json.loads, printed.splitlines()) if "verdict" in row]
     assert verdicts.count("ok") >= least and set(verdicts) == {"ok"}

@@ -6,16 +6,13 @@ import gzip
 import io
 import json
 import os
-import sys
 import tarfile
 import zipfile
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
-from opreplay_tools.command import run_tool
-from opreplay_tools.importer import cli as importer
+from in_process import Tool, Tools
 
 import replayfmt
 from replayfmt.errors import CaptureFailed, CaptureNotFound, InvalidCapture, OutputExists, UsageError
@@ -95,22 +92,10 @@ def rows_of(capture: Path) -> tuple[int, int, int]:
         return call.replay().shape[0], opened.session.rank, opened.session.world_size
 
 
-Tool = Callable[..., tuple[int, str, str]]
-
-
 @pytest.fixture
-def tool(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Tool:
-    """Runs opreplay-import in this process: exit code, stdout, stderr."""
-
-    def call(*arguments: Any) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["opreplay-import", *map(str, arguments)])
-        capfd.readouterr()
-        with pytest.raises(SystemExit) as ended:
-            run_tool(importer)
-        out, err = capfd.readouterr()
-        return int(ended.value.code or 0), out, err
-
-    return call
+def tool(tools: Tools) -> Tool:
+    """Runs opreplay-import in this process."""
+    return partial(tools, "import")
 
 
 @pytest.mark.parametrize("name", ["ranks.zip", "ranks.tar.gz", "ranks"])
@@ -231,7 +216,7 @@ def test_ranks_that_are_not_sure_are_refused_by_name(tool: Tool, tmp_path: Path)
     both = packed(tmp_path / "both.zip", {"et_rank_0.json": observed(tmp_path), "rank_0.json": profiled(20)})
     code, _printed, err = tool(both, "--rank=0", "-o", out)
     assert code == 2 and "of the kinds execution-trace and kineto; say which with --from=execution-trace" in err
-    assert tool(both, "--rank=0", "--from=kineto", "-o", out)[0] == 0
+    assert tool(both, "--rank=0", "--from=kineto", "-o", out).code == 0
     assert rows_of(tmp_path / "0.opreplay")[0] == 20
 
 
@@ -261,7 +246,7 @@ def test_either_all_captures_are_there_or_none(tool: Tool, tmp_path: Path) -> No
     assert [each.name for each in place.iterdir()] == ["1.opreplay"] and (place / "1.opreplay").read_text() == "mine"
     code, _printed, err = tool(source, "--rank=all", "-o", place / "{rank}.opreplay", "--force")
     assert code == 3 and (place / "1.opreplay").read_text() == "mine"
-    assert tool(good, "--rank=all", "-o", place / "{rank}.opreplay", "--force")[0] == 0
+    assert tool(good, "--rank=all", "-o", place / "{rank}.opreplay", "--force").code == 0
     assert [rows_of(place / f"{each}.opreplay")[0] for each in range(2)] == [20, 21]
     assert len(list(place.iterdir())) == 2
 
