@@ -8,13 +8,13 @@ import numpy as np
 import torch
 
 from replayfmt.errors import UsageError
+from replayfmt.pytorch.tensors.dtypes import INTEGERS
 
 from .demands import Role
 from .floats import DEFAULT_MEAN, DEFAULT_STD, FLOATS, synthesize
 from .initializer import Initializer
 from .integers import fill_integers
 from .request import Request
-from .roles import INTEGERS
 from .serving.attention import PAGED_ATTENTION
 from .serving.caches import CACHE_INDICES, POSITIONS, SLOT_MAPPING
 from .serving.cpu_engines import CPU_ENGINES

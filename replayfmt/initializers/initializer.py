@@ -14,11 +14,11 @@ from fnmatch import fnmatchcase
 import torch
 
 from replayfmt.errors import UsageError
+from replayfmt.pytorch.tensors.dtypes import INTEGERS
 
 from .demands import Role
 from .floats import FLOATS
 from .request import Request
-from .roles import INTEGERS
 
 Content = torch.Tensor | Mapping[str, torch.Tensor]
 Fill = Callable[[Request], Content]

@@ -13,22 +13,11 @@ from typing import Any
 
 import torch
 
+from replayfmt.pytorch.tensors.dtypes import INTEGERS
+
 from .demands import Demand, Role
 from .request import TensorInfo, Use
 
-INTEGERS = frozenset(
-    {
-        torch.bool,
-        torch.uint8,
-        torch.int8,
-        torch.int16,
-        torch.int32,
-        torch.int64,
-        torch.uint16,
-        torch.uint32,
-        torch.uint64,
-    }
-)
 _MASKS = (torch.bool, torch.uint8)
 
 

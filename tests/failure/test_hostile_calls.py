@@ -6,7 +6,6 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import os
-import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,8 +19,6 @@ from replayfmt.errors import CaptureFailed, OpReplayError, UsageError
 from replayfmt.format.arguments import count_of, flag_of, path_of, paths_of, texts_of
 from replayfmt.recording.options import CaptureOptions
 from replayfmt.replay.one_call import PlanOptions
-
-from .table import recorded
 
 VALUES: tuple[Any, ...] = (
     None,
@@ -43,28 +40,7 @@ VALUES: tuple[Any, ...] = (
     "/dev/full",
     ["step.opreplay=fifo"],
 )
-_LONGEST_S = 300
-
-
-@pytest.fixture(scope="module", autouse=True)
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    folder, before = tmp_path_factory.mktemp("hostile"), Path.cwd()
-    content = torch.arange(4.0)
-    recorded(folder, lambda: (content * 2).sum().item(), "step")
-    (folder / "trace.json").write_text('{"traceEvents": []}')
-    (folder / "folder").mkdir()
-    os.mkfifo(folder / "fifo")
-    os.chdir(folder)
-    yield folder
-    os.chdir(before)
-
-
-@pytest.fixture(autouse=True)
-def _ends() -> Iterator[None]:
-    """What waits for a pipe waits for ever."""
-    signal.alarm(_LONGEST_S)
-    yield
-    signal.alarm(0)
+pytestmark = pytest.mark.usefixtures("folder", "ends_in_time")
 
 
 def made(path: Any = "out.opreplay", **options: Any) -> None:

@@ -7,18 +7,13 @@ opreplay-capture runs a program in its own process, once; tests/capture_tool has
 from __future__ import annotations
 
 import importlib
-import os
-import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import click
 import pytest
-import torch
 from opreplay_tools.__main__ import TOOLS
-
-from .table import recorded
 
 # What is called without the option that is tried.
 COMMANDS = {
@@ -44,28 +39,7 @@ VALUES = (
 )
 # These may be any number: what is asked for so often, or for so long, is done so often.
 _COUNTS = ("--benchmark-min-time", "--benchmark-warmup", "--benchmark-repetitions")
-_LONGEST_S = 300
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    folder, before = tmp_path_factory.mktemp("hostile"), Path.cwd()
-    content = torch.arange(4.0)
-    recorded(folder, lambda: (content * 2).sum().item(), "step")
-    (folder / "trace.json").write_text('{"traceEvents": []}')
-    (folder / "folder").mkdir()
-    os.mkfifo(folder / "fifo")
-    os.chdir(folder)
-    yield folder
-    os.chdir(before)
-
-
-@pytest.fixture(autouse=True)
-def _ends() -> Iterator[None]:
-    """A tool that waits for a pipe waits for ever."""
-    signal.alarm(_LONGEST_S)
-    yield
-    signal.alarm(0)
+pytestmark = pytest.mark.usefixtures("ends_in_time")
 
 
 def options() -> Iterator[tuple[str, click.Option]]:

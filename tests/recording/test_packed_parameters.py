@@ -14,8 +14,8 @@ import torch
 from replayfmt.errors import ReplayRefused
 from replayfmt.format.codes import RecordKind
 from replayfmt.initializers import Initializer
-from replayfmt.initializers.roles import INTEGERS
 from replayfmt.pytorch.tensors.composites import put_together, take_apart
+from replayfmt.pytorch.tensors.dtypes import INTEGERS
 from replayfmt.replay.plan import Plan
 
 from .conftest import Capture

@@ -84,7 +84,7 @@ def test_archives_of_other_tools_are_read_by_the_same_parser(tmp_path: Path, too
         trace = tmp_path / f"{number}.json"
         trace.write_text(json.dumps([entry]))
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        done = tools("importer", trace, "-o", tmp_path / f"{number}.opreplay")
+        done = tools("import", trace, "-o", tmp_path / f"{number}.opreplay")
         assert done.code in (0, 1, 3), done
         assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 500_000, "kilobytes"
 

@@ -27,3 +27,18 @@ TORCH_MEMORY_FORMAT: dict[MemoryFormat, torch.memory_format] = {
 MEMORY_FORMAT_CODE: dict[torch.memory_format, MemoryFormat] = {
     memory_format: code for code, memory_format in TORCH_MEMORY_FORMAT.items()
 }
+
+# Dtypes of whole numbers, one in each element.
+INTEGERS = frozenset(
+    {
+        torch.bool,
+        torch.uint8,
+        torch.int8,
+        torch.int16,
+        torch.int32,
+        torch.int64,
+        torch.uint16,
+        torch.uint32,
+        torch.uint64,
+    }
+)

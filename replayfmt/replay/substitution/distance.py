@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from replayfmt.pytorch.tensors.dtypes import DTYPE_CODE
+from replayfmt.pytorch.tensors.dtypes import DTYPE_CODE, INTEGERS
 from replayfmt.pytorch.tensors.memory import host_view
 
 from ..verify.comparison import LARGEST, TOLERANCE
@@ -23,19 +23,6 @@ from ..verify.comparison import LARGEST, TOLERANCE
 # Elements compared at once: double-precision copies of large tensors would need several times their memory.
 _CHUNK = 1 << 20
 _INTEGER_OF_WIDTH = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-PLAIN_INTEGERS = frozenset(
-    {
-        torch.bool,
-        torch.uint8,
-        torch.int8,
-        torch.int16,
-        torch.int32,
-        torch.int64,
-        torch.uint16,
-        torch.uint32,
-        torch.uint64,
-    }
-)
 # Exponents alone, without a sign.
 _UNSIGNED_FLOATS = frozenset({torch.float8_e8m0fnu})
 # Several numbers in a byte: nothing of PyTorch takes them apart.
@@ -126,7 +113,7 @@ def _larger(one: float | int | None, other: float | int | None) -> float | int |
 def distance(expected: torch.Tensor, got: torch.Tensor, tolerance: Tolerance) -> Distance:
     """The distance of two strided tensors of the same dtype and sizes."""
     dtype = expected.dtype
-    if dtype in PLAIN_INTEGERS:
+    if dtype in INTEGERS:
         return _combined(_integers(*pair) for pair in chunks(expected, got))
     if dtype in PACKED or not (dtype.is_floating_point or dtype.is_complex):
         return _combined(_patterns(*pair) for pair in chunks(expected, got))

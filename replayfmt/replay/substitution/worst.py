@@ -12,7 +12,9 @@ from typing import Any
 
 import torch
 
-from .distance import PACKED, PLAIN_INTEGERS, Tolerance, allowed, chunks, double, length, scale_of
+from replayfmt.pytorch.tensors.dtypes import INTEGERS
+
+from .distance import PACKED, Tolerance, allowed, chunks, double, length, scale_of
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,7 @@ def _times(expected: torch.Tensor, got: torch.Tensor, tolerance: Tolerance, scal
     far off it is, or 1 where that has no meaning."""
     dtype = expected.dtype
     if not _is_float(dtype):
-        if dtype not in PLAIN_INTEGERS:
+        if dtype not in INTEGERS:
             return _differ(expected, got).to(torch.float64)
         apart = (expected.to(torch.float64) - got.to(torch.float64)).abs()
         # Large numbers may be the same as 64-bit floats without being so.
@@ -103,7 +105,7 @@ def _unravelled(place: int, sizes: Sequence[int]) -> tuple[int, ...]:
 
 def _value(flat: torch.Tensor, place: int) -> Any:
     """An element as a Python number; its bytes in hexadecimal where the dtype has no numbers of its own."""
-    if flat.dtype in PLAIN_INTEGERS or _is_float(flat.dtype):
+    if flat.dtype in INTEGERS or _is_float(flat.dtype):
         return flat[place].item()
     width = flat.element_size()
     return "0x" + bytes(flat.view(torch.uint8)[place * width : (place + 1) * width].tolist()).hex()
