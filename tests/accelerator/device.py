@@ -1,0 +1,60 @@
+"""Builds and registers the simulated accelerator: devices `sim:0` and `sim:1` (simulated.cpp says what they do).
+
+A process that has it keeps it, and PyTorch then knows an accelerator: import this in processes of their own only.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import tempfile
+from contextlib import AbstractContextManager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from replayfmt.native.building import compile_library
+
+_NAME = "simulated_accelerator"
+
+
+def _built() -> Any:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, f"{_NAME}.so")
+        compile_library(Path(__file__).with_name("simulated.cpp"), path, "-O0", with_python=True)
+        spec = importlib.util.spec_from_file_location(_NAME, path)
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module
+
+
+def register() -> Any:
+    """The module `torch.sim`. Raises NotAvailable where it cannot be built."""
+    simulated = _built()
+    torch.utils.rename_privateuse1_backend("sim")
+    module: Any = ModuleType("torch.sim")
+    for name, value in vars(simulated).items():
+        if not name.startswith("_"):
+            setattr(module, name, value)
+
+    def stream(of: torch.Stream) -> AbstractContextManager[Any]:
+        return of
+
+    module.is_available = lambda: True
+    module.is_initialized = lambda: True
+    module.init = lambda: None
+    module._is_in_bad_fork = lambda: False
+    module.is_bf16_supported = lambda: True
+    module.get_amp_supported_dtype = lambda: [torch.float16, torch.bfloat16]
+    module.synchronize = torch.accelerator.synchronize
+    module.stream = stream
+    module.get_rng_state = lambda device=0: simulated.default_generator(torch.device("sim", device).index).get_state()
+    module.set_rng_state = lambda state, device=0: simulated.default_generator(device).set_state(state)
+    module.manual_seed_all = lambda seed: [
+        simulated.default_generator(index).manual_seed(seed) for index in range(simulated.device_count())
+    ]
+    torch._register_device_module("sim", module)
+    torch.utils.generate_methods_for_privateuse1_backend()
+    return module

@@ -1,0 +1,501 @@
+// A small accelerator for tests: two devices of the kind `sim` (PrivateUse1), whose memory the host cannot touch.
+//
+// Memory is the host's, but protected while no copy runs: a kernel of the CPU that is given it ends the process, as a
+// pointer of a GPU's would. Operators run as PyTorch's CPU fallback does it: arguments are copied to the host, results
+// back. Everything runs at once, in the order in which it is issued; streams and events keep vector clocks, and an
+// operator that uses memory which another stream last touched, without an event between the two, raises.
+
+#include <ATen/CPUGeneratorImpl.h>
+#include <ATen/EmptyTensor.h>
+#include <ATen/Functions.h>
+#include <ATen/detail/PrivateUse1HooksInterface.h>
+#include <ATen/native/CPUFallback.h>
+#include <ATen/native/Resize.h>
+#include <ATen/ops/_local_scalar_dense_native.h>
+#include <ATen/ops/_reshape_alias_native.h>
+#include <ATen/ops/as_strided_native.h>
+#include <ATen/ops/resize_native.h>
+#include <ATen/ops/set_native.h>
+#include <ATen/ops/view_native.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <torch/csrc/utils/pybind.h>
+#include <torch/library.h>
+
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstring>
+#include <map>
+#include <mutex>
+#include <set>
+#include <string>
+#include <vector>
+
+namespace {
+
+constexpr auto kKind = c10::DeviceType::PrivateUse1;
+constexpr c10::DeviceIndex kDevices = 2;
+
+// ------------------------------------------------------------------------------------------------- streams and events
+
+struct Place {  // a stream of a device
+  c10::DeviceIndex device;
+  c10::StreamId stream;
+  bool operator<(const Place& other) const {
+    return device != other.device ? device < other.device : stream < other.stream;
+  }
+};
+
+using Clock = std::map<Place, int64_t>;  // how far each stream has come, as one of them knows
+
+struct Touched {  // by whom a block was last written, and read since
+  std::pair<Place, int64_t> written{{0, 0}, 0};
+  Clock read;
+};
+
+struct Block {
+  size_t bytes;
+  size_t mapped;
+  c10::DeviceIndex device;
+  Touched touched;
+};
+
+struct Event {
+  Clock clock;
+  int64_t recorded_ns = 0;
+};
+
+std::recursive_mutex mutex;
+std::map<Place, Clock> clocks;
+std::map<Place, int64_t> launched;
+std::map<char*, Block> blocks;
+std::vector<std::string> log_of_launches;
+size_t allocated[kDevices], peak[kDevices];
+c10::StreamId next_stream = 1;
+thread_local c10::DeviceIndex current_device = 0;
+thread_local c10::StreamId current_stream[kDevices] = {0, 0};
+
+int64_t now_ns() {
+  timespec time{};
+  clock_gettime(CLOCK_MONOTONIC, &time);
+  return time.tv_sec * 1'000'000'000ll + time.tv_nsec;
+}
+
+void merge(Clock& into, const Clock& from) {
+  for (const auto& [place, tick] : from) {
+    into[place] = std::max(into[place], tick);
+  }
+}
+
+void check_index(c10::DeviceIndex index) { TORCH_CHECK(0 <= index && index < kDevices, "sim: no device ", int(index)); }
+
+struct Guard final : c10::impl::DeviceGuardImplInterface {
+  c10::DeviceType type() const override { return kKind; }
+  c10::Device getDevice() const override { return {kKind, current_device}; }
+  void setDevice(c10::Device device) const override {
+    check_index(device.index());
+    current_device = device.index();
+  }
+  void uncheckedSetDevice(c10::Device device) const noexcept override { current_device = device.index(); }
+  c10::Device exchangeDevice(c10::Device device) const override {
+    const c10::Device before = getDevice();
+    setDevice(device);
+    return before;
+  }
+  c10::DeviceIndex deviceCount() const noexcept override { return kDevices; }
+  static c10::DeviceIndex index_of(c10::Device device) { return device.has_index() ? device.index() : current_device; }
+  static c10::Stream stream_of(c10::DeviceIndex index, c10::StreamId id) {
+    return c10::Stream(c10::Stream::UNSAFE, {kKind, index}, id);
+  }
+  c10::Stream getStream(c10::Device device) const override {
+    return stream_of(index_of(device), current_stream[index_of(device)]);
+  }
+  c10::Stream getDefaultStream(c10::Device device) const override { return stream_of(index_of(device), 0); }
+  c10::Stream getNewStream(c10::Device device, int) const override {
+    std::lock_guard lock(mutex);
+    return stream_of(index_of(device), next_stream++);
+  }
+  c10::Stream getStreamFromGlobalPool(c10::Device device, bool) const override { return getNewStream(device, 0); }
+  c10::Stream exchangeStream(c10::Stream stream) const override {
+    const c10::Stream before = getStream(stream.device());
+    current_stream[stream.device_index()] = stream.id();
+    return before;
+  }
+  void record(void** event, const c10::Stream& stream, c10::DeviceIndex, c10::EventFlag) const override {
+    std::lock_guard lock(mutex);
+    const Place place{stream.device_index(), stream.id()};
+    if (!*event) {
+      *event = new Event;
+    }
+    *static_cast<Event*>(*event) = {clocks[place], now_ns()};
+  }
+  void block(void* event, const c10::Stream& stream) const override {
+    std::lock_guard lock(mutex);
+    if (event) {
+      merge(clocks[{stream.device_index(), stream.id()}], static_cast<Event*>(event)->clock);
+    }
+  }
+  bool queryEvent(void*) const override { return true; }
+  void destroyEvent(void* event, c10::DeviceIndex) const noexcept override { delete static_cast<Event*>(event); }
+  void synchronizeEvent(void* event) const override {
+    std::lock_guard lock(mutex);
+    if (event) {
+      wait_for(static_cast<Event*>(event)->clock);
+    }
+  }
+  bool queryStream(const c10::Stream&) const override { return true; }
+  void synchronizeStream(const c10::Stream& stream) const override {
+    std::lock_guard lock(mutex);
+    wait_for(clocks[{stream.device_index(), stream.id()}]);
+  }
+  void synchronizeDevice(c10::DeviceIndex index) const override {
+    std::lock_guard lock(mutex);
+    for (auto& [place, clock] : std::map<Place, Clock>(clocks)) {
+      if (place.device == index) {
+        wait_for(clock);
+      }
+    }
+  }
+  // The host waited: whatever is issued from now on comes after.
+  static void wait_for(const Clock& clock) {
+    const Clock known = clock;
+    for (auto& [place, other] : clocks) {
+      merge(other, known);
+    }
+    merge(waited(), known);
+  }
+  static Clock& waited() {
+    static Clock clock;
+    return clock;
+  }
+  void recordDataPtrOnStream(const c10::DataPtr&, const c10::Stream&) const override {}
+  double elapsedTime(void* begin, void* end, c10::DeviceIndex) const override {
+    return static_cast<double>(static_cast<Event*>(end)->recorded_ns - static_cast<Event*>(begin)->recorded_ns) / 1e6;
+  }
+};
+C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard);
+
+// ------------------------------------------------------------------------------------------------------------- memory
+
+struct Allocator final : c10::Allocator {
+  c10::DataPtr allocate(size_t bytes) override {
+    const c10::Device device(kKind, current_device);
+    if (bytes == 0) {
+      return {nullptr, device};
+    }
+    const size_t page = static_cast<size_t>(sysconf(_SC_PAGESIZE)), mapped = (bytes + page - 1) / page * page;
+    void* memory = mmap(nullptr, mapped, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    TORCH_CHECK(memory != MAP_FAILED, "sim: out of memory");
+    std::lock_guard lock(mutex);
+    blocks[static_cast<char*>(memory)] = {bytes, mapped, current_device, {}};
+    allocated[current_device] += bytes;
+    peak[current_device] = std::max(peak[current_device], allocated[current_device]);
+    return {memory, memory, &release, device};
+  }
+  c10::DeleterFnPtr raw_deleter() const override { return &release; }
+  void copy_data(void* to, const void* from, size_t bytes) const override;
+  static void release(void* memory) {
+    if (!memory) {
+      return;
+    }
+    std::lock_guard lock(mutex);
+    const auto found = blocks.find(static_cast<char*>(memory));
+    allocated[found->second.device] -= found->second.bytes;
+    munmap(memory, found->second.mapped);
+    blocks.erase(found);
+  }
+};
+Allocator allocator;
+REGISTER_ALLOCATOR(kKind, &allocator);
+
+std::pair<char* const, Block>* block_of(const void* address) {
+  auto* wanted = const_cast<char*>(static_cast<const char*>(address));
+  auto found = blocks.upper_bound(wanted);
+  if (found == blocks.begin()) {
+    return nullptr;
+  }
+  --found;
+  return wanted < found->first + found->second.mapped ? &*found : nullptr;
+}
+
+// The host may touch this memory of the device's meanwhile.
+class Open {
+ public:
+  explicit Open(const void* address) : lock_(mutex), block_(address ? block_of(address) : nullptr) {
+    protect(PROT_READ | PROT_WRITE);
+  }
+  ~Open() { protect(PROT_NONE); }
+
+ private:
+  void protect(int how) {
+    if (block_) {
+      mprotect(block_->first, block_->second.mapped, how);
+    }
+  }
+  std::lock_guard<std::recursive_mutex> lock_;
+  std::pair<char* const, Block>* block_;
+};
+
+void Allocator::copy_data(void* to, const void* from, size_t bytes) const {
+  const Open one(to), other(from);
+  std::memcpy(to, from, bytes);
+}
+
+// A host tensor on the memory of a device's tensor, good while that is open.
+at::Tensor on_host(const at::Tensor& tensor) {
+  return at::from_blob(tensor.data_ptr(), tensor.sizes(), tensor.strides(), tensor.options().device(at::kCPU));
+}
+
+// ----------------------------------------------------------------------------------------------------- using memory
+
+// An operator on the current stream of `device` uses these tensors. Raises where another stream touched one of them and
+// nothing says that it is done.
+void touch(const std::string& op, c10::DeviceIndex device, const std::vector<at::Tensor>& read,
+           const std::vector<at::Tensor>& written) {
+  std::lock_guard lock(mutex);
+  const Place here{device, current_stream[device]};
+  Clock& clock = clocks[here];
+  merge(clock, Guard::waited());
+  clock[here]++;
+  const auto check = [&](const std::pair<Place, int64_t>& touch, const char* how) {
+    if (touch.second > 0 && (touch.first < here || here < touch.first)) {
+      const auto found = clock.find(touch.first);
+      TORCH_CHECK(found != clock.end() && found->second >= touch.second, "sim: ", op, " on stream ", here.stream,
+                  " of device ", int(device), " uses memory that stream ", touch.first.stream, " of device ",
+                  int(touch.first.device), " ", how, " last, and no event lies between them");
+    }
+  };
+  for (const auto* tensors : {&read, &written}) {
+    for (const at::Tensor& tensor : *tensors) {
+      auto* block = tensor.defined() && tensor.device().type() == kKind ? block_of(tensor.storage().data()) : nullptr;
+      if (!block) {
+        continue;
+      }
+      Touched& touched = block->second.touched;
+      check(touched.written, "wrote");
+      if (tensors == &written) {
+        for (const auto& reader : touched.read) {
+          check(reader, "read");
+        }
+        touched.written = {here, clock[here]};
+        touched.read.clear();
+      } else {
+        touched.read[here] = clock[here];
+      }
+    }
+  }
+  launched[here]++;
+  log_of_launches.push_back(op);
+}
+
+// ---------------------------------------------------------------------------------------------------------- operators
+
+at::Tensor empty(c10::SymIntArrayRef size, std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
+                 std::optional<at::Device> device, std::optional<bool>, std::optional<at::MemoryFormat> format) {
+  const c10::DeviceGuard guard(c10::Device(kKind, Guard::index_of(device.value_or(c10::Device(kKind)))));
+  return at::detail::empty_generic(C10_AS_INTARRAYREF_SLOW(size), &allocator, c10::DispatchKeySet(c10::DispatchKey::PrivateUse1),
+                                   c10::dtype_or_default(dtype), format);
+}
+
+at::Tensor empty_strided(c10::SymIntArrayRef size, c10::SymIntArrayRef stride, std::optional<at::ScalarType> dtype,
+                         std::optional<at::Layout>, std::optional<at::Device> device, std::optional<bool>) {
+  const c10::DeviceGuard guard(c10::Device(kKind, Guard::index_of(device.value_or(c10::Device(kKind)))));
+  return at::detail::empty_strided_generic(C10_AS_INTARRAYREF_SLOW(size), C10_AS_INTARRAYREF_SLOW(stride), &allocator,
+                                           c10::DispatchKeySet(c10::DispatchKey::PrivateUse1), c10::dtype_or_default(dtype));
+}
+
+at::Tensor as_strided(const at::Tensor& self, c10::SymIntArrayRef size, c10::SymIntArrayRef stride,
+                      std::optional<c10::SymInt> offset) {
+  const auto at_offset = offset ? std::optional<int64_t>(offset->expect_int()) : std::nullopt;
+  return at::native::as_strided_tensorimpl(self, C10_AS_INTARRAYREF_SLOW(size), C10_AS_INTARRAYREF_SLOW(stride), at_offset);
+}
+
+at::Tensor view(const at::Tensor& self, c10::SymIntArrayRef size) {
+  return at::native::view(self, C10_AS_INTARRAYREF_SLOW(size));
+}
+
+at::Tensor reshape_alias(const at::Tensor& self, c10::SymIntArrayRef size, c10::SymIntArrayRef stride) {
+  return at::native::_reshape_alias(self, C10_AS_INTARRAYREF_SLOW(size), C10_AS_INTARRAYREF_SLOW(stride));
+}
+
+const at::Tensor& resize(const at::Tensor& self, c10::SymIntArrayRef size, std::optional<at::MemoryFormat> format) {
+  return at::native::resize_(self, C10_AS_INTARRAYREF_SLOW(size), format);
+}
+
+at::Tensor& set_storage(at::Tensor& self, at::Storage source, c10::SymInt offset, c10::SymIntArrayRef size,
+                        c10::SymIntArrayRef stride) {
+  return at::native::set_storage_cpu_(self, std::move(source), offset.expect_int(), C10_AS_INTARRAYREF_SLOW(size), C10_AS_INTARRAYREF_SLOW(stride));
+}
+
+at::Tensor copy_from(const at::Tensor& self, const at::Tensor& to, bool) {
+  const auto on_device = [](const at::Tensor& tensor) { return tensor.device().type() == kKind; };
+  const auto device = (on_device(to) ? to : self).device().index();
+  touch("copy", device, {self}, {to});
+  const Open one(on_device(self) ? self.storage().data() : nullptr);
+  const Open other(on_device(to) ? to.storage().data() : nullptr);
+  const at::Tensor from = on_device(self) ? on_host(self) : self;
+  at::Tensor into = on_device(to) ? on_host(to) : to;
+  into.copy_(from);
+  return to;
+}
+
+at::Tensor copy_from_and_resize(const at::Tensor& self, const at::Tensor& to) {
+  at::native::resize_(to, self.sizes(), std::nullopt);
+  return copy_from(self, to, false);
+}
+
+at::Scalar local_scalar(const at::Tensor& self) {
+  touch("read", self.device().index(), {self}, {});
+  const Open open(self.storage().data());
+  return at::native::_local_scalar_dense_cpu(on_host(self));
+}
+
+struct Generator final : at::CPUGeneratorImpl {
+  explicit Generator(c10::DeviceIndex index) {
+    device_ = c10::Device(kKind, index);
+    key_set_ = c10::DispatchKeySet(c10::DispatchKey::PrivateUse1);
+  }
+};
+
+const at::Generator& default_generator(c10::DeviceIndex index) {
+  static const std::vector<at::Generator> all = [] {
+    std::vector<at::Generator> made;
+    for (c10::DeviceIndex device = 0; device < kDevices; device++) {
+      made.push_back(at::make_generator<Generator>(device));
+      made.back().set_current_seed(c10::default_rng_seed_val);
+    }
+    return made;
+  }();
+  const auto wanted = index < 0 ? current_device : index;
+  check_index(wanted);
+  return all[wanted];
+}
+
+// Everything else: on the host, with a generator of the host's in the state of the device's.
+void by_the_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  const auto& schema = op.schema();
+  const size_t first = stack->size() - schema.arguments().size();
+  std::vector<at::Tensor> read, written;
+  std::vector<std::pair<at::Generator, at::Generator>> drawn;
+  c10::DeviceIndex device = current_device;
+  for (size_t index = 0; index < schema.arguments().size(); index++) {
+    c10::IValue& value = (*stack)[first + index];
+    const auto& argument = schema.arguments()[index];
+    auto& into = argument.alias_info() && argument.alias_info()->isWrite() ? written : read;
+    if (value.isTensor()) {
+      into.push_back(value.toTensor());
+    } else if (value.isTensorList()) {
+      for (const at::Tensor& tensor : value.toTensorVector()) {
+        into.push_back(tensor);
+      }
+    } else if (argument.name() == "generator" || value.isGenerator()) {
+      const at::Generator given = value.isGenerator() ? value.toGenerator() : at::Generator();
+      drawn.emplace_back(given, at::make_generator<at::CPUGeneratorImpl>());
+      value = drawn.back().second;
+    }
+  }
+  for (const auto* tensors : {&read, &written}) {
+    for (const at::Tensor& tensor : *tensors) {
+      if (tensor.defined() && tensor.device().type() == kKind) {
+        device = tensor.device().index();
+      }
+    }
+  }
+  for (auto& [given, host] : drawn) {
+    if (!given.defined()) {
+      given = default_generator(device);
+    }
+    host.set_state(given.get_state());
+  }
+  const c10::DeviceGuard guard(c10::Device(kKind, device));
+  touch(schema.name(), device, read, written);
+  at::native::cpu_fallback(op, stack);
+  for (auto& [given, host] : drawn) {
+    given.set_state(host.get_state());
+  }
+}
+
+TORCH_LIBRARY_IMPL(_, PrivateUse1, library) {
+  library.fallback(torch::CppFunction::makeFromBoxedFunction<&by_the_host>());
+}
+
+TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
+  library.impl("empty.memory_format", empty);
+  library.impl("empty_strided", empty_strided);
+  library.impl("as_strided", as_strided);
+  library.impl("view", view);
+  library.impl("_reshape_alias", reshape_alias);
+  library.impl("resize_", resize);
+  library.impl("set_.source_Storage_storage_offset", set_storage);
+  library.impl("set_.source_Storage", at::native::set_);
+  library.impl("set_.source_Tensor", at::native::set_tensor_);
+  library.impl("_copy_from", copy_from);
+  library.impl("_copy_from_and_resize", copy_from_and_resize);
+  library.impl("_local_scalar_dense", local_scalar);
+}
+
+// --------------------------------------------------------------------------------------------------------------- hooks
+
+struct Hooks final : at::PrivateUse1HooksInterface {
+  bool isBuilt() const override { return true; }
+  bool isAvailable() const override { return true; }
+  bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
+  c10::DeviceIndex deviceCount() const override { return kDevices; }
+  c10::DeviceIndex getCurrentDevice() const override { return current_device; }
+  void setCurrentDevice(c10::DeviceIndex index) const override {
+    check_index(index);
+    current_device = index;
+  }
+  c10::DeviceIndex exchangeDevice(c10::DeviceIndex index) const override { return std::exchange(current_device, index); }
+  c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex index) const override { return exchangeDevice(index); }
+  const at::Generator& getDefaultGenerator(c10::DeviceIndex index) const override { return default_generator(index); }
+  at::Generator getNewGenerator(c10::DeviceIndex index) const override { return at::make_generator<Generator>(index < 0 ? current_device : index); }
+  at::Device getDeviceFromPtr(void* data) const override {
+    std::lock_guard lock(mutex);
+    const auto* block = block_of(data);
+    TORCH_CHECK(block, "sim: not memory of a device");
+    return {kKind, block->second.device};
+  }
+  void resizePrivateUse1Bytes(const c10::Storage& storage, size_t bytes) const override {
+    const c10::DeviceGuard guard(storage.device());
+    c10::DataPtr made = allocator.allocate(bytes);
+    if (storage.data() && bytes) {
+      allocator.copy_data(made.get(), storage.data(), std::min(bytes, storage.nbytes()));
+    }
+    storage.set_data_ptr_noswap(std::move(made));
+    storage.set_nbytes(bytes);
+  }
+};
+
+}  // namespace
+
+PYBIND11_MODULE(simulated_accelerator, module) {
+  static Hooks hooks;
+  at::RegisterPrivateUse1HooksInterface(&hooks);
+  module.def("device_count", [] { return int(kDevices); });
+  module.def("current_device", [] { return int(current_device); });
+  module.def("set_device", [](int index) { hooks.setCurrentDevice(static_cast<c10::DeviceIndex>(index)); });
+  module.def("default_generator", [](int index) { return default_generator(static_cast<c10::DeviceIndex>(index)); });
+  // (device, stream) of each that was used, with how much was launched there.
+  module.def("launched", [] {
+    std::lock_guard lock(mutex);
+    std::map<std::pair<int, int64_t>, int64_t> counts;
+    for (const auto& [place, count] : launched) {
+      counts[{place.device, place.stream}] = count;
+    }
+    return counts;
+  });
+  module.def("forget_launches", [] {
+    std::lock_guard lock(mutex);
+    launched.clear();
+    log_of_launches.clear();
+  });
+  module.def("launches", [] {
+    std::lock_guard lock(mutex);
+    return log_of_launches;
+  });
+  module.def("memory_allocated", [](int index) { return allocated[index]; });
+  module.def("max_memory_allocated", [](int index) { return peak[index]; });
+  module.def("reset_peak_memory_stats", [](int index) { peak[index] = allocated[index]; });
+}
