@@ -18,6 +18,8 @@ import torch
 from replayfmt.errors import CaptureFailed
 from replayfmt.format.model import Device
 
+from . import accelerators
+
 PRODUCER = "opreplay"
 
 
@@ -58,9 +60,11 @@ def describe_device(device: torch.device) -> Device:
     if device.type == "cpu":
         return Device("cpu", -1, _cpu_model() or "", json.dumps({"capability": cpu_capability()}))
     index = device.index
-    if device.type != "cuda" or (index or 0) >= torch.cuda.device_count():
+    if (index or 0) >= accelerators.count(device.type):
         # Of a GPU that is not there (an op that was given it has raised) nothing more is known.
         return Device(device.type, -1 if index is None else index)
+    if device.type != "cuda":
+        return Device(device.type, accelerators.index_of(device), accelerators.name_of(device))
     index = torch.cuda.current_device() if index is None else index
     properties = torch.cuda.get_device_properties(index)
     fingerprint: dict[str, Any] = {

@@ -42,6 +42,9 @@ def register() -> Any:
     def stream(of: torch.Stream) -> AbstractContextManager[Any]:
         return of
 
+    module.memory_allocated = lambda device: simulated.memory_allocated(torch.device(device).index)
+    module.max_memory_allocated = lambda device: simulated.max_memory_allocated(torch.device(device).index)
+    module.reset_peak_memory_stats = lambda device: simulated.reset_peak_memory_stats(torch.device(device).index)
     module.is_available = lambda: True
     module.is_initialized = lambda: True
     module.init = lambda: None
@@ -50,11 +53,12 @@ def register() -> Any:
     module.get_amp_supported_dtype = lambda: [torch.float16, torch.bfloat16]
     module.synchronize = torch.accelerator.synchronize
     module.stream = stream
-    module.get_rng_state = lambda device=0: simulated.default_generator(torch.device("sim", device).index).get_state()
-    module.set_rng_state = lambda state, device=0: simulated.default_generator(device).set_state(state)
-    module.manual_seed_all = lambda seed: [
-        simulated.default_generator(index).manual_seed(seed) for index in range(simulated.device_count())
-    ]
+    module.default_generators = tuple(map(simulated.default_generator, range(simulated.device_count())))
+    module.get_rng_state = lambda device="sim:0": module.default_generators[torch.device(device).index or 0].get_state()
+    module.set_rng_state = lambda state, device="sim:0": module.default_generators[
+        torch.device(device).index or 0
+    ].set_state(state)
+    module.manual_seed_all = lambda seed: [each.manual_seed(seed) for each in module.default_generators]
     torch._register_device_module("sim", module)
     torch.utils.generate_methods_for_privateuse1_backend()
     return module

@@ -328,10 +328,23 @@ at::Tensor& set_storage(at::Tensor& self, at::Storage source, c10::SymInt offset
   return at::native::set_storage_cpu_(self, std::move(source), offset.expect_int(), C10_AS_INTARRAYREF_SLOW(size), C10_AS_INTARRAYREF_SLOW(stride));
 }
 
+void wait_for_current_stream(c10::DeviceIndex of, c10::DeviceIndex by) {
+  std::lock_guard lock(mutex);
+  merge(clocks[{by, current_stream[by]}], Clock(clocks[{of, current_stream[of]}]));
+}
+
 at::Tensor copy_from(const at::Tensor& self, const at::Tensor& to, bool) {
   const auto on_device = [](const at::Tensor& tensor) { return tensor.device().type() == kKind; };
   const auto device = (on_device(to) ? to : self).device().index();
+  if (on_device(to) && on_device(self)) {  // between two devices, both their current streams wait for each other
+    wait_for_current_stream(self.device().index(), device);
+  }
   touch("copy", device, {self}, {to});
+  if (on_device(to) && on_device(self)) {
+    wait_for_current_stream(device, self.device().index());
+  } else if (!on_device(to)) {
+    Guard().synchronizeStream(Guard::stream_of(device, current_stream[device]));
+  }
   const Open one(on_device(self) ? self.storage().data() : nullptr);
   const Open other(on_device(to) ? to.storage().data() : nullptr);
   const at::Tensor from = on_device(self) ? on_host(self) : self;
@@ -346,7 +359,9 @@ at::Tensor copy_from_and_resize(const at::Tensor& self, const at::Tensor& to) {
 }
 
 at::Scalar local_scalar(const at::Tensor& self) {
-  touch("read", self.device().index(), {self}, {});
+  const auto device = self.device().index();
+  touch("read", device, {self}, {});
+  Guard().synchronizeStream(Guard::stream_of(device, current_stream[device]));
   const Open open(self.storage().data());
   return at::native::_local_scalar_dense_cpu(on_host(self));
 }
@@ -402,6 +417,12 @@ void by_the_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
       }
     }
   }
+  const bool draws_unasked = drawn.empty() && op.hasTag(at::Tag::nondeterministic_seeded);
+  at::Tensor hosts_own;
+  if (draws_unasked) {  // the host's kernel draws from the host's default generator
+    drawn.emplace_back(at::Generator(), at::detail::getDefaultCPUGenerator());
+    hosts_own = drawn.back().second.get_state();
+  }
   for (auto& [given, host] : drawn) {
     if (!given.defined()) {
       given = default_generator(device);
@@ -413,6 +434,9 @@ void by_the_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   at::native::cpu_fallback(op, stack);
   for (auto& [given, host] : drawn) {
     given.set_state(host.get_state());
+  }
+  if (draws_unasked) {
+    drawn.back().second.set_state(hosts_own);
   }
 }
 

@@ -1,4 +1,4 @@
-"""Clocks: the host's real time, the CPU time of the process (all threads together), and the time of CUDA devices.
+"""Clocks: the host's real time, the CPU time of the process (all threads together), and the time of accelerators.
 
 All in nanoseconds. A device's time comes from events on its current stream; nothing here waits for a device while a
 replay runs.
@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+
+from replayfmt.pytorch.accelerators import is_accelerator
 
 from .meter import AbsentMeter, Clock, Quantity
 
@@ -44,13 +46,13 @@ class HostTimer:
 
 
 class DeviceTimer:
-    """The CUDA devices' time. With several devices it is the longest of them: they work side by side."""
+    """The accelerators' time. With several devices it is the longest of them: they work side by side."""
 
     quantities = (DEVICE_TIME,)
 
     def __init__(self, devices: Sequence[torch.device], event: Callable[[torch.device], Any] | None = None) -> None:
         self._devices = list(devices)
-        self._make = event or CudaEvent
+        self._make = event or DeviceEvent
         self._pairs: list[list[tuple[Any, Any]]] = []  # kept between replays: events cost more to make than to use
         self._used = 0
 
@@ -77,21 +79,20 @@ class DeviceTimer:
         return (max(milliseconds) * 1e6,)
 
 
-class CudaEvent:
+class DeviceEvent:
     """An event that records on its device's current stream, whichever device is current."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        with torch.cuda.device(device):
-            self._event = torch.cuda.Event(enable_timing=True)
+        self._event = torch.Event(device, enable_timing=True)
 
     def record(self) -> None:
-        self._event.record(torch.cuda.current_stream(self._device))
+        self._event.record(torch.accelerator.current_stream(self._device))
 
     def synchronize(self) -> None:
         self._event.synchronize()
 
-    def elapsed_time(self, end: CudaEvent) -> float:
+    def elapsed_time(self, end: DeviceEvent) -> float:
         return float(self._event.elapsed_time(end._event))
 
 
@@ -100,8 +101,8 @@ def host_timer(_devices: Sequence[torch.device], clock: Clock) -> HostTimer:
 
 
 def device_timer(devices: Sequence[torch.device], _clock: Clock) -> DeviceTimer | AbsentMeter:
-    cuda = [device for device in devices if device.type == "cuda"]
-    return DeviceTimer(cuda) if cuda else AbsentMeter((DEVICE_TIME,), "the replay uses no CUDA device")
+    used = [device for device in devices if is_accelerator(device)]
+    return DeviceTimer(used) if used else AbsentMeter((DEVICE_TIME,), "the replay uses no accelerator")
 
 
 # In the order in which they start; they stop in the opposite one: what it takes the host to record the events is in its

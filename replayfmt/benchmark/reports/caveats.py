@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from replayfmt.format.reader import CaptureReader
+from replayfmt.pytorch.accelerators import HOST, NOTHING, is_accelerator
 from replayfmt.pytorch.environment import cpu_capability, describe_device
 
 from ..measure import PATIENCE, Measurement, Run
@@ -88,10 +89,10 @@ def _differences(reader: CaptureReader, devices: list[torch.device]) -> list[str
         ("CPU capability", session.cpu_capability, cpu_capability()),
     ]
     captured = [device for device in reader.devices[1:] if device is not None]
-    names = [device.name for device in captured if device.kind == "cuda"]
-    names_here = [describe_device(device).name for device in devices if device.type == "cuda"]
+    names = [device.name or str(device) for device in captured if device.kind not in (HOST, NOTHING)]
+    names_here = [describe_device(device).name or str(device) for device in devices if is_accelerator(device)]
     if names or names_here:
-        pairs.append(("CUDA devices", ", ".join(names) or "none", ", ".join(names_here) or "none"))
+        pairs.append(("accelerators", ", ".join(names) or "none", ", ".join(names_here) or "none"))
     return [
         f"captured with another {what} ({then}, here {now}): its captured times cannot be compared with these"
         for what, then, now in pairs

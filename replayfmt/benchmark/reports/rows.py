@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from replayfmt.format.printable import printable
+from replayfmt.pytorch import accelerators
 from replayfmt.replay.plan import Plan
 
 from ..measure import Measurement, Run, Sample
@@ -156,9 +157,8 @@ def _verified(run: Run) -> str:
 
 
 def _device_name(device: torch.device) -> str:
-    if device.type != "cuda":
-        return str(device)
-    return f"{device} {torch.cuda.get_device_name(device)}"
+    name = accelerators.name_of(device) if accelerators.is_accelerator(device) else ""
+    return f"{device} {name}".rstrip()
 
 
 def _iteration_row(measurement: Measurement, family: int, repetition: int, warnings: list[str]) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from replayfmt.pytorch.tensors.looks import dtype_of, is_zerotensor, offset_of, 
 
 from ..state.autocast import autocast_below_mode
 from ..state.numeric_state import NumericState
-from ..state.randomness import Generators, drawn_from
+from ..state.randomness import Generators, drawn_from, unknown_generators
 from ..storages.identity import Storages
 from ..storages.unexplained import Unwritten
 from ..stream.buffer import RecordBuffer, packer
@@ -120,10 +120,24 @@ class CallRecorder:
         self._gather(call)
         for generator, before, after in drawn or ():
             self._generators.drew(generator, before, after)
-        if drawn is None and kernel.random and kernel.draws(args, kwargs):
-            call.generators = drawn_from(args, kwargs, self._devices(call))
-            self._generators.before(call.generators)
+        if kernel.random and kernel.draws(args, kwargs):
+            self._note_draws(call, drawn is None)
         return call
+
+    def _note_draws(self, call: OpCall, is_about_to_run: bool) -> None:
+        devices = self._devices(call)
+        generators = drawn_from(call.args, call.kwargs, devices)
+        given = any(isinstance(value, torch.Generator) for value in (*call.args, *call.kwargs.values()))
+        unknown = [] if given else unknown_generators(devices)
+        if unknown:
+            raise Unrepresentable(
+                "unseen_draws",
+                f"it may draw random numbers on {', '.join(unknown)}, and PyTorch's module for such devices does not "
+                "show their default generator",
+            )
+        if is_about_to_run:
+            call.generators = generators
+            self._generators.before(generators)
 
     def _gather(self, call: OpCall) -> None:
         values, add = call.values, self._arguments.add

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from replayfmt.format.model import Generator
+from replayfmt.pytorch.accelerators import default_generator, is_accelerator
 from replayfmt.pytorch.tensors.memory import call_undispatched, host_view
 
 from ..stream.buffer import RecordBuffer
@@ -85,16 +86,6 @@ def address(generator: torch.Generator) -> int:
     return generator._cdata  # type: ignore[attr-defined]
 
 
-def default_generator(device: torch.device) -> torch.Generator | None:
-    """The device's default generator, where this build can tell."""
-    if device.type == "cpu":
-        return torch.default_generator
-    if device.type == "cuda" and torch.cuda.is_initialized():
-        index = torch.cuda.current_device() if device.index is None else device.index
-        return torch.cuda.default_generators[index]
-    return None
-
-
 def generator_state(generator: torch.Generator) -> bytes:
     return call_undispatched(_state_bytes, generator)
 
@@ -105,9 +96,14 @@ def _state_bytes(generator: torch.Generator) -> bytes:
 
 
 def drawn_from(args: tuple[Any, ...], kwargs: dict[str, Any], devices: set[torch.device]) -> list[torch.Generator]:
-    """The generators a random op may draw from: those it was given, else the defaults of its devices."""
+    """The generators a random op may draw from: those it was given, else the defaults of its devices that are known."""
     given = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Generator)]
     if given:
         return given
     defaults = [default_generator(device) for device in devices or {torch.device("cpu")}]
     return [generator for generator in defaults if generator is not None]
+
+
+def unknown_generators(devices: set[torch.device]) -> list[str]:
+    """Those of some devices that may have a default generator which cannot be asked for its state."""
+    return sorted(str(each) for each in devices if is_accelerator(each) and default_generator(each) is None)

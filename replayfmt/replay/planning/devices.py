@@ -13,6 +13,7 @@ import torch
 
 from replayfmt.errors import UsageError
 from replayfmt.format.model import Device, Generator
+from replayfmt.pytorch import accelerators
 
 
 @dataclass(frozen=True)
@@ -99,22 +100,13 @@ def _described(device: Device) -> str:
 
 def _suggestion(count: int) -> str:
     """What to put on the command line so that `count` accelerators find a device here."""
-    if torch.cuda.is_available() and torch.cuda.device_count() >= count:
-        return " ".join(f"--device=cuda:{index}" for index in range(count))
-    return " ".join(["--device=cpu"] * count)
-
-
-def _count(kind: str) -> int:
-    """How many devices of a kind this machine has."""
-    if kind == "cpu":
-        return 1
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    return torch.accelerator.device_count() if accelerator is not None and accelerator.type == kind else 0
+    here = accelerators.available()
+    return " ".join(f"--device={device}" for device in (here[:count] if len(here) >= count else ["cpu"] * count))
 
 
 def _same(device: Device) -> torch.device | None:
     """The device here of the same kind and index, if there is one."""
-    if max(device.index, 0) >= _count(device.kind):
+    if max(device.index, 0) >= accelerators.count(device.kind):
         return None
     return torch.device(device.kind, max(device.index, 0))
 
@@ -126,10 +118,10 @@ def _requested(text: str) -> torch.device:
         raise UsageError(f"--device={text}: not a device; expected cpu, cuda, cuda:0, ...") from None
     if device.type == "meta":
         raise UsageError("--device=meta: the meta device holds no data, nothing can be replayed on it")
-    count = _count(device.type)
+    count = accelerators.count(device.type)
     index = device.index or 0
     if index >= count:
-        available = ", ".join(["cpu", *(f"cuda:{number}" for number in range(_count("cuda")))])
+        available = ", ".join(["cpu", *map(str, accelerators.available())])
         raise UsageError(f"--device={text}: this machine has {count} {device.type} device(s); available: {available}")
     return torch.device("cpu") if device.type == "cpu" else torch.device(device.type, index)
 
@@ -160,7 +152,5 @@ def _generator(generator: Generator, devices: DeviceMap) -> torch.Generator | No
         return None
     if not generator.default:
         return torch.Generator(target)
-    if target.type == "cuda":
-        torch.cuda.init()
-        return torch.cuda.default_generators[target.index or 0]
-    return None
+    accelerators.make_ready(target.type)
+    return accelerators.default_generator(target)

@@ -1,6 +1,7 @@
 """The peak memory of a replay, per device, if the system reports it.
 
-On the CPU it is the resident set's high-water mark, which Linux lets a process reset; on CUDA the allocator's own.
+On the CPU it is the resident set's high-water mark, which Linux lets a process reset; on accelerators the allocator's
+own.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import torch
+
+from replayfmt.pytorch import accelerators
 
 from ..results import PeakMemory
 
@@ -22,17 +25,16 @@ class MemoryWatch:
     """Watches from `start` to `read`."""
 
     def __init__(self, devices: Iterable[torch.device]) -> None:
-        self._devices = [device for device in devices if device.type in ("cpu", "cuda")]
+        self._devices = [device for device in devices if device.type != accelerators.NOTHING]
         self._host_before: int | None = None
         self._host_problem = ""
-        self._before: dict[torch.device, int] = {}
+        self._before: dict[torch.device, int | None] = {}
 
     def start(self) -> None:
         """Forget earlier peaks. On the CPU that resets the process's high-water mark."""
         for device in self._devices:
-            if device.type == "cuda":
-                torch.cuda.reset_peak_memory_stats(device)
-                self._before[device] = torch.cuda.memory_allocated(device)
+            if accelerators.is_accelerator(device):
+                self._before[device] = accelerators.reset_peak_memory(device)
         try:
             with _CLEAR.open("wb", buffering=0) as clear:
                 clear.write(_RESET_HIGH_WATER)
@@ -45,10 +47,11 @@ class MemoryWatch:
         return tuple(self._of(device) for device in self._devices)
 
     def _of(self, device: torch.device) -> PeakMemory:
-        if device.type == "cuda":
-            return PeakMemory(
-                str(device), torch.cuda.max_memory_allocated(device), self._before.get(device), "allocated by torch"
-            )
+        if accelerators.is_accelerator(device):
+            before = self._before.get(device)
+            if before is None:
+                return PeakMemory(str(device), None, None, "PyTorch's module for it reports no peak")
+            return PeakMemory(str(device), accelerators.peak_memory(device), before, "allocated by torch")
         peak = _status_bytes("VmHWM") if not self._host_problem else None
         if peak is None or self._host_before is None:
             return PeakMemory(

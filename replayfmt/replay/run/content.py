@@ -24,6 +24,7 @@ import torch
 from replayfmt.errors import InvalidCapture
 from replayfmt.format.codes import ValueKind
 from replayfmt.format.reader import CaptureReader
+from replayfmt.pytorch import accelerators
 from replayfmt.pytorch.tensors.memory import byte_tensor, host_view, new_storage
 from replayfmt.pytorch.tensors.staging import fill_from, hash_storage
 
@@ -274,10 +275,8 @@ class Content:
 
 def free_bytes(device: torch.device) -> int | None:
     """Memory that could still be allocated on a device; None if that is unknown."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
     if device.type != "cpu":
-        return None
+        return accelerators.free_memory(device)
     try:
         for line in Path("/proc/meminfo").read_text().splitlines():
             if line.startswith("MemAvailable:"):

@@ -15,6 +15,7 @@ import torch
 
 from replayfmt.errors import OpReplayError, SubstitutionFailed
 from replayfmt.format.reader import CaptureReader
+from replayfmt.pytorch import accelerators
 from replayfmt.pytorch.settings import apply_settings, read_settings
 
 from .call_sites import CallSite
@@ -115,7 +116,7 @@ class Check:
     ) -> None:
         self.reader, self.tolerance, self.describe = reader, tolerance, describe
         self.checks: dict[tuple[str, str], SignatureCheck] = {}
-        unique = dict.fromkeys((*generators, *_default_generators()))
+        unique = dict.fromkeys((*generators, *accelerators.default_generators()))
         self.generators = [generator for generator in unique if generator is not None]
         self.returned = Returned()
         self._table = table
@@ -147,14 +148,6 @@ class Check:
             name, _scope = self.describe(site.ordinal)
             self.checks[key] = SignatureCheck(text, name, replacement.label, site.ordinal)
         return self.checks[key]
-
-
-def _default_generators() -> list[torch.Generator]:
-    """Those that a replacement might draw from without being given one."""
-    found = [torch.default_generator]
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        found += torch.cuda.default_generators
-    return found
 
 
 class _CheckedCall:
@@ -233,25 +226,24 @@ class _CheckedCall:
             apply_settings(before)
 
 
-def _modes() -> tuple[int, int, Any]:
+def _modes() -> tuple[int, int, accelerators.Current]:
     """What of this thread's state is not a setting: modes that are entered, and the stream that work is put on."""
-    stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
-    return torch._C._len_torch_dispatch_stack(), torch._C._len_torch_function_stack(), stream
+    return torch._C._len_torch_dispatch_stack(), torch._C._len_torch_function_stack(), accelerators.Current()
 
 
-def _leave(before: tuple[int, int, Any]) -> str:
+def _leave(before: tuple[int, int, accelerators.Current]) -> str:
     """Go back to what `_modes` gave; what had been left otherwise, for people, "" where nothing was."""
     found = []
-    dispatch, function, stream = before
+    dispatch, function, current = before
     if torch._C._len_torch_dispatch_stack() > dispatch or torch._C._len_torch_function_stack() > function:
         found.append("a mode (of torch dispatch or torch function, a default device is one) entered")
     while torch._C._len_torch_dispatch_stack() > dispatch:
         torch._C._pop_torch_dispatch_stack(None)
     while torch._C._len_torch_function_stack() > function:
         torch._C._pop_torch_function_stack()
-    if stream is not None and torch.cuda.current_stream() != stream:
-        found.append("another CUDA stream or device current")
-        torch.cuda.set_stream(stream)
+    if accelerators.Current() != current:
+        found.append("another stream or device current")
+        current.restore()
     return " and ".join(found)
 
 

@@ -226,9 +226,10 @@ class ScriptFile:
         assert place is not None
         if not generator.default:
             return f"torch.Generator({device(place)})"
-        if place.kind == "cuda":
-            return f"(torch.cuda.init(), torch.cuda.default_generators[{max(place.index, 0)}])[1]"
-        return "torch.default_generator"
+        if place.kind == "cpu":
+            return "torch.default_generator"
+        module = f"torch.get_device_module({place.kind!r})"
+        return f"({module}.init(), {module}.default_generators[{max(place.index, 0)}])[1]"
 
     def _expected(self) -> dict[str, str]:
         """The expected values: known for tensors if they were computed, for numbers if the content is the captured

@@ -1,0 +1,119 @@
+"""What a replay and a capture ask of devices other than the host, by the modules that PyTorch has for them.
+
+A kind of device has a module (`torch.cuda`, `torch.xpu`, that of an out-of-tree backend), which names its functions
+like those of `torch.cuda`. What a module lacks is unknown: None, never a guess.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+HOST = "cpu"
+NOTHING = "meta"  # devices of this kind hold no data
+
+
+def is_accelerator(device: torch.device) -> bool:
+    """Whether a device computes, and is not the host."""
+    return device.type not in (HOST, NOTHING)
+
+
+def device_module(kind: str) -> Any:
+    """The module of a kind of device; None if this PyTorch has none."""
+    try:
+        return torch.get_device_module(kind)
+    except RuntimeError:
+        return None
+
+
+def index_of(device: torch.device) -> int:
+    """The index of a device; without one, that of the current device of its kind."""
+    return int(device_module(device.type).current_device()) if device.index is None else device.index
+
+
+def count(kind: str) -> int:
+    """How many devices of a kind this machine has."""
+    if kind == HOST:
+        return 1
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return torch.accelerator.device_count() if accelerator is not None and accelerator.type == kind else 0
+
+
+def available() -> list[torch.device]:
+    """The accelerators of this machine."""
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    kind = HOST if accelerator is None else accelerator.type
+    return [] if accelerator is None else [torch.device(kind, index) for index in range(count(kind))]
+
+
+def in_use(kind: str) -> bool:
+    """Whether this process has begun to use devices of a kind."""
+    return bool(getattr(device_module(kind), "is_initialized", lambda: True)())
+
+
+def make_ready(kind: str) -> None:
+    """Begin to use devices of a kind."""
+    getattr(device_module(kind), "init", lambda: None)()
+
+
+def default_generator(device: torch.device) -> torch.Generator | None:
+    """The device's default random generator; None if its module does not show it, or is not in use."""
+    if device.type == HOST:
+        return torch.default_generator
+    if not in_use(device.type) or not hasattr(device_module(device.type), "default_generators"):
+        return None
+    found: torch.Generator = device_module(device.type).default_generators[index_of(device)]
+    return found
+
+
+def default_generators() -> list[torch.Generator]:
+    """The default generators of the host and of the accelerators in use."""
+    found = [default_generator(device) for device in (torch.device(HOST), *available())]
+    return [generator for generator in found if generator is not None]
+
+
+class Current:
+    """Where this thread puts its work: the current accelerator, and the current stream of each that is in use."""
+
+    def __init__(self) -> None:
+        devices = [device for device in available() if in_use(device.type)]
+        self._index = torch.accelerator.current_device_index() if devices else -1
+        self._streams = [torch.accelerator.current_stream(device) for device in devices]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Current) and (self._index, self._streams) == (other._index, other._streams)
+
+    def restore(self) -> None:
+        """Have it so again."""
+        for stream in self._streams:
+            torch.accelerator.set_stream(stream)
+        if self._streams:
+            torch.accelerator.set_device_index(self._index)
+
+
+def name_of(device: torch.device) -> str:
+    """The marketing name of an accelerator; "" if it is not known."""
+    name = getattr(device_module(device.type), "get_device_name", None)
+    return str(name(device)) if name is not None else ""
+
+
+def reset_peak_memory(device: torch.device) -> int | None:
+    """Forget the peak of an accelerator's allocator. What is allocated now, in bytes; None if it is not known."""
+    module = device_module(device.type)
+    if not hasattr(module, "reset_peak_memory_stats") or not hasattr(module, "memory_allocated"):
+        return None
+    module.reset_peak_memory_stats(device)
+    return int(module.memory_allocated(device))
+
+
+def peak_memory(device: torch.device) -> int | None:
+    """The peak of an accelerator's allocator in bytes, since it was reset; None if it is not known."""
+    peak = getattr(device_module(device.type), "max_memory_allocated", None)
+    return None if peak is None else int(peak(device))
+
+
+def free_memory(device: torch.device) -> int | None:
+    """What an accelerator has left, in bytes; None if it is not known."""
+    info = getattr(device_module(device.type), "mem_get_info", None)
+    return None if info is None else int(info(device)[0])

@@ -1,0 +1,206 @@
+"""What holds on an accelerator, tried on the simulated one. Run by test_accelerator.py in a process of its own."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from device import register
+from in_process import Tools
+
+import replayfmt
+from replayfmt import Plan
+from replayfmt.errors import ReplayRefused, SubstitutionRejected
+from replayfmt.format.codes import RecordKind
+from replayfmt.format.model import Record
+from replayfmt.format.reader import open_capture
+from replayfmt.replay.substitution.requests import Substitution
+
+sim = register()
+
+
+@pytest.fixture(autouse=True, params=["python", "native"])
+def recorder(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setenv("OPREPLAY_RECORDER", request.param)
+    return request.param
+
+
+@pytest.fixture(autouse=True)
+def devices_as_they_were() -> Iterator[None]:
+    sim.set_device(0)
+    sim.forget_launches()
+    yield
+    torch.accelerator.synchronize()
+
+
+def training(device: str, steps: int = 4) -> list[float]:
+    """A few steps of a small model that draws random numbers in each."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.GELU(), torch.nn.Dropout(0.1), torch.nn.Linear(8, 2))
+    model.to(device)
+    optimizer = torch.optim.AdamW(model.parameters())
+    losses = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = model(torch.randn(5, 4, device=device)).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def ops(path: Path) -> list[tuple[str, Record]]:
+    reader = open_capture(path)
+    return [
+        (reader.kernels[record.signature.kernel].name, record)
+        for record in reader.records()
+        if record.kind is RecordKind.op
+    ]
+
+
+def test_the_device_computes_what_the_host_does_and_nothing_touches_its_memory_unseen() -> None:
+    x = torch.arange(12.0).reshape(3, 4)
+    assert torch.equal((x.to("sim:1") @ x.t().to("sim:1")).cpu(), x @ x.t())
+    with pytest.raises(TypeError, match="sim:0"):
+        x.to("sim:0").numpy()
+
+
+def test_work_on_another_stream_without_an_event_between_is_found() -> None:
+    x = torch.ones(3, device="sim:0") * 2
+    other, event = torch.Stream("sim:0"), torch.Event("sim:0")
+    with other, pytest.raises(RuntimeError, match="no event lies between them"):
+        x + 1
+    event.record()
+    with other:
+        event.wait(other)
+        assert (x + 1).tolist() == [3, 3, 3]
+
+
+def test_a_training_step_replays_bit_for_bit_here_and_on_the_other_device(tmp_path: Path) -> None:
+    path = tmp_path / "a.opreplay"
+    expected = training("sim:1")
+    with replayfmt.capture(path):
+        assert training("sim:1") == expected
+    reader = open_capture(path)
+    assert not reader.summary.unsupported
+    assert reader.summary.records[RecordKind.generator_state] > 0
+    for device, index in ((None, 1), ("sim:0", 0)):
+        sim.forget_launches()
+        with Plan(path, [device] if device else []) as plan:
+            result = plan.execute(verify="bitwise")
+        assert result.outcome == "ok", str(result.divergence)
+        assert result.verification.scalars > 0
+        assert {place for place, _stream in sim.launched()} == {index}
+
+
+def test_the_backward_pass_is_recorded_with_the_thread_that_runs_it(tmp_path: Path) -> None:
+    path = tmp_path / "a.opreplay"
+    with replayfmt.capture(path):
+        training("sim:0")
+    threads: dict[str, set[int]] = {}
+    for name, record in ops(path):
+        threads.setdefault(name, set()).add(record.thread)
+    assert 0 not in threads["aten::gelu_backward"] and len(threads["aten::gelu_backward"]) == 1
+    assert threads["aten::gelu"] == {0}
+
+
+def test_two_devices_and_copies_between_them_and_the_host(tmp_path: Path, tools: Tools) -> None:
+    def program() -> list[float]:
+        x = torch.arange(4.0)
+        one, two = x.to("sim:0") * 2, x.to("sim:1") + 1
+        return (one.to("sim:1") * two).cpu().add(x).tolist()
+
+    path = tmp_path / "a.opreplay"
+    expected = program()
+    with replayfmt.capture(path), replayfmt.scope("execute"):
+        assert program() == expected
+    for flags in ([], ["--device=sim:1", "--device=sim:0"], ["--device=cpu", "--device=sim:0"]):
+        done = tools("run", "--verify=bitwise", *flags, path)
+        assert done.code == 0, done.err
+        assert "sim:0" in done.out or "--device=sim:1" in flags, done.out
+
+
+def test_devices_that_are_not_here_are_named_with_those_that_are(tmp_path: Path, tools: Tools) -> None:
+    path = tmp_path / "a.opreplay"
+    with replayfmt.capture(path):
+        torch.ones(2, device="sim:1") + 1
+    done = tools("run", "--device=sim:7", path)
+    assert done.code == 2 and "available: cpu, sim:0, sim:1" in done.err
+
+
+def test_generators_of_the_program_and_the_devices_draw_the_same(tmp_path: Path) -> None:
+    path = tmp_path / "a.opreplay"
+    with replayfmt.capture(path):
+        own = torch.Generator("sim:0").manual_seed(5)
+        kept = [
+            torch.rand(3, device="sim:0"),
+            torch.rand(3, device="sim:1"),
+            torch.rand(3, device="sim:0", generator=own),
+            torch.nn.functional.dropout(torch.ones(8, device="sim:0")),
+            torch.rand(3),
+        ]
+        assert len(kept) == 5
+    assert open_capture(path).summary.records[RecordKind.generator_state] == 4
+    with Plan(path) as plan:
+        assert plan.execute(verify="bitwise").outcome == "ok"
+
+
+def test_draws_from_a_generator_that_pytorch_does_not_show_are_unsupported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(torch.sim, "default_generators")  # type: ignore[attr-defined]
+    path = tmp_path / "a.opreplay"
+    with replayfmt.capture(path):
+        torch.rand(3, device="sim:0")
+        torch.ones(3, device="sim:0") + 1
+    assert open_capture(path).summary.unsupported == {"unseen_draws": 1}
+    with pytest.raises(ReplayRefused) as refused, Plan(path) as plan:
+        plan.execute()
+    assert "unseen_draws" in refused.value.findings[0]
+
+
+def test_the_peak_of_a_devices_memory_is_measured_or_said_not_to_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "a.opreplay"
+    with replayfmt.capture(path):
+        x = torch.ones(1 << 16, device="sim:0")
+        (x + 1).sum().item()
+    with Plan(path) as plan:
+        peaks = {each.device: each for each in plan.execute(verify="bitwise").memory}
+    assert 2 * 4 << 16 <= peaks["sim:0"].peak_bytes < 8 * 4 << 16
+    monkeypatch.delattr(torch.sim, "reset_peak_memory_stats")  # type: ignore[attr-defined]
+    with Plan(path) as plan:
+        peak = {each.device: each for each in plan.execute(verify="bitwise").memory}["sim:0"]
+    assert peak.peak_bytes is None and "reports no peak" in peak.note
+
+
+def test_a_benchmark_measures_the_devices_time_by_events(tmp_path: Path, tools: Tools) -> None:
+    path = tmp_path / "a.opreplay"
+    with replayfmt.capture(path), replayfmt.scope("execute"):
+        (torch.ones(64, device="sim:1") + 1).sum().item()
+    done = tools("benchmark", "--benchmark-format=json", "--benchmark-min-time=6x", path)
+    assert done.code == 0, done.err
+    row = json.loads(done.out)["benchmarks"][0]
+    assert row["host_time"] > 0, "the events' time is the real time, and the host's stands beside it"
+
+
+def test_a_replacement_that_leaves_another_stream_current_is_found(tmp_path: Path) -> None:
+    def elsewhere(a: Any, b: Any) -> Any:
+        result = a.cpu().mul(b.cpu()).to(a.device)
+        torch.accelerator.set_stream(torch.Stream("sim:0"))
+        return result
+
+    path = tmp_path / "a.opreplay"
+    with replayfmt.capture(path):
+        x = torch.ones(3, device="sim:0")
+        kept = torch.mul(x, x)
+        assert kept.tolist() == [1, 1, 1]
+    before = torch.accelerator.current_stream()
+    with Plan(path, substitutions=[Substitution("aten::mul", elsewhere)]) as plan, pytest.raises(SubstitutionRejected):
+        plan.execute()
+    assert torch.accelerator.current_stream() == before

@@ -1,0 +1,40 @@
+"""Capture and replay on an accelerator that is not CUDA: a simulated one, in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from replayfmt.native.building import NotAvailable
+from replayfmt.native.hook import dispatch_hook
+
+_HERE = Path(__file__).parent
+
+
+def test_what_holds_on_an_accelerator() -> None:
+    if isinstance(found := dispatch_hook(), NotAvailable):
+        pytest.skip(f"the accelerator cannot be built here ({found})")
+    with tempfile.TemporaryDirectory() as folder:
+        done = subprocess.run(
+            [
+                sys.executable,
+                "-m",
+                "pytest",
+                "-q",
+                "-p",
+                "no:cacheprovider",
+                "-p",
+                "no:xdist",
+                str(_HERE / "on_device.py"),
+            ],
+            capture_output=True,
+            text=True,
+            cwd=_HERE.parent.parent,
+            env={**os.environ, "TMPDIR": folder},
+        )
+    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
