@@ -88,7 +88,7 @@ def test_what_the_capture_does_not_say_is_not_compared(tmp_path):
 def test_a_capture_of_a_device_that_is_not_used_here_is_reported(tmp_path):
     reader = here()
     reader.devices = (None, Device("cpu", -1, "x"), Device("cuda", 0, "NVIDIA H200"))
-    assert "another CUDA devices (NVIDIA H200, here none)" in run_caveats(run(), reader, [CPU], tmp_path)[0]
+    assert "another accelerator (NVIDIA H200, here none)" in run_caveats(run(), reader, [CPU], tmp_path)[0]
 
 
 def test_an_unverified_run_says_so(tmp_path):

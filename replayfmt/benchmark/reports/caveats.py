@@ -92,7 +92,7 @@ def _differences(reader: CaptureReader, devices: list[torch.device]) -> list[str
     names = [device.name or str(device) for device in captured if device.kind not in (HOST, NOTHING)]
     names_here = [describe_device(device).name or str(device) for device in devices if is_accelerator(device)]
     if names or names_here:
-        pairs.append(("accelerators", ", ".join(names) or "none", ", ".join(names_here) or "none"))
+        pairs.append(("accelerator", ", ".join(names) or "none", ", ".join(names_here) or "none"))
     return [
         f"captured with another {what} ({then}, here {now}): its captured times cannot be compared with these"
         for what, then, now in pairs
