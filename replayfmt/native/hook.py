@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +25,13 @@ class OperatorForHook(NamedTuple):
     takes_numbers: bool  # also where its schema says tensors
 
 
+@dataclass(frozen=True)
+class UnknownValue:
+    """Stands for a value of the dispatcher's that Python cannot have. `type` is its type in the schema."""
+
+    type: str
+
+
 class Functions(NamedTuple):
     """What the hook calls, in the order of `Functions` in recorder.cpp."""
 
@@ -36,6 +45,7 @@ class Functions(NamedTuple):
     late: Callable[[Any, tuple[Any, ...], dict[str, Any], Any, int, int], int | None]
     late_raised: Callable[[Any, tuple[Any, ...], dict[str, Any], BaseException | None, int, int], None]
     pump: Callable[[], None]
+    unknown: Callable[[str], Any] = UnknownValue
 
 
 class DispatchHook:
@@ -48,6 +58,7 @@ class DispatchHook:
         self._library = found
         self._types = found.opreplay_recorder_types()
         self._key = int(found.opreplay_recorder_key())
+        atexit.register(self.end)  # a thread that is still there must not wait for an interpreter that ends
 
     def session(self, began_ns: int, chunk_records: int) -> Any:
         """A `Session` of session.h, for one capture: `began_ns` is when it began."""

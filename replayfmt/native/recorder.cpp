@@ -24,6 +24,7 @@
 
 #include "hot_path.h"
 
+#include <array>
 #include <atomic>
 #include <chrono>
 #include <cstdint>
@@ -42,9 +43,8 @@ using torch::jit::Stack;
 // PyTorch has this key for fake tensors written in C++, which nothing makes on plain tensors.
 constexpr DispatchKey kKey = DispatchKey::Fake;
 
-// Of a capture. Written with the interpreter's lock; threads without it only ask whether there is one.
 struct Functions {
-  PyObject* before = nullptr;       // (operator, args, kwargs) -> what to do, see below
+  PyObject* before = nullptr;       // (operator or its name, args, kwargs) -> what to do, see below
   PyObject* after = nullptr;        // (call, result, started_ns, ended_ns) -> the record's signature, or None
   PyObject* raised = nullptr;       // (call, exception of Python or None, started_ns, ended_ns)
   PyObject* interrupted = nullptr;  // (call or None, args, kwargs, result or None): one of the others raised
@@ -54,10 +54,40 @@ struct Functions {
   PyObject* late = nullptr;         // (operator, args, kwargs, result, started_ns, ended_ns) -> signature, or None
   PyObject* late_raised = nullptr;  // (operator, args, kwargs, exception or None, started_ns, ended_ns)
   PyObject* pump = nullptr;         // () after a record: something waits to be written, or told
+  PyObject* unknown = nullptr;      // (type as text) -> what stands for a value that Python cannot have
 };
-Functions functions;
-std::shared_ptr<Session> session;  // of the capture; changed with the interpreter's lock, while no thread records
-std::atomic<bool> recording{false};
+
+// In the order in which Python gives them (hook.py).
+std::array<PyObject**, 11> places(Functions& of) {
+  return {&of.before,   &of.after,   &of.raised, &of.interrupted, &of.run,
+          &of.describe, &of.context, &of.late,   &of.late_raised, &of.pump, &of.unknown};
+}
+
+// One capture. An operator that is running holds on to the one that it began in: what it tells when it returns, however
+// late, is for that one alone.
+struct Capture {
+  Functions functions;  // read and written with the interpreter's lock; none once the capture has ended
+  std::shared_ptr<Session> session;
+};
+std::shared_ptr<Capture> current;        // read and written with the interpreter's lock
+std::atomic<uint64_t> current_number{0};  // of the capture in progress; 0: there is none
+
+// The capture in progress, or none. Takes the interpreter's lock once in each thread.
+std::shared_ptr<Capture> capture_in_progress() {
+  thread_local struct {
+    uint64_t number = 0;
+    std::shared_ptr<Capture> capture;
+  } known;
+  const uint64_t number = current_number.load(std::memory_order_acquire);
+  if (number == 0) {
+    return nullptr;
+  }
+  if (known.number != number) {
+    py::gil_scoped_acquire lock;
+    known = {current_number.load(), current};
+  }
+  return known.capture;
+}
 
 int64_t now_ns() {  // the clock of time.perf_counter_ns
   return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch())
@@ -65,6 +95,20 @@ int64_t now_ns() {  // the clock of time.perf_counter_ns
 }
 
 // ------------------------------------------------------------------------------------------------------------ to Python
+
+// Calls Python. What it raises passes on through PyTorch as an exception of C++.
+template <typename... Values>
+py::object call(PyObject* function, const Values&... values) {
+  const py::object held = py::reinterpret_borrow<py::object>(function);  // the capture may end meanwhile
+  PyObject* arguments[] = {values.ptr()..., nullptr};
+  PyObject* result = PyObject_Vectorcall(function, arguments, sizeof...(values), nullptr);
+  if (!result) {
+    python_error error;
+    error.persist();
+    throw error;
+  }
+  return py::reinterpret_steal<py::object>(result);
+}
 
 // The recorder's own tensor on the same memory, so that a tensor of the program's which has no Python object does not get
 // one: a subclass that is made of it later could not be.
@@ -104,7 +148,31 @@ c10::IValue own_views(const c10::IValue& value, bool numbers = true) {
   return value;
 }
 
-py::object to_python(const c10::Argument& argument, const c10::IValue& value, bool own, bool numbers) {
+// An operator as Python names it; its name as text where Python has none for it.
+py::object function_of(const OperatorHandle& op) {
+  try {
+    return py::reinterpret_borrow<py::object>(torch::detail::getTorchApiFunction(op));
+  } catch (const std::exception&) {
+    return py::str(toString(op.operator_name()));
+  }
+}
+
+// A value for the recorder, or for the program where `recorder` is null.
+py::object converted(const c10::TypePtr& type, const c10::IValue& value, const Functions* recorder, bool numbers) {
+  if (!recorder) {
+    return torch::jit::toPyObject(value);
+  }
+  try {
+    return torch::jit::toPyObject(own_views(value, numbers));
+  } catch (const python_error&) {
+    throw;  // a signal handler's
+  } catch (const std::exception&) {
+    return recorder->unknown ? call(recorder->unknown, py::str(type->str())) : py::none();
+  }
+}
+
+py::object to_python(const c10::Argument& argument, const c10::IValue& value, const Functions* recorder,
+                     bool numbers) {
   if (value.isNone()) {
     return py::none();
   }
@@ -122,7 +190,7 @@ py::object to_python(const c10::Argument& argument, const c10::IValue& value, bo
     case c10::TypeKind::MemoryFormatType:
       return py::cast(static_cast<c10::MemoryFormat>(value.toInt()));
     default:
-      return torch::jit::toPyObject(own ? own_views(value, numbers) : value);
+      return converted(argument.real_type(), value, recorder, numbers);
   }
 }
 
@@ -132,8 +200,8 @@ struct PythonArguments {
 };
 
 // What a dispatch mode is given for these values: trailing arguments that have their schema's default are left out.
-// `own`: with views of the recorder's own.
-PythonArguments python_arguments(const FunctionSchema& schema, const c10::IValue* values, bool own,
+// For the recorder they are views of its own.
+PythonArguments python_arguments(const FunctionSchema& schema, const c10::IValue* values, const Functions* recorder,
                                  bool numbers = true) {
   const auto& arguments = schema.arguments();
   const auto has_default = [&](size_t index) {
@@ -150,28 +218,28 @@ PythonArguments python_arguments(const FunctionSchema& schema, const c10::IValue
   }
   PythonArguments made{py::tuple(positional), py::dict()};
   for (size_t index = 0; index < positional; index++) {
-    made.args[index] = to_python(arguments[index], values[index], own, numbers);
+    made.args[index] = to_python(arguments[index], values[index], recorder, numbers);
   }
   for (size_t index = keywords; index < arguments.size(); index++) {
     if (!has_default(index)) {
-      made.kwargs[py::str(arguments[index].name())] = to_python(arguments[index], values[index], own, numbers);
+      made.kwargs[py::str(arguments[index].name())] = to_python(arguments[index], values[index], recorder, numbers);
     }
   }
   return made;
 }
 
-py::object python_results(const FunctionSchema& schema, const Stack& stack) {
+py::object python_results(const FunctionSchema& schema, const Stack& stack, const Functions& recorder) {
   const size_t count = schema.returns().size();
   if (count == 0) {
     return py::none();
   }
   const size_t first = stack.size() - count;
   if (count == 1) {
-    return torch::jit::toPyObject(own_views(stack[first]));
+    return converted(schema.returns()[0].real_type(), stack[first], &recorder, true);
   }
   py::tuple results(count);
   for (size_t index = 0; index < count; index++) {
-    results[index] = torch::jit::toPyObject(own_views(stack[first + index]));
+    results[index] = converted(schema.returns()[index].real_type(), stack[first + index], &recorder, true);
   }
   return results;
 }
@@ -188,19 +256,6 @@ void push_results(const FunctionSchema& schema, py::handle result, Stack* stack)
   }
 }
 
-// Calls Python. What it raises passes on through PyTorch as an exception of C++.
-template <typename... Values>
-py::object call(PyObject* function, const Values&... values) {
-  PyObject* arguments[] = {values.ptr()..., nullptr};
-  PyObject* result = PyObject_Vectorcall(function, arguments, sizeof...(values), nullptr);
-  if (!result) {
-    python_error error;
-    error.persist();
-    throw error;
-  }
-  return py::reinterpret_steal<py::object>(result);
-}
-
 // ------------------------------------------------------------------------------------------------------------- the hook
 
 // What `before` says, apart from a call that is being recorded (any other object):
@@ -210,16 +265,25 @@ py::object call(PyObject* function, const Values&... values) {
 
 // Calls Python around an operator; where that raises (a signal handler does), what the operator may have written is noted.
 template <typename Call, typename Arguments>
-void around(const Call& tell, py::handle begun, const Arguments& arguments, py::handle result) {
+void around(const Capture& of, const Call& tell, py::handle begun, const Arguments& arguments, py::handle result) {
   try {
     tell();
   } catch (const python_error&) {
-    if (functions.interrupted) {
+    if (of.functions.interrupted) {
       PythonArguments given = arguments();
-      call(functions.interrupted, begun, given.args, given.kwargs, result);
+      call(of.functions.interrupted, begun, given.args, given.kwargs, result);
     }
     throw;
   }
+}
+
+// Whether nobody but the thread that ends the interpreter gets its lock any more.
+bool interpreter_ends() {
+#if PY_VERSION_HEX >= 0x030d0000
+  return Py_IsFinalizing();
+#else
+  return _Py_IsFinalizing();
+#endif
 }
 
 // A Python object that is let go of with the interpreter's lock.
@@ -230,7 +294,7 @@ class Held {
   Held(const Held&) = delete;
   Held& operator=(const Held&) = delete;
   ~Held() {
-    if (object_) {
+    if (object_ && !interpreter_ends()) {
       py::gil_scoped_acquire lock;
       Py_DECREF(object_);
     }
@@ -262,7 +326,8 @@ bool is_for_others(const Stack& stack, size_t first) {
 }
 
 // The operator, described by Python at its first call.
-const Operator& described(const OperatorHandle& op, Session& of) {
+const Operator& described(const OperatorHandle& op, const Capture& capture) {
+  Session& of = *capture.session;
   const FunctionSchema& schema = op.schema();
   {
     std::lock_guard<std::mutex> lock(of.mutex);
@@ -274,9 +339,8 @@ const Operator& described(const OperatorHandle& op, Session& of) {
   auto made = std::make_shared<Operator>();
   {
     py::gil_scoped_acquire lock;
-    if (functions.describe) {
-      py::object function = py::reinterpret_borrow<py::object>(torch::detail::getTorchApiFunction(op));
-      py::object found = call(functions.describe, function);
+    if (py::object function = function_of(op); capture.functions.describe && !py::isinstance<py::str>(function)) {
+      py::object found = call(capture.functions.describe, function);
       if (!found.is_none()) {
         const auto said = py::cast<py::tuple>(found);
         made->plain = py::cast<bool>(said[0]);
@@ -297,7 +361,8 @@ const Operator& described(const OperatorHandle& op, Session& of) {
 }
 
 // The calling thread and the scope that it is in, as Python numbers them. Whether calls may still be recorded here.
-bool find_context(Session& of, int64_t* context) {
+bool find_context(const Capture& capture, int64_t* context) {
+  Session& of = *capture.session;
   thread_local struct {
     uint64_t moved = 0;
     int64_t context = 0;
@@ -305,10 +370,10 @@ bool find_context(Session& of, int64_t* context) {
   const uint64_t moved = of.scopes_moved.load();
   if (known.moved != moved) {
     py::gil_scoped_acquire lock;
-    if (!functions.context) {
+    if (!capture.functions.context) {
       return false;
     }
-    known = {moved, py::cast<int64_t>(call(functions.context))};
+    known = {moved, py::cast<int64_t>(call(capture.functions.context))};
   }
   *context = known.context;
   return of.hot.load(std::memory_order_relaxed);
@@ -351,11 +416,12 @@ void telling(const Call& run, const Tell& tell) {
 }
 
 // Records a call without Python, as far as that goes. Whether it has run.
-bool record_hot(Session& of, const OperatorHandle& op, DispatchKeySet below, Stack* stack, size_t first) {
+bool record_hot(const Capture& capture, const OperatorHandle& op, DispatchKeySet below, Stack* stack, size_t first) {
+  Session& of = *capture.session;
   const FunctionSchema& schema = op.schema();
-  const Operator& known = described(op, of);
+  const Operator& known = described(op, capture);
   int64_t context = 0;
-  if (!known.plain || !of.is_settled(known.watches) || !find_context(of, &context)) {
+  if (!known.plain || !of.is_settled(known.watches) || !find_context(capture, &context)) {
     return false;
   }
   HotCall made(of, known);
@@ -371,11 +437,11 @@ bool record_hot(Session& of, const OperatorHandle& op, DispatchKeySet below, Sta
       [&] { op.redispatchBoxed(below, stack); },
       [&](py::handle error) {
         const int64_t ended = now_ns();
-        if (functions.late_raised) {
-          py::object function = py::reinterpret_borrow<py::object>(torch::detail::getTorchApiFunction(op));
-          const auto arguments = [&] { return python_arguments(schema, saved.data(), true, known.takes_numbers); };
+        if (capture.functions.late_raised) {
+          py::object function = function_of(op);
+          const auto arguments = [&] { return python_arguments(schema, saved.data(), &capture.functions, known.takes_numbers); };
           PythonArguments given = arguments();
-          around([&] { call(functions.late_raised, function, given.args, given.kwargs, error, py::int_(started),
+          around(capture, [&] { call(capture.functions.late_raised, function, given.args, given.kwargs, error, py::int_(started),
                             py::int_(ended)); },
                  py::none(), arguments, py::none());
         }
@@ -383,9 +449,9 @@ bool record_hot(Session& of, const OperatorHandle& op, DispatchKeySet below, Sta
   const int64_t ended = now_ns();
   const size_t results = schema.returns().size();
   bool recorded = false, waits = false;
-  if (of.hot.load(std::memory_order_relaxed)) {
+  {
     std::lock_guard<std::mutex> lock(of.mutex);
-    if (made.take_results(stack->data() + stack->size() - results, results)) {
+    if (of.hot.load(std::memory_order_relaxed) && made.take_results(stack->data() + stack->size() - results, results)) {
       if (const int64_t signature = made.signature()) {
         made.record(signature, context, started, ended);
         recorded = true;
@@ -395,18 +461,18 @@ bool record_hot(Session& of, const OperatorHandle& op, DispatchKeySet below, Sta
   }
   if (!recorded || waits) {
     py::gil_scoped_acquire lock;
-    if (!recorded && functions.late) {
-      py::object function = py::reinterpret_borrow<py::object>(torch::detail::getTorchApiFunction(op));
-      const auto arguments = [&] { return python_arguments(schema, saved.data(), true, known.takes_numbers); };
+    if (!recorded && capture.functions.late) {
+      py::object function = function_of(op);
+      const auto arguments = [&] { return python_arguments(schema, saved.data(), &capture.functions, known.takes_numbers); };
       PythonArguments given = arguments();
-      py::object result = python_results(schema, *stack);
+      py::object result = python_results(schema, *stack, capture.functions);
       py::object signature = py::none();
-      around([&] { signature = call(functions.late, function, given.args, given.kwargs, result, py::int_(started),
+      around(capture, [&] { signature = call(capture.functions.late, function, given.args, given.kwargs, result, py::int_(started),
                                     py::int_(ended)); },
              py::none(), arguments, result);
       learn(of, known, schema, saved.data(), *stack, signature);
-    } else if (functions.pump) {
-      call(functions.pump);
+    } else if (capture.functions.pump) {
+      call(capture.functions.pump);
     }
   }
   return true;
@@ -416,14 +482,15 @@ void recorded(const OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
   const DispatchKeySet below = keys & DispatchKeySet(DispatchKeySet::FULL_AFTER, kKey);
   const FunctionSchema& schema = op.schema();
   const size_t first = stack->size() - schema.arguments().size();
-  if (!recording.load(std::memory_order_relaxed) ||
-      c10::impl::tls_is_dispatch_key_excluded(DispatchKey::Python) || is_for_others(*stack, first)) {
+  const std::shared_ptr<Capture> found = capture_in_progress();
+  if (!found || c10::impl::tls_is_dispatch_key_excluded(DispatchKey::Python) || is_for_others(*stack, first)) {
     op.redispatchBoxed(below, stack);
     return;
   }
   c10::impl::ExcludeDispatchKeyGuard hidden(kKey);
-  const std::shared_ptr<Session> of = session;
-  if (of && of->hot.load(std::memory_order_relaxed) && record_hot(*of, op, below, stack, first)) {
+  const Capture& capture = *found;
+  Session& of = *capture.session;
+  if (of.hot.load(std::memory_order_relaxed) && record_hot(capture, op, below, stack, first)) {
     return;
   }
   Held made;
@@ -431,15 +498,15 @@ void recorded(const OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
   Saved saved;
   {
     py::gil_scoped_acquire lock;
-    if (!functions.before) {
+    if (!capture.functions.before) {
       alone = true;
     } else {
-      py::object function = py::reinterpret_borrow<py::object>(torch::detail::getTorchApiFunction(op));
-      PythonArguments given = python_arguments(schema, stack->data() + first, true, !of || described(op, *of).takes_numbers);
-      py::object said = call(functions.before, function, given.args, given.kwargs);
+      py::object function = function_of(op);
+      PythonArguments given = python_arguments(schema, stack->data() + first, &capture.functions, described(op, capture).takes_numbers);
+      py::object said = call(capture.functions.before, function, given.args, given.kwargs);
       if (said.ptr() == Py_True) {
-        given = python_arguments(schema, stack->data() + first, false);
-        py::object result = call(functions.run, function, given.args, given.kwargs);
+        given = python_arguments(schema, stack->data() + first, nullptr);
+        py::object result = call(capture.functions.run, function, given.args, given.kwargs);
         torch::jit::drop(*stack, schema.arguments().size());
         push_results(schema, result, stack);
         return;
@@ -466,7 +533,7 @@ void recorded(const OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
     return;
   }
   const auto arguments = [] { return PythonArguments{py::tuple(), py::dict()}; };  // the call has them
-  const Operator* known = of && of->hot.load(std::memory_order_relaxed) ? &described(op, *of) : nullptr;
+  const Operator* known = of.hot.load(std::memory_order_relaxed) ? &described(op, capture) : nullptr;
   if (known && known->plain) {
     saved.assign(stack->begin() + static_cast<std::ptrdiff_t>(first), stack->end());
   }
@@ -475,20 +542,20 @@ void recorded(const OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
       [&] { op.redispatchBoxed(below, stack); },
       [&](py::handle error) {
         const int64_t ended = now_ns();
-        if (functions.raised) {
-          around([&] { call(functions.raised, made.get(), error, py::int_(started), py::int_(ended)); }, made.get(),
+        if (capture.functions.raised) {
+          around(capture, [&] { call(capture.functions.raised, made.get(), error, py::int_(started), py::int_(ended)); }, made.get(),
                  arguments, py::none());
         }
       });
   const int64_t ended = now_ns();
   py::gil_scoped_acquire lock;
-  if (functions.after) {
-    py::object result = python_results(schema, *stack);
+  if (capture.functions.after) {
+    py::object result = python_results(schema, *stack, capture.functions);
     py::object signature = py::none();
-    around([&] { signature = call(functions.after, made.get(), result, py::int_(started), py::int_(ended)); }, made.get(),
+    around(capture, [&] { signature = call(capture.functions.after, made.get(), result, py::int_(started), py::int_(ended)); }, made.get(),
            arguments, result);
     if (known && known->plain) {
-      learn(*of, *known, schema, saved.data(), *stack, signature);
+      learn(of, *known, schema, saved.data(), *stack, signature);
     }
   }
 }
@@ -529,7 +596,7 @@ EXPORTED PyObject* opreplay_recorder_types() {
       .def_property_readonly("next_tensor", [](Session& self) { return &self.next_tensor; },
                              py::return_value_policy::reference_internal)
       .def_property("hot", [](Session& self) { return self.hot.load(); },
-                    [](Session& self, bool hot) { self.hot.store(hot); })
+                    &Session::set_hot)
       .def("note_meta", &Session::note_meta)
       .def("publish", &Session::publish)
       .def("view", &Session::view)
@@ -540,31 +607,34 @@ EXPORTED PyObject* opreplay_recorder_types() {
       .def("dead", &Session::dead)
       .def("settle", &Session::settle)
       .def("move_scopes", &Session::move_scopes)
-      .def("clear", &Session::clear);
+      .def("clear", &Session::clear)
+      .def("forked", &Session::forked);
   return scope.release().ptr();
 }
 
 // Begin. `given`: the functions of `Functions` in their order, then the session. Each thread takes part from its
 // `include` on.
 EXPORTED void opreplay_recorder_begin(PyObject* given) {
+  static uint64_t captures = 0;
   const auto items = py::reinterpret_borrow<py::tuple>(given);
-  PyObject** places[] = {&functions.before,  &functions.after, &functions.raised, &functions.interrupted, &functions.run, &functions.describe,
-                         &functions.context, &functions.late,  &functions.late_raised, &functions.pump};
+  auto made = std::make_shared<Capture>();
   size_t index = 0;
-  for (PyObject** place : places) {
+  for (PyObject** place : places(made->functions)) {
     *place = py::object(items[index++]).release().ptr();
   }
-  session = py::cast<std::shared_ptr<Session>>(items[index]);
-  recording.store(true);
+  made->session = py::cast<std::shared_ptr<Session>>(items[index]);
+  current = std::move(made);
+  current_number.store(++captures, std::memory_order_release);
 }
 
 // Record nothing more.
 EXPORTED void opreplay_recorder_end() {
-  recording.store(false);
-  const Functions ended = std::exchange(functions, {});
-  for (PyObject* function : {ended.before, ended.after, ended.raised, ended.interrupted, ended.run, ended.describe, ended.context,
-                             ended.late, ended.late_raised, ended.pump}) {
-    Py_XDECREF(function);
+  current_number.store(0);
+  if (const std::shared_ptr<Capture> ended = std::exchange(current, nullptr)) {
+    Functions functions = std::exchange(ended->functions, {});
+    for (PyObject** place : places(functions)) {
+      Py_XDECREF(*place);
+    }
   }
 }
 
@@ -586,7 +656,7 @@ EXPORTED int opreplay_recorder_hide(int hidden) {
 EXPORTED int opreplay_recorder_included() { return c10::impl::tls_is_dispatch_key_included(kKey); }
 
 // Whether a capture has the hook.
-EXPORTED int opreplay_recorder_active() { return recording.load(); }
+EXPORTED int opreplay_recorder_active() { return current_number.load() != 0; }
 
 // The key, as a set's bits.
 EXPORTED uint64_t opreplay_recorder_key() { return DispatchKeySet(kKey).raw_repr(); }

@@ -208,9 +208,9 @@ class Session {
   std::unordered_map<Words, Meta, WordsHash> metas;
   std::unordered_map<Words, int64_t, WordsHash> signatures;
   std::unordered_map<const c10::FunctionSchema*, std::shared_ptr<Operator>> operators;
-  std::atomic<bool> hot{false};          // calls may be recorded here
-  uint64_t general{0};                   // the settings that the stream states
-  std::array<uint8_t, kWatched> watched{};
+  std::atomic<bool> hot{false};          // calls may be recorded here; written with the mutex held
+  std::atomic<uint64_t> general{0};      // the settings that the stream states
+  std::array<std::atomic<uint8_t>, kWatched> watched{};
   std::atomic<uint64_t> scopes_moved{next_move()};  // another number after each change, in no other session
   int64_t began_ns = 0;
   size_t chunk_records = 0;
@@ -250,6 +250,18 @@ class Session {
     metas.emplace(std::move(key), Meta{id, device});
   }
 
+  // Once this returns false, no call appends a row any more without Python.
+  void set_hot(bool is_hot) {
+    std::lock_guard<std::mutex> lock(mutex);
+    hot.store(is_hot);
+  }
+
+  // In a forked child: a thread that is not there may have held the mutex.
+  void forked() {
+    std::construct_at(&mutex);
+    hot.store(false);
+  }
+
   // Python used a view of a storage. Whether the storage was not known here: then Python tells its other views as well.
   bool publish(uintptr_t address, int64_t id, int64_t bytes, bool new_views, int64_t meta, int64_t offset,
                int64_t tensor) {
@@ -257,6 +269,9 @@ class Session {
     auto* impl = reinterpret_cast<c10::StorageImpl*>(address);
     std::lock_guard<std::mutex> lock(mutex);
     auto found = storages.find(impl);
+    if (found != storages.end() && found->second.id != id) {
+      return false;  // another storage, in the memory of one that died
+    }
     if (found == storages.end()) {
       auto weak = c10::weak_intrusive_ptr<c10::StorageImpl>(
           c10::intrusive_ptr<c10::StorageImpl>::unsafe_reclaim_from_nonowning(impl));
@@ -265,7 +280,6 @@ class Session {
       is_new = true;
     }
     Storage& storage = found->second;
-    storage.id = id;
     storage.bytes = bytes;
     storage.new_views = new_views;
     if (!storage.find(meta, offset)) {
@@ -274,21 +288,21 @@ class Session {
     return is_new;
   }
 
-  int64_t view(uintptr_t address, int64_t meta, int64_t offset) {
+  int64_t view(uintptr_t address, int64_t id, int64_t meta, int64_t offset) {
     std::lock_guard<std::mutex> lock(mutex);
-    auto found = storages.find(reinterpret_cast<c10::StorageImpl*>(address));
+    const auto found = find(address, id);
     return found == storages.end() ? 0 : found->second.find(meta, offset);
   }
 
   // Id, bytes, views and written tensors of a storage, which Python has a tracker of from now on; None where it is not
-  // known. `forget`: it is not known here any more.
-  py::object take(uintptr_t address, bool forget) {
-    int64_t id = 0, bytes = 0;
+  // known. `id`: 0 where Python does not know it. `forget`: it is not known here any more.
+  py::object take(uintptr_t address, int64_t id, bool forget) {
+    int64_t bytes = 0;
     std::vector<View> seen;
     std::vector<int64_t> written;
     {
       std::lock_guard<std::mutex> lock(mutex);
-      auto found = storages.find(reinterpret_cast<c10::StorageImpl*>(address));
+      const auto found = find(address, id);
       if (found == storages.end()) {
         return py::none();
       }
@@ -309,9 +323,9 @@ class Session {
   }
 
   // Its writes so far do not matter any more.
-  void forget_written(uintptr_t address) {
+  void forget_written(uintptr_t address, int64_t id) {
     std::lock_guard<std::mutex> lock(mutex);
-    auto found = storages.find(reinterpret_cast<c10::StorageImpl*>(address));
+    const auto found = find(address, id);
     if (found != storages.end()) {
       found->second.written.clear();
     }
@@ -340,7 +354,6 @@ class Session {
   // Ids of the storages born here that died.
   std::vector<int64_t> dead() {
     std::vector<int64_t> ids;
-    std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>> gone;  // released without the mutex
     std::lock_guard<std::mutex> lock(mutex);
     born = 0;
     for (auto place = storages.begin(); place != storages.end();) {
@@ -380,6 +393,13 @@ class Session {
     storages.clear();
     metas.clear();
     signatures.clear();
+  }
+
+ private:
+  // The storage that a tracker of Python's is of. Its memory may be another storage's by now: ids tell them apart.
+  std::unordered_map<const c10::StorageImpl*, Storage>::iterator find(uintptr_t address, int64_t id) {
+    const auto found = storages.find(reinterpret_cast<c10::StorageImpl*>(address));
+    return found == storages.end() || id == 0 || found->second.id == id ? found : storages.end();
   }
 };
 

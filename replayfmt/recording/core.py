@@ -201,12 +201,12 @@ class Core:
     def stop(self) -> None:
         """Nothing that happens from now on is recorded. Idempotent."""
         with self.lock:
+            self.cool_down()
             if self.on:
                 self.settle()
                 self.storages.unexplained.report_kept(list(self.storages.live.values()))
                 self.scopes.record_ends()
             self.on = False
-            self.cool_down()
             self.finished = True
 
     def settle(self) -> None:
@@ -342,6 +342,16 @@ class Core:
                 for index in kernel.writes:
                     for tensor in tensors_in(kernel.argument(index, args, kwargs)):
                         self.outside.written(tensor)
+
+    @_attempted
+    def unreachable_op(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        """An operator ran that Python cannot name: nothing is known of what it did with its arguments."""
+        with self.lock:
+            if self.on:
+                self.records.unsupported(
+                    "opaque_argument", name, f"torch.ops does not give {name}: another attribute has its name"
+                )
+        self.interrupted(args, kwargs, result)
 
     @_attempted
     def interrupted(self, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:

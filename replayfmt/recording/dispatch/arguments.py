@@ -13,6 +13,7 @@ import torch
 
 from replayfmt.format.codes import Layout, ValueKind
 from replayfmt.format.model import Node
+from replayfmt.native.hook import UnknownValue
 from replayfmt.pytorch.tensors.composites import is_composite, take_apart
 from replayfmt.pytorch.tensors.dtypes import DTYPE_CODE, LAYOUT_CODE, MEMORY_FORMAT_CODE, TORCH_LAYOUT
 from replayfmt.pytorch.tensors.looks import layout_of
@@ -23,6 +24,7 @@ from .call import CallValues, OpCall, TensorUse, Token
 from .unpacked import Unpacked
 
 _INT64 = range(-(1 << 63), 1 << 63)
+_SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 _NONE = Token(ValueKind.none)
@@ -111,10 +113,12 @@ class Encoder:
             values.ints.append(self._storage(call, storage, values.argument))
         elif isinstance(value, torch.ScriptObject):
             self._add_composite(value, values, call)
-        elif isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        elif isinstance(value, _SYMBOLIC):
             self.add(_concrete(value), values, call)
         elif isinstance(value, (bool, int, float)):  # subclasses
             self.add(int(value) if isinstance(value, int) else float(value), values, call)
+        elif isinstance(value, UnknownValue):
+            raise Unrepresentable("opaque_argument", f"a value of the type {value.type}, which Python cannot have")
         else:
             raise Unrepresentable(
                 "opaque_argument", f"a value of type {type(value).__module__}.{type(value).__qualname__}"
@@ -157,7 +161,7 @@ class StructureEncoder(Encoder):
         self._with_scalars._add_composite(value, values, call)
 
     def add(self, value: Any, values: CallValues, call: OpCall) -> None:
-        if isinstance(value, (torch.Tensor, list, tuple, torch.UntypedStorage, torch.TypedStorage, torch.ScriptObject)):
+        if not (value is None or isinstance(value, (bool, int, float, complex, str, *_SYMBOLIC))):
             super().add(value, values, call)
         else:
             recorded = self._large_integer(call, value) if type(value) is int and value >> 32 > 0 else None

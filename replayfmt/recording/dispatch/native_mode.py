@@ -37,11 +37,12 @@ _FAKE_TENSORS = os.path.join("torch", "_subclasses", "fake_tensor.py")
 
 
 class _Begun:
-    """A call that runs. `call`: None if there is nothing to record but `problem`; `drawing`: with the lock held."""
+    """A call that runs. `kernel`: the name alone, where Python has no operator for it. `call`: None if there is nothing
+    to record but `problem`; `drawing`: with the lock held."""
 
     __slots__ = ("args", "call", "drawing", "kernel", "kwargs", "problem")
 
-    def __init__(self, kernel: CapturedKernel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def __init__(self, kernel: CapturedKernel | str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.kernel, self.args, self.kwargs = kernel, args, kwargs
         self.call: OpCall | None = None
         self.problem: Unrepresentable | None = None
@@ -85,6 +86,8 @@ class NativeMode(ObservingMode):
         try:
             if begun.call is not None:
                 self.core.raised(begun.call, started, ended, is_interrupt(error))
+            elif isinstance(begun.kernel, str):
+                self.core.unreachable_op(begun.kernel, begun.args, begun.kwargs, None)
             self._release(begun)
         except BaseException as struck:
             self._end_or_pass(struck)
@@ -126,6 +129,8 @@ class NativeMode(ObservingMode):
             recorded = core.recorded(begun.call, result, started, ended)
             self._release(begun)
             core.pump()
+        elif isinstance(begun.kernel, str):
+            core.unreachable_op(begun.kernel, begun.args, begun.kwargs, result)
         elif begun.problem is not None:
             core.unsupported_op(begun.kernel, begun.args, begun.kwargs, begun.problem)
         elif begun.kernel.action is Action.scope_enter:
@@ -232,6 +237,9 @@ class NativeMode(ObservingMode):
 
     def _before(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Begun | bool | None:
         core = self.core
+        if isinstance(func, str):
+            recorded = not core.finished and (core.on or core.attempt(self._begins))
+            return _Begun(func, args, kwargs) if recorded else _ALONE
         kernel = None if core.finished else core.attempt(core.calls.kernel_of, func)
         if kernel is None:
             return _IN_PARTS
@@ -261,15 +269,15 @@ class NativeMode(ObservingMode):
             if draws:  # the order of draws is the order of records
                 core.lock.acquire()
                 begun.drawing = True
-            return self._begin(begun)
+            return self._begin(kernel, begun)
         except BaseException:
             if draws and core.lock._is_owned():  # type: ignore[attr-defined]
                 core.lock.release()
             core.interrupted(args, kwargs, None)
             raise
 
-    def _begin(self, begun: _Begun) -> _Begun | None:
-        made = self.core.before(begun.kernel, begun.args, begun.kwargs, self.autocast)
+    def _begin(self, kernel: CapturedKernel, begun: _Begun) -> _Begun | None:
+        made = self.core.before(kernel, begun.args, begun.kwargs, self.autocast)
         if isinstance(made, OpCall):
             begun.call = made
             return begun

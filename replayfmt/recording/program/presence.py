@@ -136,6 +136,8 @@ class HookPresence:
         self._hook.include(False)
 
     def forked(self) -> None:
+        if self._core.native is not None:
+            self._core.native.forked()
         self.end()
 
     def mode_now(self) -> RecordingMode | None:

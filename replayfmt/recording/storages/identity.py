@@ -136,7 +136,7 @@ class Storages:
     def _view(self, tracker: Tracker, state: State | None, meta: int, offset: int) -> int:
         number = tracker.views.get((meta, offset))
         if number is None and self._native is not None:
-            number = self._native.view(tracker.address, meta, offset) or None  # type: ignore[attr-defined]
+            number = self._native.view(tracker.address, tracker.id, meta, offset) or None  # type: ignore[attr-defined]
             if number is not None:
                 tracker.views[meta, offset] = number
         if number is not None:

@@ -36,7 +36,7 @@ class NativeTracker(Tracker):
 
     @property
     def written(self) -> set[int] | None:
-        found = self.session.take(self.address, False)
+        found = self.session.take(self.address, self.id, False)
         if found is not None:
             self.take_over(found[2], found[3])
         written: set[int] | None = _written.__get__(self)
@@ -44,12 +44,12 @@ class NativeTracker(Tracker):
 
     @written.setter
     def written(self, written: set[int] | None) -> None:
-        self.session.forget_written(self.address)
+        self.session.forget_written(self.address, self.id)
         _written.__set__(self, written)
 
     def take_back(self) -> None:
         """The hot path does not know it any more, until it is published again."""
-        found = self.session.take(self.address, True)
+        found = self.session.take(self.address, self.id, True)
         if found is not None:
             self.take_over(found[2], found[3])
 
@@ -63,7 +63,8 @@ class NativeTracker(Tracker):
     def publish(self, meta: int, offset: int, tensor: int) -> None:
         """A view of it was used on the complete path: from now on the hot path knows it."""
         state, size = self.state, self.size
-        if size >= 0 and (state is None or state.alias_of is None):
+        storage = self()  # alive meanwhile
+        if storage is not None and size >= 0 and (state is None or state.alias_of is None):
             new_views = state is None or not state.synthesized
             if self.session.publish(self.address, self.id, size, new_views, meta, offset, tensor):
                 for (other_meta, other_offset), number in self.views.items():
@@ -72,5 +73,5 @@ class NativeTracker(Tracker):
 
 def adopted(session: Any, storage: torch.UntypedStorage) -> tuple[int, int, Any, Any] | None:
     """Id, bytes, views and writes of a storage that was born on the hot path; None for any other."""
-    found: tuple[int, int, Any, Any] | None = session.take(storage._cdata, False)
+    found: tuple[int, int, Any, Any] | None = session.take(storage._cdata, 0, False)
     return found
