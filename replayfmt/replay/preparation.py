@@ -215,7 +215,7 @@ class Preparation:
         """The reasons against replaying what a scan of the first records covers."""
         findings = Findings(self.reader, self.device_map, self.kernels, scan)
         findings.collect(unsupported=False)
-        return (*findings.sentences, *self._file_findings, *self.synthesis.findings)
+        return (*self._imports.problems, *findings.sentences, *self._file_findings, *self.synthesis.findings)
 
     def close(self) -> None:
         """Release the external files, and the capture if it was opened here."""

@@ -17,6 +17,7 @@ from replayfmt.errors import (
     InvalidCapture,
     OpReplayError,
     ReplayMismatch,
+    ReplayRefused,
     UsageError,
 )
 
@@ -125,6 +126,18 @@ def test_composite_tensors_are_put_together(small: Path) -> None:
     with replayfmt.open(small) as capture:
         (sparse,) = op_of(capture, "aten::_to_sparse").results(replay=True)
     assert sparse.layout is torch.sparse_coo and torch.equal(sparse.to_dense(), torch.eye(3))
+
+
+def test_an_import_that_fails_is_said_before_anything_is_computed(small: Path) -> None:
+    with replayfmt.open(small) as capture:
+        op = op_of(capture, "aten::cat")
+        for allowed in ("nothere", ["torch", "nothere"]):
+            for values in (op.inputs, op.results):
+                with pytest.raises(ReplayRefused) as refused:
+                    values(replay=True, allow_imports=allowed)
+                (finding,) = refused.value.findings
+                assert finding.startswith("--allow-import=nothere: it cannot be imported: ModuleNotFoundError")
+        assert op.results(replay=True, allow_imports="torch")
 
 
 def test_content_that_was_left_out_is_said_to_be(tmp_path: Path) -> None:

@@ -117,6 +117,46 @@ def test_record_columns_that_contradict_each_other_are_refused(
     refused(capture, match)
 
 
+@pytest.mark.parametrize(
+    ("which", "column", "row", "expected"),
+    [
+        (
+            0,
+            "tensor_offset",
+            1,
+            r"tensor_offset holds -7\.\..*, allowed 0\.\..*first wrong one is -7, of tensor \d+ in record \d",
+        ),
+        (0, "ints", 3, r"version of storage_import holds -7\.\..*, allowed 0\.\..*-7, of record \d"),
+        (1, "ints", 1, r"bytes of storage_resize holds -7\.\..*, allowed 0\.\..*-7, of record \d+"),
+    ],
+)
+def test_a_negative_amount_is_named_with_its_record(
+    capture: Path, which: int, column: str, row: int, expected: str
+) -> None:
+    change_records(capture, _put(column, row, -7), which)
+    refused(capture, expected)
+    with pytest.raises(InvalidCapture, match=expected):
+        check_capture(capture)
+
+
+@pytest.mark.parametrize("name", ["elements", "nan", "inf"])
+@pytest.mark.parametrize("kind", [RecordKind.digest, RecordKind.host_read])
+def test_a_digest_has_no_negative_counts(capture: Path, kind: RecordKind, name: str) -> None:
+    with open_capture(capture) as reader:
+        record = next(each for each in reader.records() if each.kind is kind and len(each.args) > 3)
+        place = [each.name for each in record.signature.args if each.kind is V.int].index(name)
+        info = next(
+            each
+            for each in reader.record_frames
+            if each.first_ordinal <= record.ordinal < each.first_ordinal + each.count
+        )
+        which = reader.record_frames.index(info)
+        frame = reader.frame(which)
+        slot = int(frame.int_first[record.ordinal - frame.first_ordinal]) + place
+    change_records(capture, _put("ints", slot, -1), which)
+    refused(capture, rf"{name} of {kind.name} holds -1.*first wrong one is -1, of record {record.ordinal}$")
+
+
 def test_tensors_without_a_table_of_tensors_are_refused(capture: Path) -> None:
     def edit(columns: dict) -> None:
         for name in ("tensor_id", "tensor_storage", "tensor_offset", "tensor_meta"):
@@ -217,8 +257,8 @@ def _first(family: str, first: int) -> Callable[[Tables], None]:
         (_column("meta_device", 0, 0), "meta_device holds 0"),
         (_column("meta_flags", 0, 16), "meta_flags holds"),
         (_column("meta_rank", 0, 0xFFFF), "meta_sizes has"),
-        (_column("meta_sizes", 0, -1), "meta_sizes holds -1"),
-        (_column("meta_strides", 0, -1), "meta_strides holds -1"),
+        (_column("meta_sizes", 0, -1), "meta_sizes holds -1.*allowed 0.*the first wrong one is -1, of meta 1"),
+        (_column("meta_strides", 0, -1), "meta_strides holds -1.*the first wrong one is -1, of meta 1"),
         (_column("signature_kind", 0, 0), "signature_kind holds 0"),
         (_column("signature_kind", 0, 14), "signature_kind holds"),
         (_column("signature_kind", 0, int(RecordKind.op)), "has a kernel or a status"),

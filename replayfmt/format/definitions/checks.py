@@ -111,11 +111,15 @@ class TablesBody:
             f"this reader knows {MAJOR_VERSION}.{MINOR_VERSION}"
         )
 
-    def range(self, name: str, lowest: int, highest: int) -> None:
-        """A column holds nothing beyond these bounds."""
+    def range(self, name: str, lowest: int, highest: int, owner: Callable[[int], str] = "row {}".format) -> None:
+        """A column holds nothing beyond these bounds. `owner` says what a row of it belongs to."""
         column = self.columns[name]
         if len(column) and not (lowest <= int(column.min()) and int(column.max()) <= highest):
-            raise self.fail(f"{name} holds {int(column.min())}..{int(column.max())}, allowed {lowest}..{highest}")
+            row = next(row for row, value in enumerate(column.tolist()) if not lowest <= value <= highest)
+            raise self.fail(
+                f"{name} holds {int(column.min())}..{int(column.max())}, allowed {lowest}..{highest}; the first wrong "
+                f"one is {int(column[row])}, of {owner(row)}"
+            )
 
     def ids(self, name: str, family: str, lowest: int = 1) -> None:
         """A column holds ids of a family; `lowest` 0: or none."""

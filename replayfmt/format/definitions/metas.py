@@ -61,8 +61,13 @@ class MetaFamily(Family[TensorMeta]):
         if len(flags) and int(np.bitwise_or.reduce(flags)) & ~_FLAGS:
             body.code("meta_flags", _FLAGS, 0)
             raise body.fail("meta_flags has unknown bits")
+        ends = np.cumsum(body.columns["meta_rank"], dtype=np.int64)
+
+        def owner(row: int) -> str:
+            return f"meta {body.firsts['meta'] + int(np.searchsorted(ends, row, 'right'))}"
+
         for name in self.nested_columns:
-            body.range(name, 0, MAX_LENGTH)
+            body.range(name, 0, MAX_LENGTH, owner)
 
 
 METAS = MetaFamily()

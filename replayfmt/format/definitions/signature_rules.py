@@ -50,6 +50,14 @@ DIGEST_ARGUMENTS: tuple[tuple[str, frozenset[ValueKind]], ...] = (
     *((name, _NUMBER) for name in ("min", "max", "mean", "l2")),
     ("sample", frozenset({V.list})),
 )
+# Lengths and counts among the arguments of these records, none of which may be negative: the place of each among the
+# ints of the record, counted from the end where it is negative. A host read has a digest or no ints at all.
+AMOUNTS: dict[RecordKind, dict[str, int]] = {
+    RecordKind.storage_import: {"version": -1},
+    RecordKind.storage_resize: {"bytes": 1},
+    RecordKind.digest: {"elements": 4, "nan": 5, "inf": 6},
+    RecordKind.host_read: {"elements": 2, "nan": 3, "inf": 4},
+}
 SETTING_KINDS = frozenset({V.none, V.bool, V.int, V.float, V.string})
 
 

@@ -6,7 +6,7 @@ the capture defines. Consumers may index without looking.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,7 +18,7 @@ from ..container import flatbuffer_tables
 from ..container.frames import MAX_LENGTH, FrameHeader
 from ..container.layouts import RECORDS
 from ..definitions.reading import Frozen
-from ..definitions.signature_rules import members
+from ..definitions.signature_rules import AMOUNTS, members
 from ..slots import COLUMNS
 from .storage_rules import Referable, storages_problem
 
@@ -162,21 +162,29 @@ class _Decoding:
                 raise self._fail(f"column {name} has {len(column)} rows, expected {length}")
         return columns
 
-    def _range(self, name: str, column: np.ndarray, lowest: int, highest: int) -> None:
+    def _range(self, name: str, column: np.ndarray, lowest: int, highest: int, first: Callable[[int], str]) -> None:
+        """`first` says what the row of a wrong value belongs to."""
         if len(column) and not (lowest <= int(column.min()) and int(column.max()) <= highest):
-            raise self._fail(f"{name} holds {int(column.min())}..{int(column.max())}, allowed {lowest}..{highest}")
+            row = next(row for row, value in enumerate(column.tolist()) if not lowest <= value <= highest)
+            raise self._fail(
+                f"{name} holds {int(column.min())}..{int(column.max())}, allowed {lowest}..{highest}; the first wrong "
+                f"one is {int(column[row])}, of {first(row)}"
+            )
+
+    def _record(self, row: int) -> str:
+        return f"record {self._header.first_ordinal + row}"
 
     def frame(self) -> RecordFrame:
         definitions, count = self._definitions, self._header.count
         signature, scope, thread = self._rows(count, "signature", "scope", "thread")
-        self._range("signature", signature, 1, self._counts["signature"])
-        self._range("scope", scope, 0, self._counts["scope"])
+        self._range("signature", signature, 1, self._counts["signature"], self._record)
+        self._range("scope", scope, 0, self._counts["scope"], self._record)
         start = self._start(count)
         duration = self._durations(signature, count)
         device_duration = self._optional("device_duration_ns", count)
         annotation = self._optional("annotation", count)
         if annotation is not None:
-            self._range("annotation", annotation, 0, self._counts["string"])
+            self._range("annotation", annotation, 0, self._counts["string"], self._record)
 
         firsts = np.zeros((3, count + 1), np.int64)
         np.cumsum(definitions.slots.take(signature, axis=1), axis=1, out=firsts[:, 1:])
@@ -191,14 +199,18 @@ class _Decoding:
         if not 1 <= first_storage <= MAX_LENGTH:
             raise self._fail(f"first_storage is {first_storage}")
         device, origin, payload = self._rows(born, "storage_device", "storage_origin", "storage_payload")
-        self._range("storage_bytes", storage_bytes, 0, MAX_LENGTH)
-        self._range("storage_device", device, 1, self._counts["device"])
+
+        def storage(row: int) -> str:
+            return f"storage {first_storage + row}"
+
+        self._range("storage_bytes", storage_bytes, 0, MAX_LENGTH, storage)
+        self._range("storage_device", device, 1, self._counts["device"], storage)
         if born and int(origin.max()) > _LAST_ORIGIN and self._header.minor > MINOR_VERSION:
             raise UnsupportedVersion(
                 f"{self._where}: storage_origin {int(origin.max())} of format version "
                 f"{MAJOR_VERSION}.{self._header.minor}"
             )
-        self._range("storage_origin", origin, 1, _LAST_ORIGIN)
+        self._range("storage_origin", origin, 1, _LAST_ORIGIN, storage)
         problem = storages_problem(origin, payload, storage_bytes, self._contents)
         if problem:
             raise self._fail(problem)
@@ -208,15 +220,23 @@ class _Decoding:
         tensor_storage, tensor_offset, tensor_meta = self._rows(
             len(tensor_id), "tensor_storage", "tensor_offset", "tensor_meta"
         )
-        self._range("tensors", tensors, 0, len(tensor_id) - 1)
-        self._range("tensor_id", tensor_id, 1, MAX_LENGTH)
+
+        def user(slot: int) -> str:
+            return self._record(int(np.searchsorted(tensor_first, slot, "right")) - 1)
+
+        def tensor(row: int) -> str:
+            used = np.flatnonzero(tensors == row)
+            return f"tensor {int(tensor_id[row])}" + (f" in {user(int(used[0]))}" if len(used) else "")
+
+        self._range("tensors", tensors, 0, len(tensor_id) - 1, user)
+        self._range("tensor_id", tensor_id, 1, MAX_LENGTH, tensor)
         if len(tensor_id) > 1 and (tensor_id[1:] <= tensor_id[:-1]).any():
             raise self._fail("tensor_id is not ascending")
-        self._range("tensor_storage", tensor_storage, 0, storages)
-        self._range("tensor_offset", tensor_offset, 0, MAX_LENGTH)
-        self._range("tensor_meta", tensor_meta, 1, self._counts["meta"])
+        self._range("tensor_storage", tensor_storage, 0, storages, tensor)
+        self._range("tensor_offset", tensor_offset, 0, MAX_LENGTH, tensor)
+        self._range("tensor_meta", tensor_meta, 1, self._counts["meta"], tensor)
         self._check_references(signature, ints, int_first, storages)
-        self._check_resizes(signature, ints, int_first)
+        self._check_amounts(signature, ints, int_first)
         return RecordFrame(
             self._header.first_ordinal,
             count,
@@ -245,17 +265,27 @@ class _Decoding:
             annotation,
         )
 
-    def _check_resizes(self, signature: np.ndarray, ints: np.ndarray, int_first: np.ndarray) -> None:
-        """The new lengths of storages: what comes behind their ids."""
+    def _check_amounts(self, signature: np.ndarray, ints: np.ndarray, int_first: np.ndarray) -> None:
+        """Lengths and counts among the arguments of records: none is negative."""
         kinds = self._definitions.column("signature_kind")[signature.astype(np.int64) - 1]
-        resizes = kinds == RecordKind.storage_resize
-        self._range("the new length of a storage", ints[int_first[:-1][resizes] + 1], 0, MAX_LENGTH)
+        sizes = np.diff(int_first)
+        for kind, names in AMOUNTS.items():
+            rows = np.flatnonzero((kinds == kind) & (sizes > 0))
+            for name, place in names.items():
+                slots = int_first[rows] + place if place >= 0 else int_first[rows + 1] + place
+                self._range(
+                    f"{name} of {kind.name}",
+                    ints[slots],
+                    0,
+                    MAX_LENGTH,
+                    lambda row, rows=rows: self._record(int(rows[row])),  # type: ignore[misc]
+                )
 
     def _durations(self, signature: np.ndarray, count: int) -> np.ndarray | None:
         column = self._optional("duration_ns", count)
         untimed = self._get("untimed").astype(np.int64)
         if len(untimed):
-            self._range("untimed", untimed, 0, count - 1)
+            self._range("untimed", untimed, 0, count - 1, "row {}".format)
             if (np.diff(untimed) <= 0).any():
                 raise self._fail("untimed is not ascending")
             if column is None or column[untimed].any():
@@ -281,10 +311,10 @@ class _Decoding:
         (gap,) = self._rows(len(position), "gap_ns")
         steps = delta.astype(np.int64)
         if len(position):
-            self._range("gap_position", position, 0, count - 1)
+            self._range("gap_position", position, 0, count - 1, "row {}".format)
             if (np.diff(position) <= 0).any():
                 raise self._fail("gap_position is not ascending")
-            self._range("gap_ns", gap, 0, MAX_LENGTH)
+            self._range("gap_ns", gap, 0, MAX_LENGTH, lambda row: self._record(int(position[row])))
             if float(gap.astype(np.float64).sum()) > MAX_LENGTH:
                 raise self._fail("gap_ns add up to more than 2^60")
             steps[position] += gap.astype(np.int64)
