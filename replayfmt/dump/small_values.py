@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from replayfmt.format.codes import DType, Layout, RecordKind, TensorFlag
+from replayfmt.format.codes import DType, Layout, RecordKind, TensorFlag, ValueKind
 from replayfmt.format.model import PayloadValue, StorageValue, TensorMeta
 from replayfmt.format.operator_schema import parse_operator_schema
 from replayfmt.format.reader import CaptureReader, RecordFrame
@@ -187,4 +187,6 @@ def _written_slots(reader: CaptureReader, layout: SlotLayout) -> tuple[list[int]
         written = {argument.name for argument in arguments if argument.type.written}
     except ValueError:
         written = {node.name for node in signature.args}  # nobody knows
-    return [slot for top in layout.args if top.node.name in written for slot in top.tensors], layout.arg_storages
+    places = [top for top in layout.args if top.node.name in written]
+    storages = [place.int_slot for top in places for place in top.of_kind(ValueKind.storage)]
+    return [slot for top in places for slot in top.tensors], storages

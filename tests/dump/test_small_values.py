@@ -191,3 +191,18 @@ def test_nothing_is_decoded_where_nobody_asks_or_there_is_nothing_to_show(
         assert not SmallValues(reader, 64, str).shows
     with pytest.raises(AssertionError, match="a payload was read"):
         rows(path)
+
+
+def test_a_storage_that_is_only_passed_on_keeps_its_values(tmp_path: Path) -> None:
+    positions = torch.tensor([4, 2, 7])
+    with replayfmt.capture(tmp_path / "passed.opreplay"):
+        positions + 1
+        other = torch.empty(0, dtype=torch.int64).set_(positions.untyped_storage(), 1, (2,), (1,))
+        positions - 1
+        other.add_(1)
+        positions * 3
+    dumped = [row for row in rows(tmp_path / "passed.opreplay") if tensors(row)]
+    shown = {row["op"]: tensors(row)[0].get("value") for row in dumped}
+    assert shown["aten::mul"] is None, "after a write"
+    assert shown["aten::sub"] == [4, 2, 7]
+    assert shown["aten::add_"] == [2, 7]

@@ -327,7 +327,8 @@ class _Writing:
         return ordinal
 
     def _rewritten(self, rewritten: Rewritten, moment: Moment, annotation: dict[str, Any]) -> int:
-        """Write what takes a call's place; the first has the call's times and device work. Returns its ordinal."""
+        """Write what takes a call's place; the first has the call's times and device work, all of it the count of the
+        calls. Returns its ordinal."""
         annotation["import"] = "inferred"
         annotation["rewritten"] = rewritten.what
         annotation["assumed"] = [*annotation.get("assumed", ()), rewritten.note]
@@ -339,7 +340,8 @@ class _Writing:
             if first is None:
                 first = ordinal
                 moment = replace(moment, duration_ns=None, device_duration_ns=None)
-                annotation = {key: annotation[key] for key in ("import", "rewritten", "assumed")}
+                kept = ("import", "rewritten", "assumed", "count")
+                annotation = {key: annotation[key] for key in kept if key in annotation}
         assert first is not None
         return first
 
