@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import torch
 
+from replayfmt.errors import ReplayRefused
 from replayfmt.format.codes import OpStatus, RecordKind, StorageOrigin, TensorFlag, ValueKind
 from replayfmt.format.definitions.signature_rules import argument_nodes
 from replayfmt.format.model import GeneratorValue, PayloadValue, RangeValue, RecipeValue, Record, TensorValue, Value
@@ -116,7 +117,14 @@ class Materializer:
         number = record.signature.kernel
         if number not in self._kernel:
             resolved = self._plan.kernels[number]
-            assert isinstance(resolved, OperatorKernel), "an op without an operator here is refused before"
+            if not isinstance(resolved, OperatorKernel):
+                captured = self._plan.reader.kernels[number]
+                assert captured is not None, "signatures of ops have kernels"
+                reason = resolved if isinstance(resolved, str) else f"it is a {type(resolved).__name__}"
+                raise ReplayRefused(
+                    f"{self._plan.reader.path}: ordinal {record.ordinal}: {captured.qualified_name} cannot be kept: "
+                    f"expected an operator of this PyTorch, {reason}; leave it out of the selection"
+                )
             self._kernel[number] = CapturedKernel(resolved.overload, self._plan.opaque)
         return self._kernel[number]
 

@@ -221,7 +221,7 @@ def test_portable_rewriting_puts_common_operators_in_the_place_of_a_devices_own(
     assert kineto.KinetoOptions().rewrite == "none" and Portable is not None
 
 
-def test_every_part_of_a_rewritten_call_has_the_count_of_the_calls_it_stands_for(tool: Tool, tmp_path: Path) -> None:
+def test_every_part_of_a_rewritten_call_has_the_count_of_the_calls_it_stands_for(tools: Tools, tmp_path: Path) -> None:
     taken = [tensor("float", 1, 3, 8, 8), tensor("float", 4, 3, 3, 3), ("", [], [], "")]
     taken += [("ScalarList", [], [], text) for text in ("[1, 1]", "[1, 1]", "[1, 1]")] + [("Scalar", [], [], "1")]
     events = []
@@ -229,13 +229,13 @@ def test_every_part_of_a_rewritten_call_has_the_count_of_the_calls_it_stands_for
         events.append(op("aten::miopen_convolution_relu", 100 * call, 10, taken))
         events += [launch(call, 100 * call + 2), kernel(call, 1000 + 100 * call, 5)]
     source, out = trace(tmp_path / "t.json", events, deviceProperties=[H100]), tmp_path / "out.opreplay"
-    assert tool(importer, source, "-o", out, "--unique", "--rewrite=portable")[0] == 0
+    assert tools("import", source, "-o", out, "--unique", "--rewrite=portable").code == 0
     with replayfmt.open(out) as capture:
         parts = [op.record for op in capture.ops.values()]
         assert len(parts) > 1, "a convolution and what follows it"
         assert [part.calls for part in parts] == [3] * len(parts)
-    code, printed, _err = tool(
-        benchmark, "--per-op", out, "--device=cpu", "--benchmark-format=json", "--benchmark-min-time=1x"
+    code, printed, _err = tools(
+        "benchmark", "--per-op", out, "--device=cpu", "--benchmark-format=json", "--benchmark-min-time=1x"
     )
     assert code == 0 and [row["count"] for row in json.loads(printed)["benchmarks"]] == [3] * len(parts)
 

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import replayfmt
+from replayfmt.errors import ReplayRefused
 from replayfmt.format.codes import RecordKind, StorageOrigin
+from replayfmt.format.model import Kernel
 from replayfmt.format.reader import open_capture
+from replayfmt.format.slots import SlotLayout
+from replayfmt.replay import preparation
 from replayfmt.replay.plan import Plan
+from replayfmt.replay.planning.effects import Effects
+from replayfmt.replay.planning.kernels import ResolvedKernel
+from replayfmt.replay.planning.resolve import resolve
 from replayfmt.trim.defined import Defined, region_of
 from replayfmt.trim.open_scopes import OpenScopes
 from replayfmt.trim.selection import Wanted
@@ -168,3 +177,45 @@ def test_progress_counts_up_to_the_end_of_what_is_kept(captured: Captured, tmp_p
             on_progress=lambda done, total: seen.append((done, total)),
         )
     assert seen == sorted(seen) and seen[-1] == (21, 21)
+
+
+class Foreign(ResolvedKernel):
+    """A kernel that is no operator of the dispatcher, and does what one does."""
+
+    own, draws = True, False
+
+    def __init__(self, kernel: ResolvedKernel) -> None:
+        self._kernel = kernel
+
+    @property
+    def schema(self) -> torch.FunctionSchema:
+        return self._kernel.schema
+
+    @property
+    def call(self) -> Callable[..., Any]:
+        return self._kernel.call
+
+    def effects(self, layout: SlotLayout) -> Effects:
+        return self._kernel.effects(layout)
+
+    content_decides_sizes = makes_unchecked_views = False
+
+    def runs_on(self, device_type: str) -> bool:
+        return self._kernel.runs_on(device_type)
+
+
+def test_a_kernel_that_is_no_operator_replays_and_is_refused_by_name(
+    captured: Captured, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def foreign(kernel: Kernel, *given: Any) -> ResolvedKernel | str:
+        resolved = resolve(kernel, *given)
+        assert isinstance(resolved, ResolvedKernel)
+        return Foreign(resolved) if kernel.name == "aten::mul" else resolved
+
+    path, out = captured(lambda: torch.ones(3).mul(2).add(1).sum().item()), tmp_path / "out.opreplay"
+    monkeypatch.setattr(preparation, "resolve", foreign)
+    with Plan(path, keep_going=True) as plan:
+        assert plan.execute(verify="bitwise").outcome == "ok"
+        with pytest.raises(ReplayRefused, match=r"ordinal \d+: aten::mul.Tensor cannot be kept: expected an operator"):
+            trim_capture(plan, str(out), Wanted(kernel=("aten::mul",)), checked_here)
+    assert not list(tmp_path.glob("out.*")), "nothing half written"
