@@ -8,13 +8,12 @@
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/Functions.h>
+#include <ATen/autocast_mode.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <ATen/native/CPUFallback.h>
-#include <ATen/native/Resize.h>
 #include <ATen/ops/_local_scalar_dense_native.h>
 #include <ATen/ops/_reshape_alias_native.h>
 #include <ATen/ops/as_strided_native.h>
-#include <ATen/ops/resize_native.h>
 #include <ATen/ops/set_native.h>
 #include <ATen/ops/view_native.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
@@ -319,8 +318,30 @@ at::Tensor reshape_alias(const at::Tensor& self, c10::SymIntArrayRef size, c10::
   return at::native::_reshape_alias(self, C10_AS_INTARRAYREF_SLOW(size), C10_AS_INTARRAYREF_SLOW(stride));
 }
 
+void resize_storage(const c10::Storage& storage, size_t bytes) {
+  const c10::DeviceGuard guard(storage.device());
+  c10::DataPtr made = allocator.allocate(bytes);
+  if (storage.data() && bytes) {
+    allocator.copy_data(made.get(), storage.data(), std::min(bytes, storage.nbytes()));
+  }
+  storage.set_data_ptr_noswap(std::move(made));
+  storage.set_nbytes(bytes);
+}
+
 const at::Tensor& resize(const at::Tensor& self, c10::SymIntArrayRef size, std::optional<at::MemoryFormat> format) {
-  return at::native::resize_(self, C10_AS_INTARRAYREF_SLOW(size), format);
+  auto* impl = self.unsafeGetTensorImpl();
+  const auto sizes = C10_AS_INTARRAYREF_SLOW(size);
+  if (self.sizes() != sizes) {
+    impl->set_sizes_contiguous(sizes);
+    const size_t bytes = at::detail::computeStorageNbytesContiguous(sizes, self.itemsize(), self.storage_offset());
+    if (self.storage().nbytes() < bytes) {
+      resize_storage(self.storage(), bytes);
+    }
+  }
+  if (format) {
+    impl->empty_tensor_restride(*format);
+  }
+  return self;
 }
 
 at::Tensor& set_storage(at::Tensor& self, at::Storage source, c10::SymInt offset, c10::SymIntArrayRef size,
@@ -354,7 +375,7 @@ at::Tensor copy_from(const at::Tensor& self, const at::Tensor& to, bool) {
 }
 
 at::Tensor copy_from_and_resize(const at::Tensor& self, const at::Tensor& to) {
-  at::native::resize_(to, self.sizes(), std::nullopt);
+  resize(to, c10::fromIntArrayRefSlow(self.sizes()), std::nullopt);
   return copy_from(self, to, false);
 }
 
@@ -459,6 +480,15 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
   library.impl("_local_scalar_dense", local_scalar);
 }
 
+TORCH_LIBRARY_IMPL(_, AutocastPrivateUse1, library) { library.fallback(torch::CppFunction::makeFallthrough()); }
+
+TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m) {  // the macro's name for it
+  KERNEL_PRIVATEUSEONE(mm, lower_precision_fp)
+  KERNEL_PRIVATEUSEONE(addmm, lower_precision_fp)
+  KERNEL_PRIVATEUSEONE(linear, lower_precision_fp)
+  KERNEL_PRIVATEUSEONE(matmul, lower_precision_fp)
+}
+
 // --------------------------------------------------------------------------------------------------------------- hooks
 
 struct Hooks final : at::PrivateUse1HooksInterface {
@@ -482,13 +512,7 @@ struct Hooks final : at::PrivateUse1HooksInterface {
     return {kKind, block->second.device};
   }
   void resizePrivateUse1Bytes(const c10::Storage& storage, size_t bytes) const override {
-    const c10::DeviceGuard guard(storage.device());
-    c10::DataPtr made = allocator.allocate(bytes);
-    if (storage.data() && bytes) {
-      allocator.copy_data(made.get(), storage.data(), std::min(bytes, storage.nbytes()));
-    }
-    storage.set_data_ptr_noswap(std::move(made));
-    storage.set_nbytes(bytes);
+    resize_storage(storage, bytes);
   }
 };
 
