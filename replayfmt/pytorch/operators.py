@@ -194,7 +194,7 @@ _COPIES = {"copy_": 1, "clone": 0, "_to_copy": 0}
 
 # Whose kernels call operators that autocast casts: they compute other things under autocast, though it does not cast
 # them themselves.
-_CASTS_INSIDE = frozenset({"affine_grid_generator", "linalg_pinv", "_trilinear"})
+_CASTS_INSIDE = frozenset({"affine_grid_generator", "linalg_pinv", "_scaled_mm", "_scaled_mm_v2", "_trilinear"})
 
 # -------------------------------------------------------------------------------- single arguments and results
 
