@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch._C import DispatchKey
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -74,12 +75,11 @@ class Counting(TorchDispatchMode):
         self.seen: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        with self:
-            result = func.decompose(*args, **(kwargs or {})) if isinstance(func, OpOverload) else NotImplemented
-        if result is NotImplemented:
-            self.seen[str(func)] += 1
-            result = func(*args, **(kwargs or {}))
-        return result
+        if isinstance(func, OpOverload) and func.has_kernel_for_dispatch_key(DispatchKey.CompositeImplicitAutograd):
+            with self:  # not `decompose`, which prefers decompositions written in Python that may run something else
+                return func._op_dk(DispatchKey.CompositeImplicitAutograd, *args, **(kwargs or {}))
+        self.seen[str(func)] += 1
+        return func(*args, **(kwargs or {}))
 
 
 class Comparison:
