@@ -196,6 +196,10 @@ _COPIES = {"copy_": 1, "clone": 0, "_to_copy": 0}
 # them themselves.
 _CASTS_INSIDE = frozenset({"affine_grid_generator", "linalg_pinv", "_scaled_mm", "_scaled_mm_v2", "_trilinear"})
 
+# A list argument of which a composite of PyTorch's own, in C++, makes a tensor for its other parts, without an operator
+# that fills it.
+_MADE_TENSORS_OF = {"aten::_ctc_loss": "target_lengths"}
+
 # -------------------------------------------------------------------------------- single arguments and results
 
 # Arguments whose bytes are not read, by operator with its overload: tensors that lend only their shape.
@@ -260,7 +264,8 @@ class Operator:
     the flag without which it is not used), `unread_with`: (argument, the flag with which it is not read).
     `writes_a_part`: of each argument that it writes, `writes_some`: of its first. `casts_inside`: what it computes may
     depend on autocast. `for_gradients`: index of the result that it computes only where an input requires gradients,
-    and leaves empty otherwise; -1 for none.
+    and leaves empty otherwise; -1 for none. `makes_tensor_of`: the list argument of which PyTorch's composite around it
+    makes a tensor without an operator; "" for none.
     """
 
     own: bool
@@ -287,6 +292,7 @@ class Operator:
     maps_files: bool
     unchecked_view: bool
     casts_inside: bool
+    makes_tensor_of: str
     for_gradients: int
 
 
@@ -321,6 +327,7 @@ def operator_named(name: str, overload: str = "default") -> Operator:
         maps_files=name in _MAPS_FILES,
         unchecked_view=name in _UNCHECKED_VIEWS,
         casts_inside=namespace not in OWN or named in _CASTS_INSIDE,
+        makes_tensor_of=_MADE_TENSORS_OF.get(name, ""),
         for_gradients=_FOR_GRADIENTS.get(name, -1),
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from typing import Any
 
 import pytest
@@ -162,3 +163,29 @@ def test_what_something_unseen_wrote_replays_as_it_was_though_it_came_to_nothing
     [record] = [r for r in captured.records(RecordKind.unsupported)]
     assert record.argument("op") == "aten::add"
     assert str(record.argument("detail")).endswith("and what comes of it is used by aten::sum")
+
+
+def test_the_tensor_that_a_composite_makes_of_a_list_is_no_unseen_write(capture: Capture) -> None:
+    def program() -> list[Any]:
+        losses = []
+        for lengths in ([3, 2], [3, 2], [1, 3]):  # once more, and others
+            odds = torch.randn(6, 2, 5).log_softmax(2).requires_grad_()
+            loss = torch.nn.functional.ctc_loss(odds, torch.tensor([[1, 2, 3], [2, 3, 4]]), [6, 6], lengths)
+            loss.backward()
+            losses += [loss.item(), odds.grad]
+        return losses
+
+    captured = capture(program)
+    assert captured.unsupported() == {}
+    captured.replays()
+
+
+def test_other_memory_that_an_unseen_write_filled_after_it_is_one(capture: Capture) -> None:
+    def program() -> torch.Tensor:
+        odds = torch.randn(6, 2, 5).log_softmax(2)
+        torch.nn.functional.ctc_loss(odds, torch.tensor([[1, 2, 3], [2, 3, 4]]), [6, 6], [3, 2], reduction="none")
+        filled = torch.empty(2)
+        ctypes.memmove(filled.data_ptr(), (ctypes.c_float * 2)(3, 4), 8)
+        return filled.clamp_min(1).mean()
+
+    assert capture(program).unsupported() == {"unseen_write": 1}

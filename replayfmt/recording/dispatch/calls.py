@@ -6,6 +6,7 @@ while the operator runs.
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -15,6 +16,7 @@ from replayfmt.format.codes import OpStatus, RecordKind
 from replayfmt.format.model import Kernel, Signature
 from replayfmt.pytorch.opaque_results import OpaqueResults
 from replayfmt.pytorch.tensors.looks import dtype_of, is_zerotensor, offset_of, shape_of, storage_of
+from replayfmt.pytorch.tensors.memory import host_view
 
 from ..state.autocast import autocast_below_mode
 from ..state.numeric_state import NumericState
@@ -76,6 +78,7 @@ class CallRecorder:
         self._opaque = opaque
         self._threads = threads
         self._kernels: dict[int, CapturedKernel] = {}
+        self._listed: list[int] = []  # of which a composite makes a tensor now
         unpacked = Unpacked()
         self._arguments = Encoder(
             self._use_argument, self._use_storage, generators.number, records.device, self._given_integer, unpacked
@@ -170,12 +173,21 @@ class CallRecorder:
             reads = shape_of(tensor).numel() != 0 and kernel.reads(index, call.args, call.kwargs)
             as_is = kernel.operator.packs or (kernel.arguments[index].written and not kernel.own)
             unwritten = Unwritten.as_is if as_is else Unwritten.passed_on if kernel.elementwise else Unwritten.unseen
+            if self._listed and kernel.own and self._holds_list(tensor, storage):
+                unwritten = Unwritten.explained
             tracker = storages.use(tracker, storage, reads, kernel.name, unwritten)
         if tracker.imports and not call.kernel.own:
             self._handles.check_content(tensor)
         meta = self._metas.of(tensor, zero)
         number = storages.view(tracker, meta, int(offset_of(tensor)), self._metas.params[meta].item)
         return TensorUse(index, tensor, storage, tracker, number, meta)
+
+    def _holds_list(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> bool:
+        """Whether memory of the host holds the list that a composite just made a tensor of."""
+        code = {torch.float32: "f", torch.float64: "d"}.get(dtype_of(tensor))
+        if code is None or storage.device.type != "cpu" or shape_of(tensor).numel() != len(self._listed):
+            return False
+        return bytes(host_view(storage)) == struct.pack(f"{len(self._listed)}{code}", *self._listed)
 
     def _given_integer(self, call: OpCall, value: int) -> int | torch.Tensor:
         """What is recorded in place of a large integer that the op was given."""
@@ -206,6 +218,9 @@ class CallRecorder:
     def after(self, call: OpCall, result: Any, started: int, ended: int) -> RecordedCall:
         """The op returned. Raises Unrepresentable or PassedThrough; then nothing was recorded of it."""
         kernel = call.kernel
+        if kernel.operator.makes_tensor_of:
+            listed = kernel.argument(kernel.indices[kernel.operator.makes_tensor_of], call.args, call.kwargs)
+            self._listed = listed if isinstance(listed, list) else []
         values = CallValues()
         if kernel.results == 1:
             results = (result,)

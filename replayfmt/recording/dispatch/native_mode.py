@@ -175,6 +175,7 @@ class NativeMode(ObservingMode):
             and not (kernel.opaque_results or kernel.unnameable or kernel.in_place_view)
             and not (kernel.mixed_lists or kernel.only_with or operator.empty or operator.moves_memory)
             and not (operator.casts_inside or operator.resizes or operator.changes_view or operator.lifts)
+            and not operator.makes_tensor_of
             and not (kernel.view and self.core.options.payload == "integers")
             # An op may resize its out= argument: then the complete path has to see it before.
             and not any(kernel.arguments[index].keyword_only for index in kernel.writes)

@@ -328,6 +328,8 @@ class Storages:
         if reads and length and state.coverage is not None and not state.coverage.touched:
             if state.windowed:
                 self._enter_again(tracker, state, storage, "outside_write")
+            elif unwritten is Unwritten.explained:
+                self._enter_again(tracker, state, storage, "unseen_write")
             elif unwritten is Unwritten.unseen:
                 self.unexplained.unwritten(tracker, length, op)
                 self._enter_again(tracker, state, storage, "unseen_write")

@@ -25,6 +25,7 @@ class Unwritten(Enum):
 
     unseen = auto()  # a write that was not seen, or none
     as_is = auto()  # no reason to refuse: the op declares that it writes it, say
+    explained = auto()  # a composite of PyTorch's own wrote it, with what another op was given
     passed_on = auto()  # none yet, because what the op returns is as unexplained
 
 
