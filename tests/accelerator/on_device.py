@@ -204,3 +204,36 @@ def test_a_replacement_that_leaves_another_stream_current_is_found(tmp_path: Pat
     with Plan(path, substitutions=[Substitution("aten::mul", elsewhere)]) as plan, pytest.raises(SubstitutionRejected):
         plan.execute()
     assert torch.accelerator.current_stream() == before
+
+
+def test_custom_operators_composites_and_autocast_replay(tmp_path: Path) -> None:
+    @torch.library.custom_op("simlib::twice", mutates_args=())
+    def twice(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    library = torch.library.Library("simlib", "FRAGMENT")
+    library.define("fill(Tensor(a!) x) -> ()")
+    library.impl("fill", lambda x: None if x.fill_(3) is x else None, "PrivateUse1")
+
+    def program() -> list[torch.Tensor]:
+        x, y = torch.ones(1, 3, device="sim:1", requires_grad=True), torch.ones(1, 3, device="sim:1")
+        torch.ops.simlib.fill(y)
+        (x * twice(y)).sum().backward()
+        with torch.inference_mode():
+            composite = torch.nn.functional.linear(y, torch.ones(2, 3, device="sim:1"))
+        with torch.autocast("sim", dtype=torch.bfloat16):
+            cast = y @ torch.ones(3, 2, device="sim:1")
+        grown = torch.empty(3, device="sim:0").copy_(y[0])
+        grown.resize_(5).fill_(2)
+        assert x.grad is not None
+        return [x.grad, composite, cast, grown]
+
+    path = tmp_path / "a.opreplay"
+    with replayfmt.capture(path, digests="ops"):
+        results = program()
+    assert [each.tolist() for each in results] == [[[6] * 3], [[9] * 2], [[9] * 2], [2] * 5]
+    assert results[2].dtype is torch.bfloat16
+    assert {"simlib::twice", "simlib::fill"} <= {name for name, _ in ops(path)}
+    with Plan(path) as plan:
+        result = plan.execute(verify="bitwise")
+    assert result.outcome == "ok" and result.verification.digests > 0
