@@ -16,7 +16,7 @@ from replayfmt.format.codes import Codec, KernelKind, RecordKind, StorageOrigin,
 from replayfmt.format.container.frames import MAX_NESTING
 from replayfmt.format.json_values import nested_deeper
 from replayfmt.format.model import Device, Session
-from replayfmt.format.printable import counted, printable
+from replayfmt.format.printable import counted, printable, scope_count
 from replayfmt.format.reader import CaptureReader, RecordFrame
 
 from .contained import contained, statement
@@ -317,7 +317,7 @@ def _content_facts(reader: CaptureReader) -> list[tuple[str, str]]:
     return [
         ("devices", ", ".join(devices)),
         ("records", ", ".join(records)),
-        ("scopes", ", ".join(scope.name for scope in reader.scopes[1:] if not scope.parent)),
+        ("scopes", _scopes(reader)),
         ("memory", ", ".join(memory)),
         *_file_facts_outside(reader),
         ("contains", has),
@@ -331,6 +331,15 @@ def _content_facts(reader: CaptureReader) -> list[tuple[str, str]]:
             + ("; content that was not captured is synthesized" if made_up else ""),
         ),
     ]
+
+
+def _scopes(reader: CaptureReader) -> str:
+    """The outermost ones by name; how many there are with those inside them, where that is more."""
+    outermost = [scope.name for scope in reader.scopes[1:] if not scope.parent]
+    entered = reader.summary.records.get(RecordKind.scope_begin, 0)
+    if not outermost or entered == len(outermost):
+        return ", ".join(outermost)
+    return f"{', '.join(outermost)}; {scope_count(len(reader.scopes) - 1, entered)} in all"
 
 
 def _file_facts_outside(reader: CaptureReader) -> list[tuple[str, str]]:

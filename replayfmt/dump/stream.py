@@ -16,7 +16,7 @@ from .definitions import definition_rows, file_row, lines, storage_lines, summar
 from .jsonl import JsonLines
 from .selection import Filter, Selection, selects_nothing
 from .small_values import SHOWN_VALUES, SmallValues
-from .text import TextRows
+from .text import LEGEND, TextRows
 from .values import Columns, Dialect
 
 
@@ -56,9 +56,8 @@ def text_chunks(
         yield summary_text(reader)
         return
     dialect = TextRows(reader)
-    yield from _with_records(
-        iter([summary_text(reader)]), reader, dialect, chosen, selection, SmallValues(reader, values, dialect.values)
-    )
+    head = iter([summary_text(reader), LEGEND])
+    yield from _with_records(head, reader, dialect, chosen, selection, SmallValues(reader, values, dialect.values))
 
 
 def _with_records(

@@ -2,8 +2,7 @@
 
     12    aten::addmm(self=%31 f32[64], mat1=%32 f32[16,64], mat2=%33 f32[64,64]{1,64}) -> %40 f32[16,64]
 
-`%31` is tensor 31. Strides follow in braces where the tensor is not contiguous, `+128` is a storage offset in elements,
-and `@cuda:0` the device where the capture has several. Long lists are cut short. Nothing of a capture reaches the
+LEGEND explains the notation to the reader of a dump. Long lists are cut short. Nothing of a capture reaches the
 terminal unescaped.
 """
 
@@ -38,6 +37,10 @@ REFERENCES = {
     ValueKind.recipe: "recipe ",
 }
 BRACKETS = {ValueKind.list: ("[", "]"), ValueKind.tuple: ("(", ")"), ValueKind.composite: ("(", ")")}
+LEGEND = (
+    "Each record after its ordinal; [name] is one that is not an op. %7 f32[4,8]{1,4}+2 is tensor 7: float32, its\n"
+    "sizes, {strides} if it is not contiguous, +offset into its storage in elements, @device if there are several.\n\n"
+)
 SHOWN_FLAGS = (TensorFlag.conj, TensorFlag.neg, TensorFlag.zero)
 SHOWN_ITEMS = 8  # of a list of plain values
 SHOWN_OBJECTS = 3  # of a list that holds tensors or lists

@@ -22,6 +22,12 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
+def scope_count(names: int, entered: int) -> str:
+    """`5 scopes`, `3 scopes entered 8 times`: how many different ones there are, and how often one was entered."""
+    times = f" entered {entered:,} times" if entered > names else ""
+    return f"{counted(min(names, entered), 'scope')}{times}"
+
+
 def printable_json(text: str) -> str:
     """JSON on one line with the same meaning, and with unprintable characters escaped."""
     return text if text.isprintable() else _BEYOND_ASCII.sub(_escape, text)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import Any
 
-from replayfmt.format.printable import counted
+from replayfmt.format.printable import counted, scope_count
 
 from .plan import Plan
 from .results import PeakMemory, ReplayResult
@@ -17,7 +17,7 @@ _SHOWN_INITIALIZERS = 12
 def as_text(plan: Plan, result: ReplayResult, warm: ReplayResult | None = None) -> list[str]:
     """The summary, line by line; `warm` is a later execution, of which only the times are shown."""
     devices = ", ".join(map(str, plan.devices)) or "no device"
-    scopes = f" in {counted(result.scopes, 'scope')}" if result.scopes else ""
+    scopes = f" in {scope_count(len(plan.reader.scopes) - 1, result.scopes)}" if result.scopes else ""
     captured = f"{counted(result.ops, 'op')} of {counted(result.kernels, 'kernel')}{scopes}"
     ran = _ran(result)
     if ran is None:
@@ -93,6 +93,7 @@ def _verification(result: ReplayResult) -> list[str]:
         f"{found[result.outcome]}: {verification.mode}",
         *(f"  why: {reason}" for reason in verification.reasons),
         f"  compared: {verification.compared}",
+        *([f"  {verification.tolerance}"] if verification.tolerance else []),
     ]
 
 
@@ -142,6 +143,7 @@ def as_rows(plan: Plan, result: ReplayResult, warm: ReplayResult | None = None) 
             "host_reads": verification.host_reads,
             "scalars": verification.scalars,
             "structures": verification.structures,
+            "tolerances": verification.tolerances,
         },
         "divergence": None
         if divergence is None

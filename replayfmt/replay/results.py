@@ -59,7 +59,8 @@ class Divergence:
 
 @dataclass
 class Verification:
-    """What was compared with the capture, and how. `mode` is what `asked` came to; `reasons` say why."""
+    """What was compared with the capture, and how. `mode` is what `asked` came to; `reasons` say why.
+    `tolerances` are those of close comparisons, by the dtypes that were compared."""
 
     asked: VerifyMode
     mode: VerifyMode
@@ -68,6 +69,7 @@ class Verification:
     host_reads: int = 0
     scalars: int = 0
     structures: int = 0
+    tolerances: dict[str, float] = field(default_factory=dict)
 
     @property
     def text(self) -> str:
@@ -76,7 +78,16 @@ class Verification:
         if self.mode == "none":
             compared = f"; compared {self.compared}" if self.scalars or self.structures else ""
             return f"not verified: {'; '.join(self.reasons)}{compared}"
-        return f"{self.mode}{because}: {self.compared}"
+        within = f"; {self.tolerance}" if self.tolerance else ""
+        return f"{self.mode}{because}: {self.compared}{within}"
+
+    @property
+    def tolerance(self) -> str:
+        """How far apart values may be that count as close; "" where nothing was compared that way."""
+        if not self.tolerances:
+            return ""
+        found = ", ".join(f"{dtype} {relative:g}" for dtype, relative in sorted(self.tolerances.items()))
+        return f"tolerances: {found}, relative to the value or the tensor's root mean square, whichever is larger"
 
     @property
     def compared(self) -> str:

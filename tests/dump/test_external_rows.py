@@ -178,7 +178,7 @@ def test_only_records_with_an_annotation_show_one(every: Path) -> None:
 
 def test_text_shows_annotations_on_one_line_that_cannot_steer_a_terminal(every: Path) -> None:
     with open_capture(every) as reader:
-        lines = "".join(text_chunks(reader, Selection())).partition("\n\n")[2].splitlines()
+        lines = "".join(text_chunks(reader, Selection())).rpartition("\n\n")[2].splitlines()
     noted = [line for line in lines if "  # " in line]
     assert len(noted) == 3 and all(len(line.partition("  # ")[2]) <= 80 for line in noted)
     assert noted[0].endswith("…") and all(line.isprintable() for line in noted)
@@ -497,7 +497,7 @@ def test_any_annotation_is_one_strict_row_and_one_line(
     b.frame()
     with open_capture(b.close()) as reader:
         printed = "".join(jsonl_chunks(reader, Selection()))
-        lines = "".join(text_chunks(reader, Selection())).partition("\n\n")[2].split("\n")
+        lines = "".join(text_chunks(reader, Selection())).rpartition("\n\n")[2].split("\n")
     assert printed.isascii() and all(line.isprintable() for line in lines) and len(lines) == len(notes) + 1
     found = [json.loads(line, parse_constant=pytest.fail) for line in printed.splitlines()]
     assert [row.get("annotation") for row in found if "ordinal" in row] == [exact(note) or None for note in notes]

@@ -24,16 +24,17 @@ def text(path: Path, summary_only: bool = False) -> str:
 
 
 def record_lines(path: Path) -> list[str]:
-    return text(path).partition("\n\n")[2].splitlines()
+    return text(path).rpartition("\n\n")[2].splitlines()
 
 
 def test_the_summary_comes_first_and_says_what_matters(plain: Path, every: Path) -> None:
-    summary, _, records = text(plain).partition("\n\n")
+    summary, legend, records = text(plain).split("\n\n")
     assert re.search(r"^file +\S+plain\.opreplay, [\d,]+ bytes, format 1\.2$", summary, re.MULTILINE)
     assert re.search(r"^complete +yes$", summary, re.MULTILINE)
     assert re.search(r"^records +100 ops of 2 kernels, 1 scope_begin, 1 scope_end$", summary, re.MULTILINE)
     assert re.search(r"^memory +101 storages, 1 payload of 16 bytes$", summary, re.MULTILINE)
     assert re.search(r"^unsupported +none$", summary, re.MULTILINE)
+    assert "%7 f32[4,8]{1,4}+2 is tensor 7" in legend and legend.count("\n") == 1
     assert len(records.splitlines()) == 102
     assert text(plain, summary_only=True) == summary + "\n\n"
     assert re.search(

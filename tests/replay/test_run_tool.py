@@ -49,6 +49,26 @@ def test_a_run_says_what_it_did_and_how_it_was_verified(captured: Captured, tool
     assert max(map(len, lines[1:])) <= 100
 
 
+def test_a_close_comparison_says_how_close(captured: Captured, tool: Any) -> None:
+    path = captured(training)
+    _code, out, _err = tool("--verify=close", str(path))
+    assert "  tolerances: float32 0.001, relative to the value or the tensor's root mean square" in out
+    row = json.loads(tool("--verify=close", "--format=jsonl", str(path)).out.splitlines()[0])
+    assert row["verification"]["tolerances"] == {"float32": 0.001}
+    row = json.loads(tool("--verify=bitwise", "--format=jsonl", str(path)).out.splitlines()[0])
+    assert row["verification"]["tolerances"] == {}
+
+
+def test_scopes_that_are_entered_again_are_not_counted_as_others(captured: Captured, tool: Any) -> None:
+    def steps() -> None:
+        for _ in range(3):
+            with replayfmt.scope("step"):
+                torch.ones(2).add(1)
+
+    out = tool(str(captured(steps))).out
+    assert "in 1 scope entered 3 times, on cpu" in out
+
+
 def test_a_second_execution_is_asked_for_and_its_time_stands_beside_the_first(captured: Captured, tool: Any) -> None:
     path = captured(training)
     code, out, err = tool("--warm", str(path))

@@ -21,7 +21,7 @@ from replayfmt.replay.plan import Plan
 from ..measure import Measurement, Run, Sample
 from ..reports.caveats import run_caveats
 from ..reports.rows import csv_field, plan_context
-from ..reports.units import duration, verified
+from ..reports.units import duration, ran_on, verified
 from ..statistics import CONFIDENCE
 from .compare import Compared, CompareRun
 
@@ -75,7 +75,7 @@ class CompareReport:
         """For people."""
         context = self.context
         yield f"capture   {context['capture']} (session {context['capture_session']})"
-        yield f"run on    {', '.join(context['devices'])}; torch {context['torch_version']}; {context['num_cpus']} CPUs"
+        yield ran_on(context)
         yield verified(context["verified"])
         yield from (f"checked   {line.strip()}" for line in context["substitution_check"])
         yield ""

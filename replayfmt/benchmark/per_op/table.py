@@ -14,7 +14,7 @@ from replayfmt.format.signatures.text import signature_of
 
 from ..meters.meter import Quantity
 from ..reports.rows import Report
-from ..reports.units import call_count, duration, figure, verified
+from ..reports.units import call_count, duration, figure, ran_on, verified
 from .measuring import MeasuredOp
 from .rows import GroupBy
 
@@ -70,6 +70,7 @@ def table_lines(report: Report) -> Iterator[str]:
         yield (
             f"captured device time: {duration(context['captured_device_us'] * 1e3)}, {of:.1%} of it in the ops measured"
         )
+    yield printable(ran_on(context))
     yield verified(printable(context["verified"]))
 
 

@@ -13,7 +13,7 @@ from replayfmt.format.printable import printable
 
 from ..meters.meter import Quantity
 from .rows import Report
-from .units import duration, figure, rate, verified
+from .units import duration, figure, ran_on, rate, verified
 
 # Where there is no terminal to fit, nothing is wrapped: the lines are for other programs and for files.
 _UNLIMITED = 10_000
@@ -33,12 +33,7 @@ def print_report(report: Report, console: Console | None = None) -> None:
 def _print(report: Report, console: Console) -> None:
     context = report.context
     _line(console, f"capture   {context['capture']} (session {context['capture_session']})")
-    threads = context["torch_num_threads"]
-    _line(
-        console,
-        f"run on    {', '.join(context['devices'])}; torch {context['torch_version']}, {threads} "
-        f"thread{'s' if threads != 1 else ''}; {context['num_cpus']} CPUs",
-    )
+    _line(console, ran_on(context))
     _line(console, verified(context["verified"]))
     for text in context.get("substitution_check", ()):
         _line(console, f"checked   {text.strip()}")

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from replayfmt.format.printable import counted
+
 _TIME_UNITS = ((1e9, "s"), (1e6, "ms"), (1e3, "us"), (1.0, "ns"))
 _RATE_UNITS = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""))
 _DIGITS = 4
@@ -28,6 +32,15 @@ def figure(value: float | None) -> str:
 def verified(text: str) -> str:
     """The line that says how results were verified, or that they were not."""
     return text if text.startswith("not verified") else f"verified  {text}"
+
+
+def ran_on(context: dict[str, Any]) -> str:
+    """The line that says on what: devices, PyTorch and its threads, processors."""
+    threads = context["torch_num_threads"]
+    return (
+        f"run on    {', '.join(context['devices'])}; torch {context['torch_version']}, {counted(threads, 'thread')}; "
+        f"{context['num_cpus']} CPUs"
+    )
 
 
 def rate(per_second: float | None) -> str:

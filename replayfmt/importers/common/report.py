@@ -63,6 +63,11 @@ class Entry:
         return row
 
 
+_STATUS_MEANINGS: dict[Status, str] = {
+    "exact": "the trace has everything",
+    "inferred": "something was missing and is assumed, see below",
+    "incomplete": "cannot be reconstructed, so recorded as unsupported",
+}
 _REST = {
     "cuda_graph": "graph launches",
     "collective": "collectives",
@@ -72,6 +77,21 @@ _REST = {
     "import_incomplete": "incomplete calls",
     "lost": "launches that the trace does not show",
     "untimed": "calls with work of unknown duration",
+}
+
+
+# What the importers' counts mean.
+_COUNTED = {
+    "events": "in the trace, of all kinds",
+    "operators": "calls of operators in it",
+    "taken": "those that became calls of the capture",
+    "inside taken": "those that a call of the capture makes itself",
+    "around taken": "those whose own calls became calls of the capture",
+    "no work": "those with nothing to replay",
+    "wrappers": "events around operators, such as autograd's",
+    "annotations": "ranges that the program named",
+    "device work": "kernels, copies and fills on devices",
+    "nodes": "in the trace, of all kinds",
 }
 
 
@@ -128,15 +148,15 @@ class ImportReport:
 
     def unique(self) -> dict[Status, int]:
         """How many different calls have each status."""
-        counted = Counter(entry.status for entry in self.entries.values())
-        return {status: counted[status] for status in STATUSES}
+        found = Counter(entry.status for entry in self.entries.values())
+        return {status: found[status] for status in STATUSES}
 
     def calls(self) -> dict[Status, int]:
         """How many calls have each status."""
-        counted: Counter[Status] = Counter()
+        found: Counter[Status] = Counter()
         for entry in self.entries.values():
-            counted[entry.status] += entry.calls
-        return {status: counted[status] for status in STATUSES}
+            found[entry.status] += entry.calls
+        return {status: found[status] for status in STATUSES}
 
     def rows(self) -> Iterator[dict[str, Any]]:
         """JSON objects: one `import` row, then one `op` row for each entry, in order of first appearance."""
@@ -214,16 +234,18 @@ class ImportReport:
         of_rank = "" if self.rank is None else f", rank {self.rank}"
         yield f"source        {self.source} ({self.kind}{of_rank})"
         for status in STATUSES:
-            yield f"{status:<13} {calls[status]} calls, {unique[status]} different"
+            number = f"{counted(calls[status], 'call')}, {unique[status]} different"
+            yield f"{status:<13} {number}: {_STATUS_MEANINGS[status]}"
         yield from self._device_lines()
         found: Counter[str] = Counter()
         for entry in self.entries.values():
             if entry.status != "incomplete" and entry.found:
                 found[entry.found] += entry.calls
         for where, count in found.most_common():
-            yield f"found         {count} calls through {where}"
+            yield f"found         {counted(count, 'call')}: operators of {where}"
         for name, count in self.counts.items():
-            yield f"{name:<13} {count}"
+            meaning = f" ({_COUNTED[name]})" if name in _COUNTED else ""
+            yield f"{name:<13} {count}{meaning}"
         for note in self.notes:
             yield f"note          {note}"
         for problem in self.problems:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from replayfmt.errors import CaptureFailed, NothingCaptured, OpReplayError, UsageError
 from replayfmt.format.codes import RecordKind
 from replayfmt.format.container.output import check_place, identity, remove, same_file
-from replayfmt.format.printable import counted, printable
+from replayfmt.format.printable import counted, printable, scope_count
 
 from ..hooks.import_watch import Watch
 from ..options import CaptureOptions
@@ -252,11 +252,12 @@ class CapturedProgram:
 
         with contextlib.closing(open_capture(self._path)) as capture:
             summary, length, kernels = capture.summary, capture.length, len(capture.kernels) - 1
+            names = len(capture.scopes) - 1
         ops = summary.records.get(RecordKind.op, 0)
         unsupported = ", ".join(f"{reason} {count}" for reason, count in sorted(summary.unsupported.items())) or "none"
-        scopes = summary.records.get(RecordKind.scope_begin, 0)
+        scopes = scope_count(names, summary.records.get(RecordKind.scope_begin, 0))
         text = (
-            f"{self._shown_path}: {counted(ops, 'op')} of {counted(kernels, 'kernel')}, {counted(scopes, 'scope')}, "
+            f"{self._shown_path}: {counted(ops, 'op')} of {counted(kernels, 'kernel')}, {scopes}, "
             f"{counted(length, 'byte')}; "
             f"unsupported: {unsupported}"
         )

@@ -102,6 +102,8 @@ class Judge:
         """Compare a tensor with its captured digest."""
         self._clock.pause()
         low, high = hash_tensor(tensor)
+        if not self.bitwise and (code := DTYPE_CODE[tensor.dtype]) in TOLERANCE:
+            self.verification.tolerances[code.name] = TOLERANCE[code]
         if host_read:
             self.verification.host_reads += 1
         else:
