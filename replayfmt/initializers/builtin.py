@@ -35,7 +35,7 @@ def _recipe(request: Request) -> torch.Tensor:
 
 
 def _recorded_range(request: Request) -> torch.Tensor:
-    """Evenly from the range that the recipe has, as far as it is good for every use."""
+    """Drawn evenly from the part of the recipe's range that suits every use."""
     assert request.recipe is not None and request.recipe.statistics is not None
     low, high = int(request.recipe.statistics.min), int(request.recipe.statistics.max)
     demand = request.demand
@@ -53,7 +53,7 @@ def _has_range(request: Request) -> bool:
     known = None if request.recipe is None else request.recipe.statistics
     if known is None or not (math.isfinite(known.min) and math.isfinite(known.max)):
         return False
-    # More than a range is requested: the role decides.
+    # More than a range is asked for: the role decides.
     return request.demand is None or request.demand.role < Role.mask
 
 

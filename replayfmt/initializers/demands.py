@@ -12,7 +12,7 @@ from enum import IntEnum
 
 
 class Role(IntEnum):
-    """What content is for. Those from `mask` on ask more than that every element is within bounds."""
+    """What content is for. The roles from `mask` on ask for more than elements within bounds."""
 
     number = 0  # any value will do
     bounded = 1  # computed with, within bounds
@@ -84,7 +84,7 @@ def _before(step: DemandStep, low: float, high: float) -> tuple[float, float] | 
                 return -math.inf, math.inf
             return max(0.0, low), min(by - 1, high)
         case "running_sum" if by > 0 and high >= 0:
-            # Of content that is never negative, a sum of up to `by` elements that is at least the first.
+            # A sum of up to `by` elements, none of them negative, is at least the first of them.
             return max(0.0, low), _down(high / by)
     return None
 
@@ -99,7 +99,7 @@ def _down(value: float) -> float:
 
 @dataclass(frozen=True)
 class Conflict:
-    """Demands that no content satisfies, or none that is known how to make. `why` is a phrase."""
+    """Demands that no content satisfies, or none that can be made here. `why` is a phrase."""
 
     why: str
 
@@ -108,11 +108,11 @@ def combine(demands: list[Demand]) -> Demand | Conflict:
     """One demand that contains all the others."""
     low = max((each.low for each in demands if each.low is not None), default=None)
     high = min((each.high for each in demands if each.high is not None), default=None)
-    first = max(demands, key=lambda each: each.role)  # of several the first, so its preference counts
+    first = max(demands, key=lambda each: each.role)  # the first of several: its preference counts
     asking = [each for each in demands if each.role >= Role.mask]
     others = {(each.role, each.total, each.step) for each in asking}
     if len(others) > 1:
-        # A mask without a known number of true elements asks for nothing that one with a number does not give.
+        # A mask with a given number of true elements also satisfies the demand for a mask with any number of them.
         known = {each for each in others if not (each[0] is Role.mask and each[1] is None)}
         if len(known) != 1 or any(role is not Role.mask for role, _total, _step in others):
             return Conflict(f"it is {asking[0].why} and {asking[-1].why} at once")

@@ -22,7 +22,7 @@ import torch
 from replayfmt.format.model import Recipe, Statistics
 from replayfmt.pytorch.tensors.dtypes import TORCH_DTYPE
 
-# What floats are where nothing is known of them: normal, small enough that deep stacks of layers stay finite.
+# The default where nothing is known: normal, and small enough that deep stacks of layers stay finite.
 DEFAULT_MEAN = 0.0
 DEFAULT_STD = 0.02
 
@@ -51,12 +51,12 @@ _SKEWED = 0.4
 _MOST = 1e100  # and below this one
 _LOST = 0.02  # the share of a law that may lie beyond the ends
 _ROUNDING = 1e-6  # what sums of very many elements may be off by
-_FEW = 4096  # so many elements miss their law's mean and deviation by chance alone
+_FEW = 4096  # this many elements miss the mean and deviation of their distribution by chance alone
 _COMPLEX_PART = {torch.complex32: torch.float16, torch.complex64: torch.float32, torch.complex128: torch.float64}
 
 
 def contradiction(recipe: Recipe) -> str | None:
-    """Why no content can follow a recipe, None if some can."""
+    """Why no content can follow a recipe; None if some can."""
     known = recipe.statistics
     if known is None:
         return None
@@ -82,7 +82,7 @@ def contradiction(recipe: Recipe) -> str | None:
 
 
 class _Shape(Enum):
-    """The family of laws that finite elements which are not zero are drawn by."""
+    """The family of distributions from which finite non-zero elements are drawn."""
 
     normal = 0
     log_normal = 1
@@ -93,7 +93,7 @@ class _Shape(Enum):
 
 @dataclass(frozen=True)
 class _Law:
-    """How finite elements that are not zero are drawn. `low` and `high` bound them, neither is zero."""
+    """How finite non-zero elements are drawn: between `low` and `high`, neither of which is zero."""
 
     shape: _Shape
     mean: float
@@ -139,7 +139,7 @@ class _Law:
             out += self.mean
 
     def _correct(self, out: np.ndarray) -> None:
-        """Move and stretch what was drawn to this mean and deviation: a few elements miss them by chance."""
+        """Shift and scale the drawn elements to this mean and deviation, which a few elements miss by chance."""
         with np.errstate(over="ignore", invalid="ignore"):
             center, spread = out.mean(), float(out.std())
         if 0 < spread < math.inf:
@@ -245,7 +245,7 @@ class _Maker:
         self._chunks = list(self._divide())
 
     def chunks(self) -> Iterator[np.ndarray]:
-        """All chunks in order, a few of them being made at the same time."""
+        """All chunks in order; a few are made at the same time."""
         if len(self._chunks) <= 1:
             yield from map(self._make, self._chunks)
             return

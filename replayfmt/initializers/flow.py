@@ -30,7 +30,7 @@ class Passed:
     followed: bool = True
 
 
-# Results hold some of the elements as they are. Those in _WHOLE hold all of them, in order.
+# Results hold some of the elements unchanged; those of _WHOLE hold all of them, in order.
 _WHOLE = {
     "clone",
     "_to_copy",
@@ -63,7 +63,7 @@ _MOVING = {
     "nan_to_num": ("self",), "embedding": ("weight",),
 }
 # fmt: on
-# What depends on an argument's shape alone, tells only whether something holds, or is in range whatever is read.
+# Results that depend on an argument's shape alone, are truth values, or are in range whatever is read.
 # fmt: off
 _SEALED = {
     "_embedding_bag", "_embedding_bag_forward_only", "_pack_padded_sequence",
@@ -76,7 +76,7 @@ _SEALED = {
 
 
 def passed_on(call: Call, argument: str, tensor: TensorInfo) -> Iterator[Passed]:
-    """Where the elements that `call` reads as `argument` go. Views are not meant: they share the storage."""
+    """Where the elements go that `call` reads as `argument`. This excludes views, which share the storage."""
     base = base_name(call.name)
     if base in _SEALED:
         return
@@ -99,7 +99,7 @@ def passed_on(call: Call, argument: str, tensor: TensorInfo) -> Iterator[Passed]
 
 
 def _results(call: Call) -> Iterator[int]:
-    """The results with integers in them: what is of another dtype is a number, or tells whether something holds."""
+    """The results that hold integers; a result of another dtype is a number or a truth value."""
     for index, each in enumerate(call.results):
         if isinstance(each, TensorInfo) and _counts(each):
             yield index
@@ -115,7 +115,7 @@ def _all_of(call: Call, tensor: TensorInfo, result: int | None, written: str) ->
 
 
 def _step(call: Call, base: str, argument: str, tensor: TensorInfo) -> DemandStep | None:
-    """The step that turns an argument's elements into the result's, None if there is no single one."""
+    """The step that turns an argument's elements into the result's; None if there is no single one."""
     other, alpha = call.integer("other"), call.integer("alpha", 1)
     if argument == "self" and base in ("sum", "cumsum"):
         return DemandStep("running_sum", _summed(call, base, tensor))

@@ -1,8 +1,8 @@
 """What an initializer is.
 
-It names what it is for by operator and argument, or by dtype and role. One for an operator fills the tensor that the
-operator reads, or several arguments of one call together; one without an operator fills whole storages, as one row of
-elements.
+It states its purpose by operator and argument, or by dtype and role. An initializer for an operator fills the tensor
+that the operator reads, or several arguments of one call together; one without an operator fills whole storages, as
+one row of elements.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class Initializer:
 
     `op` is an operator name (`aten::embedding`, with or without its overload) or a shell pattern, None for any; then
     `arguments` are patterns of argument names, none for any. `dtypes` and `roles` limit it further where they are
-    given. A `joint` one is called once for all arguments of a call that it matches and that are wanted, and returns a
-    mapping from label to tensor; any other returns one tensor, of the wanted dtype and sizes. `accepts` may refuse a
+    given. A `joint` one is called once for all wanted arguments of a call that it matches, and returns a mapping from
+    label to tensor; any other returns one tensor, of the wanted dtype and sizes. `accepts` may refuse a
     request when the plan is made. `origin` says where it comes from.
     """
 
@@ -72,7 +72,7 @@ class Initializer:
         return not self.arguments or any(text == label or fnmatchcase(argument, text) for text in self.arguments)
 
     def matches_content(self, dtype: torch.dtype, role: Role | None) -> bool:
-        """Whether dtype and role are among those it is for. `role` is None if uses do not tell."""
+        """Whether it is for this dtype and role. `role` is None if the uses do not determine it."""
         return (not self.dtypes or dtype in self.dtypes) and (not self.roles or role in self.roles)
 
     def __str__(self) -> str:

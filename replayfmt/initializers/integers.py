@@ -56,7 +56,7 @@ def _values(random: np.random.Generator, elements: int, demand: Demand, low: int
             return _lengths(elements, demand, low, high)
         case Role.distinct:
             return _distinct(random, elements, demand, low, high)
-    # As good as any number: 1 is no zero to divide by, and as a mask it is true.
+    # As good as any number: dividing by 1 is safe, and as a mask it is true.
     return np.full(elements, min(max(1, low), high), dtype=np.int64)
 
 
@@ -72,7 +72,7 @@ def _mask(random: np.random.Generator, elements: int, demand: Demand) -> np.ndar
 
 
 def _offsets(elements: int, demand: Demand) -> np.ndarray:
-    """Even steps from 0. With a `total` the last element is that, else the last step would end at `high`."""
+    """Even steps from 0. The last element is `total` if that is given; otherwise the last step would end at `high`."""
     if demand.total is not None:
         steps, end = elements - 1, demand.total
     else:
@@ -85,7 +85,7 @@ def _offsets(elements: int, demand: Demand) -> np.ndarray:
 
 
 def _lengths(elements: int, demand: Demand, low: int, high: int) -> np.ndarray:
-    """Lengths that never rise: the first is `high` where that is known, the rest share what is left of the total."""
+    """Lengths that never rise: the first is `high` if that is known; the others share the rest of the total."""
     if not elements:
         return np.zeros(0, dtype=np.int64)
     if demand.total is None:

@@ -28,7 +28,7 @@ def load_initializers(path: str) -> tuple[Initializer, ...]:
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise UsageError(f"{FLAG}={path}: cannot be read: {reason}") from None
-    # Its classes look their module up by name; the name is one that no import can meet.
+    # Its classes look up their module by name; no import can collide with this name.
     module = ModuleType(f"replayfmt initializers {next(_numbers)}: {path}")
     module.__file__ = path
     sys.modules[module.__name__] = module
@@ -47,7 +47,7 @@ def load_initializers(path: str) -> tuple[Initializer, ...]:
 
 
 def _where(error: BaseException, path: str) -> str:
-    """`line 7: `, the file's own line where the error passed it."""
+    """`line 7: `, the line of the file at which the error was raised or passed through."""
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
     if isinstance(error, SyntaxError):
         return ""

@@ -1,4 +1,4 @@
-"""Which initializer fills which storage: the user's before the built-in ones, and of each the first that matches."""
+"""Which initializer fills which storage: the first that matches, the user's before the built-in ones."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def unregister(name: str) -> None:
 
 @contextmanager
 def collecting() -> Iterator[list[Initializer]]:
-    """Within it, what is registered goes into the list it gives, and nowhere else."""
+    """While it is open, registrations go to the list that it yields, and nowhere else."""
     found: list[Initializer] = []
     _collecting.append(found)
     try:

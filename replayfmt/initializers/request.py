@@ -41,8 +41,8 @@ class Call:
     """One op of the capture. `arguments` maps names to values; tensors are TensorInfo, lists are tuples.
 
     `scope` is the path of the scope it ran in (`execute/step 3`), `annotation` what its importer or tool noted about
-    it. `schema` is None if there is no kernel for it here; `elementwise`: each element of what it returns depends on
-    the elements at the same place alone.
+    it. `schema` is None if there is no kernel for it here; `elementwise`: each element that it returns depends only on
+    the elements at the same place.
     """
 
     ordinal: int
@@ -63,7 +63,7 @@ class Call:
         return value if isinstance(value, TensorInfo) else None
 
     def integer(self, argument: str, default: int | None = None) -> int | None:
-        """An integer argument, `default` where it was not given."""
+        """An integer argument; `default` if it was not given."""
         value = self.arguments.get(argument, default)
         return value if isinstance(value, int) else default
 
@@ -74,7 +74,7 @@ class Call:
 
 
 def first_name(call: Call, names: Iterable[str]) -> str | None:
-    """Which of these arguments is the first that is a tensor: libraries name the same one differently."""
+    """The first of these names under which the call has a tensor: libraries name the same argument differently."""
     return next((name for name in names if call.tensor(name) is not None), None)
 
 
@@ -118,7 +118,7 @@ class Request:
 
     `call` is the op the initializer was chosen for, `wanted` its tensor arguments without content by label (`indices`,
     in lists `indices[1]`). Of the first one's storage, `uses` are all known uses, `demand` what they ask of integers
-    together (None if that is unknown), `recipe` what the capture says of its content, and `version` counts how
+    together (None if that is unknown), `recipe` what the capture says about its content, and `version` counts how
     often the program gave it new content from outside. `seed` depends on the storage and its version alone. `options`
     are what the user set for initializers, by name (`moe-routing`); `shared` is what the initializers of one plan
     remember for each other.

@@ -1,7 +1,7 @@
 """What an operator's schema says about the integers it reads: an index into a dimension, an offset, a length, a mask.
 
-Only operators of PyTorch itself are known here. What another operator wants of its arguments, an initializer for that
-operator has to say.
+Only PyTorch's own operators are known here. For another operator, an initializer has to say what its arguments must
+hold.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ def is_integral(dtype: torch.dtype) -> bool:
 
 
 def base_name(name: str) -> str:
-    """`index_put` for `aten::index_put_`; the whole name for what is not PyTorch's own."""
+    """`index_put` for `aten::index_put_`; the whole name for an operator that is not PyTorch's own."""
     return name.removeprefix("aten::").removesuffix("_") if name.startswith("aten::") else name
 
 
 def demand_of(use: Use) -> Demand | None:
-    """What a use asks of the elements the op reads, None if that is unknown."""
+    """What a use asks of the elements that the op reads; None if that is unknown."""
     base, view = base_name(use.call.name), use.tensor
     rule = _RULES.get((base, use.argument))
     if rule is not None:
@@ -138,7 +138,7 @@ def _pooled(use: Use) -> Demand | None:
 
 
 def _counted(use: Use) -> Demand | None:
-    """Values that are counted: the result has an element for each up to the largest."""
+    """Values to count: the result has an element for each value up to the largest."""
     size = _size(use.call.result(0), 0)
     if size is None:
         return None
@@ -239,7 +239,7 @@ def _bags(use: Use) -> Demand | None:
 
 
 def _bags_again(use: Use) -> Demand | None:
-    """As before in the forward pass, which knows more."""
+    """As in the forward pass before, which knows more."""
     indices = use.call.tensor("indices")
     return None if indices is None else Demand(Role.bounded, 0, indices.elements, why=f"offsets in {use.call.name}")
 
@@ -357,7 +357,7 @@ _RULES: dict[tuple[str, str], Rule] = {
 }
 # fmt: on
 
-# Operators that compute with integers, or move them, and are safe whatever they are.
+# Operators that compute with integers or move them, and are safe for any value.
 # fmt: off
 _COMPUTING = {
     "floor_divide", "remainder", "fmod", "pow", "rsub", "neg", "_to_copy", "to", "clone", "copy", "contiguous",

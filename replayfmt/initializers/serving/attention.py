@@ -65,7 +65,7 @@ def cache_shape(request: Request, names: Iterable[str] = (*CACHES, *_KEYS)) -> t
 
 
 def _sequences(request: Request) -> int | None:
-    """How many sequences there are, by whichever tensor tells; None if they contradict each other."""
+    """How many sequences there are, by whichever tensor shows it; None if the tensors contradict each other."""
     counts: set[int] = set()
     for names, extra in (
         (TABLES, 0),
@@ -82,7 +82,7 @@ def _sequences(request: Request) -> int | None:
 
 
 def _pages_room(request: Request) -> int | None:
-    """How many blocks the page list has place for."""
+    """How many blocks the page list has room for."""
     pages = first_tensor(request.call, PAGES)
     return None if pages is None else pages.elements
 
@@ -126,7 +126,7 @@ def _appends(request: Request) -> bool:
 
 
 def _content_of(request: Request, names: Iterable[str]) -> tuple[np.ndarray, str] | None:
-    """The first of these arguments whose content is there already: captured, or made by an earlier initializer."""
+    """The first of these arguments whose content is already available: captured, or made by an earlier initializer."""
     for name in names:
         content = None if name in request.wanted else request.known(name)
         if content is not None:
@@ -135,7 +135,7 @@ def _content_of(request: Request, names: Iterable[str]) -> tuple[np.ndarray, str
 
 
 def _given(request: Request, block: int, appended: int) -> GivenLengths:
-    """The lengths that the call's content says already. `appended`: new tokens that contexts do not count yet."""
+    """The lengths that the call's content already determines. `appended`: new tokens that contexts do not count yet."""
     given = GivenLengths()
     if (starts := _content_of(request, QUERY_STARTS)) is not None:
         given.queries, given.queries_by = np.diff(starts[0]), starts[1]
@@ -187,7 +187,7 @@ def _fill(request: Request) -> Mapping[str, torch.Tensor]:
 
 
 def _accepts(request: Request) -> bool:
-    """Whether the call is a paged attention whose tensors tell enough; notes are made when it is filled."""
+    """Whether the call is a paged attention whose tensors determine enough; notes are made when it is filled."""
     integral = all(not info.dtype.is_floating_point for info in request.wanted.values())
     paged = first_tensor(request.call, (*TABLES, *PAGES)) is not None
     planned = plan_batch(replace(request, notes=[])) if integral and paged else None

@@ -1,7 +1,7 @@
 """The batch behind an operator of a serving engine: which sequences, how many tokens each, how long their context is.
 
 An attention kernel's work depends on these numbers, which are in integer tensors that a trace does not hold. What the
-step's annotation says is kept exactly; what it leaves open is decided by the heuristics below, and said in a note.
+step's annotation says is kept exactly; what it leaves open is decided by the heuristics below, and a note says so.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _STEPS = "batches of steps"
 class Batch:
     """One step's sequences: `query_lengths` are the new tokens of each, `key_lengths` its whole context with them.
 
-    `source` says where the split into prefill and decode comes from.
+    `source` says what the split into prefill and decode is based on.
     """
 
     query_lengths: np.ndarray
@@ -33,7 +33,7 @@ class Batch:
 
 @dataclass
 class GivenLengths:
-    """What the call's content says already of each sequence, None if it does not, and the arguments that say it."""
+    """What the call's content already says about each sequence (None if nothing), and which arguments say it."""
 
     queries: np.ndarray | None = None
     queries_by: str = ""
@@ -42,7 +42,7 @@ class GivenLengths:
 
 
 def iteration_of(request: Request) -> Iteration | None:
-    """What the call's scopes say of a serving engine's step."""
+    """What the call's scopes say about a serving engine's step."""
     return iteration_in(request.call.scope)
 
 
@@ -140,7 +140,7 @@ def _as_given(
 
 
 def _within(key: np.ndarray, tokens: int) -> np.ndarray:
-    """New tokens of each sequence: equal shares where contexts are that long, the others first come, first."""
+    """New tokens of each sequence: equal shares where contexts are that long, else as many as fit, in order."""
     query = np.minimum(_shares(tokens, len(key)), key)
     room = key - query
     return query + np.clip(tokens - int(query.sum()) - (np.cumsum(room) - room), 0, room)
@@ -149,7 +149,7 @@ def _within(key: np.ndarray, tokens: int) -> np.ndarray:
 def _annotated(iteration: Iteration, sequences: int, tokens: int) -> np.ndarray | None:
     """New tokens of each sequence as the annotation has them: decoding first, then prefill, then padding.
 
-    None if it does not say, or says something else than the tensors.
+    None if it does not say, or contradicts the tensors.
     """
     decode, prefill = _phase_size(iteration.decode, decodes=True), _phase_size(iteration.prefill, decodes=False)
     if decode is None or prefill is None:
@@ -164,7 +164,7 @@ def _annotated(iteration: Iteration, sequences: int, tokens: int) -> np.ndarray 
 
 
 def _phase_size(group: Requests, *, decodes: bool) -> tuple[int, int] | None:
-    """Requests and new tokens of a phase. A decoding request has one new token where nothing else is said."""
+    """Requests and new tokens of a phase. By default a decoding request has one new token."""
     if group.requests is None:
         return None
     if group.query_tokens is None:
@@ -213,7 +213,7 @@ def _contexts(
 
 
 def _shares(total: int, count: int) -> np.ndarray:
-    """`total` in `count` whole shares that differ by at most one."""
+    """`total` split into `count` whole shares that differ by at most one."""
     if not count:
         return np.zeros(0, np.int64)
     shares = np.full(count, total // count, np.int64)

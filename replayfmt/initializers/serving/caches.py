@@ -14,7 +14,7 @@ _SLOTS = ("slot_mapping", "out_cache_loc", "cache_loc", "kv_cache_loc")
 
 
 def _slots(request: Request) -> tuple[int, int] | None:
-    """How many blocks the cache of a call has, and how many slots a block."""
+    """How many blocks the cache of a call has, and how many slots a block has."""
     shape = cache_shape(request, CACHES)
     if shape is not None:
         return shape
@@ -25,7 +25,7 @@ def _slots(request: Request) -> tuple[int, int] | None:
 
 
 def _slot_mapping(request: Request) -> torch.Tensor:
-    """Different slots: tokens of one sequence one after the other, a decoding sequence's token anywhere."""
+    """Distinct slots: consecutive for the tokens of one sequence, anywhere for the token of a decoding one."""
     info, slots = request.tensor, _slots(request)
     assert slots is not None  # _has_slots was called first
     random = np.random.Generator(np.random.SFC64(np.random.SeedSequence([request.seed])))
@@ -47,7 +47,7 @@ def _has_slots(request: Request) -> bool:
 
 
 def _positions(request: Request) -> torch.Tensor:
-    """Positions of a step's tokens: a prefilled sequence's count up, a decoding sequence's is its context's end."""
+    """Positions of a step's tokens: those of a prefilled sequence count up; that of a decoding one ends its context."""
     info, table = request.tensor, _table(request)
     assert table is not None  # _has_table was called first
     rows, tokens = table.sizes[0], info.sizes[-1]
@@ -66,7 +66,7 @@ def _positions(request: Request) -> torch.Tensor:
 
 
 def _sequences_by_annotation(request: Request, tokens: int) -> int:
-    """How many sequences the step's annotation speaks of, one where there is none: a prefill."""
+    """How many sequences the step's annotation mentions; one if there is no annotation: a prefill."""
     iteration = iteration_of(request)
     if iteration is None:
         return 1

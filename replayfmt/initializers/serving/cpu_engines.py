@@ -29,7 +29,7 @@ _GUESSED_CONTEXT = 1024  # tokens, where neither cache nor table is an argument
 
 
 def _operator(name: str) -> torch._ops.OpOverload | None:
-    """The operator of the library that made the call; None if this build of it has none."""
+    """The operator of the library that made the call; None if this build of the library lacks it."""
     packet = getattr(torch.ops._C, name, None)
     return None if packet is None else packet.default
 
@@ -42,7 +42,7 @@ def _keep(request: Request, *objects: Any) -> None:
 
 
 def _schedule(request: Request) -> torch.Tensor:
-    """The library's own schedule of the batch that the call's other arguments say."""
+    """The library's own schedule for the batch that the call's other arguments describe."""
     content = _make_schedule(request)
     if content is None or content.shape != request.tensor.sizes:
         found = "none is made" if content is None else f"one has {content.numel()} bytes"
@@ -112,7 +112,7 @@ def _has_step(request: Request) -> bool:
 
 
 def _new_slots(request: Request) -> Mapping[str, torch.Tensor]:
-    """Which tokens are whose, their positions, and a table in which every sequence has blocks of its own."""
+    """Each token's sequence and position, and a table with blocks of its own for every sequence."""
     batch, table = _slot_batch(request), request.call.tensor("block_table")
     assert batch is not None and table is not None  # _has_slots was called first
     contexts = np.concatenate(
@@ -128,7 +128,7 @@ def _new_slots(request: Request) -> Mapping[str, torch.Tensor]:
         elif label == "block_table":
             values = random.permutation(table.elements).reshape(table.sizes)
         else:
-            values = np.full(info.sizes, -1)  # what it writes: -1 is no slot
+            values = np.full(info.sizes, -1)  # it writes -1 where there is no slot
         made[label] = torch.from_numpy(values).to(info.dtype).reshape(info.sizes)
     return made
 

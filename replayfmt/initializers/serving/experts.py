@@ -1,8 +1,8 @@
 """Mixture of experts: which experts each token goes to, and the sorted form in which kernels want that.
 
 Experts are drawn uniformly, or by Zipf's law (the i-th most popular expert has a weight of 1 / i ** exponent), which is
-nearer to what routers do; a token's experts are different ones. In the sorted form the (token, expert) pairs of one
-expert stand together, padded to whole blocks with a number that is not a pair.
+closer to what routers do; the experts of one token are distinct. In the sorted form the (token, expert) pairs of one
+expert are adjacent, padded to whole blocks with a number that is not a pair.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def _accepts_ids(request: Request) -> bool:
 
 @dataclass(frozen=True)
 class _Sorting:
-    """Sizes of one sorted routing: `slots` and `blocks` are how many the tensors have place for."""
+    """Sizes of one sorted routing: `slots` and `blocks` are how many the tensors have room for."""
 
     tokens: int
     each: int
@@ -150,7 +150,7 @@ def _sorting(request: Request) -> _Sorting | None:
 
 
 def _sorted(request: Request, sizes: _Sorting) -> tuple[np.ndarray, np.ndarray] | None:
-    """Sorted pair ids padded to whole blocks, and the expert of each block; None if they have no place.
+    """Sorted pair ids padded to whole blocks, and the expert of each block; None if they do not fit.
 
     A pair's id is its place among the tokens' experts; AITER's kernels want the token, with the place among its experts
     in the upper eight bits.

@@ -1,7 +1,7 @@
 """Packed attention: where each sequence of a batch begins among the tokens of all, for kernels without a cache.
 
-As the varlen forms of flash attention and xformers have it. The longest sequence is as long as the call says, the
-others share what remains of the tokens; all are alike where what the call says leaves nothing for them. Where keys are
+As in the varlen forms of flash attention and xformers. The longest sequence is as long as the call says, and the
+others share the remaining tokens; all have the same length if that would leave nothing for the others. Where keys are
 padded to equal places, each place holds a sequence.
 """
 
@@ -18,7 +18,7 @@ from .attention import KEY_STARTS, LAST_PAGES, LENGTHS, PAGE_STARTS, PAGES, QUER
 
 _QUERIES = (*QUERY_STARTS, "seqstart_q")
 _KEYS = (*KEY_STARTS, "seqstart_k")
-_HELD = "seqlen_k"  # how much of each place keys are in
+_HELD = "seqlen_k"  # how much of each place holds keys
 _OTHERS = (*TABLES, *LENGTHS, *PAGE_STARTS, *PAGES, *LAST_PAGES, "seqused_q", "leftpad_k")
 
 
@@ -30,7 +30,7 @@ def _tokens(info: TensorInfo | None) -> int | None:
 
 
 def _lengths(request: Request, starts: str, tokens: int, longest: int | None) -> np.ndarray | None:
-    """How long the sequences are; None if so many do not fit."""
+    """How long the sequences are; None if that many do not fit."""
     known = None if starts in request.wanted else request.known(starts)
     if known is not None:
         return known.diff().numpy().astype(np.int64)
@@ -47,7 +47,7 @@ def _lengths(request: Request, starts: str, tokens: int, longest: int | None) ->
 
 
 def _made(request: Request) -> dict[str, np.ndarray] | None:
-    """Starts and lengths by argument; None if the call does not tell enough."""
+    """Starts and lengths by argument; None if the call does not determine them."""
     call = request.call
     first, second = first_name(call, _QUERIES), first_name(call, _KEYS)
     queries = _tokens(first_tensor(call, QUERIES))

@@ -1,7 +1,7 @@
 """Ragged batches: offsets of bags and of jagged rows, in operators that PyTorch's own roles do not know.
 
-Row lengths differ, as they do in recommendation models: drawn from a geometric law around the mean, and adding up to
-the number of values.
+Row lengths differ, as they do in recommendation models: they are drawn from a geometric distribution around the mean
+and add up to the number of values.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ def row_lengths(rows: int, total: int, longest: int | None, random: np.random.Ge
 
 
 def _level(request: Request) -> int:
-    """How deep the rows lie that these offsets delimit: in a list, the rows of one are the values of the one before."""
+    """The depth of the rows that these offsets delimit: in a list, each level's rows are the values of the one before."""
     _, bracket, number = request.label.partition("[")
     return int(number.rstrip("]")) if bracket else 0
 
 
 def _longest(request: Request) -> int | None:
-    """The longest row that the result has place for."""
+    """The longest row that the result has room for."""
     given = request.call.arguments.get("max_lengths", request.call.arguments.get("max_sequence_length"))
     if isinstance(given, tuple):
         level = _level(request)
